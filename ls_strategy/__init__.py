@@ -1,0 +1,70 @@
+"""ZeRO 1/2/3 for PyTorch Lightning, on PyTorch's own distributed engine.
+
+    import lightning as L
+    import ls_strategy  # registers the aliases zero0 ... zero3
+
+    class Model(L.LightningModule):  # any LightningModule, unchanged
+        ...
+
+    trainer = L.Trainer(accelerator="auto", devices=2, strategy="zero3", precision="bf16-mixed")
+    trainer.fit(Model(), data)
+
+Importing this package loads neither torch nor Lightning; the names below are imported when they are first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ls_strategy.autoload import install as _install
+
+if TYPE_CHECKING:
+    from ls_strategy.callbacks import Monitor, ShardedEMA
+    from ls_strategy.config import LossScaleConfig
+    from ls_strategy.errors import ConfigError, LSError, PlanError, StateError
+    from ls_strategy.precision_plugin import ZeROPrecision
+    from ls_strategy.strategy import ZeROStrategy
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ConfigError",
+    "LSError",
+    "LossScaleConfig",
+    "Monitor",
+    "PlanError",
+    "ShardedEMA",
+    "StateError",
+    "ZeROPrecision",
+    "ZeROStrategy",
+    "__version__",
+]
+
+_HOME = {
+    "ConfigError": "errors",
+    "LSError": "errors",
+    "LossScaleConfig": "config",
+    "Monitor": "callbacks",
+    "PlanError": "errors",
+    "ShardedEMA": "callbacks",
+    "StateError": "errors",
+    "ZeROPrecision": "precision_plugin",
+    "ZeROStrategy": "strategy",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value  # the next access does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+_install()

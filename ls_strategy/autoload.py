@@ -1,0 +1,141 @@
+"""Put the strategy's aliases into Lightning's registry, without loading Lightning or torch.
+
+The one invariant: nothing here can make ``import torch`` or ``import lightning`` fail.
+
+    import torch ── entry point "torch.backends" ──> install() ──> one finder on sys.meta_path
+    import lightning.pytorch ... strategies has executed ──> register(StrategyRegistry)
+    Trainer(strategy="zero2") ── StrategyRegistry.get ──> ls_strategy.strategy is imported, now
+
+torch means that entry point group for device back ends. It is the only place from which a package is told in time:
+Lightning validates the strategy's name before it looks at its own entry points. ``import ls_strategy`` does the same
+by hand and is the documented way; this one is comfort. ``LS_STRATEGY_AUTOLOAD=0`` turns both off (call `register`
+then), ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` turns the entry point off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import warnings
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from importlib.abc import Loader
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+    from ls_strategy.strategy import ZeROStrategy
+
+__all__ = ["ALIASES", "install", "register"]
+
+_STRATEGIES_MODULE = "lightning.pytorch.strategies"
+
+ALIASES: dict[str, dict[str, object]] = {
+    "zero0": {"stage": 0},
+    "zero1": {"stage": 1},
+    "zero2": {"stage": 2},
+    "zero3": {"stage": 3},
+    # Ranks forked from the running process, as Lightning's own *_notebook aliases.
+    "zero0_notebook": {"stage": 0, "start_method": "fork"},
+    "zero1_notebook": {"stage": 1, "start_method": "fork"},
+    "zero2_notebook": {"stage": 2, "start_method": "fork"},
+    "zero3_notebook": {"stage": 3, "start_method": "fork"},
+    # LightningCLI hands a lone `--trainer.strategy=ls_strategy.ZeROStrategy` over as a name, in lower case.
+    "zerostrategy": {},
+    "ls_strategy.zerostrategy": {},
+}
+"""Every alias with the arguments it gives `ZeROStrategy`. Lower case: Lightning lowers what it is asked for."""
+
+
+class _Registry(Protocol):
+    """What is used of Lightning's strategy registry."""
+
+    def register(
+        self,
+        name: str,
+        strategy: Callable[..., object] | None = None,
+        description: str | None = None,
+        override: bool = False,
+        **init_params: Any,
+    ) -> object: ...
+
+    def available_strategies(self) -> Sequence[str]: ...
+
+
+def install() -> None:
+    """Register the aliases now if Lightning's strategies are loaded, else as soon as they are. Never raises."""
+    with _harmless():
+        if os.environ.get("LS_STRATEGY_AUTOLOAD", "1") == "0":
+            return
+        registry = getattr(sys.modules.get(_STRATEGIES_MODULE), "StrategyRegistry", None)
+        if registry is not None:
+            register(registry)
+        if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+            sys.meta_path.insert(0, _Finder())
+
+
+def register(registry: _Registry | None = None) -> None:
+    """Add every alias to ``registry``, or to Lightning's own. Names that are taken stay as they are."""
+    if registry is None:
+        registry = _lightning_registry()
+    taken = set(registry.available_strategies())
+    for name, init_params in ALIASES.items():
+        if name not in taken:
+            arguments = ", ".join(f"{key}={value!r}" for key, value in init_params.items())
+            registry.register(name, _create, description=f"ZeROStrategy({arguments})", override=False, **init_params)
+
+
+def _lightning_registry() -> _Registry:
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    return StrategyRegistry
+
+
+def _create(**init_params: object) -> ZeROStrategy:
+    """Make the strategy. Its module is imported here: a registry entry must not cost an import of torch."""
+    from ls_strategy.strategy import ZeROStrategy
+
+    return ZeROStrategy(**init_params)  # pyright: ignore[reportArgumentType]  (the table's values; tests check them)
+
+
+class _Finder:
+    """Finds `lightning.pytorch.strategies` as the other finders do, and registers after it has executed."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != _STRATEGIES_MODULE:
+            return None
+        with _harmless():
+            for finder in sys.meta_path:
+                spec = None if finder is self else finder.find_spec(fullname, path, target)
+                if spec is not None:
+                    _register_after(spec.loader)
+                    return spec
+        return None
+
+
+def _register_after(loader: Loader | None) -> None:
+    """Let ``loader`` call `register` when it has executed its module."""
+    if loader is None:
+        return
+    execute = loader.exec_module
+
+    def execute_and_register(module: ModuleType) -> None:
+        execute(module)
+        with _harmless():
+            register(module.StrategyRegistry)
+
+    loader.exec_module = execute_and_register
+
+
+@contextlib.contextmanager
+def _harmless():  # noqa: ANN202  (the type's module is not worth importing in every process that uses torch)
+    """Turn an exception into a warning, and a warning that is an exception (``-W error``) into nothing."""
+    try:
+        yield
+    except Exception as error:
+        with contextlib.suppress(Exception):
+            warnings.warn(f"ls_strategy could not register its strategy aliases: {error!r}", stacklevel=3)

@@ -1,0 +1,159 @@
+"""Full state dicts out of shards and back: the single-file checkpoint that plain torch and plain Lightning read.
+
+Weights are saved in master precision, so that a 16-bit run resumes exactly; a plain module casts them on load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ls_strategy.comm import Comm
+from ls_strategy.errors import StateError
+from ls_strategy.zero.units import Flat, Unit
+
+
+def _places(units: list[Unit]) -> dict[int, tuple[Flat, int]]:
+    """``address of a parameter's memory -> (flat, slot)``: finds a parameter in a state dict under whatever key."""
+    return {
+        p.data_ptr(): (flat, i)
+        for unit in units
+        for flat in unit.flats
+        for i, p in enumerate(flat.params)
+        if p.numel()
+    }
+
+
+def full_state_dict(
+    raw: Mapping[str, Any], units: list[Unit], comm: Comm, *, all_ranks: bool = False, master: bool = True
+) -> dict[str, Any]:
+    """The module's state dict with every parameter in full, on the CPU. Collective.
+
+    Args:
+        raw: ``module.state_dict()`` as the module gives it: its keys are kept, its sharded tensors are replaced.
+        units: where the parameters are.
+        comm: the ranks.
+        all_ranks: fill it on every rank instead of on rank 0 alone (others get an empty dict).
+        master: in master precision; otherwise in the dtype the forward reads.
+    """
+    places = _places(units)
+    wanted: dict[int, list[tuple[str, int]]] = {}
+    result: dict[str, Any] = {}
+    for key, value in raw.items():
+        place = places.get(value.data_ptr()) if isinstance(value, Tensor) and value.numel() else None
+        if place is None:
+            result[key] = value.detach().cpu() if isinstance(value, Tensor) else value
+        else:
+            result[key] = None
+            wanted.setdefault(id(place[0]), []).append((key, place[1]))
+    keep = all_ranks or comm.rank == 0
+    for unit in units:
+        for flat in unit.flats:
+            if id(flat) not in wanted:
+                continue
+            whole = flat.full_master()
+            copies: dict[int, Tensor] = {}
+            for key, i in wanted.get(id(flat), []) if keep else []:
+                if i not in copies:  # tied entries stay one tensor, as torch.save keeps them
+                    slot = flat.layout.slots[i]
+                    part = whole[slot.offset : slot.end].view(slot.shape)
+                    copies[i] = part.to("cpu", dtype=None if master else flat.full.dtype, copy=True)
+                result[key] = copies[i]
+    return result if keep else {}
+
+
+def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], units: list[Unit], *, strict: bool = True) -> None:
+    """Take full tensors into the shards. Every rank passes the same state; nothing is communicated.
+
+    Raises:
+        StateError: missing or unexpected keys (with ``strict``), or a shape that differs; nothing is changed then.
+    """
+    places = {id(p): (flat, i) for unit in units for flat in unit.flats for i, p in enumerate(flat.params)}
+    params = dict(model.named_parameters(remove_duplicate=False))
+    buffers = {n: b for n, b in model.named_buffers(remove_duplicate=False) if n in _persistent_names(model)}
+    missing = sorted((params.keys() | buffers.keys()) - state.keys())
+    unexpected = sorted(state.keys() - params.keys() - buffers.keys() - _extra_names(model))
+    problems = []
+    if strict and missing:
+        problems.append(f"missing keys: {', '.join(missing)}")
+    if strict and unexpected:
+        problems.append(f"unexpected keys: {', '.join(unexpected)}")
+    for name, tensor in {**params, **buffers}.items():
+        if name in state and tuple(state[name].shape) != tuple(tensor.shape):
+            problems.append(f"{name} has shape {tuple(state[name].shape)}, the model has {tuple(tensor.shape)}")
+    if problems:
+        raise StateError(
+            f"the checkpoint does not fit {type(model).__name__}: {'; '.join(problems)}. Load it into the model it was "
+            "saved from, or set strict_loading=False on the LightningModule for missing and unexpected keys."
+        )
+    with torch.no_grad():
+        for name, param in params.items():
+            if name in state:
+                flat, i = places[id(param)]
+                _write(flat, i, state[name])
+        for name, buffer in buffers.items():
+            if name in state:
+                buffer.copy_(state[name])
+
+
+def _write(flat: Flat, i: int, value: Tensor) -> None:
+    piece, slot = flat.pieces[i], flat.layout.slots[i]
+    flat.finish_gather() if flat.gathering is not None else None
+    values = value.reshape(-1)
+    flat.master[piece.start : piece.stop].copy_(values[piece.param_start : piece.param_start + piece.numel])
+    if flat.is_gathered:
+        flat.full[slot.offset : slot.end].copy_(values)
+
+
+def _persistent_names(model: nn.Module) -> set[str]:
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name in module._buffers
+        if name not in module._non_persistent_buffers_set
+    }
+
+
+def _extra_names(model: nn.Module) -> set[str]:
+    return {f"{prefix}.{'_extra_state'}" if prefix else "_extra_state" for prefix, _ in model.named_modules()}
+
+
+class StateDictHooks:
+    """Stage 3: makes ``state_dict()`` of any module return full tensors. Collective: call it on all ranks."""
+
+    def __init__(self, model: nn.Module, units: list[Unit], comm: Comm) -> None:
+        """Attach to every module, because users call ``state_dict()`` on any of them."""
+        self._units = units
+        self._comm = comm
+        self._enabled = True
+        self._handles = [m.register_state_dict_post_hook(self) for m in model.modules()]
+
+    def __call__(self, _module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+        """Replace what the call collected, once, at its outermost module."""
+        if prefix or not self._enabled:
+            return
+        state.update(full_state_dict(state, self._units, self._comm, all_ranks=True, master=False))
+
+    @contextmanager
+    def disabled(self) -> Any:
+        """Inside, ``state_dict()`` returns what the module holds."""
+        self._enabled = False
+        try:
+            yield
+        finally:
+            self._enabled = True
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise StateError(
+            "this module's parameters are sharded (stage 3), so it cannot be pickled or copied. Take "
+            "module.state_dict() on all ranks, or trainer.save_checkpoint(path), and load that into a new module."
+        )
+
+    def remove(self) -> None:
+        """Detach."""
+        for handle in self._handles:
+            handle.remove()

@@ -1,0 +1,282 @@
+"""Collectives on flat buffers, asynchronous, with a traffic meter.
+
+Two transports. NCCL uses its own collectives. Everything else (gloo) exchanges shards point to point: every rank sends
+each shard straight to its owner, and the owner sums in rank order. gloo's own reduce-scatter is an all-reduce and a
+slice, twice the bytes, and its order of summation is not fixed; the exchange is deterministic.
+
+Every call here is collective: all ranks of the group make the same calls in the same order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ls_strategy._compat import default_store
+from ls_strategy.errors import RankFailure
+
+CHUNK = 1 << 16
+"""Elements summed at a time on the CPU: 256 KiB in fp32, so that the second operand meets a warm L2 cache."""
+
+
+class Traffic:
+    """Counts what this rank sends, per kind of collective. Filled where the bytes leave, not from a formula."""
+
+    def __init__(self) -> None:
+        """Start at zero."""
+        self.elements: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+
+    def count(self, kind: str, tensor: Tensor, times: int = 1) -> None:
+        """Add ``times`` sends of ``tensor``."""
+        self.elements[kind] += tensor.numel() * times
+        self.bytes[kind] += tensor.numel() * tensor.element_size() * times
+
+    def reset(self) -> None:
+        """Forget everything counted so far."""
+        self.elements.clear()
+        self.bytes.clear()
+
+
+class BufferPool:
+    """Receive and staging buffers that are used again: a fresh 64 MiB allocation costs its page faults every time."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._free: defaultdict[tuple[int, torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+        self.bytes = 0
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A buffer of exactly this size, with arbitrary contents."""
+        free = self._free[(numel, dtype, device)]
+        if free:
+            return free.pop()
+        buffer = torch.empty(numel, dtype=dtype, device=device)
+        self.bytes += buffer.numel() * buffer.element_size()
+        return buffer
+
+    def give(self, buffers: Iterable[Tensor]) -> None:
+        """Return buffers that nobody reads or writes any more."""
+        for buffer in buffers:
+            self._free[(buffer.numel(), buffer.dtype, buffer.device)].append(buffer)
+
+
+class Pending(Protocol):
+    """A collective that was started."""
+
+    def wait(self) -> None:
+        """Block until the result may be used (on CUDA: until the current stream may use it)."""
+
+
+class PendingReduce:
+    """A reduce-scatter that was started; `finish` puts its result where it belongs.
+
+    ``parts`` are the terms of the sum, in rank order; NCCL delivers one part, already summed.
+    """
+
+    def __init__(self, works: Sequence[Any], parts: Sequence[Tensor], borrowed: Sequence[Tensor], comm: Comm) -> None:
+        """Remember what must be waited for, what is to be summed, and what goes back to the pool."""
+        self._works = works
+        self._parts = parts
+        self._borrowed = borrowed
+        self._comm = comm
+
+    def finish(self, out: Tensor, *, accumulate: bool) -> None:
+        """Write (or add, if ``accumulate``) the average over ranks into ``out``, ``(shard,)``."""
+        self._comm.wait(self._works)
+        scale = 1.0 / self._comm.world_size
+        step = CHUNK if out.device.type == "cpu" else out.numel()
+        for lo in range(0, out.numel(), max(step, 1)):
+            piece = out[lo : lo + step]
+            for i, part in enumerate(self._parts):
+                term = part[lo : lo + step]
+                if i or accumulate:
+                    piece.add_(term, alpha=scale)
+                elif term.dtype == piece.dtype:
+                    torch.mul(term, scale, out=piece)
+                else:
+                    piece.copy_(term).mul_(scale)  # cast first: scaling in 16 bit would round twice
+        self._comm.pool.give(self._borrowed)
+
+
+class PendingGather:
+    """An all-gather that was started, in place."""
+
+    def __init__(self, works: Sequence[Any], comm: Comm) -> None:
+        """Remember what must be waited for."""
+        self._works = works
+        self._comm = comm
+
+    def wait(self) -> None:
+        """Block until every shard has arrived."""
+        self._comm.wait(self._works)
+        self._works = ()
+
+
+class Comm:
+    """The data-parallel group of one engine, and a gloo side group for small decisions that must not touch the GPU."""
+
+    def __init__(self, group: dist.ProcessGroup | None, control: dist.ProcessGroup | None) -> None:
+        """``group=None`` and ``control=None`` stand for a single process without a process group."""
+        self.group = group
+        self.control = control
+        self.rank = dist.get_rank(group) if group is not None else 0
+        self.world_size = dist.get_world_size(group) if group is not None else 1
+        self.native = group is not None and dist.get_backend(group) == "nccl"
+        self.traffic = Traffic()
+        self.pool = BufferPool()
+
+    def is_alive(self) -> bool:
+        """Whether the process group it was made on still exists."""
+        return self.world_size == 1 or (dist.is_initialized() and self.group is dist.group.WORLD)
+
+    def wait(self, works: Sequence[Any]) -> None:
+        """Wait for started operations.
+
+        Raises:
+            RankFailure: the connection broke, and another rank had left word why.
+        """
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            raise_if_rank_failed(error)
+            raise
+
+    def _exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], kind: str) -> list[Any]:
+        """Start sending ``sends[r]`` to every other rank ``r`` and receiving ``receives[r]`` from it."""
+        operations: list[dist.P2POp] = []
+        for distance in range(1, self.world_size):
+            to = (self.rank + distance) % self.world_size
+            frm = (self.rank - distance) % self.world_size
+            outgoing, incoming = sends[to], receives[frm]
+            assert outgoing is not None
+            assert incoming is not None
+            self.traffic.count(kind, outgoing)
+            operations.append(dist.P2POp(dist.isend, outgoing, group=self.group, group_peer=to))
+            operations.append(dist.P2POp(dist.irecv, incoming, group=self.group, group_peer=frm))
+        return dist.batch_isend_irecv(operations)
+
+    def all_gather(self, full: Tensor) -> PendingGather:
+        """Complete ``full``, ``(world_size * shard,)``, of which this rank has filled its own shard.
+
+        Traffic:
+            ``(world_size - 1) * shard`` elements sent per rank.
+        """
+        if self.world_size == 1 or full.numel() == 0:
+            return PendingGather((), self)
+        shards = full.chunk(self.world_size)
+        mine = shards[self.rank]
+        if self.native:
+            self.traffic.count("all_gather", mine, self.world_size - 1)
+            work = dist.all_gather_into_tensor(full, mine, group=self.group, async_op=True)
+            return PendingGather((work,), self)
+        return PendingGather(self._exchange([mine] * self.world_size, shards, "all_gather"), self)
+
+    def reduce_scatter(self, full: Tensor, dtype: torch.dtype | None = None) -> PendingReduce:
+        """Average ``full``, ``(world_size * shard,)``, over ranks; this rank keeps its shard.
+
+        Args:
+            full: any floating dtype; must stay unchanged until `PendingReduce.finish`.
+            dtype: dtype of the sum where the transport sums (NCCL). The exchange sends ``full`` as it is and sums in the
+                dtype of the result, which costs no bytes.
+
+        Traffic:
+            ``(world_size - 1) * shard`` elements sent per rank.
+        """
+        shards = full.chunk(self.world_size) if full.numel() else [full] * self.world_size
+        mine = shards[self.rank]
+        if self.world_size == 1 or full.numel() == 0:
+            return PendingReduce((), [mine], (), self)
+        if self.native:
+            wire = full if dtype is None else full.to(dtype)
+            out = self.pool.take(mine.numel(), wire.dtype, wire.device)
+            self.traffic.count("reduce_scatter", wire[: mine.numel()], self.world_size - 1)
+            work = dist.reduce_scatter_tensor(out, wire, group=self.group, async_op=True)
+            return PendingReduce((work, _KeepAlive(wire)), [out], [out], self)
+        parts = [mine if r == self.rank else self.pool.take(mine.numel(), mine.dtype, mine.device) for r in range(self.world_size)]
+        works = self._exchange(shards, parts, "reduce_scatter")
+        return PendingReduce(works, parts, [p for r, p in enumerate(parts) if r != self.rank], self)
+
+    def broadcast_(self, tensor: Tensor, source: int = 0) -> None:
+        """Overwrite ``tensor`` by rank ``source``'s (rank within the group). Blocking."""
+        if self.world_size > 1 and tensor.numel():
+            assert self.group is not None
+            if self.rank == source:
+                self.traffic.count("broadcast", tensor, self.world_size - 1)
+            try:
+                dist.broadcast(tensor, dist.get_global_rank(self.group, source), group=self.group)
+            except RuntimeError as error:
+                raise_if_rank_failed(error)
+                raise
+
+    def agree(self, values: Tensor, op: Any = dist.ReduceOp.MAX) -> Tensor:
+        """All-reduce a small CPU tensor over the side group, in place, and return it. Blocking; never waits for the GPU."""
+        if self.world_size > 1 and values.numel():
+            self.traffic.count("control", values)
+            try:
+                dist.all_reduce(values, op=op, group=self.control)
+            except RuntimeError as error:
+                raise_if_rank_failed(error)
+                raise
+        return values
+
+    def exchange_objects(self, value: Any) -> list[Any]:
+        """Every rank's ``value``, in rank order. Pickled; for set-up and checkpoints, not for the training step."""
+        if self.world_size == 1:
+            return [value]
+        result: list[Any] = [None] * self.world_size
+        dist.all_gather_object(result, value, group=self.control)
+        return result
+
+
+class _KeepAlive:
+    """Holds a tensor until the collective that reads it was waited for."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+def make_comm() -> Comm:
+    """The communicator over all ranks of the default process group, or of one process where there is none. Collective."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return Comm(None, None)
+    return Comm(dist.group.WORLD, dist.new_group(backend="gloo"))
+
+
+_FAILURE_KEY = "ls_strategy/rank_failure"
+
+
+def announce_failure(rank: int, error: BaseException) -> None:
+    """Leave word in the rendezvous store that this rank failed, so that the others can say why they stop."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    try:
+        store = default_store()
+        store.set(_FAILURE_KEY, f"rank {rank}: {type(error).__name__}: {error}")
+    except Exception:  # noqa: BLE001, S110 - the store may be gone with the rank that held it; the first error matters more
+        pass
+
+
+def raise_if_rank_failed(error: BaseException) -> None:
+    """If another rank left word, raise that instead of the bare connection error.
+
+    Raises:
+        RankFailure: with the other rank's number and message.
+    """
+    try:
+        store = default_store()
+        if not store.check([_FAILURE_KEY]):
+            return
+        message = store.get(_FAILURE_KEY).decode()
+    except Exception:  # noqa: BLE001 - no store, no word: the caller raises the original error
+        return
+    raise RankFailure(f"this rank stops because another one failed: {message}") from error

@@ -1,0 +1,457 @@
+"""One training step, end to end, without Lightning.
+
+::
+
+    begin_step      gather what a step uses anywhere; broadcast buffers as DDP does
+    (forward)       hooks gather and release units
+    begin_backward
+    (backward)      hooks hand gradients to the reducer, which sends unit by unit
+    end_backward    send the rest
+    finish          wait, agree on which parameters have gradients, unscale, look for overflow
+    clip_norm_      or clip_value_
+    step            the user's optimizer on the master shards; then publish (stages 0 to 2) or release (stage 3)
+
+Everything here is collective unless it says otherwise: every rank makes the same calls in the same order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ls_strategy.comm import Comm
+from ls_strategy.config import LossScaleConfig, ZeROConfig
+from ls_strategy.errors import PlanError, StateError
+from ls_strategy.layout import FlatLayout
+from ls_strategy.precision import LossScaler, PrecisionPolicy
+from ls_strategy.zero import materialize as materials
+from ls_strategy.zero import step as stepping
+from ls_strategy.zero.gather import Gatherer
+from ls_strategy.zero.hooks import UnitHooks
+from ls_strategy.zero.optimizer import ShardedOptimizer, require_elementwise
+from ls_strategy.zero.partition import UnitSpec, partition
+from ls_strategy.zero.reduce import Reducer
+from ls_strategy.zero.units import FROZEN, Flat, Unit
+from ls_strategy.zero_stages import POLICIES
+
+
+@dataclass
+class _OptimizerState:
+    """What the engine remembers of one optimizer between backward and step."""
+
+    sharded: ShardedOptimizer
+    flats: list[Flat]
+    used: list[bool] = field(default_factory=list)
+    finished: bool = False
+    overflow: bool = False
+    norm: Tensor | None = None
+
+
+class Engine:
+    """Units, gatherer, reducer and sharded optimizers of one model."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: list[Optimizer],
+        *,
+        config: ZeROConfig,
+        precision: PrecisionPolicy,
+        comm: Comm,
+        device: torch.device,
+        loss_scale: LossScaleConfig | None = None,
+        previous: Engine | None = None,
+    ) -> None:
+        """Take over the model's parameters and the optimizers' groups. Collective.
+
+        Args:
+            model: parameters may be on any device, also on meta (then modules fill them by ``reset_parameters``).
+            optimizers: built on the model's parameters. Empty for evaluation.
+            config: options.
+            precision: dtypes.
+            comm: the data-parallel ranks.
+            device: where the buffers live.
+            loss_scale: knobs of the loss scale, for the modes that have one.
+            previous: an engine that holds this model's parameters now; it is dissolved unit by unit.
+
+        Raises:
+            PlanError: model, optimizers and options do not fit together; on every rank, before anything is moved.
+        """
+        self.model = model
+        self.config = config
+        self.precision = precision
+        self.comm = comm
+        self.device = device
+        # One rank has nothing to shard: every stage is stage 0 there, without gathers of its own parameters.
+        self.policy = POLICIES[config.stage if comm.world_size > 1 else 0]
+        self.scaler = LossScaler(loss_scale or LossScaleConfig()) if precision.loss_scaling else None
+        self.skipped_steps = 0
+        self.overlap_publish = False
+        """Let the next forward wait for new weights unit by unit. Only where nothing else reads them in between."""
+        self._stepping = False
+        specs, self._kept_fp32 = self._plan(optimizers)
+        if previous is not None:
+            previous.detach()
+        self.units = self._build_units(specs, optimizers, previous)
+        materials.materialize_buffers(model, device)
+        materials.place_buffers(model, device, precision.compute, {id(m) for m in self._kept_fp32})
+        self.gatherer = Gatherer(self.units, sharded=self.policy.parameters, prefetch_units=config.prefetch_units)
+        self.reducer = Reducer(
+            self.units, policy=self.policy, comm=comm, reduce_in_fp32=precision.reduce_in_fp32
+        )  # fmt: skip
+        self.reducer.selective = len(optimizers) > 1
+        self.optimizers = [self._adopt(i, optimizer) for i, optimizer in enumerate(optimizers)]
+        self.reducer.reset()
+        self.hooks = UnitHooks(self.units, self.gatherer, self.reducer, sharded=self.policy.parameters)
+        self._boundaries = [
+            materials.Fp32Boundary(m, precision.compute)
+            for m in self._kept_fp32
+            if precision.compute != torch.float32 and type(m).__name__ in config.fp32_modules
+        ]
+        self._broadcast_buffers_next = True
+
+    # set-up ----------------------------------------------------------------------------------------------------------
+
+    def _plan(self, optimizers: list[Optimizer]) -> tuple[list[UnitSpec], list[nn.Module]]:
+        """Cut the model and check everything that can be checked without moving it; the same verdict on all ranks."""
+        error: PlanError | None = None
+        specs: list[UnitSpec] = []
+        kept: list[nn.Module] = []
+        fingerprint: list[tuple[Any, ...]] = []
+        try:
+            specs = partition(self.model, self.config.unit_classes, self.config.min_unit_numel)
+            kept = materials.fp32_modules(self.model, self.config.fp32_modules)
+            owners = self._optimizer_of(optimizers)
+            fingerprint = [
+                (unit.name, name, tuple(p.shape), str(p.dtype), p.requires_grad, owners.get(id(p), (FROZEN, 0)))
+                for unit in specs
+                for name, p in unit.params
+            ]
+            if self.policy.optimizer:
+                for optimizer in optimizers:
+                    require_elementwise(optimizer)
+        except PlanError as caught:
+            error = caught
+        self._agree_on_plan(error, fingerprint)
+        return specs, kept
+
+    def _optimizer_of(self, optimizers: list[Optimizer]) -> dict[int, tuple[int, int]]:
+        """``id(param) -> (optimizer, group)``."""
+        names = {id(p): n for n, p in self.model.named_parameters()}
+        owners: dict[int, tuple[int, int]] = {}
+        for i, optimizer in enumerate(optimizers):
+            for g, group in enumerate(optimizer.param_groups):
+                for p in group["params"]:
+                    if id(p) not in names:
+                        raise PlanError(
+                            f"optimizer {i} ({type(optimizer).__name__}) holds a parameter of shape {tuple(p.shape)} that "
+                            "is not in the LightningModule. Register it there (self.name = nn.Parameter(...))."
+                        )
+                    if id(p) in owners:
+                        raise PlanError(
+                            f"parameter {names[id(p)]!r} is in optimizer {owners[id(p)][0]} and in optimizer {i}: its "
+                            "gradient and state can have one owner only. Give it to one of them."
+                        )
+                    owners[id(p)] = (i, g)
+        return owners
+
+    def _agree_on_plan(self, error: PlanError | None, fingerprint: list[tuple[Any, ...]]) -> None:
+        digest = hashlib.sha256(repr(fingerprint).encode()).hexdigest()
+        options = repr((self.config, self.precision))
+        verdicts = self.comm.exchange_objects((str(error) if error else None, digest, options))
+        for rank, (message, _, _) in enumerate(verdicts):
+            if message is not None:
+                raise error if rank == self.comm.rank and error else PlanError(f"rank {rank}: {message}")
+        if len({o for _, _, o in verdicts}) > 1:
+            raise PlanError(
+                "the ranks were started with different options: "
+                + "; ".join(f"rank {r}: {o}" for r, (_, _, o) in enumerate(verdicts))
+                + ". Start every rank with the same configuration."
+            )
+        if len({d for _, d, _ in verdicts}) > 1:
+            self._name_first_difference(fingerprint)
+
+    def _name_first_difference(self, fingerprint: list[tuple[Any, ...]]) -> None:
+        by_rank = self.comm.exchange_objects(fingerprint)
+        for row in range(max(len(f) for f in by_rank)):
+            entries = [f[row][1:] if row < len(f) else None for f in by_rank]
+            if len(set(map(repr, entries))) > 1:
+                raise PlanError(
+                    "the ranks built different models. First difference, parameter "
+                    f"{row} as (name, shape, dtype, requires_grad, (optimizer, group)): "
+                    + "; ".join(f"rank {r}: {e}" for r, e in enumerate(entries))
+                    + ". Build the same model on every rank, whatever its rank or data."
+                )
+
+    def _build_units(self, specs: list[UnitSpec], optimizers: list[Optimizer], previous: Engine | None) -> list[Unit]:
+        owners = self._optimizer_of(optimizers)
+        kept = {id(p) for m in self._kept_fp32 for p in m.parameters()}
+        units: list[Unit] = []
+        for spec in specs:
+            params = [p for _, p in spec.params]
+            materials.materialize(self.model, params, self.device)
+            values = previous.values_of(params) if previous is not None else {id(p): p.detach() for p in params}
+            flats: list[Flat] = []
+            classes: defaultdict[tuple[int, torch.dtype], list[tuple[str, nn.Parameter]]] = defaultdict(list)
+            for name, p in spec.params:
+                dtype = values[id(p)].dtype
+                if p.is_floating_point() and self.precision.compute != torch.float32:
+                    dtype = torch.float32 if id(p) in kept else self.precision.compute
+                classes[owners.get(id(p), (FROZEN, 0))[0], dtype].append((name, p))
+            for (index, dtype), members in classes.items():
+                # Groups side by side: decay and no-decay parameters make two runs per unit instead of one per parameter.
+                members.sort(key=lambda m: owners.get(id(m[1]), (FROZEN, 0))[1])
+                layout = FlatLayout.pack(((n, tuple(p.shape)) for n, p in members), self.comm.world_size)
+                flat = Flat(
+                    layout, [p for _, p in members], optimizer_index=index, policy=self.policy, comm=self.comm
+                )  # fmt: skip
+                master = self.precision.master if dtype == self.precision.compute else dtype
+                flat.load([values[id(p)] for _, p in members], dtype=dtype, master_dtype=master, device=self.device)
+                flats.append(flat)
+            units.append(Unit(spec.name, spec.modules, flats, is_root=spec.is_root))
+        return units
+
+    def _adopt(self, index: int, optimizer: Optimizer) -> _OptimizerState:
+        flats = [f for u in self.units for f in u.flats if f.optimizer_index == index]
+        state = _OptimizerState(ShardedOptimizer(optimizer, flats, self.comm), flats)
+        optimizer.register_step_pre_hook(self._refuse_direct_step)
+        optimizer.zero_grad = lambda set_to_none=True: self.zero_grad(index, set_to_none=set_to_none)  # type: ignore[method-assign]
+        return state
+
+    def _refuse_direct_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if not self._stepping:
+            raise StateError(
+                f"{type(optimizer).__name__}.step() was called on the bare optimizer, which knows nothing of the other "
+                "ranks' gradients. Call step() on what self.optimizers() returns."
+            )
+
+    def index_of(self, optimizer: Optimizer) -> int | None:
+        """Number of an optimizer of this engine, None for a stranger. Not collective."""
+        for i, state in enumerate(self.optimizers):
+            if state.sharded.optimizer is optimizer:
+                return i
+        return None
+
+    def mirror_requires_grad(self) -> None:
+        """Copy ``requires_grad`` from the optimizers' pieces to the parameters. Not collective."""
+        for state in self.optimizers:
+            params = [p for f in state.flats for p in f.params]
+            for piece, p in zip(state.sharded.pieces, params, strict=True):
+                p.requires_grad_(piece.requires_grad)
+
+    def values_of(self, params: list[nn.Parameter]) -> dict[int, Tensor]:
+        """Full values in master precision of parameters that this engine holds. Collective."""
+        result: dict[int, Tensor] = {id(p): p.detach() for p in params}
+        wanted = set(result)
+        for unit in self.units:
+            for flat in unit.flats:
+                if any(id(p) in wanted for p in flat.params):
+                    whole = flat.full_master()
+                    for p, slot in zip(flat.params, flat.layout.slots, strict=True):
+                        result[id(p)] = whole[slot.offset : slot.end].view(slot.shape)
+        return {k: v for k, v in result.items() if k in wanted}
+
+    def detach(self) -> None:
+        """Remove every hook; the buffers stay."""
+        self.reducer.finish_in_flight()
+        self.wait()
+        self.hooks.detach()
+        for boundary in self._boundaries:
+            boundary.remove()
+
+    # forward ---------------------------------------------------------------------------------------------------------
+
+    def begin_step(self, *, sync_buffers_after: bool = False) -> None:
+        """A training, validation, test or predict step begins.
+
+        Args:
+            sync_buffers_after: whether the step after this one starts by taking rank 0's buffers; DDP does so after
+                every forward whose backward synchronises.
+        """
+        self.gatherer.fetch_root()
+        if self._broadcast_buffers_next:
+            self._broadcast_buffers()
+        self._broadcast_buffers_next = sync_buffers_after
+
+    def end_forward(self) -> None:
+        """The step's forward is over. Not collective."""
+        self.gatherer.end_forward()
+
+    def _broadcast_buffers(self) -> None:
+        if self.comm.world_size == 1:
+            return
+        by_dtype: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
+        for buffer in self.model.buffers():
+            if buffer.numel():
+                by_dtype[buffer.dtype].append(buffer)
+        for buffers in by_dtype.values():
+            flat = torch.cat([b.detach().reshape(-1) for b in buffers])
+            self.comm.broadcast_(flat)
+            if self.comm.rank != 0:
+                for b, part in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
+                    b.detach().copy_(part.view_as(b))
+
+    def wait(self) -> None:
+        """Wait until every parameter that is on its way has arrived: before anything but a unit's forward reads one."""
+        self.gatherer.finish_all()
+
+    # backward --------------------------------------------------------------------------------------------------------
+
+    def begin_backward(self, *, eager: bool) -> None:
+        """A backward pass begins. ``eager``: it is the last one before the step, so send what it completes."""
+        for state in self.optimizers:
+            state.finished = False
+            state.norm = None
+        self.reducer.loss_scale = self.scaler.scale if self.scaler is not None else 1.0
+        self.reducer.begin_backward(eager=eager)
+
+    def end_backward(self) -> None:
+        """The backward pass is over."""
+        self.reducer.end_backward()
+        for unit in self.units:
+            unit.open_backwards = unit.unclosable_backwards = 0
+            if not unit.is_root:
+                self.gatherer.release(unit)
+
+    def finish(self, index: int) -> bool:
+        """Make the averaged, unscaled gradients of an optimizer complete and visible as ``.grad`` of its pieces.
+
+        Returns:
+            Whether the optimizer may step; False after an overflow, the same on every rank.
+        """
+        state = self.optimizers[index]
+        if state.finished:
+            return not state.overflow
+        state.used = self.reducer.complete(state.flats)
+        state.overflow = False
+        if self.scaler is not None:
+            state.overflow = stepping.any_overflow(state.flats, self.comm)
+            for flat in state.flats:
+                if not flat.unscaled:
+                    stepping.unscale_([flat], self.scaler.scale)
+                    flat.unscaled = True
+        state.sharded.bind_grads(state.used)
+        state.finished = True
+        return not state.overflow
+
+    def clip_norm_(self, index: int, max_norm: float) -> Tensor:
+        """Clip by global norm over all gradients of the optimizer, exactly; returns the norm before clipping."""
+        self.finish(index)
+        state = self.optimizers[index]
+        state.norm = stepping.clip_norm_(state.flats, self.comm, max_norm)
+        return state.norm
+
+    def clip_value_(self, index: int, limit: float) -> None:
+        """Clamp every averaged gradient element of the optimizer."""
+        self.finish(index)
+        stepping.clip_value_(self.optimizers[index].flats, limit)
+
+    def grad_norm(self, index: int | None = None, norm_type: float = 2.0) -> Tensor:
+        """Global norm of the averaged gradients, before clipping: of one optimizer, or of all together.
+
+        Raises:
+            StateError: there are no gradients: call between backward and the next ``zero_grad``.
+        """
+        states = self.optimizers if index is None else [self.optimizers[index]]
+        if len(states) == 1 and norm_type == 2.0 and states[0].norm is not None:
+            return states[0].norm
+        for i, state in enumerate(self.optimizers):
+            if state in states:
+                self.finish(i)
+        if not any(any(s.used) for s in states):
+            raise StateError("no gradient to take the norm of: call between backward and the next zero_grad().")
+        norm = stepping.global_norm([f for s in states for f in s.flats], self.comm, norm_type)
+        if len(states) == 1 and norm_type == 2.0:
+            states[0].norm = norm
+        return norm
+
+    # step ------------------------------------------------------------------------------------------------------------
+
+    def step(self, index: int, run: Callable[[], Any]) -> Any:
+        """Let the optimizer update its master shards by calling ``run``, then bring the new weights where they are read.
+
+        After an overflow nothing is updated on any rank, and the step is counted in ``skipped_steps``.
+        """
+        proceed = self.finish(index)
+        state = self.optimizers[index]
+        result = None
+        if proceed:
+            self._stepping = True
+            try:
+                result = state.sharded.step(state.used, run)
+            finally:
+                self._stepping = False
+            if self.policy.parameters:
+                self.gatherer.release_all()
+            else:
+                self.gatherer.publish([u for u in self.units if any(f.optimizer_index == index for f in u.flats)], index)
+                if not self.overlap_publish:
+                    self.wait()
+        else:
+            self.skipped_steps += 1
+        if self.scaler is not None:
+            self.scaler.update(state.overflow)
+        state.finished = False
+        return result
+
+    def zero_grad(self, index: int, *, set_to_none: bool = True) -> None:
+        """``optimizer.zero_grad``. Not collective, unless a reduction is under way (then on every rank)."""
+        state = self.optimizers[index]
+        state.finished = False
+        state.norm = None
+        self.reducer.zero_grad(state.flats, set_to_none=set_to_none)
+        for piece in state.sharded.pieces:
+            if set_to_none:
+                piece.grad = None
+
+    def abort(self) -> None:
+        """An exception ended a step: forget what was under way, without communicating."""
+        self.reducer.abort()
+
+    # reading ---------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """All parameters in full on every rank, for reading. Collective; needs the memory of the whole model at stage 3."""
+        self.wait()
+        if self.policy.parameters:
+            for unit in self.units:
+                self.gatherer.start(unit)
+            self.wait()
+        try:
+            yield
+        finally:
+            self.gatherer.release_all()
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes of model state that this rank holds now, by kind. Not collective.
+
+        ``parameters`` includes units that are gathered at the moment; ``gradients`` the fp32 averages and whatever
+        ``p.grad`` holds; ``communication`` receive and staging buffers.
+        """
+        seen: set[int] = set()
+
+        def size(*tensors: Tensor | None) -> int:
+            total = 0
+            for t in tensors:
+                if t is not None and t.untyped_storage().nbytes() and t.untyped_storage().data_ptr() not in seen:
+                    seen.add(t.untyped_storage().data_ptr())
+                    total += t.untyped_storage().nbytes()
+            return total
+
+        flats = [f for u in self.units for f in u.flats]
+        return {
+            "parameters": sum(size(f.full) for f in flats),
+            "masters": sum(size(f.master) for f in flats),
+            "gradients": sum(size(f.grad, f.reduced, *(p.grad for p in f.params)) for f in flats),
+            "optimizer": sum(s.sharded.state_bytes() for s in self.optimizers),
+            "communication": self.comm.pool.bytes,
+        }

@@ -1,0 +1,23 @@
+"""One root error, one class per cause. Every message says what was given, the rule, and the cure."""
+
+from __future__ import annotations
+
+
+class LSError(Exception):
+    """Root of every error this package raises on purpose."""
+
+
+class ConfigError(LSError, ValueError):
+    """An option is wrong by itself: raised where the option is read, before any process group exists."""
+
+
+class PlanError(LSError, ValueError):
+    """Options that cannot work with this model, optimizer or world size: raised on every rank before training starts."""
+
+
+class StateError(LSError, RuntimeError):
+    """A call came at a moment at which it has no meaning, for example a gradient norm before any backward."""
+
+
+class RankFailure(LSError, RuntimeError):
+    """Another rank failed, and told so; the message carries its rank and its error."""

@@ -1,0 +1,143 @@
+"""Where each element of a flat buffer lives: integers only.
+
+A flat buffer holds the parameters of one unit one after the other, each in a slot, and is cut into one equal shard per
+rank::
+
+    |  weight a      | b |..|  weight c                |......|     slots, aligned; dots are padding
+    |   rank 0       |   rank 1       |   rank 2       |            shards, all of the same length
+
+Slots and shards both start at multiples of `ALIGN` elements, so that the vector loop of an element-wise kernel meets
+the same elements in its tail whatever the stage is: stages stay equal bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+ALIGN = 16
+"""Elements. 64 bytes in fp32: one cache line, one AVX-512 register, four 128-bit GPU loads."""
+
+
+def round_up(numel: int, align: int) -> int:
+    """Smallest multiple of ``align`` that is at least ``numel``.
+
+    >>> round_up(17, 16), round_up(16, 16), round_up(0, 16)
+    (32, 16, 0)
+    """
+    return -(-numel // align) * align
+
+
+def shard_numel(numel: int, world_size: int, *, align: int = ALIGN) -> int:
+    """Length of every rank's shard: a multiple of ``align``; the last shards may reach into padding.
+
+    >>> shard_numel(100, 3)
+    48
+    """
+    return round_up(-(-numel // world_size), align)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of one parameter in a flat buffer."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameter; 1 for a scalar."""
+        return math.prod(self.shape)
+
+    @property
+    def end(self) -> int:
+        """Offset one past the last element."""
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of one parameter that lies in one shard: ``shard[start:stop]`` is ``param.flatten()[param_start:...]``."""
+
+    start: int
+    stop: int
+    param_start: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameter on this rank; 0 when it lies wholly in other shards."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Slots of one flat buffer and its cut into ``world_size`` shards."""
+
+    slots: tuple[Slot, ...]
+    world_size: int
+
+    @classmethod
+    def pack(cls, shapes: Iterable[tuple[str, tuple[int, ...]]], world_size: int) -> FlatLayout:
+        """Place parameters one after the other, each at a multiple of `ALIGN`.
+
+        >>> [s.offset for s in FlatLayout.pack([("a", (3, 5)), ("b", ()), ("c", (16,))], 2).slots]
+        [0, 16, 32]
+        """
+        slots: list[Slot] = []
+        offset = 0
+        for name, shape in shapes:
+            slot = Slot(name, tuple(shape), offset)
+            slots.append(slot)
+            offset = round_up(slot.end, ALIGN)
+        return cls(tuple(slots), world_size)
+
+    @property
+    def used(self) -> int:
+        """Elements up to the end of the last slot."""
+        return round_up(self.slots[-1].end, ALIGN) if self.slots else 0
+
+    @property
+    def shard(self) -> int:
+        """Elements of every shard."""
+        return shard_numel(self.used, self.world_size)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole buffer, padding included: ``world_size * shard``."""
+        return self.shard * self.world_size
+
+    @property
+    def param_numel(self) -> int:
+        """Elements that belong to parameters."""
+        return sum(slot.numel for slot in self.slots)
+
+    def shard_range(self, rank: int) -> tuple[int, int]:
+        """Half-open range of the buffer that ``rank`` owns."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is outside [0, {self.world_size})")
+        return rank * self.shard, (rank + 1) * self.shard
+
+    def pieces(self, start: int, stop: int) -> tuple[Piece, ...]:
+        """One piece per slot: what of it lies in the buffer's range ``[start, stop)``, relative to ``start``."""
+        result: list[Piece] = []
+        for slot in self.slots:
+            lo, hi = max(slot.offset, start), min(slot.end, stop)
+            if lo >= hi:
+                result.append(Piece(0, 0, 0))
+            else:
+                result.append(Piece(lo - start, hi - start, lo - slot.offset))
+        return tuple(result)
+
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """Half-open ranges of the buffer that belong to no parameter."""
+        result: list[tuple[int, int]] = []
+        position = 0
+        for slot in self.slots:
+            if slot.offset > position:
+                result.append((position, slot.offset))
+            position = slot.end
+        if self.numel > position:
+            result.append((position, self.numel))
+        return tuple(result)

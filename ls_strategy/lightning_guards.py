@@ -1,0 +1,127 @@
+"""What Lightning lets pass and ZeRO must not: callbacks that cannot work, and calls that would miss the engine."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.optim import Optimizer
+
+from ls_strategy._compat import sync_batch_norm_error
+from ls_strategy.config import ZeROConfig
+from ls_strategy.engine import Engine
+from ls_strategy.errors import PlanError
+from ls_strategy.precision_plugin import ZeROPrecision
+from ls_strategy.zero_stages import POLICIES
+
+_BETWEEN_STEPS = ("on_train_batch_start", "on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end")
+"""Hooks that run after an optimizer step and before the next forward."""
+
+
+def check_trainer(trainer: pl.Trainer, config: ZeROConfig, precision: ZeROPrecision) -> None:
+    """Refuse what cannot work, before anything is sharded.
+
+    Raises:
+        PlanError: with the cure.
+    """
+    policy = POLICIES[config.stage]
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    for callback in callbacks:
+        name = type(callback).__name__
+        if isinstance(callback, StochasticWeightAveraging) and policy.optimizer:
+            raise PlanError(
+                f"{name} swaps the module's weights behind the optimizer's back, and with stage={config.stage} the "
+                "optimizer's weights are shards. Use ls_strategy.ShardedEMA, or stage 0."
+            )
+        if isinstance(callback, WeightAveraging) and (policy.parameters or precision.policy.compute != torch.float32):
+            raise PlanError(
+                f"{name} copies the module's weights, which are sharded (stage 3) or rounded to 16 bit here "
+                f"(stage={config.stage}, precision={precision.precision}). Use ls_strategy.ShardedEMA, which averages "
+                "the fp32 shards."
+            )
+    if trainer.strategy._layer_sync is not None:  # type: ignore[attr-defined]
+        reason = sync_batch_norm_error()
+        if reason is not None:
+            raise PlanError(f"sync_batchnorm=True: {reason}. Set sync_batchnorm=False on this machine.")
+
+
+def reads_weights_between_steps(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
+    """Whether user code might read parameters after a step and before the forward that waits for them.
+
+    Manual optimization always might; otherwise any callback or module hook that runs in between, but Lightning's own
+    callbacks (which read weights only through the strategy) and those that say so by ``reads_weights = False``.
+    """
+    if not module.automatic_optimization:
+        return True
+    if any(is_overridden(hook, module, parent=pl.LightningModule) for hook in _BETWEEN_STEPS):
+        return True
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, WeightAveraging):
+            return True
+        if type(callback).__module__.startswith("lightning.pytorch.") or getattr(callback, "reads_weights", True) is False:
+            continue
+        if any(is_overridden(hook, callback, parent=pl.Callback) for hook in _BETWEEN_STEPS):
+            return True
+    return False
+
+
+def forward_zero_grad(wrappers: list[LightningOptimizer]) -> None:
+    """``opt.zero_grad()`` on Lightning's wrapper runs torch's method on the wrapper; make it run the optimizer's own."""
+    for wrapper in wrappers:
+        inner = wrapper._optimizer
+
+        def zero_grad(set_to_none: bool = True, *, _inner: Optimizer = inner) -> None:
+            _inner.zero_grad(set_to_none=set_to_none)
+
+        wrapper.zero_grad = zero_grad  # type: ignore[attr-defined]
+
+
+def mirror_toggling(module: pl.LightningModule, engine: Engine) -> None:
+    """``toggle_optimizer`` flips ``requires_grad`` on what the groups hold, pieces: copy it to the parameters."""
+
+    def wrap(method: Any, *args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        engine.mirror_requires_grad()
+        return result
+
+    for name in ("toggle_optimizer", "untoggle_optimizer"):
+        module.__dict__[name] = partial(wrap, getattr(type(module), name).__get__(module))
+
+
+def unmirror_toggling(module: pl.LightningModule) -> None:
+    """Undo `mirror_toggling`."""
+    for name in ("toggle_optimizer", "untoggle_optimizer"):
+        module.__dict__.pop(name, None)
+
+
+def is_mock(optimizer: Optimizer) -> bool:
+    """Whether this is Lightning's stand-in for ``configure_optimizers`` that returned None."""
+    return type(optimizer).__name__ == "_MockOptimizer"
+
+
+@contextmanager
+def refuse_loading_into_meta() -> Generator[None, None, None]:
+    """Weights loaded into a meta module vanish; torch only warns.
+
+    Raises:
+        PlanError: where torch would have warned.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*copying from a non-meta parameter.*")
+        try:
+            yield
+        except UserWarning as warning:
+            raise PlanError(
+                "configure_model loads weights into a module that has no memory yet: at stage 3 it runs on the meta "
+                "device, so that no rank ever holds the whole model, and the weights would be lost. Load them by "
+                "trainer.fit(ckpt_path=...), or build the module under `with torch.device('cpu'):`."
+            ) from warning
+

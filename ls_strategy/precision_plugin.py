@@ -1,0 +1,179 @@
+"""``Trainer(precision=...)`` for `ZeROStrategy`: autocast, input dtypes, loss scale, gradient clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning_utilities import apply_to_collection
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from ls_strategy.errors import ConfigError
+from ls_strategy.precision import PRECISIONS, PrecisionPolicy, resolve_precision
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from ls_strategy.engine import Engine
+
+_FOREIGN_SCALER_KEYS = ("MixedPrecision", "FSDPPrecision", "native_amp_scaling_state")
+"""Where other strategies' checkpoints keep the loss scale."""
+
+
+class ZeROPrecision(Precision):
+    """Precision plugin of `ZeROStrategy`, which makes it from any ``Trainer(precision=...)`` by itself.
+
+    Pass one explicitly (``ZeROStrategy(precision_plugin=ZeROPrecision("16-mixed"))``) only to run fp16 on the CPU, where
+    the Trainer turns the string ``16-mixed`` into ``bf16-mixed``.
+    """
+
+    def __init__(self, precision: str = "32-true") -> None:
+        """Check the name.
+
+        Args:
+            precision: ``32-true``, ``bf16-mixed``, ``16-mixed``, ``bf16-true`` or ``16-true``.
+
+        Raises:
+            ConfigError: any other name.
+        """
+        self.policy: PrecisionPolicy = resolve_precision(precision)
+        self.precision = precision  # type: ignore[assignment]
+        self.engine: Engine | None = None
+        self._pending_scaler_state: dict[str, Any] | None = None
+
+    @classmethod
+    def from_plugin(cls, plugin: Precision) -> ZeROPrecision:
+        """The equivalent of one of Lightning's own plugins.
+
+        Raises:
+            ConfigError: the plugin does more than the five precisions (double, quantised, ...).
+        """
+        if isinstance(plugin, cls):
+            return plugin
+        name = str(plugin.precision)
+        if name not in PRECISIONS:
+            raise ConfigError(
+                f"precision plugin {type(plugin).__name__} (precision={name!r}): ZeROStrategy supports "
+                f"{', '.join(PRECISIONS)}. Choose one of these with Trainer(precision=...)."
+            )
+        return cls(name)
+
+    def attach(self, engine: Engine) -> None:
+        """Called by the strategy when the engine is ready."""
+        self.engine = engine
+        if self._pending_scaler_state is not None:
+            self.load_state_dict(self._pending_scaler_state)
+            self._pending_scaler_state = None
+
+    # dtypes ----------------------------------------------------------------------------------------------------------
+
+    @override
+    def tensor_init_context(self) -> AbstractContextManager:
+        """Weights are initialised in fp32 in every mode, so that masters are made of unrounded values."""
+        return nullcontext()
+
+    @override
+    def module_init_context(self) -> AbstractContextManager:
+        """As `tensor_init_context`."""
+        return nullcontext()
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        """Cast floating tensors of a batch to the parameters' dtype in the ``*-true`` 16-bit modes."""
+        dtype = self.policy.compute
+        if dtype == torch.float32:
+            return data
+        return apply_to_collection(data, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
+
+    @override
+    @contextmanager
+    def forward_context(self) -> Generator[None, None, None]:
+        """Autocast (``*-mixed``), or 16 bit as the default dtype of new tensors (``*-true``)."""
+        if self.policy.autocast is not None:
+            device = self.engine.device.type if self.engine is not None else "cpu"
+            with torch.autocast(device, dtype=self.policy.autocast, cache_enabled=False):
+                yield
+            return
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(self.policy.compute)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
+
+    # backward and step -----------------------------------------------------------------------------------------------
+
+    @override
+    def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
+        """Scale the loss, then run the ``on_before_backward`` hooks."""
+        if self.engine is not None and self.engine.scaler is not None:
+            tensor = tensor * self.engine.scaler.scale
+        return super().pre_backward(tensor, module)
+
+    @override
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Optimizer, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Forward and backward (the closure), hooks and clipping on averaged gradients, then the sharded step."""
+        index = self._index(optimizer)
+        if self.engine is None or index is None:
+            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        result = closure()
+        self.engine.finish(index)
+        self._after_closure(model, optimizer)
+        self.engine.step(index, lambda: optimizer.step(**kwargs))
+        return result
+
+    @override
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: int | float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        """Clip by the exact global norm over all ranks' shards, or by value. Collective."""
+        index = self._index(optimizer)
+        if clip_val <= 0 or self.engine is None or index is None:
+            return
+        if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+            self.engine.clip_value_(index, float(clip_val))
+        else:
+            self.engine.clip_norm_(index, float(clip_val))
+
+    def _index(self, optimizer: Optimizer) -> int | None:
+        inner = getattr(optimizer, "_optimizer", optimizer)  # LightningOptimizer wraps the user's
+        return self.engine.index_of(inner) if self.engine is not None else None
+
+    # loss scale in checkpoints ---------------------------------------------------------------------------------------
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """The loss scale."""
+        if self.engine is None or self.engine.scaler is None:
+            return {}
+        return self.engine.scaler.state_dict()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the loss scale; a state that comes before the engine waits for it."""
+        if self.engine is None:
+            self._pending_scaler_state = state_dict
+        elif self.engine.scaler is not None and state_dict:
+            self.engine.scaler.load_state_dict(state_dict)
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take the loss scale of a run under another strategy."""
+        for key in _FOREIGN_SCALER_KEYS:
+            if checkpoint.get(key) and type(self).__qualname__ not in checkpoint:
+                self.load_state_dict(checkpoint[key])
+
+    @override
+    def teardown(self) -> None:
+        """The engine stays: the trainer may be asked for a checkpoint after the fit."""

@@ -1,0 +1,449 @@
+"""`ZeROStrategy`: which Lightning hook calls which part of the engine, and nothing else.
+
+===========================  =======================================================================================
+Lightning                    here
+===========================  =======================================================================================
+``setup``                    ``configure_optimizers``, then `Engine` takes parameters and optimizers over
+``training_step``            `Engine.begin_step`, the user's step, `Engine.end_forward`
+``backward``                 `Engine.begin_backward`, the user's backward, `Engine.end_backward`
+``optimizer_step``           `ZeROPrecision.optimizer_step`: closure, `Engine.finish`, hooks, clipping, `Engine.step`
+checkpoint hooks             `ls_strategy.checkpoint`
+``teardown``                 waits and detaches; shards stay, so that saving, testing and a second fit work
+===========================  =======================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies.ddp import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from ls_strategy import lightning_guards as guards
+from ls_strategy.checkpoint import StateDictHooks, full_state_dict, load_full_state_dict
+from ls_strategy.comm import Comm, Traffic, announce_failure, make_comm
+from ls_strategy.config import LossScaleConfig, ZeROConfig
+from ls_strategy.engine import Engine
+from ls_strategy.errors import ConfigError, PlanError, StateError
+from ls_strategy.precision import resolve_precision
+from ls_strategy.precision_plugin import ZeROPrecision
+from ls_strategy.zero_stages import POLICIES
+
+
+class ZeROStrategy(DDPStrategy):
+    """ZeRO data parallelism, stages 0 to 3, for a plain LightningModule, on CPU (gloo) and GPU (NCCL).
+
+    Losses are DDP's; model states are divided over the ranks. ``Trainer(strategy="zero3", devices=N)`` is this class with
+    its defaults.
+
+    Args:
+        stage: 0 replicates everything (DDP on this engine), 1 shards optimizer states, 2 also gradients, 3 also
+            parameters.
+        unit_classes: class names (``["Block"]``) of the modules that are gathered and reduced as one unit. Default: the
+            children of every ``ModuleList`` and ``Sequential``.
+        min_unit_numel: blocks with fewer parameters than this join the root unit, which at stage 3 stays gathered during
+            a step. Elements.
+        prefetch_units: stage 3 gathers this many units ahead of the one that computes.
+        master_weights: keep fp32 master weights with ``precision="bf16-true"`` and ``"16-true"``. False halves their
+            memory and lets the optimizer work in 16 bit.
+        reduce_dtype: ``fp32`` sums gradients over ranks in fp32; ``compute`` in the dtype of the parameters, half the
+            bytes on NCCL in the 16-bit modes.
+        fp32_modules: class names of modules that stay in fp32 with ``bf16-true`` and ``16-true`` (a router, say).
+            Batch norms always do.
+        loss_scale: knobs of the loss scale of the fp16 precisions.
+        accelerator: set by the Trainer.
+        parallel_devices: set by the Trainer.
+        cluster_environment: set by the Trainer.
+        checkpoint_io: how checkpoint files are written.
+        precision_plugin: made from ``Trainer(precision=...)``; pass a `ZeROPrecision` for fp16 on the CPU.
+        process_group_backend: ``nccl`` on GPUs and ``gloo`` on CPUs unless given.
+        timeout: of collectives; a rank that waits longer fails.
+        start_method: how ranks are started when no launcher did: ``popen``, ``spawn``, ``fork``, ``forkserver``.
+    """
+
+    def __init__(
+        self,
+        stage: Literal[0, 1, 2, 3] = 3,
+        *,
+        unit_classes: list[str] | None = None,
+        min_unit_numel: int = 100_000,
+        prefetch_units: int = 1,
+        master_weights: bool = True,
+        reduce_dtype: Literal["fp32", "compute"] = "fp32",
+        fp32_modules: list[str] | None = None,
+        loss_scale: LossScaleConfig | None = None,
+        accelerator: pl.accelerators.Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = timedelta(minutes=30),
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+    ) -> None:
+        for name, value in (("unit_classes", unit_classes), ("fp32_modules", fp32_modules)):
+            if isinstance(value, str):
+                raise ConfigError(f"{name}={value!r}: give a list of class names, for example [{value!r}].")
+        self.config = ZeROConfig(
+            stage=stage,
+            unit_classes=tuple(unit_classes or ()),
+            min_unit_numel=min_unit_numel,
+            prefetch_units=prefetch_units,
+            master_weights=master_weights,
+            reduce_dtype=reduce_dtype,
+            fp32_modules=tuple(fp32_modules or ()),
+        )
+        self._loss_scale = loss_scale
+        self.engine: Engine | None = None
+        self._comm: Comm | None = None
+        self._state_dict_hooks: StateDictHooks | None = None
+        self._pending_weights: tuple[Mapping[str, Any], bool] | None = None
+        self._accumulating = False
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+
+    # what users ask --------------------------------------------------------------------------------------------------
+
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """Global norm of the averaged gradients of all optimizers, before clipping: ``()`` fp32. Collective.
+
+        Call it between backward and the next ``zero_grad``, for example in ``on_before_optimizer_step``.
+
+        Raises:
+            StateError: there are no gradients.
+        """
+        return self._engine().grad_norm(norm_type=norm_type)
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes of model state on this rank, by kind. Not collective."""
+        return self._engine().memory_bytes()
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this rank sent so far, counted where it leaves."""
+        return self._engine().comm.traffic
+
+    @property
+    def loss_scale(self) -> float | None:
+        """The current loss scale, None in modes without one."""
+        scaler = self._engine().scaler
+        return None if scaler is None else scaler.scale
+
+    @property
+    def skipped_steps(self) -> int:
+        """Optimizer steps skipped after an fp16 overflow."""
+        return self._engine().skipped_steps
+
+    @contextmanager
+    def gathered_parameters(self) -> Generator[None, None, None]:
+        """Inside, every parameter can be read in full on every rank. Collective; changes are not kept."""
+        with self._engine().gathered():
+            yield
+
+    def _engine(self) -> Engine:
+        if self.engine is None:
+            raise StateError("the model is not set up yet: this works from on_fit_start (or on_validation_start) on.")
+        return self.engine
+
+    # set-up ----------------------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        """The Trainer's plugin, made ours: a plain ``GradScaler`` would let ranks disagree on skipping a step."""
+        self._precision_plugin = None if plugin is None else ZeROPrecision.from_plugin(plugin)
+
+    @property
+    @override
+    def optimizers(self) -> list[Optimizer]:
+        return self._optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        DDPStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
+        guards.forward_zero_grad(self._lightning_optimizers)
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Aliases are registered by `ls_strategy.autoload`; DDP's must not be registered again under this class."""
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        expected = self.num_nodes * self.num_processes
+        if dist.get_world_size() != expected:
+            raise PlanError(
+                f"the launcher started {dist.get_world_size()} ranks, Trainer(devices={self.num_processes}, "
+                f"num_nodes={self.num_nodes}) expects {expected}. Make the two agree."
+            )
+        if self._comm is None or not self._comm.is_alive():
+            self._comm = make_comm()
+            self.engine = None
+
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Stage 3 builds ``configure_model`` on the meta device: no rank ever holds the whole model."""
+        on_meta = POLICIES[self.config.stage].parameters and (empty_init or (empty_init is None and dist.is_initialized()))
+        if not on_meta:
+            with super().tensor_init_context(empty_init=empty_init):
+                yield
+            return
+        with guards.refuse_loading_into_meta(), torch.device("meta"):
+            yield
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None
+        module = self.lightning_module
+        assert module is not None
+        assert self._comm is not None
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        previous = self.engine if self.engine is not None and self.engine.model is module else None
+        if not fitting:
+            self._reset_optimizers_and_schedulers()
+        if fitting or previous is None:
+            guards.check_trainer(trainer, self.config, self._precision())
+            if fitting and self._layer_sync:
+                self.model = self._layer_sync.apply(module)
+            if fitting:
+                self.setup_optimizers(trainer)
+            self._build_engine(module, previous)
+        self.model = module
+        self.setup_precision_plugin()
+        assert self.engine is not None
+        self.engine.overlap_publish = fitting and not guards.reads_weights_between_steps(trainer, module)
+        if fitting:
+            guards.mirror_toggling(module, self.engine)
+        if POLICIES[self.config.stage].parameters:
+            # A gathered inference tensor could not take part in autograd later.
+            for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+                loop.inference_mode = False
+
+    def _precision(self) -> ZeROPrecision:
+        if self._precision_plugin is None:
+            self._precision_plugin = ZeROPrecision()
+        assert isinstance(self._precision_plugin, ZeROPrecision)
+        return self._precision_plugin
+
+    def _build_engine(self, module: pl.LightningModule, previous: Engine | None) -> None:
+        assert self._comm is not None
+        plugin = self._precision()
+        if self._state_dict_hooks is not None:
+            self._state_dict_hooks.remove()
+            self._state_dict_hooks = None
+        self.engine = Engine(
+            module,
+            [o for o in self.optimizers if not guards.is_mock(o)],
+            config=self.config,
+            precision=resolve_precision(
+                str(plugin.precision),
+                master_weights=self.config.master_weights,
+                reduce_dtype=self.config.reduce_dtype,
+            ),
+            comm=self._comm,
+            device=self.root_device,
+            loss_scale=self._loss_scale,
+            previous=previous,
+        )
+        if self.engine.policy.parameters:
+            self._state_dict_hooks = StateDictHooks(module, self.engine.units, self._comm)
+        plugin.attach(self.engine)
+        if self._pending_weights is not None:
+            weights, strict = self._pending_weights
+            self._pending_weights = None
+            load_full_state_dict(module, weights, self.engine.units, strict=strict)
+
+    # steps -----------------------------------------------------------------------------------------------------------
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        engine = self._engine()
+        assert self.lightning_module is not None
+        # DDP takes rank 0's buffers before a forward whose predecessor synchronised gradients.
+        synchronises = self.lightning_module.automatic_optimization and not self._accumulating
+        engine.begin_step(sync_buffers_after=synchronises)
+        output = super().training_step(*args, **kwargs)
+        engine.end_forward()
+        return output
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        self._engine().begin_step()
+        return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        self._engine().begin_step()
+        return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._engine().begin_step()
+        return super().predict_step(*args, **kwargs)
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Inside, gradients of stages 0 and 1 stay on their rank; stages 2 and 3 average every micro-batch anyway."""
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        module, plugin, engine = self.lightning_module, self._precision(), self._engine()
+        assert module is not None
+        closure_loss = plugin.pre_backward(closure_loss, module)
+        engine.begin_backward(eager=module.automatic_optimization and not self._accumulating)
+        plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        engine.end_backward()
+        return plugin.post_backward(closure_loss, module)
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        module = model or self.lightning_module
+        assert isinstance(module, pl.LightningModule)
+        return self._precision().optimizer_step(optimizer, model=module, closure=closure, **kwargs)
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """As DDP's, without the barrier it makes before every reduction; always on a copy."""
+        if not isinstance(tensor, Tensor) or self._comm is None or self._comm.world_size == 1:
+            return tensor
+        mean = reduce_op is None or str(reduce_op).lower() in ("mean", "avg")
+        if isinstance(reduce_op, str):
+            reduce_op = dist.ReduceOp.SUM if mean else getattr(dist.ReduceOp, reduce_op.upper())
+        result = tensor.detach().clone().contiguous().to(self.root_device)
+        if mean and not result.is_floating_point():
+            result = result.float()
+        dist.all_reduce(result, op=dist.ReduceOp.SUM if mean else reduce_op, group=group or self._comm.group)
+        return result / dist.get_world_size(group or self._comm.group) if mean else result
+
+    def _wait_for_weights(self) -> None:
+        if self.engine is not None:
+            self.engine.wait()
+
+    @override
+    def on_validation_start(self) -> None:
+        self._wait_for_weights()
+
+    @override
+    def on_train_end(self) -> None:
+        self._wait_for_weights()
+
+    # checkpoints -----------------------------------------------------------------------------------------------------
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Full weights in master precision, on the CPU of rank 0. Collective."""
+        assert self.lightning_module is not None
+        if self.engine is None:
+            return self.lightning_module.state_dict()
+        self.engine.wait()
+        if self._state_dict_hooks is None:
+            raw = self.lightning_module.state_dict()
+        else:
+            with self._state_dict_hooks.disabled():
+                raw = self.lightning_module.state_dict()
+        full = full_state_dict(raw, self.engine.units, self.engine.comm)
+        return full or ({} if self.engine.policy.parameters else raw)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        module = self.lightning_module
+        assert module is not None
+        if self.engine is not None and self.engine.model is module:
+            load_full_state_dict(module, checkpoint["state_dict"], self.engine.units, strict=strict)
+        elif any(p.is_meta for p in module.parameters()):
+            self._pending_weights = (checkpoint["state_dict"], strict)
+        else:
+            module.load_state_dict(checkpoint["state_dict"], strict=strict)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """State in torch's own format, full tensors on the CPU of rank 0. Collective."""
+        inner = getattr(optimizer, "_optimizer", optimizer)
+        index = self._engine().index_of(inner)
+        if index is None:
+            return inner.state_dict()
+        return self._engine().optimizers[index].sharded.full_state_dict()
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        states = checkpoint["optimizer_states"]
+        engine = self._engine()
+        if len(states) != len(self.optimizers):
+            raise StateError(
+                f"the checkpoint holds the states of {len(states)} optimizers, configure_optimizers returned "
+                f"{len(self.optimizers)}. Return the same optimizers, in the same order."
+            )
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            index = engine.index_of(optimizer)
+            if index is not None:
+                engine.optimizers[index].sharded.load_full_state_dict(state)
+
+    # end -------------------------------------------------------------------------------------------------------------
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Tell the other ranks, and close the connections they may be waiting on."""
+        if self.engine is not None:
+            self.engine.abort()
+        if isinstance(exception, (ConfigError, PlanError)) or not dist.is_initialized():
+            return  # raised on every rank alike: nobody waits
+        announce_failure(self.global_rank, exception)
+        if self._comm is not None and self._comm.world_size > 1:
+            dist.destroy_process_group()
+
+    @override
+    def teardown(self) -> None:
+        module = self.lightning_module
+        if self.engine is not None and (self.engine.comm.world_size == 1 or dist.is_initialized()):
+            self.engine.wait()
+            if not self.engine.policy.parameters:
+                self.engine.detach()
+        if module is not None:
+            guards.unmirror_toggling(module)
+            if self._layer_sync and module._trainer is not None and module._trainer.state.fn == TrainerFn.FITTING:
+                self.model = self._layer_sync.revert(module)
+        if self.cluster_environment is not None:
+            self.cluster_environment.teardown()
+        self._precision().teardown()
+        if self.accelerator is not None:
+            self.accelerator.teardown()
+        self.checkpoint_io.teardown()

@@ -1,0 +1,363 @@
+"""Run a function on several ranks, from a test, on one host.
+
+The one promise: `spawn` returns every rank's result or raises, within ``timeout_s``, and leaves no rank behind.
+
+    parent ── start ──> rank 0 ─ fn(0, 2, ...) ─ report ─┐
+       │                                                 ├─ all in: "end" ──> os._exit(0) on every rank
+       └───── start ──> rank 1 ─ fn(1, 2, ...) ─ report ─┘
+                                              └─ error, death or timeout: every rank is killed, the parent raises
+
+Ranks are forked from a server process that has torch and Lightning imported already, so two of them start in well
+under a second. Python's usual rule for start methods other than ``fork`` holds: a script that calls `spawn` needs the
+``if __name__ == "__main__":`` guard. Unix only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import faulthandler
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import random
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar, cast
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from multiprocessing.context import ForkServerProcess
+
+__all__ = ["RankDiedError", "RankTimeoutError", "RankTraceback", "free_port", "spawn", "torchrun_env"]
+
+T = TypeVar("T")
+
+_PRELOAD = ["torch", "torch.distributed", "lightning.pytorch"]
+_STACK_SIGNAL = signal.SIGUSR2  # Lightning's SLURM requeue uses SIGUSR1
+_KILL_GRACE_S = 10.0
+
+
+class RankTraceback(Exception):  # noqa: N818  (it is the cause of an error, not one itself)
+    """Cause of an exception that `spawn` re-raises: which rank raised it, and that rank's own traceback."""
+
+    def __init__(self, rank: int, text: str) -> None:
+        super().__init__(f'rank {rank} raised:\n"""\n{text}"""')
+        self.rank = rank
+        self.text = text
+
+
+class RankDiedError(RuntimeError):
+    """A rank ended without a report: it was killed, it aborted, or it called ``os._exit`` itself."""
+
+
+class RankTimeoutError(TimeoutError):
+    """Not every rank reported in time. ``missing`` names them; the message shows where each one stood."""
+
+    def __init__(self, message: str, missing: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.missing = list(missing)
+
+
+def spawn(
+    fn: Callable[..., T],
+    world_size: int,
+    *args: object,
+    timeout_s: float = 120,
+    env: Mapping[str, str | None] | None = None,
+    init_process_group: bool = True,
+) -> list[T]:
+    """Call ``fn(rank, world_size, *args)`` on ``world_size`` ranks and return their results in rank order.
+
+    Every rank has its own process with one compute thread and the environment ``torchrun`` would give it (see
+    `torchrun_env`). Results and arguments travel by value as pickles, tensors too. When ``fn`` has returned on every
+    rank, the ranks end with ``os._exit``: their ``atexit`` handlers do not run.
+
+    A Lightning ``Trainer(accelerator="cpu", devices=world_size, ...)`` inside ``fn`` recognises the environment as
+    torchrun's and starts no processes of its own; pass ``init_process_group=False`` to leave that to Lightning:
+
+        def fit(rank, world_size, strategy):
+            trainer = Trainer(accelerator="cpu", devices=world_size, strategy=strategy, max_steps=4)
+            model = BoringModel()
+            trainer.fit(model)
+            return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+        first, second = spawn(fit, 2, "zero2", init_process_group=False)
+
+    Args:
+        fn: importable by name (a top-level function of a module).
+        world_size: number of ranks.
+        *args: handed on to ``fn``, picklable.
+        timeout_s: everything together, process start included. Past it all ranks are killed: a hang is a failure.
+        env: environment on top of the parent's, on every rank; ``None`` as a value removes the variable.
+        init_process_group: have an initialised gloo group of all ranks ready when ``fn`` is called.
+
+    Raises:
+        Exception: whatever ``fn`` raised on the first rank that failed; ``__cause__`` is a `RankTraceback`.
+        RankDiedError: a rank ended without a report, or its exception or result cannot be sent.
+        RankTimeoutError: ``timeout_s`` is over.
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size={world_size}: at least one rank is needed")
+    task = pickle.dumps((fn, args))  # plain pickle: copies tensors, where multiprocessing's would share memory
+    deadline = time.monotonic() + timeout_s
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)  # no effect on a server that already runs
+    port = free_port()
+    with tempfile.TemporaryDirectory(prefix="ls_strategy_spawn_") as scratch:
+        ranks: list[_Rank] = []
+        try:
+            for rank in range(world_size):
+                parent_end, child_end = context.Pipe()
+                setup = _Setup(
+                    rank=rank,
+                    world_size=world_size,
+                    env=_rank_environment(rank, world_size, port, env or {}),
+                    scratch=scratch,
+                    timeout_s=timeout_s,
+                    init_process_group=init_process_group,
+                )
+                process = context.Process(target=_rank_main, args=(setup, child_end, task), name=f"rank{rank}")
+                process.start()
+                child_end.close()
+                ranks.append(_Rank(rank, process, cast("Connection", parent_end)))
+            results = _collect(ranks, deadline, timeout_s, Path(scratch))
+            for each in ranks:
+                with contextlib.suppress(OSError):  # it died after its report: the result is in
+                    each.connection.send_bytes(b"end")
+            for each in ranks:
+                each.process.join(_KILL_GRACE_S)
+            return cast("list[T]", results)
+        finally:
+            for each in ranks:
+                each.kill()
+                each.connection.close()
+
+
+def torchrun_env(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """The variables ``torchrun`` sets for ``rank`` of ``world_size`` ranks on one host."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "ROLE_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": f"ls_strategy_{port}",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+    }
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nobody listens on at this moment.
+
+    Taken below the range from which the kernel serves outgoing connections, so that no socket opened between this
+    call and the use of the port can take it by accident.
+    """
+    for _ in range(1000):
+        port = random.randrange(20_000, 32_000)
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no free TCP port between 20000 and 32000")
+
+
+# --- parent ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Report:
+    """What a rank says at its end. ``value`` is a pickle, empty when there was nothing that could be pickled."""
+
+    at: float
+    ok: bool
+    value: bytes
+    text: str
+
+
+@dataclass
+class _Rank:
+    """The parent's view of one rank."""
+
+    rank: int
+    process: ForkServerProcess
+    connection: Connection
+
+    def receive(self) -> _Report | None:
+        """The report, or ``None`` if the rank closed its end without one."""
+        try:
+            return pickle.loads(self.connection.recv_bytes())  # from our own child
+        except (EOFError, OSError):
+            return None
+
+    def kill(self) -> None:
+        """End the process and the processes it started. Does nothing to one that has ended."""
+        pid = self.process.pid
+        if pid is None or not self.process.is_alive():
+            return
+        try:
+            os.killpg(pid, signal.SIGKILL)  # the rank leads a process group of its own
+        except (ProcessLookupError, PermissionError):  # it has not come that far yet
+            self.process.kill()
+        self.process.join(_KILL_GRACE_S)
+
+
+def _collect(ranks: list[_Rank], deadline: float, timeout_s: float, scratch: Path) -> list[object]:
+    """Wait for every rank's report; raise for the first rank that failed."""
+    results: dict[int, object] = {}
+    waiting = {each.connection: each for each in ranks}
+    while waiting:
+        ready = multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            _raise_timeout(list(waiting.values()), timeout_s, scratch)
+        failed: list[tuple[_Rank, _Report]] = []
+        died: list[_Rank] = []
+        for connection in ready:
+            each = waiting.pop(cast("Connection", connection))
+            report = each.receive()
+            if report is None:
+                died.append(each)
+            elif report.ok:
+                results[each.rank] = pickle.loads(report.value)
+            else:
+                failed.append((each, report))
+        if died:  # before errors: a peer's death is what the others trip over
+            _raise_death(died[0])
+        if failed:
+            _raise_failure(*min(failed, key=lambda pair: pair[1].at))
+    return [results[rank] for rank in range(len(ranks))]
+
+
+def _raise_failure(each: _Rank, report: _Report) -> None:
+    cause = RankTraceback(each.rank, report.text)
+    try:
+        error = pickle.loads(report.value)
+    except Exception:
+        error = None
+    if not isinstance(error, Exception):  # SystemExit and its like must not end the caller
+        last_line = report.text.strip().rsplit("\n", 1)[-1]
+        error = RankDiedError(f"rank {each.rank} failed: {last_line}")
+    raise error from cause
+
+
+def _raise_death(each: _Rank) -> None:
+    each.process.join(_KILL_GRACE_S)
+    code = each.process.exitcode
+    how = f"exit code {code}"
+    if code is not None and code < 0:
+        how = f"signal {-code} ({signal.Signals(-code).name})"
+    raise RankDiedError(f"rank {each.rank} ended with {how} and without a report")
+
+
+def _raise_timeout(missing: list[_Rank], timeout_s: float, scratch: Path) -> None:
+    for each in missing:
+        if each.process.pid is not None and (scratch / f"stack{each.rank}").exists():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(each.process.pid, _STACK_SIGNAL)
+    time.sleep(0.3)  # the ranks write their stacks
+    lines = [f"no report within {timeout_s:g} s from rank(s) {', '.join(str(each.rank) for each in missing)}"]
+    for each in missing:
+        path = scratch / f"stack{each.rank}"
+        stack = path.read_text(errors="replace").strip() if path.exists() else ""
+        lines.append(f"--- rank {each.rank} stood at:\n{stack or '(no stack: still starting)'}")
+    raise RankTimeoutError("\n".join(lines), [each.rank for each in missing])
+
+
+def _rank_environment(rank: int, world_size: int, port: int, extra: Mapping[str, str | None]) -> dict[str, str]:
+    """The parent's environment, torchrun's variables, one thread, gloo on loopback; ``extra`` has the last word."""
+    environment = {**os.environ, **torchrun_env(rank, world_size, port), "OMP_NUM_THREADS": "1"}
+    if "lo" in {name for _, name in socket.if_nameindex()}:
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    for name, value in extra.items():
+        if value is None:
+            environment.pop(name, None)
+        else:
+            environment[name] = value
+    return environment
+
+
+# --- rank -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Setup:
+    """What a rank must know before it can unpickle its task."""
+
+    rank: int
+    world_size: int
+    env: dict[str, str]
+    scratch: str
+    timeout_s: float
+    init_process_group: bool
+
+
+def _rank_main(setup: _Setup, connection: Connection, task: bytes) -> None:
+    """Run the task, report, wait for the parent's word, leave."""
+    os.setsid()  # one process group per rank: the parent can end it together with its data loader workers
+    threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
+    stack_file = (Path(setup.scratch) / f"stack{setup.rank}").open("w")
+    faulthandler.register(_STACK_SIGNAL, file=stack_file, all_threads=True)
+    # The server's environment is the one of the moment it was started in; take the parent's of today.
+    os.environ.clear()
+    os.environ.update(setup.env)
+    report = _run(setup, task)
+    with contextlib.suppress(OSError, EOFError):  # the parent is gone
+        connection.send_bytes(pickle.dumps(report))
+        # Stay until all ranks are done: a rank that leaves closes connections its peers may still read from.
+        connection.recv_bytes()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(0)  # gloo's threads abort the process now and then in a regular interpreter exit
+
+
+def _run(setup: _Setup, task: bytes) -> _Report:
+    try:
+        import torch
+
+        torch.set_num_threads(1)
+        if setup.init_process_group:
+            _init_gloo(setup)
+        fn, args = pickle.loads(task)  # from our own parent
+        value = pickle.dumps(fn(setup.rank, setup.world_size, *args))
+        return _Report(at=time.monotonic(), ok=True, value=value, text="")
+    except BaseException as error:
+        at = time.monotonic()
+        text = traceback.format_exc()
+        try:
+            value = pickle.dumps(error)
+        except Exception:
+            value = b""
+        return _Report(at=at, ok=False, value=value, text=text)
+
+
+def _init_gloo(setup: _Setup) -> None:
+    from torch import distributed as dist
+
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{setup.scratch}/store",
+        rank=setup.rank,
+        world_size=setup.world_size,
+        timeout=datetime.timedelta(seconds=setup.timeout_s),
+    )
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

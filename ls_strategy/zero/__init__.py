@@ -1,0 +1,1 @@
+"""The ZeRO engine's parts: units, gather, reduce, optimizer, step, hooks."""

@@ -1,0 +1,109 @@
+"""When parameters are brought together and let go: gather with prefetch (stage 3), publish after a step (stages 1, 2).
+
+Stage 3, forward of unit k (backward runs the same in the other direction)::
+
+    compute       | k           | k+1         | k+2
+    gather        | k+1         | k+2         | ...          released: k after its forward, the root after the step
+"""
+
+from __future__ import annotations
+
+from ls_strategy.zero.units import Unit
+
+
+class Gatherer:
+    """Fetches, prefetches, releases and publishes the units of one model."""
+
+    def __init__(self, units: list[Unit], *, sharded: bool, prefetch_units: int) -> None:
+        """``sharded``: parameters are sharded (stage 3); otherwise units are resident and only published."""
+        self.units = units
+        self.sharded = sharded
+        self.prefetch_units = prefetch_units
+        self._order: list[Unit] = [u for u in units if not u.is_root]
+        self._position = {id(u): i for i, u in enumerate(self._order)}
+        self._seen: list[Unit] = []
+
+    # stage 3 ---------------------------------------------------------------------------------------------------------
+
+    def start(self, unit: Unit) -> None:
+        """Start gathering a released unit. Collective."""
+        for flat in unit.flats:
+            if not flat.is_gathered and flat.gathering is None:
+                flat.start_gather()
+
+    def fetch(self, unit: Unit, *, backward: bool = False) -> None:
+        """Make a unit readable, and start on the ones that will be needed next. Collective at stage 3."""
+        if self.sharded:
+            self.start(unit)
+            if not unit.is_root:
+                if not backward:
+                    self._seen.append(unit)
+                for neighbour in self._neighbours(unit, -1 if backward else 1):
+                    self.start(neighbour)
+        for flat in unit.flats:
+            flat.finish_gather()
+
+    def _neighbours(self, unit: Unit, direction: int) -> list[Unit]:
+        i = self._position[id(unit)]
+        return [
+            self._order[j]
+            for j in range(i + direction, i + direction * (self.prefetch_units + 1), direction)
+            if 0 <= j < len(self._order)
+        ]
+
+    def release(self, unit: Unit) -> None:
+        """Stage 3: let a unit's full parameters go."""
+        if self.sharded:
+            for flat in unit.flats:
+                if flat.is_gathered or flat.gathering is not None:
+                    flat.release()
+
+    def is_last(self, unit: Unit) -> bool:
+        """Whether the backward pass starts with this unit, so that releasing it now would gather it twice."""
+        return bool(self._order) and self._order[-1] is unit
+
+    def end_forward(self) -> None:
+        """Adopt the order in which the forward really ran, for the next prefetch.
+
+        Every rank runs the same modules in the same order (a forward is collective at stage 3), so all adopt the same.
+        """
+        seen = list(dict.fromkeys(self._seen))
+        self._seen.clear()
+        if len(seen) == len(self._order) and seen != self._order:
+            self._order = seen
+            self._position = {id(u): i for i, u in enumerate(seen)}
+
+    def fetch_root(self) -> None:
+        """Gather every root unit: their parameters may be used anywhere in a step. Collective at stage 3."""
+        roots = [u for u in self.units if u.is_root]
+        for unit in roots:
+            if self.sharded:
+                self.start(unit)
+        if self.sharded and self._order and self.prefetch_units:
+            self.start(self._order[0])
+        for unit in roots:
+            self.fetch(unit)
+
+    def release_all(self) -> None:
+        """Stage 3: let everything go that is gathered, or on its way."""
+        for unit in self.units:
+            self.release(unit)
+            unit.open_backwards = unit.unclosable_backwards = 0
+        self._seen.clear()
+
+    # stages 0 to 2 ---------------------------------------------------------------------------------------------------
+
+    def publish(self, units: list[Unit], optimizer_index: int) -> None:
+        """After a step: start sending the new weights to all ranks; each unit's forward waits for its own. Collective."""
+        for unit in units:
+            for flat in unit.flats:
+                if flat.optimizer_index == optimizer_index:
+                    flat.finish_gather()
+                    flat.start_gather()
+
+    def finish_all(self) -> None:
+        """Wait for every gather under way. Stage 3 keeps only what was complete or asked for."""
+        for unit in self.units:
+            for flat in unit.flats:
+                if flat.gathering is not None:
+                    flat.finish_gather()

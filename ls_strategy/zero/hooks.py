@@ -1,0 +1,144 @@
+"""All hooks on modules and on autograd, and nothing else: which event calls which part.
+
+==================================  ====================================================================
+event                               call
+==================================  ====================================================================
+a unit's module is about to run     gather it (stage 3), or wait for its newest weights (stages 0 to 2)
+it has run                          release it, unless backward begins with it; watch its outputs
+the first output gets its gradient  gather it for backward
+its last input got its gradient     release it
+a parameter's gradient is complete  hand it to the reducer
+==================================  ====================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._pytree import tree_iter
+
+from ls_strategy.errors import StateError
+from ls_strategy.zero.gather import Gatherer
+from ls_strategy.zero.reduce import Reducer
+from ls_strategy.zero.units import Flat, Unit
+
+
+class _Hook:
+    """A callable on a module that survives a copy or a pickle of the module as a hook that does nothing.
+
+    At stage 3 the module's parameters are not in the module, so that a copy would be a copy of nothing: it is refused.
+    """
+
+    def __init__(self, call: Callable[..., Any], *, sharded: bool) -> None:
+        self._call = torch.compiler.disable(call)
+        self._sharded = sharded
+
+    def __call__(self, *args: Any) -> None:
+        self._call(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._sharded:
+            raise StateError(
+                "this module's parameters are sharded (stage 3), so it cannot be pickled or copied. Take "
+                "module.state_dict() on all ranks, or trainer.save_checkpoint(path), and load that into a new module."
+            )
+        return (_do_nothing, ())
+
+
+def _do_nothing_hook(*_: Any) -> None:
+    """What a hook becomes in a copy of its module."""
+
+
+def _do_nothing() -> Callable[..., None]:
+    return _do_nothing_hook
+
+
+class UnitHooks:
+    """Connects modules and parameters to the gatherer and the reducer."""
+
+    def __init__(self, units: list[Unit], gatherer: Gatherer, reducer: Reducer, *, sharded: bool) -> None:
+        """Attach everything. ``sharded``: parameters are sharded (stage 3)."""
+        self.gatherer = gatherer
+        self.reducer = reducer
+        self.sharded = sharded
+        self._handles: list[Any] = []
+        for unit in units:
+            for module in unit.modules:
+                self._attach_module(unit, module)
+            for flat in unit.trainable_flats:
+                for i, param in enumerate(flat.params):
+                    self._attach_param(unit, flat, i, param)
+
+    def detach(self) -> None:
+        """Remove every hook."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _attach_module(self, unit: Unit, module: nn.Module) -> None:
+        def before(_module: nn.Module, _args: Any) -> None:
+            self.gatherer.fetch(unit)
+
+        self._handles.append(module.register_forward_pre_hook(_Hook(before, sharded=self.sharded)))
+        if self.sharded and not unit.is_root:
+
+            def after(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+                self._after_forward(unit, (args, kwargs), output)
+
+            hook = _Hook(after, sharded=True)
+            self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
+
+    def _attach_param(self, unit: Unit, flat: Flat, index: int, param: nn.Parameter) -> None:
+        def ready(p: Tensor) -> None:
+            self.reducer.on_grad(unit, flat, index, p)  # type: ignore[arg-type]
+            if self.sharded and unit.waiting_for <= 0 and not unit.is_root:
+                self._close_all(unit)
+
+        # The parameter may be frozen for now; the hook needs a gradient accumulator, which only requires_grad has.
+        required = param.requires_grad
+        param.requires_grad_(True)
+        self._handles.append(param.register_post_accumulate_grad_hook(ready))
+        param.requires_grad_(required)
+
+    # stage 3 ---------------------------------------------------------------------------------------------------------
+
+    def _after_forward(self, unit: Unit, inputs: Any, output: Any) -> None:
+        if unit.open_backwards:
+            return  # recomputed inside backward, which still needs it
+        if not torch.is_grad_enabled():
+            self.gatherer.release(unit)
+            return
+        outputs = [t for t in tree_iter(output) if isinstance(t, Tensor) and t.requires_grad]
+        if not outputs:
+            self.gatherer.release(unit)
+            return
+        sources = [t for t in tree_iter(inputs) if isinstance(t, Tensor) and t.requires_grad]
+
+        def backward_begins(_: Any) -> None:
+            unit.open_backwards += 1
+            if not sources:
+                unit.unclosable_backwards += 1
+            self.gatherer.fetch(unit, backward=True)
+
+        def backward_ends(_: Any) -> None:
+            unit.open_backwards = max(unit.open_backwards - 1, 0)
+            if unit.open_backwards == 0:
+                self.gatherer.release(unit)
+
+        register_multi_grad_hook(outputs, backward_begins, mode="any")
+        if sources:
+            register_multi_grad_hook(sources, backward_ends, mode="all")
+        if not self.gatherer.is_last(unit):
+            self.gatherer.release(unit)
+
+    def _close_all(self, unit: Unit) -> None:
+        """All gradients are there: calls whose inputs need no gradient have nothing left to compute."""
+        unit.open_backwards -= unit.unclosable_backwards
+        unit.unclosable_backwards = 0
+        if unit.open_backwards <= 0:
+            unit.open_backwards = 0
+            self.gatherer.release(unit)

@@ -1,0 +1,112 @@
+"""Which parameters form a unit: integers, names and modules, no tensor is touched."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from ls_strategy.errors import PlanError
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential)
+
+
+@dataclass
+class UnitSpec:
+    """Parameters that are gathered, reduced and stepped together, under their names in the model."""
+
+    name: str
+    modules: list[nn.Module]
+    """Modules whose forward needs the unit: the block, or for a root unit the modules that own its parameters."""
+
+    is_root: bool
+    """Root units stay gathered from the first use until the next step: no block owns their parameters."""
+
+    params: list[tuple[str, nn.Parameter]] = field(default_factory=list)
+
+
+def partition(model: nn.Module, unit_classes: tuple[str, ...], min_unit_numel: int) -> list[UnitSpec]:
+    """Cut a model into units, in order of registration.
+
+    By default every child of a ``ModuleList`` or ``Sequential`` is a unit (nested containers are opened first), or every
+    instance of ``unit_classes``. Parameters of no block, of blocks below ``min_unit_numel`` elements, and parameters
+    shared between blocks go to root units: one for each stretch between blocks, so that the gradients of an output
+    head are reduced while the blocks still run backward.
+
+    Raises:
+        PlanError: a name in ``unit_classes`` matches no module.
+    """
+    blocks = dict(_named_blocks(model, unit_classes))
+    owners: defaultdict[int, set[str]] = defaultdict(set)
+    sizes: dict[str, int] = {}
+    for block_name, block in blocks.items():
+        params = list(block.parameters())
+        sizes[block_name] = sum(p.numel() for p in params)
+        for p in params:
+            owners[id(p)].add(block_name)
+    units: list[UnitSpec] = []
+    by_name: dict[str, UnitSpec] = {}
+    open_root: UnitSpec | None = None
+    for name, param in model.named_parameters():
+        owner = owners[id(param)]
+        block_name = next(iter(owner)) if len(owner) == 1 else ""
+        if block_name and sizes[block_name] >= max(min_unit_numel, 1):
+            if block_name not in by_name:
+                by_name[block_name] = UnitSpec(block_name, [blocks[block_name]], is_root=False)
+                units.append(by_name[block_name])
+                open_root = None
+            by_name[block_name].params.append((name, param))
+            continue
+        if open_root is None:
+            open_root = UnitSpec(f"root.{sum(u.is_root for u in units)}", [], is_root=True)
+            units.append(open_root)
+        open_root.params.append((name, param))
+    _attach_root_modules(model, units)
+    return units
+
+
+def _named_blocks(model: nn.Module, unit_classes: tuple[str, ...]) -> Iterator[tuple[str, nn.Module]]:
+    """Outermost modules that become units, with their names in the model."""
+    if unit_classes:
+        missing = set(unit_classes)
+        taken: list[str] = []
+        for name, module in model.named_modules():
+            matched = {type(module).__name__, f"{type(module).__module__}.{type(module).__qualname__}"} & set(unit_classes)
+            missing -= matched
+            if matched and name and not any(name.startswith(f"{t}.") for t in taken):
+                taken.append(name)
+                yield name, module
+        if missing:
+            present = sorted({type(m).__name__ for m in model.modules()})
+            raise PlanError(
+                f"unit_classes={list(unit_classes)}: no module of class {', '.join(sorted(missing))} in the model. "
+                f"Its classes are {', '.join(present)}. Name some of these, or leave unit_classes out."
+            )
+        return
+    yield from _container_children(model, "", inside_container=False)
+
+
+def _container_children(module: nn.Module, prefix: str, *, inside_container: bool) -> Iterator[tuple[str, nn.Module]]:
+    for child_name, child in module.named_children():
+        name = f"{prefix}{child_name}"
+        if isinstance(child, _CONTAINERS):
+            yield from _container_children(child, f"{name}.", inside_container=True)
+        elif inside_container:
+            yield name, child
+        else:
+            yield from _container_children(child, f"{name}.", inside_container=False)
+
+
+def _attach_root_modules(model: nn.Module, units: list[UnitSpec]) -> None:
+    """Give each root unit the modules that own one of its parameters directly: their forward gathers it on demand."""
+    unit_of = {id(p): unit for unit in units if unit.is_root for _, p in unit.params}
+    for module in model.modules():
+        found: list[UnitSpec] = []
+        for p in module.parameters(recurse=False):
+            unit = unit_of.get(id(p))
+            if unit is not None and unit not in found:
+                found.append(unit)
+        for unit in found:
+            unit.modules.append(module)

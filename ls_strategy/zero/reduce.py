@@ -1,0 +1,244 @@
+"""Gradients on their way from autograd to fp32 averages: when they are sent, and in which order.
+
+The order is fixed: units in reverse order of registration, on every rank, whatever order their gradients become ready
+in. A unit is sent when its last gradient has arrived and all units before it were sent; the end of backward sends the
+rest, with zeros for parameters that had no gradient here.
+
+=========  ======================================================  =============================================
+stage      gradients of this rank                                  sent
+=========  ======================================================  =============================================
+0, 1       stay in ``p.grad`` until `zero_grad`, accumulate there  once: in the last micro-batch's backward, or by
+                                                                   the step where nobody can know which is the last
+2, 3       live in a transient buffer during backward              in every backward, added to the fp32 shard
+=========  ======================================================  =============================================
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+from torch import Tensor, nn
+
+from ls_strategy.comm import Comm
+from ls_strategy.zero.units import Flat, Unit
+from ls_strategy.zero_stages import StagePolicy
+
+MAX_IN_FLIGHT = 2
+"""Stages 2 and 3: units whose gradient buffers are alive at a time; a third waits for the oldest to be averaged."""
+
+
+class Reducer:
+    """Collects gradients of all units and averages them over ranks."""
+
+    def __init__(self, units: list[Unit], *, policy: StagePolicy, comm: Comm, reduce_in_fp32: bool) -> None:
+        """``units`` in order of registration."""
+        self.order = [u for u in reversed(units) if u.trainable_flats]
+        self.policy = policy
+        self.comm = comm
+        self.wire_dtype = torch.float32 if reduce_in_fp32 else None
+        self.selective = False
+        """Several optimizers: ask all ranks which units got gradients, and send only those (stages 2 and 3)."""
+        self.eager = True
+        """Whether the backward pass under way sends what it completes."""
+        self.loss_scale = 1.0
+        """What the gradients to come are multiplied by."""
+        self._next = 0
+        self._in_flight: deque[Flat] = deque()
+        self._gathers: list[Flat] = []
+        self.reset()
+
+    # one backward pass -----------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Expect every gradient again."""
+        self._next = 0
+        for unit in self.order:
+            unit.launched = False
+            unit.waiting_for = sum(p.requires_grad and p.numel() > 0 for f in unit.trainable_flats for p in f.params)
+
+    def begin_backward(self, *, eager: bool) -> None:
+        """A backward pass starts. ``eager``: its gradients complete what the next step needs (stages 0 and 1)."""
+        self.finish_in_flight()
+        self.eager = eager or self.policy.gradients
+        self.reset()
+        if self.policy.gradients:
+            return
+        for unit in self.order:
+            for flat in unit.trainable_flats:
+                if any(flat.used_here):
+                    flat.widen_grads()
+                    if flat.unscaled and flat.grad is not None and not self.policy.optimizer:
+                        flat.grad.mul_(self.loss_scale)
+                        flat.unscaled = False
+
+    def on_grad(self, unit: Unit, flat: Flat, index: int, param: nn.Parameter) -> None:
+        """Autograd finished ``param.grad``."""
+        grad = param.grad
+        if grad is None:
+            return
+        flat.used_here[index] = True
+        if self.policy.gradients:
+            self._take_transient(unit, flat, index, param, grad)
+        else:
+            flat.hold_grad_buffer(grad.dtype)
+            view = flat.grad_views[index]
+            if grad is not view:
+                view.copy_(grad)
+                param.grad = view
+            flat.dirty = True
+        unit.waiting_for -= 1
+        if unit.waiting_for == 0 and self.eager:
+            self._advance()
+
+    def _take_transient(self, unit: Unit, flat: Flat, index: int, param: nn.Parameter, grad: Tensor) -> None:
+        if unit.launched:  # a second gradient in one pass (reentrant recompute): kept in p.grad, sent by the step
+            flat.dirty = True
+            return
+        flat.hold_grad_buffer(grad.dtype)
+        view = flat.grad_views[index]
+        if flat.filled[index]:
+            view.add_(grad)
+        else:
+            view.copy_(grad)
+            flat.filled[index] = True
+        flat.dirty = True
+        param.grad = None
+
+    def _advance(self) -> None:
+        while self._next < len(self.order) and self.order[self._next].waiting_for <= 0:
+            self._launch_unit(self.order[self._next])
+            self._next += 1
+
+    def end_backward(self) -> None:
+        """The backward pass is over: send what is left, in order. Collective where the pass was eager."""
+        if not self.eager:
+            return
+        rest = self.order[self._next :]
+        if self.selective and self.policy.gradients:
+            touched = torch.tensor([u.launched or any(f.dirty for f in u.trainable_flats) for u in self.order])
+            touched = self.comm.agree(touched.to(torch.uint8))
+            rest = [u for u, t in zip(self.order, touched.tolist(), strict=True) if t and not u.launched]
+        for unit in rest:
+            self._launch_unit(unit)
+        self._next = len(self.order)
+
+    def _launch_unit(self, unit: Unit) -> None:
+        unit.launched = True
+        for flat in unit.trainable_flats:
+            self._launch(flat)
+
+    # one flat buffer -------------------------------------------------------------------------------------------------
+
+    def _launch(self, flat: Flat) -> None:
+        """Start averaging a flat's gradients. Collective."""
+        dtype = flat.full.dtype if self.policy.optimizer else flat.average_dtype
+        flat.hold_grad_buffer(dtype)
+        assert flat.grad is not None
+        for i, (param, view) in enumerate(zip(flat.params, flat.grad_views, strict=True)):
+            grad = param.grad
+            if self.policy.gradients:
+                if grad is not None:
+                    view.add_(grad) if flat.filled[i] else view.copy_(grad)
+                    param.grad = None
+                elif not flat.filled[i]:
+                    view.zero_()
+            elif grad is None:
+                view.zero_()
+            elif grad is not view:
+                view.copy_(grad)
+                param.grad = view
+        flat.filled = [False] * len(flat.params)
+        flat.dirty = False
+        if self.comm.world_size == 1:  # averaging in place over one rank
+            flat.unscaled = False
+            return
+        flat.reducing = self.comm.reduce_scatter(flat.grad, self.wire_dtype)
+        self._in_flight.append(flat)
+        if self.policy.gradients and len(self._in_flight) > MAX_IN_FLIGHT:
+            self._finish(self._in_flight.popleft())
+
+    def _finish(self, flat: Flat) -> None:
+        assert flat.reducing is not None
+        if not self.policy.optimizer:
+            assert flat.grad is not None
+            shard = self.comm.pool.take(flat.layout.shard, flat.grad.dtype, flat.grad.device)
+            flat.reducing.finish(shard, accumulate=False)
+            flat.grad[slice(*flat.owned)].copy_(shard)
+            self.comm.pool.give([shard])
+            flat.gathering_grads = self.comm.all_gather(flat.grad)
+            self._gathers.append(flat)
+        elif self.policy.gradients:
+            if flat.reduced_holds_values and flat.unscaled:
+                flat.stepped_grads().mul_(self.loss_scale)
+            flat.reducing.finish(flat.stepped_grads(), accumulate=flat.reduced_holds_values)
+            flat.reduced_holds_values = True
+            flat.drop_grad_buffer()
+        else:
+            flat.reducing.finish(flat.stepped_grads(), accumulate=False)
+        flat.reducing = None
+        flat.unscaled = False
+
+    def finish_in_flight(self) -> None:
+        """Wait until everything that was sent is averaged."""
+        while self._in_flight:
+            self._finish(self._in_flight.popleft())
+        for flat in self._gathers:
+            assert flat.gathering_grads is not None
+            flat.gathering_grads.wait()
+            flat.gathering_grads = None
+        self._gathers.clear()
+
+    # between backward and step ---------------------------------------------------------------------------------------
+
+    def complete(self, flats: list[Flat]) -> list[bool]:
+        """Average whatever any rank has left, and agree on which parameters have a gradient. Collective.
+
+        Returns:
+            For every parameter of ``flats`` in order: whether some rank produced a gradient since the last `zero_grad`.
+        """
+        self.finish_in_flight()
+        for flat in flats:
+            if not self.policy.gradients:
+                flat.used_here = [p.grad is not None for p in flat.params]
+        flags = [u for f in flats for u in f.used_here] + [f.dirty for f in flats]
+        agreed = self.comm.agree(torch.tensor(flags, dtype=torch.uint8)).tolist()
+        left = agreed[len(agreed) - len(flats) :]
+        for flat, dirty in zip(flats, left, strict=True):
+            if dirty:
+                self._launch(flat)
+        self.finish_in_flight()
+        self.reset()
+        return [bool(u) for u in agreed[: len(agreed) - len(flats)]]
+
+    def zero_grad(self, flats: list[Flat], *, set_to_none: bool) -> None:
+        """``optimizer.zero_grad()`` for the optimizer that owns ``flats``."""
+        if any(f.reducing is not None or f.gathering_grads is not None for f in flats):
+            self.finish_in_flight()
+        for flat in flats:
+            if set_to_none:
+                flat.used_here = [False] * len(flat.params)
+                flat.reduced_holds_values = False
+                flat.dirty = False
+                flat.filled = [False] * len(flat.params)
+                if self.policy.gradients and flat.grad is not None:
+                    flat.drop_grad_buffer()
+            elif flat.reduced is not None:
+                flat.reduced.zero_()
+            for param in flat.params:
+                if param.grad is None:
+                    continue
+                if set_to_none:
+                    param.grad = None
+                else:
+                    param.grad.zero_()
+
+    def abort(self) -> None:
+        """Forget a backward pass that an exception ended. Nothing is sent."""
+        self._in_flight.clear()
+        self._gathers.clear()
+        for unit in self.order:
+            for flat in unit.trainable_flats:
+                flat.reducing = None
+                flat.gathering_grads = None
+        self.reset()

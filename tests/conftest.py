@@ -1,0 +1,103 @@
+"""For every test: one compute thread, markers by folder, and nothing left behind in the process."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; parity tests compare bit for bit
+
+ROOT = Path(__file__).parent
+FOLDER_MARKERS = ("dist", "gpu", "bench", "slurm")
+
+# Set by Lightning and its launchers in the process that runs a Trainer. Restored, and not counted as a leak.
+EXPECTED_VARIABLES = {
+    "CUBLAS_WORKSPACE_CONFIG",
+    "LOCAL_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "NODE_RANK",
+    "PL_GLOBAL_SEED",
+    "PL_SEED_WORKERS",
+    "PYTEST_CURRENT_TEST",
+    "TF_CPP_MIN_LOG_LEVEL",
+    "WORLD_SIZE",
+}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests under ``tests/<marker>/`` carry that marker; GPU tests are skipped where there is no GPU."""
+    for item in items:
+        if ROOT not in item.path.parents:
+            continue
+        folder = item.path.relative_to(ROOT).parts[0]
+        if folder in FOLDER_MARKERS:
+            item.add_marker(folder)
+        if item.get_closest_marker("gpu") and not _has_gpu():
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@pytest.fixture(autouse=True)
+def no_changed_environment() -> Iterator[None]:
+    """A test gives back the environment it got."""
+    before = dict(os.environ)
+    yield
+    after = dict(os.environ)
+    if before == after:
+        return
+    changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+    for name in changed - {"PYTEST_CURRENT_TEST"}:
+        os.environ.pop(name, None)
+        if name in before:
+            os.environ[name] = before[name]
+    leaked = changed - EXPECTED_VARIABLES
+    assert not leaked, f"environment variables changed and not restored: {sorted(leaked)}"
+
+
+@pytest.fixture(autouse=True)
+def no_threads_left() -> Iterator[None]:
+    """A test ends the threads that would keep the process alive, and this package's own ones."""
+    before = set(threading.enumerate())
+    yield
+    deadline = time.monotonic() + 2
+    while leaked := [t for t in threading.enumerate() if t not in before and _must_end(t)]:
+        if time.monotonic() > deadline:
+            raise AssertionError(f"threads still running: {[t.name for t in leaked]}")
+        time.sleep(0.01)
+
+
+def _must_end(thread: threading.Thread) -> bool:
+    if thread.name.startswith("pytest_timeout"):
+        return False
+    return not thread.daemon or thread.name.startswith("ls_")
+
+
+@pytest.fixture(autouse=True)
+def no_process_group_left() -> Iterator[None]:
+    """A test that initialises `torch.distributed` in this process destroys it again."""
+    initialised_before = _has_process_group()
+    yield
+    if _has_process_group() and not initialised_before:
+        sys.modules["torch.distributed"].destroy_process_group()
+        raise AssertionError("a process group is still initialised; run ranks with ls_strategy.testing.spawn")
+
+
+def _has_process_group() -> bool:
+    dist = sys.modules.get("torch.distributed")
+    return dist is not None and dist.is_available() and dist.is_initialized()

@@ -1,0 +1,270 @@
+"""How a name becomes a strategy. Each claim is about a fresh interpreter, so each test starts one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = "['zero0', 'zero1', 'zero2', 'zero3', 'zero2_notebook', 'zerostrategy', 'ls_strategy.zerostrategy']"
+ALL_THERE = f"""
+from lightning.pytorch.strategies import StrategyRegistry
+missing = set({NAMES}) - set(StrategyRegistry.available_strategies())
+assert not missing, missing
+"""
+
+
+def _entry_point_is_installed() -> bool:
+    return any(ep.value == "ls_strategy.autoload:install" for ep in metadata.entry_points(group="torch.backends"))
+
+
+needs_entry_point = pytest.mark.skipif(
+    not _entry_point_is_installed(), reason="the distribution is not installed: pip install -e . --no-deps"
+)
+
+
+def run(code: str, *arguments: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run ``code`` in a fresh interpreter; only the environment named here differs from the present one."""
+    inherited = {k: v for k, v in os.environ.items() if k not in ("LS_STRATEGY_AUTOLOAD", "PYTHONPATH")}
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=cwd,
+        env={**inherited, "OMP_NUM_THREADS": "1", **env},
+        check=False,
+    )
+
+
+def check(code: str, *arguments: str, cwd: Path = ROOT, **env: str) -> str:
+    """`run`, and the code must succeed."""
+    done = run(code, *arguments, cwd=cwd, **env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@needs_entry_point
+def test_aliases_are_there_with_lightning_alone(tmp_path: Path) -> None:
+    check(
+        f"""
+import lightning as L
+{ALL_THERE}
+import sys
+assert "ls_strategy.strategy" not in sys.modules
+""",
+        cwd=tmp_path,
+    )
+
+
+@needs_entry_point
+def test_a_trainer_takes_an_alias_with_lightning_alone(tmp_path: Path) -> None:
+    check(
+        """
+import lightning as L
+trainer = L.Trainer(accelerator="cpu", devices=1, strategy="zero2", logger=False, enable_checkpointing=False)
+assert type(trainer.strategy).__name__ == "ZeROStrategy"
+""",
+        cwd=tmp_path,
+    )
+
+
+@needs_entry_point
+def test_the_entry_point_can_be_switched_off(tmp_path: Path) -> None:
+    check(
+        """
+import lightning as L
+from lightning.pytorch.strategies import StrategyRegistry
+assert "zero3" not in StrategyRegistry.available_strategies()
+""",
+        cwd=tmp_path,
+        LS_STRATEGY_AUTOLOAD="0",
+    )
+
+
+def test_switched_off_leaves_registration_by_hand() -> None:
+    check(
+        f"""
+import ls_strategy, ls_strategy.autoload, lightning.pytorch
+from lightning.pytorch.strategies import StrategyRegistry
+assert "zero3" not in StrategyRegistry.available_strategies()
+ls_strategy.autoload.register()
+{ALL_THERE}
+""",
+        LS_STRATEGY_AUTOLOAD="0",
+    )
+
+
+@pytest.mark.parametrize("imports", ["import ls_strategy, torch, lightning as L", "import lightning as L, ls_strategy"])
+def test_an_explicit_import_registers_in_any_order(imports: str) -> None:
+    check(imports + ALL_THERE, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+
+
+def test_importing_the_package_loads_no_torch_and_no_lightning() -> None:
+    check(
+        """
+import sys, ls_strategy
+loaded = {name.partition(".")[0] for name in sys.modules}
+assert not loaded & {"torch", "lightning", "pytorch_lightning", "numpy"}, loaded
+"""
+    )
+
+
+def test_every_public_name_resolves_and_is_listed() -> None:
+    check(
+        """
+import ls_strategy
+for name in ls_strategy.__all__:
+    assert getattr(ls_strategy, name) is not None, name
+    assert name in dir(ls_strategy), name
+assert set(ls_strategy._HOME) | {"__version__"} == set(ls_strategy.__all__)
+try:
+    ls_strategy.nonsense
+except AttributeError as error:
+    assert "nonsense" in str(error)
+else:
+    raise AssertionError
+"""
+    )
+
+
+def test_the_version_is_the_distribution_s() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    version = check("import ls_strategy; print(ls_strategy.__version__)").strip()
+    assert f'\nversion = "{version}"\n' in text
+
+
+BREAK = {
+    "register": "ls_strategy.autoload.register = None",
+    "table": "ls_strategy.autoload.ALIASES = None",
+    "finder": "ls_strategy.autoload._register_after = None",
+    "strategy": "sys.modules['ls_strategy.strategy'] = None",
+}
+
+
+@pytest.mark.parametrize("how", BREAK)
+def test_a_broken_package_breaks_neither_torch_nor_lightning(how: str) -> None:
+    check(
+        f"""
+import sys, warnings, ls_strategy.autoload
+warnings.simplefilter("error", UserWarning)  # not even where a warning is an error
+{BREAK[how]}
+import torch
+ls_strategy.autoload.install()
+import lightning.pytorch.strategies as strategies
+assert "ddp" in strategies.StrategyRegistry.available_strategies()
+"""
+    )
+
+
+def test_an_error_in_install_is_one_warning() -> None:
+    done = run(
+        """
+import ls_strategy.autoload
+ls_strategy.autoload.ALIASES = None
+import lightning.pytorch.strategies
+ls_strategy.autoload.install()
+"""
+    )
+    assert done.returncode == 0, done.stderr
+    assert 1 <= done.stderr.count("UserWarning: ls_strategy could not register") <= 2
+
+
+def test_an_alias_that_is_taken_is_left_alone() -> None:
+    check(
+        """
+from lightning.pytorch.strategies import StrategyRegistry
+StrategyRegistry.pop("zero1", None)
+StrategyRegistry.register("zero1", dict, description="mine")
+import ls_strategy.autoload
+ls_strategy.autoload.install()
+assert StrategyRegistry.get("zero1") == {}
+"""
+    )
+
+
+def test_a_reloaded_registry_is_filled_again() -> None:
+    check(f"import ls_strategy, importlib, lightning.pytorch.strategies as s\nimportlib.reload(s)\n{ALL_THERE}")
+
+
+def test_aliases_are_lower_case_and_make_strategies() -> None:
+    check(
+        """
+import ls_strategy.autoload, lightning.pytorch
+from lightning.pytorch.strategies import StrategyRegistry
+for name, arguments in ls_strategy.autoload.ALIASES.items():
+    assert name == name.lower()
+    assert "ddp" not in name and "deepspeed" not in name  # Lightning looks for these substrings
+    assert type(StrategyRegistry.get(name)) is ls_strategy.ZeROStrategy
+"""
+    )
+
+
+CLI = """
+import lightning.pytorch as pl
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringModel, BoringDataModule
+{imports}
+cli = LightningCLI(BoringModel, BoringDataModule, run=False, save_config_callback=None)
+print(type(cli.trainer.strategy).__name__)
+"""
+QUIET = ("--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.logger=false")
+
+
+def test_cli_takes_an_alias_from_yaml(tmp_path: Path) -> None:
+    pytest.importorskip("jsonargparse")
+    config = tmp_path / "config.yaml"
+    config.write_text("trainer:\n  strategy: zero3\n")
+    assert "ZeROStrategy" in check(CLI.format(imports="import ls_strategy"), f"--config={config}", *QUIET)
+
+
+def test_cli_takes_a_class_path_from_yaml_without_any_registration(tmp_path: Path) -> None:
+    pytest.importorskip("jsonargparse")
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "trainer:\n  strategy:\n    class_path: ls_strategy.ZeROStrategy\n"
+        "    init_args:\n      stage: 2\n      reduce_dtype: fp32\n      unit_classes: [Linear]\n"
+    )
+    out = check(CLI.format(imports=""), f"--config={config}", *QUIET, LS_STRATEGY_AUTOLOAD="0")
+    assert "ZeROStrategy" in out
+
+
+@pytest.mark.parametrize(("init_args", "word"), [("stage: 5", "stage"), ("typo: 1", "typo")])
+def test_cli_refuses_a_bad_value(tmp_path: Path, init_args: str, word: str) -> None:
+    pytest.importorskip("jsonargparse")
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"trainer:\n  strategy:\n    class_path: ls_strategy.ZeROStrategy\n    init_args:\n      {init_args}\n"
+    )
+    done = run(CLI.format(imports=""), f"--config={config}", *QUIET)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert word in done.stderr
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--trainer.strategy=zero1",),
+        ("--trainer.strategy=ls_strategy.ZeROStrategy",),
+        ("--trainer.strategy=ls_strategy.ZeROStrategy", "--trainer.strategy.stage=2"),
+    ],
+)
+def test_cli_takes_flags(flags: tuple[str, ...]) -> None:
+    pytest.importorskip("jsonargparse")
+    assert "ZeROStrategy" in check(CLI.format(imports="import ls_strategy"), *flags, *QUIET)
+
+
+@pytest.mark.dist
+def test_the_readme_s_usage_runs(tmp_path: Path) -> None:
+    after_marker = (ROOT / "README.md").read_text().split("<!-- usage -->", 1)[1]
+    code = after_marker.split("```python\n", 1)[1].split("```", 1)[0]
+    assert len(code.splitlines()) <= 8
+    script = tmp_path / "usage.py"
+    script.write_text(code)
+    start = f"import runpy, sys; sys.path.insert(0, {str(ROOT)!r}); sys.argv = [{str(script)!r}]"
+    check(f"{start}; runpy.run_path({str(script)!r}, run_name='__main__')", cwd=tmp_path, PYTHONPATH=str(ROOT))
