@@ -100,6 +100,18 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], units: list
                 buffer.copy_(state[name])
 
 
+def masters_from_state_dict(
+    model: nn.Module, state: Mapping[str, Tensor], units: list[Unit], masters: list[Tensor]
+) -> None:
+    """Fill shards shaped like the trainable masters, in the units' order, from full tensors. Nothing is communicated."""
+    names = {id(p): n for n, p in model.named_parameters()}
+    flats = [flat for unit in units for flat in unit.trainable_flats]
+    for flat, master in zip(flats, masters, strict=True):
+        for param, piece in zip(flat.params, flat.pieces, strict=True):
+            values = state[names[id(param)]].reshape(-1)[piece.param_start : piece.param_start + piece.numel]
+            master[piece.start : piece.stop].copy_(values)
+
+
 def _write(flat: Flat, i: int, value: Tensor) -> None:
     piece, slot = flat.pieces[i], flat.layout.slots[i]
     flat.finish_gather() if flat.gathering is not None else None

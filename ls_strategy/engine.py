@@ -16,7 +16,6 @@ Everything here is collective unless it says otherwise: every rank makes the sam
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,16 +29,17 @@ from torch.optim import Optimizer
 from ls_strategy.comm import Comm
 from ls_strategy.config import LossScaleConfig, ZeROConfig
 from ls_strategy.errors import PlanError, StateError
-from ls_strategy.layout import FlatLayout
+from ls_strategy.plan import FROZEN, ParamFacts, Plan, resolve_plan
 from ls_strategy.precision import LossScaler, PrecisionPolicy
 from ls_strategy.zero import materialize as materials
 from ls_strategy.zero import step as stepping
+from ls_strategy.zero.agreement import agree, optimizer_of
 from ls_strategy.zero.gather import Gatherer
 from ls_strategy.zero.hooks import UnitHooks
 from ls_strategy.zero.optimizer import ShardedOptimizer, require_elementwise
 from ls_strategy.zero.partition import UnitSpec, partition
 from ls_strategy.zero.reduce import Reducer
-from ls_strategy.zero.units import FROZEN, Flat, Unit
+from ls_strategy.zero.units import Flat, Unit
 from ls_strategy.zero_stages import POLICIES
 
 
@@ -97,10 +97,11 @@ class Engine:
         self.overlap_publish = False
         """Let the next forward wait for new weights unit by unit. Only where nothing else reads them in between."""
         self._stepping = False
-        specs, self._kept_fp32 = self._plan(optimizers)
+        specs, self._kept_fp32, owners = self._check(optimizers)
         if previous is not None:
             previous.detach()
-        self.units = self._build_units(specs, optimizers, previous)
+        self.plan = self._resolve(specs, owners, previous)
+        self.units = self._build_units(specs, previous)
         materials.materialize_buffers(model, device)
         materials.place_buffers(model, device, precision.compute, {id(m) for m in self._kept_fp32})
         self.gatherer = Gatherer(self.units, sharded=self.policy.parameters, prefetch_units=config.prefetch_units)
@@ -120,107 +121,65 @@ class Engine:
 
     # set-up ----------------------------------------------------------------------------------------------------------
 
-    def _plan(self, optimizers: list[Optimizer]) -> tuple[list[UnitSpec], list[nn.Module]]:
+    def _check(self, optimizers: list[Optimizer]) -> tuple[list[UnitSpec], list[nn.Module], dict[int, tuple[int, int]]]:
         """Cut the model and check everything that can be checked without moving it; the same verdict on all ranks."""
         error: PlanError | None = None
         specs: list[UnitSpec] = []
         kept: list[nn.Module] = []
-        fingerprint: list[tuple[Any, ...]] = []
+        owners: dict[int, tuple[int, int]] = {}
         try:
             specs = partition(self.model, self.config.unit_classes, self.config.min_unit_numel)
             kept = materials.fp32_modules(self.model, self.config.fp32_modules)
-            owners = self._optimizer_of(optimizers)
-            fingerprint = [
-                (unit.name, name, tuple(p.shape), str(p.dtype), p.requires_grad, owners.get(id(p), (FROZEN, 0)))
-                for unit in specs
-                for name, p in unit.params
-            ]
-            if self.policy.optimizer:
-                for optimizer in optimizers:
-                    require_elementwise(optimizer)
+            owners = optimizer_of(self.model, optimizers)
+            for optimizer in optimizers if self.policy.optimizer else []:
+                require_elementwise(optimizer)
         except PlanError as caught:
             error = caught
-        self._agree_on_plan(error, fingerprint)
-        return specs, kept
+        rows = [
+            (name, tuple(p.shape), str(p.dtype), p.requires_grad, owners.get(id(p)))
+            for spec in specs
+            for name, p in spec.params
+        ]
+        agree(self.comm, error, repr((self.config, self.precision)), rows)
+        return specs, kept, owners
 
-    def _optimizer_of(self, optimizers: list[Optimizer]) -> dict[int, tuple[int, int]]:
-        """``id(param) -> (optimizer, group)``."""
-        names = {id(p): n for n, p in self.model.named_parameters()}
-        owners: dict[int, tuple[int, int]] = {}
-        for i, optimizer in enumerate(optimizers):
-            for g, group in enumerate(optimizer.param_groups):
-                for p in group["params"]:
-                    if id(p) not in names:
-                        raise PlanError(
-                            f"optimizer {i} ({type(optimizer).__name__}) holds a parameter of shape {tuple(p.shape)} that "
-                            "is not in the LightningModule. Register it there (self.name = nn.Parameter(...))."
-                        )
-                    if id(p) in owners:
-                        raise PlanError(
-                            f"parameter {names[id(p)]!r} is in optimizer {owners[id(p)][0]} and in optimizer {i}: its "
-                            "gradient and state can have one owner only. Give it to one of them."
-                        )
-                    owners[id(p)] = (i, g)
-        return owners
-
-    def _agree_on_plan(self, error: PlanError | None, fingerprint: list[tuple[Any, ...]]) -> None:
-        digest = hashlib.sha256(repr(fingerprint).encode()).hexdigest()
-        options = repr((self.config, self.precision))
-        verdicts = self.comm.exchange_objects((str(error) if error else None, digest, options))
-        for rank, (message, _, _) in enumerate(verdicts):
-            if message is not None:
-                raise error if rank == self.comm.rank and error else PlanError(f"rank {rank}: {message}")
-        if len({o for _, _, o in verdicts}) > 1:
-            raise PlanError(
-                "the ranks were started with different options: "
-                + "; ".join(f"rank {r}: {o}" for r, (_, _, o) in enumerate(verdicts))
-                + ". Start every rank with the same configuration."
-            )
-        if len({d for _, d, _ in verdicts}) > 1:
-            self._name_first_difference(fingerprint)
-
-    def _name_first_difference(self, fingerprint: list[tuple[Any, ...]]) -> None:
-        by_rank = self.comm.exchange_objects(fingerprint)
-        for row in range(max(len(f) for f in by_rank)):
-            entries = [f[row][1:] if row < len(f) else None for f in by_rank]
-            if len(set(map(repr, entries))) > 1:
-                raise PlanError(
-                    "the ranks built different models. First difference, parameter "
-                    f"{row} as (name, shape, dtype, requires_grad, (optimizer, group)): "
-                    + "; ".join(f"rank {r}: {e}" for r, e in enumerate(entries))
-                    + ". Build the same model on every rank, whatever its rank or data."
-                )
-
-    def _build_units(self, specs: list[UnitSpec], optimizers: list[Optimizer], previous: Engine | None) -> list[Unit]:
-        owners = self._optimizer_of(optimizers)
+    def _resolve(self, specs: list[UnitSpec], owners: dict[int, tuple[int, int]], previous: Engine | None) -> Plan:
         kept = {id(p) for m in self._kept_fp32 for p in m.parameters()}
+        masters = {} if previous is None else {id(p): f.master.dtype for f in previous.flats for p in f.params}
+
+        def facts(name: str, p: nn.Parameter) -> ParamFacts:
+            dtype = masters.get(id(p), p.dtype)
+            if p.is_floating_point() and self.precision.compute != torch.float32:
+                dtype = torch.float32 if id(p) in kept else self.precision.compute
+            return ParamFacts(name, tuple(p.shape), dtype, *owners.get(id(p), (FROZEN, 0)))
+
+        return resolve_plan(
+            [(spec.name, spec.is_root, [facts(n, p) for n, p in spec.params]) for spec in specs],
+            policy=self.policy,
+            world_size=self.comm.world_size,
+            master_dtype=self.precision.master,
+            compute_dtype=self.precision.compute,
+        )
+
+    def _build_units(self, specs: list[UnitSpec], previous: Engine | None) -> list[Unit]:
         units: list[Unit] = []
-        for spec in specs:
-            params = [p for _, p in spec.params]
-            materials.materialize(self.model, params, self.device)
-            values = previous.values_of(params) if previous is not None else {id(p): p.detach() for p in params}
+        for spec, planned in zip(specs, self.plan.units, strict=True):
+            params = dict(spec.params)
+            materials.materialize(self.model, list(params.values()), self.device)
+            values = {id(p): p.detach() for p in params.values()}
+            if previous is not None:
+                values |= previous.values_of(set(values))
             flats: list[Flat] = []
-            classes: defaultdict[tuple[int, torch.dtype], list[tuple[str, nn.Parameter]]] = defaultdict(list)
-            for name, p in spec.params:
-                dtype = values[id(p)].dtype
-                if p.is_floating_point() and self.precision.compute != torch.float32:
-                    dtype = torch.float32 if id(p) in kept else self.precision.compute
-                classes[owners.get(id(p), (FROZEN, 0))[0], dtype].append((name, p))
-            for (index, dtype), members in classes.items():
-                # Groups side by side: decay and no-decay parameters make two runs per unit instead of one per parameter.
-                members.sort(key=lambda m: owners.get(id(m[1]), (FROZEN, 0))[1])
-                layout = FlatLayout.pack(((n, tuple(p.shape)) for n, p in members), self.comm.world_size)
-                flat = Flat(
-                    layout, [p for _, p in members], optimizer_index=index, policy=self.policy, comm=self.comm
-                )  # fmt: skip
-                master = self.precision.master if dtype == self.precision.compute else dtype
-                flat.load([values[id(p)] for _, p in members], dtype=dtype, master_dtype=master, device=self.device)
+            for flat_plan in planned.flats:
+                members = [params[slot.name] for slot in flat_plan.layout.slots]
+                flat = Flat(flat_plan, members, policy=self.policy, comm=self.comm)
+                flat.load([values[id(p)] for p in members], self.device)
                 flats.append(flat)
             units.append(Unit(spec.name, spec.modules, flats, is_root=spec.is_root))
         return units
 
     def _adopt(self, index: int, optimizer: Optimizer) -> _OptimizerState:
-        flats = [f for u in self.units for f in u.flats if f.optimizer_index == index]
+        flats = [f for f in self.flats if f.optimizer_index == index]
         state = _OptimizerState(ShardedOptimizer(optimizer, flats, self.comm), flats)
         optimizer.register_step_pre_hook(self._refuse_direct_step)
         optimizer.zero_grad = lambda set_to_none=True: self.zero_grad(index, set_to_none=set_to_none)  # type: ignore[method-assign]
@@ -247,17 +206,20 @@ class Engine:
             for piece, p in zip(state.sharded.pieces, params, strict=True):
                 p.requires_grad_(piece.requires_grad)
 
-    def values_of(self, params: list[nn.Parameter]) -> dict[int, Tensor]:
-        """Full values in master precision of parameters that this engine holds. Collective."""
-        result: dict[int, Tensor] = {id(p): p.detach() for p in params}
-        wanted = set(result)
-        for unit in self.units:
-            for flat in unit.flats:
-                if any(id(p) in wanted for p in flat.params):
-                    whole = flat.full_master()
-                    for p, slot in zip(flat.params, flat.layout.slots, strict=True):
-                        result[id(p)] = whole[slot.offset : slot.end].view(slot.shape)
+    def values_of(self, wanted: set[int]) -> dict[int, Tensor]:
+        """Full values in master precision of parameters of this engine, given and returned by ``id``. Collective."""
+        result: dict[int, Tensor] = {}
+        for flat in self.flats:
+            if any(id(p) in wanted for p in flat.params):
+                whole = flat.full_master()
+                for p, slot in zip(flat.params, flat.layout.slots, strict=True):
+                    result[id(p)] = whole[slot.offset : slot.end].view(slot.shape)
         return {k: v for k, v in result.items() if k in wanted}
+
+    @property
+    def flats(self) -> list[Flat]:
+        """Every flat buffer, in order of the units."""
+        return [f for u in self.units for f in u.flats]
 
     def detach(self) -> None:
         """Remove every hook; the buffers stay."""
@@ -416,6 +378,31 @@ class Engine:
         """An exception ended a step: forget what was under way, without communicating."""
         self.reducer.abort()
 
+    def trainable_masters(self) -> list[Tensor]:
+        """This rank's master shards of everything that trains, in the order of the units. Not collective."""
+        return [f.master for u in self.units for f in u.trainable_flats]
+
+    def exchange_masters(self, others: list[Tensor], *, publish: bool) -> None:
+        """Swap the contents of `trainable_masters` with ``others``, in place; called twice, everything is as before.
+
+        Args:
+            others: one tensor of the same shape per master.
+            publish: let the module's parameters follow. Collective then.
+        """
+        self.wait()
+        for master, other in zip(self.trainable_masters(), others, strict=True):
+            mine = master.detach().clone()
+            master.detach().copy_(other)
+            other.copy_(mine)
+        if not publish:
+            return
+        if self.policy.parameters:
+            self.gatherer.release_all()
+        else:
+            for index in range(len(self.optimizers)):
+                self.gatherer.publish(self.units, index)
+            self.wait()
+
     # reading ---------------------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -447,11 +434,10 @@ class Engine:
                     total += t.untyped_storage().nbytes()
             return total
 
-        flats = [f for u in self.units for f in u.flats]
         return {
-            "parameters": sum(size(f.full) for f in flats),
-            "masters": sum(size(f.master) for f in flats),
-            "gradients": sum(size(f.grad, f.reduced, *(p.grad for p in f.params)) for f in flats),
+            "parameters": sum(size(f.full) for f in self.flats),
+            "masters": sum(size(f.master) for f in self.flats),
+            "gradients": sum(size(f.grad, f.reduced, *(p.grad for p in f.params)) for f in self.flats),
             "optimizer": sum(s.sharded.state_bytes() for s in self.optimizers),
             "communication": self.comm.pool.bytes,
         }

@@ -26,6 +26,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.ddp import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -37,7 +38,7 @@ from ls_strategy.comm import Comm, Traffic, announce_failure, make_comm
 from ls_strategy.config import LossScaleConfig, ZeROConfig
 from ls_strategy.engine import Engine
 from ls_strategy.errors import ConfigError, PlanError, StateError
-from ls_strategy.precision import resolve_precision
+from ls_strategy.precision import PrecisionPolicy, resolve_precision
 from ls_strategy.precision_plugin import ZeROPrecision
 from ls_strategy.zero_stages import POLICIES
 
@@ -124,43 +125,56 @@ class ZeROStrategy(DDPStrategy):
 
     # what users ask --------------------------------------------------------------------------------------------------
 
-    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
-        """Global norm of the averaged gradients of all optimizers, before clipping: ``()`` fp32. Collective.
+    def grad_norm(self, norm_type: float = 2.0, *, optimizer: Optimizer | None = None) -> Tensor:
+        """Global norm of the averaged gradients, ``()`` fp32: of one optimizer, or of all together. Collective.
 
-        Call it between backward and the next ``zero_grad``, for example in ``on_before_optimizer_step``.
+        Call it between backward and the next ``zero_grad``, for example in ``on_before_optimizer_step``, which runs
+        before clipping.
 
         Raises:
             StateError: there are no gradients.
         """
-        return self._engine().grad_norm(norm_type=norm_type)
+        engine = self.require_engine()
+        inner = getattr(optimizer, "_optimizer", optimizer)
+        return engine.grad_norm(None if inner is None else engine.index_of(inner), norm_type)
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes of model state on this rank, by kind. Not collective."""
-        return self._engine().memory_bytes()
+        return self.require_engine().memory_bytes()
 
     @property
     def traffic(self) -> Traffic:
         """What this rank sent so far, counted where it leaves."""
-        return self._engine().comm.traffic
+        return self.require_engine().comm.traffic
 
     @property
     def loss_scale(self) -> float | None:
         """The current loss scale, None in modes without one."""
-        scaler = self._engine().scaler
+        scaler = self.require_engine().scaler
         return None if scaler is None else scaler.scale
+
+    @property
+    def precision_policy(self) -> PrecisionPolicy:
+        """Dtypes in force."""
+        return self.require_engine().precision
 
     @property
     def skipped_steps(self) -> int:
         """Optimizer steps skipped after an fp16 overflow."""
-        return self._engine().skipped_steps
+        return self.require_engine().skipped_steps
 
     @contextmanager
     def gathered_parameters(self) -> Generator[None, None, None]:
         """Inside, every parameter can be read in full on every rank. Collective; changes are not kept."""
-        with self._engine().gathered():
+        with self.require_engine().gathered():
             yield
 
-    def _engine(self) -> Engine:
+    def require_engine(self) -> Engine:
+        """The engine of the current module.
+
+        Raises:
+            StateError: the module is not set up yet.
+        """
         if self.engine is None:
             raise StateError("the model is not set up yet: this works from on_fit_start (or on_validation_start) on.")
         return self.engine
@@ -274,6 +288,7 @@ class ZeROStrategy(DDPStrategy):
         )
         if self.engine.policy.parameters:
             self._state_dict_hooks = StateDictHooks(module, self.engine.units, self._comm)
+        rank_zero_info(f"ZeROStrategy(stage={self.config.stage}): {self.engine.plan.describe()}")
         plugin.attach(self.engine)
         if self._pending_weights is not None:
             weights, strict = self._pending_weights
@@ -284,7 +299,7 @@ class ZeROStrategy(DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        engine = self._engine()
+        engine = self.require_engine()
         assert self.lightning_module is not None
         # DDP takes rank 0's buffers before a forward whose predecessor synchronised gradients.
         synchronises = self.lightning_module.automatic_optimization and not self._accumulating
@@ -295,17 +310,17 @@ class ZeROStrategy(DDPStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        self._engine().begin_step()
+        self.require_engine().begin_step()
         return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        self._engine().begin_step()
+        self.require_engine().begin_step()
         return super().test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._engine().begin_step()
+        self.require_engine().begin_step()
         return super().predict_step(*args, **kwargs)
 
     @contextmanager
@@ -320,7 +335,7 @@ class ZeROStrategy(DDPStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        module, plugin, engine = self.lightning_module, self._precision(), self._engine()
+        module, plugin, engine = self.lightning_module, self._precision(), self.require_engine()
         assert module is not None
         closure_loss = plugin.pre_backward(closure_loss, module)
         engine.begin_backward(eager=module.automatic_optimization and not self._accumulating)
@@ -374,14 +389,18 @@ class ZeROStrategy(DDPStrategy):
         assert self.lightning_module is not None
         if self.engine is None:
             return self.lightning_module.state_dict()
-        self.engine.wait()
-        if self._state_dict_hooks is None:
-            raw = self.lightning_module.state_dict()
-        else:
-            with self._state_dict_hooks.disabled():
-                raw = self.lightning_module.state_dict()
+        raw = self.raw_state_dict()
         full = full_state_dict(raw, self.engine.units, self.engine.comm)
         return full or ({} if self.engine.policy.parameters else raw)
+
+    def raw_state_dict(self) -> dict[str, Any]:
+        """``state_dict()`` as the module holds it: at stage 3 with released parameters. Not collective."""
+        assert self.lightning_module is not None
+        self._wait_for_weights()
+        if self._state_dict_hooks is None:
+            return self.lightning_module.state_dict()
+        with self._state_dict_hooks.disabled():
+            return self.lightning_module.state_dict()
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -398,15 +417,15 @@ class ZeROStrategy(DDPStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """State in torch's own format, full tensors on the CPU of rank 0. Collective."""
         inner = getattr(optimizer, "_optimizer", optimizer)
-        index = self._engine().index_of(inner)
+        index = self.require_engine().index_of(inner)
         if index is None:
             return inner.state_dict()
-        return self._engine().optimizers[index].sharded.full_state_dict()
+        return self.require_engine().optimizers[index].sharded.full_state_dict()
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = checkpoint["optimizer_states"]
-        engine = self._engine()
+        engine = self.require_engine()
         if len(states) != len(self.optimizers):
             raise StateError(
                 f"the checkpoint holds the states of {len(states)} optimizers, configure_optimizers returned "

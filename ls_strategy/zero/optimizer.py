@@ -56,6 +56,8 @@ class ShardedOptimizer:
         self.optimizer = optimizer
         self.flats = flats
         self.comm = comm
+        self.cuts = any(flat.policy.optimizer for flat in flats) or is_elementwise(optimizer)
+        """Whether parameters may be cut and joined. Otherwise (stage 0) the optimizer gets them one by one, in shape."""
         place = {id(p): (n, i) for n, flat in enumerate(flats) for i, p in enumerate(flat.params)}
         self._offsets = [0]
         for flat in flats:
@@ -86,6 +88,8 @@ class ShardedOptimizer:
     def _make_piece(self, number: int, flat: Flat, i: int, param: nn.Parameter) -> None:
         piece = flat.pieces[i]
         tensor = flat.master.detach()[piece.start : piece.stop]
+        if not self.cuts:
+            tensor = tensor.view(param.shape)
         self.pieces[number] = tensor.requires_grad_(param.requires_grad)
 
     def _locate(self, number: int) -> tuple[int, int]:
@@ -103,10 +107,8 @@ class ShardedOptimizer:
                 tensor = self.pieces[number]
                 if not used[number] or piece.numel == 0:
                     tensor.grad = None
-                elif tensor.dtype == grads.dtype:
-                    tensor.grad = grads[piece.start : piece.stop]
                 else:
-                    tensor.grad = grads[piece.start : piece.stop].to(tensor.dtype)
+                    tensor.grad = grads[piece.start : piece.stop].view(tensor.shape).to(tensor.dtype)
 
     def step(self, used: list[bool], run: Callable[[], Any]) -> Any:
         """Call ``run`` (the optimizer's own step) on the runs of the parameters in ``used``."""
@@ -130,12 +132,10 @@ class ShardedOptimizer:
             self.optimizer.state = self._run_state
             for r in self._runs:
                 grads = r.flat.stepped_grads()[r.start : r.stop]
-                if r.tensor.dtype != grads.dtype:
-                    grads = grads.to(r.tensor.dtype)
-                r.tensor.grad = grads
+                r.tensor.grad = grads.view(r.tensor.shape).to(r.tensor.dtype)
             for r, lo, hi, grad in edited:
                 assert r.tensor.grad is not None
-                r.tensor.grad[lo:hi].copy_(grad)
+                r.tensor.grad.view(-1)[lo:hi].copy_(grad.reshape(-1))
             return run()
         finally:
             self._run_state = self.optimizer.state  # type: ignore[assignment]
@@ -181,7 +181,7 @@ class ShardedOptimizer:
                     continue
                 if piece.numel == 0:
                     continue
-                run_key = (self.group_of[number], self._signature(number))
+                run_key = (self.group_of[number], self._signature(number) if self.cuts else number)
                 if current is not None and run_key == current_key:
                     current.stop = piece.stop
                     current.members.append(number)
@@ -190,9 +190,12 @@ class ShardedOptimizer:
                 current_key = run_key
                 self._runs.append(current)
         for r in self._runs:
-            r.tensor = r.flat.master.detach()[r.start : r.stop].requires_grad_()
+            r.tensor = r.flat.master.detach()[r.start : r.stop].view(self._shape_of(r)).requires_grad_()
             self._run_state[r.tensor] = self._state_of_run(r)
         self._composed_for = key
+
+    def _shape_of(self, r: _Run) -> tuple[int, ...]:
+        return (r.stop - r.start,) if self.cuts else tuple(self.pieces[r.members[0]].shape)
 
     def _signature(self, number: int) -> Any:
         """Equal for parameters whose state is equal but for the flat store: they may share a run."""
@@ -207,7 +210,7 @@ class ShardedOptimizer:
         result: dict[str, Any] = {}
         for k, v in self._state.get(r.members[0], {}).items():
             if isinstance(v, str) and v == _ELEMENTWISE:
-                result[k] = self._store[r.flat_number][k][r.start : r.stop]
+                result[k] = self._store[r.flat_number][k][r.start : r.stop].view(r.tensor.shape)
             elif isinstance(v, Tensor):
                 result[k] = v.clone().to(r.tensor.device if on_device else "cpu")
             else:
@@ -223,7 +226,7 @@ class ShardedOptimizer:
             for k, v in state.items():
                 elementwise = isinstance(v, Tensor) and v.shape == r.tensor.shape
                 if elementwise:
-                    self._store_for(r.flat_number, k, v.dtype)[r.start : r.stop].copy_(v)
+                    self._store_for(r.flat_number, k, v.dtype)[r.start : r.stop].copy_(v.reshape(-1))
                 for number in r.members:
                     self._state[number][k] = _ELEMENTWISE if elementwise else (v.clone().cpu() if isinstance(v, Tensor) else v)
         self._runs = []
@@ -333,37 +336,54 @@ def _full_value(whole: Tensor | None, slot: Slot, value: Any) -> Any:
     return value
 
 
-def require_elementwise(optimizer: Optimizer) -> None:
-    """Check that the optimizer updates every element by itself, by running it on a whole matrix and on its two halves.
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether the optimizer updates every element by itself: tried out on a whole matrix and on its two halves.
 
     Flat shards cut parameters anywhere; an optimizer that looks at a whole matrix (Muon, LAMB, Adafactor) would train
     differently on every world size.
 
     Raises:
-        PlanError: the two runs differ, or the optimizer cannot run on a 1-d tensor.
+        PlanError: the optimizer does not step even a whole matrix without being handed a closure (LBFGS).
     """
     name = type(optimizer).__name__
-    cure = "Use an element-wise optimizer (AdamW, SGD, Lion, ...), or stage 0, where parameters are not cut."
     generator = torch.Generator().manual_seed(0)
     value = torch.randn(8, 6, generator=generator)
     grads = [torch.randn(8, 6, generator=generator) for _ in range(3)]
     for group in optimizer.param_groups:
         settings = {k: v for k, v in group.items() if k != "params"}
         try:
-            whole = _probe(optimizer, settings, [value], [[g] for g in grads])
-            halves = _probe(
-                optimizer, settings, [value.flatten()[:19], value.flatten()[19:]],
-                [[g.flatten()[:19], g.flatten()[19:]] for g in grads],
-            )  # fmt: skip
-        except Exception as error:
+            (whole,) = _probe(optimizer, settings, [value], [[g] for g in grads])
+        except TypeError as error:
             raise PlanError(
-                f"{name} cannot step a cut parameter ({type(error).__name__}: {error}); ZeRO shards cut them. {cure}"
+                f"{name}.step() cannot run on gradients alone ({error}). ZeROStrategy averages gradients once per step; "
+                "use a first-order optimizer (AdamW, SGD, ...)."
             ) from error
-        if not torch.allclose(torch.cat([w.flatten() for w in whole]), torch.cat(halves), rtol=1e-5, atol=1e-7):
-            raise PlanError(
-                f"{name} is not element-wise: it updates a matrix differently from its two halves, and ZeRO shards cut "
-                f"parameters. {cure}"
-            )
+        try:
+            halves = _probe(optimizer, settings, _halves(value), [_halves(g) for g in grads])
+        except Exception:  # noqa: BLE001 - whatever it is: it does not take 1-d halves
+            return False
+        if not torch.allclose(whole.flatten(), torch.cat(halves), rtol=1e-5, atol=1e-7):
+            return False
+    return True
+
+
+def require_elementwise(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that cannot step cut parameters.
+
+    Raises:
+        PlanError: with the cure.
+    """
+    if not is_elementwise(optimizer):
+        raise PlanError(
+            f"{type(optimizer).__name__} is not element-wise: it treats a matrix differently from its two halves, and "
+            "ZeRO shards cut parameters. Use an element-wise optimizer (AdamW, SGD, Lion, ...), or stage 0, where "
+            "parameters are not cut."
+        )
+
+
+def _halves(value: Tensor) -> list[Tensor]:
+    flat = value.flatten()
+    return [flat[:19], flat[19:]]
 
 
 def _probe(optimizer: Optimizer, settings: dict[str, Any], values: list[Tensor], grads: list[list[Tensor]]) -> list[Tensor]:

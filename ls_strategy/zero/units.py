@@ -18,26 +18,24 @@ import torch
 from torch import Tensor, nn
 
 from ls_strategy.comm import Comm, PendingGather, PendingReduce
-from ls_strategy.layout import FlatLayout, Piece
+from ls_strategy.layout import Piece
+from ls_strategy.plan import FlatPlan
 from ls_strategy.zero_stages import StagePolicy
-
-FROZEN = -1
-"""Optimizer index of parameters that no optimizer updates."""
-
 
 class Flat:
     """One flat buffer: the parameters of a unit that share an optimizer and a dtype."""
 
-    def __init__(
-        self, layout: FlatLayout, params: list[nn.Parameter], *, optimizer_index: int, policy: StagePolicy, comm: Comm
-    ) -> None:
+    def __init__(self, plan: FlatPlan, params: list[nn.Parameter], *, policy: StagePolicy, comm: Comm) -> None:
         """Only records; `load` moves the values in."""
+        layout = plan.layout
         self.layout = layout
+        self.dtype = plan.dtype
+        self.master_dtype = plan.master_dtype
         self.params = params
-        self.optimizer_index = optimizer_index
+        self.optimizer_index = plan.optimizer
         self.policy = policy
         self.comm = comm
-        self.trainable = optimizer_index != FROZEN
+        self.trainable = plan.trainable
         self.owned = layout.shard_range(comm.rank)
         """Range of the buffer whose gradients this rank averages and, from stage 1 on, whose optimizer states it holds."""
         self.stepped = self.owned if policy.optimizer else (0, layout.numel)
@@ -63,17 +61,14 @@ class Flat:
         self.dirty = False
         """Whether this rank has gradients that no reduction has seen yet."""
 
-    def load(self, values: list[Tensor], *, dtype: torch.dtype, master_dtype: torch.dtype, device: torch.device) -> None:
+    def load(self, values: list[Tensor], device: torch.device) -> None:
         """Take the parameters' original values; rank 0's are taken by all. Collective.
 
         Args:
             values: one tensor per parameter, its shape, any dtype and device: masters come from these, not from rounded ones.
-            dtype: of the parameters from now on.
-            master_dtype: of the weights the optimizer updates; frozen parameters have none beside themselves.
             device: where the buffers live.
         """
-        layout = self.layout
-        master_dtype = master_dtype if self.trainable else dtype
+        layout, dtype, master_dtype = self.layout, self.dtype, self.master_dtype
         whole = torch.zeros(layout.numel, dtype=master_dtype, device=device)
         for slot, value in zip(layout.slots, values, strict=True):
             whole[slot.offset : slot.end].copy_(value.detach().reshape(-1))

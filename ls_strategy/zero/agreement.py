@@ -1,0 +1,78 @@
+"""Checks that every rank makes before anything is sharded, and one verdict for all of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ls_strategy.comm import Comm
+from ls_strategy.errors import PlanError
+
+
+def optimizer_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[int, tuple[int, int]]:
+    """``id(parameter) -> (optimizer, group)`` for every parameter that an optimizer updates.
+
+    Raises:
+        PlanError: a parameter is in two optimizers, or not in the model.
+    """
+    names = {id(p): n for n, p in model.named_parameters()}
+    owners: dict[int, tuple[int, int]] = {}
+    for i, optimizer in enumerate(optimizers):
+        for g, group in enumerate(optimizer.param_groups):
+            for p in group["params"]:
+                if id(p) not in names:
+                    raise PlanError(
+                        f"optimizer {i} ({type(optimizer).__name__}) holds a parameter of shape {tuple(p.shape)} that is "
+                        "not in the LightningModule. Register it there (self.name = nn.Parameter(...))."
+                    )
+                if id(p) in owners:
+                    raise PlanError(
+                        f"parameter {names[id(p)]!r} is in optimizer {owners[id(p)][0]} and in optimizer {i}: its "
+                        "gradient and state can have one owner only. Give it to one of them."
+                    )
+                owners[id(p)] = (i, g)
+    return owners
+
+
+def agree(comm: Comm, error: PlanError | None, options: str, params: Sequence[tuple[Any, ...]]) -> None:
+    """Raise on every rank if any rank has an error, other options or another model. Collective.
+
+    Args:
+        comm: the ranks.
+        error: what this rank found wrong, if anything.
+        options: configuration of this rank, printable.
+        params: one row per parameter, ``(name, shape, dtype, ...)``, in order.
+
+    Raises:
+        PlanError: naming the rank and the first difference.
+    """
+    digest = hashlib.sha256(repr(params).encode()).hexdigest()
+    verdicts = comm.exchange_objects((str(error) if error else None, digest, options))
+    for rank, (message, _, _) in enumerate(verdicts):
+        if message is not None:
+            raise error if rank == comm.rank and error else PlanError(f"rank {rank}: {message}")
+    if len({o for _, _, o in verdicts}) > 1:
+        raise PlanError(
+            "the ranks were started with different options: "
+            + "; ".join(f"rank {r}: {o}" for r, (_, _, o) in enumerate(verdicts))
+            + ". Start every rank with the same configuration."
+        )
+    if len({d for _, d, _ in verdicts}) > 1:
+        _name_first_difference(comm, params)
+
+
+def _name_first_difference(comm: Comm, params: Sequence[tuple[Any, ...]]) -> None:
+    by_rank = comm.exchange_objects(list(params))
+    for row in range(max(len(f) for f in by_rank)):
+        entries = [f[row] if row < len(f) else None for f in by_rank]
+        if len(set(map(repr, entries))) > 1:
+            raise PlanError(
+                f"the ranks built different models. First difference, parameter {row} as (name, shape, dtype, "
+                "requires_grad, (optimizer, group)): "
+                + "; ".join(f"rank {r}: {e}" for r, e in enumerate(entries))
+                + ". Build the same model on every rank, whatever its rank or data."
+            )

@@ -1,0 +1,293 @@
+"""A small model with every trait parameters can have, its data, and `run`: one Trainer, many configurations.
+
+Many cases run one after the other in the same ranks (`run_all`), because a start of the ranks costs more than a case.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import warnings
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from ls_strategy.precision_plugin import ZeROPrecision
+from ls_strategy.strategy import ZeROStrategy
+
+VOCABULARY = 13
+LENGTH = 5
+BATCH = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, and how. ``stage=None`` is the trusted run: Lightning's ``strategy="ddp"``."""
+
+    stage: int | None = None
+    traits: tuple[str, ...] = ()
+    """Of ``frozen tied unused unused_here uneven empty buffers``; see `Net`."""
+
+    optimizer: str = "adamw"
+    """``adamw`` and ``sgd`` (two parameter groups each), or ``two``: both at once, by manual optimization."""
+
+    accumulate: int = 1
+    clip: str | None = None
+    """``norm`` or ``value``."""
+
+    clip_at: float = 0.0
+    precision: str = "32-true"
+    steps: int = 20
+    """Optimizer steps."""
+
+    width: int = 16
+    blocks: int = 3
+    min_unit_numel: int = 0
+    options: tuple[tuple[str, Any], ...] = ()
+    """More arguments of `ZeROStrategy`."""
+
+    def at(self, stage: int | None) -> Case:
+        """The same run at another stage."""
+        return replace(self, stage=stage)
+
+    def __str__(self) -> str:
+        clip = f"clip_{self.clip}" if self.clip else ""
+        words = [self.optimizer, f"acc{self.accumulate}", clip, *self.traits, self.precision]
+        return "-".join(w for w in words if w and w != "32-true")
+
+
+@dataclass
+class Result:
+    """What a run left behind on one rank; ``weights`` on rank 0 only."""
+
+    losses: list[float] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    norms: list[float] = field(default_factory=list)
+    """Global gradient norms before clipping, one per optimizer step."""
+
+    largest: list[float] = field(default_factory=list)
+    """Largest averaged gradient elements before clipping; the trusted run only."""
+
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+class Block(nn.Module):
+    """A residual block; ``hidden`` is odd, so that no parameter's size is a multiple of the alignment."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(functional.gelu(self.up(self.norm(x))))
+
+
+class Net(pl.LightningModule):
+    """Tokens in, tokens out; labels are random and fixed, so the loss stays of order one.
+
+    Traits: ``frozen`` a whole block left out of the optimizer and a bias that is in it; ``tied`` embedding and head;
+    ``unused`` a block and a parameter no rank uses; ``unused_here`` a parameter that another rank uses at each step;
+    ``uneven`` prime sizes and a scalar; ``empty`` a parameter without elements; ``buffers`` a batch norm.
+    """
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        traits = case.traits
+        width = 7 if "uneven" in traits else case.width
+        self.case = case
+        self.result = Result()
+        self.automatic_optimization = case.optimizer != "two"
+        self.emb = nn.Embedding(VOCABULARY, width)
+        blocks = [Block(width, 3 * width + 1) for _ in range(case.blocks)]
+        if "unused" in traits:
+            blocks.insert(1, Block(width, 5))
+            self.spare = nn.Parameter(torch.randn(width, 3))
+        self.skipped = 1 if "unused" in traits else -1
+        self.blocks = nn.ModuleList(blocks)
+        self.head = nn.Linear(width, VOCABULARY)
+        if "tied" in traits:
+            self.head.weight = self.emb.weight
+        if "uneven" in traits:
+            self.scale = nn.Parameter(torch.tensor(1.1))
+        if "empty" in traits:
+            self.empty = nn.Parameter(torch.empty(0, 3))
+        if "unused_here" in traits:
+            self.guest = nn.Parameter(torch.randn(width))
+        if "buffers" in traits:
+            self.bn = nn.BatchNorm1d(width)
+        if "frozen" in traits:
+            self.blocks[0].requires_grad_(False)
+            self.head.bias.requires_grad_(False)
+        self._nudge()
+
+    def _nudge(self) -> None:
+        """No parameter starts at exactly 0 or 1: a bound relative to the tensor's largest element needs one."""
+        with torch.no_grad():
+            self.emb.weight.mul_(0.3)
+            for p in self.parameters():
+                p.add_(0.05 * torch.randn_like(p))
+
+    def forward(self, x_BT: Tensor, batch_idx: int) -> Tensor:
+        h = self.emb(x_BT)
+        if hasattr(self, "bn"):
+            h = self.bn(h.flatten(0, 1)).view_as(h)
+        for i, block in enumerate(self.blocks):
+            if i != self.skipped:
+                h = block(h)
+        if hasattr(self, "scale"):
+            h = h * self.scale
+        if hasattr(self, "empty"):
+            h = h + self.empty.sum()
+        if hasattr(self, "guest") and (batch_idx // self.case.accumulate) % self.trainer.world_size == self.global_rank:
+            h = h + self.guest
+        return self.head(h)
+
+    def loss(self, batch: Any, batch_idx: int) -> Tensor:
+        x_BT, y_BT = batch
+        logits = self(x_BT, batch_idx).float()
+        return functional.cross_entropy(logits.flatten(0, 1), y_BT.flatten())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        loss = self.loss(batch, batch_idx)
+        self.result.losses.append(loss.item())
+        if self.automatic_optimization:
+            return loss
+        self.manual_backward(loss / self.case.accumulate)
+        if (batch_idx + 1) % self.case.accumulate == 0:
+            for optimizer in self.optimizers():
+                if self.case.clip:
+                    self.record_norm(optimizer)
+                    self.clip_gradients(optimizer, self.case.clip_at, self.case.clip)
+                optimizer.step()
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+        return None
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.case.clip and self.automatic_optimization:
+            self.record_norm(optimizer)
+
+    def record_norm(self, optimizer: Any) -> None:
+        """Remember the norm of the averaged gradients before clipping."""
+        if self.case.stage is not None:
+            self.result.norms.append(self.trainer.strategy.grad_norm(optimizer=optimizer).item())
+            return
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self.result.norms.append(torch.nn.utils.get_total_norm(grads).item())
+        self.result.largest.append(max(g.abs().max().item() for g in grads if g.numel()))
+
+    def configure_optimizers(self) -> Any:
+        """Decay and no-decay groups, fused kernels everywhere: the ones `ZeROStrategy` picks by itself."""
+        frozen = {p for p in self.blocks[0].parameters()} if "frozen" in self.case.traits else set()
+        params = [p for p in self.parameters() if p not in frozen]
+        matrices, vectors = [p for p in params if p.ndim > 1], [p for p in params if p.ndim <= 1]
+        if self.case.optimizer == "adamw":
+            return _adamw([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}])
+        if self.case.optimizer == "sgd":
+            return _sgd([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}])
+        head = {id(p) for p in (*self.head.parameters(), *self.emb.parameters())}
+        return [_adamw([p for p in params if id(p) not in head]), _sgd([p for p in params if id(p) in head])]
+
+
+def _adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=2e-3, weight_decay=0.1, fused=True)
+
+
+def _sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01, fused=True)
+
+
+def loader(case: Case, world_size: int) -> DataLoader:
+    """Every batch is different and seen once."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (case.steps * case.accumulate * BATCH * world_size, LENGTH)
+    x_BT = torch.randint(0, VOCABULARY, shape, generator=generator)
+    y_BT = torch.randint(0, VOCABULARY, shape, generator=generator)
+    return DataLoader(TensorDataset(x_BT, y_BT), batch_size=BATCH)
+
+
+def strategy_of(case: Case) -> Any:
+    """The trusted strategy, or ours."""
+    if case.stage is None:
+        needs_search = {"unused", "unused_here"} & set(case.traits) or case.optimizer == "two"
+        return "ddp_find_unused_parameters_true" if needs_search else "ddp"
+    options = {"min_unit_numel": case.min_unit_numel, **dict(case.options)}
+    if case.precision.startswith("16"):  # on the CPU the Trainer turns these into bf16
+        options["precision_plugin"] = ZeROPrecision(case.precision)
+    return ZeROStrategy(case.stage, **options)
+
+
+def quiet() -> None:
+    """Lightning's advice and progress, not here."""
+    warnings.filterwarnings("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def trainer_of(case: Case, world_size: int, **arguments: Any) -> pl.Trainer:
+    """A bare Trainer for the case."""
+    automatic = case.optimizer != "two"
+    if automatic:
+        arguments["accumulate_grad_batches"] = case.accumulate
+        if case.clip:
+            arguments.update(gradient_clip_val=case.clip_at, gradient_clip_algorithm=case.clip)
+    if not case.precision.startswith("16"):
+        arguments["precision"] = case.precision
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=world_size,
+        strategy=strategy_of(case),
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **arguments,
+    )
+
+
+def run(rank: int, world_size: int, case: Case) -> Result:
+    """Train one case; collective."""
+    quiet()
+    random.seed(0)
+    module = Net(case)
+    trainer = trainer_of(case, world_size)
+    trainer.fit(module, loader(case, world_size))
+    weights = trainer.strategy.lightning_module_state_dict()
+    if rank == 0:
+        module.result.weights = {k: v.detach().clone() for k, v in weights.items()}
+    return module.result
+
+
+def run_all(rank: int, world_size: int, cases: list[Case]) -> list[Result]:
+    """Train one case after the other."""
+    return [run(rank, world_size, case) for case in cases]
+
+
+def loss_difference(trusted: list[Result], ours: list[Result]) -> float:
+    """Largest relative difference of any rank's loss at any step."""
+    pairs = [(a, b) for t, o in zip(trusted, ours, strict=True) for a, b in zip(t.losses, o.losses, strict=True)]
+    return max(abs(a - b) / abs(a) for a, b in pairs)
+
+
+def weight_difference(trusted: Result, ours: Result) -> float:
+    """Largest difference of any weight, relative to its tensor's largest element."""
+    assert trusted.weights.keys() == ours.weights.keys()
+    pairs = [(v.double(), ours.weights[k].double()) for k, v in trusted.weights.items() if v.numel()]
+    assert all(a.shape == b.shape for a, b in pairs)
+    return max(((a - b).abs().max() / a.abs().max()).item() for a, b in pairs)
+
+
+def same_bits(a: Result, b: Result) -> bool:
+    """Whether losses and weights are equal bit for bit."""
+    return a.losses == b.losses and a.weights.keys() == b.weights.keys() and all(
+        torch.equal(v, b.weights[k]) for k, v in a.weights.items()
+    )

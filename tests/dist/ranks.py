@@ -1,0 +1,200 @@
+"""Tests whose body runs on several ranks with real Trainers, and the small model that most of them train.
+
+Trusted runs: DDP on the same ranks (`fit("ddp")`), or a plain Trainer on one process that sees the same global batches
+(`global_batches`), for what DDP cannot do.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import logging
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from ls_strategy.strategy import ZeROStrategy
+from ls_strategy.testing import spawn
+
+WIDTH = 8
+STAGES = (0, 1, 2, 3)
+
+
+def on_ranks(world_size: int, *, timeout_s: float = 60) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make ``test(rank, world_size, **fixtures)`` a test whose body runs on every one of ``world_size`` ranks."""
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., Any]:
+        def test(**fixtures: Any) -> None:
+            spawn(_call, world_size, body.__module__, body.__name__, fixtures, init_process_group=False, timeout_s=timeout_s)
+
+        functools.update_wrapper(test, body)
+        parameters = list(inspect.signature(body).parameters.values())[2:]
+        test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
+        )
+        return test
+
+    return decorate
+
+
+def _call(rank: int, world_size: int, module: str, name: str, fixtures: dict[str, Any]) -> None:
+    quiet()
+    getattr(importlib.import_module(module), name).__wrapped__(rank, world_size, **fixtures)
+
+
+def quiet() -> None:
+    """Lightning's advice is not what these tests are about."""
+    warnings.filterwarnings("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+class Block(nn.Module):
+    """A unit: normalise, widen, narrow, add. 27 * WIDTH + 1 columns make shards that cut parameters anywhere."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.wide = nn.Linear(width, 2 * width + 1)
+        self.narrow = nn.Linear(2 * width + 1, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.narrow(torch.tanh(self.wide(self.norm(x))))
+
+
+class Net(pl.LightningModule):
+    """A linear layer, three blocks, a linear layer; regression. Remembers what each step saw."""
+
+    def __init__(self, lr: float = 1e-2) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.lr = lr
+        self.losses: list[float] = []
+        self.build()
+
+    def build(self) -> None:
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        for block in self.blocks:
+            h = block(h)
+        return self.last(h)
+
+    def loss(self, batch: Sequence[Tensor]) -> Tensor:
+        return F.mse_loss(self(batch[0]), batch[1])
+
+    def training_step(self, batch: Sequence[Tensor], _: int) -> Tensor:
+        loss = self.loss(batch)
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: Sequence[Tensor], _: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def test_step(self, batch: Sequence[Tensor], _: int) -> None:
+        self.log("test_loss", self.loss(batch), sync_dist=True)
+
+    def predict_step(self, batch: Sequence[Tensor], _: int) -> Tensor:
+        return self(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=self.lr, eps=1e-4)
+
+
+def samples(numel: int = 32, seed: int = 1) -> tuple[Tensor, Tensor]:
+    """Inputs and targets."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(numel, WIDTH, generator=generator)
+    return x, torch.sin(x.roll(1, 1)) + 0.1 * torch.randn(numel, WIDTH, generator=generator)
+
+
+def batches(numel: int = 32, batch_size: int = 4, seed: int = 1) -> DataLoader:
+    """A loader for Lightning's own sampler: ``numel / 2 / batch_size`` batches on each of two ranks."""
+    return DataLoader(TensorDataset(*samples(numel, seed)), batch_size=batch_size)
+
+
+def global_batches(rank: int, world_size: int, steps: int, *, batch: int = 12) -> DataLoader:
+    """Every step sees the same ``batch`` samples on any world size; use with ``use_distributed_sampler=False``."""
+    x, y = samples(steps * batch)
+    mine = batch // world_size
+    index = torch.arange(steps * batch).view(steps, world_size, mine)[:, rank].flatten()
+    return DataLoader(TensorDataset(x[index], y[index]), batch_size=mine)
+
+
+def trainer_of(strategy: str | int | ZeROStrategy, **options: Any) -> pl.Trainer:
+    """A quiet Trainer on the CPU. A number is a ZeRO stage, with every block as a unit."""
+    if isinstance(strategy, int):
+        strategy = ZeROStrategy(strategy, min_unit_numel=0)  # type: ignore[arg-type]
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": int(os.environ["WORLD_SIZE"]),
+        "max_epochs": 2,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return pl.Trainer(strategy=strategy, **{**defaults, **options})
+
+
+def fit(strategy: str | int | ZeROStrategy, module: Net, data: Any = None, ckpt: Any = None, **options: Any) -> pl.Trainer:
+    """Train ``module``; by default for two epochs of four batches."""
+    trainer = trainer_of(strategy, **options)
+    trainer.fit(module, data if data is not None else batches(), ckpt_path=ckpt)
+    return trainer
+
+
+def weights(module: nn.Module) -> dict[str, Tensor]:
+    """A copy of the module's full weights and buffers, on every rank. Collective at stage 3."""
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def mean_over_ranks(values: list[float]) -> list[float]:
+    """Element-wise."""
+    total = torch.tensor(values, dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(total)
+        total /= dist.get_world_size()
+    return total.tolist()
+
+
+def assert_close(actual: Any, expected: Any, what: str, limit: float = 1e-6) -> None:
+    """Lists of numbers, tensors and dicts of tensors, each relative to the largest value expected."""
+    if isinstance(expected, Mapping):
+        assert list(actual) == list(expected), f"{what}: names {list(actual)} instead of {list(expected)}"
+        for name, value in expected.items():
+            assert_close(actual[name], value, f"{what}: {name}", limit)
+        return
+    actual, expected = torch.as_tensor(actual).double(), torch.as_tensor(expected).double()
+    assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
+    if expected.numel() == 0:
+        return
+    assert expected.isfinite().all(), f"{what}: the trusted run is not finite"
+    error = ((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-30)).item()
+    assert error <= limit, f"{what}: relative error {error:.3g} (limit {limit:g})\n  is   {actual}\n  must {expected}"
+
+
+def assert_equal(actual: Any, expected: Any, what: str) -> None:
+    """Bit for bit."""
+    if isinstance(expected, Mapping):
+        assert list(actual) == list(expected), f"{what}: names {list(actual)} instead of {list(expected)}"
+        for name, value in expected.items():
+            assert_equal(actual[name], value, f"{what}: {name}")
+        return
+    if isinstance(expected, Tensor):
+        same = actual.dtype == expected.dtype and torch.equal(actual, expected)
+        assert same, f"{what}: differs\n  is   {actual}\n  must {expected}"
+        return
+    assert actual == expected, f"{what}: {actual!r} instead of {expected!r}"

@@ -1,0 +1,389 @@
+"""``automatic_optimization=False``: equal to one process with a plain Trainer that sees the same global batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ls_strategy.errors import PlanError, StateError
+from ls_strategy.testing import spawn
+from tests.dist.ranks import (
+    STAGES,
+    WIDTH,
+    Block,
+    Net,
+    assert_close,
+    assert_equal,
+    fit,
+    global_batches,
+    mean_over_ranks,
+    on_ranks,
+    quiet,
+    weights,
+)
+
+STEPS = 10
+
+
+class Manual(Net):
+    """The plainest manual step; the cases below change one thing each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, i: int) -> None:  # type: ignore[override]
+        opt = self.optimizers()
+        opt.zero_grad()
+        loss = self.remembered(batch)
+        self.manual_backward(loss)
+        opt.step()
+
+    def remembered(self, batch: Any) -> Tensor:
+        loss = self.loss(batch)
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+
+
+class AdamW(Manual):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4)
+
+
+class AccumulateByHand(Manual):
+    """Two backward passes, one step: the sum of both."""
+
+    def training_step(self, batch: Any, i: int) -> None:
+        opt = self.optimizers()
+        opt.zero_grad()
+        first = self.remembered(batch)
+        self.manual_backward(first)
+        self.manual_backward(0.5 * self(batch[0]).square().mean())
+        opt.step()
+
+
+class AccumulateOverBatches(AdamW):
+    """A step every third batch; the gradients of the last batch are never used."""
+
+    def training_step(self, batch: Any, i: int) -> None:
+        opt = self.optimizers()
+        self.manual_backward(self.remembered(batch) / 3)
+        if i % 3 == 2:
+            self.clip_gradients(opt, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+            opt.step()
+            opt.zero_grad()
+
+
+class AccumulateToggled(Manual):
+    """As Lightning's documentation does it, with ``toggle_model(sync_grad=...)``."""
+
+    def training_step(self, batch: Any, i: int) -> None:
+        opt = self.optimizers()
+        last = i % 2 == 1
+        with opt.toggle_model(sync_grad=last):
+            self.manual_backward(self.remembered(batch))
+            if last:
+                opt.step()
+                opt.zero_grad()
+
+
+class ZeroToZeros(Manual):
+    """Gradients become zeros instead of None: momentum and decay go on."""
+
+    def training_step(self, batch: Any, i: int) -> None:
+        opt = self.optimizers()
+        opt.zero_grad(set_to_none=False)
+        if i != 4:
+            self.manual_backward(self.remembered(batch))
+        opt.step()
+
+
+class ZeroHalfWay(Manual):
+    """Gradients thrown away between two backward passes."""
+
+    def training_step(self, batch: Any, i: int) -> None:
+        opt = self.optimizers()
+        opt.zero_grad()
+        self.manual_backward(10 * self.loss(batch))
+        opt.zero_grad(set_to_none=i % 2 == 0)
+        self.manual_backward(self.remembered(batch))
+        opt.step()
+
+
+class StepWithoutBackward(AdamW):
+    """Every other step finds no gradients, and changes nothing."""
+
+    def training_step(self, batch: Any, i: int) -> None:
+        opt = self.optimizers()
+        opt.zero_grad()
+        if i % 2 == 0:
+            self.manual_backward(self.remembered(batch))
+        opt.step()
+
+
+class TwoSteps(Manual):
+    """Two steps on the same gradients."""
+
+    def training_step(self, batch: Any, i: int) -> None:
+        super().training_step(batch, i)
+        self.optimizers().step()
+
+
+class RawBackward(Manual):
+    """``loss.backward()`` instead of ``manual_backward``."""
+
+    def training_step(self, batch: Any, i: int) -> None:
+        opt = self.optimizers()
+        opt.zero_grad()
+        self.remembered(batch).backward()
+        opt.step()
+
+
+class UserClips(Manual):
+    def training_step(self, batch: Any, i: int) -> None:
+        opt = self.optimizers()
+        opt.zero_grad()
+        self.manual_backward(self.remembered(batch))
+        how = {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "norm"}
+        self.clip_gradients(opt, **(how if i % 2 else {"gradient_clip_val": 0.002, "gradient_clip_algorithm": "value"}))
+        opt.step()
+
+
+class Closure(AdamW):
+    def training_step(self, batch: Any, i: int) -> None:
+        opt = self.optimizers()
+
+        def closure() -> Tensor:
+            opt.zero_grad()
+            loss = self.remembered(batch)
+            self.manual_backward(loss)
+            return loss
+
+        opt.step(closure=closure)
+
+
+class EditsInPlace(Manual):
+    """A hook that changes averaged gradients where they are."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.mul_(0.5).clamp_(-0.01, 0.01)
+
+
+class EditsByReplacing(Manual):
+    """A hook that assigns new gradients, and drops those of one group."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = None if p.grad is None or group["drop"] else p.grad.sign() * 0.01
+
+    def configure_optimizers(self) -> Any:
+        groups = [
+            {"params": list(self.first.parameters()), "drop": True},
+            {"params": [*self.blocks.parameters(), *self.last.parameters()], "drop": False},
+        ]
+        return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+
+
+class Gan(Manual):
+    """Two optimizers that take turns, with toggling, on one shared input layer that nobody trains."""
+
+    def build(self) -> None:
+        self.shared = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.generator = nn.Sequential(Block(), Block(), nn.Linear(WIDTH, WIDTH))
+        self.critic = nn.Sequential(Block(), nn.Linear(WIDTH, 1))
+
+    def training_step(self, batch: Any, i: int) -> None:
+        x, real = batch
+        opt_g, opt_c = self.optimizers()
+        self.toggle_optimizer(opt_g)
+        assert all(p.requires_grad for p in self.generator.parameters())
+        assert not any(p.requires_grad for p in self.critic.parameters())
+        loss = F.softplus(-self.critic(self.generator(self.shared(x)))).mean()
+        self.losses.append(loss.item())
+        opt_g.zero_grad()
+        self.manual_backward(loss)
+        opt_g.step()
+        self.untoggle_optimizer(opt_g)
+        assert all(p.requires_grad for p in self.critic.parameters())
+        assert not any(p.requires_grad for p in self.shared.parameters())
+        self.toggle_optimizer(opt_c)
+        fake = self.generator(self.shared(x)).detach()
+        loss = F.softplus(self.critic(fake)).mean() + F.softplus(-self.critic(real)).mean()
+        self.losses.append(loss.item())
+        opt_c.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(opt_c, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+        opt_c.step()
+        self.untoggle_optimizer(opt_c)
+
+    def configure_optimizers(self) -> Any:
+        return [
+            torch.optim.Adam(self.generator.parameters(), lr=5e-3, betas=(0.5, 0.999), eps=1e-3),
+            torch.optim.SGD(self.critic.parameters(), lr=5e-2, momentum=0.5),
+        ]
+
+
+class GanUntoggled(Gan):
+    """The generator's backward leaves gradients in the critic, as careless code does; they are thrown away."""
+
+    def training_step(self, batch: Any, i: int) -> None:
+        x, real = batch
+        opt_g, opt_c = self.optimizers()
+        fake = self.generator(self.shared(x))
+        opt_g.zero_grad()
+        loss = F.softplus(-self.critic(fake)).mean()
+        self.losses.append(loss.item())
+        self.manual_backward(loss)
+        opt_g.step()
+        opt_c.zero_grad()
+        loss = F.softplus(self.critic(fake.detach())).mean() + F.softplus(-self.critic(real)).mean()
+        self.manual_backward(loss)
+        opt_c.step()
+
+
+class TwoOptimizersOneBackward(Gan):
+    """Both step on the gradients of one loss, the second one only every other time."""
+
+    def training_step(self, batch: Any, i: int) -> None:
+        opt_g, opt_c = self.optimizers()
+        loss = F.softplus(self.critic(self.generator(self.shared(batch[0])))).mean()
+        self.losses.append(loss.item())
+        self.manual_backward(loss)
+        opt_g.step()
+        opt_g.zero_grad()
+        if i % 2:
+            opt_c.step()
+            opt_c.zero_grad()
+
+
+class ClampsWeights(Manual):
+    """WGAN: clamps the module's weights after the step."""
+
+    def training_step(self, batch: Any, i: int) -> None:
+        super().training_step(batch, i)
+        for p in self.parameters():
+            p.data.clamp_(-0.1, 0.1)
+
+
+CASES = {
+    case.__name__: case
+    for case in (
+        Manual, AdamW, AccumulateByHand, AccumulateOverBatches, AccumulateToggled, ZeroToZeros, ZeroHalfWay,
+        StepWithoutBackward, TwoSteps, RawBackward, UserClips, Closure, EditsInPlace, EditsByReplacing, Gan, GanUntoggled,
+        TwoOptimizersOneBackward, ClampsWeights,
+    )
+}  # fmt: skip
+
+Result = tuple[list[float], dict[str, Tensor]]
+
+
+def train(rank: int, world_size: int, case: str, strategy: str | int | Strategy) -> Result:
+    module = CASES[case]()
+    data = global_batches(rank, world_size, STEPS)
+    fit(strategy, module, data, use_distributed_sampler=False, max_epochs=1)  # type: ignore[arg-type]
+    return mean_over_ranks(module.losses), weights(module)
+
+
+def train_all(rank: int, world_size: int) -> dict[str, Result]:
+    quiet()
+    return {case: train(rank, world_size, case, "auto") for case in CASES}
+
+
+@pytest.fixture(scope="module")
+def trusted() -> dict[str, Result]:
+    """Every case in one process under Lightning's plain single-device strategy."""
+    return spawn(train_all, 1, init_process_group=False)[0]
+
+
+def stages_of(case: str) -> tuple[int, ...]:
+    return (0, 1, 2) if case == "ClampsWeights" else STAGES
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_one_process(case: str, trusted: dict[str, Result]) -> None:
+    spawn(_compare, 2, case, trusted[case], init_process_group=False, timeout_s=60)
+
+
+def _compare(rank: int, world_size: int, case: str, expected: Result) -> None:
+    quiet()
+    losses, weights_ = expected
+    assert len(set(losses)) > 1
+    for stage in stages_of(case):
+        ours, actual = train(rank, world_size, case, stage)
+        assert_close(ours, losses, f"{case}, stage {stage}, losses")
+        assert_close(actual, weights_, f"{case}, stage {stage}")
+
+
+# --- what must not pass silently --------------------------------------------------------------------------------------
+
+
+class BareStep(Manual):
+    """Steps the optimizer itself, behind Lightning's back."""
+
+    def training_step(self, batch: Any, i: int) -> None:
+        opt = self.optimizers(use_pl_optimizer=False)
+        self.manual_backward(self.remembered(batch))
+        with pytest.raises(StateError, match=r"bare optimizer.*self\.optimizers\(\)"):
+            opt.step()
+
+
+@on_ranks(2)
+def test_step_of_the_bare_optimizer_is_refused(rank: int, world_size: int) -> None:
+    for stage in STAGES:
+        module = BareStep()
+        before = weights(module)
+        fit(stage, module, max_steps=-1, max_epochs=1)
+        assert len(module.losses) == 4
+        assert_equal(weights(module), before, f"stage {stage}")
+
+
+@on_ranks(2)
+def test_clamping_sharded_weights_fails_loudly(rank: int, world_size: int) -> None:
+    with pytest.raises((RuntimeError, StateError)):
+        fit(3, ClampsWeights())
+
+
+class AddsGroup(Manual):
+    """Adds parameters to a running optimizer, as fine-tuning callbacks do."""
+
+    def training_step(self, batch: Any, i: int) -> None:
+        if i == 1:
+            self.optimizers().optimizer.add_param_group({"params": list(self.last.parameters())})
+        super().training_step(batch, i)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.first.parameters(), *self.blocks.parameters()], lr=0.05)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_new_parameter_group_is_refused_at_the_step(rank: int, world_size: int, stage: int) -> None:
+    with pytest.raises(PlanError, match=r"add_param_group.*configure_optimizers"):
+        fit(stage, AddsGroup())
+
+
+@on_ranks(2)
+def test_checkpoint_and_resume_of_two_optimizers(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Six steps, a checkpoint, four steps: the same bits as ten steps."""
+    for stage in (1, 2, 3):
+        whole, half, rest = Gan(), Gan(), Gan()
+        data = global_batches(rank, world_size, 5)
+        fit(stage, whole, data, use_distributed_sampler=False)
+        trainer = fit(stage, half, data, use_distributed_sampler=False, max_epochs=1)
+        trainer.save_checkpoint(tmp_path / f"{stage}.ckpt")
+        fit(stage, rest, data, tmp_path / f"{stage}.ckpt", use_distributed_sampler=False)
+        assert_equal(half.losses + rest.losses, whole.losses, f"stage {stage}")
+        assert_equal(weights(rest), weights(whole), f"stage {stage}")
