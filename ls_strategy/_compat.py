@@ -13,11 +13,6 @@ def default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-def on_backward_end(callback: Any) -> None:
-    """Run ``callback()`` when the backward pass that is under way ends. Only valid inside a backward hook."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
-
-
 def sync_batch_norm_error() -> str | None:
     """Why ``torch.nn.SyncBatchNorm`` cannot run here, or None where it can."""
     return None if torch.cuda.is_available() else "torch.nn.SyncBatchNorm has no CPU implementation"

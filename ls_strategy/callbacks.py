@@ -26,8 +26,8 @@ _GIB = 1 << 30
 def _zero_strategy(trainer: pl.Trainer, callback: Callback) -> ZeROStrategy:
     if not isinstance(trainer.strategy, ZeROStrategy):
         raise PlanError(
-            f"{type(callback).__name__} reads shards, and Trainer(strategy={type(trainer.strategy).__name__}) has none. Use "
-            'strategy="zero0" to "zero3", or leave the callback out.'
+            f"{type(callback).__name__} reads shards, and strategy={type(trainer.strategy).__name__} has none. "
+            'Use strategy="zero0" to "zero3", or leave the callback out.'
         )
     return trainer.strategy
 
@@ -86,7 +86,9 @@ class Monitor(Callback):
         return bool(trainer.loggers) and every > 0 and (trainer.global_step + 1) % every == 0
 
     @override
-    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
         """Take the gradient norm. Collective, at the same steps on every rank."""
         if not self._due(trainer):
             return
@@ -136,7 +138,8 @@ class Monitor(Callback):
         peak = self.peak_tflops * 1e12 if self.peak_tflops else None
         if peak is None and device.type == "cuda":
             peak = get_available_flops(device, policy.autocast or policy.compute)
-        per_token, per_sample = getattr(module, "flops_per_token", None), getattr(module, "flops_per_sample", None)
+        per_token: Any = getattr(module, "flops_per_token", None)
+        per_sample: Any = getattr(module, "flops_per_sample", None)
         flops = 0.0
         if callable(per_token) and self._tokens:
             flops = float(per_token()) * self._tokens
@@ -168,7 +171,7 @@ def _memory(strategy: ZeROStrategy) -> dict[str, float]:
 
 
 class ShardedEMA(Callback):
-    """Exponential moving average of the weights, kept as shards: every stage, no communication, 4 bytes per element / N.
+    """Exponential moving average of the weights, kept as fp32 shards: every stage, no communication.
 
     The average replaces the weights during validation. Checkpoints carry it in full under ``ema_state_dict``, with the
     names and shapes of ``state_dict``, so that ``module.load_state_dict(checkpoint["ema_state_dict"])`` works anywhere.
@@ -186,7 +189,8 @@ class ShardedEMA(Callback):
         """
         if not 0.0 <= decay <= 1.0 or every_n_steps < 1:
             raise ConfigError(
-                f"ShardedEMA(decay={decay}, every_n_steps={every_n_steps}): decay must be in [0, 1] and every_n_steps >= 1."
+                f"ShardedEMA(decay={decay}, every_n_steps={every_n_steps}): "
+                "decay must be in [0, 1] and every_n_steps at least 1."
             )
         self.decay = decay
         self.every_n_steps = every_n_steps

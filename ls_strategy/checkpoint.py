@@ -20,11 +20,7 @@ from ls_strategy.zero.units import Flat, Unit
 def _places(units: list[Unit]) -> dict[int, tuple[Flat, int]]:
     """``address of a parameter's memory -> (flat, slot)``: finds a parameter in a state dict under whatever key."""
     return {
-        p.data_ptr(): (flat, i)
-        for unit in units
-        for flat in unit.flats
-        for i, p in enumerate(flat.params)
-        if p.numel()
+        p.data_ptr(): (flat, i) for unit in units for flat in unit.flats for i, p in enumerate(flat.params) if p.numel()
     }
 
 
@@ -103,7 +99,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], units: list
 def masters_from_state_dict(
     model: nn.Module, state: Mapping[str, Tensor], units: list[Unit], masters: list[Tensor]
 ) -> None:
-    """Fill shards shaped like the trainable masters, in the units' order, from full tensors. Nothing is communicated."""
+    """Fill shards shaped like the trainable masters, in the units' order, from full tensors. Not collective."""
     names = {id(p): n for n, p in model.named_parameters()}
     flats = [flat for unit in units for flat in unit.trainable_flats]
     for flat, master in zip(flats, masters, strict=True):

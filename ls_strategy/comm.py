@@ -9,6 +9,7 @@ Every call here is collective: all ranks of the group make the same calls in the
 
 from __future__ import annotations
 
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ls_strategy._compat import default_store
-from ls_strategy.errors import RankFailure
+from ls_strategy.errors import RankFailedError
 
 CHUNK = 1 << 16
 """Elements summed at a time on the CPU: 256 KiB in fp32, so that the second operand meets a warm L2 cache."""
@@ -128,6 +129,7 @@ class Comm:
         self.rank = dist.get_rank(group) if group is not None else 0
         self.world_size = dist.get_world_size(group) if group is not None else 1
         self.native = group is not None and dist.get_backend(group) == "nccl"
+        self.failures = Failures(self.rank, self.world_size)
         self.traffic = Traffic()
         self.pool = BufferPool()
 
@@ -139,13 +141,13 @@ class Comm:
         """Wait for started operations.
 
         Raises:
-            RankFailure: the connection broke, and another rank had left word why.
+            RankFailedError: the connection broke, and another rank had left word why.
         """
         try:
             for work in works:
                 work.wait()
         except RuntimeError as error:
-            raise_if_rank_failed(error)
+            self.failures.raise_if_any(error)
             raise
 
     def _exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], kind: str) -> list[Any]:
@@ -183,8 +185,8 @@ class Comm:
 
         Args:
             full: any floating dtype; must stay unchanged until `PendingReduce.finish`.
-            dtype: dtype of the sum where the transport sums (NCCL). The exchange sends ``full`` as it is and sums in the
-                dtype of the result, which costs no bytes.
+            dtype: of the sum where the transport sums (NCCL). The exchange sends ``full`` as it is and sums in the
+                result's dtype, which costs no bytes.
 
         Traffic:
             ``(world_size - 1) * shard`` elements sent per rank.
@@ -199,7 +201,10 @@ class Comm:
             self.traffic.count("reduce_scatter", wire[: mine.numel()], self.world_size - 1)
             work = dist.reduce_scatter_tensor(out, wire, group=self.group, async_op=True)
             return PendingReduce((work, _KeepAlive(wire)), [out], [out], self)
-        parts = [mine if r == self.rank else self.pool.take(mine.numel(), mine.dtype, mine.device) for r in range(self.world_size)]
+        parts = [
+            mine if r == self.rank else self.pool.take(mine.numel(), mine.dtype, mine.device)
+            for r in range(self.world_size)
+        ]
         works = self._exchange(shards, parts, "reduce_scatter")
         return PendingReduce(works, parts, [p for r, p in enumerate(parts) if r != self.rank], self)
 
@@ -212,17 +217,17 @@ class Comm:
             try:
                 dist.broadcast(tensor, dist.get_global_rank(self.group, source), group=self.group)
             except RuntimeError as error:
-                raise_if_rank_failed(error)
+                self.failures.raise_if_any(error)
                 raise
 
     def agree(self, values: Tensor, op: Any = dist.ReduceOp.MAX) -> Tensor:
-        """All-reduce a small CPU tensor over the side group, in place, and return it. Blocking; never waits for the GPU."""
+        """All-reduce a small CPU tensor over the side group, in place. Blocking; never waits for the GPU."""
         if self.world_size > 1 and values.numel():
             self.traffic.count("control", values)
             try:
                 dist.all_reduce(values, op=op, group=self.control)
             except RuntimeError as error:
-                raise_if_rank_failed(error)
+                self.failures.raise_if_any(error)
                 raise
         return values
 
@@ -246,37 +251,58 @@ class _KeepAlive:
 
 
 def make_comm() -> Comm:
-    """The communicator over all ranks of the default process group, or of one process where there is none. Collective."""
+    """The communicator over all ranks of the default process group, or of one process without any. Collective."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return Comm(None, None)
-    return Comm(dist.group.WORLD, dist.new_group(backend="gloo"))
+    world = dist.group.WORLD
+    control = dist.new_group(backend="gloo")
+    assert isinstance(world, dist.ProcessGroup)
+    assert isinstance(control, dist.ProcessGroup)
+    return Comm(world, control)
 
 
-_FAILURE_KEY = "ls_strategy/rank_failure"
+class Failures:
+    """Who failed, left in the rendezvous store of the process group, so that no rank waits for one that is gone."""
 
+    def __init__(self, rank: int, world_size: int) -> None:
+        """One per process; ``round`` tells apart failures that all ranks survived."""
+        self.rank = rank
+        self.world_size = world_size
+        self.round = 0
 
-def announce_failure(rank: int, error: BaseException) -> None:
-    """Leave word in the rendezvous store that this rank failed, so that the others can say why they stop."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return
-    try:
-        store = default_store()
-        store.set(_FAILURE_KEY, f"rank {rank}: {type(error).__name__}: {error}")
-    except Exception:  # noqa: BLE001, S110 - the store may be gone with the rank that held it; the first error matters more
-        pass
+    def _key(self, rank: int) -> str:
+        return f"ls_strategy/failure/{self.round}/{rank}"
 
+    def announce(self, error: BaseException, *, patience_s: float) -> bool:
+        """Leave word that this rank failed, and see whether all others fail too.
 
-def raise_if_rank_failed(error: BaseException) -> None:
-    """If another rank left word, raise that instead of the bare connection error.
+        Returns:
+            True if every rank failed within ``patience_s`` seconds: nobody waits, and the group may live on.
+        """
+        try:
+            store = default_store()
+            store.set(self._key(self.rank), f"rank {self.rank}: {type(error).__name__}: {error}")
+            deadline = time.monotonic() + patience_s
+            while time.monotonic() < deadline:
+                if store.check([self._key(r) for r in range(self.world_size)]):
+                    self.round += 1
+                    return True
+                time.sleep(0.05)
+        except Exception:  # the store is gone with the rank that held it; the first error matters more
+            return False
+        return False
 
-    Raises:
-        RankFailure: with the other rank's number and message.
-    """
-    try:
-        store = default_store()
-        if not store.check([_FAILURE_KEY]):
+    def raise_if_any(self, error: BaseException) -> None:
+        """If another rank left word, raise that instead of the bare connection error.
+
+        Raises:
+            RankFailedError: with the other rank's number and message.
+        """
+        try:
+            store = default_store()
+            failed = [r for r in range(self.world_size) if r != self.rank and store.check([self._key(r)])]
+            message = store.get(self._key(failed[0])).decode() if failed else None
+        except Exception:  # no store, no word: the caller raises the original error
             return
-        message = store.get(_FAILURE_KEY).decode()
-    except Exception:  # noqa: BLE001 - no store, no word: the caller raises the original error
-        return
-    raise RankFailure(f"this rank stops because another one failed: {message}") from error
+        if message is not None:
+            raise RankFailedError(f"this rank stops because another one failed: {message}") from error

@@ -36,7 +36,9 @@ class LossScaleConfig:
     def __post_init__(self) -> None:
         """Refuse values that cannot scale a loss."""
         if self.static is not None and not self.static > 0:
-            raise ConfigError(f"loss_scale.static={self.static}: a loss scale must be > 0. Use None for a dynamic scale.")
+            raise ConfigError(
+                f"loss_scale.static={self.static}: a loss scale must be > 0. Use None for a dynamic scale."
+            )
         if self.window < 1 or self.hysteresis < 1 or not self.min_scale > 0:
             raise ConfigError(
                 f"loss_scale window={self.window}, hysteresis={self.hysteresis}, min_scale={self.min_scale}: "

@@ -338,7 +338,7 @@ class Engine:
     # step ------------------------------------------------------------------------------------------------------------
 
     def step(self, index: int, run: Callable[[], Any]) -> Any:
-        """Let the optimizer update its master shards by calling ``run``, then bring the new weights where they are read.
+        """Let the optimizer update its master shards by calling ``run``, then bring the weights where they are read.
 
         After an overflow nothing is updated on any rank, and the step is counted in ``skipped_steps``.
         """
@@ -354,7 +354,9 @@ class Engine:
             if self.policy.parameters:
                 self.gatherer.release_all()
             else:
-                self.gatherer.publish([u for u in self.units if any(f.optimizer_index == index for f in u.flats)], index)
+                self.gatherer.publish(
+                    [u for u in self.units if any(f.optimizer_index == index for f in u.flats)], index
+                )
                 if not self.overlap_publish:
                     self.wait()
         else:
@@ -407,7 +409,7 @@ class Engine:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """All parameters in full on every rank, for reading. Collective; needs the memory of the whole model at stage 3."""
+        """All parameters in full on every rank, for reading. Collective; takes the whole model's memory."""
         self.wait()
         if self.policy.parameters:
             for unit in self.units:

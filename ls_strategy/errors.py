@@ -12,12 +12,12 @@ class ConfigError(LSError, ValueError):
 
 
 class PlanError(LSError, ValueError):
-    """Options that cannot work with this model, optimizer or world size: raised on every rank before training starts."""
+    """Options that cannot work with this model, optimizer or world size: raised on every rank before training."""
 
 
 class StateError(LSError, RuntimeError):
     """A call came at a moment at which it has no meaning, for example a gradient norm before any backward."""
 
 
-class RankFailure(LSError, RuntimeError):
+class RankFailedError(LSError, RuntimeError):
     """Another rank failed, and told so; the message carries its rank and its error."""

@@ -59,7 +59,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of one parameter that lies in one shard: ``shard[start:stop]`` is ``param.flatten()[param_start:...]``."""
+    """The part of a parameter that lies in one shard: ``shard[start:stop]`` is ``param.flatten()[param_start:...]``."""
 
     start: int
     stop: int

@@ -66,7 +66,10 @@ def reads_weights_between_steps(trainer: pl.Trainer, module: pl.LightningModule)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, WeightAveraging):
             return True
-        if type(callback).__module__.startswith("lightning.pytorch.") or getattr(callback, "reads_weights", True) is False:
+        if (
+            type(callback).__module__.startswith("lightning.pytorch.")
+            or getattr(callback, "reads_weights", True) is False
+        ):
             continue
         if any(is_overridden(hook, callback, parent=pl.Callback) for hook in _BETWEEN_STEPS):
             return True
@@ -74,7 +77,7 @@ def reads_weights_between_steps(trainer: pl.Trainer, module: pl.LightningModule)
 
 
 def forward_zero_grad(wrappers: list[LightningOptimizer]) -> None:
-    """``opt.zero_grad()`` on Lightning's wrapper runs torch's method on the wrapper; make it run the optimizer's own."""
+    """``opt.zero_grad()`` on Lightning's wrapper runs torch's method on the wrapper; make it run the optimizer's."""
     for wrapper in wrappers:
         inner = wrapper._optimizer
 
@@ -124,4 +127,3 @@ def refuse_loading_into_meta() -> Generator[None, None, None]:
                 "device, so that no rank ever holds the whole model, and the weights would be lost. Load them by "
                 "trainer.fit(ckpt_path=...), or build the module under `with torch.device('cpu'):`."
             ) from warning
-

@@ -1,4 +1,4 @@
-"""What a run will do, resolved before anything is moved: which buffers, how many bytes per rank, how many elements sent.
+"""What a run will do, resolved before anything is moved: its buffers, bytes per rank, and elements sent.
 
 Pure integers over shapes; the engine builds exactly what the plan says, and tests hold it against counted bytes.
 """
@@ -105,7 +105,7 @@ class Plan:
         ``gradients`` are the fp32 averages, and for stages 0 and 1 this rank's own gradients in the parameters' dtype
         (in fp32 once they are accumulated over micro-batches; stage 0 averages in place).
         """
-        result = dict.fromkeys(("parameters", "masters", "gradients", "optimizer"), 0)
+        result: dict[str, int] = {"parameters": 0, "masters": 0, "gradients": 0, "optimizer": 0}
         for flat in (f for u in self.units for f in u.flats):
             whole, shard = flat.layout.numel, flat.layout.shard
             stepped = shard if self.policy.optimizer else whole

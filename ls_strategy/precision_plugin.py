@@ -29,8 +29,8 @@ _FOREIGN_SCALER_KEYS = ("MixedPrecision", "FSDPPrecision", "native_amp_scaling_s
 class ZeROPrecision(Precision):
     """Precision plugin of `ZeROStrategy`, which makes it from any ``Trainer(precision=...)`` by itself.
 
-    Pass one explicitly (``ZeROStrategy(precision_plugin=ZeROPrecision("16-mixed"))``) only to run fp16 on the CPU, where
-    the Trainer turns the string ``16-mixed`` into ``bf16-mixed``.
+    Pass one explicitly (``ZeROStrategy(precision_plugin=ZeROPrecision("16-mixed"))``) only to run fp16 on the CPU,
+    where the Trainer turns the string ``16-mixed`` into ``bf16-mixed``.
     """
 
     def __init__(self, precision: str = "32-true") -> None:

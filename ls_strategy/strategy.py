@@ -23,6 +23,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.ddp import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -34,7 +35,7 @@ from typing_extensions import override
 
 from ls_strategy import lightning_guards as guards
 from ls_strategy.checkpoint import StateDictHooks, full_state_dict, load_full_state_dict
-from ls_strategy.comm import Comm, Traffic, announce_failure, make_comm
+from ls_strategy.comm import Comm, Traffic, make_comm
 from ls_strategy.config import LossScaleConfig, ZeROConfig
 from ls_strategy.engine import Engine
 from ls_strategy.errors import ConfigError, PlanError, StateError
@@ -42,20 +43,23 @@ from ls_strategy.precision import PrecisionPolicy, resolve_precision
 from ls_strategy.precision_plugin import ZeROPrecision
 from ls_strategy.zero_stages import POLICIES
 
+_PATIENCE_S = 3.0
+"""How long a rank that failed looks for the others' failures before it breaks the connections."""
+
 
 class ZeROStrategy(DDPStrategy):
     """ZeRO data parallelism, stages 0 to 3, for a plain LightningModule, on CPU (gloo) and GPU (NCCL).
 
-    Losses are DDP's; model states are divided over the ranks. ``Trainer(strategy="zero3", devices=N)`` is this class with
-    its defaults.
+    Losses are DDP's; model states are divided over the ranks. ``Trainer(strategy="zero3", devices=N)`` is this class
+    with its defaults.
 
     Args:
         stage: 0 replicates everything (DDP on this engine), 1 shards optimizer states, 2 also gradients, 3 also
             parameters.
         unit_classes: class names (``["Block"]``) of the modules that are gathered and reduced as one unit. Default: the
             children of every ``ModuleList`` and ``Sequential``.
-        min_unit_numel: blocks with fewer parameters than this join the root unit, which at stage 3 stays gathered during
-            a step. Elements.
+        min_unit_numel: blocks with fewer parameters than this join the root unit, which at stage 3 stays gathered
+            during a step. Elements.
         prefetch_units: stage 3 gathers this many units ahead of the one that computes.
         master_weights: keep fp32 master weights with ``precision="bf16-true"`` and ``"16-true"``. False halves their
             memory and lets the optimizer work in 16 bit.
@@ -85,7 +89,7 @@ class ZeROStrategy(DDPStrategy):
         reduce_dtype: Literal["fp32", "compute"] = "fp32",
         fp32_modules: list[str] | None = None,
         loss_scale: LossScaleConfig | None = None,
-        accelerator: pl.accelerators.Accelerator | None = None,
+        accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
@@ -187,9 +191,9 @@ class ZeROStrategy(DDPStrategy):
         return super().precision_plugin
 
     @precision_plugin.setter
-    def precision_plugin(self, plugin: Precision | None) -> None:
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
         """The Trainer's plugin, made ours: a plain ``GradScaler`` would let ranks disagree on skipping a step."""
-        self._precision_plugin = None if plugin is None else ZeROPrecision.from_plugin(plugin)
+        self._precision_plugin = None if precision_plugin is None else ZeROPrecision.from_plugin(precision_plugin)
 
     @property
     @override
@@ -223,7 +227,9 @@ class ZeROStrategy(DDPStrategy):
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
         """Stage 3 builds ``configure_model`` on the meta device: no rank ever holds the whole model."""
-        on_meta = POLICIES[self.config.stage].parameters and (empty_init or (empty_init is None and dist.is_initialized()))
+        on_meta = POLICIES[self.config.stage].parameters and (
+            empty_init or (empty_init is None and dist.is_initialized())
+        )
         if not on_meta:
             with super().tensor_init_context(empty_init=empty_init):
                 yield
@@ -360,13 +366,14 @@ class ZeROStrategy(DDPStrategy):
         """As DDP's, without the barrier it makes before every reduction; always on a copy."""
         if not isinstance(tensor, Tensor) or self._comm is None or self._comm.world_size == 1:
             return tensor
-        mean = reduce_op is None or str(reduce_op).lower() in ("mean", "avg")
-        if isinstance(reduce_op, str):
-            reduce_op = dist.ReduceOp.SUM if mean else getattr(dist.ReduceOp, reduce_op.upper())
+        mean = reduce_op is None or reduce_op == dist.ReduceOp.AVG or str(reduce_op).lower() in ("mean", "avg")
+        op: Any = dist.ReduceOp.SUM if mean else reduce_op
+        if isinstance(op, str):
+            op = getattr(dist.ReduceOp, op.upper())
         result = tensor.detach().clone().contiguous().to(self.root_device)
         if mean and not result.is_floating_point():
             result = result.float()
-        dist.all_reduce(result, op=dist.ReduceOp.SUM if mean else reduce_op, group=group or self._comm.group)
+        dist.all_reduce(result, op=op, group=group or self._comm.group)
         return result / dist.get_world_size(group or self._comm.group) if mean else result
 
     def _wait_for_weights(self) -> None:
@@ -440,13 +447,12 @@ class ZeROStrategy(DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Tell the other ranks, and close the connections they may be waiting on."""
+        """Tell the other ranks; if they did not fail too, close the connections that they wait on."""
         if self.engine is not None:
             self.engine.abort()
-        if isinstance(exception, (ConfigError, PlanError)) or not dist.is_initialized():
+        if isinstance(exception, (ConfigError, PlanError)) or self._comm is None or not dist.is_initialized():
             return  # raised on every rank alike: nobody waits
-        announce_failure(self.global_rank, exception)
-        if self._comm is not None and self._comm.world_size > 1:
+        if self._comm.world_size > 1 and not self._comm.failures.announce(exception, patience_s=_PATIENCE_S):
             dist.destroy_process_group()
 
     @override

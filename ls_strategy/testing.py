@@ -43,8 +43,8 @@ __all__ = ["RankDiedError", "RankTimeoutError", "RankTraceback", "free_port", "s
 T = TypeVar("T")
 
 _PRELOAD = ["torch", "torch.distributed", "lightning.pytorch"]
-_STACK_SIGNAL = signal.SIGUSR2  # Lightning's SLURM requeue uses SIGUSR1
 _KILL_GRACE_S = 10.0
+_STACK_LEAD_S = 0.5  # ranks write where they stand this long before the deadline
 
 
 class RankTraceback(Exception):  # noqa: N818  (it is the cause of an error, not one itself)
@@ -124,6 +124,7 @@ def spawn(
                     env=_rank_environment(rank, world_size, port, env or {}),
                     scratch=scratch,
                     timeout_s=timeout_s,
+                    stack_after_s=deadline - time.monotonic() - _STACK_LEAD_S,
                     init_process_group=init_process_group,
                 )
                 process = context.Process(target=_rank_main, args=(setup, child_end, task), name=f"rank{rank}")
@@ -263,11 +264,6 @@ def _raise_death(each: _Rank) -> None:
 
 
 def _raise_timeout(missing: list[_Rank], timeout_s: float, scratch: Path) -> None:
-    for each in missing:
-        if each.process.pid is not None and (scratch / f"stack{each.rank}").exists():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(each.process.pid, _STACK_SIGNAL)
-    time.sleep(0.3)  # the ranks write their stacks
     lines = [f"no report within {timeout_s:g} s from rank(s) {', '.join(str(each.rank) for each in missing)}"]
     for each in missing:
         path = scratch / f"stack{each.rank}"
@@ -301,6 +297,7 @@ class _Setup:
     env: dict[str, str]
     scratch: str
     timeout_s: float
+    stack_after_s: float
     init_process_group: bool
 
 
@@ -309,7 +306,8 @@ def _rank_main(setup: _Setup, connection: Connection, task: bytes) -> None:
     os.setsid()  # one process group per rank: the parent can end it together with its data loader workers
     threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
     stack_file = (Path(setup.scratch) / f"stack{setup.rank}").open("w")
-    faulthandler.register(_STACK_SIGNAL, file=stack_file, all_threads=True)
+    # By a clock and not by a signal: Lightning resets the handlers of signals at the end of every fit.
+    faulthandler.dump_traceback_later(max(setup.stack_after_s, 0.1), file=stack_file)
     # The server's environment is the one of the moment it was started in; take the parent's of today.
     os.environ.clear()
     os.environ.update(setup.env)

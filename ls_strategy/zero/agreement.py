@@ -26,8 +26,8 @@ def optimizer_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[int,
             for p in group["params"]:
                 if id(p) not in names:
                     raise PlanError(
-                        f"optimizer {i} ({type(optimizer).__name__}) holds a parameter of shape {tuple(p.shape)} that is "
-                        "not in the LightningModule. Register it there (self.name = nn.Parameter(...))."
+                        f"optimizer {i} ({type(optimizer).__name__}) holds a parameter of shape {tuple(p.shape)} that "
+                        "is not in the LightningModule. Register it there (self.name = nn.Parameter(...))."
                     )
                 if id(p) in owners:
                     raise PlanError(

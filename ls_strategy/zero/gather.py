@@ -94,7 +94,7 @@ class Gatherer:
     # stages 0 to 2 ---------------------------------------------------------------------------------------------------
 
     def publish(self, units: list[Unit], optimizer_index: int) -> None:
-        """After a step: start sending the new weights to all ranks; each unit's forward waits for its own. Collective."""
+        """After a step: start sending the new weights to all; each unit's forward waits for its own. Collective."""
         for unit in units:
             for flat in unit.flats:
                 if flat.optimizer_index == optimizer_index:

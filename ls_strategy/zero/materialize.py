@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -36,9 +38,9 @@ def materialize_buffers(model: nn.Module, device: torch.device) -> None:
 def _materialize_module(name: str, module: nn.Module, device: torch.device) -> None:
     if not callable(getattr(module, "reset_parameters", None)):
         raise PlanError(
-            f"module {name!r} ({type(module).__name__}) was built without memory (configure_model runs on the meta device "
-            "at stage 3) and has no reset_parameters() to fill its parameters and buffers. Add that method, or build "
-            "the module in configure_model under `with torch.device('cpu'):`."
+            f"module {name!r} ({type(module).__name__}) was built without memory (configure_model runs on the meta "
+            "device at stage 3) and has no reset_parameters() to fill its parameters and buffers. Add that method, or "
+            "build the module in configure_model under `with torch.device('cpu'):`."
         )
     for p in module.parameters(recurse=False):
         if p.is_meta:
@@ -89,10 +91,10 @@ class Fp32Boundary:
             module.register_forward_hook(self._leave),
         ]
 
-    def _enter(self, _module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    def _enter(self, _module: nn.Module, args: Any, kwargs: Any) -> Any:
         return tree_map(lambda t: _cast(t, self.dtype, torch.float32), (args, kwargs))
 
-    def _leave(self, _module: nn.Module, _args: object, output: object) -> object:
+    def _leave(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         return tree_map(lambda t: _cast(t, torch.float32, self.dtype), output)
 
     def remove(self) -> None:
@@ -101,5 +103,5 @@ class Fp32Boundary:
             handle.remove()
 
 
-def _cast(value: object, source: torch.dtype, target: torch.dtype) -> object:
+def _cast(value: Any, source: torch.dtype, target: torch.dtype) -> Any:
     return value.to(target) if isinstance(value, Tensor) and value.dtype == source else value

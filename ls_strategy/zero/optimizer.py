@@ -1,7 +1,7 @@
 """The user's optimizer, re-pointed at master shards.
 
-The object stays the user's own: schedulers, hooks and loggers keep working on it. Its ``param_groups`` hold one 1-d view
-per parameter, the piece of it that this rank steps. During `step` they hold *runs* instead: stretches of adjacent
+The object stays the user's own: schedulers, hooks and loggers keep working on it. Its ``param_groups`` hold one 1-d
+view per parameter, the piece of it that this rank steps. During `step` they hold *runs* instead: stretches of adjacent
 pieces with the same group and the same history, so that an optimizer meets a few long tensors instead of many short
 ones::
 
@@ -57,7 +57,7 @@ class ShardedOptimizer:
         self.flats = flats
         self.comm = comm
         self.cuts = any(flat.policy.optimizer for flat in flats) or is_elementwise(optimizer)
-        """Whether parameters may be cut and joined. Otherwise (stage 0) the optimizer gets them one by one, in shape."""
+        """Whether parameters may be cut and joined. Otherwise (stage 0) the optimizer gets each as it is."""
         place = {id(p): (n, i) for n, flat in enumerate(flats) for i, p in enumerate(flat.params)}
         self._offsets = [0]
         for flat in flats:
@@ -122,7 +122,9 @@ class ShardedOptimizer:
         self._compose(used)
         pieces = [group["params"] for group in groups]
         piece_state = self.optimizer.state
-        fused = [g for g in groups if type(self.optimizer) in _FUSED and g.get("fused") is None and not g.get("foreach")]
+        fused = [
+            g for g in groups if type(self.optimizer) in _FUSED and g.get("fused") is None and not g.get("foreach")
+        ]
         edited = self._edited_grads(used)
         try:
             for g, group in enumerate(groups):
@@ -204,8 +206,10 @@ class ShardedOptimizer:
 
     def _state_of_run(self, r: _Run) -> dict[str, Any]:
         group = self.optimizer.param_groups[r.group]
-        on_device = group.get("capturable") or group.get("fused") or (
-            type(self.optimizer) in _FUSED and group.get("fused") is None and not group.get("foreach")
+        on_device = (
+            group.get("capturable")
+            or group.get("fused")
+            or (type(self.optimizer) in _FUSED and group.get("fused") is None and not group.get("foreach"))
         )
         result: dict[str, Any] = {}
         for k, v in self._state.get(r.members[0], {}).items():
@@ -228,7 +232,9 @@ class ShardedOptimizer:
                 if elementwise:
                     self._store_for(r.flat_number, k, v.dtype)[r.start : r.stop].copy_(v.reshape(-1))
                 for number in r.members:
-                    self._state[number][k] = _ELEMENTWISE if elementwise else (v.clone().cpu() if isinstance(v, Tensor) else v)
+                    self._state[number][k] = (
+                        _ELEMENTWISE if elementwise else (v.clone().cpu() if isinstance(v, Tensor) else v)
+                    )
         self._runs = []
         self._run_state = defaultdict(dict)
         self._composed_for = None
@@ -355,12 +361,12 @@ def is_elementwise(optimizer: Optimizer) -> bool:
             (whole,) = _probe(optimizer, settings, [value], [[g] for g in grads])
         except TypeError as error:
             raise PlanError(
-                f"{name}.step() cannot run on gradients alone ({error}). ZeROStrategy averages gradients once per step; "
-                "use a first-order optimizer (AdamW, SGD, ...)."
+                f"{name}.step() cannot run on gradients alone ({error}). ZeROStrategy averages gradients once per "
+                "step; use a first-order optimizer (AdamW, SGD, ...)."
             ) from error
         try:
             halves = _probe(optimizer, settings, _halves(value), [_halves(g) for g in grads])
-        except Exception:  # noqa: BLE001 - whatever it is: it does not take 1-d halves
+        except Exception:
             return False
         if not torch.allclose(whole.flatten(), torch.cat(halves), rtol=1e-5, atol=1e-7):
             return False
@@ -386,7 +392,9 @@ def _halves(value: Tensor) -> list[Tensor]:
     return [flat[:19], flat[19:]]
 
 
-def _probe(optimizer: Optimizer, settings: dict[str, Any], values: list[Tensor], grads: list[list[Tensor]]) -> list[Tensor]:
+def _probe(
+    optimizer: Optimizer, settings: dict[str, Any], values: list[Tensor], grads: list[list[Tensor]]
+) -> list[Tensor]:
     """Run a copy of the optimizer on ``values`` for ``len(grads)`` steps; the original is not touched."""
     params = [v.clone().requires_grad_() for v in values]
     settings = {k: (v.detach().cpu() if isinstance(v, Tensor) else v) for k, v in settings.items()}

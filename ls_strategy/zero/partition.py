@@ -30,10 +30,10 @@ class UnitSpec:
 def partition(model: nn.Module, unit_classes: tuple[str, ...], min_unit_numel: int) -> list[UnitSpec]:
     """Cut a model into units, in order of registration.
 
-    By default every child of a ``ModuleList`` or ``Sequential`` is a unit (nested containers are opened first), or every
-    instance of ``unit_classes``. Parameters of no block, of blocks below ``min_unit_numel`` elements, and parameters
-    shared between blocks go to root units: one for each stretch between blocks, so that the gradients of an output
-    head are reduced while the blocks still run backward.
+    By default every child of a ``ModuleList`` or ``Sequential`` is a unit (nested containers are opened first), or
+    every instance of ``unit_classes``. Parameters of no block, of blocks below ``min_unit_numel`` elements, and
+    parameters shared between blocks go to root units: one for each stretch between blocks, so that the gradients of an
+    output head are reduced while the blocks still run backward.
 
     Raises:
         PlanError: a name in ``unit_classes`` matches no module.
@@ -73,7 +73,9 @@ def _named_blocks(model: nn.Module, unit_classes: tuple[str, ...]) -> Iterator[t
         missing = set(unit_classes)
         taken: list[str] = []
         for name, module in model.named_modules():
-            matched = {type(module).__name__, f"{type(module).__module__}.{type(module).__qualname__}"} & set(unit_classes)
+            matched = {type(module).__name__, f"{type(module).__module__}.{type(module).__qualname__}"} & set(
+                unit_classes
+            )
             missing -= matched
             if matched and name and not any(name.startswith(f"{t}.") for t in taken):
                 taken.append(name)

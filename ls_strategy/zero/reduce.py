@@ -16,6 +16,7 @@ stage      gradients of this rank                                  sent
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +47,7 @@ class Reducer:
         self._next = 0
         self._in_flight: deque[Flat] = deque()
         self._gathers: list[Flat] = []
+        self._abandoned: list[Any] = []
         self.reset()
 
     # one backward pass -----------------------------------------------------------------------------------------------
@@ -234,7 +236,11 @@ class Reducer:
                     param.grad.zero_()
 
     def abort(self) -> None:
-        """Forget a backward pass that an exception ended. Nothing is sent."""
+        """Forget a backward pass that an exception ended. Nothing is sent.
+
+        What was under way stays referenced for good: freeing a buffer that is still being received into would be worse.
+        """
+        self._abandoned.append([(f.reducing, f.gathering_grads, f.grad) for f in (*self._in_flight, *self._gathers)])
         self._in_flight.clear()
         self._gathers.clear()
         for unit in self.order:

@@ -32,7 +32,7 @@ def any_overflow(flats: list[Flat], comm: Comm) -> bool:
 
 
 def global_norm(flats: list[Flat], comm: Comm, norm_type: float = 2.0) -> Tensor:
-    """Norm of all gradients of ``flats`` together, each element counted once: ``()`` fp32, on the flats' device. Collective.
+    """Norm of all gradients of ``flats`` together, each element counted once: ``()`` fp32. Collective.
 
     Every rank sums over its own shard, whatever the stage is, so the result is the same bit for bit in all of them.
     """

@@ -22,6 +22,7 @@ from ls_strategy.layout import Piece
 from ls_strategy.plan import FlatPlan
 from ls_strategy.zero_stages import StagePolicy
 
+
 class Flat:
     """One flat buffer: the parameters of a unit that share an optimizer and a dtype."""
 
@@ -37,7 +38,7 @@ class Flat:
         self.comm = comm
         self.trainable = plan.trainable
         self.owned = layout.shard_range(comm.rank)
-        """Range of the buffer whose gradients this rank averages and, from stage 1 on, whose optimizer states it holds."""
+        """Range of the buffer whose gradients this rank averages, and from stage 1 on steps."""
         self.stepped = self.owned if policy.optimizer else (0, layout.numel)
         self.pieces: tuple[Piece, ...] = layout.pieces(*self.stepped)
         self.full: Tensor
@@ -65,7 +66,7 @@ class Flat:
         """Take the parameters' original values; rank 0's are taken by all. Collective.
 
         Args:
-            values: one tensor per parameter, its shape, any dtype and device: masters come from these, not from rounded ones.
+            values: one tensor per parameter, its shape, any dtype and device: masters come from these.
             device: where the buffers live.
         """
         layout, dtype, master_dtype = self.layout, self.dtype, self.master_dtype
@@ -187,7 +188,7 @@ class Flat:
         self.grad, self.grad_views = wide, views
 
     def stepped_grads(self) -> Tensor:
-        """Averaged fp32 gradients of the range that this rank steps, ``(stepped,)``. Stage 0: the gradients themselves."""
+        """Averaged fp32 gradients of the range that this rank steps: ``(stepped,)``. Stage 0: ``grad`` itself."""
         if not self.policy.optimizer:
             self.hold_grad_buffer(self.average_dtype)
             assert self.grad is not None
@@ -198,7 +199,7 @@ class Flat:
         return self.reduced
 
     def owned_grads(self) -> Tensor:
-        """Averaged fp32 gradients of this rank's shard, ``(shard,)``, whatever the stage: what norms are summed over."""
+        """Averaged fp32 gradients of this rank's shard, ``(shard,)``, at every stage: what norms are summed over."""
         reduced = self.stepped_grads()
         return reduced if self.policy.optimizer else reduced[slice(*self.owned)]
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
@@ -232,6 +233,13 @@ def quiet() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
+def _fp16_plugin(precision: str) -> Precision:
+    """Lightning's own fp16, which its Trainer would not give to a CPU."""
+    if precision == "16-true":
+        return HalfPrecision("16-true")
+    return MixedPrecision("16-mixed", device="cpu", scaler=torch.amp.GradScaler("cpu"))
+
+
 def trainer_of(case: Case, world_size: int, **arguments: Any) -> pl.Trainer:
     """A bare Trainer for the case."""
     automatic = case.optimizer != "two"
@@ -241,6 +249,8 @@ def trainer_of(case: Case, world_size: int, **arguments: Any) -> pl.Trainer:
             arguments.update(gradient_clip_val=case.clip_at, gradient_clip_algorithm=case.clip)
     if not case.precision.startswith("16"):
         arguments["precision"] = case.precision
+    elif case.stage is None:
+        arguments["plugins"] = [_fp16_plugin(case.precision)]
     return pl.Trainer(
         accelerator="cpu",
         devices=world_size,

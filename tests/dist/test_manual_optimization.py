@@ -56,7 +56,7 @@ class Manual(Net):
 
 class AdamW(Manual):
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4)
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)
 
 
 class AccumulateByHand(Manual):

@@ -31,7 +31,9 @@ from tests.dist.ranks import (
     assert_equal,
     batches,
     fit,
+    global_batches,
     on_ranks,
+    quiet,
     samples,
     trainer_of,
     weights,
@@ -139,10 +141,11 @@ def test_learning_rate_finder(rank: int, world_size: int, tmp_path: Path) -> Non
     expected = expected_weights = None
     for strategy in ("ddp", 1, 2, 3):
         module = Net()
-        finder = LearningRateFinder(min_lr=1e-4, max_lr=1e-1, num_training_steps=12)
-        fit(strategy, module, callbacks=[finder], default_root_dir=tmp_path)
+        finder = LearningRateFinder(min_lr=1e-4, max_lr=1e-1, num_training_steps=24)
+        fit(strategy, module, batches(128), callbacks=[finder], default_root_dir=tmp_path)
         found = finder.optimal_lr
         assert found is not None
+        assert found.suggestion() is not None
         if expected is None:
             expected, expected_weights = found, weights(module)
             continue
@@ -158,8 +161,9 @@ def test_tuner_finds_a_learning_rate_before_fit(rank: int, world_size: int, tmp_
         module = Net()
         before = weights(module)
         trainer = trainer_of(strategy, default_root_dir=tmp_path, max_epochs=1)
-        found = Tuner(trainer).lr_find(module, batches(), min_lr=1e-4, max_lr=1e-1, num_training=10)
+        found = Tuner(trainer).lr_find(module, batches(256), min_lr=1e-4, max_lr=1e-1, num_training=24)
         assert found is not None
+        assert found.suggestion() is not None
         if strategy != 3:
             assert_equal(weights(module), before, f"{strategy}: weights after the search")
         trainer.fit(module, batches())
@@ -178,8 +182,8 @@ def test_tuner_finds_a_learning_rate_before_fit(rank: int, world_size: int, tmp_
 def test_early_stopping_and_best_checkpoint(rank: int, world_size: int, tmp_path: Path) -> None:
     expected = None
     for strategy in ("ddp", *STAGES):
-        module = Net(lr=0.3)
-        stopping = EarlyStopping("val_loss", patience=1, min_delta=0.02)
+        module = Net(lr=3e-2)
+        stopping = EarlyStopping("val_loss", patience=1, min_delta=0.04)
         saving = ModelCheckpoint(tmp_path / str(strategy), monitor="val_loss", save_top_k=2, filename="{epoch}", save_last=True)
         trainer = trainer_of(strategy, max_epochs=8, callbacks=[stopping, saving], enable_checkpointing=True)
         trainer.fit(module, batches(), batches(16, seed=2))
@@ -307,7 +311,9 @@ def test_validation_inside_the_epoch(rank: int, world_size: int) -> None:
 
 def one_process(rank: int, world_size: int, strategy: str | int) -> tuple[list[float], dict[str, Tensor]]:
     module = Net()
-    fit(strategy, module, accumulate_grad_batches=2, gradient_clip_val=0.1, max_steps=12)
+    quiet()
+    data = global_batches(rank, world_size, 12)
+    fit(strategy, module, data, use_distributed_sampler=False, accumulate_grad_batches=2, gradient_clip_val=0.1)
     return module.losses, weights(module)
 
 

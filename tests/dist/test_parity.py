@@ -1,0 +1,184 @@
+"""Training is what Lightning's DDP makes of the same model and data; and all stages make the same of it.
+
+The trusted run of every parity test is ``Trainer(strategy="ddp")`` (with the search for unused parameters where some
+are unused) on the same number of ranks, the same data, the same fused optimizer kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+
+from ls_strategy.testing import spawn
+from tests.dist.models import Case, Result, loss_difference, run_all, same_bits, weight_difference
+
+STAGES = (0, 1, 2, 3)
+BOUND = 1e-6  # DESIGN.md section 4: equal up to the order of sums
+
+# Gradient norms of these models are 0.1 to 1 and their largest elements 0.02 to 0.1; the tests check that clipping bites.
+NORM = {"clip": "norm", "clip_at": 0.05}
+VALUE = {"clip": "value", "clip_at": 0.01}
+
+# Every value of accumulation, clip, optimizer and trait, each crossed with several values of the others.
+ROWS = {
+    "a": Case(optimizer="adamw", traits=("tied",)),
+    "b": Case(optimizer="adamw", traits=("uneven", "frozen"), accumulate=3, **NORM),
+    "c": Case(optimizer="sgd", traits=("frozen", "empty"), **NORM),
+    "d": Case(optimizer="sgd", traits=("unused", "buffers"), accumulate=3, **VALUE),
+    "e": Case(optimizer="adamw", traits=("unused_here", "uneven"), **VALUE),
+    "f": Case(optimizer="two", traits=("frozen", "empty")),
+    "g": Case(optimizer="two", traits=("uneven", "unused", "tied"), accumulate=3, **NORM),
+    "h": Case(optimizer="sgd", traits=("unused_here", "frozen"), accumulate=3),
+    "i": Case(optimizer="adamw", traits=("empty", "tied"), accumulate=3),
+}
+COVERING = {1: "abcdefghi", 2: "abcdefghi", 3: "beg", 4: "dfi"}
+TIMEOUT_S = 170
+
+EMPTY_STAGE_0 = (
+    "an empty parameter that takes part in the graph is not counted in Unit.waiting_for but counted down by "
+    "Reducer.on_grad, so its unit is sent before its last gradient arrived; stage 0 averages in place and goes wrong"
+)
+
+
+def meets_the_empty_bug(world_size: int, row: str) -> bool:
+    return world_size > 1 and "empty" in ROWS[row].traits and ROWS[row].optimizer != "two"
+
+
+Group = tuple[Result, ...]
+"""One case's result of every rank."""
+
+
+@functools.cache
+def results(world_size: int, rows: str) -> dict[tuple[str, int | None], Group]:
+    """``(row, stage) -> result of every rank``; every row on every stage and on DDP, in one start of the ranks."""
+    keys = [(row, stage) for row in rows for stage in (None, *STAGES)]
+    cases = [ROWS[row].at(stage) for row, stage in keys]
+    ranks = spawn(run_all, world_size, cases, init_process_group=False, timeout_s=TIMEOUT_S)
+    return dict(zip(keys, zip(*ranks, strict=True), strict=True))
+
+
+def check_parity(case: Case, trusted: Group, ours: Group) -> None:
+    assert len(ours[0].losses) == case.steps * case.accumulate >= 20
+    assert loss_difference(list(trusted), list(ours)) <= BOUND
+    assert weight_difference(trusted[0], ours[0]) <= BOUND
+    for a, b in zip(trusted[0].norms, ours[0].norms, strict=True):
+        assert abs(a - b) <= BOUND * a
+    if case.clip == "norm":
+        assert min(trusted[0].norms) > case.clip_at
+    if case.clip == "value":
+        assert min(trusted[0].largest) > case.clip_at
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("world_size", "row"),
+    [pytest.param(w, row, id=f"{w}-{ROWS[row]}") for w, rows in COVERING.items() for row in rows],
+)
+def test_training_is_ddp_up_to_the_order_of_sums(world_size: int, row: str, stage: int, request) -> None:
+    """Losses of all ranks, weights and gradient norms; trusted run: DDP."""
+    if stage == 0 and meets_the_empty_bug(world_size, row):
+        request.applymarker(pytest.mark.xfail(strict=True, reason=EMPTY_STAGE_0))
+    group = results(world_size, COVERING[world_size])
+    check_parity(ROWS[row], group[row, None], group[row, stage])
+
+
+@pytest.mark.parametrize(
+    ("world_size", "row"),
+    [pytest.param(w, row, id=f"{w}-{ROWS[row]}") for w, rows in COVERING.items() for row in rows],
+)
+def test_stages_are_equal_bit_for_bit(world_size: int, row: str, request) -> None:
+    """All four without accumulation (and on one rank, which has nothing to shard); with it, 0 and 1, and 2 and 3.
+
+    Stages 0 and 1 add micro-batches on each rank and average once; stages 2 and 3 average every micro-batch and add
+    averages. The same numbers are added in another order, so between the pairs only the bound can hold.
+    """
+    if meets_the_empty_bug(world_size, row):
+        request.applymarker(pytest.mark.xfail(strict=True, reason=EMPTY_STAGE_0))
+    group = results(world_size, COVERING[world_size])
+    zero, one, two, three = ([group[row, s] for s in STAGES])
+    assert all(map(same_bits, zero, one))
+    assert all(map(same_bits, two, three))
+    if ROWS[row].accumulate == 1 or world_size == 1:
+        assert all(map(same_bits, one, two))
+    else:
+        assert loss_difference(list(one), list(two)) <= BOUND
+        assert weight_difference(one[0], two[0]) <= BOUND
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "two"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_full_product(world_size: int, optimizer: str) -> None:
+    """Every stage, accumulation, clip and trait with every optimizer; trusted run: DDP."""
+    traits = [(), ("frozen",), ("tied",), ("unused",), ("unused_here",), ("uneven",), ("empty",), ("buffers",)]
+    failed: list[str] = []
+    for trait in traits:
+        rows = [
+            Case(optimizer=optimizer, traits=trait, accumulate=accumulate, **clip)
+            for accumulate in (1, 3)
+            for clip in ({}, NORM, VALUE)
+        ]
+        cases = [row.at(stage) for row in rows for stage in (None, *STAGES)]
+        ranks = spawn(run_all, world_size, cases, init_process_group=False, timeout_s=300)
+        groups = iter(zip(*ranks, strict=True))
+        for row in rows:
+            trusted = next(groups)
+            for stage in STAGES:
+                try:
+                    check_parity(row, trusted, next(groups))
+                except AssertionError as error:
+                    failed.append(f"stage {stage} {row}: {error}")
+    assert not failed, "\n".join(failed)
+
+
+# --- 16 bit ----------------------------------------------------------------------------------------------------------
+
+# DDP's 16-true has no masters and no loss scale: Adam's second moments vanish in fp16, so there SGD is compared.
+LOW = {
+    "bf16-true": Case(precision="bf16-true", optimizer="adamw", steps=30),
+    "bf16-mixed": Case(precision="bf16-mixed", optimizer="adamw", steps=30),
+    "16-mixed": Case(precision="16-mixed", optimizer="adamw", steps=30),
+    "16-true": Case(precision="16-true", optimizer="sgd", steps=30),
+}
+
+
+@functools.cache
+def low_results() -> dict[tuple[str, int | str | None], Group]:
+    """``(precision, stage) -> results`` on 2 ranks; stage "fp32" is DDP in fp32."""
+    keys: list[tuple[str, int | str | None]] = []
+    cases: list[Case] = []
+    for precision, case in LOW.items():
+        keys += [(precision, "fp32"), (precision, None), *((precision, s) for s in STAGES)]
+        cases += [replace(case, precision="32-true"), case, *(case.at(s) for s in STAGES)]
+    ranks = spawn(run_all, 2, cases, init_process_group=False, timeout_s=TIMEOUT_S)
+    return dict(zip(keys, zip(*ranks, strict=True), strict=True))
+
+
+def error_of(reference: Group, other: Group) -> tuple[float, float]:
+    """Mean absolute difference of losses over ranks and steps; root of the summed squares of weight differences."""
+    pairs = [zip(r.losses, o.losses, strict=True) for r, o in zip(reference, other, strict=True)]
+    losses = [abs(a - b) for pair in pairs for a, b in pair]
+    squares = [(v.double() - other[0].weights[k].double()).square().sum() for k, v in reference[0].weights.items()]
+    return sum(losses) / len(losses), float(sum(squares)) ** 0.5
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("precision", LOW)
+def test_16_bit_error_is_at_most_twice_ddps(precision: str, stage: int) -> None:
+    """Reference: DDP in fp32. Trusted run: DDP in the same precision; for fp16 with Lightning's own plugins."""
+    group = low_results()
+    loss, weight = error_of(group[precision, "fp32"], group[precision, stage])
+    ddp_loss, ddp_weight = error_of(group[precision, "fp32"], group[precision, None])
+    assert 0 < loss <= 2 * ddp_loss
+    assert 0 < weight <= 2 * ddp_weight
+
+
+@pytest.mark.parametrize("precision", LOW)
+def test_stages_are_equal_bit_for_bit_in_16_bit(precision: str) -> None:
+    group = low_results()
+    zero, *others = ([group[precision, s] for s in STAGES])
+    for other in others:
+        assert all(map(same_bits, zero, other))

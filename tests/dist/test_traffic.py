@@ -1,0 +1,131 @@
+"""Elements on the wire equal the formulas of ZeRO, section 7, to the last element.
+
+Counted where they leave: `torch.distributed.batch_isend_irecv` is wrapped, and everything the ranks exchange on gloo
+goes through it. The strategy's own meter and the plan are held against that count.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import distributed as dist
+
+from ls_strategy.testing import spawn
+from tests.dist.models import VOCABULARY, Case, Net, loader, quiet, trainer_of
+
+STEPS = 6
+CASES = [
+    Case(stage=stage, accumulate=accumulate, traits=traits, steps=STEPS, precision=precision)
+    for stage in (0, 1, 2, 3)
+    for accumulate in (1, 3)
+    for traits, precision in (((), "32-true"), (("uneven", "frozen"), "bf16-true"))
+]
+WORLDS = (2, 3)
+
+
+class Meter(pl.Callback):
+    """Elements sent so far, after each optimizer step: by our own count, and by the strategy's."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+        self.counted: list[int] = []
+        self.reported: list[int] = []
+
+    def wrap(self, exchange: Any) -> Any:
+        def counting(operations: list[dist.P2POp]) -> Any:
+            self.sent += sum(o.tensor.numel() for o in operations if o.op is dist.isend)
+            return exchange(operations)
+
+        return counting
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+        if len(module.result.losses) % module.case.accumulate == 0:
+            elements = trainer.strategy.traffic.elements
+            self.counted.append(self.sent)
+            self.reported.append(elements["all_gather"] + elements["reduce_scatter"])
+
+
+def count(rank: int, world_size: int, cases: list[Case]) -> list[tuple[list[int], list[int], int]]:
+    """For every case: counted and reported elements after each step, and what the plan foretells for one."""
+    quiet()
+    exchange = dist.batch_isend_irecv
+    result = []
+    for case in cases:
+        meter = Meter()
+        dist.batch_isend_irecv = meter.wrap(exchange)
+        trainer = trainer_of(case, world_size, callbacks=[meter])
+        trainer.fit(Net(case), loader(case, world_size))
+        planned = trainer.strategy.require_engine().plan.elements_sent(case.accumulate)
+        result.append((meter.counted, meter.reported, planned))
+    dist.batch_isend_irecv = exchange
+    return result
+
+
+@functools.cache
+def counts(world_size: int) -> list[list[tuple[list[int], list[int], int]]]:
+    return spawn(count, world_size, CASES, init_process_group=False, timeout_s=120)
+
+
+def up(numel: int, align: int) -> int:
+    return -(-numel // align) * align
+
+
+def padded(sizes: list[int], world_size: int) -> int:
+    """Elements of one flat buffer: slots and shards start at multiples of 16."""
+    return world_size * up(-(-sum(up(n, 16) for n in sizes) // world_size), 16)
+
+
+def expected(case: Case, world_size: int) -> tuple[int, int]:
+    """Elements one rank sends per optimizer step by the paper's formulas, and P, the padded size that they are of.
+
+    Units of the model: the embedding and the head (root units), and three equal blocks.
+    """
+    width = 7 if "uneven" in case.traits else case.width
+    hidden = 3 * width + 1
+    block = padded([width, width, hidden * width, hidden, width * hidden, width], world_size)
+    scalar = [1] if "uneven" in case.traits else []
+    # The module's own parameters come first: the scalar stands before the embedding.
+    root = padded([*scalar, VOCABULARY * width], world_size) + padded([VOCABULARY * width, VOCABULARY], world_size)
+    trained_blocks = case.blocks - ("frozen" in case.traits)
+    trained = root + trained_blocks * block
+    others = world_size - 1
+    p = root + case.blocks * block
+    if case.stage in (0, 1):
+        volume = 2 * trained
+    elif case.stage == 2:
+        volume = trained * (1 + case.accumulate)
+    else:
+        # Root units are gathered once per step; every block for forward and for backward of each micro-batch, but for
+        # the last one, whose backward comes next.
+        gathers = 2 * case.blocks - 1
+        volume = root + case.accumulate * (gathers * block + trained)
+    return volume * others // world_size, p
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=[f"{c.stage}-{c}" for c in CASES])
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_sent_elements_equal_the_formula(world_size: int, index: int) -> None:
+    """The sixth step, on every rank. Formulas: stages 0 and 1 ``2P``, 2 ``P(1 + acc)``, 3 at most ``3P acc``, of which
+    each rank sends ``(N - 1) / N``."""
+    case = CASES[index]
+    formula, p = expected(case, world_size)
+    for rank in counts(world_size):
+        counted, reported, planned = rank[index]
+        assert len(counted) == STEPS
+        assert counted[5] - counted[4] == formula
+        assert counted == reported
+        assert planned == formula
+        if case.stage == 3:
+            assert formula <= 3 * p * case.accumulate * (world_size - 1) // world_size
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_every_step_after_the_first_sends_the_same(world_size: int) -> None:
+    for rank in counts(world_size):
+        for counted, _, _ in rank:
+            steps = torch.tensor(counted).diff().tolist()
+            assert len(set(steps[1:])) == 1
