@@ -1,11 +1,29 @@
-"""The one place that touches private API of torch and lightning, so that a new release breaks one file at most."""
+"""The one place that touches private API of torch and Lightning, so that a new release breaks one file at most.
+
+The exception is `strategy.py`, which as a subclass uses what its base class keeps behind an underscore.
+"""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_iter, tree_map
+
+__all__ = [
+    "default_store",
+    "forget_step_hooks",
+    "is_mock_optimizer",
+    "persistent_buffer_names",
+    "sync_batch_norm_error",
+    "tree_iter",
+    "tree_map",
+    "unwrap_optimizer",
+]
 
 
 def default_store() -> Any:
@@ -13,6 +31,32 @@ def default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
+def forget_step_hooks(optimizer: Optimizer) -> None:
+    """Give a copy of an optimizer its own, empty, step hooks."""
+    optimizer._optimizer_step_pre_hooks = OrderedDict()
+    optimizer._optimizer_step_post_hooks = OrderedDict()
+
+
+def persistent_buffer_names(model: nn.Module) -> set[str]:
+    """Names of the buffers that are in ``model.state_dict()``."""
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name, _ in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
+
+
 def sync_batch_norm_error() -> str | None:
     """Why ``torch.nn.SyncBatchNorm`` cannot run here, or None where it can."""
     return None if torch.cuda.is_available() else "torch.nn.SyncBatchNorm has no CPU implementation"
+
+
+def unwrap_optimizer(optimizer: Any) -> Any:
+    """The user's optimizer inside a LightningOptimizer, which imitates its class; any other as it is."""
+    return getattr(optimizer, "_optimizer", optimizer)
+
+
+def is_mock_optimizer(optimizer: Optimizer) -> bool:
+    """Whether this is Lightning's stand-in for ``configure_optimizers`` that returned None."""
+    return type(optimizer).__name__ == "_MockOptimizer"

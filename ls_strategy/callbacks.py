@@ -13,9 +13,9 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_iter
 from typing_extensions import override
 
+from ls_strategy._compat import tree_iter
 from ls_strategy.checkpoint import full_state_dict, masters_from_state_dict
 from ls_strategy.errors import ConfigError, PlanError, StateError
 from ls_strategy.strategy import ZeROStrategy
@@ -141,9 +141,9 @@ class Monitor(Callback):
         per_token: Any = getattr(module, "flops_per_token", None)
         per_sample: Any = getattr(module, "flops_per_sample", None)
         flops = 0.0
-        if callable(per_token) and self._tokens:
+        if per_token is not None and self._tokens:
             flops = float(per_token()) * self._tokens
-        elif callable(per_sample):
+        elif per_sample is not None:
             flops = float(per_sample()) * self._samples
         if not flops or not peak:
             return {}

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ls_strategy._compat import persistent_buffer_names
 from ls_strategy.comm import Comm
 from ls_strategy.errors import StateError
 from ls_strategy.zero.units import Flat, Unit
@@ -70,7 +71,8 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], units: list
     """
     places = {id(p): (flat, i) for unit in units for flat in unit.flats for i, p in enumerate(flat.params)}
     params = dict(model.named_parameters(remove_duplicate=False))
-    buffers = {n: b for n, b in model.named_buffers(remove_duplicate=False) if n in _persistent_names(model)}
+    persistent = persistent_buffer_names(model)
+    buffers = {n: b for n, b in model.named_buffers(remove_duplicate=False) if n in persistent}
     missing = sorted((params.keys() | buffers.keys()) - state.keys())
     unexpected = sorted(state.keys() - params.keys() - buffers.keys() - _extra_names(model))
     problems = []
@@ -115,15 +117,6 @@ def _write(flat: Flat, i: int, value: Tensor) -> None:
     flat.master[piece.start : piece.stop].copy_(values[piece.param_start : piece.param_start + piece.numel])
     if flat.is_gathered:
         flat.full[slot.offset : slot.end].copy_(values)
-
-
-def _persistent_names(model: nn.Module) -> set[str]:
-    return {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, module in model.named_modules(remove_duplicate=False)
-        for name in module._buffers
-        if name not in module._non_persistent_buffers_set
-    }
 
 
 def _extra_names(model: nn.Module) -> set[str]:

@@ -128,7 +128,7 @@ class Comm:
         self.control = control
         self.rank = dist.get_rank(group) if group is not None else 0
         self.world_size = dist.get_world_size(group) if group is not None else 1
-        self.native = group is not None and dist.get_backend(group) == "nccl"
+        self.native = group is not None and "nccl" in dist.get_backend(group)
         self.failures = Failures(self.rank, self.world_size)
         self.traffic = Traffic()
         self.pool = BufferPool()

@@ -28,18 +28,16 @@ from torch.optim import Optimizer
 
 from ls_strategy.comm import Comm
 from ls_strategy.config import LossScaleConfig, ZeROConfig
-from ls_strategy.errors import PlanError, StateError
-from ls_strategy.plan import FROZEN, ParamFacts, Plan, resolve_plan
+from ls_strategy.errors import StateError
 from ls_strategy.precision import LossScaler, PrecisionPolicy
 from ls_strategy.zero import materialize as materials
 from ls_strategy.zero import step as stepping
-from ls_strategy.zero.agreement import agree, optimizer_of
+from ls_strategy.zero.assembly import Draft
 from ls_strategy.zero.gather import Gatherer
 from ls_strategy.zero.hooks import UnitHooks
-from ls_strategy.zero.optimizer import ShardedOptimizer, require_elementwise
-from ls_strategy.zero.partition import UnitSpec, partition
+from ls_strategy.zero.optimizer import ShardedOptimizer
 from ls_strategy.zero.reduce import Reducer
-from ls_strategy.zero.units import Flat, Unit
+from ls_strategy.zero.units import Flat
 from ls_strategy.zero_stages import POLICIES
 
 
@@ -97,13 +95,15 @@ class Engine:
         self.overlap_publish = False
         """Let the next forward wait for new weights unit by unit. Only where nothing else reads them in between."""
         self._stepping = False
-        specs, self._kept_fp32, owners = self._check(optimizers)
+        draft = Draft(model, optimizers, config=config, precision=precision, policy=self.policy)
+        draft.agree(comm)
         if previous is not None:
             previous.detach()
-        self.plan = self._resolve(specs, owners, previous)
-        self.units = self._build_units(specs, previous)
+        held = {} if previous is None else {id(p): f for f in previous.flats for p in f.params}
+        self.plan = draft.resolve(comm.world_size, held)
+        self.units = draft.build(self.plan, comm, device, held)
         materials.materialize_buffers(model, device)
-        materials.place_buffers(model, device, precision.compute, {id(m) for m in self._kept_fp32})
+        materials.place_buffers(model, device, precision.compute, {id(m) for m in draft.kept_fp32})
         self.gatherer = Gatherer(self.units, sharded=self.policy.parameters, prefetch_units=config.prefetch_units)
         self.reducer = Reducer(
             self.units, policy=self.policy, comm=comm, reduce_in_fp32=precision.reduce_in_fp32
@@ -114,69 +114,12 @@ class Engine:
         self.hooks = UnitHooks(self.units, self.gatherer, self.reducer, sharded=self.policy.parameters)
         self._boundaries = [
             materials.Fp32Boundary(m, precision.compute)
-            for m in self._kept_fp32
+            for m in draft.kept_fp32
             if precision.compute != torch.float32 and type(m).__name__ in config.fp32_modules
         ]
         self._broadcast_buffers_next = True
 
     # set-up ----------------------------------------------------------------------------------------------------------
-
-    def _check(self, optimizers: list[Optimizer]) -> tuple[list[UnitSpec], list[nn.Module], dict[int, tuple[int, int]]]:
-        """Cut the model and check everything that can be checked without moving it; the same verdict on all ranks."""
-        error: PlanError | None = None
-        specs: list[UnitSpec] = []
-        kept: list[nn.Module] = []
-        owners: dict[int, tuple[int, int]] = {}
-        try:
-            specs = partition(self.model, self.config.unit_classes, self.config.min_unit_numel)
-            kept = materials.fp32_modules(self.model, self.config.fp32_modules)
-            owners = optimizer_of(self.model, optimizers)
-            for optimizer in optimizers if self.policy.optimizer else []:
-                require_elementwise(optimizer)
-        except PlanError as caught:
-            error = caught
-        rows = [
-            (name, tuple(p.shape), str(p.dtype), p.requires_grad, owners.get(id(p)))
-            for spec in specs
-            for name, p in spec.params
-        ]
-        agree(self.comm, error, repr((self.config, self.precision)), rows)
-        return specs, kept, owners
-
-    def _resolve(self, specs: list[UnitSpec], owners: dict[int, tuple[int, int]], previous: Engine | None) -> Plan:
-        kept = {id(p) for m in self._kept_fp32 for p in m.parameters()}
-        masters = {} if previous is None else {id(p): f.master.dtype for f in previous.flats for p in f.params}
-
-        def facts(name: str, p: nn.Parameter) -> ParamFacts:
-            dtype = masters.get(id(p), p.dtype)
-            if p.is_floating_point() and self.precision.compute != torch.float32:
-                dtype = torch.float32 if id(p) in kept else self.precision.compute
-            return ParamFacts(name, tuple(p.shape), dtype, *owners.get(id(p), (FROZEN, 0)))
-
-        return resolve_plan(
-            [(spec.name, spec.is_root, [facts(n, p) for n, p in spec.params]) for spec in specs],
-            policy=self.policy,
-            world_size=self.comm.world_size,
-            master_dtype=self.precision.master,
-            compute_dtype=self.precision.compute,
-        )
-
-    def _build_units(self, specs: list[UnitSpec], previous: Engine | None) -> list[Unit]:
-        units: list[Unit] = []
-        for spec, planned in zip(specs, self.plan.units, strict=True):
-            params = dict(spec.params)
-            materials.materialize(self.model, list(params.values()), self.device)
-            values = {id(p): p.detach() for p in params.values()}
-            if previous is not None:
-                values |= previous.values_of(set(values))
-            flats: list[Flat] = []
-            for flat_plan in planned.flats:
-                members = [params[slot.name] for slot in flat_plan.layout.slots]
-                flat = Flat(flat_plan, members, policy=self.policy, comm=self.comm)
-                flat.load([values[id(p)] for p in members], self.device)
-                flats.append(flat)
-            units.append(Unit(spec.name, spec.modules, flats, is_root=spec.is_root))
-        return units
 
     def _adopt(self, index: int, optimizer: Optimizer) -> _OptimizerState:
         flats = [f for f in self.flats if f.optimizer_index == index]
@@ -205,16 +148,6 @@ class Engine:
             params = [p for f in state.flats for p in f.params]
             for piece, p in zip(state.sharded.pieces, params, strict=True):
                 p.requires_grad_(piece.requires_grad)
-
-    def values_of(self, wanted: set[int]) -> dict[int, Tensor]:
-        """Full values in master precision of parameters of this engine, given and returned by ``id``. Collective."""
-        result: dict[int, Tensor] = {}
-        for flat in self.flats:
-            if any(id(p) in wanted for p in flat.params):
-                whole = flat.full_master()
-                for p, slot in zip(flat.params, flat.layout.slots, strict=True):
-                    result[id(p)] = whole[slot.offset : slot.end].view(slot.shape)
-        return {k: v for k, v in result.items() if k in wanted}
 
     @property
     def flats(self) -> list[Flat]:
@@ -280,6 +213,7 @@ class Engine:
         self.reducer.end_backward()
         for unit in self.units:
             unit.open_backwards = unit.unclosable_backwards = 0
+            unit.pinned = False
             if not unit.is_root:
                 self.gatherer.release(unit)
 

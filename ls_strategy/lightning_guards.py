@@ -10,15 +10,15 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
-from ls_strategy._compat import sync_batch_norm_error
+from ls_strategy._compat import sync_batch_norm_error, unwrap_optimizer
 from ls_strategy.config import ZeROConfig
 from ls_strategy.engine import Engine
-from ls_strategy.errors import PlanError
+from ls_strategy.errors import PlanError, StateError
 from ls_strategy.precision_plugin import ZeROPrecision
 from ls_strategy.zero_stages import POLICIES
 
@@ -40,6 +40,12 @@ def check_trainer(trainer: pl.Trainer, config: ZeROConfig, precision: ZeROPrecis
             raise PlanError(
                 f"{name} swaps the module's weights behind the optimizer's back, and with stage={config.stage} the "
                 "optimizer's weights are shards. Use ls_strategy.ShardedEMA, or stage 0."
+            )
+        if isinstance(callback, BaseFinetuning):
+            raise PlanError(
+                f"{name} adds parameters to the optimizer while training runs; their states would not be sharded. Give "
+                "all parameters to the optimizer in configure_optimizers, and freeze and unfreeze them by "
+                "requires_grad_()."
             )
         if isinstance(callback, WeightAveraging) and (policy.parameters or precision.policy.compute != torch.float32):
             raise PlanError(
@@ -79,7 +85,7 @@ def reads_weights_between_steps(trainer: pl.Trainer, module: pl.LightningModule)
 def forward_zero_grad(wrappers: list[LightningOptimizer]) -> None:
     """``opt.zero_grad()`` on Lightning's wrapper runs torch's method on the wrapper; make it run the optimizer's."""
     for wrapper in wrappers:
-        inner = wrapper._optimizer
+        inner: Optimizer = unwrap_optimizer(wrapper)
 
         def zero_grad(set_to_none: bool = True, *, _inner: Optimizer = inner) -> None:
             _inner.zero_grad(set_to_none=set_to_none)
@@ -105,9 +111,23 @@ def unmirror_toggling(module: pl.LightningModule) -> None:
         module.__dict__.pop(name, None)
 
 
-def is_mock(optimizer: Optimizer) -> bool:
-    """Whether this is Lightning's stand-in for ``configure_optimizers`` that returned None."""
-    return type(optimizer).__name__ == "_MockOptimizer"
+@contextmanager
+def explain_released_parameters() -> Generator[None, None, None]:
+    """Say what it means when backward meets memory that was given back.
+
+    Raises:
+        StateError: instead of torch's message about a storage of size 0.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "storage of size 0" not in str(error):
+            raise
+        raise StateError(
+            "backward used a parameter of a unit that was already released (stage 3): a result left the unit's module "
+            "by another way than its return value, say as an attribute. Return it from forward, or let the module that "
+            "takes it up be the unit (unit_classes=[...])."
+        ) from error
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from ls_strategy._compat import unwrap_optimizer
 from ls_strategy.errors import ConfigError
 from ls_strategy.precision import PRECISIONS, PrecisionPolicy, resolve_precision
 
@@ -147,8 +148,7 @@ class ZeROPrecision(Precision):
             self.engine.clip_norm_(index, float(clip_val))
 
     def _index(self, optimizer: Optimizer) -> int | None:
-        inner = getattr(optimizer, "_optimizer", optimizer)  # LightningOptimizer wraps the user's
-        return self.engine.index_of(inner) if self.engine is not None else None
+        return self.engine.index_of(unwrap_optimizer(optimizer)) if self.engine is not None else None
 
     # loss scale in checkpoints ---------------------------------------------------------------------------------------
 

@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ls_strategy import lightning_guards as guards
+from ls_strategy._compat import is_mock_optimizer, unwrap_optimizer
 from ls_strategy.checkpoint import StateDictHooks, full_state_dict, load_full_state_dict
 from ls_strategy.comm import Comm, Traffic, make_comm
 from ls_strategy.config import LossScaleConfig, ZeROConfig
@@ -139,8 +140,8 @@ class ZeROStrategy(DDPStrategy):
             StateError: there are no gradients.
         """
         engine = self.require_engine()
-        inner = getattr(optimizer, "_optimizer", optimizer)
-        return engine.grad_norm(None if inner is None else engine.index_of(inner), norm_type)
+        index = None if optimizer is None else engine.index_of(unwrap_optimizer(optimizer))
+        return engine.grad_norm(index, norm_type)
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes of model state on this rank, by kind. Not collective."""
@@ -280,7 +281,7 @@ class ZeROStrategy(DDPStrategy):
             self._state_dict_hooks = None
         self.engine = Engine(
             module,
-            [o for o in self.optimizers if not guards.is_mock(o)],
+            [o for o in self.optimizers if not is_mock_optimizer(o)],
             config=self.config,
             precision=resolve_precision(
                 str(plugin.precision),
@@ -345,7 +346,8 @@ class ZeROStrategy(DDPStrategy):
         assert module is not None
         closure_loss = plugin.pre_backward(closure_loss, module)
         engine.begin_backward(eager=module.automatic_optimization and not self._accumulating)
-        plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        with guards.explain_released_parameters():
+            plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         engine.end_backward()
         return plugin.post_backward(closure_loss, module)
 
@@ -423,7 +425,7 @@ class ZeROStrategy(DDPStrategy):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """State in torch's own format, full tensors on the CPU of rank 0. Collective."""
-        inner = getattr(optimizer, "_optimizer", optimizer)
+        inner = unwrap_optimizer(optimizer)
         index = self.require_engine().index_of(inner)
         if index is None:
             return inner.state_dict()

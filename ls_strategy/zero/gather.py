@@ -52,8 +52,8 @@ class Gatherer:
         ]
 
     def release(self, unit: Unit) -> None:
-        """Stage 3: let a unit's full parameters go."""
-        if self.sharded:
+        """Stage 3: let a unit's full parameters go, unless it is pinned."""
+        if self.sharded and not unit.pinned:
             for flat in unit.flats:
                 if flat.is_gathered or flat.gathering is not None:
                     flat.release()
@@ -87,8 +87,9 @@ class Gatherer:
     def release_all(self) -> None:
         """Stage 3: let everything go that is gathered, or on its way."""
         for unit in self.units:
-            self.release(unit)
             unit.open_backwards = unit.unclosable_backwards = 0
+            unit.pinned = False
+            self.release(unit)
         self._seen.clear()
 
     # stages 0 to 2 ---------------------------------------------------------------------------------------------------

@@ -13,14 +13,15 @@ a parameter's gradient is complete  hand it to the reducer
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.utils._pytree import tree_iter
 
+from ls_strategy._compat import tree_iter
 from ls_strategy.errors import StateError
 from ls_strategy.zero.gather import Gatherer
 from ls_strategy.zero.reduce import Reducer
@@ -55,6 +56,16 @@ def _do_nothing_hook(*_: Any) -> None:
 
 def _do_nothing() -> Callable[..., None]:
     return _do_nothing_hook
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Every tensor in nested containers and dataclasses."""
+    for leaf in tree_iter(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            for field in fields(leaf):
+                yield from _tensors(getattr(leaf, field.name))
 
 
 class UnitHooks:
@@ -112,28 +123,33 @@ class UnitHooks:
         if not torch.is_grad_enabled():
             self.gatherer.release(unit)
             return
-        outputs = [t for t in tree_iter(output) if isinstance(t, Tensor) and t.requires_grad]
+        outputs = [t for t in _tensors(output) if t.requires_grad]
         if not outputs:
-            self.gatherer.release(unit)
+            unit.pinned = True  # its results leave by a way that cannot be seen, and their backward will need it
             return
-        sources = [t for t in tree_iter(inputs) if isinstance(t, Tensor) and t.requires_grad]
+        self._watch_backward(unit, [t for t in _tensors(inputs) if t.requires_grad], outputs)
+        if not self.gatherer.is_last(unit):
+            self.gatherer.release(unit)
 
-        def backward_begins(_: Any) -> None:
+    def _watch_backward(self, unit: Unit, sources: list[Tensor], outputs: list[Tensor]) -> None:
+        """Gather when the first output gets its gradient, release when the last input has got its own."""
+
+        def begins(_: Any) -> None:
             unit.open_backwards += 1
             if not sources:
                 unit.unclosable_backwards += 1
             self.gatherer.fetch(unit, backward=True)
 
-        def backward_ends(_: Any) -> None:
+        def ends(_: Any) -> None:
             unit.open_backwards = max(unit.open_backwards - 1, 0)
+            if torch.is_grad_enabled():  # create_graph=True: the second derivative will come back here
+                unit.pinned = True
             if unit.open_backwards == 0:
                 self.gatherer.release(unit)
 
-        register_multi_grad_hook(outputs, backward_begins, mode="any")
+        register_multi_grad_hook(outputs, begins, mode="any")
         if sources:
-            register_multi_grad_hook(sources, backward_ends, mode="all")
-        if not self.gatherer.is_last(unit):
-            self.gatherer.release(unit)
+            register_multi_grad_hook(sources, ends, mode="all")
 
     def _close_all(self, unit: Unit) -> None:
         """All gradients are there: calls whose inputs need no gradient have nothing left to compute."""

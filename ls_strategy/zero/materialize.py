@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_map
 
+from ls_strategy._compat import tree_map
 from ls_strategy.errors import PlanError
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def materialize(model: nn.Module, params: list[nn.Parameter], device: torch.device) -> None:
@@ -48,7 +49,7 @@ def _materialize_module(name: str, module: nn.Module, device: torch.device) -> N
             torch.utils.swap_tensors(p, real)
     for key, buffer in module.named_buffers(recurse=False):
         if buffer.is_meta:
-            module._buffers[key] = torch.empty_like(buffer, device=device)
+            setattr(module, key, torch.empty_like(buffer, device=device))
     with torch.no_grad():
         module.reset_parameters()  # type: ignore[operator]
 
@@ -58,7 +59,7 @@ def place_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype, ke
     for module in model.modules():
         for key, buffer in module.named_buffers(recurse=False):
             to = dtype if buffer.is_floating_point() and id(module) not in keep else buffer.dtype
-            module._buffers[key] = buffer.to(device=device, dtype=to)
+            setattr(module, key, buffer.to(device=device, dtype=to))
 
 
 def fp32_modules(model: nn.Module, class_names: tuple[str, ...]) -> list[nn.Module]:
@@ -74,7 +75,7 @@ def fp32_modules(model: nn.Module, class_names: tuple[str, ...]) -> list[nn.Modu
             f"fp32_modules={list(class_names)}: no module of class {', '.join(missing)} in the model. "
             f"Its classes are {', '.join(sorted(names))}."
         )
-    return [m for m in model.modules() if isinstance(m, _BatchNorm) or type(m).__name__ in class_names]
+    return [m for m in model.modules() if isinstance(m, _BATCH_NORMS) or type(m).__name__ in class_names]
 
 
 class Fp32Boundary:

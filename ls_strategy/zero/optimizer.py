@@ -14,7 +14,7 @@ An element-wise optimizer computes the same either way; `require_elementwise` tr
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ls_strategy._compat import forget_step_hooks
 from ls_strategy.comm import Comm
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.layout import Slot
@@ -402,8 +403,7 @@ def _probe(
         settings["lr"] = 1e-2  # a warm-up may start at 0, and then nothing would move
     fresh = type(optimizer).__new__(type(optimizer))
     fresh.__dict__.update(optimizer.__dict__)
-    fresh._optimizer_step_pre_hooks = OrderedDict()
-    fresh._optimizer_step_post_hooks = OrderedDict()
+    forget_step_hooks(fresh)
     fresh.state = defaultdict(dict)
     fresh.param_groups = [{**settings, "params": params}]
     early = next((s for s in optimizer.state.values() if s), {})

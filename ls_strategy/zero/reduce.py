@@ -25,8 +25,8 @@ from ls_strategy.comm import Comm
 from ls_strategy.zero.units import Flat, Unit
 from ls_strategy.zero_stages import StagePolicy
 
-MAX_IN_FLIGHT = 2
-"""Stages 2 and 3: units whose gradient buffers are alive at a time; a third waits for the oldest to be averaged."""
+IN_FLIGHT_BYTES = 64 << 20
+"""Stages 2 and 3: gradient buffers under way at a time; beyond that (and two units) the oldest is waited for."""
 
 
 class Reducer:
@@ -83,15 +83,22 @@ class Reducer:
         if self.policy.gradients:
             self._take_transient(unit, flat, index, param, grad)
         else:
-            flat.hold_grad_buffer(grad.dtype)
-            view = flat.grad_views[index]
-            if grad is not view:
-                view.copy_(grad)
-                param.grad = view
-            flat.dirty = True
+            self._take_resident(unit, flat, index, param, grad)
+        if param.numel() == 0:
+            return  # never waited for
         unit.waiting_for -= 1
         if unit.waiting_for == 0 and self.eager:
             self._advance()
+
+    def _take_resident(self, unit: Unit, flat: Flat, index: int, param: nn.Parameter, grad: Tensor) -> None:
+        flat.dirty = True
+        if unit.launched and flat.reducing is not None:
+            return  # a second gradient in one pass, while the first is under way: kept apart in p.grad until it is back
+        flat.hold_grad_buffer(grad.dtype)
+        view = flat.grad_views[index]
+        if grad is not view:
+            view.copy_(grad)
+            param.grad = view
 
     def _take_transient(self, unit: Unit, flat: Flat, index: int, param: nn.Parameter, grad: Tensor) -> None:
         if unit.launched:  # a second gradient in one pass (reentrant recompute): kept in p.grad, sent by the step
@@ -124,6 +131,8 @@ class Reducer:
         for unit in rest:
             self._launch_unit(unit)
         self._next = len(self.order)
+        if not self.policy.gradients:
+            self.finish_in_flight()  # hooks after backward read p.grad
 
     def _launch_unit(self, unit: Unit) -> None:
         unit.launched = True
@@ -134,31 +143,46 @@ class Reducer:
 
     def _launch(self, flat: Flat) -> None:
         """Start averaging a flat's gradients. Collective."""
-        dtype = flat.full.dtype if self.policy.optimizer else flat.average_dtype
-        flat.hold_grad_buffer(dtype)
+        flat.hold_grad_buffer(flat.full.dtype if self.policy.optimizer else flat.average_dtype)
         assert flat.grad is not None
-        for i, (param, view) in enumerate(zip(flat.params, flat.grad_views, strict=True)):
-            grad = param.grad
-            if self.policy.gradients:
-                if grad is not None:
-                    view.add_(grad) if flat.filled[i] else view.copy_(grad)
-                    param.grad = None
-                elif not flat.filled[i]:
-                    view.zero_()
-            elif grad is None:
-                view.zero_()
-            elif grad is not view:
-                view.copy_(grad)
-                param.grad = view
-        flat.filled = [False] * len(flat.params)
+        if self.policy.gradients:
+            self._fill_transient(flat)
+        else:
+            self._fill_resident(flat)
         flat.dirty = False
         if self.comm.world_size == 1:  # averaging in place over one rank
             flat.unscaled = False
             return
+        if not self.policy.gradients:
+            flat.held_here = [p.grad is not None for p in flat.params]
+            for p in flat.params:
+                p.grad = None  # autograd must not add to what is being sent
         flat.reducing = self.comm.reduce_scatter(flat.grad, self.wire_dtype)
         self._in_flight.append(flat)
-        if self.policy.gradients and len(self._in_flight) > MAX_IN_FLIGHT:
+        while self.policy.gradients and len(self._in_flight) > 2 and self._bytes_in_flight() > IN_FLIGHT_BYTES:
             self._finish(self._in_flight.popleft())
+
+    def _fill_transient(self, flat: Flat) -> None:
+        """Make every slot of the buffer valid: late gradients added, zeros where there was none."""
+        for i, (param, view) in enumerate(zip(flat.params, flat.grad_views, strict=True)):
+            if param.grad is not None:
+                view.add_(param.grad) if flat.filled[i] else view.copy_(param.grad)
+                param.grad = None
+            elif not flat.filled[i]:
+                view.zero_()
+        flat.filled = [False] * len(flat.params)
+
+    def _fill_resident(self, flat: Flat) -> None:
+        """Make every slot of the buffer what ``p.grad`` says, which the user may have changed."""
+        for param, view in zip(flat.params, flat.grad_views, strict=True):
+            if param.grad is None:
+                view.zero_()
+            elif param.grad is not view:
+                view.copy_(param.grad)
+                param.grad = view
+
+    def _bytes_in_flight(self) -> int:
+        return sum(f.grad.nbytes for f in self._in_flight if f.grad is not None)
 
     def _finish(self, flat: Flat) -> None:
         assert flat.reducing is not None
@@ -180,6 +204,18 @@ class Reducer:
             flat.reducing.finish(flat.stepped_grads(), accumulate=False)
         flat.reducing = None
         flat.unscaled = False
+        if not self.policy.gradients and self.policy.optimizer:
+            self._show_grads(flat)
+
+    def _show_grads(self, flat: Flat) -> None:
+        """Put the resident gradients back into ``p.grad``, with whatever came while they were under way."""
+        for param, view, held in zip(flat.params, flat.grad_views, flat.held_here, strict=True):
+            late = param.grad
+            if late is not None and late is not view:
+                view.add_(late) if held else view.copy_(late)
+                flat.dirty = True
+            if held or late is not None:
+                param.grad = view
 
     def finish_in_flight(self) -> None:
         """Wait until everything that was sent is averaged."""
@@ -189,6 +225,7 @@ class Reducer:
             assert flat.gathering_grads is not None
             flat.gathering_grads.wait()
             flat.gathering_grads = None
+            self._show_grads(flat)
         self._gathers.clear()
 
     # between backward and step ---------------------------------------------------------------------------------------

@@ -57,6 +57,8 @@ class Flat:
         self.gathering_grads: PendingGather | None = None
         self.filled = [False] * len(params)
         """Stages 2 and 3: which slots of ``grad`` hold something."""
+        self.held_here = [False] * len(params)
+        """Stages 0 and 1: which parameters had a gradient when the buffer was sent."""
         self.used_here = [False] * len(params)
         """Whether this rank produced a gradient of each parameter since the last `zero_grad`."""
         self.dirty = False
@@ -221,6 +223,8 @@ class Unit:
         """Calls of the unit's modules whose backward has begun and not ended."""
         self.unclosable_backwards = 0
         """Those among them whose end no input's gradient will tell."""
+        self.pinned = False
+        """Stay gathered until the backward pass is over: nothing tells earlier that it is safe to let go."""
 
     @property
     def is_gathered(self) -> bool:

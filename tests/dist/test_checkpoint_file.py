@@ -54,7 +54,7 @@ class Mixed(Net):
         bias = [p for p in self.parameters() if p.ndim == 1 and p.requires_grad]
         rest = [p for p in self.parameters() if p.ndim > 1 and p.requires_grad]
         groups = [{"params": bias, "weight_decay": 0.0}, {"params": rest[::-1], "lr": 5e-3}]
-        optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-4)
+        optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-4, fused=True)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.7)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
@@ -196,7 +196,7 @@ class OneMoreNotStrict(OneMore):
         self.strict_loading = False
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW([p for n, p in self.named_parameters() if "extra" not in n], lr=1e-2, eps=1e-4)
+        return torch.optim.AdamW([p for n, p in self.named_parameters() if "extra" not in n], lr=1e-2, eps=1e-4, fused=True)
 
 
 @on_ranks(2)

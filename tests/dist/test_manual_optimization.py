@@ -56,7 +56,7 @@ class Manual(Net):
 
 class AdamW(Manual):
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3, fused=True)
 
 
 class AccumulateByHand(Manual):
@@ -231,7 +231,7 @@ class Gan(Manual):
 
     def configure_optimizers(self) -> Any:
         return [
-            torch.optim.Adam(self.generator.parameters(), lr=5e-3, betas=(0.5, 0.999), eps=1e-3),
+            torch.optim.Adam(self.generator.parameters(), lr=5e-3, betas=(0.5, 0.999), eps=1e-3, fused=True),
             torch.optim.SGD(self.critic.parameters(), lr=5e-2, momentum=0.5),
         ]
 

@@ -26,6 +26,7 @@ from tests.dist.ranks import (
     mean_over_ranks,
     on_ranks,
     quiet,
+    trainer_of,
     weights,
 )
 
@@ -305,6 +306,29 @@ class RecomputeReentrant(Recompute):
     reentrant = True
 
 
+class RecomputeTwice(Recompute):
+    """Gradients of one block arrive in two parts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        for block in (*self.blocks, self.blocks[0]):
+            h = checkpoint(block, h, use_reentrant=self.reentrant)
+        return self.last(h)
+
+
+class RecomputeTwiceReentrant(RecomputeTwice):
+    reentrant = True
+
+
+class RecomputeTiedReentrant(RecomputeReentrant):
+    """The tied weight's gradient comes once from inside a recomputed region and once from outside."""
+
+    def build(self) -> None:
+        super().build()
+        self.blocks[2] = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.last.weight = self.blocks[2][0].weight
+
+
 class RecomputeGroup(Sgd):
     """One recomputed region over two blocks, another over the last block and the root's head."""
 
@@ -404,7 +428,8 @@ CASES = {
     for case in (
         Tied, SharedBlock, RootParameters, ZeroSize, Unused, UnusedOnOneRank, UnusedAtTimes, Half, Lora,
         FrozenAfterTrainable, Twice, Returns, ReturnsDataclass, ReturnsOpaque, ReturnsNone, NoInputGradient, InPlace,
-        Views, Recompute, RecomputeReentrant, RecomputeGroup, RecomputeGroupReentrant, RecomputeInside, RecomputeLora,
+        Views, Recompute, RecomputeReentrant, RecomputeTwice,
+        RecomputeTwiceReentrant, RecomputeTiedReentrant, RecomputeGroup, RecomputeGroupReentrant, RecomputeInside, RecomputeLora,
         Teacher, GradientPenalty, RetainGraph, TwoForwardsOneBackward, DetachedHalf,
     )
 }  # fmt: skip
@@ -476,18 +501,9 @@ def test_sampling_between_validation_and_training(rank: int, world_size: int) ->
     expected = None
     for strategy in ("ddp", *STAGES):
         module = Samples()
-        fit(strategy, module, [batches()], max_epochs=1)
-        module = Samples()
-        trainer = fit_with_validation(strategy, module)
+        trainer = trainer_of(strategy)
+        trainer.fit(module, batches(), batches(16, seed=2))
         result = {"sampled": module.sampled, **weights(module)}
         expected = expected or result
         assert_close(result, expected, f"stage {strategy}")
         assert_equal(trainer.global_step, 8, "steps")
-
-
-def fit_with_validation(strategy: Any, module: Net) -> Any:
-    from tests.dist.ranks import trainer_of
-
-    trainer = trainer_of(strategy)
-    trainer.fit(module, batches(), batches(16, seed=2))
-    return trainer

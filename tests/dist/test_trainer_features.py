@@ -82,7 +82,7 @@ class Warmup(Net):
     """From a learning rate of exactly zero."""
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4, fused=True)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 5))
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
@@ -91,7 +91,7 @@ class OneCycle(Net):
     """Cycles the learning rate and the betas."""
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.Adam(self.parameters(), lr=1e-2, eps=1e-4)
+        optimizer = torch.optim.Adam(self.parameters(), lr=1e-2, eps=1e-4, fused=True)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-2, total_steps=8)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
@@ -108,7 +108,7 @@ class Plateau(Net):
         decay = [p for p in self.parameters() if p.ndim > 1]
         rest = [p for p in self.parameters() if p.ndim <= 1]
         groups = [{"params": rest, "weight_decay": 0.0}, {"params": decay, "lr": 2e-2}]
-        optimizer = torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1, eps=1e-4)
+        optimizer = torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1, eps=1e-4, fused=True)
         schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "constant"}}
 

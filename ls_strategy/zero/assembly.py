@@ -1,0 +1,116 @@
+"""From a model and its optimizers to units: checked first, agreed on by all ranks, then built one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ls_strategy.comm import Comm
+from ls_strategy.config import ZeROConfig
+from ls_strategy.errors import PlanError
+from ls_strategy.plan import FROZEN, ParamFacts, Plan, resolve_plan
+from ls_strategy.precision import PrecisionPolicy
+from ls_strategy.zero import agreement
+from ls_strategy.zero import materialize as materials
+from ls_strategy.zero.optimizer import require_elementwise
+from ls_strategy.zero.partition import UnitSpec, partition
+from ls_strategy.zero.units import Flat, Unit
+from ls_strategy.zero_stages import StagePolicy
+
+
+class Draft:
+    """What this rank would build; nothing is moved before every rank has agreed."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        *,
+        config: ZeROConfig,
+        precision: PrecisionPolicy,
+        policy: StagePolicy,
+    ) -> None:
+        """Cut the model and check everything that can be checked; errors wait for `agree`."""
+        self.model = model
+        self.precision = precision
+        self.policy = policy
+        self.specs: list[UnitSpec] = []
+        self.kept_fp32: list[nn.Module] = []
+        """Modules that stay in fp32 in the 16-bit modes."""
+        self._owners: dict[int, tuple[int, int]] = {}
+        self._options = repr((config, precision))
+        self._error: PlanError | None = None
+        try:
+            self.specs = partition(model, config.unit_classes, config.min_unit_numel)
+            self.kept_fp32 = materials.fp32_modules(model, config.fp32_modules)
+            self._owners = agreement.optimizer_of(model, optimizers)
+            for optimizer in optimizers if policy.optimizer else []:
+                require_elementwise(optimizer)
+        except PlanError as error:
+            self._error = error
+
+    def agree(self, comm: Comm) -> None:
+        """Raise on every rank if any rank found an error, has other options or another model. Collective.
+
+        Raises:
+            PlanError: naming the rank and the first difference.
+        """
+        rows = [
+            (name, tuple(p.shape), str(p.dtype), p.requires_grad, self._owners.get(id(p)))
+            for spec in self.specs
+            for name, p in spec.params
+        ]
+        agreement.agree(comm, self._error, self._options, rows)
+
+    def resolve(self, world_size: int, held: dict[int, Flat]) -> Plan:
+        """Lay out the buffers.
+
+        Args:
+            world_size: data-parallel ranks.
+            held: ``id(parameter) -> flat`` of an earlier engine that holds the parameters now.
+        """
+        kept = {id(p) for m in self.kept_fp32 for p in m.parameters()}
+
+        def facts(name: str, p: nn.Parameter) -> ParamFacts:
+            dtype = held[id(p)].master_dtype if id(p) in held else p.dtype
+            if p.is_floating_point() and self.precision.compute != torch.float32:
+                dtype = torch.float32 if id(p) in kept else self.precision.compute
+            return ParamFacts(name, tuple(p.shape), dtype, *self._owners.get(id(p), (FROZEN, 0)))
+
+        return resolve_plan(
+            [(spec.name, spec.is_root, [facts(n, p) for n, p in spec.params]) for spec in self.specs],
+            policy=self.policy,
+            world_size=world_size,
+            master_dtype=self.precision.master,
+            compute_dtype=self.precision.compute,
+        )
+
+    def build(self, plan: Plan, comm: Comm, device: torch.device, held: dict[int, Flat]) -> list[Unit]:
+        """Move the parameters into units, one at a time: no rank holds more than one in full at stage 3. Collective."""
+        units: list[Unit] = []
+        for spec, planned in zip(self.specs, plan.units, strict=True):
+            params = dict(spec.params)
+            materials.materialize(self.model, list(params.values()), device)
+            values = _full_values(list(params.values()), held)
+            flats: list[Flat] = []
+            for flat_plan in planned.flats:
+                members = [params[slot.name] for slot in flat_plan.layout.slots]
+                flat = Flat(flat_plan, members, policy=self.policy, comm=comm)
+                flat.load([values[id(p)] for p in members], device)
+                flats.append(flat)
+            units.append(Unit(spec.name, spec.modules, flats, is_root=spec.is_root))
+        return units
+
+
+def _full_values(params: list[nn.Parameter], held: dict[int, Flat]) -> dict[int, Tensor]:
+    """``id -> value`` in master precision, gathered from the flats that hold them. Collective where some do."""
+    result = {id(p): p.detach() for p in params}
+    for flat in {id(held[id(p)]): held[id(p)] for p in params if id(p) in held}.values():
+        whole = flat.full_master()
+        for p, slot in zip(flat.params, flat.layout.slots, strict=True):
+            if id(p) in result:
+                result[id(p)] = whole[slot.offset : slot.end].view(slot.shape)
+    return result

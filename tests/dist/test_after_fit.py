@@ -1,0 +1,289 @@
+"""Everything around fit: other entry points, a second fit, reading and copying the module, buffers, averaging callbacks."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    EMAWeightAveraging,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from torch import Tensor, nn
+
+from ls_strategy.errors import PlanError, StateError
+from tests.dist.ranks import (
+    STAGES,
+    WIDTH,
+    Block,
+    Net,
+    assert_close,
+    assert_equal,
+    batches,
+    fit,
+    on_ranks,
+    samples,
+    trainer_of,
+    weights,
+)
+
+# --- entry points -----------------------------------------------------------------------------------------------------
+
+
+def numbers(results: list[Any]) -> list[float]:
+    return [float(v) for result in results for v in result.values()]
+
+
+@on_ranks(2)
+def test_validate_test_and_predict_before_and_after_fit(rank: int, world_size: int) -> None:
+    expected: dict[str, Any] = {}
+    for strategy in ("ddp", *STAGES):
+        module, data = Net(), batches(16, seed=2)
+        trainer = trainer_of(strategy)
+        result: dict[str, Any] = {"validated first": torch.tensor(numbers(trainer.validate(module, data, verbose=False)))}
+        trainer.fit(module, batches(), data)
+        result["validated"] = torch.tensor(numbers(trainer.validate(module, data, verbose=False)))
+        result["tested"] = torch.tensor(numbers(trainer.test(module, data, verbose=False)))
+        result["predicted"] = torch.cat(trainer.predict(module, data))
+        result.update(weights(module))
+        expected = expected or result
+        assert_close(result, expected, f"stage {strategy}")
+
+
+@on_ranks(2)
+def test_evaluation_without_fit_in_every_stage(rank: int, world_size: int, tmp_path: Path) -> None:
+    """With and without a checkpoint to read, and with another trainer than the one that trained."""
+    fit("ddp", Net(), max_epochs=1).save_checkpoint(tmp_path / "ddp.ckpt")
+    expected: list[float] = []
+    for strategy in ("ddp", *STAGES):
+        data = batches(16, seed=2)
+        result = numbers(trainer_of(strategy).test(Net(), data, verbose=False))
+        result += numbers(trainer_of(strategy).validate(Net(), data, ckpt_path=tmp_path / "ddp.ckpt", verbose=False))
+        expected = expected or result
+        assert_close(result, expected, f"stage {strategy}")
+
+
+@on_ranks(2)
+def test_fit_again_with_the_same_trainer(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Weights go on, the optimizer starts anew, as under DDP."""
+    expected: dict[str, Tensor] = {}
+    for strategy in ("ddp", *STAGES):
+        module = Net()
+        trainer = fit(strategy, module, max_epochs=1)
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(module, batches())
+        trainer.test(module, batches(16), verbose=False)
+        trainer.fit_loop.max_epochs = 3
+        trainer.fit(module, batches())
+        trainer.save_checkpoint(tmp_path / f"{strategy}.ckpt")
+        assert len(module.losses) == 12
+        result = {"losses": torch.tensor(module.losses), **weights(module)}
+        expected = expected or result
+        assert_close(result, expected, f"stage {strategy}")
+        saved = torch.load(tmp_path / f"{strategy}.ckpt", weights_only=True)["state_dict"]
+        assert_equal(saved, weights(module), f"stage {strategy}, file after the last fit")
+
+
+@pytest.mark.parametrize("second", ["same", "other"])
+@on_ranks(2)
+def test_fit_again_with_a_new_trainer(rank: int, world_size: int, second: str) -> None:
+    """A module that one strategy has trained is handed to a new one, at the same stage or another."""
+    expected: dict[str, Tensor] = {}
+    for strategy in ("ddp", *STAGES):
+        module = Net()
+        fit(strategy, module, max_epochs=1)
+        following = {"ddp": "ddp", 0: 3, 1: 2, 2: 1, 3: 1}[strategy] if second == "other" else strategy
+        fit(following, module, max_epochs=1)
+        result = {"losses": torch.tensor(module.losses), **weights(module)}
+        expected = expected or result
+        assert_close(result, expected, f"stage {strategy}, then {following}")
+
+
+@on_ranks(2)
+def test_one_trainer_for_two_modules(rank: int, world_size: int) -> None:
+    for stage in STAGES:
+        first, other = Net(), Net()
+        trainer = fit(stage, first, max_epochs=1)
+        trainer.test(other, batches(16), verbose=False)
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(other, batches())
+        assert len(other.losses) == 4
+        assert torch.tensor(other.losses).isfinite().all()
+
+
+# --- the module after fit ---------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_state_dict_is_full_on_all_ranks(rank: int, world_size: int) -> None:
+    reference = Net()
+    fit("ddp", reference)
+    for stage in STAGES:
+        module = Net()
+        fit(stage, module)
+        whole = module.state_dict()
+        assert_close(whole, reference.state_dict(), f"stage {stage}")
+        for name in ("blocks", "blocks.1", "blocks.1.wide", "last"):
+            part = {f"{name}.{k}": v for k, v in module.get_submodule(name).state_dict().items()}
+            assert_equal(part, {k: v for k, v in whole.items() if k.startswith(f"{name}.")}, f"stage {stage}, {name}")
+        plain = Net()
+        plain.load_state_dict(whole)
+        x = samples(4)[0]
+        assert_close(plain(x), reference(x), f"stage {stage}, plain module")
+        assert_close(module(x), reference(x), f"stage {stage}, the module itself")
+
+
+@on_ranks(2)
+def test_full_parameters_can_be_read_and_written_to_a_file(rank: int, world_size: int) -> None:
+    for stage in STAGES:
+        module = Net()
+        trainer = fit(stage, module, max_epochs=1)
+        with trainer.strategy.gathered_parameters():
+            seen = {name: p.detach().clone() for name, p in module.named_parameters()}
+        assert_equal(seen, weights(module), f"stage {stage}")
+
+
+@on_ranks(2)
+def test_copies_and_pickles_of_the_module(rank: int, world_size: int) -> None:
+    x = samples(4)[0]
+    for stage in (0, 1, 2):
+        module = Net()
+        trainer = fit(stage, module, max_epochs=1)
+        module._trainer = None  # as Lightning's own users do: a Trainer cannot be pickled
+        for what, clone in (("deepcopy", copy.deepcopy(module)), ("pickle", pickle.loads(pickle.dumps(module)))):
+            assert_equal(weights(clone), weights(module), f"stage {stage}, {what}")
+            with torch.no_grad():
+                assert_equal(clone(x), module(x), f"stage {stage}, {what}")
+                clone.first.weight.zero_()
+            assert module.first.weight.any(), f"stage {stage}, {what} shares memory"
+        buffer = io.BytesIO()
+        torch.save(module.state_dict(), buffer)
+        elements = sum(p.numel() for p in module.parameters())
+        assert len(buffer.getvalue()) < 4 * elements + 20_000
+        del trainer
+
+
+@on_ranks(2)
+def test_copies_of_a_sharded_module_are_refused(rank: int, world_size: int) -> None:
+    module = Net()
+    trainer = fit(3, module, max_epochs=1)
+    module._trainer = None
+    for copying in (copy.deepcopy, pickle.dumps, lambda m: copy.deepcopy(m.blocks[0])):
+        with pytest.raises(StateError, match=r"sharded \(stage 3\).*state_dict\(\)"):
+            copying(module)
+    del trainer
+
+
+# --- buffers ----------------------------------------------------------------------------------------------------------
+
+
+class Normalised(Net):
+    """Batch norms in a block and in the root, a buffer of integers, one that every rank changes by itself."""
+
+    def build(self) -> None:
+        super().build()
+        self.blocks[1] = nn.Sequential(Block(), nn.BatchNorm1d(WIDTH), Block())
+        self.norm = nn.BatchNorm1d(WIDTH, momentum=0.3)
+        self.register_buffer("mine", torch.zeros(2))
+        for p in self.parameters():  # none starts at 0: errors are relative to a tensor's largest element
+            nn.init.normal_(p, std=0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(super().forward(x))
+
+    def training_step(self, batch: Any, i: int) -> Tensor:
+        self.mine += self.global_rank + 1
+        return super().training_step(batch, i)
+
+    def configure_optimizers(self) -> Any:
+        """Not Adam: the bias before a batch norm has no gradient but rounding, which Adam would blow up."""
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@on_ranks(2)
+def test_buffers_behave_as_under_ddp(rank: int, world_size: int, accumulate: int) -> None:
+    expected: dict[str, Tensor] = {}
+    for strategy in ("ddp", *STAGES):
+        module = Normalised()
+        trainer = trainer_of(strategy, accumulate_grad_batches=accumulate)
+        trainer.fit(module, batches(80), batches(16, seed=2))
+        result = {"losses": torch.tensor(module.losses), **weights(module)}
+        result["val"] = trainer.callback_metrics["val_loss"]
+        expected = expected or result
+        assert_close(result, expected, f"stage {strategy}")
+
+
+@on_ranks(2)
+def test_synchronised_batch_norm_on_the_cpu_is_refused(rank: int, world_size: int) -> None:
+    for stage in STAGES:
+        with pytest.raises(PlanError, match=r"sync_batchnorm=True.*no CPU implementation.*sync_batchnorm=False"):
+            fit(stage, Normalised(), sync_batchnorm=True)
+
+
+# --- averaging and fine-tuning callbacks ------------------------------------------------------------------------------
+
+
+class EveryStep(WeightAveraging):
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        return step_idx is not None and step_idx % 2 == 0
+
+
+@on_ranks(2)
+def test_weight_averaging_equals_ddp(rank: int, world_size: int, tmp_path: Path) -> None:
+    for make in (EveryStep, lambda: EMAWeightAveraging(decay=0.7)):
+        expected: dict[str, Tensor] = {}
+        for strategy in ("ddp", 0, 1, 2):
+            module = Normalised()
+            trainer = trainer_of(strategy, callbacks=[make()])
+            trainer.fit(module, batches(), batches(16, seed=2))
+            result = {"val": trainer.callback_metrics["val_loss"], **weights(module)}
+            expected = expected or result
+            assert_close(result, expected, f"stage {strategy}")
+            trainer.save_checkpoint(tmp_path / f"{strategy}.ckpt")
+        assert_equal(expected["last.weight"].isfinite().all().item(), True, "finite")
+
+
+@on_ranks(2)
+def test_weight_averaging_changes_no_training_loss(rank: int, world_size: int) -> None:
+    plain, averaged = Net(), Net()
+    fit(1, plain)
+    fit(1, averaged, callbacks=[EMAWeightAveraging(decay=0.7)])
+    assert_equal(averaged.losses, plain.losses, "losses")
+
+
+@on_ranks(2)
+def test_callbacks_that_cannot_work_are_refused(rank: int, world_size: int) -> None:
+    with pytest.raises(PlanError, match=r"EMAWeightAveraging.*stage=3.*ShardedEMA"):
+        fit(3, Net(), callbacks=[EMAWeightAveraging()])
+    with pytest.raises(PlanError, match=r"EveryStep.*ShardedEMA"):
+        fit(3, Net(), callbacks=[EveryStep()])
+    with pytest.raises(PlanError, match=r"EMAWeightAveraging.*bf16-true.*ShardedEMA"):
+        fit(1, Net(), callbacks=[EMAWeightAveraging()], precision="bf16-true")
+    for stage in (1, 2, 3):
+        with pytest.raises(PlanError, match=rf"StochasticWeightAveraging.*stage={stage}.*ShardedEMA"):
+            fit(stage, Net(), callbacks=[StochasticWeightAveraging(1e-2)])
+
+
+class Backbone(Net):
+    def build(self) -> None:
+        super().build()
+        self.backbone = self.blocks
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_parameters_added_by_a_finetuning_callback_are_refused(rank: int, world_size: int, stage: int) -> None:
+    module = Backbone()
+    with pytest.raises(PlanError, match=r"configure_optimizers.*requires_grad_\(False\)"):
+        fit(stage, module, callbacks=[BackboneFinetuning(unfreeze_backbone_at_epoch=1, verbose=False)])

@@ -1,0 +1,179 @@
+"""Collectives on flat buffers against a naive sum in rank order, bit for bit."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from ls_strategy.comm import CHUNK, Comm, make_comm
+from ls_strategy.testing import spawn
+
+WORLDS = (2, 3)
+DTYPES = {
+    "fp32": (torch.float32, torch.float32),
+    "fp64": (torch.float64, torch.float64),
+    "bf16 to fp32": (torch.bfloat16, torch.float32),
+    "fp16 to fp32": (torch.float16, torch.float32),
+    "bf16": (torch.bfloat16, torch.bfloat16),
+}
+SHARDS = (0, 1, 16, 1000, CHUNK + 7)  # the last is summed in two strides
+
+
+def buffer(rank: int, world_size: int, shard: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * rank + shard)
+    return torch.randn(world_size * shard, generator=generator).to(dtype)
+
+
+def naive_average(world_size: int, shard: int, dtypes: tuple[torch.dtype, torch.dtype], start: Tensor | None) -> Tensor:
+    """Sum in rank order, each term in the dtype of the result and scaled before it is added."""
+    terms = [buffer(r, world_size, shard, dtypes[0]) for r in range(world_size)]
+    scale = 1.0 / world_size
+    total = terms[0].to(dtypes[1]).mul(scale) if start is None else start.add(terms[0], alpha=scale)
+    for term in terms[1:]:
+        total = total.add(term, alpha=scale)
+    return total
+
+
+def reduce_all(comm: Comm) -> dict[tuple[str, int, bool], bool]:
+    """``(dtypes, shard, accumulate) -> whether this rank's shard is the naive one and the input is untouched``."""
+    n, result = comm.world_size, {}
+    for name, dtypes in DTYPES.items():
+        for shard in SHARDS:
+            for accumulate in (False, True):
+                full = buffer(comm.rank, n, shard, dtypes[0])
+                before = full.clone()
+                start = torch.full((n * shard,), 0.37, dtype=dtypes[1])
+                mine = slice(comm.rank * shard, (comm.rank + 1) * shard)
+                out = start[mine].clone() if accumulate else torch.full((shard,), float("nan"), dtype=dtypes[1])
+                comm.reduce_scatter(full, torch.float32).finish(out, accumulate=accumulate)
+                expected = naive_average(n, shard, dtypes, start if accumulate else None)[mine]
+                result[name, shard, accumulate] = torch.equal(out, expected) and torch.equal(full, before)
+    return result
+
+
+def gather_all(comm: Comm) -> dict[tuple[str, int], bool]:
+    n, result = comm.world_size, {}
+    for name, (dtype, _) in DTYPES.items():
+        for shard in SHARDS:
+            whole = torch.cat([buffer(r, n, shard, dtype)[r * shard : (r + 1) * shard] for r in range(n)])
+            full = torch.full((n * shard,), float("nan"), dtype=dtype)
+            mine = slice(comm.rank * shard, (comm.rank + 1) * shard)
+            full[mine] = whole[mine]
+            comm.all_gather(full).wait()
+            result[name, shard] = torch.equal(full, whole)
+    return result
+
+
+def several_at_once(comm: Comm) -> bool:
+    """Started in one order and finished in another: each gets its own values."""
+    n = comm.world_size
+    fulls = [buffer(comm.rank, n, shard, torch.float32) for shard in (16, 16, 32)]
+    pending = [comm.reduce_scatter(f) for f in fulls]
+    outs = [torch.empty(f.numel() // n) for f in fulls]
+    for i in (2, 0, 1):
+        pending[i].finish(outs[i], accumulate=False)
+    pairs = (torch.float32, torch.float32)
+    return all(
+        torch.equal(out, naive_average(n, out.numel(), pairs, None)[comm.rank * out.numel() :][: out.numel()])
+        for out in outs
+    )
+
+
+def small_things(comm: Comm) -> dict[str, object]:
+    tensor = torch.arange(5.0) + comm.rank
+    comm.broadcast_(tensor, source=comm.world_size - 1)
+    return {
+        "broadcast": tensor.tolist(),
+        "most": comm.agree(torch.tensor([comm.rank, -comm.rank])).tolist(),
+        "sum": comm.agree(torch.tensor([comm.rank]), dist.ReduceOp.SUM).tolist(),
+        "objects": comm.exchange_objects({"rank": comm.rank}),
+    }
+
+
+def pool_stays(comm: Comm) -> tuple[int, int]:
+    """Bytes in the pool after one reduction, and after nine more of the same size."""
+    full, out = torch.randn(comm.world_size * 64), torch.empty(64)
+    before = comm.pool.bytes
+    sizes = []
+    for _ in range(10):
+        comm.reduce_scatter(full).finish(out, accumulate=False)
+        sizes.append(comm.pool.bytes - before)
+    return sizes[0], sizes[-1]
+
+
+def on_each_rank(rank: int, world_size: int) -> dict[str, object]:
+    comm = make_comm()
+    assert (comm.rank, comm.world_size) == (rank, world_size)
+    result = {"gather": gather_all(comm), "reduce": reduce_all(comm), "several": several_at_once(comm)}
+    result["small"] = small_things(comm)
+    comm.traffic.reset()
+    comm.reduce_scatter(torch.ones(world_size * 16, dtype=torch.bfloat16)).finish(torch.empty(16), accumulate=False)
+    comm.all_gather(torch.ones(world_size * 16)).wait()
+    result["traffic"] = dict(comm.traffic.elements), dict(comm.traffic.bytes)
+    result["pool"] = pool_stays(comm)
+    return result
+
+
+@functools.cache
+def results(world_size: int) -> list[dict]:
+    return spawn(on_each_rank, world_size, timeout_s=60)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_reduce_scatter_is_the_sum_in_rank_order(world_size) -> None:
+    """Of 16-bit terms too, summed in the dtype of the result; added to what is there where asked."""
+    for rank in results(world_size):
+        assert rank["reduce"] == dict.fromkeys(rank["reduce"], True)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_all_gather_brings_every_shard(world_size) -> None:
+    for rank in results(world_size):
+        assert rank["gather"] == dict.fromkeys(rank["gather"], True)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_collectives_may_be_finished_in_another_order(world_size) -> None:
+    assert all(rank["several"] for rank in results(world_size))
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_broadcast_agree_and_exchange(world_size) -> None:
+    last = world_size - 1
+    for rank in results(world_size):
+        assert rank["small"] == {
+            "broadcast": [last + float(i) for i in range(5)],
+            "most": [last, 0],
+            "sum": [sum(range(world_size))],
+            "objects": [{"rank": r} for r in range(world_size)],
+        }
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_traffic_is_one_shard_to_every_other_rank(world_size) -> None:
+    sent = 16 * (world_size - 1)
+    for rank in results(world_size):
+        elements, size = rank["traffic"]
+        assert elements == {"reduce_scatter": sent, "all_gather": sent}
+        assert size == {"reduce_scatter": 2 * sent, "all_gather": 4 * sent}
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_receive_buffers_are_used_again(world_size) -> None:
+    for first, last in (rank["pool"] for rank in results(world_size)):
+        assert first == last
+
+
+def test_one_rank_needs_no_process_group() -> None:
+    comm = make_comm()
+    assert (comm.rank, comm.world_size, comm.is_alive()) == (0, 1, True)
+    full, out = torch.randn(32), torch.empty(32)
+    comm.reduce_scatter(full).finish(out, accumulate=False)
+    comm.all_gather(full).wait()
+    assert torch.equal(out, full)
+    assert comm.exchange_objects(3) == [3]
+    assert not comm.traffic.elements

@@ -1,0 +1,245 @@
+"""Where modules are built: in the script, under ``trainer.init_module()``, or on meta in ``configure_model``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ls_strategy.errors import PlanError
+from tests.dist.ranks import (
+    STAGES,
+    WIDTH,
+    Net,
+    assert_close,
+    assert_equal,
+    batches,
+    fit,
+    on_ranks,
+    trainer_of,
+    weights,
+)
+
+
+class SeededLinear(nn.Linear):
+    """Same values whenever and in whatever order it is filled; on the way, looks at what else has memory."""
+
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:
+            SeededLinear.watch()
+        generator = torch.Generator().manual_seed(self.out_features)
+        with torch.no_grad():
+            for p in self.parameters():
+                p.copy_(torch.randn(p.shape, generator=generator) / 4)
+
+    @staticmethod
+    def watch() -> None:
+        """Replaced by tests."""
+
+
+class SeededBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.wide, self.narrow = SeededLinear(WIDTH, width), SeededLinear(width, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.narrow(torch.tanh(self.wide(x)))
+
+
+class Seeded(Net):
+    """Built at once."""
+
+    def build(self) -> None:
+        self.first = SeededLinear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([SeededBlock(30 + i) for i in range(6)])
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.last = SeededLinear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(super().forward(x))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+
+
+class Late(Seeded):
+    """Built in ``configure_model``."""
+
+    def build(self) -> None:
+        self.blocks: Any = None
+        self.was_on_meta: bool | None = None
+
+    def configure_model(self) -> None:
+        if self.blocks is None:
+            super().build()
+            self.was_on_meta = all(p.is_meta for p in self.parameters()) and all(b.is_meta for b in self.buffers())
+
+
+@on_ranks(2)
+def test_init_module(rank: int, world_size: int) -> None:
+    """With and without ``empty_init``, which may leave weights without memory until fit."""
+    plain = Seeded()
+    fit("ddp", plain)
+    for stage in STAGES:
+        for empty_init in (None, False, True):
+            trainer = trainer_of(stage)
+            with trainer.init_module(empty_init=empty_init):
+                module = Seeded()
+            if empty_init and not module.last.weight.is_meta:
+                for m in module.modules():  # an empty module has to be filled by its user
+                    if isinstance(m, (SeededLinear, nn.BatchNorm1d)):
+                        m.reset_parameters()
+            trainer.fit(module, batches())
+            assert_close(module.losses, plain.losses, f"stage {stage}, empty_init={empty_init}")
+            assert_close(weights(module), weights(plain), f"stage {stage}, empty_init={empty_init}")
+
+
+@on_ranks(2)
+def test_configure_model_is_on_meta_at_stage_3_only(rank: int, world_size: int) -> None:
+    plain = Seeded()
+    fit("ddp", plain)
+    for stage in STAGES:
+        module = Late()
+        trainer = fit(stage, module)
+        assert module.was_on_meta is (stage == 3), f"stage {stage}"
+        assert_close(module.losses, plain.losses, f"stage {stage}")
+        assert_close(weights(module), weights(plain), f"stage {stage}")
+        blocks = module.blocks
+        trainer.fit_loop.max_epochs = 3
+        trainer.fit(module, batches())
+        assert module.blocks is blocks, "configure_model ran twice and rebuilt"
+        assert len(module.losses) == 12
+        trainer.test(module, batches(16), verbose=False)
+
+
+@on_ranks(2)
+def test_no_rank_ever_holds_the_whole_model_at_stage_3(rank: int, world_size: int) -> None:
+    """While a unit gets its memory, all others are on meta or cut into shards."""
+    module = Late()
+    elements: list[int] = []
+
+    def watch() -> None:
+        storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in module.parameters() if not p.is_meta}
+        elements.append(sum(storages.values()) // 4)
+
+    SeededLinear.watch = staticmethod(watch)  # type: ignore[method-assign]
+    fit(3, module, max_epochs=1)
+    total = sum(p.numel() for p in module.parameters())
+    largest = max(sum(p.numel() for p in unit.parameters()) for unit in (*module.blocks, module.first))
+    assert len(elements) >= 14, "every module was filled"
+    # Released parameters keep one element each, so that they can be told apart.
+    assert max(elements) <= largest + len(list(module.parameters())), f"{elements}: the whole model has {total}"
+
+
+@on_ranks(2)
+def test_resume_into_a_meta_module(rank: int, world_size: int, tmp_path: Path) -> None:
+    """From a checkpoint of DDP and of stage 3, at every stage; the values of the module's own init must not matter."""
+    whole = Late()
+    fit("ddp", whole)
+    fit("ddp", Late(), max_epochs=1).save_checkpoint(tmp_path / "ddp.ckpt")
+    fit(3, Late(), max_epochs=1).save_checkpoint(tmp_path / "zero.ckpt")
+    for source in ("ddp.ckpt", "zero.ckpt"):
+        for stage in (1, 3):
+            module = Late()
+            fit(stage, module, ckpt=tmp_path / source)
+            assert_close(module.losses, whole.losses[4:], f"{source}, stage {stage}")
+            assert_close(weights(module), weights(whole), f"{source}, stage {stage}")
+    tested = [
+        trainer_of(strategy).test(Late(), batches(16), ckpt_path=tmp_path / "zero.ckpt", verbose=False)[0]["test_loss"]
+        for strategy in ("ddp", 3)
+    ]
+    assert_close(tested[1], tested[0], "test from a checkpoint on meta")
+
+
+class Bare(nn.Module):
+    """Owns a parameter and cannot fill it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain
+
+
+class WithoutReset(Late):
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.blocks.append(Bare())
+
+
+class WithBareBuffer(Late):
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.norm.extra = nn.Module()
+        self.norm.extra.register_buffer("table", torch.arange(4.0))
+
+
+class LoadsIntoMeta(Late):
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.last.load_state_dict({"weight": torch.ones(WIDTH, WIDTH), "bias": torch.ones(WIDTH)})
+
+
+class OnCpu(Late):
+    """The cure both errors name."""
+
+    def configure_model(self) -> None:
+        with torch.device("cpu"):
+            super().configure_model()
+            self.blocks.append(Bare())
+            self.last.load_state_dict({"weight": torch.ones(WIDTH, WIDTH), "bias": torch.ones(WIDTH)})
+
+
+@on_ranks(2)
+def test_what_cannot_be_filled_is_named(rank: int, world_size: int) -> None:
+    for make, name in ((WithoutReset, r"blocks\.6"), (WithBareBuffer, r"norm\.extra")):
+        with pytest.raises(PlanError, match=rf"'{name}'.*meta device.*reset_parameters\(\).*torch\.device\('cpu'\)"):
+            fit(3, make())
+        fit(2, make(), max_epochs=1)
+
+
+@on_ranks(2)
+def test_weights_loaded_into_a_meta_module_are_refused(rank: int, world_size: int) -> None:
+    with pytest.raises(PlanError, match=r"configure_model loads weights.*meta.*ckpt_path.*torch\.device\('cpu'\)"):
+        fit(3, LoadsIntoMeta())
+    fit(2, LoadsIntoMeta(), max_epochs=1)
+    module = OnCpu()
+    fit(3, module, max_epochs=1)
+    assert module.was_on_meta is False
+    assert torch.tensor(module.losses).isfinite().all()
+
+
+class Random(Late):
+    """Every rank would fill it differently."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Tensor | None = None
+
+    def configure_model(self) -> None:
+        if self.blocks is None:
+            Net.build(self)
+            self.norm = nn.Identity()
+        torch.manual_seed(self.global_rank)
+
+    def training_step(self, batch: Any, i: int) -> Tensor:
+        if self.seen is None:
+            self.seen = self.last.weight.detach().clone()
+        return super().training_step(batch, i)
+
+
+@on_ranks(2)
+def test_all_ranks_start_from_the_values_of_rank_0(rank: int, world_size: int) -> None:
+    import torch.distributed as dist
+
+    for stage in (1, 3):
+        module = Random()
+        fit(stage, module, max_epochs=1)
+        assert module.seen is not None
+        other = module.seen.clone()
+        dist.broadcast(other, 0)
+        assert_equal(module.seen, other, f"stage {stage}")
