@@ -16,6 +16,7 @@ Everything here is collective unless it says otherwise: every rank makes the sam
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,6 +40,9 @@ from ls_strategy.zero.optimizer import ShardedOptimizer
 from ls_strategy.zero.reduce import Reducer
 from ls_strategy.zero.units import Flat
 from ls_strategy.zero_stages import POLICIES
+
+_HOLDERS: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
+"""Which engine holds a model's parameters. Engines hold no strong reference to their model, so entries end with it."""
 
 
 @dataclass
@@ -66,9 +70,8 @@ class Engine:
         comm: Comm,
         device: torch.device,
         loss_scale: LossScaleConfig | None = None,
-        previous: Engine | None = None,
     ) -> None:
-        """Take over the model's parameters and the optimizers' groups. Collective.
+        """Take over the model's parameters and the optimizers' groups, from an earlier engine too. Collective.
 
         Args:
             model: parameters may be on any device, also on meta (then modules fill them by ``reset_parameters``).
@@ -78,12 +81,11 @@ class Engine:
             comm: the data-parallel ranks.
             device: where the buffers live.
             loss_scale: knobs of the loss scale, for the modes that have one.
-            previous: an engine that holds this model's parameters now; it is dissolved unit by unit.
 
         Raises:
             PlanError: model, optimizers and options do not fit together; on every rank, before anything is moved.
         """
-        self.model = model
+        self._model = weakref.ref(model)
         self.config = config
         self.precision = precision
         self.comm = comm
@@ -97,6 +99,7 @@ class Engine:
         self._stepping = False
         draft = Draft(model, optimizers, config=config, precision=precision, policy=self.policy)
         draft.agree(comm)
+        previous = Engine.holding(model)
         if previous is not None:
             previous.detach()
         held = {} if previous is None else {id(p): f for f in previous.flats for p in f.params}
@@ -118,6 +121,22 @@ class Engine:
             if precision.compute != torch.float32 and type(m).__name__ in config.fp32_modules
         ]
         self._broadcast_buffers_next = True
+
+        self.on_detach: list[Callable[[], None]] = []
+        """Run when another engine takes the model over."""
+        _HOLDERS[model] = self
+
+    @property
+    def model(self) -> nn.Module:
+        """The model whose parameters are here."""
+        model = self._model()
+        assert model is not None
+        return model
+
+    @staticmethod
+    def holding(model: nn.Module) -> Engine | None:
+        """The engine that holds a model's parameters now, also after a fit and under another strategy object."""
+        return _HOLDERS.get(model)
 
     # set-up ----------------------------------------------------------------------------------------------------------
 
@@ -161,6 +180,9 @@ class Engine:
         self.hooks.detach()
         for boundary in self._boundaries:
             boundary.remove()
+        for callback in self.on_detach:
+            callback()
+        self.on_detach.clear()
 
     # forward ---------------------------------------------------------------------------------------------------------
 

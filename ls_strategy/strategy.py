@@ -246,16 +246,16 @@ class ZeROStrategy(DDPStrategy):
         assert self._comm is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        previous = self.engine if self.engine is not None and self.engine.model is module else None
+        held = self.engine is not None and Engine.holding(module) is self.engine
         if not fitting:
             self._reset_optimizers_and_schedulers()
-        if fitting or previous is None:
+        if fitting or not held:
             guards.check_trainer(trainer, self.config, self._precision())
             if fitting and self._layer_sync:
                 self.model = self._layer_sync.apply(module)
             if fitting:
                 self.setup_optimizers(trainer)
-            self._build_engine(module, previous)
+            self._build_engine(module)
         self.model = module
         self.setup_precision_plugin()
         assert self.engine is not None
@@ -273,12 +273,10 @@ class ZeROStrategy(DDPStrategy):
         assert isinstance(self._precision_plugin, ZeROPrecision)
         return self._precision_plugin
 
-    def _build_engine(self, module: pl.LightningModule, previous: Engine | None) -> None:
+    def _build_engine(self, module: pl.LightningModule) -> None:
         assert self._comm is not None
         plugin = self._precision()
-        if self._state_dict_hooks is not None:
-            self._state_dict_hooks.remove()
-            self._state_dict_hooks = None
+        self._state_dict_hooks = None
         self.engine = Engine(
             module,
             [o for o in self.optimizers if not is_mock_optimizer(o)],
@@ -291,10 +289,10 @@ class ZeROStrategy(DDPStrategy):
             comm=self._comm,
             device=self.root_device,
             loss_scale=self._loss_scale,
-            previous=previous,
         )
         if self.engine.policy.parameters:
             self._state_dict_hooks = StateDictHooks(module, self.engine.units, self._comm)
+            self.engine.on_detach.append(self._state_dict_hooks.remove)
         rank_zero_info(f"ZeROStrategy(stage={self.config.stage}): {self.engine.plan.describe()}")
         plugin.attach(self.engine)
         if self._pending_weights is not None:
@@ -415,7 +413,7 @@ class ZeROStrategy(DDPStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module = self.lightning_module
         assert module is not None
-        if self.engine is not None and self.engine.model is module:
+        if self.engine is not None and Engine.holding(module) is self.engine:
             load_full_state_dict(module, checkpoint["state_dict"], self.engine.units, strict=strict)
         elif any(p.is_meta for p in module.parameters()):
             self._pending_weights = (checkpoint["state_dict"], strict)

@@ -111,6 +111,8 @@ def _full_values(params: list[nn.Parameter], held: dict[int, Flat]) -> dict[int,
     for flat in {id(held[id(p)]): held[id(p)] for p in params if id(p) in held}.values():
         whole = flat.full_master()
         for p, slot in zip(flat.params, flat.layout.slots, strict=True):
-            if id(p) in result:
-                result[id(p)] = whole[slot.offset : slot.end].view(slot.shape)
+            value = whole[slot.offset : slot.end].view(slot.shape)
+            # A resident parameter may have got another value since, by load_state_dict for example: then that counts.
+            if id(p) in result and (not flat.is_gathered or torch.equal(value.to(p.dtype), p)):
+                result[id(p)] = value
     return result

@@ -80,6 +80,7 @@ class UnitHooks:
         for unit in units:
             for module in unit.modules:
                 self._attach_module(unit, module)
+            unit.modules.clear()  # the engine must not keep the model alive
             for flat in unit.trainable_flats:
                 for i, param in enumerate(flat.params):
                     self._attach_param(unit, flat, i, param)

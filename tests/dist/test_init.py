@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ls_strategy.errors import PlanError
@@ -178,10 +179,13 @@ class WithBareBuffer(Late):
         self.norm.extra.register_buffer("table", torch.arange(4.0))
 
 
+PRETRAINED = {"weight": torch.ones(WIDTH, WIDTH), "bias": torch.ones(WIDTH)}
+
+
 class LoadsIntoMeta(Late):
     def configure_model(self) -> None:
         super().configure_model()
-        self.last.load_state_dict({"weight": torch.ones(WIDTH, WIDTH), "bias": torch.ones(WIDTH)})
+        self.last.load_state_dict(PRETRAINED)
 
 
 class OnCpu(Late):
@@ -191,7 +195,7 @@ class OnCpu(Late):
         with torch.device("cpu"):
             super().configure_model()
             self.blocks.append(Bare())
-            self.last.load_state_dict({"weight": torch.ones(WIDTH, WIDTH), "bias": torch.ones(WIDTH)})
+            self.last.load_state_dict(PRETRAINED)
 
 
 @on_ranks(2)
@@ -234,8 +238,6 @@ class Random(Late):
 
 @on_ranks(2)
 def test_all_ranks_start_from_the_values_of_rank_0(rank: int, world_size: int) -> None:
-    import torch.distributed as dist
-
     for stage in (1, 3):
         module = Random()
         fit(stage, module, max_epochs=1)

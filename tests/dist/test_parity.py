@@ -17,7 +17,7 @@ from tests.dist.models import Case, Result, loss_difference, run_all, same_bits,
 STAGES = (0, 1, 2, 3)
 BOUND = 1e-6  # DESIGN.md section 4: equal up to the order of sums
 
-# Gradient norms of these models are 0.1 to 1 and their largest elements 0.02 to 0.1; the tests check that clipping bites.
+# Gradient norms of these models are 0.1 to 1, their largest elements 0.02 to 0.1: `check_parity` checks that clips bite.
 NORM = {"clip": "norm", "clip_at": 0.05}
 VALUE = {"clip": "value", "clip_at": 0.01}
 
@@ -35,16 +35,6 @@ ROWS = {
 }
 COVERING = {1: "abcdefghi", 2: "abcdefghi", 3: "beg", 4: "dfi"}
 TIMEOUT_S = 170
-
-EMPTY_STAGE_0 = (
-    "an empty parameter that takes part in the graph is not counted in Unit.waiting_for but counted down by "
-    "Reducer.on_grad, so its unit is sent before its last gradient arrived; stage 0 averages in place and goes wrong"
-)
-
-
-def meets_the_empty_bug(world_size: int, row: str) -> bool:
-    return world_size > 1 and "empty" in ROWS[row].traits and ROWS[row].optimizer != "two"
-
 
 Group = tuple[Result, ...]
 """One case's result of every rank."""
@@ -76,10 +66,8 @@ def check_parity(case: Case, trusted: Group, ours: Group) -> None:
     ("world_size", "row"),
     [pytest.param(w, row, id=f"{w}-{ROWS[row]}") for w, rows in COVERING.items() for row in rows],
 )
-def test_training_is_ddp_up_to_the_order_of_sums(world_size: int, row: str, stage: int, request) -> None:
+def test_training_is_ddp_up_to_the_order_of_sums(world_size: int, row: str, stage: int) -> None:
     """Losses of all ranks, weights and gradient norms; trusted run: DDP."""
-    if stage == 0 and meets_the_empty_bug(world_size, row):
-        request.applymarker(pytest.mark.xfail(strict=True, reason=EMPTY_STAGE_0))
     group = results(world_size, COVERING[world_size])
     check_parity(ROWS[row], group[row, None], group[row, stage])
 
@@ -88,14 +76,12 @@ def test_training_is_ddp_up_to_the_order_of_sums(world_size: int, row: str, stag
     ("world_size", "row"),
     [pytest.param(w, row, id=f"{w}-{ROWS[row]}") for w, rows in COVERING.items() for row in rows],
 )
-def test_stages_are_equal_bit_for_bit(world_size: int, row: str, request) -> None:
+def test_stages_are_equal_bit_for_bit(world_size: int, row: str) -> None:
     """All four without accumulation (and on one rank, which has nothing to shard); with it, 0 and 1, and 2 and 3.
 
     Stages 0 and 1 add micro-batches on each rank and average once; stages 2 and 3 average every micro-batch and add
     averages. The same numbers are added in another order, so between the pairs only the bound can hold.
     """
-    if meets_the_empty_bug(world_size, row):
-        request.applymarker(pytest.mark.xfail(strict=True, reason=EMPTY_STAGE_0))
     group = results(world_size, COVERING[world_size])
     zero, one, two, three = ([group[row, s] for s in STAGES])
     assert all(map(same_bits, zero, one))

@@ -1,0 +1,133 @@
+"""fp16: an overflow on one rank skips the step on all of them and touches nothing but the scale."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+
+from ls_strategy.config import LossScaleConfig
+from ls_strategy.testing import spawn
+from tests.dist.models import Case, Net, loader, quiet, trainer_of
+
+STAGES = (0, 1, 2, 3)
+PRECISIONS = ("16-mixed", "16-true")
+OVERFLOWS = (3, 4, 7)  # optimizer steps, from 0
+STEPS = 9
+FIRST = 2.0**10
+# hysteresis 2: the first overflow is tolerated, the others halve; no window ends
+SCALES = [FIRST, FIRST, FIRST, FIRST, FIRST / 2, FIRST / 2, FIRST / 2, FIRST / 4, FIRST / 4]
+
+
+def case_of(stage: int, precision: str, accumulate: int = 1) -> Case:
+    config = LossScaleConfig(initial_power=10, window=1000, hysteresis=2)
+    options = (("loss_scale", config),)
+    return Case(
+        stage=stage, precision=precision, steps=STEPS, optimizer="adamw", accumulate=accumulate, options=options
+    )
+
+
+class Overflowing(Net):
+    """The last rank's loss is infinite in the first micro-batch of some steps."""
+
+    def loss(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().loss(batch, batch_idx)
+        step, micro = divmod(batch_idx, self.case.accumulate)
+        if step in OVERFLOWS and micro == 0 and self.global_rank == self.trainer.world_size - 1:
+            return loss * float("inf")
+        return loss
+
+
+class Recorder(pl.Callback):
+    """After every optimizer step: the scale, the count of skipped steps, and all masters, moments and step counts."""
+
+    reads_weights = False
+
+    def __init__(self) -> None:
+        self.scales: list[float] = []
+        self.skipped: list[int] = []
+        self.states: list[list[Tensor]] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (batch_idx + 1) % module.case.accumulate:
+            return
+        strategy = trainer.strategy
+        self.scales.append(strategy.loss_scale)
+        self.skipped.append(strategy.skipped_steps)
+        state = strategy.optimizer_state(trainer.optimizers[0])["state"]
+        tensors = [t.detach().clone() for t in strategy.require_engine().trainable_masters()]
+        tensors += [torch.as_tensor(v).clone() for entry in state.values() for v in entry.values()]
+        self.states.append(tensors)
+
+
+def train(rank: int, world_size: int, folder: str) -> dict[tuple[int, str, int], dict[str, Any]]:
+    quiet()
+    result = {}
+    for stage in STAGES:
+        for precision in PRECISIONS:
+            for accumulate in (1, 2):
+                case = case_of(stage, precision, accumulate)
+                recorder = Recorder()
+                trainer = trainer_of(case, world_size, callbacks=[recorder])
+                trainer.fit(Overflowing(case), loader(case, world_size))
+                pairs = zip(recorder.states[:-1], recorder.states[1:], strict=True)
+                unchanged = [
+                    len(a) == len(b) and all(map(torch.equal, a, b)) for a, b in pairs
+                ]  # fmt: skip
+                finite = all(bool(t.isfinite().all()) for t in recorder.states[-1])
+                entry = {"scales": recorder.scales, "skipped": recorder.skipped, "unchanged": unchanged}
+                result[stage, precision, accumulate] = entry | {"finite": finite}
+        result[stage, "restored", 1] = restore(trainer, case, world_size, f"{folder}/{stage}.ckpt")
+    return result
+
+
+def restore(trainer: pl.Trainer, case: Case, world_size: int, path: str) -> dict[str, Any]:
+    """The scaler's state that a second run starts with, and the one that the first had saved."""
+    saved = trainer.strategy.require_engine().scaler.state_dict()
+    trainer.save_checkpoint(path)
+    found: list[dict[str, Any]] = []
+
+    class Look(pl.Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            found.append(trainer.strategy.require_engine().scaler.state_dict())
+
+    again = trainer_of(case, world_size, callbacks=[Look()])
+    again.fit_loop.max_epochs = 2
+    again.fit(Net(case), loader(case, world_size), ckpt_path=path, weights_only=False)
+    return {"saved": saved, "found": found[0]}
+
+
+@functools.cache
+def results(folder: str) -> list[dict]:
+    return spawn(train, 2, folder, init_process_group=False, timeout_s=150)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    return results(str(tmp_path_factory.mktemp("loss_scale") or Path()))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_overflow_on_one_rank_skips_on_all(ranks, stage, precision, accumulate) -> None:
+    """Masters, moments and step counts stay as they were in exactly the steps that overflow; on every rank."""
+    for rank in ranks:
+        seen = rank[stage, precision, accumulate]
+        assert seen["unchanged"] == [step in OVERFLOWS for step in range(1, STEPS)]
+        assert seen["skipped"] == [sum(o <= step for o in OVERFLOWS) for step in range(STEPS)]
+        assert seen["scales"] == SCALES
+        assert seen["finite"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_scale_is_saved_and_restored(ranks, stage) -> None:
+    for rank in ranks:
+        seen = rank[stage, "restored", 1]
+        assert seen["found"] == seen["saved"]
+        assert seen["saved"]["scale"] == SCALES[-1]
