@@ -5,7 +5,11 @@ The exception is `strategy.py`, which as a subclass uses what its base class kee
 
 from __future__ import annotations
 
+import os
+import socket
+import stat
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,10 +19,13 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_iter, tree_map
 
 __all__ = [
+    "current_backward_pass",
     "default_store",
     "forget_step_hooks",
     "is_mock_optimizer",
+    "open_sockets",
     "persistent_buffer_names",
+    "shut_sockets",
     "sync_batch_norm_error",
     "tree_iter",
     "tree_map",
@@ -26,9 +33,42 @@ __all__ = [
 ]
 
 
+def current_backward_pass() -> int:
+    """A number that tells backward passes apart; -1 outside of any."""
+    return torch._C._current_graph_task_id()
+
+
 def default_store() -> Any:
     """Rendezvous store of the default process group. Raises if there is none."""
     return dist.distributed_c10d._get_default_store()
+
+
+def open_sockets() -> set[tuple[int, int]]:
+    """Sockets of this process as ``(file descriptor, inode)``. Linux; empty elsewhere."""
+    result: set[tuple[int, int]] = set()
+    for entry in Path("/proc/self/fd").glob("*"):
+        try:
+            status = os.fstat(int(entry.name))
+        except OSError:  # closed meanwhile
+            continue
+        if stat.S_ISSOCK(status.st_mode):
+            result.add((int(entry.name), status.st_ino))
+    return result
+
+
+def shut_sockets(sockets: set[tuple[int, int]], *, except_port: int) -> None:
+    """Shut connections down without closing their descriptors, whose owner (gloo) then sees an error, as its peer does.
+
+    gloo's groups cannot be aborted: ``ProcessGroup.abort`` does nothing there, and ``destroy_process_group`` leaves the
+    connections open for as long as the process lives. Connections to or from ``except_port`` stay.
+    """
+    for fd, _ in sockets & open_sockets():
+        with socket.socket(fileno=os.dup(fd)) as connection:
+            try:
+                if except_port not in (connection.getsockname()[1], connection.getpeername()[1]):
+                    connection.shutdown(socket.SHUT_RDWR)
+            except (OSError, IndexError):  # a listening or a Unix socket: nobody waits on it
+                continue
 
 
 def forget_step_hooks(optimizer: Optimizer) -> None:

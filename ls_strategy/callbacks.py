@@ -42,7 +42,7 @@ class Monitor(Callback):
     ``monitor/loss_scale``         loss scale (fp16 precisions)
     ``monitor/skipped_steps``      steps skipped after an overflow so far
     ``monitor/samples_per_s``      samples of all ranks per second, data loading included
-    ``monitor/tokens_per_s``       likewise tokens, where a batch holds integer tensors of shape (batch, tokens, ...)
+    ``monitor/tokens_per_s``       likewise tokens, where a batch's first tensor is (batch, tokens), int64 or int32
     ``monitor/mfu``                model FLOP utilisation, where the module has ``flops_per_token()`` or
                                    ``flops_per_sample()`` and the peak of the device is known
     ``monitor/sent_mib_per_step``  MiB this rank sent per step
@@ -151,10 +151,10 @@ class Monitor(Callback):
 
 
 def _tokens(batch: Any) -> int:
-    """Elements of the first integer tensor with a token axis, 0 where there is none."""
+    """Elements of a batch's first tensor if it holds token numbers, ``(batch, tokens)`` int64 or int32; else 0."""
     for t in tree_iter(batch):
         if isinstance(t, Tensor):
-            return t.numel() if t.dim() >= 2 and not t.is_floating_point() else 0
+            return t.numel() if t.dim() == 2 and t.dtype in (torch.int64, torch.int32) else 0
     return 0
 
 

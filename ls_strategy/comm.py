@@ -9,17 +9,19 @@ Every call here is collective: all ranks of the group make the same calls in the
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ls_strategy._compat import default_store
-from ls_strategy.errors import RankFailedError
+from ls_strategy._compat import default_store, open_sockets, shut_sockets
+from ls_strategy.errors import LSError, RankFailedError
 
 CHUNK = 1 << 16
 """Elements summed at a time on the CPU: 256 KiB in fp32, so that the second operand meets a warm L2 cache."""
@@ -122,8 +124,20 @@ class PendingGather:
 class Comm:
     """The data-parallel group of one engine, and a gloo side group for small decisions that must not touch the GPU."""
 
-    def __init__(self, group: dist.ProcessGroup | None, control: dist.ProcessGroup | None) -> None:
-        """``group=None`` and ``control=None`` stand for a single process without a process group."""
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        control: dist.ProcessGroup | None,
+        sockets: set[tuple[int, int]] | None = None,
+    ) -> None:
+        """``group=None`` and ``control=None`` stand for a single process without a process group.
+
+        Args:
+            group: for tensors.
+            control: gloo, for small decisions.
+            sockets: those that the process groups opened, see `break_connections`.
+        """
+        self._sockets = sockets or set()
         self.group = group
         self.control = control
         self.rank = dist.get_rank(group) if group is not None else 0
@@ -137,18 +151,35 @@ class Comm:
         """Whether the process group it was made on still exists."""
         return self.world_size == 1 or (dist.is_initialized() and self.group is dist.group.WORLD)
 
+    def break_connections(self) -> None:
+        """Make every rank that waits for this one, now or later, fail at once. The groups are of no use afterwards."""
+        if self.native and self.group is not None:
+            self.group.abort()
+        shut_sockets(self._sockets, except_port=int(os.environ.get("MASTER_PORT", "0")))
+
+    @contextmanager
+    def naming_failures(self) -> Iterator[None]:
+        """Turn a broken connection into the error of the rank that broke it, if that left word.
+
+        Raises:
+            RankFailedError: in place of the RuntimeError from a collective.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if not isinstance(error, LSError) and "onnection" in str(error):
+                self.failures.raise_if_any(error)
+            raise
+
     def wait(self, works: Sequence[Any]) -> None:
         """Wait for started operations.
 
         Raises:
             RankFailedError: the connection broke, and another rank had left word why.
         """
-        try:
+        with self.naming_failures():
             for work in works:
                 work.wait()
-        except RuntimeError as error:
-            self.failures.raise_if_any(error)
-            raise
 
     def _exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], kind: str) -> list[Any]:
         """Start sending ``sends[r]`` to every other rank ``r`` and receiving ``receives[r]`` from it."""
@@ -214,21 +245,15 @@ class Comm:
             assert self.group is not None
             if self.rank == source:
                 self.traffic.count("broadcast", tensor, self.world_size - 1)
-            try:
+            with self.naming_failures():
                 dist.broadcast(tensor, dist.get_global_rank(self.group, source), group=self.group)
-            except RuntimeError as error:
-                self.failures.raise_if_any(error)
-                raise
 
     def agree(self, values: Tensor, op: Any = dist.ReduceOp.MAX) -> Tensor:
         """All-reduce a small CPU tensor over the side group, in place. Blocking; never waits for the GPU."""
         if self.world_size > 1 and values.numel():
             self.traffic.count("control", values)
-            try:
+            with self.naming_failures():
                 dist.all_reduce(values, op=op, group=self.control)
-            except RuntimeError as error:
-                self.failures.raise_if_any(error)
-                raise
         return values
 
     def exchange_objects(self, value: Any) -> list[Any]:
@@ -250,15 +275,20 @@ class _KeepAlive:
         """Nothing to wait for."""
 
 
-def make_comm() -> Comm:
-    """The communicator over all ranks of the default process group, or of one process without any. Collective."""
+def make_comm(before: set[tuple[int, int]] | None = None) -> Comm:
+    """The communicator over all ranks of the default process group, or of one process without any. Collective.
+
+    Args:
+        before: sockets that were open before the default process group was made.
+    """
+    before = open_sockets() if before is None else before
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return Comm(None, None)
     world = dist.group.WORLD
     control = dist.new_group(backend="gloo")
     assert isinstance(world, dist.ProcessGroup)
     assert isinstance(control, dist.ProcessGroup)
-    return Comm(world, control)
+    return Comm(world, control, open_sockets() - before)
 
 
 class Failures:

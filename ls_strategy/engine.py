@@ -333,8 +333,16 @@ class Engine:
                 piece.grad = None
 
     def abort(self) -> None:
-        """An exception ended a step: forget what was under way, without communicating."""
+        """An exception ended a step: forget the gradients that were under way.
+
+        Weights on their way are waited for, since all ranks sent them before; if that fails too, they are given up.
+        """
         self.reducer.abort()
+        try:
+            self.wait()
+        except RuntimeError:
+            for flat in self.flats:
+                flat.gathering = None
 
     def trainable_masters(self) -> list[Tensor]:
         """This rank's master shards of everything that trains, in the order of the units. Not collective."""

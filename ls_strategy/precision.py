@@ -66,8 +66,9 @@ def resolve_precision(name: str, *, master_weights: bool = True, reduce_dtype: R
 class LossScaler:
     """Static or dynamic loss scale; the same decisions on every rank, because every rank is told the same overflow.
 
-    Dynamic rule (DeepSpeed's ``DynamicLossScaler``): an overflow uses up one unit of hysteresis, and halves the scale
-    when none is left; ``window`` good steps in a row double it.
+    The dynamic rule has the knobs of DeepSpeed's ``DynamicLossScaler``: an overflow uses up one unit of hysteresis, and
+    halves the scale when none is left; ``window`` good steps in a row double it (counted as ``torch.amp.GradScaler``
+    does; DeepSpeed doubles one step later).
     """
 
     def __init__(self, config: LossScaleConfig) -> None:

@@ -34,12 +34,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ls_strategy import lightning_guards as guards
-from ls_strategy._compat import is_mock_optimizer, unwrap_optimizer
+from ls_strategy._compat import is_mock_optimizer, open_sockets, unwrap_optimizer
 from ls_strategy.checkpoint import StateDictHooks, full_state_dict, load_full_state_dict
 from ls_strategy.comm import Comm, Traffic, make_comm
 from ls_strategy.config import LossScaleConfig, ZeROConfig
 from ls_strategy.engine import Engine
-from ls_strategy.errors import ConfigError, PlanError, StateError
+from ls_strategy.errors import ConfigError, PlanError, RankFailedError, StateError
 from ls_strategy.precision import PrecisionPolicy, resolve_precision
 from ls_strategy.precision_plugin import ZeROPrecision
 from ls_strategy.zero_stages import POLICIES
@@ -213,6 +213,7 @@ class ZeROStrategy(DDPStrategy):
 
     @override
     def setup_environment(self) -> None:
+        before = open_sockets()
         super().setup_environment()
         expected = self.num_nodes * self.num_processes
         if dist.get_world_size() != expected:
@@ -221,7 +222,7 @@ class ZeROStrategy(DDPStrategy):
                 f"num_nodes={self.num_nodes}) expects {expected}. Make the two agree."
             )
         if self._comm is None or not self._comm.is_alive():
-            self._comm = make_comm()
+            self._comm = make_comm(before)
             self.engine = None
 
     @contextmanager
@@ -308,25 +309,29 @@ class ZeROStrategy(DDPStrategy):
         assert self.lightning_module is not None
         # DDP takes rank 0's buffers before a forward whose predecessor synchronised gradients.
         synchronises = self.lightning_module.automatic_optimization and not self._accumulating
-        engine.begin_step(sync_buffers_after=synchronises)
-        output = super().training_step(*args, **kwargs)
-        engine.end_forward()
+        with engine.comm.naming_failures():
+            engine.begin_step(sync_buffers_after=synchronises)
+            output = super().training_step(*args, **kwargs)
+            engine.end_forward()
         return output
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        self.require_engine().begin_step()
-        return super().validation_step(*args, **kwargs)
+        return self._evaluation_step(super().validation_step, *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        self.require_engine().begin_step()
-        return super().test_step(*args, **kwargs)
+        return self._evaluation_step(super().test_step, *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.require_engine().begin_step()
-        return super().predict_step(*args, **kwargs)
+        return self._evaluation_step(super().predict_step, *args, **kwargs)
+
+    def _evaluation_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        engine = self.require_engine()
+        with engine.comm.naming_failures():
+            engine.begin_step()
+            return step(*args, **kwargs)
 
     @contextmanager
     @override
@@ -344,7 +349,7 @@ class ZeROStrategy(DDPStrategy):
         assert module is not None
         closure_loss = plugin.pre_backward(closure_loss, module)
         engine.begin_backward(eager=module.automatic_optimization and not self._accumulating)
-        with guards.explain_released_parameters():
+        with guards.explain_released_parameters(), engine.comm.naming_failures():
             plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         engine.end_backward()
         return plugin.post_backward(closure_loss, module)
@@ -359,7 +364,8 @@ class ZeROStrategy(DDPStrategy):
     ) -> Any:
         module = model or self.lightning_module
         assert isinstance(module, pl.LightningModule)
-        return self._precision().optimizer_step(optimizer, model=module, closure=closure, **kwargs)
+        with self.require_engine().comm.naming_failures():
+            return self._precision().optimizer_step(optimizer, model=module, closure=closure, **kwargs)
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -452,7 +458,11 @@ class ZeROStrategy(DDPStrategy):
             self.engine.abort()
         if isinstance(exception, (ConfigError, PlanError)) or self._comm is None or not dist.is_initialized():
             return  # raised on every rank alike: nobody waits
-        if self._comm.world_size > 1 and not self._comm.failures.announce(exception, patience_s=_PATIENCE_S):
+        if self._comm.world_size == 1:
+            return
+        all_failed = self._comm.failures.announce(exception, patience_s=_PATIENCE_S)
+        if not all_failed or isinstance(exception, RankFailedError):
+            self._comm.break_connections()
             dist.destroy_process_group()
 
     @override

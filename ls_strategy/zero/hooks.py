@@ -14,14 +14,13 @@ a parameter's gradient is complete  hand it to the reducer
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
 
-from ls_strategy._compat import tree_iter
+from ls_strategy._compat import current_backward_pass, tree_iter
 from ls_strategy.errors import StateError
 from ls_strategy.zero.gather import Gatherer
 from ls_strategy.zero.reduce import Reducer
@@ -56,6 +55,15 @@ def _do_nothing_hook(*_: Any) -> None:
 
 def _do_nothing() -> Callable[..., None]:
     return _do_nothing_hook
+
+
+@dataclass
+class _Call:
+    """One call of a unit's module, on its way through backward."""
+
+    sources: int
+    sources_left: int = 0
+    backward_pass: int = -1
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -133,24 +141,36 @@ class UnitHooks:
             self.gatherer.release(unit)
 
     def _watch_backward(self, unit: Unit, sources: list[Tensor], outputs: list[Tensor]) -> None:
-        """Gather when the first output gets its gradient, release when the last input has got its own."""
+        """Gather when the first output gets its gradient, release when the last input has got its own.
 
-        def begins(_: Any) -> None:
+        The hooks hold no tensor: one that did would keep the call's activations alive in a circle through autograd.
+        """
+        call = _Call(len(sources))
+
+        def begins(_: Tensor) -> None:
+            backward_pass = current_backward_pass()
+            if call.backward_pass == backward_pass:
+                return  # another output was first
+            call.backward_pass, call.sources_left = backward_pass, call.sources
             unit.open_backwards += 1
-            if not sources:
+            if not call.sources:
                 unit.unclosable_backwards += 1
             self.gatherer.fetch(unit, backward=True)
 
-        def ends(_: Any) -> None:
-            unit.open_backwards = max(unit.open_backwards - 1, 0)
+        def ends(_: Tensor) -> None:
             if torch.is_grad_enabled():  # create_graph=True: the second derivative will come back here
                 unit.pinned = True
+            call.sources_left -= 1
+            if call.sources_left:
+                return
+            unit.open_backwards = max(unit.open_backwards - 1, 0)
             if unit.open_backwards == 0:
                 self.gatherer.release(unit)
 
-        register_multi_grad_hook(outputs, begins, mode="any")
-        if sources:
-            register_multi_grad_hook(sources, ends, mode="all")
+        for tensor in outputs:
+            tensor.register_hook(begins)
+        for tensor in sources:
+            tensor.register_hook(ends)
 
     def _close_all(self, unit: Unit) -> None:
         """All gradients are there: calls whose inputs need no gradient have nothing left to compute."""

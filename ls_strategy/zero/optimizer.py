@@ -123,9 +123,7 @@ class ShardedOptimizer:
         self._compose(used)
         pieces = [group["params"] for group in groups]
         piece_state = self.optimizer.state
-        fused = [
-            g for g in groups if type(self.optimizer) in _FUSED and g.get("fused") is None and not g.get("foreach")
-        ]
+        fused = [g for i, g in enumerate(groups) if self._may_fuse(i)]
         edited = self._edited_grads(used)
         try:
             for g, group in enumerate(groups):
@@ -149,6 +147,15 @@ class ShardedOptimizer:
                 group["fused"] = None
             for r in self._runs:
                 r.tensor.grad = None
+
+    def _may_fuse(self, group: int) -> bool:
+        """Whether the group's update may run as one pass over memory: torch can, and the user has not chosen."""
+        settings = self.optimizer.param_groups[group]
+        if type(self.optimizer) not in _FUSED or settings.get("fused") is not None or settings.get("foreach"):
+            return False
+        # torch's fused SGD takes momentum of all tensors or of none; a run that begins late has none yet.
+        begun = {bool(self._run_state.get(r.tensor)) for r in self._runs if r.group == group}
+        return not (isinstance(self.optimizer, torch.optim.SGD) and len(begun) > 1)
 
     def _edited_grads(self, used: list[bool]) -> list[tuple[_Run, int, int, Tensor]]:
         """Gradients that the user replaced on a piece since `bind_grads`, and where they belong."""
@@ -207,11 +214,7 @@ class ShardedOptimizer:
 
     def _state_of_run(self, r: _Run) -> dict[str, Any]:
         group = self.optimizer.param_groups[r.group]
-        on_device = (
-            group.get("capturable")
-            or group.get("fused")
-            or (type(self.optimizer) in _FUSED and group.get("fused") is None and not group.get("foreach"))
-        )
+        on_device = group.get("capturable") or group.get("fused") or self._may_fuse(r.group)
         result: dict[str, Any] = {}
         for k, v in self._state.get(r.members[0], {}).items():
             if isinstance(v, str) and v == _ELEMENTWISE:

@@ -46,6 +46,11 @@ def partition(model: nn.Module, unit_classes: tuple[str, ...], min_unit_numel: i
         sizes[block_name] = sum(p.numel() for p in params)
         for p in params:
             owners[id(p)].add(block_name)
+    inside = {id(m) for block in blocks.values() for m in block.modules()}
+    for module in model.modules():
+        if id(module) not in inside:
+            for p in module.parameters(recurse=False):
+                owners[id(p)].add("")  # used outside of all blocks, perhaps also inside one
     units: list[UnitSpec] = []
     by_name: dict[str, UnitSpec] = {}
     open_root: UnitSpec | None = None

@@ -298,6 +298,8 @@ def weight_difference(trusted: Result, ours: Result) -> float:
 
 def same_bits(a: Result, b: Result) -> bool:
     """Whether losses and weights are equal bit for bit."""
-    return a.losses == b.losses and a.weights.keys() == b.weights.keys() and all(
-        torch.equal(v, b.weights[k]) for k, v in a.weights.items()
+    return (
+        a.losses == b.losses
+        and a.weights.keys() == b.weights.keys()
+        and all(torch.equal(v, b.weights[k]) for k, v in a.weights.items())
     )

@@ -19,7 +19,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from ls_strategy.strategy import ZeROStrategy
@@ -34,7 +34,15 @@ def on_ranks(world_size: int, *, timeout_s: float = 60) -> Callable[[Callable[..
 
     def decorate(body: Callable[..., Any]) -> Callable[..., Any]:
         def test(**fixtures: Any) -> None:
-            spawn(_call, world_size, body.__module__, body.__name__, fixtures, init_process_group=False, timeout_s=timeout_s)
+            spawn(
+                _call,
+                world_size,
+                body.__module__,
+                body.__name__,
+                fixtures,
+                init_process_group=False,
+                timeout_s=timeout_s,
+            )
 
         functools.update_wrapper(test, body)
         parameters = list(inspect.signature(body).parameters.values())[2:]
@@ -93,25 +101,33 @@ class Net(pl.LightningModule):
         return self.last(h)
 
     def loss(self, batch: Sequence[Tensor]) -> Tensor:
-        return F.mse_loss(self(batch[0]), batch[1])
+        return functional.mse_loss(self(batch[0]), batch[1])
 
-    def training_step(self, batch: Sequence[Tensor], _: int) -> Tensor:
+    def training_step(self, batch: Sequence[Tensor], i: int) -> Tensor:
         loss = self.loss(batch)
         self.losses.append(loss.item())
         return loss
 
-    def validation_step(self, batch: Sequence[Tensor], _: int) -> None:
+    def validation_step(self, batch: Sequence[Tensor], i: int) -> None:
         self.log("val_loss", self.loss(batch), sync_dist=True)
 
-    def test_step(self, batch: Sequence[Tensor], _: int) -> None:
+    def test_step(self, batch: Sequence[Tensor], i: int) -> None:
         self.log("test_loss", self.loss(batch), sync_dist=True)
 
-    def predict_step(self, batch: Sequence[Tensor], _: int) -> Tensor:
+    def predict_step(self, batch: Sequence[Tensor], i: int) -> Tensor:
         return self(batch[0])
 
     def configure_optimizers(self) -> Any:
         """The fused kernel, which ZeROStrategy picks by itself: rounding is then the same under DDP."""
         return torch.optim.AdamW(self.parameters(), lr=self.lr, eps=1e-4, fused=True)
+
+
+class Sgd(Net):
+    """Momentum and decay, so that a gradient that is lost, or zero instead of None, shows in the weights."""
+
+    def configure_optimizers(self) -> Any:
+        params = [p for p in self.parameters() if p.requires_grad]
+        return torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01)
 
 
 def samples(numel: int = 32, seed: int = 1) -> tuple[Tensor, Tensor]:
@@ -140,7 +156,7 @@ def trainer_of(strategy: str | int | ZeROStrategy, **options: Any) -> pl.Trainer
         strategy = ZeROStrategy(strategy, min_unit_numel=0)  # type: ignore[arg-type]
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
-        "devices": int(os.environ["WORLD_SIZE"]),
+        "devices": int(os.environ.get("WORLD_SIZE", "1")),
         "max_epochs": 2,
         "logger": False,
         "enable_checkpointing": False,
@@ -150,7 +166,9 @@ def trainer_of(strategy: str | int | ZeROStrategy, **options: Any) -> pl.Trainer
     return pl.Trainer(strategy=strategy, **{**defaults, **options})
 
 
-def fit(strategy: str | int | ZeROStrategy, module: Net, data: Any = None, ckpt: Any = None, **options: Any) -> pl.Trainer:
+def fit(
+    strategy: str | int | ZeROStrategy, module: Net, data: Any = None, ckpt: Any = None, **options: Any
+) -> pl.Trainer:
     """Train ``module``; by default for two epochs of four batches."""
     trainer = trainer_of(strategy, **options)
     trainer.fit(module, data if data is not None else batches(), ckpt_path=ckpt)
@@ -199,3 +217,42 @@ def assert_equal(actual: Any, expected: Any, what: str) -> None:
         assert same, f"{what}: differs\n  is   {actual}\n  must {expected}"
         return
     assert actual == expected, f"{what}: {actual!r} instead of {expected!r}"
+
+
+# --- cases against one process ----------------------------------------------------------------------------------------
+
+CASE_STEPS = 8
+Result = tuple[list[float], dict[str, Tensor]]
+
+
+def train_case(rank: int, world_size: int, case: type[Net], strategy: str | int) -> Result:
+    """Losses averaged over ranks, and final weights."""
+    module = case()
+    data = global_batches(rank, world_size, CASE_STEPS)
+    fit(strategy, module, data, use_distributed_sampler=False, max_epochs=1)
+    return mean_over_ranks(module.losses), weights(module)
+
+
+def train_all(rank: int, world_size: int, cases: list[type[Net]]) -> dict[str, Result]:
+    """The trusted runs: a plain Trainer on one process."""
+    quiet()
+    return {case.__name__: train_case(rank, world_size, case, "auto") for case in cases}
+
+
+def compare(
+    rank: int, world_size: int, cases: list[type[Net]], trusted: dict[str, Result], stages: tuple[int, ...] = STAGES
+) -> None:
+    """Every case at every stage; reports all that differ."""
+    quiet()
+    problems: list[str] = []
+    for case in cases:
+        losses, expected = trusted[case.__name__]
+        for stage in stages:
+            what = f"{case.__name__}, stage {stage}"
+            ours, actual = train_case(rank, world_size, case, stage)
+            try:
+                assert_close(ours, losses, f"{what}, losses")
+                assert_close(actual, expected, what)
+            except AssertionError as error:
+                problems.append(str(error))
+    assert not problems, "\n".join(problems)

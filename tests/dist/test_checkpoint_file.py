@@ -196,13 +196,14 @@ class OneMoreNotStrict(OneMore):
         self.strict_loading = False
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW([p for n, p in self.named_parameters() if "extra" not in n], lr=1e-2, eps=1e-4, fused=True)
+        return torch.optim.AdamW(
+            [p for n, p in self.named_parameters() if "extra" not in n], lr=1e-2, eps=1e-4, fused=True
+        )
 
 
 @on_ranks(2)
 def test_a_checkpoint_of_another_model_is_refused_by_name(rank: int, world_size: int, tmp_path: Path) -> None:
     fit(1, Net(), max_epochs=1).save_checkpoint(tmp_path / "net.ckpt")
-    state = torch.load(tmp_path / "net.ckpt", weights_only=True)["state_dict"]
     for stage in (1, 2, 3):
         with pytest.raises(RuntimeError, match=r"blocks\.1\.wide\.weight"):
             fit(stage, OtherShape(), ckpt=tmp_path / "net.ckpt")

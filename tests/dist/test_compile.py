@@ -1,4 +1,4 @@
-"""``torch.compile`` of single blocks: the losses of the uncompiled model. ``aot_eager`` runs the whole tracing, no C++."""
+"""``torch.compile`` of single blocks: the losses of the plain model. ``aot_eager`` traces everything, no C++."""
 
 from __future__ import annotations
 

@@ -123,7 +123,9 @@ def test_no_rank_ever_holds_the_whole_model_at_stage_3(rank: int, world_size: in
     elements: list[int] = []
 
     def watch() -> None:
-        storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in module.parameters() if not p.is_meta}
+        storages = {
+            p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in module.parameters() if not p.is_meta
+        }
         elements.append(sum(storages.values()) // 4)
 
     SeededLinear.watch = staticmethod(watch)  # type: ignore[method-assign]

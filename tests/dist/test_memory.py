@@ -17,7 +17,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
 from torch import Tensor
 
 from ls_strategy.testing import spawn
@@ -114,14 +113,7 @@ def pooled(stage: int, n: int) -> float:
     return (received + 2) * (3 * BLOCK + EMBEDDING + HEAD)
 
 
-LEAK = pytest.mark.xfail(
-    strict=True,
-    reason="UnitHooks._after_forward: backward_begins holds `sources`, the block's inputs, and with the hook on them this "
-    "is a cycle through C++ that Python cannot free: every step leaves block inputs behind",
-)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, pytest.param(3, marks=LEAK)])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_nothing_but_model_state_outlives_a_step(world_size: int, stage: int) -> None:
     """Activations least of all; a few bytes of step counts and of released parameters are left."""

@@ -17,7 +17,7 @@ from tests.dist.models import Case, Result, loss_difference, run_all, same_bits,
 STAGES = (0, 1, 2, 3)
 BOUND = 1e-6  # DESIGN.md section 4: equal up to the order of sums
 
-# Gradient norms of these models are 0.1 to 1, their largest elements 0.02 to 0.1: `check_parity` checks that clips bite.
+# Gradient norms of these models are 0.1 to 1, their largest elements 0.02 to 0.1: `check_parity` sees that clips bite.
 NORM = {"clip": "norm", "clip_at": 0.05}
 VALUE = {"clip": "value", "clip_at": 0.01}
 
@@ -83,7 +83,7 @@ def test_stages_are_equal_bit_for_bit(world_size: int, row: str) -> None:
     averages. The same numbers are added in another order, so between the pairs only the bound can hold.
     """
     group = results(world_size, COVERING[world_size])
-    zero, one, two, three = ([group[row, s] for s in STAGES])
+    zero, one, two, three = [group[row, s] for s in STAGES]
     assert all(map(same_bits, zero, one))
     assert all(map(same_bits, two, three))
     if ROWS[row].accumulate == 1 or world_size == 1:
@@ -165,6 +165,6 @@ def test_16_bit_error_is_at_most_twice_ddps(precision: str, stage: int) -> None:
 @pytest.mark.parametrize("precision", LOW)
 def test_stages_are_equal_bit_for_bit_in_16_bit(precision: str) -> None:
     group = low_results()
-    zero, *others = ([group[precision, s] for s in STAGES])
+    zero, *others = [group[precision, s] for s in STAGES]
     for other in others:
         assert all(map(same_bits, zero, other))

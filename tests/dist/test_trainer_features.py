@@ -184,7 +184,8 @@ def test_early_stopping_and_best_checkpoint(rank: int, world_size: int, tmp_path
     for strategy in ("ddp", *STAGES):
         module = Net(lr=3e-2)
         stopping = EarlyStopping("val_loss", patience=1, min_delta=0.04)
-        saving = ModelCheckpoint(tmp_path / str(strategy), monitor="val_loss", save_top_k=2, filename="{epoch}", save_last=True)
+        folder = tmp_path / str(strategy)
+        saving = ModelCheckpoint(folder, monitor="val_loss", save_top_k=2, filename="{epoch}", save_last=True)
         trainer = trainer_of(strategy, max_epochs=8, callbacks=[stopping, saving], enable_checkpointing=True)
         trainer.fit(module, batches(), batches(16, seed=2))
         tested = trainer.test(module, batches(16, seed=3), ckpt_path="best", verbose=False)
@@ -195,7 +196,7 @@ def test_early_stopping_and_best_checkpoint(rank: int, world_size: int, tmp_path
             float(saving.best_model_score),
             tested[0]["test_loss"],
         ]
-        files = sorted(p.name for p in (tmp_path / str(strategy)).iterdir())
+        files = sorted(p.name for p in folder.iterdir())
         if expected is None:
             expected, expected_files = result, files
             assert 1 < result[0] < 8, result

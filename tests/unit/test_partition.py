@@ -95,11 +95,6 @@ def test_a_parameter_shared_within_a_block_stays_there() -> None:
     assert "blocks.1.inner.0.weight" in cut(model)["blocks.1"]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="partition() counts only blocks as owners, so the block's unit is released when the head reads it: stage 3 "
-    "computes with NaN",
-)
 def test_a_parameter_shared_with_the_rest_of_the_model_goes_to_a_root() -> None:
     """A head tied to a block's weight reads it outside the block's forward."""
     model = Model()

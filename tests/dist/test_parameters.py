@@ -1,0 +1,259 @@
+"""Unusual parameters and backward passes: equal to one process that sees the same global batches."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ls_strategy.testing import spawn
+from tests.dist.ranks import (
+    STAGES,
+    WIDTH,
+    Block,
+    Net,
+    Result,
+    Sgd,
+    assert_close,
+    assert_equal,
+    batches,
+    compare,
+    fit,
+    on_ranks,
+    train_all,
+    trainer_of,
+    weights,
+)
+
+# --- parameters -------------------------------------------------------------------------------------------------------
+
+
+class Tied(Sgd):
+    """Head and input layer are one parameter, and two blocks share another."""
+
+    def build(self) -> None:
+        super().build()
+        self.last.weight = self.first.weight
+        self.blocks[2].wide.weight = self.blocks[0].wide.weight
+
+
+class SharedBlock(Sgd):
+    """One block under two names."""
+
+    def build(self) -> None:
+        super().build()
+        self.blocks[2] = self.blocks[0]
+
+
+class RootParameters(Sgd):
+    """Parameters of the LightningModule itself, a scalar among them, used directly in training_step."""
+
+    def build(self) -> None:
+        super().build()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.shift = nn.Parameter(torch.full((WIDTH,), 0.1))
+
+    def loss(self, batch: Any) -> Tensor:
+        return (
+            functional.mse_loss(self(batch[0]) * self.scale + self.shift, batch[1]) + self.last.weight.square().mean()
+        )
+
+
+class ZeroSize(Sgd):
+    def build(self) -> None:
+        super().build()
+        self.nothing = nn.Parameter(torch.empty(0, 4))
+        self.blocks[1].nothing = nn.Parameter(torch.empty(0))
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + self.nothing.sum()
+
+
+class Unused(Sgd):
+    """A whole block and a root parameter that nothing uses: no decay may touch them."""
+
+    def build(self) -> None:
+        super().build()
+        self.idle = Block()
+        self.blocks.append(Block())
+        self.spare = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        for block in self.blocks[:3]:
+            h = block(h)
+        return self.last(h)
+
+
+class UnusedOnOneRank(Sgd):
+    """The first half of a global batch takes another way than the second half."""
+
+    def build(self) -> None:
+        super().build()
+        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        if self.trainer.world_size > 1:
+            way = (self.left, self.right)[self.global_rank]
+            return functional.mse_loss(self(x) + way(x), y)
+        (x0, x1), (y0, y1) = x.chunk(2), y.chunk(2)
+        return (
+            functional.mse_loss(self(x0) + self.left(x0), y0) + functional.mse_loss(self(x1) + self.right(x1), y1)
+        ) / 2
+
+
+class UnusedAtTimes(Sgd):
+    """Used in every other step only."""
+
+    def build(self) -> None:
+        super().build()
+        self.sometimes = nn.ModuleList([Block()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().forward(self.sometimes[0](x) if self.calls % 2 else x)
+
+
+class Half(Sgd):
+    """Frozen: a whole block, half of another, and the first layer."""
+
+    def build(self) -> None:
+        super().build()
+        for frozen in (self.first, self.blocks[0], self.blocks[1].wide):
+            frozen.requires_grad_(False)
+
+
+class FrozenAfterTrainable(Sgd):
+    """Blocks that are frozen entirely, with trainable ones before them: their backward only passes gradients on."""
+
+    def build(self) -> None:
+        super().build()
+        self.blocks[1].requires_grad_(False)
+        self.blocks[2].requires_grad_(False)
+
+
+# --- backward ---------------------------------------------------------------------------------------------------------
+
+
+class Teacher(Sgd):
+    """A forward without gradients inside the step, before and after the one with."""
+
+    def loss(self, batch: Any) -> Tensor:
+        with torch.no_grad():
+            target = self(batch[0] + 0.1)
+        loss = functional.mse_loss(self(batch[0]), batch[1] + 0.1 * target)
+        with torch.no_grad():
+            self(batch[0])
+        return loss
+
+
+class GradientPenalty(Sgd):
+    """The loss holds a gradient: autograd inside the forward, differentiated again by backward."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x = batch[0].clone().requires_grad_()
+        out = self(x)
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return functional.mse_loss(out, batch[1]) + 0.1 * slope.square().mean()
+
+
+class RetainGraph(Sgd):
+    """Two backward passes through one graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, i: int) -> None:  # type: ignore[override]
+        opt = self.optimizers()
+        opt.zero_grad()
+        out = self(batch[0])
+        loss = functional.mse_loss(out, batch[1])
+        self.losses.append(loss.item())
+        self.manual_backward(loss, retain_graph=True)
+        self.manual_backward(0.3 * out.square().mean())
+        opt.step()
+
+
+class TwoForwardsOneBackward(Sgd):
+    """Contrastive: the graphs of two forwards meet in one loss."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return functional.mse_loss(self(batch[0]), batch[1]) + 0.1 * functional.mse_loss(
+            self(batch[0].roll(1, 1)), batch[1]
+        )
+
+
+class DetachedHalf(Sgd):
+    """The gradient never reaches the first blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.blocks[0](self.first(x)).detach()
+        return self.last(self.blocks[2](self.blocks[1](h)))
+
+
+GROUPS: dict[str, list[type[Net]]] = {
+    "shared": [Tied, SharedBlock, RootParameters, ZeroSize],
+    "unused": [Unused, UnusedOnOneRank, UnusedAtTimes],
+    "frozen": [Half, FrozenAfterTrainable],
+    "second_pass": [Teacher, GradientPenalty, RetainGraph],
+    "graphs": [TwoForwardsOneBackward, DetachedHalf],
+}
+
+
+@pytest.fixture(scope="module")
+def trusted() -> dict[str, Result]:
+    """Every case in one process under Lightning's plain single-device strategy."""
+    return spawn(train_all, 1, [case for group in GROUPS.values() for case in group], init_process_group=False)[0]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_equals_one_process(group: str, trusted: dict[str, Result]) -> None:
+    spawn(compare, 2, GROUPS[group], trusted, init_process_group=False)
+
+
+# --- stage 3 only -----------------------------------------------------------------------------------------------------
+
+
+class ReadsOutside(Net):
+    """Uses a block's parameter outside the block."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + self.blocks[1].wide.weight.sum()
+
+
+@on_ranks(2)
+def test_a_parameter_read_outside_its_block_is_nan(rank: int, world_size: int) -> None:
+    module = ReadsOutside()
+    fit(3, module, max_epochs=1)
+    assert math.isnan(module.losses[0])
+
+
+class Samples(Net):
+    """Runs the model by itself, in eval mode, on all ranks, in a hook outside every step."""
+
+    def on_validation_epoch_end(self) -> None:
+        self.eval()
+        h = torch.ones(1, WIDTH)
+        for _ in range(3):
+            h = self(h)
+        self.train()
+        self.sampled = h.clone()
+
+
+@on_ranks(2)
+def test_sampling_between_validation_and_training(rank: int, world_size: int) -> None:
+    expected = None
+    for strategy in ("ddp", *STAGES):
+        module = Samples()
+        trainer = trainer_of(strategy)
+        trainer.fit(module, batches(), batches(16, seed=2))
+        result = {"sampled": module.sampled, **weights(module)}
+        expected = expected or result
+        assert_close(result, expected, f"stage {strategy}")
+        assert_equal(trainer.global_step, 8, "steps")
