@@ -15,7 +15,7 @@ from ls_strategy.plan import FROZEN, ParamFacts, Plan, resolve_plan
 from ls_strategy.precision import PrecisionPolicy
 from ls_strategy.zero import agreement
 from ls_strategy.zero import materialize as materials
-from ls_strategy.zero.optimizer import require_elementwise
+from ls_strategy.zero.elementwise import require_elementwise
 from ls_strategy.zero.partition import UnitSpec, partition
 from ls_strategy.zero.units import Flat, Unit
 from ls_strategy.zero_stages import StagePolicy

@@ -8,7 +8,7 @@ ones::
     pieces  | a | b |   | c | d | e |        c unused since the start, say: no decay, no momentum, no step count
     runs    |  a b  |       |  d e  |
 
-An element-wise optimizer computes the same either way; `require_elementwise` tries out whether it is one.
+An element-wise optimizer computes the same either way; `elementwise.py` tries out whether it is one.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ls_strategy._compat import forget_step_hooks
 from ls_strategy.comm import Comm
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.layout import Slot
+from ls_strategy.zero.elementwise import is_elementwise
 from ls_strategy.zero.units import Flat
 
 _FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad)
@@ -72,6 +72,7 @@ class ShardedOptimizer:
         self._runs: list[_Run] = []
         self._run_state: defaultdict[Tensor, Any] = defaultdict(dict)
         self._composed_for: tuple[Any, ...] | None = None
+        self._grad_views: dict[int, tuple[Tensor, list[Tensor]]] = {}
         early_state = {k: v for k, v in optimizer.state.items() if v}
         for g, group in enumerate(optimizer.param_groups):
             for j, param in enumerate(group["params"]):
@@ -102,14 +103,20 @@ class ShardedOptimizer:
     def bind_grads(self, used: list[bool]) -> None:
         """Show the averaged gradients as ``.grad`` of the pieces: what hooks see, and may change, before the step."""
         for n, flat in enumerate(self.flats):
-            grads = flat.stepped_grads()
+            views = self._views_of(n, flat)
             for i, piece in enumerate(flat.pieces):
                 number = self._offsets[n] + i
-                tensor = self.pieces[number]
-                if not used[number] or piece.numel == 0:
-                    tensor.grad = None
-                else:
-                    tensor.grad = grads[piece.start : piece.stop].view(tensor.shape).to(tensor.dtype)
+                shown = used[number] and piece.numel > 0
+                self.pieces[number].grad = views[i].to(self.pieces[number].dtype) if shown else None
+
+    def _views_of(self, flat_number: int, flat: Flat) -> list[Tensor]:
+        """The averaged gradients cut into pieces; cut again only when the buffer is another one."""
+        grads = flat.stepped_grads()
+        if self._grad_views.get(flat_number, (None, []))[0] is not grads:
+            shapes = [self.pieces[self._offsets[flat_number] + i].shape for i in range(len(flat.pieces))]
+            views = [grads[p.start : p.stop].view(s) for p, s in zip(flat.pieces, shapes, strict=True)]
+            self._grad_views[flat_number] = (grads, views)
+        return self._grad_views[flat_number][1]
 
     def step(self, used: list[bool], run: Callable[[], Any]) -> Any:
         """Call ``run`` (the optimizer's own step) on the runs of the parameters in ``used``."""
@@ -344,80 +351,3 @@ def _full_value(whole: Tensor | None, slot: Slot, value: Any) -> Any:
     if value == _ELEMENTWISE and whole is not None:
         return whole[slot.offset : slot.end].view(slot.shape).clone()
     return value
-
-
-def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether the optimizer updates every element by itself: tried out on a whole matrix and on its two halves.
-
-    Flat shards cut parameters anywhere; an optimizer that looks at a whole matrix (Muon, LAMB, Adafactor) would train
-    differently on every world size.
-
-    Raises:
-        PlanError: the optimizer does not step even a whole matrix without being handed a closure (LBFGS).
-    """
-    name = type(optimizer).__name__
-    generator = torch.Generator().manual_seed(0)
-    value = torch.randn(8, 6, generator=generator)
-    grads = [torch.randn(8, 6, generator=generator) for _ in range(3)]
-    for group in optimizer.param_groups:
-        settings = {k: v for k, v in group.items() if k != "params"}
-        try:
-            (whole,) = _probe(optimizer, settings, [value], [[g] for g in grads])
-        except TypeError as error:
-            raise PlanError(
-                f"{name}.step() cannot run on gradients alone ({error}). ZeROStrategy averages gradients once per "
-                "step; use a first-order optimizer (AdamW, SGD, ...)."
-            ) from error
-        try:
-            halves = _probe(optimizer, settings, _halves(value), [_halves(g) for g in grads])
-        except Exception:
-            return False
-        if not torch.allclose(whole.flatten(), torch.cat(halves), rtol=1e-5, atol=1e-7):
-            return False
-    return True
-
-
-def require_elementwise(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that cannot step cut parameters.
-
-    Raises:
-        PlanError: with the cure.
-    """
-    if not is_elementwise(optimizer):
-        raise PlanError(
-            f"{type(optimizer).__name__} is not element-wise: it treats a matrix differently from its two halves, and "
-            "ZeRO shards cut parameters. Use an element-wise optimizer (AdamW, SGD, Lion, ...), or stage 0, where "
-            "parameters are not cut."
-        )
-
-
-def _halves(value: Tensor) -> list[Tensor]:
-    flat = value.flatten()
-    return [flat[:19], flat[19:]]
-
-
-def _probe(
-    optimizer: Optimizer, settings: dict[str, Any], values: list[Tensor], grads: list[list[Tensor]]
-) -> list[Tensor]:
-    """Run a copy of the optimizer on ``values`` for ``len(grads)`` steps; the original is not touched."""
-    params = [v.clone().requires_grad_() for v in values]
-    settings = {k: (v.detach().cpu() if isinstance(v, Tensor) else v) for k, v in settings.items()}
-    if "lr" in settings:
-        settings["lr"] = 1e-2  # a warm-up may start at 0, and then nothing would move
-    fresh = type(optimizer).__new__(type(optimizer))
-    fresh.__dict__.update(optimizer.__dict__)
-    forget_step_hooks(fresh)
-    fresh.state = defaultdict(dict)
-    fresh.param_groups = [{**settings, "params": params}]
-    early = next((s for s in optimizer.state.values() if s), {})
-    for p in params:
-        for k, v in early.items():  # state made by the constructor, as Adagrad's accumulators
-            if isinstance(v, Tensor) and k != "step" and v.numel():
-                fresh.state[p][k] = torch.full_like(p, float(v.flatten()[0]))
-            else:
-                fresh.state[p][k] = copy.deepcopy(v)
-    for step_grads in grads:
-        for p, g in zip(params, step_grads, strict=True):
-            p.grad = g.clone()
-        type(optimizer).step(fresh)
-    return [p.detach() for p in params]

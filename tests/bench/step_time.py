@@ -28,10 +28,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 SIZES = {
-    "5M": {"n_layer": 6, "n_embd": 256, "n_head": 4},
-    "10M": {"n_layer": 8, "n_embd": 320, "n_head": 5},
-    "20M": {"n_layer": 10, "n_embd": 408, "n_head": 6},
-    "30M": {"n_layer": 12, "n_embd": 448, "n_head": 7},
+    "5M": {"num_layers": 6, "width": 256, "num_heads": 4},
+    "10M": {"num_layers": 8, "width": 320, "num_heads": 5},
+    "20M": {"num_layers": 10, "width": 416, "num_heads": 8},
+    "30M": {"num_layers": 12, "width": 448, "num_heads": 7},
 }
 LR = 3e-4
 Step = Callable[[Tensor, Tensor], Tensor]
@@ -39,7 +39,7 @@ Step = Callable[[Tensor, Tensor], Tensor]
 
 def build_model(size: str, block_size: int) -> nn.Module:
     """The recipe's GPT, byte tokens."""
-    from recipes.gpt.model import GPT, GPTConfig
+    from recipes.gpt.network import GPT, GPTConfig
 
     torch.manual_seed(0)
     return GPT(GPTConfig(vocab_size=256, block_size=block_size, **SIZES[size]))

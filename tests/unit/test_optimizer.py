@@ -16,7 +16,8 @@ from ls_strategy.comm import Comm
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.layout import FlatLayout
 from ls_strategy.plan import FlatPlan
-from ls_strategy.zero.optimizer import ShardedOptimizer, require_elementwise
+from ls_strategy.zero.elementwise import require_elementwise
+from ls_strategy.zero.optimizer import ShardedOptimizer
 from ls_strategy.zero.units import Flat
 from ls_strategy.zero_stages import POLICIES
 
