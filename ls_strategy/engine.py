@@ -105,7 +105,6 @@ class Engine:
         held = {} if previous is None else {id(p): f for f in previous.flats for p in f.params}
         self.plan = draft.resolve(comm.world_size, held)
         self.units = draft.build(self.plan, comm, device, held)
-        materials.materialize_buffers(model, device)
         materials.place_buffers(model, device, precision.compute, {id(m) for m in draft.kept_fp32})
         self.gatherer = Gatherer(self.units, sharded=self.policy.parameters, prefetch_units=config.prefetch_units)
         self.reducer = Reducer(

@@ -91,9 +91,10 @@ class Draft:
     def build(self, plan: Plan, comm: Comm, device: torch.device, held: dict[int, Flat]) -> list[Unit]:
         """Move the parameters into units, one at a time: no rank holds more than one in full at stage 3. Collective."""
         units: list[Unit] = []
+        maker = materials.Materializer(self.model, device)
         for spec, planned in zip(self.specs, plan.units, strict=True):
             params = dict(spec.params)
-            materials.materialize(self.model, list(params.values()), device)
+            maker.provide(list(params.values()))
             values = _full_values(list(params.values()), held)
             flats: list[Flat] = []
             for flat_plan in planned.flats:
@@ -102,6 +103,7 @@ class Draft:
                 flat.load([values[id(p)] for p in members], device)
                 flats.append(flat)
             units.append(Unit(spec.name, spec.modules, flats, is_root=spec.is_root))
+        maker.finish()
         return units
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,45 +14,62 @@ from ls_strategy.errors import PlanError
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-def materialize(model: nn.Module, params: list[nn.Parameter], device: torch.device) -> None:
-    """Give meta parameters memory and values: every module that owns one runs its ``reset_parameters()``.
+class Materializer:
+    """Gives meta tensors memory and values: every module that owns some runs its ``reset_parameters()``, once.
 
+    Modules are filled in the order of registration, as far as the next unit needs, so that random numbers are drawn in
+    the order in which the plain constructor would draw them: a model starts with the same weights at every stage.
     Parameters keep their identity, so that an optimizer built before still holds them.
-
-    Raises:
-        PlanError: a module owns meta tensors and has no ``reset_parameters``.
     """
-    wanted = {id(p) for p in params if p.is_meta}
-    if not wanted:
-        return
-    for name, module in model.named_modules():
-        if any(id(p) in wanted for p in module.parameters(recurse=False)):
-            _materialize_module(name, module, device)
 
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        """Find the modules to fill."""
+        self._device = device
+        self._modules = [
+            (name, module)
+            for name, module in model.named_modules()
+            if any(t.is_meta for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
+        ]
+        self._next = 0
 
-def materialize_buffers(model: nn.Module, device: torch.device) -> None:
-    """The same for modules whose buffers are on meta and that own no parameters."""
-    for name, module in model.named_modules():
-        if any(b.is_meta for b in module.buffers(recurse=False)):
-            _materialize_module(name, module, device)
+    def provide(self, params: Sequence[nn.Parameter]) -> None:
+        """Fill modules until none of ``params`` is on meta.
 
+        Raises:
+            PlanError: a module owns meta tensors and has no ``reset_parameters``.
+        """
+        while any(p.is_meta for p in params) and self._next < len(self._modules):
+            self._fill(*self._modules[self._next])
+            self._next += 1
 
-def _materialize_module(name: str, module: nn.Module, device: torch.device) -> None:
-    if not callable(getattr(module, "reset_parameters", None)):
-        raise PlanError(
-            f"module {name!r} ({type(module).__name__}) was built without memory (configure_model runs on the meta "
-            "device at stage 3) and has no reset_parameters() to fill its parameters and buffers. Add that method, or "
-            "build the module in configure_model under `with torch.device('cpu'):`."
-        )
-    for p in module.parameters(recurse=False):
-        if p.is_meta:
-            real = nn.Parameter(torch.empty_like(p, device=device), requires_grad=p.requires_grad)
-            torch.utils.swap_tensors(p, real)
-    for key, buffer in module.named_buffers(recurse=False):
-        if buffer.is_meta:
-            setattr(module, key, torch.empty_like(buffer, device=device))
-    with torch.no_grad():
-        module.reset_parameters()  # type: ignore[operator]
+    def finish(self) -> None:
+        """Fill what is left: modules with buffers only, and those that share parameters with earlier ones."""
+        while self._next < len(self._modules):
+            self._fill(*self._modules[self._next])
+            self._next += 1
+
+    def _fill(self, name: str, module: nn.Module) -> None:
+        if not callable(getattr(module, "reset_parameters", None)):
+            raise PlanError(
+                f"module {name!r} ({type(module).__name__}) was built without memory (configure_model runs on the meta "
+                "device at stage 3) and has no reset_parameters() to fill its parameters and buffers. Add that method, "
+                "or build the module in configure_model under `with torch.device('cpu'):`."
+            )
+        finished: dict[str, nn.Parameter] = {}
+        for key, p in module.named_parameters(recurse=False):
+            if p.is_meta:
+                real = nn.Parameter(torch.empty_like(p, device=self._device), requires_grad=p.requires_grad)
+                torch.utils.swap_tensors(p, real)
+            else:  # shared with a module that was filled before, or made with values by the user: not to be touched
+                finished[key] = p
+                setattr(module, key, nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=self._device)))
+        for key, buffer in module.named_buffers(recurse=False):
+            if buffer.is_meta:
+                setattr(module, key, torch.empty_like(buffer, device=self._device))
+        with torch.no_grad():
+            module.reset_parameters()  # type: ignore[operator]
+        for key, p in finished.items():
+            setattr(module, key, p)
 
 
 def place_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype, keep: set[int]) -> None:

@@ -198,7 +198,7 @@ def summarise(times: dict[str, list[float]], baseline: str) -> dict[str, dict[st
     return result
 
 
-def environment() -> dict[str, Any]:
+def environment(module: str = "step_time") -> dict[str, Any]:
     """What a reader needs to judge the numbers."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     cpu = next(
@@ -210,7 +210,7 @@ def environment() -> dict[str, Any]:
         if importlib.util.find_spec(package):
             versions[package] = importlib.metadata.version(package)
     return {
-        "command": "python -m " + " ".join(["tests.bench.step_time", *sys.argv[1:]]),
+        "command": "python -m " + " ".join([f"tests.bench.{module}", *sys.argv[1:]]),
         "commit": commit.stdout.strip(),
         "cpu": cpu,
         "cores": os.cpu_count(),

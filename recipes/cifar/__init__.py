@@ -1,0 +1,1 @@
+"""CIFAR-10 classifiers: ``python -m recipes.cifar fit --config recipes/cifar/configs/base.yaml``."""

@@ -1,0 +1,130 @@
+"""Accuracy after the same training under several strategies, as a record in JSON.
+
+``python -m recipes.cifar.accuracy --data_dir data --strategies ddp zero1 zero2 zero3 --seeds 1 --record record.json``
+
+What counts is the accuracy after the last epoch: the best one would be chosen by the images it is measured on. Runs
+already in the record, made by the same command on the same machine and versions, are kept, and others added to them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from ls_strategy.testing import spawn
+from recipes.cifar.main import main as run_recipe
+
+CONFIGS = Path(__file__).parent / "configs"
+RANKS = 2
+STRATEGIES = ("ddp", "zero0", "zero1", "zero2", "zero3")
+
+
+def overlay_args(strategy: str) -> list[str]:
+    """The configuration files of ``strategy``, as arguments of the recipe; zero0 is base.yaml's own."""
+    files = [CONFIGS / "base.yaml"] + ([] if strategy == "zero0" else [CONFIGS / f"{strategy}.yaml"])
+    return [f"--config={file}" for file in files]
+
+
+def fit(rank: int, world_size: int, args: list[str]) -> dict[str, float]:
+    """One rank's run of the recipe; what it logged last."""
+    trainer = run_recipe(["fit", f"--trainer.devices={world_size}", *args]).trainer
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def measure(strategy: str, seed: int, data_dir: str, extra: list[str], *, timeout_s: float) -> float:
+    """Accuracy on the test images after the last epoch, on two CPU ranks."""
+    with tempfile.TemporaryDirectory() as runs:
+        args = [
+            *overlay_args(strategy),
+            f"--seed_everything={seed}",
+            f"--data.data_dir={data_dir}",
+            f"--trainer.logger.init_args.save_dir={runs}",
+            "--trainer.enable_progress_bar=false",
+            *extra,
+        ]
+        first, *others = spawn(fit, RANKS, args, init_process_group=False, timeout_s=timeout_s)
+    assert all(other["val/accuracy"] == first["val/accuracy"] for other in others)
+    return first["val/accuracy"]
+
+
+def surroundings() -> dict[str, Any]:
+    """Versions and hardware."""
+    names = ("torch", "lightning", "torchmetrics", "numpy")
+    models = [line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
+    return {
+        "versions": {"python": platform.python_version(), **{n: importlib.metadata.version(n) for n in names}},
+        "cpu": models[0] if models else platform.processor(),
+        "cores": os.cpu_count(),
+    }
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text().splitlines() if Path(path).exists() else []
+
+
+def _commit() -> str:
+    result = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return result.stdout.strip()
+
+
+def table(record: dict[str, Any]) -> str:
+    """The record's accuracies in Markdown, a row per strategy and a column per seed, in percent."""
+    results: dict[str, dict[str, float]] = record["results"]
+    seeds = sorted({seed for of_seed in results.values() for seed in of_seed}, key=int)
+    lines = ["| strategy | " + " | ".join(f"seed {seed}" for seed in seeds) + " |", "|---" * (1 + len(seeds)) + "|"]
+    for strategy in STRATEGIES:
+        if strategy in results:
+            cells = [f"{100 * results[strategy][s]:.1f} %" if s in results[strategy] else "-" for s in seeds]
+            lines.append(f"| `{strategy}` | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data_dir", default="data", help="folder that holds cifar-10-batches-py")
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=["ddp", "zero1", "zero2", "zero3"])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1])
+    parser.add_argument("--record", type=Path, required=True, help="JSON file to write, or to add to")
+    parser.add_argument("--timeout_s", type=float, default=3600, help="limit of one run")
+    given, extra = parser.parse_known_args()
+    record: dict[str, Any] = {
+        "benchmark": "cifar_accuracy",
+        "command": " ".join(
+            [
+                "python -m recipes.cifar.accuracy --data_dir DATA --strategies STRATEGY --seeds SEED --record FILE",
+                *extra,
+            ]
+        ),
+        "commit": _commit(),
+        **surroundings(),
+        "ranks": RANKS,
+        "results": {},
+        "seconds": {},
+    }
+    if given.record.exists():
+        before = json.loads(given.record.read_text())
+        if all(before.get(key) == record[key] for key in ("command", "versions", "cpu", "cores", "ranks")):
+            record |= {key: before[key] for key in ("results", "seconds")}
+    given.record.parent.mkdir(parents=True, exist_ok=True)
+    for seed in given.seeds:
+        for strategy in given.strategies:
+            start = time.perf_counter()
+            accuracy = measure(strategy, seed, given.data_dir, extra, timeout_s=given.timeout_s)
+            record["results"].setdefault(strategy, {})[str(seed)] = round(accuracy, 4)
+            record["seconds"].setdefault(strategy, {})[str(seed)] = round(time.perf_counter() - start)
+            print(f"{strategy} seed {seed}: accuracy {accuracy:.4f}")
+            given.record.write_text(json.dumps(record, indent=2) + "\n")
+    print(table(record))
+
+
+if __name__ == "__main__":
+    main()

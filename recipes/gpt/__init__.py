@@ -1,0 +1,1 @@
+"""A GPT trained on text: ``python -m recipes.gpt fit --config recipes/gpt/configs/quickstart.yaml``."""

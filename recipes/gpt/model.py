@@ -1,0 +1,222 @@
+"""`GPTModule`: the loss, the optimizer and the samples. A plain LightningModule: no collective, no rank."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, cast
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from torch import Tensor
+from torch.nn import functional
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+
+from recipes.gpt.network import GPT, GPTConfig
+
+if TYPE_CHECKING:
+    from recipes.gpt.data import TextData
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """AdamW, with a linear warmup and a cosine decay."""
+
+    lr: float = 1e-3
+    """Peak learning rate."""
+
+    final_lr_ratio: float = 0.1
+    """Learning rate at the end, as a part of ``lr``."""
+
+    warmup_steps: int = 50
+    """Optimizer steps from 0 to ``lr``."""
+
+    total_steps: int | None = None
+    """Optimizer steps until the end of the decay. None: as many as the Trainer will make."""
+
+    weight_decay: float = 0.1
+    """Of matrices and tables; vectors (the norms) do not decay."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of AdamW's averages of gradients and of their squares."""
+
+    eps: float = 1e-8
+    """Added to the root in AdamW's denominator."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleConfig:
+    """The text written after every validation."""
+
+    prompt: str = "def "
+    """How it starts."""
+
+    max_new_tokens: int = 200
+    """How long it goes on, tokens. 0 writes none."""
+
+    temperature: float = 0.8
+    """Divides the logits: below 1 prefers likely tokens, 0 takes the most likely one."""
+
+    top_k: int | None = 50
+    """Sample among this many most likely tokens. None: among all."""
+
+    seed: int = 1
+    """Of the sampling. The same at every validation, so that samples differ by the weights alone."""
+
+
+def warmup_cosine(step: int, *, warmup_steps: int, total_steps: int, final_ratio: float) -> float:
+    """Learning rate at optimizer step ``step``, as a part of the peak: a line up, half a cosine down, then flat.
+
+    >>> [round(warmup_cosine(s, warmup_steps=2, total_steps=6, final_ratio=0.1), 3) for s in range(8)]
+    [0.5, 1.0, 1.0, 0.868, 0.55, 0.232, 0.1, 0.1]
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    done = min((step - warmup_steps) / max(total_steps - warmup_steps, 1), 1.0)
+    return final_ratio + (1 - final_ratio) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+class GPTModule(pl.LightningModule):
+    """Trains a `GPT` to predict the next token."""
+
+    def __init__(
+        self,
+        config: GPTConfig = GPTConfig(),  # noqa: B008 - frozen
+        optim: OptimConfig = OptimConfig(),
+        sample: SampleConfig = SampleConfig(),
+    ) -> None:
+        """Only records: `configure_model` builds the network, where the strategy wants it.
+
+        Args:
+            config: shape of the network.
+            optim: how it learns.
+            sample: what it writes after every validation.
+        """
+        super().__init__()
+        # A checkpoint holds them as plain values: torch.load(weights_only=True) refuses other classes.
+        self.config = config if isinstance(config, GPTConfig) else GPTConfig(**config)
+        self.optim = optim if isinstance(optim, OptimConfig) else OptimConfig(**optim)
+        self.sample = sample if isinstance(sample, SampleConfig) else SampleConfig(**sample)
+        self.model: GPT | None = None
+        parts = {"config": self.config, "optim": self.optim, "sample": self.sample}
+        self.save_hyperparameters({name: asdict(part) for name, part in parts.items()})
+
+    def configure_model(self) -> None:
+        """Build the network, once. Stage 3 calls this on the meta device, and `reset_parameters` of its parts later."""
+        if self.model is None:
+            self.model = GPT(self.config)
+
+    @property
+    def network(self) -> GPT:
+        """The network.
+
+        Raises:
+            RuntimeError: it is not built yet.
+        """
+        if self.model is None:
+            raise RuntimeError("the network is not built yet: call configure_model(), as the Trainer does.")
+        return self.model
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Logits (B, T, V) of the token after each one of ``tokens`` (B, T)."""
+        return self.network(tokens_BT)
+
+    def _loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        tokens_BT, targets_BT = batch
+        # In fp32: a softmax over the vocabulary sums too many terms for 16 bit.
+        return functional.cross_entropy(self(tokens_BT).float().flatten(0, 1), targets_BT.flatten())
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Mean cross-entropy in nats per token."""
+        loss = self._loss(batch)
+        self.log("train/loss", loss, prog_bar=True)  # this rank's; a mean over ranks would be one collective per step
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Log the loss over the validation text in nats per token, and in bits per byte, which compares tokenizers."""
+        loss = self._loss(batch)
+        size = batch[0].shape[0]
+        self.log("val/loss", loss, prog_bar=True, sync_dist=True, batch_size=size)
+        data = self._data()
+        if data is not None:
+            bits = loss / math.log(2) * data.val_tokens_per_byte
+            self.log("val/bits_per_byte", bits, sync_dist=True, batch_size=size)
+
+    def _data(self) -> TextData | None:
+        """The data module, if the Trainer was given one with a tokenizer."""
+        data = getattr(self.trainer, "datamodule", None)
+        return cast("TextData", data) if hasattr(data, "tokenizer") else None
+
+    def on_validation_epoch_end(self) -> None:
+        """Write a sample: to the terminal, and to TensorBoard.
+
+        Every rank generates, and with the same seed the same text: at stage 3 a forward gathers parameters, which all
+        ranks must do together and equally often. Rank 0's text is the one that is seen.
+        """
+        data, sample = self._data(), self.sample
+        if self.trainer.sanity_checking or data is None or not sample.max_new_tokens:
+            return
+        prompt_T = torch.tensor(data.tokenizer.encode(sample.prompt), dtype=torch.long, device=self.device)
+        tokens_BT = self.generate(
+            prompt_T[None],
+            sample.max_new_tokens,
+            temperature=sample.temperature,
+            top_k=sample.top_k,
+            generator=torch.Generator().manual_seed(sample.seed),
+        )
+        text = data.tokenizer.decode(tokens_BT[0].tolist())
+        rule = "-" * 20
+        self.print(f"\n{rule} step {self.global_step} {rule}\n{text}\n{'-' * 50}")
+        for logger in self.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_text("sample", f"```\n{text}\n```", self.global_step)
+
+    def generate(
+        self,
+        tokens_BT: Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """`GPT.generate`. Collective at stage 3: every rank must call it with prompts of the same shape."""
+        return self.network.generate(
+            tokens_BT, max_new_tokens, temperature=temperature, top_k=top_k, generator=generator
+        )
+
+    def flops_per_token(self) -> int:
+        """`GPT.flops_per_token`, from which a monitor computes the utilisation of the device."""
+        return self.network.flops_per_token()
+
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        """AdamW on two groups, one schedule for both, a step of it per optimizer step."""
+        c = self.optim
+        params = [p for p in self.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in params if p.dim() >= 2], "weight_decay": c.weight_decay},
+            {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        optimizer = AdamW(groups, lr=c.lr, betas=c.betas, eps=c.eps)
+        total_steps = self._total_steps()
+
+        def factor(step: int) -> float:
+            return warmup_cosine(
+                step, warmup_steps=c.warmup_steps, total_steps=total_steps, final_ratio=c.final_lr_ratio
+            )
+
+        scheduler = LambdaLR(optimizer, factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def _total_steps(self) -> int:
+        if self.optim.total_steps is not None:
+            return self.optim.total_steps
+        steps = self.trainer.estimated_stepping_batches
+        if not math.isfinite(steps) or steps < 1:
+            raise ValueError(
+                f"the Trainer will make {steps} steps, and a cosine needs an end: set trainer.max_steps or "
+                "trainer.max_epochs, or model.optim.total_steps."
+            )
+        return int(steps)
