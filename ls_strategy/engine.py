@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -330,6 +330,14 @@ class Engine:
         for piece in state.sharded.pieces:
             if set_to_none:
                 piece.grad = None
+
+    def zero_params(self, params: Iterable[nn.Parameter], *, set_to_none: bool) -> None:
+        """Drop averaged gradients of some parameters, as ``module.zero_grad()`` means it. Not collective."""
+        wanted = {id(p) for p in params}
+        self.reducer.zero_params([f for f in self.flats if f.trainable], wanted, set_to_none=set_to_none)
+        for state in self.optimizers:
+            state.finished = False
+            state.norm = None
 
     def abort(self) -> None:
         """An exception ended a step: forget the gradients that were under way.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
 from torch.optim import Optimizer
 
 from ls_strategy._compat import sync_batch_norm_error, unwrap_optimizer
@@ -93,22 +94,35 @@ def forward_zero_grad(wrappers: list[LightningOptimizer]) -> None:
         wrapper.zero_grad = zero_grad  # type: ignore[attr-defined]
 
 
-def mirror_toggling(module: pl.LightningModule, engine: Engine) -> None:
-    """``toggle_optimizer`` flips ``requires_grad`` on what the groups hold, pieces: copy it to the parameters."""
+def watch_methods(module: pl.LightningModule, engine: Engine) -> None:
+    """Let the engine know of what the module's own methods do to gradients.
 
-    def wrap(method: Any, *args: Any, **kwargs: Any) -> Any:
+    ``toggle_optimizer`` flips ``requires_grad`` on what the groups hold, pieces: it is copied to the parameters. And
+    ``zero_grad`` of any module clears ``p.grad``, which is not where gradients are once they are sharded.
+    """
+
+    def toggle(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = method(*args, **kwargs)
         engine.mirror_requires_grad()
         return result
 
+    def zero_grad(part: nn.Module, set_to_none: bool = True) -> None:
+        type(part).zero_grad(part, set_to_none)
+        engine.zero_params(part.parameters(), set_to_none=set_to_none)
+
     for name in ("toggle_optimizer", "untoggle_optimizer"):
-        module.__dict__[name] = partial(wrap, getattr(type(module), name).__get__(module))
+        module.__dict__[name] = partial(toggle, getattr(type(module), name).__get__(module))
+    if engine.policy.gradients:
+        for part in module.modules():
+            part.__dict__["zero_grad"] = partial(zero_grad, part)
 
 
-def unmirror_toggling(module: pl.LightningModule) -> None:
-    """Undo `mirror_toggling`."""
+def unwatch_methods(module: pl.LightningModule) -> None:
+    """Undo `watch_methods`."""
     for name in ("toggle_optimizer", "untoggle_optimizer"):
         module.__dict__.pop(name, None)
+    for part in module.modules():
+        part.__dict__.pop("zero_grad", None)
 
 
 @contextmanager

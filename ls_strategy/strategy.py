@@ -262,7 +262,7 @@ class ZeROStrategy(DDPStrategy):
         assert self.engine is not None
         self.engine.overlap_publish = fitting and not guards.reads_weights_between_steps(trainer, module)
         if fitting:
-            guards.mirror_toggling(module, self.engine)
+            guards.watch_methods(module, self.engine)
         if POLICIES[self.config.stage].parameters:
             # A gathered inference tensor could not take part in autograd later.
             for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
@@ -473,7 +473,7 @@ class ZeROStrategy(DDPStrategy):
             if not self.engine.policy.parameters:
                 self.engine.detach()
         if module is not None:
-            guards.unmirror_toggling(module)
+            guards.unwatch_methods(module)
             if self._layer_sync and module._trainer is not None and module._trainer.state.fn == TrainerFn.FITTING:
                 self.model = self._layer_sync.revert(module)
         if self.cluster_environment is not None:

@@ -272,6 +272,18 @@ class Reducer:
                 else:
                     param.grad.zero_()
 
+    def zero_params(self, flats: list[Flat], wanted: set[int], *, set_to_none: bool) -> None:
+        """Drop the averaged gradients of the parameters whose ``id`` is in ``wanted`` (stages 2 and 3)."""
+        self.finish_in_flight()
+        for flat in flats:
+            for i, (param, piece) in enumerate(zip(flat.params, flat.pieces, strict=True)):
+                if id(param) not in wanted:
+                    continue
+                if flat.reduced is not None:
+                    flat.reduced[piece.start : piece.stop].zero_()
+                if set_to_none:
+                    flat.used_here[i] = flat.filled[i] = False
+
     def abort(self) -> None:
         """Forget a backward pass that an exception ended. Nothing is sent.
 

@@ -116,6 +116,18 @@ class ZeroHalfWay(Manual):
         opt.step()
 
 
+class ModulesZeroTheirOwn(AdamW):
+    """``module.zero_grad()`` in place of the optimizer's, as GAN examples in plain torch do it, and not of all modules."""
+
+    def training_step(self, batch: Any, i: int) -> None:
+        self.zero_grad()
+        self.manual_backward(10 * self.loss(batch))
+        self.blocks.zero_grad(set_to_none=i % 2 == 0)
+        self.blocks[0].zero_grad()
+        self.manual_backward(self.remembered(batch))
+        self.optimizers().step()
+
+
 class StepWithoutBackward(AdamW):
     """Every other step finds no gradients, and changes nothing."""
 
@@ -278,7 +290,7 @@ class ClampsWeights(Manual):
 GROUPS: dict[str, list[type[Net]]] = {
     "plain": [Manual, AdamW, RawBackward, Closure],
     "accumulation": [AccumulateByHand, AccumulateOverBatches, AccumulateToggled],
-    "zero_grad": [ZeroToZeros, ZeroHalfWay, StepWithoutBackward, TwoSteps],
+    "zero_grad": [ZeroToZeros, ZeroHalfWay, ModulesZeroTheirOwn, StepWithoutBackward, TwoSteps],
     "edits": [UserClips, EditsInPlace, EditsByReplacing],
     "two_optimizers": [Gan, GanUntoggled, TwoOptimizersOneBackward],
 }
