@@ -108,8 +108,8 @@ def main() -> None:
         record["results"][size] = {"batch": args.batch, "block": args.block, "contenders": table, "losses": losses}
         print(f"\n{size}, {args.batch} x {args.block} tokens per rank, {args.ranks} rank(s)")
         for name, row in table.items():
-            print(f"{name:8} {row['median_s']:8.4f} s  x {row['ratio']:.3f}  [{row['ratio_q1']:.3f}, {row['ratio_q3']:.3f}]"
-                  f"  loss {losses[name]:.6f}")  # fmt: skip
+            spread = f"[{row['ratio_q1']:.3f}, {row['ratio_q3']:.3f}]"
+            print(f"{name:8} {row['median_s']:8.4f} s  x {row['ratio']:.3f}  {spread}  loss {losses[name]:.6f}")
     if args.record is not None:
         args.record.parent.mkdir(parents=True, exist_ok=True)
         args.record.write_text(json.dumps(record, indent=2) + "\n")
