@@ -70,6 +70,7 @@ def run_rank(
                 devices=world_size,
                 strategy=name,
                 max_steps=steps,
+                use_distributed_sampler=world_size > 1,  # on one rank it would only change the order of the data
                 logger=False,
                 enable_checkpointing=False,
                 enable_progress_bar=False,
