@@ -247,3 +247,29 @@ def test_all_ranks_start_from_the_values_of_rank_0(rank: int, world_size: int) -
         other = module.seen.clone()
         dist.broadcast(other, 0)
         assert_equal(module.seen, other, f"stage {stage}")
+
+
+class Drawn(Net):
+    """Built in ``configure_model`` from the global random numbers, with a layer that shares an earlier one's weight."""
+
+    def build(self) -> None:
+        self.blocks: Any = None
+
+    def configure_model(self) -> None:
+        if self.blocks is None:
+            super().build()
+            self.last.weight = self.first.weight
+
+
+@on_ranks(2)
+def test_every_stage_starts_from_the_weights_the_constructor_draws(rank: int, world_size: int) -> None:
+    """As under DDP with the same seed, also where stage 3 fills the modules one by one; so do later random numbers."""
+    drawn: dict[str | int, tuple[list[float], Tensor]] = {}
+    for strategy in ("ddp", *STAGES):
+        module = Drawn()
+        torch.manual_seed(3)
+        fit(strategy, module, max_steps=1)
+        drawn[strategy] = (module.losses, torch.randn(4))
+    for stage in STAGES:
+        assert drawn[stage][0] == drawn["ddp"][0]
+        assert torch.equal(drawn[stage][1], drawn["ddp"][1])
