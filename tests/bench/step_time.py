@@ -4,7 +4,7 @@
 
 Every contender lives in the same processes and takes turns, so that a noisy machine is noisy for all of them; what is
 reported is the median of the ratios to DDP, round by round, with their quartiles. DeepSpeed takes part where it is
-installed (``pip install deepspeed``), FSDP2 always.
+installed (the ``bench`` extra), FSDP2 always.
 """
 
 from __future__ import annotations
