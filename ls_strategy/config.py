@@ -66,7 +66,7 @@ class ZeROConfig:
     """Keep fp32 master weights in the ``*-true`` 16-bit modes. False: the optimizer works in 16 bit."""
 
     reduce_dtype: ReduceDtype = "fp32"
-    """Dtype in which gradients are summed over ranks: fp32, or the dtype they were computed in."""
+    """NCCL: sum gradients over ranks in fp32, or in the dtype they were computed in. gloo always sums in fp32."""
 
     fp32_modules: tuple[str, ...] = ()
     """Class names of modules that stay in fp32 in the ``*-true`` 16-bit modes (a router, say).

@@ -64,8 +64,8 @@ class ZeROStrategy(DDPStrategy):
         prefetch_units: stage 3 gathers this many units ahead of the one that computes.
         master_weights: keep fp32 master weights with ``precision="bf16-true"`` and ``"16-true"``. False halves their
             memory and lets the optimizer work in 16 bit.
-        reduce_dtype: ``fp32`` sums gradients over ranks in fp32; ``compute`` in the dtype of the parameters, half the
-            bytes on NCCL in the 16-bit modes.
+        reduce_dtype: NCCL only. ``fp32`` sums gradients over ranks in fp32; ``compute`` in the dtype of the parameters,
+            half the bytes in the 16-bit modes. gloo sends them as they are and sums in fp32 either way.
         fp32_modules: class names of modules that stay in fp32 with ``bf16-true`` and ``16-true`` (a router, say).
             Batch norms always do.
         loss_scale: knobs of the loss scale of the fp16 precisions.

@@ -225,13 +225,3 @@ class Unit:
         """Those among them whose end no input's gradient will tell."""
         self.pinned = False
         """Stay gathered until the backward pass is over: nothing tells earlier that it is safe to let go."""
-
-    @property
-    def is_gathered(self) -> bool:
-        """Whether every parameter of the unit may be read."""
-        return all(f.is_gathered and f.gathering is None for f in self.flats)
-
-    @property
-    def is_gathering_or_gathered(self) -> bool:
-        """Whether a gather was started or is complete."""
-        return all(f.is_gathered or f.gathering is not None for f in self.flats)
