@@ -22,6 +22,7 @@ __all__ = [
     "current_backward_pass",
     "default_store",
     "forget_step_hooks",
+    "has_step_hooks",
     "is_mock_optimizer",
     "open_sockets",
     "persistent_buffer_names",
@@ -75,6 +76,12 @@ def forget_step_hooks(optimizer: Optimizer) -> None:
     """Give a copy of an optimizer its own, empty, step hooks."""
     optimizer._optimizer_step_pre_hooks = OrderedDict()
     optimizer._optimizer_step_post_hooks = OrderedDict()
+
+
+def has_step_hooks(optimizer: Optimizer, *, besides: Any) -> bool:
+    """Whether anything runs before or after the optimizer's ``step``, other than a method of ``besides``."""
+    hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
+    return any(getattr(hook, "__self__", None) is not besides for hook in hooks)
 
 
 def persistent_buffer_names(model: nn.Module) -> set[str]:

@@ -37,6 +37,18 @@ ALIASES: dict[str, dict[str, object]] = {
     "zero1": {"stage": 1},
     "zero2": {"stage": 2},
     "zero3": {"stage": 3},
+    # Master weights and optimizer states in host memory; at stage 3 the parameters too, unless the name says what.
+    "zero1_offload": {"stage": 1, "offload_optimizer": "cpu"},
+    "zero2_offload": {"stage": 2, "offload_optimizer": "cpu"},
+    "zero3_offload": {"stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"},
+    "zero3_offload_optimizer": {"stage": 3, "offload_optimizer": "cpu"},
+    "zero3_offload_param": {"stage": 3, "offload_param": "cpu"},
+    # Likewise on a local NVMe drive (ZeRO-Infinity).
+    "zero1_nvme": {"stage": 1, "offload_optimizer": "nvme"},
+    "zero2_nvme": {"stage": 2, "offload_optimizer": "nvme"},
+    "zero3_nvme": {"stage": 3, "offload_optimizer": "nvme", "offload_param": "nvme"},
+    "zero3_nvme_optimizer": {"stage": 3, "offload_optimizer": "nvme"},
+    "zero3_nvme_param": {"stage": 3, "offload_param": "nvme"},
     # Ranks forked from the running process, as Lightning's own *_notebook aliases.
     "zero0_notebook": {"stage": 0, "start_method": "fork"},
     "zero1_notebook": {"stage": 1, "start_method": "fork"},

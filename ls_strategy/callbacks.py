@@ -46,12 +46,15 @@ class Monitor(Callback):
     ``monitor/mfu``                model FLOP utilisation, where the module has ``flops_per_token()`` or
                                    ``flops_per_sample()`` and the peak of the device is known
     ``monitor/sent_mib_per_step``  MiB this rank sent per step
+    ``monitor/exposed_update_ms``  milliseconds per step that training waited for updates of offloaded states
+    ``monitor/exposed_update``     the same as a share of the step
     ``memory_gib/*``               parameters, masters, gradients, optimizer, communication: model states on this rank;
                                    on CUDA also ``peak`` and ``activations`` (peak less states)
     =============================  ==================================================================================
     """
 
     reads_weights = False
+    reads_gradients = False  # the norm comes from the strategy
 
     def __init__(self, peak_tflops: float | None = None) -> None:
         """Nothing is needed.
@@ -66,6 +69,7 @@ class Monitor(Callback):
         self._tokens = 0
         self._since = 0.0
         self._sent_before = 0
+        self._exposed_before = 0.0
         self._step_before = 0
         self._norms: dict[str, Tensor] = {}
 
@@ -73,12 +77,13 @@ class Monitor(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start the clock."""
         strategy = _zero_strategy(trainer, self)
-        self._restart(trainer, sum(strategy.traffic.bytes.values()))
+        self._restart(trainer, strategy)
 
-    def _restart(self, trainer: pl.Trainer, sent: int) -> None:
+    def _restart(self, trainer: pl.Trainer, strategy: ZeROStrategy) -> None:
         self._samples = self._tokens = 0
         self._since = time.perf_counter()
-        self._sent_before = sent
+        self._sent_before = sum(strategy.traffic.bytes.values())
+        self._exposed_before = strategy.exposed_step_s
         self._step_before = trainer.global_step
 
     def _due(self, trainer: pl.Trainer) -> bool:
@@ -122,6 +127,10 @@ class Monitor(Callback):
         if self._tokens:
             metrics["monitor/tokens_per_s"] = self._tokens * strategy.world_size / elapsed
         metrics["monitor/sent_mib_per_step"] = (sent - self._sent_before) / steps / (1 << 20)
+        if strategy.config.offload_optimizer is not None:
+            exposed = strategy.exposed_step_s - self._exposed_before
+            metrics["monitor/exposed_update_ms"] = 1e3 * exposed / steps
+            metrics["monitor/exposed_update"] = exposed / elapsed
         metrics |= self._utilisation(pl_module, strategy, elapsed)
         if strategy.loss_scale is not None:
             metrics["monitor/loss_scale"] = strategy.loss_scale
@@ -130,7 +139,7 @@ class Monitor(Callback):
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step)
         self._norms.clear()
-        self._restart(trainer, sent)
+        self._restart(trainer, strategy)
 
     def _utilisation(self, module: pl.LightningModule, strategy: ZeROStrategy, elapsed: float) -> dict[str, float]:
         device = strategy.root_device
@@ -178,6 +187,7 @@ class ShardedEMA(Callback):
     """
 
     reads_weights = False
+    reads_gradients = False
 
     def __init__(self, decay: float = 0.999, every_n_steps: int = 1, validate_with_average: bool = True) -> None:
         """Choose the horizon.

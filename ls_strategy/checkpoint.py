@@ -114,7 +114,8 @@ def _write(flat: Flat, i: int, value: Tensor) -> None:
     piece, slot = flat.pieces[i], flat.layout.slots[i]
     flat.finish_gather() if flat.gathering is not None else None
     values = value.reshape(-1)
-    flat.master[piece.start : piece.stop].copy_(values[piece.param_start : piece.param_start + piece.numel])
+    flat.write_master(piece.start, values[piece.param_start : piece.param_start + piece.numel])
+    flat.refresh_due = flat.has_own_shard
     if flat.is_gathered:
         flat.full[slot.offset : slot.end].copy_(values)
 

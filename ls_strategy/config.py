@@ -2,13 +2,65 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from ls_strategy.errors import ConfigError
 
 ZeroStage = Literal[0, 1, 2, 3]
 ReduceDtype = Literal["fp32", "compute"]
+TierName = Literal["device", "cpu", "nvme"]
+MomentFormat = Literal["fp32", "bf16", "int8"]
+StepDevice = Literal["auto", "cpu", "device"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    """Where one kind of model state rests instead of on the device."""
+
+    tier: Literal["cpu", "nvme"] = "cpu"
+    """``cpu``: host memory, pinned where there is CUDA. ``nvme``: a file on a local drive."""
+
+    ratio: float = 1.0
+    """The share of the bytes that goes; the rest stays on the device, the first units of the model first."""
+
+    def __post_init__(self) -> None:
+        """Refuse values outside their sets."""
+        if self.tier not in ("cpu", "nvme"):
+            raise ConfigError(f"offload tier={self.tier!r}: states go to 'cpu' or to 'nvme'.")
+        if not 0.0 < self.ratio <= 1.0:
+            raise ConfigError(
+                f"offload ratio={self.ratio}: the share of bytes that leaves the device is above 0 and at most 1. "
+                "Leave the offload option out to keep everything on the device."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NVMeIOConfig:
+    """How files of the NVMe tier are read and written; ``ls-strategy tune-io PATH`` measures what is best."""
+
+    block_bytes: int = 8 << 20
+    """Bytes of one read or write call."""
+
+    parallelism: int = 4
+    """Threads that read and write at the same time."""
+
+    queue_depth: int = 32
+    """Blocks that may wait or be under way at a time; who asks for more waits."""
+
+    direct: bool = True
+    """Go past the page cache (``O_DIRECT``), where the file system allows it."""
+
+    def __post_init__(self) -> None:
+        """Refuse values that no file can be read with."""
+        if self.block_bytes < 4096 or self.block_bytes % 4096:
+            raise ConfigError(
+                f"nvme_io.block_bytes={self.block_bytes}: direct I/O moves whole pages; use a multiple of 4096."
+            )
+        if self.parallelism < 1 or self.queue_depth < 1:
+            raise ConfigError(
+                f"nvme_io.parallelism={self.parallelism}, queue_depth={self.queue_depth}: both must be at least 1."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +126,47 @@ class ZeROConfig:
     Their inputs are cast to fp32 and their outputs back. Batch norms always keep fp32 parameters and statistics.
     """
 
+    offload_optimizer: OffloadConfig | None = None
+    """Master weights and the optimizer's states rest on this tier, and the optimizer steps where they are."""
+
+    offload_param: OffloadConfig | None = None
+    """Stage 3: this rank's shard of the parameters rests on this tier; units are gathered from there."""
+
+    offload_gradient: OffloadConfig | None = None
+    """Averaged gradients rest on this tier between backward and step. None: on the optimizer's."""
+
+    nvme_path: str = ""
+    """Folder of the NVMe tier's files."""
+
+    nvme_io: NVMeIOConfig = field(default_factory=NVMeIOConfig)
+    """How they are read and written."""
+
+    nvme_allow_ram: bool = False
+    """Accept a folder that is in memory itself (tmpfs), for tests."""
+
+    moments: MomentFormat = "fp32"
+    """How the optimizer's moments are stored; anything but fp32 rounds stochastically."""
+
+    step_on: StepDevice = "auto"
+    """Where offloaded states are updated: by the CPU, or streamed through the device. ``auto`` measures once."""
+
+    overlap_step: bool = True
+    """Update offloaded states while backward, or the next forward, runs. The numbers are the same either way."""
+
+    delayed_update_after: int | None = None
+    """Stages 1 and 2: after this many steps, apply every update one step late (ZeRO-Offload, section 5.2)."""
+
+    @property
+    def offloads(self) -> bool:
+        """Whether any state leaves the device."""
+        return any((self.offload_optimizer, self.offload_param, self.offload_gradient))
+
+    @property
+    def tiers(self) -> set[str]:
+        """Names of the tiers in use beside the device."""
+        kinds = (self.offload_optimizer, self.offload_param, self.offload_gradient)
+        return {kind.tier for kind in kinds if kind is not None}
+
     def __post_init__(self) -> None:
         """Refuse values outside their sets."""
         if self.stage not in get_args(ZeroStage):
@@ -90,3 +183,31 @@ class ZeROConfig:
         for name in ("unit_classes", "fp32_modules"):
             if isinstance(getattr(self, name), str):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: give a list of class names, not one string.")
+        self._check_offload()
+
+    def _check_offload(self) -> None:
+        if self.moments not in get_args(MomentFormat):
+            raise ConfigError(f"moments={self.moments!r}: use one of {get_args(MomentFormat)}.")
+        if self.step_on not in get_args(StepDevice):
+            raise ConfigError(f"step_on={self.step_on!r}: use one of {get_args(StepDevice)}.")
+        if self.offloads and self.stage == 0:
+            raise ConfigError(
+                "offload with stage=0: every rank would keep and update a copy of all states on its host. Use stage 1, "
+                "which shards them and computes the same."
+            )
+        if self.offload_param is not None and self.stage != 3:
+            raise ConfigError(
+                f"offload_param with stage={self.stage}: parameters rest in shards only at stage 3; below, every rank "
+                "needs them on the device at all times. Use stage=3, or offload_optimizer alone."
+            )
+        if self.offload_gradient is not None and self.offload_optimizer is None:
+            raise ConfigError(
+                "offload_gradient without offload_optimizer: the gradients would come back for the step at once. Set "
+                "offload_optimizer too."
+            )
+        after = self.delayed_update_after
+        if after is not None and (after < 1 or self.offload_optimizer is None or self.stage == 3):
+            raise ConfigError(
+                f"delayed_update_after={after} with stage={self.stage}: it needs at least 1 step of warm-up, "
+                "offload_optimizer, and stage 1 or 2, where weights of the last step are kept apart from the masters."
+            )

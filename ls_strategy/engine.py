@@ -17,10 +17,10 @@ Everything here is collective unless it says otherwise: every rank makes the sam
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -36,10 +36,15 @@ from ls_strategy.zero import step as stepping
 from ls_strategy.zero.assembly import Draft
 from ls_strategy.zero.gather import Gatherer
 from ls_strategy.zero.hooks import UnitHooks
+from ls_strategy.zero.offload import Offload
 from ls_strategy.zero.optimizer import ShardedOptimizer
 from ls_strategy.zero.reduce import Reducer
 from ls_strategy.zero.units import Flat
+from ls_strategy.zero.update import Update
 from ls_strategy.zero_stages import POLICIES
+
+_EARLY_UPDATES = 2
+"""Updates under way while backward runs; with one more the oldest is waited for, so that few averages are in memory."""
 
 _HOLDERS: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
 """Which engine holds a model's parameters. Engines hold no strong reference to their model, so entries end with it."""
@@ -55,6 +60,8 @@ class _OptimizerState:
     finished: bool = False
     overflow: bool = False
     norm: Tensor | None = None
+    clip: Tensor | None = None
+    """Factor that the fused update multiplies the gradients by; None where it was done in place, or is 1."""
 
 
 class Engine:
@@ -90,13 +97,20 @@ class Engine:
         self.precision = precision
         self.comm = comm
         self.device = device
-        # One rank has nothing to shard: every stage is stage 0 there, without gathers of its own parameters.
-        self.policy = POLICIES[config.stage if comm.world_size > 1 else 0]
+        # One rank has nothing to shard: every stage is stage 0 there, without gathers of its own parameters. With
+        # offload the stage says what is on the device at all.
+        self.policy = POLICIES[config.stage if comm.world_size > 1 or config.offloads else 0]
         self.scaler = LossScaler(loss_scale or LossScaleConfig()) if precision.loss_scaling else None
         self.skipped_steps = 0
         self.overlap_publish = False
         """Let the next forward wait for new weights unit by unit. Only where nothing else reads them in between."""
-        self._stepping = False
+        self.early_step = False
+        """Begin a unit's update as soon as its gradients are complete. Only where the step is certain to follow, with
+        neither clipping nor a loss scale, and with the hyper-parameters of now."""
+        self._stepping: ShardedOptimizer | None = None
+        self._steps_begun = 0
+        self._early: deque[Flat] = deque()
+        self._delayed: list[list[Flat]] = [[] for _ in optimizers]
         draft = Draft(model, optimizers, config=config, precision=precision, policy=self.policy)
         draft.agree(comm)
         previous = Engine.holding(model)
@@ -104,7 +118,10 @@ class Engine:
             previous.detach()
         held = {} if previous is None else {id(p): f for f in previous.flats for p in f.params}
         self.plan = draft.resolve(comm.world_size, held)
-        self.units = draft.build(self.plan, comm, device, held)
+        self.offload = Offload.prepare(self.plan, optimizers, config, comm, device)
+        self.units = draft.build(self.plan, comm, device, held, self.offload)
+        if previous is not None:
+            previous.offload.close()
         materials.place_buffers(model, device, precision.compute, {id(m) for m in draft.kept_fp32})
         self.gatherer = Gatherer(self.units, sharded=self.policy.parameters, prefetch_units=config.prefetch_units)
         self.reducer = Reducer(
@@ -141,17 +158,33 @@ class Engine:
 
     def _adopt(self, index: int, optimizer: Optimizer) -> _OptimizerState:
         flats = [f for f in self.flats if f.optimizer_index == index]
-        state = _OptimizerState(ShardedOptimizer(optimizer, flats, self.comm), flats)
-        optimizer.register_step_pre_hook(self._refuse_direct_step)
+        sharded = ShardedOptimizer(optimizer, flats, self.comm, self.config.moments)
+        state = _OptimizerState(sharded, flats)
+        optimizer.register_step_pre_hook(self._on_step)
         optimizer.zero_grad = lambda set_to_none=True: self.zero_grad(index, set_to_none=set_to_none)  # type: ignore[method-assign]
         return state
 
-    def _refuse_direct_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if not self._stepping:
+    def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._stepping is None:
             raise StateError(
                 f"{type(optimizer).__name__}.step() was called on the bare optimizer, which knows nothing of the other "
                 "ranks' gradients. Call step() on what self.optimizers() returns."
             )
+        if self._stepping.optimizer is optimizer:
+            self._stepping.begin_own_step()
+
+    @property
+    def private_gradients(self) -> bool:
+        """Nobody but the step looks at averaged gradients between backward and `zero_grad`.
+
+        Then they need not be shown as ``.grad``, may be kept in 16 bit where that is exact, and the clip factor is
+        multiplied in by the update.
+        """
+        return self.reducer.private
+
+    @private_gradients.setter
+    def private_gradients(self, private: bool) -> None:
+        self.reducer.private = private
 
     def index_of(self, optimizer: Optimizer) -> int | None:
         """Number of an optimizer of this engine, None for a stranger. Not collective."""
@@ -216,7 +249,12 @@ class Engine:
                     b.detach().copy_(part.view_as(b))
 
     def wait(self) -> None:
-        """Wait until every parameter that is on its way has arrived: before anything but a unit's forward reads one."""
+        """Wait until every parameter that is on its way has arrived: before anything but a unit's forward reads one.
+
+        Collective where updates are delayed.
+        """
+        for index in range(len(self.optimizers)):
+            self._bring_in_delayed(index)
         self.gatherer.finish_all()
 
     # backward --------------------------------------------------------------------------------------------------------
@@ -226,8 +264,12 @@ class Engine:
         for state in self.optimizers:
             state.finished = False
             state.norm = None
+            state.clip = None
         self.reducer.loss_scale = self.scaler.scale if self.scaler is not None else 1.0
+        early = self.early_step and eager and self.scaler is None and len(self.optimizers) == 1
+        self.reducer.on_complete = None  # what an earlier micro-batch left under way is not complete
         self.reducer.begin_backward(eager=eager)
+        self.reducer.on_complete = self._update_early if early else None
 
     def end_backward(self) -> None:
         """The backward pass is over."""
@@ -237,6 +279,18 @@ class Engine:
             unit.pinned = False
             if not unit.is_root:
                 self.gatherer.release(unit)
+
+    def _update_early(self, flat: Flat) -> None:
+        """A buffer's averages are complete while backward still runs: begin its update. Not collective."""
+        update = self.optimizers[0].sharded.early_update(flat)
+        if update is None:
+            flat.averages.spill(unscale=1.0)
+            return
+        # Parameters of the stages below 3 stay as they are until backward is over: something might still read them.
+        flat.begin_early_update(self.offload.stream.submit(update.jobs()))
+        self._early.append(flat)
+        while len(self._early) > _EARLY_UPDATES:
+            self._early.popleft().wait_updated()
 
     def finish(self, index: int) -> bool:
         """Make the averaged, unscaled gradients of an optimizer complete and visible as ``.grad`` of its pieces.
@@ -249,13 +303,16 @@ class Engine:
             return not state.overflow
         state.used = self.reducer.complete(state.flats)
         state.overflow = False
+        state.clip = None
         if self.scaler is not None:
-            state.overflow = stepping.any_overflow(state.flats, self.comm)
             for flat in state.flats:
-                if not flat.unscaled:
-                    stepping.unscale_([flat], self.scaler.scale)
-                    flat.unscaled = True
-        state.sharded.bind_grads(state.used)
+                if not flat.averages.unscaled:
+                    fold = self.private_gradients and flat.averages.folds_factors
+                    stepping.unscale_(flat, self.scaler.scale, fold=fold)
+                    flat.averages.unscaled = not (fold or flat.averages.on_drive)
+            state.overflow = stepping.any_overflow(state.flats, self.comm)
+        if not self.private_gradients:
+            state.sharded.bind_grads(state.used)
         state.finished = True
         return not state.overflow
 
@@ -263,7 +320,16 @@ class Engine:
         """Clip by global norm over all gradients of the optimizer, exactly; returns the norm before clipping."""
         self.finish(index)
         state = self.optimizers[index]
-        state.norm = stepping.clip_norm_(state.flats, self.comm, max_norm)
+        if state.norm is None or not self.private_gradients:
+            state.norm = stepping.global_norm(state.flats, self.comm)
+        factor = stepping.clip_factor(state.norm, max_norm)
+        if factor is None:
+            return state.norm
+        for flat in state.flats:
+            if self.private_gradients and flat.averages.folds_factors:
+                state.clip = factor
+            else:
+                stepping.scale_(flat, factor)
         return state.norm
 
     def clip_value_(self, index: int, limit: float) -> None:
@@ -301,25 +367,75 @@ class Engine:
         state = self.optimizers[index]
         result = None
         if proceed:
-            self._stepping = True
+            self._bring_in_delayed(index)
+            self._steps_begun += 1
+            self._stepping = state.sharded
             try:
-                result = state.sharded.step(state.used, run)
-            finally:
-                self._stepping = False
-            if self.policy.parameters:
-                self.gatherer.release_all()
-            else:
-                self.gatherer.publish(
-                    [u for u in self.units if any(f.optimizer_index == index for f in u.flats)], index
+                result = state.sharded.step(
+                    state.used,
+                    run,
+                    clip=state.clip,
+                    shown=not self.private_gradients,
+                    submit=lambda updates: self._submit(index, updates),
                 )
-                if not self.overlap_publish:
-                    self.wait()
+            finally:
+                self._stepping = None
+            self._publish(index)
         else:
             self.skipped_steps += 1
         if self.scaler is not None:
             self.scaler.update(state.overflow)
         state.finished = False
+        state.clip = None
         return result
+
+    def _submit(self, index: int, updates: list[Update]) -> None:
+        """Updates of resident states run now; offloaded ones go to the stream, in the order the forward needs them."""
+        delay = self.config.delayed_update_after
+        delayed = delay is not None and self._steps_begun > delay
+        after = self.offload.link.mark()
+        by_flat = {id(u.flat): u for u in updates}
+        for unit in self.gatherer.forward_order():
+            for flat in unit.flats:
+                update = by_flat.get(id(flat))
+                if update is None:
+                    continue
+                if flat.optimizer_tier == "device":
+                    update.run()
+                elif delayed:
+                    update = replace(update, publish=False, after=after, streamed=self.offload.streamed)
+                    flat.begin_delayed_update(self.offload.stream.submit(update.jobs()))
+                    self._delayed[index].append(flat)
+                else:
+                    update = replace(update, after=after, streamed=self.offload.streamed)
+                    flat.updating = self.offload.stream.submit(update.jobs())
+
+    def _bring_in_delayed(self, index: int) -> None:
+        """The updates of the step before are due: wait for them, and let the parameters follow. Collective."""
+        flats, self._delayed[index] = self._delayed[index], []
+        for flat in flats:
+            flat.wait_updated()
+            flat.refresh_due = True
+            flat.start_gather()
+        for flat in flats:
+            flat.finish_gather()
+
+    def _publish(self, index: int) -> None:
+        """New weights to where they are read; updates that are under way are waited for when a unit needs them."""
+        for flat in self.optimizers[index].flats:
+            flat.end_early_update()
+            fused_elsewhere = flat.optimizer_tier != "device" and flat.averages.folds_factors
+            if not fused_elsewhere and (flat.optimizer_tier != "device" or flat.has_own_shard):
+                flat.refresh_due = True  # the optimizer stepped the masters and nothing else
+        self._early.clear()
+        if self.policy.parameters:
+            self.gatherer.release_all()
+        else:
+            held_back = {id(flat) for flat in self._delayed[index]}
+            flats = [f for f in self.optimizers[index].flats if id(f) not in held_back]
+            self.gatherer.publish(flats, lazily=self.config.offload_optimizer is not None)
+        if not self.overlap_publish:
+            self.gatherer.finish_all()
 
     def zero_grad(self, index: int, *, set_to_none: bool = True) -> None:
         """``optimizer.zero_grad``. Not collective, unless a reduction is under way (then on every rank)."""
@@ -345,15 +461,30 @@ class Engine:
         Weights on their way are waited for, since all ranks sent them before; if that fails too, they are given up.
         """
         self.reducer.abort()
+        self._early.clear()
         try:
             self.wait()
-        except RuntimeError:
+        except Exception:  # what ended the step matters more; and nothing may wait for this again
             for flat in self.flats:
-                flat.gathering = None
+                flat.give_up()
+
+    @property
+    def exposed_step_s(self) -> float:
+        """Seconds so far that the training thread has spent on, or waited for, updates of offloaded states."""
+        inline = 0.0 if self.offload.stream.threaded else self.offload.stream.busy_s
+        return inline + sum(flat.waited_s for flat in self.flats)
+
+    def describe(self) -> str:
+        """What this engine will do, for the log: the plan, who updates what, and where."""
+        steps = [f"  {state.sharded.describe()}" for state in self.optimizers]
+        return "\n".join([self.plan.describe(), *steps, *filter(None, [self.offload.describe(self.plan)])])
 
     def trainable_masters(self) -> list[Tensor]:
-        """This rank's master shards of everything that trains, in the order of the units. Not collective."""
-        return [f.master for u in self.units for f in u.trainable_flats]
+        """This rank's master shards of everything that trains, in the order of the units; copies of what is on NVMe.
+
+        Not collective.
+        """
+        return [f.read_master() for u in self.units for f in u.trainable_flats]
 
     def exchange_masters(self, others: list[Tensor], *, publish: bool) -> None:
         """Swap the contents of `trainable_masters` with ``others``, in place; called twice, everything is as before.
@@ -363,17 +494,17 @@ class Engine:
             publish: let the module's parameters follow. Collective then.
         """
         self.wait()
-        for master, other in zip(self.trainable_masters(), others, strict=True):
-            mine = master.detach().clone()
-            master.detach().copy_(other)
+        for flat, other in zip([f for u in self.units for f in u.trainable_flats], others, strict=True):
+            mine = flat.read_master().detach().clone()
+            flat.write_master(0, other)
             other.copy_(mine)
+            flat.refresh_due = flat.optimizer_tier != "device" or flat.has_own_shard
         if not publish:
             return
         if self.policy.parameters:
             self.gatherer.release_all()
         else:
-            for index in range(len(self.optimizers)):
-                self.gatherer.publish(self.units, index)
+            self.gatherer.publish([f for f in self.flats if f.trainable])
             self.wait()
 
     # reading ---------------------------------------------------------------------------------------------------------
@@ -408,9 +539,9 @@ class Engine:
             return total
 
         return {
-            "parameters": sum(size(f.full) for f in self.flats),
+            "parameters": sum(size(f.full, f.shard) for f in self.flats),
             "masters": sum(size(f.master) for f in self.flats),
-            "gradients": sum(size(f.grad, f.reduced, *(p.grad for p in f.params)) for f in self.flats),
+            "gradients": sum(size(f.grad, f.averages.values, *(p.grad for p in f.params)) for f in self.flats),
             "optimizer": sum(s.sharded.state_bytes() for s in self.optimizers),
             "communication": self.comm.pool.bytes,
         }

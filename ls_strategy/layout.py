@@ -77,10 +77,12 @@ class FlatLayout:
 
     slots: tuple[Slot, ...]
     world_size: int
+    align: int = ALIGN
+    """Slots and shards start at multiples of this many elements."""
 
     @classmethod
-    def pack(cls, shapes: Iterable[tuple[str, tuple[int, ...]]], world_size: int) -> FlatLayout:
-        """Place parameters one after the other, each at a multiple of `ALIGN`.
+    def pack(cls, shapes: Iterable[tuple[str, tuple[int, ...]]], world_size: int, *, align: int = ALIGN) -> FlatLayout:
+        """Place parameters one after the other, each at a multiple of ``align``.
 
         >>> [s.offset for s in FlatLayout.pack([("a", (3, 5)), ("b", ()), ("c", (16,))], 2).slots]
         [0, 16, 32]
@@ -90,18 +92,18 @@ class FlatLayout:
         for name, shape in shapes:
             slot = Slot(name, tuple(shape), offset)
             slots.append(slot)
-            offset = round_up(slot.end, ALIGN)
-        return cls(tuple(slots), world_size)
+            offset = round_up(slot.end, align)
+        return cls(tuple(slots), world_size, align)
 
     @property
     def used(self) -> int:
         """Elements up to the end of the last slot."""
-        return round_up(self.slots[-1].end, ALIGN) if self.slots else 0
+        return round_up(self.slots[-1].end, self.align) if self.slots else 0
 
     @property
     def shard(self) -> int:
         """Elements of every shard."""
-        return shard_numel(self.used, self.world_size)
+        return shard_numel(self.used, self.world_size, align=self.align)
 
     @property
     def numel(self) -> int:

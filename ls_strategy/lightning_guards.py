@@ -12,11 +12,12 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
 
-from ls_strategy._compat import sync_batch_norm_error, unwrap_optimizer
+from ls_strategy._compat import has_step_hooks, sync_batch_norm_error, unwrap_optimizer
 from ls_strategy.config import ZeROConfig
 from ls_strategy.engine import Engine
 from ls_strategy.errors import PlanError, StateError
@@ -25,6 +26,18 @@ from ls_strategy.zero_stages import POLICIES
 
 _BETWEEN_STEPS = ("on_train_batch_start", "on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end")
 """Hooks that run after an optimizer step and before the next forward."""
+
+
+_AFTER_BACKWARD = (
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_before_zero_grad",
+    "on_train_batch_end",
+    "configure_gradient_clipping",
+    "optimizer_step",
+    "optimizer_zero_grad",
+)
+"""Hooks that run after backward and before the gradients are dropped, or that decide whether a step follows at all."""
 
 
 def check_trainer(trainer: pl.Trainer, config: ZeROConfig, precision: ZeROPrecision) -> None:
@@ -79,6 +92,28 @@ def reads_weights_between_steps(trainer: pl.Trainer, module: pl.LightningModule)
         ):
             continue
         if any(is_overridden(hook, callback, parent=pl.Callback) for hook in _BETWEEN_STEPS):
+            return True
+    return False
+
+
+def reads_gradients(trainer: pl.Trainer, module: pl.LightningModule, engine: Engine) -> bool:
+    """Whether user code might read or change gradients between backward and the step, or leave the step out.
+
+    As `reads_weights_between_steps`; a callback that does not says so by ``reads_gradients = False``.
+    """
+    if not module.automatic_optimization or trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+        return True
+    if any(is_overridden(hook, module, parent=pl.LightningModule) for hook in _AFTER_BACKWARD):
+        return True
+    if any(has_step_hooks(optimizer, besides=engine) for optimizer in trainer.strategy.optimizers):
+        return True
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        own = type(callback).__module__.startswith("lightning.pytorch.")
+        if own or getattr(callback, "reads_gradients", True) is False:
+            continue
+        if any(
+            is_overridden(hook, callback, parent=pl.Callback) for hook in _AFTER_BACKWARD if hasattr(pl.Callback, hook)
+        ):
             return True
     return False
 

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from ls_strategy.layout import FlatLayout
+from ls_strategy.config import MomentFormat, OffloadConfig, TierName, ZeROConfig
+from ls_strategy.layout import ALIGN, FlatLayout
+from ls_strategy.ops.moments import BLOCK as MOMENT_BLOCK
 from ls_strategy.zero_stages import StagePolicy
 
 FROZEN = -1
 """Optimizer number of parameters that no optimizer updates."""
+
+_TIERS = {"device": "on the device", "cpu": "in host memory", "nvme": "on NVMe"}
 
 
 @dataclass(frozen=True)
@@ -39,11 +43,27 @@ class FlatPlan:
     dtype: torch.dtype
     master_dtype: torch.dtype
     optimizer: int
+    optimizer_tier: TierName = "device"
+    """Where master weights and optimizer states rest; for a frozen buffer the same as ``param_tier``."""
+
+    param_tier: TierName = "device"
+    """Stage 3: where this rank's shard of the parameters rests."""
+
+    gradient_tier: TierName = "device"
+    """Where averaged gradients rest between backward and step."""
 
     @property
     def trainable(self) -> bool:
         """Whether an optimizer updates it."""
         return self.optimizer != FROZEN
+
+    def has_own_shard(self, policy: StagePolicy) -> bool:
+        """Stage 3: whether this rank's part of the parameters is kept beside the masters, in the forward's dtype.
+
+        In memory a unit is gathered straight from the masters, cast on the way; a drive would move twice the bytes.
+        """
+        same_place = self.param_tier == self.optimizer_tier
+        return policy.parameters and not (same_place and (self.param_tier != "nvme" or self.dtype == self.master_dtype))
 
 
 @dataclass(frozen=True)
@@ -77,6 +97,8 @@ class Plan:
     policy: StagePolicy
     world_size: int
     units: tuple[UnitPlan, ...]
+    moments: MomentFormat = "fp32"
+    """How optimizer moments are stored."""
 
     @property
     def numel(self) -> int:
@@ -99,26 +121,61 @@ class Plan:
             volume = roots + micro_batches * (again + trainable)
         return volume * (self.world_size - 1) // self.world_size
 
-    def state_bytes(self) -> dict[str, int]:
-        """Bytes of model state on one rank between two steps, by kind, with AdamW's two moments. Padding included.
+    def bytes_by_tier(self) -> dict[TierName, dict[str, int]]:
+        """Bytes of model state on one rank between two steps, by tier and kind, with AdamW's two moments.
 
-        ``gradients`` are the fp32 averages, and for stages 0 and 1 this rank's own gradients in the parameters' dtype
-        (in fp32 once they are accumulated over micro-batches; stage 0 averages in place).
+        Padding included. ``gradients`` are the averages, and for stages 0 and 1 this rank's own gradients in the
+        parameters' dtype (in fp32 once they are accumulated over micro-batches; stage 0 averages in place).
         """
-        result: dict[str, int] = {"parameters": 0, "masters": 0, "gradients": 0, "optimizer": 0}
+        result: dict[TierName, dict[str, int]] = {
+            tier: {"parameters": 0, "masters": 0, "gradients": 0, "optimizer": 0} for tier in ("device", "cpu", "nvme")
+        }
         for flat in (f for u in self.units for f in u.flats):
-            whole, shard = flat.layout.numel, flat.layout.shard
-            stepped = shard if self.policy.optimizer else whole
-            if not self.policy.parameters:
-                result["parameters"] += whole * flat.dtype.itemsize
-            if self.policy.parameters or (flat.trainable and flat.master_dtype != flat.dtype):
-                result["masters"] += stepped * flat.master_dtype.itemsize
-            if flat.trainable:
-                result["optimizer"] += 2 * stepped * flat.master_dtype.itemsize
-                result["gradients"] += stepped * 4
-                if self.policy.optimizer and not self.policy.gradients:
-                    result["gradients"] += whole * flat.dtype.itemsize
+            self._add_flat(flat, result)
         return result
+
+    def _add_flat(self, flat: FlatPlan, result: dict[TierName, dict[str, int]]) -> None:
+        whole, policy = flat.layout.numel, self.policy
+        stepped = flat.layout.shard if policy.optimizer else whole
+        if not policy.parameters:
+            result["device"]["parameters"] += whole * flat.dtype.itemsize
+        elif flat.has_own_shard(policy):
+            result[flat.param_tier]["parameters"] += stepped * flat.dtype.itemsize
+        own_master = flat.trainable and (flat.master_dtype != flat.dtype or flat.optimizer_tier != "device")
+        if policy.parameters or own_master:
+            result[flat.optimizer_tier]["masters"] += stepped * flat.master_dtype.itemsize
+        if flat.trainable:
+            result[flat.optimizer_tier]["optimizer"] += round(stepped * self._moment_bytes(flat))
+            result[flat.gradient_tier]["gradients"] += stepped * 4
+            if policy.optimizer and not policy.gradients:
+                result["device"]["gradients"] += whole * flat.dtype.itemsize
+
+    def _moment_bytes(self, flat: FlatPlan) -> float:
+        return {"fp32": 2.0 * flat.master_dtype.itemsize, "bf16": 4.0, "int8": 2.0 + 2 * 4 / MOMENT_BLOCK}[self.moments]
+
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes of model state on one rank by kind, on all tiers together."""
+        tiers = self.bytes_by_tier().values()
+        return {kind: sum(tier[kind] for tier in tiers) for kind in ("parameters", "masters", "gradients", "optimizer")}
+
+    def drive_bytes_per_step(self, *, gradients_rest: bool) -> tuple[int, int]:
+        """Bytes that one rank reads from and writes to the NVMe tier in one step of one micro-batch.
+
+        Args:
+            gradients_rest: averages wait on the drive for clipping, instead of going straight into the update.
+        """
+        read = written = 0
+        for flat in (f for u in self.units for f in u.flats):
+            shard = flat.layout.shard
+            if flat.trainable and flat.optimizer_tier == "nvme":
+                moved = round(shard * (flat.master_dtype.itemsize + self._moment_bytes(flat)))
+                read, written = read + moved, written + moved
+            if flat.param_tier == "nvme" and self.policy.parameters:
+                read += 2 * shard * flat.dtype.itemsize
+                written += shard * flat.dtype.itemsize if flat.has_own_shard(self.policy) and flat.trainable else 0
+            if flat.trainable and flat.gradient_tier == "nvme" and gradients_rest:
+                read, written = read + 4 * shard, written + 4 * shard
+        return read, written
 
     def describe(self) -> str:
         """The plan as a table, for the log."""
@@ -139,11 +196,12 @@ class Plan:
             name = first if count == 1 else f"{first} ... {last}"
             times = f"{count} x " if count > 1 else ""
             lines.append(f"  {name:<40} {times}{numel:,} parameters{', gathered for the whole step' if root else ''}")
-        states = self.state_bytes()
-        lines.append(
-            "  per rank: " + ", ".join(f"{k} {v / mib:,.1f} MiB" for k, v in states.items())
-            + f", together {sum(states.values()) / mib:,.1f} MiB"
-        )  # fmt: skip
+        for tier, states in self.bytes_by_tier().items():
+            if tier == "device" or any(states.values()):
+                lines.append(
+                    f"  per rank, {_TIERS[tier]}: " + ", ".join(f"{k} {v / mib:,.1f} MiB" for k, v in states.items())
+                    + f", together {sum(states.values()) / mib:,.1f} MiB"
+                )  # fmt: skip
         lines.append(f"  sent per step: {self.elements_sent():,} elements")
         return "\n".join(lines)
 
@@ -155,6 +213,7 @@ def resolve_plan(
     world_size: int,
     master_dtype: torch.dtype,
     compute_dtype: torch.dtype,
+    config: ZeROConfig | None = None,
 ) -> Plan:
     """Lay out every unit's buffers.
 
@@ -164,7 +223,11 @@ def resolve_plan(
         world_size: data-parallel ranks.
         master_dtype: of the weights the optimizer updates, for parameters in ``compute_dtype``; others are their own.
         compute_dtype: of the parameters that the forward reads, as a rule.
+        config: what is offloaded, and how moments are stored.
     """
+    config = config or ZeROConfig()
+    # A block of an 8-bit moment belongs to one parameter, so that two updates never share its scale.
+    align = MOMENT_BLOCK if config.moments == "int8" else ALIGN
     plans: list[UnitPlan] = []
     for name, is_root, params in units:
         classes: defaultdict[tuple[int, torch.dtype], list[ParamFacts]] = defaultdict(list)
@@ -174,8 +237,41 @@ def resolve_plan(
         for (optimizer, dtype), members in classes.items():
             # Groups side by side: decay and no-decay make two runs per unit instead of one per parameter.
             members.sort(key=lambda p: p.group)
-            layout = FlatLayout.pack(((p.name, p.shape) for p in members), world_size)
+            layout = FlatLayout.pack(((p.name, p.shape) for p in members), world_size, align=align)
             own = optimizer == FROZEN or dtype != compute_dtype
             flats.append(FlatPlan(layout, dtype, dtype if own else master_dtype, optimizer))
         plans.append(UnitPlan(name, is_root, tuple(flats)))
-    return Plan(policy, world_size, tuple(plans))
+    return Plan(policy, world_size, _assign_tiers(plans, config), config.moments)
+
+
+def _assign_tiers(units: list[UnitPlan], config: ZeROConfig) -> tuple[UnitPlan, ...]:
+    """Give every buffer its tiers. What a ``ratio`` keeps on the device are the first buffers, whole, as they fit."""
+    flats = [f for u in units for f in u.flats]
+    optimizer = _split([f for f in flats if f.trainable], config.offload_optimizer)
+    param = _split(flats, config.offload_param)
+    gradient = _split([f for f in flats if optimizer.get(id(f), "device") != "device"], config.offload_gradient)
+    result: list[UnitPlan] = []
+    for unit in units:
+        placed: list[FlatPlan] = []
+        for f in unit.flats:
+            param_tier = param.get(id(f), "device")
+            optimizer_tier = optimizer.get(id(f), "device") if f.trainable else param_tier
+            followed = optimizer_tier if f.trainable else "device"
+            gradient_tier = followed if config.offload_gradient is None else gradient.get(id(f), "device")
+            placed.append(replace(f, optimizer_tier=optimizer_tier, param_tier=param_tier, gradient_tier=gradient_tier))
+        result.append(replace(unit, flats=tuple(placed)))
+    return tuple(result)
+
+
+def _split(flats: list[FlatPlan], offload: OffloadConfig | None) -> dict[int, TierName]:
+    """Tier of each buffer by its ``id``."""
+    if offload is None:
+        return {}
+    room = (1.0 - offload.ratio) * sum(f.layout.shard for f in flats)
+    result: dict[int, TierName] = {}
+    for flat in flats:
+        if flat.layout.shard <= room:
+            room -= flat.layout.shard
+        else:
+            result[id(flat)] = offload.tier
+    return result

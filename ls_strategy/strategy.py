@@ -14,9 +14,12 @@ checkpoint hooks             `ls_strategy.checkpoint`
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -37,7 +40,7 @@ from ls_strategy import lightning_guards as guards
 from ls_strategy._compat import is_mock_optimizer, open_sockets, unwrap_optimizer
 from ls_strategy.checkpoint import StateDictHooks, full_state_dict, load_full_state_dict
 from ls_strategy.comm import Comm, Traffic, make_comm
-from ls_strategy.config import LossScaleConfig, ZeROConfig
+from ls_strategy.config import LossScaleConfig, NVMeIOConfig, OffloadConfig, ZeROConfig
 from ls_strategy.engine import Engine
 from ls_strategy.errors import ConfigError, PlanError, RankFailedError, StateError
 from ls_strategy.precision import PrecisionPolicy, resolve_precision
@@ -46,6 +49,10 @@ from ls_strategy.zero_stages import POLICIES
 
 _PATIENCE_S = 3.0
 """How long a rank that failed looks for the others' failures before it breaks the connections."""
+
+
+def _offload(option: Literal["cpu", "nvme"] | OffloadConfig | None) -> OffloadConfig | None:
+    return OffloadConfig(tier=option) if isinstance(option, str) else option
 
 
 class ZeROStrategy(DDPStrategy):
@@ -69,6 +76,22 @@ class ZeROStrategy(DDPStrategy):
         fp32_modules: class names of modules that stay in fp32 with ``bf16-true`` and ``16-true`` (a router, say).
             Batch norms always do.
         loss_scale: knobs of the loss scale of the fp16 precisions.
+        offload_optimizer: ``"cpu"`` or ``"nvme"``: master weights and optimizer states rest there and are updated
+            there; ``OffloadConfig(tier=..., ratio=0.7)`` keeps 30 % of the bytes on the device. The numbers do not
+            change.
+        offload_param: stage 3: this rank's shard of the parameters rests there, and units are gathered from there.
+        offload_gradient: where averaged gradients rest between backward and step. Default: on the optimizer's tier.
+        nvme_path: folder of the NVMe tier, on a local drive. Default: the environment's ``LS_STRATEGY_NVME_PATH``, else
+            ``nvme`` in the Trainer's ``default_root_dir``.
+        nvme_io: how its files are read and written; ``ls-strategy tune-io PATH`` finds the best values.
+        nvme_allow_ram: accept a folder that is in memory itself, for tests.
+        moments: ``bf16`` or ``int8`` store the optimizer's moments in 2 bytes or 1 instead of 4, rounded
+            stochastically. For AdamW, Adam, SGD, Adagrad and Lion, with or without offload.
+        step_on: where offloaded states are updated: by the ``cpu``, or streamed through the ``device``. ``auto``
+            measures both once.
+        overlap_step: update offloaded states while backward or the next forward runs. The numbers do not change.
+        delayed_update_after: stages 1 and 2: from this step on apply every update one step late, while the next step
+            computes (ZeRO-Offload, section 5.2). Changes the numbers. Default: never.
         accelerator: set by the Trainer.
         parallel_devices: set by the Trainer.
         cluster_environment: set by the Trainer.
@@ -90,6 +113,16 @@ class ZeROStrategy(DDPStrategy):
         reduce_dtype: Literal["fp32", "compute"] = "fp32",
         fp32_modules: list[str] | None = None,
         loss_scale: LossScaleConfig | None = None,
+        offload_optimizer: Literal["cpu", "nvme"] | OffloadConfig | None = None,
+        offload_param: Literal["cpu", "nvme"] | OffloadConfig | None = None,
+        offload_gradient: Literal["cpu", "nvme"] | OffloadConfig | None = None,
+        nvme_path: str | None = None,
+        nvme_io: NVMeIOConfig | None = None,
+        nvme_allow_ram: bool = False,
+        moments: Literal["fp32", "bf16", "int8"] = "fp32",
+        step_on: Literal["auto", "cpu", "device"] = "auto",
+        overlap_step: bool = True,
+        delayed_update_after: int | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -110,6 +143,16 @@ class ZeROStrategy(DDPStrategy):
             master_weights=master_weights,
             reduce_dtype=reduce_dtype,
             fp32_modules=tuple(fp32_modules or ()),
+            offload_optimizer=_offload(offload_optimizer),
+            offload_param=_offload(offload_param),
+            offload_gradient=_offload(offload_gradient),
+            nvme_path=nvme_path or "",
+            nvme_io=nvme_io or NVMeIOConfig(),
+            nvme_allow_ram=nvme_allow_ram,
+            moments=moments,
+            step_on=step_on,
+            overlap_step=overlap_step,
+            delayed_update_after=delayed_update_after,
         )
         self._loss_scale = loss_scale
         self.engine: Engine | None = None
@@ -167,6 +210,11 @@ class ZeROStrategy(DDPStrategy):
     def skipped_steps(self) -> int:
         """Optimizer steps skipped after an fp16 overflow."""
         return self.require_engine().skipped_steps
+
+    @property
+    def exposed_step_s(self) -> float:
+        """Seconds so far that training has waited for updates of offloaded states, beyond what computation hid."""
+        return self.require_engine().exposed_step_s
 
     @contextmanager
     def gathered_parameters(self) -> Generator[None, None, None]:
@@ -230,7 +278,7 @@ class ZeROStrategy(DDPStrategy):
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
         """Stage 3 builds ``configure_model`` on the meta device: no rank ever holds the whole model."""
         on_meta = POLICIES[self.config.stage].parameters and (
-            empty_init or (empty_init is None and dist.is_initialized())
+            empty_init or (empty_init is None and (dist.is_initialized() or self.config.offload_param is not None))
         )
         if not on_meta:
             with super().tensor_init_context(empty_init=empty_init):
@@ -256,17 +304,33 @@ class ZeROStrategy(DDPStrategy):
                 self.model = self._layer_sync.apply(module)
             if fitting:
                 self.setup_optimizers(trainer)
+            self._choose_nvme_path(trainer)
             self._build_engine(module)
         self.model = module
         self.setup_precision_plugin()
         assert self.engine is not None
-        self.engine.overlap_publish = fitting and not guards.reads_weights_between_steps(trainer, module)
+        self.engine.overlap_publish = (
+            fitting and self.config.overlap_step and not guards.reads_weights_between_steps(trainer, module)
+        )
+        self.engine.private_gradients = fitting and not guards.reads_gradients(trainer, module, self.engine)
+        self.engine.early_step = (
+            self.engine.private_gradients and self.config.overlap_step and not trainer.gradient_clip_val
+        )
         if fitting:
             guards.watch_methods(module, self.engine)
         if POLICIES[self.config.stage].parameters:
             # A gathered inference tensor could not take part in autograd later.
             for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
                 loop.inference_mode = False
+
+    def _choose_nvme_path(self, trainer: pl.Trainer) -> None:
+        if "nvme" not in self.config.tiers or self.config.nvme_path:
+            return
+        named = os.environ.get("LS_STRATEGY_NVME_PATH")
+        path = named or str(Path(trainer.default_root_dir) / "nvme")
+        source = "LS_STRATEGY_NVME_PATH" if named else "default_root_dir; set nvme_path to a local NVMe drive"
+        rank_zero_info(f"ZeROStrategy: states on NVMe rest in {path} (from {source})")
+        self.config = replace(self.config, nvme_path=path)
 
     def _precision(self) -> ZeROPrecision:
         if self._precision_plugin is None:
@@ -294,7 +358,7 @@ class ZeROStrategy(DDPStrategy):
         if self.engine.policy.parameters:
             self._state_dict_hooks = StateDictHooks(module, self.engine.units, self._comm)
             self.engine.on_detach.append(self._state_dict_hooks.remove)
-        rank_zero_info(f"ZeROStrategy(stage={self.config.stage}): {self.engine.plan.describe()}")
+        rank_zero_info(f"ZeROStrategy(stage={self.config.stage}): {self.engine.describe()}")
         plugin.attach(self.engine)
         if self._pending_weights is not None:
             weights, strict = self._pending_weights

@@ -16,6 +16,7 @@ from ls_strategy.precision import PrecisionPolicy
 from ls_strategy.zero import agreement
 from ls_strategy.zero import materialize as materials
 from ls_strategy.zero.elementwise import require_elementwise
+from ls_strategy.zero.offload import Offload
 from ls_strategy.zero.partition import UnitSpec, partition
 from ls_strategy.zero.units import Flat, Unit
 from ls_strategy.zero_stages import StagePolicy
@@ -41,6 +42,7 @@ class Draft:
         self.kept_fp32: list[nn.Module] = []
         """Modules that stay in fp32 in the 16-bit modes."""
         self._owners: dict[int, tuple[int, int]] = {}
+        self._config = config
         self._options = repr((config, precision))
         self._error: PlanError | None = None
         try:
@@ -86,12 +88,16 @@ class Draft:
             world_size=world_size,
             master_dtype=self.precision.master,
             compute_dtype=self.precision.compute,
+            config=self._config,
         )
 
-    def build(self, plan: Plan, comm: Comm, device: torch.device, held: dict[int, Flat]) -> list[Unit]:
+    def build(
+        self, plan: Plan, comm: Comm, device: torch.device, held: dict[int, Flat], offload: Offload
+    ) -> list[Unit]:
         """Move the parameters into units, one at a time: no rank holds more than one in full at stage 3. Collective."""
         units: list[Unit] = []
         maker = materials.Materializer(self.model, device)
+        number = 0
         for spec, planned in zip(self.specs, plan.units, strict=True):
             params = dict(spec.params)
             maker.provide(list(params.values()))
@@ -99,7 +105,8 @@ class Draft:
             flats: list[Flat] = []
             for flat_plan in planned.flats:
                 members = [params[slot.name] for slot in flat_plan.layout.slots]
-                flat = Flat(flat_plan, members, policy=self.policy, comm=comm)
+                flat = Flat(flat_plan, members, policy=self.policy, comm=comm, rest=offload.rest(number))
+                number += 1
                 flat.load([values[id(p)] for p in members], device)
                 flats.append(flat)
             units.append(Unit(spec.name, spec.modules, flats, is_root=spec.is_root))

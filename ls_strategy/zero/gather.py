@@ -8,7 +8,7 @@ Stage 3, forward of unit k (backward runs the same in the other direction)::
 
 from __future__ import annotations
 
-from ls_strategy.zero.units import Unit
+from ls_strategy.zero.units import Flat, Unit
 
 
 class Gatherer:
@@ -38,18 +38,29 @@ class Gatherer:
             if not unit.is_root:
                 if not backward:
                     self._seen.append(unit)
-                for neighbour in self._neighbours(unit, -1 if backward else 1):
+                direction = -1 if backward else 1
+                for neighbour in self._neighbours(unit, direction, self.prefetch_units):
                     self.start(neighbour)
+                for neighbour in self._neighbours(unit, direction, self.prefetch_units + 1):
+                    self._read(neighbour)
+        else:
+            self._start_due(unit)
         for flat in unit.flats:
             flat.finish_gather()
 
-    def _neighbours(self, unit: Unit, direction: int) -> list[Unit]:
+    def _neighbours(self, unit: Unit, direction: int, distance: int) -> list[Unit]:
         i = self._position[id(unit)]
         return [
             self._order[j]
-            for j in range(i + direction, i + direction * (self.prefetch_units + 1), direction)
+            for j in range(i + direction, i + direction * (distance + 1), direction)
             if 0 <= j < len(self._order)
         ]
+
+    @staticmethod
+    def _read(unit: Unit) -> None:
+        """Begin to bring this rank's part from the drive, one unit before it is gathered. Not collective."""
+        for flat in unit.flats:
+            flat.start_read()
 
     def release(self, unit: Unit) -> None:
         """Stage 3: let a unit's full parameters go, unless it is pinned."""
@@ -57,6 +68,10 @@ class Gatherer:
             for flat in unit.flats:
                 if flat.is_gathered or flat.gathering is not None:
                     flat.release()
+
+    def forward_order(self) -> list[Unit]:
+        """Units in the order in which the next forward needs them: what may be used anywhere comes first."""
+        return [*(u for u in self.units if u.is_root), *self._order]
 
     def is_last(self, unit: Unit) -> bool:
         """Whether the backward pass starts with this unit, so that releasing it now would gather it twice."""
@@ -81,6 +96,8 @@ class Gatherer:
                 self.start(unit)
         if self.sharded and self._order and self.prefetch_units:
             self.start(self._order[0])
+            for unit in self._order[1:2]:
+                self._read(unit)
         for unit in roots:
             self.fetch(unit)
 
@@ -94,16 +111,37 @@ class Gatherer:
 
     # stages 0 to 2 ---------------------------------------------------------------------------------------------------
 
-    def publish(self, units: list[Unit], optimizer_index: int) -> None:
-        """After a step: start sending the new weights to all; each unit's forward waits for its own. Collective."""
-        for unit in units:
-            for flat in unit.flats:
-                if flat.optimizer_index == optimizer_index:
-                    flat.finish_gather()
+    def publish(self, flats: list[Flat], *, lazily: bool = False) -> None:
+        """After a step: start sending the new weights to all; each unit's forward waits for its own. Collective.
+
+        Args:
+            flats: those that were stepped, in order of the units.
+            lazily: updates are still under way: send a unit's weights when they are needed, the next unit's with them.
+        """
+        for flat in flats:
+            flat.finish_gather()
+            if lazily:
+                flat.publish_due = True
+            else:
+                flat.start_gather()
+
+    def _start_due(self, unit: Unit) -> None:
+        """Send what a unit waits for; of blocks always the first that are due, so that all ranks keep to one order."""
+        due = [unit]
+        if not unit.is_root:
+            due = self._order[: self._position[id(unit)] + self.prefetch_units + 1]
+        for one in due:
+            for flat in one.flats:
+                if flat.publish_due:
                     flat.start_gather()
 
     def finish_all(self) -> None:
-        """Wait for every gather under way. Stage 3 keeps only what was complete or asked for."""
+        """Wait for every update and gather under way. Stage 3 keeps only what was complete or asked for."""
+        for unit in self.units:
+            for flat in unit.flats:
+                flat.wait_updated()
+                if flat.publish_due:
+                    flat.start_gather()
         for unit in self.units:
             for flat in unit.flats:
                 if flat.gathering is not None:

@@ -9,6 +9,9 @@ ones::
     runs    |  a b  |       |  d e  |
 
 An element-wise optimizer computes the same either way; `elementwise.py` tries out whether it is one.
+
+What steps the runs: the optimizer's own ``step``, or a fused update (`kernels.py`), for classes that have one. States
+on the NVMe tier need a fused update, since a ``step`` of the optimizer's own wants all of them at once.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,10 +27,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ls_strategy.comm import Comm
+from ls_strategy.config import MomentFormat
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.layout import Slot
+from ls_strategy.ops.update import native_available
 from ls_strategy.zero.elementwise import is_elementwise
+from ls_strategy.zero.kernels import kernel_for
+from ls_strategy.zero.states import FlatStates
 from ls_strategy.zero.units import Flat
+from ls_strategy.zero.update import Part, Update
 
 _FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad)
 """Optimizers that torch can run as one pass over memory; used where the user left the choice to torch."""
@@ -47,16 +55,28 @@ class _Run:
     start: int
     stop: int
     tensor: Tensor
+    fused: bool = False
+    """Stepped by the fused update; then these hold what it needs of the past."""
+
+    steps: int = 0
+    scalars: dict[str, Any] = field(default_factory=dict)
 
 
 class ShardedOptimizer:
     """One optimizer of the user and its sharded state."""
 
-    def __init__(self, optimizer: Optimizer, flats: list[Flat], comm: Comm) -> None:
+    def __init__(
+        self, optimizer: Optimizer, flats: list[Flat], comm: Comm, moment_format: MomentFormat = "fp32"
+    ) -> None:
         """Swap the groups' parameters for pieces. State that exists already (Adagrad makes it at once) is cut too."""
         self.optimizer = optimizer
         self.flats = flats
         self.comm = comm
+        self.kernel = kernel_for(optimizer)
+        self._fused_flats = [self._takes_fused_update(flat, moment_format) for flat in flats]
+        for flat, fused in zip(flats, self._fused_flats, strict=True):
+            flat.averages.folds_factors = fused
+        self._taken = 0
         self.cuts = any(flat.policy.optimizer for flat in flats) or is_elementwise(optimizer)
         """Whether parameters may be cut and joined. Otherwise (stage 0) the optimizer gets each as it is."""
         place = {id(p): (n, i) for n, flat in enumerate(flats) for i, p in enumerate(flat.params)}
@@ -67,7 +87,7 @@ class ShardedOptimizer:
         """Position of every parameter in ``[p for flat in flats for p in flat.params]``, in the optimizer's order."""
         self.group_of: dict[int, int] = {}
         self.pieces: list[Tensor] = [torch.empty(0)] * self._offsets[-1]
-        self._store: list[dict[str, Tensor]] = [{} for _ in flats]
+        self._store = [self._states_of(n, flat, moment_format) for n, flat in enumerate(flats)]
         self._state: dict[int, dict[str, Any]] = {}
         self._runs: list[_Run] = []
         self._run_state: defaultdict[Tensor, Any] = defaultdict(dict)
@@ -87,6 +107,24 @@ class ShardedOptimizer:
         optimizer.state = defaultdict(dict)
         self._lengths = [len(group["params"]) for group in optimizer.param_groups]
 
+    def _takes_fused_update(self, flat: Flat, moment_format: MomentFormat) -> bool:
+        """Whether a fused update steps this buffer: where it is faster, or where a tier or a format needs it."""
+        if self.kernel is None or flat.master_dtype != torch.float32:
+            return False
+        if flat.optimizer_tier != "device" or moment_format != "fp32":
+            return True
+        if any(group.get("fused") for group in self.optimizer.param_groups):
+            return False  # the user named torch's kernel
+        device = flat.full.device.type
+        return device == "cpu" or native_available(device)
+
+    def _states_of(self, n: int, flat: Flat, moment_format: MomentFormat) -> FlatStates:
+        moments: dict[str, bool] = {}
+        if self._fused_flats[n] and self.kernel is not None:
+            for group in self.optimizer.param_groups:
+                moments |= self.kernel.moments(group)
+        return FlatStates(flat, moments, moment_format)
+
     def _make_piece(self, number: int, flat: Flat, i: int, param: nn.Parameter) -> None:
         piece = flat.pieces[i]
         tensor = flat.master.detach()[piece.start : piece.stop]
@@ -103,6 +141,8 @@ class ShardedOptimizer:
     def bind_grads(self, used: list[bool]) -> None:
         """Show the averaged gradients as ``.grad`` of the pieces: what hooks see, and may change, before the step."""
         for n, flat in enumerate(self.flats):
+            if flat.averages.on_drive:
+                continue
             views = self._views_of(n, flat)
             for i, piece in enumerate(flat.pieces):
                 number = self._offsets[n] + i
@@ -111,15 +151,31 @@ class ShardedOptimizer:
 
     def _views_of(self, flat_number: int, flat: Flat) -> list[Tensor]:
         """The averaged gradients cut into pieces; cut again only when the buffer is another one."""
-        grads = flat.stepped_grads()
+        grads = flat.averages.tensor()
         if self._grad_views.get(flat_number, (None, []))[0] is not grads:
             shapes = [self.pieces[self._offsets[flat_number] + i].shape for i in range(len(flat.pieces))]
             views = [grads[p.start : p.stop].view(s) for p, s in zip(flat.pieces, shapes, strict=True)]
             self._grad_views[flat_number] = (grads, views)
         return self._grad_views[flat_number][1]
 
-    def step(self, used: list[bool], run: Callable[[], Any]) -> Any:
-        """Call ``run`` (the optimizer's own step) on the runs of the parameters in ``used``."""
+    def step(
+        self,
+        used: list[bool],
+        run: Callable[[], Any],
+        *,
+        clip: Tensor | None = None,
+        shown: bool = True,
+        submit: Callable[[list[Update]], None] | None = None,
+    ) -> Any:
+        """Step the parameters in ``used``: call ``run`` (the optimizer's own step) and the fused updates.
+
+        Args:
+            used: one flag per parameter of the flats, in their order.
+            run: ``optimizer.step``; its hooks and whatever counts its calls see it run in any case.
+            clip: factor of the gradients, where it was not multiplied in already.
+            shown: the gradients were bound to the pieces, and changes there count.
+            submit: takes the fused updates, in order of the flats; runs them at once by default.
+        """
         groups = self.optimizer.param_groups
         if [len(group["params"]) for group in groups] != self._lengths:
             raise PlanError(
@@ -127,23 +183,119 @@ class ShardedOptimizer:
                 "fine-tuning callback): their states are not sharded. Give all parameters to the optimizer in "
                 "configure_optimizers and freeze them with requires_grad_(False) until they are to train."
             )
-        self._compose(used)
+        self._compose(used, shown=shown)
+        for r, lo, hi, grad in self._edited_grads(used) if shown else []:
+            if r.fused:
+                r.flat.averages.tensor()[r.start + lo : r.start + hi].copy_(grad.reshape(-1))
+        self._pending = (used, clip, submit or _run_all)
+        if all(r.fused for r in self._runs):
+            return self._step_hooks_only(run)
+        return self._step_runs(used, run, shown=shown)
+
+    def _step_hooks_only(self, run: Callable[[], Any]) -> Any:
+        """Let ``optimizer.step`` run on parameters without gradients, for the sake of its hooks."""
+        bound = [piece.grad for piece in self.pieces]
+        try:
+            return run()
+        finally:
+            for piece, grad in zip(self.pieces, bound, strict=True):
+                piece.grad = grad
+
+    def begin_own_step(self) -> None:
+        """Called when the optimizer's ``step`` begins, after the user's own pre-hooks: the fused updates run here."""
+        _, clip, submit = self._pending
+        updates = self._fused_updates(clip)
+        if all(r.fused for r in self._runs):
+            for piece in self.pieces:
+                piece.grad = None  # nothing is left to the optimizer's own arithmetic
+        if updates:
+            submit(updates)
+
+    def describe(self) -> str:
+        """Who steps, in one line."""
+        name = type(self.optimizer).__name__
+        if not any(self._fused_flats):
+            return f"{name}: stepped by its own step()"
+        device = "cpu" if any(f.optimizer_tier != "device" for f in self.flats) else self.flats[0].full.device.type
+        path = "compiled" if native_available(device) else "plain torch: no compiled operation, see the log above"
+        moments = self._store[0].moment_format
+        return f"{name}: stepped by the fused update ({path}), moments in {moments}"
+
+    def early_update(self, flat: Flat) -> Update | None:
+        """The update of one offloaded buffer before the others' gradients are known; None if it has to wait for them.
+
+        It has to in the first step, and whenever other parameters have gradients than in the step before: then the
+        runs of the last step are not the runs of this one.
+        """
+        n = self.flats.index(flat)
+        if not self._fused_flats[n] or flat.optimizer_tier == "device" or self._composed_for is None:
+            return None
+        used, dropped = self._composed_for
+        numbers = range(self._offsets[n], self._offsets[n + 1])
+        if any(dropped) or [used[i] for i in numbers] != flat.used_here:
+            return None
+        parts = [self._part_of(r) for r in self._runs if r.flat_number == n]
+        update = self._update_of(n, parts, None)
+        sums = flat.averages.recorded_sums if update.grads is None else torch.zeros(2, dtype=torch.float64)
+        flat.averages.recorded_sums = sums
+        return replace(update, publish=flat.policy.parameters, sums=None if update.grads is None else sums)
+
+    def _fused_updates(self, clip: Tensor | None) -> list[Update]:
+        assert self.kernel is not None or not any(r.fused for r in self._runs)
+        by_flat: defaultdict[int, list[Part]] = defaultdict(list)
+        self._taken += 1
+        for r in self._runs:
+            if r.fused and not r.flat.updated_early:
+                by_flat[r.flat_number].append(self._part_of(r))
+        return [self._update_of(n, parts, clip) for n, parts in by_flat.items()]
+
+    def _part_of(self, r: _Run) -> Part:
+        assert self.kernel is not None
+        group = self.optimizer.param_groups[r.group]
+        names = tuple(self.kernel.moments(group))
+        for name in names:
+            self._store[r.flat_number].ensure(name, torch.float32)
+        r.steps += 1
+        seed_step = r.steps if self.kernel.counts_steps else self._taken
+        return Part(r.start, r.stop, r.steps, names, self.kernel.settings(group), seed_step)
+
+    def _update_of(self, n: int, parts: list[Part], clip: Tensor | None) -> Update:
+        assert self.kernel is not None
+        flat = self.flats[n]
+        grads = None if flat.averages.on_drive else flat.averages.tensor()
+        offloaded = flat.optimizer_tier != "device"
+        return Update(
+            flat=flat,
+            states=self._store[n],
+            kernel=self.kernel,
+            parts=tuple(parts),
+            clip=clip,
+            unscale=flat.averages.unscale,
+            grads=grads,
+            publish=offloaded,
+        )
+
+    def _step_runs(self, used: list[bool], run: Callable[[], Any], *, shown: bool) -> Any:
+        """Let the optimizer's own ``step`` work on the runs that no fused update takes."""
+        groups = self.optimizer.param_groups
         pieces = [group["params"] for group in groups]
         piece_state = self.optimizer.state
+        runs = [r for r in self._runs if not r.fused]
         fused = [g for i, g in enumerate(groups) if self._may_fuse(i)]
-        edited = self._edited_grads(used)
+        edited = self._edited_grads(used) if shown else []
         try:
             for g, group in enumerate(groups):
-                group["params"] = [r.tensor for r in self._runs if r.group == g]
+                group["params"] = [r.tensor for r in runs if r.group == g]
             for group in fused:
                 group["fused"] = True
             self.optimizer.state = self._run_state
-            for r in self._runs:
-                grads = r.flat.stepped_grads()[r.start : r.stop]
+            for r in runs:
+                grads = r.flat.averages.tensor()[r.start : r.stop]
                 r.tensor.grad = grads.view(r.tensor.shape).to(r.tensor.dtype)
             for r, lo, hi, grad in edited:
-                assert r.tensor.grad is not None
-                r.tensor.grad.view(-1)[lo:hi].copy_(grad.reshape(-1))
+                if not r.fused:
+                    assert r.tensor.grad is not None
+                    r.tensor.grad.view(-1)[lo:hi].copy_(grad.reshape(-1))
             return run()
         finally:
             self._run_state = self.optimizer.state  # type: ignore[assignment]
@@ -152,7 +304,7 @@ class ShardedOptimizer:
                 group["params"] = members
             for group in fused:
                 group["fused"] = None
-            for r in self._runs:
+            for r in runs:
                 r.tensor.grad = None
 
     def _may_fuse(self, group: int) -> bool:
@@ -161,14 +313,16 @@ class ShardedOptimizer:
         if type(self.optimizer) not in _FUSED or settings.get("fused") is not None or settings.get("foreach"):
             return False
         # torch's fused SGD takes momentum of all tensors or of none; a run that begins late has none yet.
-        begun = {bool(self._run_state.get(r.tensor)) for r in self._runs if r.group == group}
+        begun = {bool(self._run_state.get(r.tensor)) for r in self._runs if r.group == group and not r.fused}
         return not (isinstance(self.optimizer, torch.optim.SGD) and len(begun) > 1)
 
     def _edited_grads(self, used: list[bool]) -> list[tuple[_Run, int, int, Tensor]]:
         """Gradients that the user replaced on a piece since `bind_grads`, and where they belong."""
         result: list[tuple[_Run, int, int, Tensor]] = []
         for r in self._runs:
-            base = r.flat.stepped_grads()
+            if r.flat.averages.on_drive:
+                continue
+            base = r.flat.averages.tensor()
             for number in r.members:
                 grad = self.pieces[number].grad
                 piece = r.flat.pieces[number - self._offsets[r.flat_number]]
@@ -179,11 +333,9 @@ class ShardedOptimizer:
                     result.append((r, piece.start - r.start, piece.stop - r.start, grad))
         return result
 
-    def _compose(self, used: list[bool]) -> None:
+    def _compose(self, used: list[bool], *, shown: bool) -> None:
         """Cut the used pieces into runs; nothing to do while the same parameters are used."""
-        dropped = tuple(
-            u and p.numel() > 0 and p.grad is None for u, p in zip(used, self.pieces, strict=True)
-        )  # the user set piece.grad = None: plain torch skips such a parameter
+        dropped = self._dropped(used) if shown else (False,) * len(used)
         key = (tuple(used), dropped)
         if self._composed_for == key:
             return
@@ -204,12 +356,45 @@ class ShardedOptimizer:
                     current.members.append(number)
                     continue
                 current = _Run(flat, n, run_key[0], [number], piece.start, piece.stop, flat.master)
+                current.fused = self._fused_flats[n]
                 current_key = run_key
                 self._runs.append(current)
         for r in self._runs:
+            if r.fused:
+                self._recall(r)
+                continue
             r.tensor = r.flat.master.detach()[r.start : r.stop].view(self._shape_of(r)).requires_grad_()
             self._run_state[r.tensor] = self._state_of_run(r)
         self._composed_for = key
+
+    def _dropped(self, used: list[bool]) -> tuple[bool, ...]:
+        """Parameters whose ``piece.grad`` the user set to None: plain torch skips those."""
+        seen = [not flat.averages.on_drive for flat in self.flats for _ in flat.params]
+        return tuple(
+            s and u and p.numel() > 0 and p.grad is None for s, u, p in zip(seen, used, self.pieces, strict=True)
+        )
+
+    def _recall(self, r: _Run) -> None:
+        """What the fused update has to know of a run's past."""
+        assert self.kernel is not None
+        state = self._state.get(r.members[0], {})
+        r.scalars = {k: v for k, v in state.items() if v is not _ELEMENTWISE and k != "step"}
+        if self.kernel.counts_steps:
+            r.steps = int(state["step"]) if "step" in state else 0
+        else:
+            r.steps = 1 if state else 0
+
+    def _memorise(self, r: _Run) -> None:
+        """The state of a run that a fused update stepped, per parameter, in torch's names."""
+        assert self.kernel is not None
+        if r.steps == 0:
+            return
+        group = self.optimizer.param_groups[r.group]
+        state: dict[str, Any] = dict.fromkeys(self.kernel.moments(group), _ELEMENTWISE)
+        if self.kernel.counts_steps:
+            state["step"] = torch.tensor(float(r.steps))
+        for number in r.members:
+            self._state[number] = {**r.scalars, **state}
 
     def _shape_of(self, r: _Run) -> tuple[int, ...]:
         return (r.stop - r.start,) if self.cuts else tuple(self.pieces[r.members[0]].shape)
@@ -225,7 +410,8 @@ class ShardedOptimizer:
         result: dict[str, Any] = {}
         for k, v in self._state.get(r.members[0], {}).items():
             if isinstance(v, str) and v == _ELEMENTWISE:
-                result[k] = self._store[r.flat_number][k][r.start : r.stop].view(r.tensor.shape)
+                store = self._store[r.flat_number].tensor(k, r.tensor.dtype)
+                result[k] = store[r.start : r.stop].view(r.tensor.shape)
             elif isinstance(v, Tensor):
                 result[k] = v.clone().to(r.tensor.device if on_device else "cpu")
             else:
@@ -235,13 +421,16 @@ class ShardedOptimizer:
     def dissolve(self) -> None:
         """Bring the runs' states back to their parameters: element-wise ones into the flat store, the rest per name."""
         for r in self._runs:
+            if r.fused:
+                self._memorise(r)
+                continue
             state = self._run_state.get(r.tensor, {})
             for number in r.members:
                 self._state[number] = {}
             for k, v in state.items():
                 elementwise = isinstance(v, Tensor) and v.shape == r.tensor.shape
                 if elementwise:
-                    self._store_for(r.flat_number, k, v.dtype)[r.start : r.stop].copy_(v.reshape(-1))
+                    self._store[r.flat_number].write(k, r.start, v.reshape(-1))
                 for number in r.members:
                     self._state[number][k] = (
                         _ELEMENTWISE if elementwise else (v.clone().cpu() if isinstance(v, Tensor) else v)
@@ -250,17 +439,13 @@ class ShardedOptimizer:
         self._run_state = defaultdict(dict)
         self._composed_for = None
 
-    def _store_for(self, flat_number: int, key: str, dtype: torch.dtype) -> Tensor:
-        store = self._store[flat_number]
-        if key not in store:
-            store[key] = torch.zeros_like(self.flats[flat_number].master, dtype=dtype)
-        return store[key]
-
     def state_bytes(self) -> int:
-        """Bytes of optimizer state on this rank, without masters."""
-        tensors = [t for store in self._store for t in store.values()]
-        tensors += [t for state in self._run_state.values() for t in state.values() if isinstance(t, Tensor)]
-        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+        """Bytes of optimizer state that this rank has in memory, without masters."""
+        total = sum(store.nbytes() for store in self._store)
+        tensors = [t for state in self._run_state.values() for t in state.values() if isinstance(t, Tensor)]
+        held = {t.untyped_storage().data_ptr() for store in self._store for t in store.tensors()}
+        others = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        return total + sum(size for address, size in others.items() if address not in held)
 
     # state dict ------------------------------------------------------------------------------------------------------
 
@@ -270,7 +455,7 @@ class ShardedOptimizer:
         A plain optimizer over the unsharded parameters loads it.
         """
         self.dissolve()
-        by_rank = self.comm.exchange_objects((self._state, [{k: t.dtype for k, t in s.items()} for s in self._store]))
+        by_rank = self.comm.exchange_objects((self._state, [store.dtypes() for store in self._store]))
         scalars: dict[int, dict[str, Any]] = {}
         for state, _ in by_rank:
             for number, entries in state.items():
@@ -297,10 +482,10 @@ class ShardedOptimizer:
         return {"state": packed, "param_groups": groups}
 
     def _gather(self, flat_number: int, flat: Flat, key: str, dtype: torch.dtype) -> Tensor:
-        mine = self._store_for(flat_number, key, dtype)
+        mine = self._store[flat_number].read(key, dtype)
         if not flat.policy.optimizer:
             return mine.cpu()
-        whole = torch.zeros(flat.layout.numel, dtype=dtype, device=mine.device)
+        whole = torch.zeros(flat.layout.numel, dtype=dtype, device=flat.full.device)
         whole[slice(*flat.owned)].copy_(mine)
         self.comm.all_gather(whole).wait()
         return whole.cpu() if self.comm.rank == 0 else torch.empty(0)
@@ -336,9 +521,8 @@ class ShardedOptimizer:
         for k, v in state.items():
             if isinstance(v, Tensor) and k != "step" and tuple(v.shape) == shape:
                 dtype = flat.master.dtype if v.is_floating_point() else v.dtype
-                store = self._store_for(n, k, dtype)
-                part = v.reshape(-1)[piece.param_start : piece.param_start + piece.numel]
-                store[piece.start : piece.stop].copy_(part)
+                part = v.detach().reshape(-1)[piece.param_start : piece.param_start + piece.numel]
+                self._store[n].write(k, piece.start, part.to(dtype))
                 kept[k] = _ELEMENTWISE
             else:
                 kept[k] = v.detach().clone().cpu() if isinstance(v, Tensor) else v
@@ -351,3 +535,8 @@ def _full_value(whole: Tensor | None, slot: Slot, value: Any) -> Any:
     if value == _ELEMENTWISE and whole is not None:
         return whole[slot.offset : slot.end].view(slot.shape).clone()
     return value
+
+
+def _run_all(updates: list[Update]) -> None:
+    for update in updates:
+        update.run()

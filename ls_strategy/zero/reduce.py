@@ -16,12 +16,14 @@ stage      gradients of this rank                                  sent
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ls_strategy.comm import Comm
+from ls_strategy.errors import StateError
 from ls_strategy.zero.units import Flat, Unit
 from ls_strategy.zero_stages import StagePolicy
 
@@ -44,6 +46,10 @@ class Reducer:
         """Whether the backward pass under way sends what it completes."""
         self.loss_scale = 1.0
         """What the gradients to come are multiplied by."""
+        self.private = False
+        """Nobody but the step looks at averaged gradients: they may be kept in fewer bits where that is exact."""
+        self.on_complete: Callable[[Flat], None] | None = None
+        """Called with every buffer whose averages are complete before backward is over."""
         self._next = 0
         self._in_flight: deque[Flat] = deque()
         self._gathers: list[Flat] = []
@@ -70,9 +76,9 @@ class Reducer:
             for flat in unit.trainable_flats:
                 if any(flat.used_here):
                     flat.widen_grads()
-                    if flat.unscaled and flat.grad is not None and not self.policy.optimizer:
+                    if flat.averages.unscaled and flat.grad is not None and not self.policy.optimizer:
                         flat.grad.mul_(self.loss_scale)
-                        flat.unscaled = False
+                        flat.averages.unscaled = False
 
     def on_grad(self, unit: Unit, flat: Flat, index: int, param: nn.Parameter) -> None:
         """Autograd finished ``param.grad``."""
@@ -94,11 +100,11 @@ class Reducer:
         flat.dirty = True
         if unit.launched and flat.reducing is not None:
             return  # a second gradient in one pass, while the first is under way: kept apart in p.grad until it is back
-        flat.hold_grad_buffer(grad.dtype)
+        flat.hold_grad_buffer(grad.dtype if self.policy.optimizer else flat.average_dtype)
         view = flat.grad_views[index]
         if grad is not view:
             view.copy_(grad)
-            param.grad = view
+            _show(param, view)
 
     def _take_transient(self, unit: Unit, flat: Flat, index: int, param: nn.Parameter, grad: Tensor) -> None:
         if unit.launched:  # a second gradient in one pass (reentrant recompute): kept in p.grad, sent by the step
@@ -150,8 +156,8 @@ class Reducer:
         else:
             self._fill_resident(flat)
         flat.dirty = False
-        if self.comm.world_size == 1:  # averaging in place over one rank
-            flat.unscaled = False
+        if self.comm.world_size == 1 and not self.policy.optimizer:  # averaging in place over one rank
+            flat.averages.unscaled = False
             return
         if not self.policy.gradients:
             flat.held_here = [p.grad is not None for p in flat.params]
@@ -159,8 +165,13 @@ class Reducer:
                 p.grad = None  # autograd must not add to what is being sent
         flat.reducing = self.comm.reduce_scatter(flat.grad, self.wire_dtype)
         self._in_flight.append(flat)
-        while self.policy.gradients and len(self._in_flight) > 2 and self._bytes_in_flight() > IN_FLIGHT_BYTES:
+        while self._too_much_in_flight():
             self._finish(self._in_flight.popleft())
+
+    def _too_much_in_flight(self) -> bool:
+        if self.on_complete is not None:
+            return len(self._in_flight) > 1  # what is complete is waited for: its update can begin
+        return self.policy.gradients and len(self._in_flight) > 2 and self._bytes_in_flight() > IN_FLIGHT_BYTES
 
     def _fill_transient(self, flat: Flat) -> None:
         """Make every slot of the buffer valid: late gradients added, zeros where there was none."""
@@ -179,7 +190,7 @@ class Reducer:
                 view.zero_()
             elif param.grad is not view:
                 view.copy_(param.grad)
-                param.grad = view
+                _show(param, view)
 
     def _bytes_in_flight(self) -> int:
         return sum(f.grad.nbytes for f in self._in_flight if f.grad is not None)
@@ -194,18 +205,33 @@ class Reducer:
             self.comm.pool.give([shard])
             flat.gathering_grads = self.comm.all_gather(flat.grad)
             self._gathers.append(flat)
-        elif self.policy.gradients:
-            if flat.reduced_holds_values and flat.unscaled:
-                flat.stepped_grads().mul_(self.loss_scale)
-            flat.reducing.finish(flat.stepped_grads(), accumulate=flat.reduced_holds_values)
-            flat.reduced_holds_values = True
-            flat.drop_grad_buffer()
         else:
-            flat.reducing.finish(flat.stepped_grads(), accumulate=False)
+            if not self.policy.gradients:
+                flat.averages.hold_values = False  # the resident gradients hold every micro-batch
+            elif flat.averages.hold_values and flat.averages.unscaled:
+                flat.averages.tensor().mul_(self.loss_scale)
+            complete = self.on_complete is not None and self._complete(flat)
+            if flat.updated_early:
+                raise StateError(
+                    f"{flat.layout.slots[0].name!r} got another gradient after its unit was updated in the same "
+                    "backward pass (a reentrant checkpoint, or a second backward). Set overlap_step=False on the "
+                    "strategy."
+                )
+            flat.averages.land(
+                flat.reducing, exact_16_bit=self.private, unscale=1.0 / self.loss_scale, at_hand=complete
+            )
+            if self.policy.gradients:
+                flat.drop_grad_buffer()
+            if complete and self.on_complete is not None:
+                self.on_complete(flat)
         flat.reducing = None
-        flat.unscaled = False
+        flat.averages.unscaled = False
         if not self.policy.gradients and self.policy.optimizer:
             self._show_grads(flat)
+
+    def _complete(self, flat: Flat) -> bool:
+        """Whether every parameter of the buffer has its gradient, so that nothing more is to come in this step."""
+        return self.eager and all(u or not p.requires_grad for u, p in zip(flat.used_here, flat.params, strict=True))
 
     def _show_grads(self, flat: Flat) -> None:
         """Put the resident gradients back into ``p.grad``, with whatever came while they were under way."""
@@ -215,7 +241,7 @@ class Reducer:
                 view.add_(late) if held else view.copy_(late)
                 flat.dirty = True
             if held or late is not None:
-                param.grad = view
+                _show(param, view)
 
     def finish_in_flight(self) -> None:
         """Wait until everything that was sent is averaged."""
@@ -257,18 +283,20 @@ class Reducer:
         for flat in flats:
             if set_to_none:
                 flat.used_here = [False] * len(flat.params)
-                flat.reduced_holds_values = False
+                flat.averages.hold_values = False
                 flat.dirty = False
                 flat.filled = [False] * len(flat.params)
                 if self.policy.gradients and flat.grad is not None:
                     flat.drop_grad_buffer()
-            elif flat.reduced is not None:
-                flat.reduced.zero_()
+            else:
+                flat.averages.zero()
             for param in flat.params:
                 if param.grad is None:
                     continue
                 if set_to_none:
                     param.grad = None
+                    if param.grad_dtype != param.dtype:  # type: ignore[attr-defined]
+                        param.grad_dtype = param.dtype  # type: ignore[attr-defined]
                 else:
                     param.grad.zero_()
 
@@ -279,8 +307,7 @@ class Reducer:
             for i, (param, piece) in enumerate(zip(flat.params, flat.pieces, strict=True)):
                 if id(param) not in wanted:
                     continue
-                if flat.reduced is not None:
-                    flat.reduced[piece.start : piece.stop].zero_()
+                flat.averages.zero(piece.start, piece.stop)
                 if set_to_none:
                     flat.used_here[i] = flat.filled[i] = False
 
@@ -297,3 +324,15 @@ class Reducer:
                 flat.reducing = None
                 flat.gathering_grads = None
         self.reset()
+
+
+def _show(param: nn.Parameter, view: Tensor) -> None:
+    """Make ``view`` the parameter's gradient, also where that is fp32 and the parameter is not.
+
+    Not before a gradient has come: what autograd adds up within one backward pass (tied weights) it adds in the
+    parameter's dtype, as at the stages that keep no ``p.grad``.
+    """
+    if param.grad_dtype != view.dtype:  # type: ignore[attr-defined]
+        param.grad = None
+        param.grad_dtype = view.dtype  # type: ignore[attr-defined]
+    param.grad = view

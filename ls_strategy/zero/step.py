@@ -9,41 +9,54 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ls_strategy.comm import Comm
+from ls_strategy.errors import StateError
 from ls_strategy.zero.units import Flat
 
 
-def unscale_(flats: list[Flat], scale: float) -> None:
-    """Divide averaged gradients by the loss scale, in place."""
-    if scale != 1.0:
-        for flat in flats:
-            flat.stepped_grads().mul_(1.0 / scale)
+def unscale_(flat: Flat, scale: float, *, fold: bool) -> None:
+    """Divide averaged gradients by the loss scale: in place, or by a factor that the update will multiply in."""
+    if fold or flat.averages.on_drive:
+        flat.averages.unscale = 1.0 / scale
+    elif scale != 1.0:
+        flat.averages.unscale = 1.0
+        flat.averages.change(lambda grads: grads.mul_(1.0 / scale))
 
 
 def any_overflow(flats: list[Flat], comm: Comm) -> bool:
     """Whether any rank's averaged gradients hold an infinity or a NaN. Collective, one byte."""
-    here = False
-    for flat in flats:
-        grads = flat.owned_grads()
-        # A sum over finite values may overflow too, so a suspicious sum is looked at element by element.
-        if not math.isfinite(grads.sum().item()) and not bool(grads.isfinite().all()):
-            here = True
-            break
+    here = any(flat.averages.sums()[1].item() > 0 for flat in flats)
     return bool(comm.agree(torch.tensor([here], dtype=torch.uint8)).item())
 
 
 def global_norm(flats: list[Flat], comm: Comm, norm_type: float = 2.0) -> Tensor:
     """Norm of all gradients of ``flats`` together, each element counted once: ``()`` fp32. Collective.
 
-    Every rank sums over its own shard, whatever the stage is, so the result is the same bit for bit in all of them.
+    Every rank sums over its own shard, whatever the stage is and wherever the shard rests, so the result is the same
+    bit for bit in all of them.
     """
     device = flats[0].full.device if flats else torch.device("cpu")
-    parts = [torch.linalg.vector_norm(f.owned_grads(), norm_type) for f in flats]
+    if norm_type == 2.0:
+        local = torch.zeros(1, dtype=torch.float64, device=device)
+        for flat in flats:
+            local += flat.averages.sums()[:1].to(device)
+        return _reduce(local, comm, dist.ReduceOp.SUM).sqrt().squeeze(0).float()
+    parts = [torch.linalg.vector_norm(_at_hand(f), norm_type).to(device) for f in flats]
     local = torch.stack(parts) if parts else torch.zeros(1, device=device)
     if math.isinf(norm_type):
         total = local.max().reshape(1)
         return _reduce(total, comm, dist.ReduceOp.MAX).squeeze(0).float()
     total = local.double().pow(norm_type).sum().reshape(1)
     return _reduce(total, comm, dist.ReduceOp.SUM).pow(1.0 / norm_type).squeeze(0).float()
+
+
+def _at_hand(flat: Flat) -> Tensor:
+    if flat.updated_early:
+        raise StateError(
+            "the gradients are gone: their update began while backward ran. Set overlap_step=False on the strategy for "
+            "norms other than the 2-norm."
+        )
+    grads = flat.rest.read("grad") if flat.averages.on_drive else flat.averages.owned()
+    return grads.float() * flat.averages.unscale
 
 
 def _reduce(value: Tensor, comm: Comm, op: dist.ReduceOp.RedOpType) -> Tensor:
@@ -56,21 +69,25 @@ def _reduce(value: Tensor, comm: Comm, op: dist.ReduceOp.RedOpType) -> Tensor:
     return comm.agree(value, op)
 
 
-def clip_norm_(flats: list[Flat], comm: Comm, max_norm: float) -> Tensor:
-    """Scale gradients so that their global norm is at most ``max_norm``; returns the norm before. Collective.
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor | None:
+    """What gradients of this norm are multiplied by, ``()`` fp32; None where the host knows that it is 1.
 
     The formula is ``torch.nn.utils.clip_grad_norm_``'s, so that results agree with it.
     """
-    norm = global_norm(flats, comm)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    if norm.device.type == "cpu" and factor.item() == 1.0:
-        return norm
-    for flat in flats:
-        flat.stepped_grads().mul_(factor)
-    return norm
+    return None if norm.device.type == "cpu" and factor.item() == 1.0 else factor
+
+
+def scale_(flat: Flat, factor: Tensor) -> None:
+    """Multiply averaged gradients in place."""
+    flat.averages.change(lambda grads: grads.mul_(factor.to(grads.device)))
 
 
 def clip_value_(flats: list[Flat], limit: float) -> None:
     """Clamp every averaged gradient element to ``[-limit, limit]``."""
     for flat in flats:
-        flat.stepped_grads().clamp_(-limit, limit)
+        if flat.averages.unscale != 1.0:  # on the drive or in 16 bit: the limit is for unscaled gradients
+            factor, flat.averages.unscale = flat.averages.unscale, 1.0
+            flat.averages.change(lambda grads, factor=factor: grads.mul_(factor).clamp_(-limit, limit))
+        else:
+            flat.averages.change(lambda grads: grads.clamp_(-limit, limit))

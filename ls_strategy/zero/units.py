@@ -4,31 +4,47 @@
 
     full    | a | b | c      |....|     compute dtype, what the forward reads; at stage 3 only while gathered
     master      | b | c  |              master dtype, this rank's shard (stage 0: everything); the optimizer's view
+    shard       | b | c  |              compute dtype; only at stage 3 and where the masters rest on another tier
     grad    | a | b | c      |....|     this rank's gradients: resident (stages 0, 1) or only during backward (2, 3)
-    reduced     | b | c  |              fp32, averaged over ranks, this rank's shard; stage 0 averages ``grad`` in place
+    averages    | b | c  |              over ranks, this rank's shard; stage 0 averages ``grad`` in place
 
-In fp32, ``master`` is a slice of ``full`` wherever ``full`` is resident: there is no second copy.
+``full`` and ``grad`` are on the device. ``master``, ``shard`` and ``averages`` rest on the tier that the plan gave
+them; on the NVMe tier there is no tensor between two uses, and ``master`` is a placeholder that reads as NaN.
+In fp32, ``master`` is a slice of ``full`` wherever both are on the device: there is no second copy.
 A parameter keeps its identity and its shape. While its unit is released it reads as NaN, so that a use outside the
 module that owns it shows at once instead of reading freed memory.
 """
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import Future
+
 import torch
 from torch import Tensor, nn
 
 from ls_strategy.comm import Comm, PendingGather, PendingReduce
+from ls_strategy.config import TierName
+from ls_strategy.errors import StateError
 from ls_strategy.layout import Piece
 from ls_strategy.plan import FlatPlan
+from ls_strategy.tiers.link import Arrival, host_empty
+from ls_strategy.tiers.stream import Ticket
+from ls_strategy.zero.averages import Averages
+from ls_strategy.zero.rest import Rest
 from ls_strategy.zero_stages import StagePolicy
 
 
 class Flat:
     """One flat buffer: the parameters of a unit that share an optimizer and a dtype."""
 
-    def __init__(self, plan: FlatPlan, params: list[nn.Parameter], *, policy: StagePolicy, comm: Comm) -> None:
-        """Only records; `load` moves the values in."""
+    def __init__(
+        self, plan: FlatPlan, params: list[nn.Parameter], *, policy: StagePolicy, comm: Comm, rest: Rest | None = None
+    ) -> None:
+        """Only records; `load` moves the values in. ``rest``: its place on the tiers; on the device without."""
         layout = plan.layout
+        self.plan = plan
+        self.rest = rest or Rest()
         self.layout = layout
         self.dtype = plan.dtype
         self.master_dtype = plan.master_dtype
@@ -44,25 +60,57 @@ class Flat:
         self.full: Tensor
         self.views: list[Tensor]
         self.master: Tensor
+        self.shard: Tensor | None = None
+        self.updating: Ticket | None = None
+        """The update of this buffer's states that is under way on the stream."""
+        self.arriving: Arrival | None = None
+        """New parameters on their way to the device."""
+        self.updated_early = False
+        """Whether the backward pass under way has updated it already."""
+        self.publish_due = False
+        """Whether new weights wait to be sent to the other ranks."""
+        self.refresh_due = False
+        """Whether the masters are newer than this rank's part of the parameters."""
+        self.waited_s = 0.0
+        """Seconds that the training thread has waited for updates."""
+        self.reading: Future[None] | None = None
+        """This rank's part of the parameters, on its way from the drive."""
         self.is_gathered = True
         self.gathering: PendingGather | None = None
         # gradients
         self.grad: Tensor | None = None
         self.grad_views: list[Tensor] = []
-        self.reduced: Tensor | None = None
-        self.reduced_holds_values = False
-        self.unscaled = False
-        """Whether the averages were divided by the loss scale already."""
         self.reducing: PendingReduce | None = None
         self.gathering_grads: PendingGather | None = None
         self.filled = [False] * len(params)
         """Stages 2 and 3: which slots of ``grad`` hold something."""
         self.held_here = [False] * len(params)
         """Stages 0 and 1: which parameters had a gradient when the buffer was sent."""
+        self.averages = Averages(self)
         self.used_here = [False] * len(params)
         """Whether this rank produced a gradient of each parameter since the last `zero_grad`."""
         self.dirty = False
         """Whether this rank has gradients that no reduction has seen yet."""
+
+    @property
+    def optimizer_tier(self) -> TierName:
+        """Where masters and optimizer states rest."""
+        return self.plan.optimizer_tier
+
+    @property
+    def param_tier(self) -> TierName:
+        """Stage 3: where this rank's part of the parameters rests."""
+        return self.plan.param_tier
+
+    @property
+    def gradient_tier(self) -> TierName:
+        """Where averaged gradients rest between backward and step."""
+        return self.plan.gradient_tier
+
+    @property
+    def has_own_shard(self) -> bool:
+        """Stage 3: whether that part is kept beside the masters."""
+        return self.plan.has_own_shard(self.policy)
 
     def load(self, values: list[Tensor], device: torch.device) -> None:
         """Take the parameters' original values; rank 0's are taken by all. Collective.
@@ -76,41 +124,117 @@ class Flat:
         for slot, value in zip(layout.slots, values, strict=True):
             whole[slot.offset : slot.end].copy_(value.detach().reshape(-1))
         self.comm.broadcast_(whole)
-        lo, hi = self.stepped
         if self.policy.parameters:
-            self.master = whole[lo:hi].clone()
             self.full = torch.empty(layout.numel, dtype=dtype, device=device)
-        elif dtype == master_dtype:
-            self.full = whole
-            self.master = whole[lo:hi]
         else:
-            self.full = whole.to(dtype)
-            self.master = whole[lo:hi].clone() if self.policy.optimizer else whole
+            self.full = whole if dtype == master_dtype else whole.to(dtype)
+        self._place(whole[slice(*self.stepped)])
         self.average_dtype = torch.promote_types(torch.float32, master_dtype) if self.trainable else torch.float32
         self.views = [self.full[s.offset : s.end].view(s.shape) for s in layout.slots]
         # One element per parameter, so that its address still tells which parameter it is (checkpoint.py asks).
         nothing = float("nan") if dtype.is_floating_point else 0
         self._released = torch.full((len(self.params),), nothing, device=device, dtype=dtype)
         self.bind()
-        if self.trainable and not self.policy.optimizer and dtype != torch.float32:
-            for p in self.params:  # stage 0 averages in place, and averages in fp32
-                p.grad_dtype = torch.float32  # type: ignore[attr-defined]
         if self.policy.parameters:
             self.release()
 
+    def _place(self, mine: Tensor) -> None:
+        """Put this rank's original values where masters and parameters rest."""
+        policy, rest, tier = self.policy, self.rest, self.optimizer_tier
+        one_copy = not policy.parameters and (self.dtype == self.master_dtype or not policy.optimizer)
+        if tier == "device":
+            self.master = mine if one_copy else mine.clone()
+        elif tier == "cpu":
+            self.master = rest.resident(tier, "master", mine.numel(), self.master_dtype).copy_(mine)
+        else:
+            rest.write("master", 0, mine)
+            nothing = float("nan") if mine.dtype.is_floating_point else 0
+            self.master = torch.full((1,), nothing, dtype=self.master_dtype).expand(mine.numel())
+        if self.has_own_shard:
+            if self.param_tier == "nvme":
+                rest.write("param", 0, mine.to(self.dtype))
+            else:
+                self.shard = rest.resident(self.param_tier, "param", mine.numel(), self.dtype).copy_(mine)
+
+    # masters ---------------------------------------------------------------------------------------------------------
+
+    def read_master(self) -> Tensor:
+        """Master weights of this rank's range: the tensor itself, or a copy of what is on the drive. ``(stepped,)``."""
+        self.wait_updated()
+        return self.master if self.optimizer_tier != "nvme" else self.rest.read("master")
+
+    def write_master(self, start: int, values: Tensor) -> None:
+        """Replace master weights from element ``start`` of this rank's range on; `refresh` takes them further."""
+        self.wait_updated()
+        if self.optimizer_tier == "nvme":
+            self.rest.write("master", start, values.to(self.master_dtype))
+        else:
+            self.master.detach()[start : start + values.numel()].copy_(values)
+
     def full_master(self) -> Tensor:
         """Master weights of all ranks, ``(numel,)``; read-only where this rank has them all anyway. Collective."""
+        mine = self.read_master()
         if not self.policy.optimizer:
-            return self.master
-        whole = torch.zeros(self.layout.numel, dtype=self.master.dtype, device=self.master.device)
-        whole[slice(*self.owned)].copy_(self.master)
+            return mine
+        whole = torch.zeros(self.layout.numel, dtype=mine.dtype, device=self.full.device)
+        whole[slice(*self.owned)].copy_(mine)
         self.comm.all_gather(whole).wait()
         return whole
+
+    def refresh(self) -> None:
+        """Bring this rank's masters to where its part of the parameters rests. Not collective: the others' stay."""
+        if self.master_is_slice or (self.policy.parameters and not self.has_own_shard):
+            return
+        mine = self.read_master()
+        if self.shard is not None:
+            self.shard.copy_(mine)
+        elif self.policy.parameters:
+            self.rest.write("param", 0, mine.to(self.dtype))
+        else:
+            self.full[slice(*self.stepped)].copy_(mine)
 
     @property
     def master_is_slice(self) -> bool:
         """Whether the master weights are a slice of ``full`` and need no copy into it."""
         return self.master.untyped_storage().data_ptr() == self.full.untyped_storage().data_ptr() != 0
+
+    # updates under way -----------------------------------------------------------------------------------------------
+
+    def wait_updated(self) -> None:
+        """Wait until no update is under way that reads or writes this buffer's states."""
+        if self.updating is not None:
+            started = time.perf_counter()
+            self.updating.wait()
+            self.updating = None
+            self.waited_s += time.perf_counter() - started
+            self.averages.take_back()
+        if self.arriving is not None:
+            self.arriving.wait_on_device()
+            self.arriving = None
+
+    def begin_early_update(self, updating: Ticket) -> None:
+        """The averages, complete, are on their way into the update while backward still runs."""
+        self.updating = updating
+        self.updated_early = True
+        self.averages.let_go()
+
+    def end_early_update(self) -> None:
+        """Backward is over, and the step that the update belongs to has come."""
+        if self.updated_early:
+            self.updated_early = False
+            self.refresh_due = not self.policy.parameters
+
+    def begin_delayed_update(self, updating: Ticket) -> None:
+        """The update runs while the next step computes with the old parameters, and fills averages of its own."""
+        self.updating = updating
+        self.averages.let_go()
+
+    def give_up(self) -> None:
+        """Wait for nothing any more: what was under way has failed."""
+        self.gathering = self.updating = self.arriving = self.reading = self.averages.landing = None
+        self.updated_early = self.publish_due = False
+
+    # parameters ------------------------------------------------------------------------------------------------------
 
     def bind(self) -> None:
         """Point every parameter at its slot."""
@@ -118,17 +242,56 @@ class Flat:
             p.data = view
         self.is_gathered = True
 
-    # parameters ------------------------------------------------------------------------------------------------------
-
     def start_gather(self) -> None:
-        """Bring the newest masters of all ranks into ``full``; `finish_gather` waits. Collective."""
+        """Bring the newest parameters of all ranks into ``full``; `finish_gather` waits. Collective."""
+        self.wait_updated()
+        self.publish_due = False
         lo, hi = self.stepped
-        if self.policy.parameters and self.full.untyped_storage().size() == 0:
-            self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
-        if not self.master_is_slice:
+        if self.refresh_due:
+            self.refresh_due = False
+            self.refresh()
+        if self.policy.parameters:
+            if self.updated_early:
+                raise StateError(
+                    f"a parameter of {self.layout.slots[0].name!r} and its neighbours is read again in the backward "
+                    "pass that has already updated it. Set overlap_step=False on the strategy."
+                )
+            if self.full.untyped_storage().size() == 0 and self.param_tier != "nvme":
+                self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
+            self.start_read()
+            self._bring(self.full[lo:hi])
+        elif self.optimizer_tier == "device" and not self.master_is_slice:
             self.full[lo:hi].copy_(self.master)
         if self.policy.optimizer:
             self.gathering = self.comm.all_gather(self.full)
+
+    def start_read(self) -> None:
+        """NVMe at stage 3: begin to bring this rank's part of the parameters. Not collective, does not wait."""
+        if self.param_tier != "nvme" or self.is_gathered or self.gathering is not None or self.reading is not None:
+            return
+        self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
+        out, updating = self.full[slice(*self.stepped)], self.updating
+
+        def read() -> None:
+            if updating is not None:
+                updating.wait()
+            self.rest.read_into("param" if self.has_own_shard else "master", out)
+
+        self.reading = self.rest.beside(read)
+
+    def _bring(self, out: Tensor) -> None:
+        """Stage 3: this rank's part of the parameters, from where it rests."""
+        if self.reading is not None:
+            self.reading.result()
+            self.reading = None
+            return
+        source = self.master if self.shard is None else self.shard
+        if source.device == out.device:
+            out.copy_(source)
+            return
+        if source.dtype != out.dtype:  # cast on the host, so that half the bytes cross the bus
+            source = host_empty(out.numel(), out.dtype, out.device).copy_(source)
+        self.rest.link.to_device(out, source).wait_on_device()
 
     def finish_gather(self) -> None:
         """Wait until the parameters may be read."""
@@ -143,6 +306,9 @@ class Flat:
         if self.gathering is not None:
             self.gathering.wait()
             self.gathering = None
+        if self.reading is not None:
+            self.reading.result()
+            self.reading = None
         for i, (p, slot) in enumerate(zip(self.params, self.layout.slots, strict=True)):
             p.data = self._released[i].expand(slot.shape)
         self.full.untyped_storage().resize_(0)
@@ -188,22 +354,6 @@ class Flat:
             elif held is not None:
                 p.grad = held.float()
         self.grad, self.grad_views = wide, views
-
-    def stepped_grads(self) -> Tensor:
-        """Averaged fp32 gradients of the range that this rank steps: ``(stepped,)``. Stage 0: ``grad`` itself."""
-        if not self.policy.optimizer:
-            self.hold_grad_buffer(self.average_dtype)
-            assert self.grad is not None
-            return self.grad
-        if self.reduced is None:
-            lo, hi = self.stepped
-            self.reduced = torch.zeros(hi - lo, dtype=self.average_dtype, device=self.full.device)
-        return self.reduced
-
-    def owned_grads(self) -> Tensor:
-        """Averaged fp32 gradients of this rank's shard, ``(shard,)``, at every stage: what norms are summed over."""
-        reduced = self.stepped_grads()
-        return reduced if self.policy.optimizer else reduced[slice(*self.owned)]
 
 
 class Unit:

@@ -32,10 +32,13 @@ class Case:
 
     stage: int | None = None
     traits: tuple[str, ...] = ()
-    """Of ``frozen tied unused unused_here uneven empty buffers``; see `Net`."""
+    """Of ``frozen tied unused unused_here uneven empty buffers private``; see `Net`."""
 
     optimizer: str = "adamw"
     """``adamw`` and ``sgd`` (two parameter groups each), or ``two``: both at once, by manual optimization."""
+
+    fused: bool | None = True
+    """Whether the optimizer names torch's own fused kernel, so that its rounding is the same under DDP."""
 
     accumulate: int = 1
     clip: str | None = None
@@ -95,7 +98,8 @@ class Net(pl.LightningModule):
 
     Traits: ``frozen`` a whole block left out of the optimizer and a bias that is in it; ``tied`` embedding and head;
     ``unused`` a block and a parameter no rank uses; ``unused_here`` a parameter that another rank uses at each step;
-    ``uneven`` prime sizes and a scalar; ``empty`` a parameter without elements; ``buffers`` a batch norm.
+    ``uneven`` prime sizes and a scalar; ``empty`` a parameter without elements; ``buffers`` a batch norm; ``private``
+    no hook of the module looks at gradients.
     """
 
     def __init__(self, case: Case) -> None:
@@ -191,19 +195,26 @@ class Net(pl.LightningModule):
         params = [p for p in self.parameters() if p not in frozen]
         matrices, vectors = [p for p in params if p.ndim > 1], [p for p in params if p.ndim <= 1]
         if self.case.optimizer == "adamw":
-            return _adamw([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}])
+            return _adamw([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], self.case.fused)
         if self.case.optimizer == "sgd":
-            return _sgd([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}])
+            return _sgd([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], self.case.fused)
         head = {id(p) for p in (*self.head.parameters(), *self.emb.parameters())}
-        return [_adamw([p for p in params if id(p) not in head]), _sgd([p for p in params if id(p) in head])]
+        body, rest = [p for p in params if id(p) not in head], [p for p in params if id(p) in head]
+        return [_adamw(body, self.case.fused), _sgd(rest, self.case.fused)]
 
 
-def _adamw(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=2e-3, weight_decay=0.1, fused=True)
+class PrivateNet(Net):
+    """As `Net`, but without a hook between backward and step: what is allowed only then takes place."""
+
+    on_before_optimizer_step = pl.LightningModule.on_before_optimizer_step
 
 
-def _sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01, fused=True)
+def _adamw(params: Any, fused: bool | None) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=2e-3, weight_decay=0.1, fused=fused)
+
+
+def _sgd(params: Any, fused: bool | None) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01, fused=fused)
 
 
 def loader(case: Case, world_size: int) -> DataLoader:
@@ -268,7 +279,7 @@ def run(rank: int, world_size: int, case: Case) -> Result:
     """Train one case; collective."""
     quiet()
     random.seed(0)
-    module = Net(case)
+    module = PrivateNet(case) if "private" in case.traits else Net(case)
     trainer = trainer_of(case, world_size)
     trainer.fit(module, loader(case, world_size))
     weights = trainer.strategy.lightning_module_state_dict()

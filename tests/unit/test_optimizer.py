@@ -170,7 +170,7 @@ class Sharded:
                 used.append(grad is not None)
                 if grad is not None:
                     whole[slot.offset : slot.end].copy_(grad.reshape(-1))
-            flat.stepped_grads().copy_(whole[slice(*flat.stepped)])
+            flat.averages.tensor().copy_(whole[slice(*flat.stepped)])
         self.sharded.bind_grads(used)
         self.sharded.step(used, self.optimizer.step)
 

@@ -1,0 +1,114 @@
+"""The ``ls-strategy`` command: ``ls-strategy tune-io PATH``. Also ``python -m ls_strategy.cli``.
+
+Every subcommand is a function that adds its parser and one that runs it. Torch is imported when a subcommand runs, so
+that ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ls_strategy.errors import ConfigError, LSError
+
+MIB = 1 << 20
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand; returns the exit status: 0, or 1 after an error, which is printed."""
+    parser = argparse.ArgumentParser(prog="ls-strategy", description="Tools around ZeROStrategy.")
+    subcommands = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
+    add_tune_io(subcommands)
+    args = parser.parse_args(argv)
+    try:
+        return args.run(args)
+    except LSError as error:
+        print(f"ls-strategy {args.subcommand}: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"ls-strategy {args.subcommand}: interrupted", file=sys.stderr)
+        return 130
+
+
+# --- tune-io ---------------------------------------------------------------------------------------------------------
+
+
+def add_tune_io(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """``tune-io``: how to read and write a drive."""
+    parser = subcommands.add_parser(
+        "tune-io",
+        help="measure how the NVMe tier should read and write a drive",
+        description="Write and read a file with several block sizes and numbers of threads, taking turns, and print "
+        "the setting to use. The file vanishes afterwards. Run it while the drive is idle; several ranks on "
+        "one host share the drive.",
+    )
+    parser.add_argument("path", type=Path, help="folder on the drive")
+    parser.add_argument("--gib", type=float, default=1.0, help="size of the file in GiB (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="time limit; one round is always finished")
+    parser.add_argument(
+        "--block-mib", type=float, nargs="+", default=[1, 4, 8, 16], metavar="MIB", help="block sizes to try, in MiB"
+    )
+    parser.add_argument(
+        "--parallelism", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N", help="numbers of threads to try"
+    )
+    parser.add_argument("--buffered", action="store_true", help="go through the page cache instead of past it")
+    parser.add_argument("--allow-ram", action="store_true", help="accept a folder that is in memory (tmpfs)")
+    parser.set_defaults(run=run_tune_io)
+
+
+def run_tune_io(args: argparse.Namespace) -> int:
+    """Measure and print."""
+    from ls_strategy.config import NVMeIOConfig
+
+    path: Path = args.path
+    if not path.exists():  # a typo should not make a folder
+        raise ConfigError(
+            f"{str(path)!r} does not exist. Give a folder on the drive, or make it first: mkdir -p {path}"
+        )
+    if args.gib <= 0:
+        raise ConfigError(f"--gib {args.gib}: the file's size is above 0.")
+    settings = [
+        NVMeIOConfig(block_bytes=int(mib * MIB), parallelism=threads, direct=not args.buffered)
+        for mib in sorted(set(args.block_mib))
+        for threads in sorted(set(args.parallelism))
+    ]
+    nbytes = int(args.gib * 2**30)
+
+    from ls_strategy.tiers.drive import check_path
+    from ls_strategy.tiers.tuning import best, measure
+
+    check_path(path, nbytes, args.allow_ram)
+    print(f"{len(settings)} settings on {path}, {args.gib:g} GiB each way, up to {args.seconds:g} s", flush=True)
+    results = measure(path, settings, nbytes=nbytes, seconds=args.seconds, progress=_print_progress)
+    _print_progress("")
+    print(f"{'block MiB':>10}{'threads':>9}{'read GB/s':>11}{'write GB/s':>12}{'both GB/s':>11}{'rounds':>8}")
+    for m in sorted(results, key=lambda m: -m.both_gbs):
+        print(
+            f"{m.io.block_bytes / MIB:>10g}{m.io.parallelism:>9}{m.read_gbs:>11.2f}{m.write_gbs:>12.2f}"
+            f"{m.both_gbs:>11.2f}{len(m.read_s):>8}"
+        )
+    io = best(results).io
+    direct = "" if io.direct else ", direct: false"
+    print(
+        "\nThe fewest threads and smallest blocks within 3 % of the fastest:\n\n"
+        "strategy:\n"
+        "  class_path: ls_strategy.ZeROStrategy\n"
+        "  init_args:\n"
+        f"    nvme_path: {path.resolve()}\n"
+        f"    nvme_io: {{block_bytes: {io.block_bytes}, parallelism: {io.parallelism}{direct}}}"
+    )
+    return 0
+
+
+def _print_progress(line: str) -> None:
+    """Overwrite the last line on a terminal; elsewhere a line each."""
+    if sys.stderr.isatty():
+        print(f"\r{line:<79}", end="\r" if not line else "", file=sys.stderr, flush=True)
+    elif line:
+        print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,333 @@
+"""Compiles ``csrc`` at first use into one library per kind of device, and remembers why where that is impossible.
+
+A library is linked against the stable part of libtorch's interface alone, so that it serves every torch from 2.11 on, and
+holds code for every instruction set it may meet, so that a cache on a shared file system serves unlike nodes. Its file is
+named after a hash of all that decides its content. Among processes, the first to take a file lock builds, and the others
+wait; the kernel drops the lock when its holder dies, and the library appears under its name only when it is complete.
+
+Environment:
+    LS_STRATEGY_OPS: ``0`` uses the references in torch, ``1`` raises where a kernel cannot be had.
+    LS_STRATEGY_CACHE: directory of the libraries; else ``ls_strategy`` in ``XDG_CACHE_HOME`` or ``~/.cache``.
+    CXX, CUDA_HOME: the compiler of C++, and where that of CUDA is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ls_strategy.errors import ConfigError
+
+_log = logging.getLogger("ls_strategy.ops")
+
+TIME_LIMIT_S = 300.0
+"""For a build, and for the wait on another process's build. It takes about ten seconds."""
+
+_SOURCES = Path(__file__).parent / "csrc"
+_DIGEST_BYTES = 32  # of SHA-256, after the end of the library: a truncated one would kill the process that maps it
+_STABLE_ABI = "0x020b000000000000ULL"  # torch 2.11
+_lock = threading.RLock()
+_status: dict[str, str] = {}
+
+
+class BuildError(Exception):
+    """There will be no library; says why in one line."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One run of a compiler that makes an object file."""
+
+    name: str
+    command: tuple[str, ...]
+    """All but the output."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that decides what a library contains."""
+
+    name: str
+    units: tuple[Unit, ...]
+    link: tuple[str, ...]
+    """Command; object files and output come after its first word."""
+
+    compiler_version: str
+
+    @property
+    def key(self) -> str:
+        """Hash of the sources, the commands, the compiler and the machine. Paths of torch count for nothing."""
+        text = [self.compiler_version, platform.machine(), platform.libc_ver()[0]]
+        text += [word for unit in self.units for word in unit.command if not word.startswith("-I")]
+        text += [word for word in self.link if not word.startswith("-L")]
+        text += [p.name + "\n" + p.read_text() for p in sorted(_SOURCES.iterdir())]
+        return hashlib.sha256("\0".join(text).replace(str(_SOURCES), "csrc").encode()).hexdigest()[:20]
+
+
+# --- what to compile, and with what ---------------------------------------------------------------------------------
+
+
+def cpu_recipe() -> Recipe:
+    """The CPU kernels once per instruction set, and the operations around them."""
+    compiler = shlex.split(os.environ.get("CXX", "")) or [shutil.which("g++") or shutil.which("c++") or "g++"]
+    version = _version(compiler)
+    x86 = platform.machine().lower() in ("x86_64", "amd64")
+    common = ("-std=c++20", "-fPIC", "-O2", f"-DTORCH_TARGET_VERSION={_STABLE_ABI}", *(("-DLS_X86",) if x86 else ()))
+    exact = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-w")
+    sets = {"Portable": ()}
+    if x86:
+        sets |= {
+            "AVX2": ("-mavx2", "-mf16c"),
+            "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mf16c", "-mprefer-vector-width=512"),
+        }
+    units = [Unit(f, (*compiler, *common, *_includes(), "-c", str(_SOURCES / f"{f}.cpp"))) for f in ("cpu", "schemas")]
+    for name, flags in sets.items():
+        command = (*compiler, *common, *exact, *flags, f"-DLS_KERNELS=k{name}", "-c", str(_SOURCES / "kernels.cpp"))
+        units.append(Unit(f"kernels_{name.lower()}", command))
+    link = (*compiler, "-shared", f"-L{_torch_folder() / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10")
+    return Recipe("cpu", tuple(units[::-1]), link, version)
+
+
+def cuda_recipe(capabilities: tuple[tuple[int, int], ...]) -> Recipe:
+    """The CUDA kernels, for GPUs of these compute capabilities."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    found = str(Path(home, "bin", "nvcc")) if home else shutil.which("nvcc")
+    compiler = [found or "/usr/local/cuda/bin/nvcc"]
+    version = _version(compiler)
+    major = (torch.version.cuda or "none").split(".")[0]
+    if f"release {major}." not in version:
+        raise BuildError(f"{compiler[0]} is not of CUDA {major}, as torch is")
+    archs = [f"-gencode=arch=compute_{a}{b},code=sm_{a}{b}" for a, b in capabilities]
+    common = ("-std=c++20", "-O3", "-Xcompiler", "-fPIC", "-DUSE_CUDA", f"-DTORCH_TARGET_VERSION={_STABLE_ABI}", *archs)
+    exact = ("-fmad=false", "-prec-div=true", "-prec-sqrt=true", "-ftz=false")
+    names = ("update", "norm")
+    units = (Unit(f, (*compiler, *common, *exact, *_includes(), "-c", str(_SOURCES / f"{f}.cu"))) for f in names)
+    libraries = ("-ltorch", "-ltorch_cpu", "-ltorch_cuda", "-lc10")
+    return Recipe("cuda", tuple(units), (*compiler, "-shared", f"-L{_torch_folder() / 'lib'}", *libraries), version)
+
+
+def _torch_folder() -> Path:
+    return Path(torch.__file__).parent
+
+
+def _includes() -> tuple[str, str]:
+    include = _torch_folder() / "include"
+    return f"-I{include}", f"-I{include / 'torch' / 'csrc' / 'api' / 'include'}"
+
+
+def _version(compiler: list[str]) -> str:
+    try:
+        result = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired) as e:
+        raise BuildError(f"no compiler {shlex.join(compiler)} ({type(e).__name__})") from e
+    if result.returncode:
+        raise BuildError(f"{shlex.join(compiler)} --version failed: {_first_line(result.stderr)}")
+    return result.stdout
+
+
+# --- building -------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def cache_dir() -> Path:
+    """Where libraries are kept; a directory of this process alone where nothing can be kept."""
+    chosen = os.environ.get("LS_STRATEGY_CACHE")
+    try:
+        path = (
+            Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "ls_strategy")
+        )
+        path.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # RuntimeError: there is no home
+        return _private_dir()
+    return path
+
+
+@functools.cache
+def _private_dir() -> Path:
+    return Path(_private().name)
+
+
+@functools.cache
+def _private() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="ls_strategy-")
+
+
+def library(recipe: Recipe) -> Path:
+    """The complete library of a recipe, built if need be.
+
+    Raises:
+        BuildError: it cannot be built.
+    """
+    name = f"{recipe.name}-{recipe.key}.so"
+    path = cache_dir() / name
+    if is_complete(path):
+        return path
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        path = _private_dir() / name
+    deadline = time.monotonic() + TIME_LIMIT_S
+    try:
+        with _locked(path.with_suffix(".lock"), deadline):
+            if not is_complete(path):
+                _build(recipe, path, deadline)
+    except OSError as e:
+        raise BuildError(f"{path.parent}: {e}") from e
+    return path
+
+
+def is_complete(path: Path) -> bool:
+    """Whether this is a library as it was built."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return False
+    body, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
+    return len(body) > 0 and hashlib.sha256(body).digest() == digest
+
+
+@contextlib.contextmanager
+def _locked(path: Path, deadline: float) -> Iterator[None]:
+    with path.open("a") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise BuildError(f"another process holds {path} for more than {TIME_LIMIT_S:.0f} s") from None
+                time.sleep(0.05)
+        yield  # closing the file drops the lock
+
+
+def _build(recipe: Recipe, path: Path, deadline: float) -> None:
+    """Under the lock: compile in a folder of its own, then rename."""
+    for leftover in path.parent.glob(f"{path.stem}.build-*"):  # of a builder that was killed
+        shutil.rmtree(leftover, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"{path.stem}.build-", dir=path.parent))
+    try:
+        objects = [f"{unit.name}.o" for unit in recipe.units]
+        commands = [[*u.command, "-o", o] for u, o in zip(recipe.units, objects, strict=True)]
+        link = [recipe.link[0], *objects, *recipe.link[1:], "-o", path.name]
+        start = time.monotonic()
+        ninja = shutil.which("ninja") or shutil.which("ninja", path=str(Path(sys.executable).parent))
+        if ninja:
+            (folder / "build.ninja").write_text(_ninja_file(commands, objects, link, path.name))
+            _run([ninja, "--quiet"], folder, deadline)
+        else:
+            for command in [*commands, link]:
+                _run(command, folder, deadline)
+        content = (folder / path.name).read_bytes()
+        (folder / path.name).write_bytes(content + hashlib.sha256(content).digest())
+        (folder / path.name).replace(path)
+        _log.info("compiled %s in %.1f s", path, time.monotonic() - start)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _ninja_file(commands: list[list[str]], objects: list[str], link: list[str], target: str) -> str:
+    """One rule per command: what depends on what is all that ninja is told."""
+    lines: list[str] = []
+    for output, command, needs in [
+        *((o, c, []) for o, c in zip(objects, commands, strict=True)),
+        (target, link, objects),
+    ]:
+        text = shlex.join(command).replace("$", "$$")
+        lines += [f"rule make_{output}", f"  command = {text}", f"build {output}: make_{output} {' '.join(needs)}", ""]
+    return "\n".join(lines)
+
+
+def _run(command: list[str], folder: Path, deadline: float) -> None:
+    """Run to its end, or to the deadline with everything it started."""
+    with tempfile.TemporaryFile("w+", dir=folder) as output:
+        process = subprocess.Popen(command, cwd=folder, stdout=output, stderr=output, start_new_session=True)
+        try:
+            code = process.wait(max(0.0, deadline - time.monotonic()))
+        except BaseException as e:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            if isinstance(e, subprocess.TimeoutExpired):
+                raise BuildError(f"compiling took more than {TIME_LIMIT_S:.0f} s") from None
+            raise
+        if code:
+            output.seek(0)
+            raise BuildError(f"{Path(command[0]).name} failed ({code}): {_first_line(output.read())}")
+
+
+def _first_line(text: str) -> str:
+    """The line that says what is wrong: the first with an error, else the first."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return next((line for line in lines if "error" in line.lower()), lines[0] if lines else "no message")
+
+
+# --- loading --------------------------------------------------------------------------------------------------------
+
+
+def load(device_type: str) -> bool:
+    """Whether ``torch.ops.ls_strategy`` has kernels for this kind of device; builds and loads them at the first call.
+
+    Raises:
+        ConfigError: they cannot be had, and ``LS_STRATEGY_OPS=1`` requires them.
+    """
+    if device_type not in _status:  # no lock once it is known
+        with _lock:
+            if device_type not in _status:
+                _status[device_type] = _load(device_type)
+    return _status[device_type].startswith("native")
+
+
+def status() -> dict[str, str]:
+    """By kind of device that was asked for: ``native: <library>``, or ``reference: <why>``."""
+    return dict(_status)
+
+
+def _load(device_type: str) -> str:
+    wish = os.environ.get("LS_STRATEGY_OPS", "")
+    if wish not in ("", "0", "1"):
+        raise ConfigError(
+            f"LS_STRATEGY_OPS={wish!r}: use 0 (references in torch), 1 (kernels or an error), or unset it."
+        )
+    if wish == "0":
+        return "reference: LS_STRATEGY_OPS=0"
+    try:
+        return f"native: {_load_library(device_type)}"
+    except BuildError as e:
+        if wish == "1":
+            raise ConfigError(f"LS_STRATEGY_OPS=1, but there is no kernel for {device_type}: {e}.") from e
+        _log.warning("%s: the slower references in torch are used, no kernel: %s", device_type, e)
+        return f"reference: {e}"
+
+
+def _load_library(device_type: str) -> Path:
+    if device_type == "cpu":
+        recipe = cpu_recipe()
+    elif device_type == "cuda" and torch.version.cuda and torch.cuda.is_available():
+        if not load("cpu"):
+            raise BuildError(f"its operations are declared in the library for cpu; {_status['cpu']}")
+        devices = range(torch.cuda.device_count())
+        recipe = cuda_recipe(tuple(sorted({torch.cuda.get_device_capability(d) for d in devices})))
+    else:
+        raise BuildError("none is written for this kind of device")
+    path = library(recipe)
+    try:
+        torch.ops.load_library(path)
+    except (OSError, RuntimeError) as e:
+        raise BuildError(f"{path} does not load: {_first_line(str(e))}") from e
+    return path

@@ -1,0 +1,46 @@
+// What a kernel is given: numbers of an update, already rounded to fp32, and raw memory.
+#pragma once
+
+#include <cstdint>
+
+namespace ls {
+
+enum Format : int { kFP32, kBF16, kFP16, kInt8 };
+
+struct AdamWNumbers {
+  float decay, l2, weight1, rest1, beta2, weight2, root2, eps, rate;
+};
+struct LionNumbers {
+  float decay, beta1, weight1, beta2, weight2, rate;
+};
+struct SGDNumbers {
+  float l2, momentum, weight, rate;
+  bool nesterov, first;
+};
+struct AdagradNumbers {
+  float l2, eps, rate;
+};
+
+// Elements of an 8-bit moment that share a scale.
+constexpr int kScaleBlock = 256;
+
+struct Buffers {
+  int64_t n;
+  float* param;
+  void* first;  // first moment; null where the rule has none, as all that follows
+  float* first_scales;
+  void* second;  // second moment
+  float* second_scales;
+  const void* grad;
+  void* out;
+  const float* clip;
+  float unscale;
+  uint32_t seed, offset;
+  Format moment_format, grad_format, out_format;
+};
+
+// Order of additions of sum_of_squares: see norm.py.
+constexpr int kSumBlock = 4096;
+constexpr int kSumLanes = 32;
+
+}  // namespace ls

@@ -1,0 +1,250 @@
+// The CPU kernels, compiled once per instruction set: -DLS_KERNELS=<name> and the flags of that set. Nothing here may be an
+// inline function of the standard library: the linker would keep one copy of it, perhaps that of a set which the CPU lacks.
+#include "kernels.h"
+
+#include "lanes.h"
+#include "math.h"
+
+namespace ls {
+namespace {
+
+LS_INLINE int64_t bytes_of(Format format) { return format == kFP32 ? 4 : format == kInt8 ? 1 : 2; }
+
+LS_INLINE void store_out(void* out, Format format, int64_t i, F x) {
+  if (format == kFP32) {
+    store_as(static_cast<float*>(out) + i, x);
+  } else {
+    store_as(static_cast<uint16_t*>(out) + i, format == kBF16 ? to_bf16(x) : to_fp16(x));
+  }
+}
+
+// A moment stored in fp32 or bf16.
+template <Format kFormat>
+LS_INLINE F load_moment(const void* from, int64_t i) {
+  return load(from, kFormat, i);
+}
+template <Format kFormat, bool kSigned>
+LS_INLINE void store_moment(void* to, int64_t i, F x, U random) {
+  if (kFormat == kFP32) {
+    store_as(static_cast<float*>(to) + i, x);
+  } else {
+    store_as(static_cast<uint16_t*>(to) + i, narrow16(stochastic_bf16(x, rounding_of<kSigned>(random))));
+  }
+}
+
+// Elements [begin, end), whole registers, moments in fp32 or bf16.
+template <class Rule, Format kFormat>
+void update_lanes(const typename Rule::Numbers& numbers, const Buffers& buffers, int64_t begin, int64_t end) {
+  const Rule rule(numbers);
+  const Buffers b = buffers;  // a copy that no store can change: it stays in registers
+  const F unscale = splat<F>(b.unscale), clip = splat<F>(b.clip ? *b.clip : 1.0f);
+  U key = (iota() + static_cast<uint32_t>(b.offset + begin)) * kWeyl + b.seed;
+  const U stride = splat(kWeyl * kLanes);
+  for (int64_t i = begin; i < end; i += kLanes, key += stride) {
+    F p = load_as<F>(b.param + i), m{}, v{};
+    const F g = load(b.grad, b.grad_format, i) * unscale * clip;
+    if (Rule::kFirst) m = load_moment<kFormat>(b.first, i);
+    if (Rule::kSecond) v = load_moment<kFormat>(b.second, i);
+    rule(p, g, m, v);
+    store_as(b.param + i, p);
+    const U random = kFormat == kFP32 ? key : random_bits(key);
+    if (Rule::kFirst) store_moment<kFormat, true>(b.first, i, m, random);
+    if (Rule::kSecond) store_moment<kFormat, false>(b.second, i, v, random);
+    if (b.out) store_out(b.out, b.out_format, i, p);
+  }
+}
+
+LS_INLINE U larger(U a, U b) { return (I)a > (I)b ? a : b; }  // both below 2**31
+
+LS_INLINE uint32_t largest(U x) {
+  uint32_t result = 0;
+  for (int i = 0; i < kLanes; ++i) result = x[i] > result ? x[i] : result;
+  return result;
+}
+
+// Scale of a block from the largest of its bit patterns, and the inverse.
+struct Scale {
+  bool finite;
+  F inverse;
+
+  LS_INLINE Scale(U magnitudes, float* scale) {
+    const uint32_t top = largest(magnitudes), pattern = top < kInfinityBits ? scale_bits(top) : kNaNBits;
+    __builtin_memcpy(scale, &pattern, 4);
+    finite = top < kInfinityBits;
+    inverse = splat<F>(finite && top ? 1.0f / *scale : 0.0f);
+  }
+};
+
+template <bool kSigned>
+LS_INLINE void store_codes(uint8_t* to, F x, const Scale& scale, U random) {
+  const U codes = Code<kSigned>::encode(x, scale.inverse, rounding_of<kSigned>(random));
+  store_as(to, narrow8(scale.finite ? codes : splat(Code<kSigned>::kTop)));
+}
+
+// Elements [begin, end) with 8-bit moments: whole registers, of one block.
+template <class Rule>
+void update_block(const Rule& rule, const Buffers& buffers, int64_t begin, int64_t end) {
+  const Buffers b = buffers;
+  alignas(64) float first[kScaleBlock], second[kScaleBlock];
+  uint8_t *const first_codes = static_cast<uint8_t*>(b.first) + begin, *const second_codes = static_cast<uint8_t*>(b.second) + begin;
+  float *const first_scale = b.first_scales + begin / kScaleBlock, *const second_scale = b.second_scales + begin / kScaleBlock;
+  const F unscale = splat<F>(b.unscale), clip = splat<F>(b.clip ? *b.clip : 1.0f);
+  const F scale1 = splat<F>(Rule::kFirst ? *first_scale : 0.0f), scale2 = splat<F>(Rule::kSecond ? *second_scale : 0.0f);
+  U largest1{}, largest2{};
+  for (int64_t i = 0; i < end - begin; i += kLanes) {
+    F p = load_as<F>(b.param + begin + i), m{}, v{};
+    const F g = load(b.grad, b.grad_format, begin + i) * unscale * clip;
+    if (Rule::kFirst) m = Code<true>::decode(widen(load_as<U8>(first_codes + i)), scale1);
+    if (Rule::kSecond) v = Code<false>::decode(widen(load_as<U8>(second_codes + i)), scale2);
+    rule(p, g, m, v);
+    store_as(b.param + begin + i, p);
+    if (Rule::kFirst) {
+      store_as(first + i, m);
+      largest1 = larger(largest1, bits(m) & 0x7FFFFFFFu);
+    }
+    if (Rule::kSecond) {
+      const F s = root(v);
+      store_as(second + i, s);
+      largest2 = larger(largest2, bits(s) & 0x7FFFFFFFu);
+    }
+    if (b.out) store_out(b.out, b.out_format, begin + i, p);
+  }
+  const Scale new1(largest1, Rule::kFirst ? first_scale : first), new2(largest2, Rule::kSecond ? second_scale : second);
+  U key = (iota() + static_cast<uint32_t>(b.offset + begin)) * kWeyl + b.seed;
+  for (int64_t i = 0; i < end - begin; i += kLanes, key += splat(kWeyl * kLanes)) {
+    const U random = random_bits(key);
+    if (Rule::kFirst) store_codes<true>(first_codes + i, load_as<F>(first + i), new1, random);
+    if (Rule::kSecond) store_codes<false>(second_codes + i, load_as<F>(second + i), new2, random);
+  }
+}
+
+template <class Rule, Format kFormat>
+void update_whole(const typename Rule::Numbers& numbers, const Buffers& b, int64_t begin, int64_t end) {
+  if constexpr (kFormat == kInt8) {
+    const Rule rule(numbers);
+    for (int64_t i = begin; i < end; i += kScaleBlock) {
+      update_block(rule, b, i, end - i < kScaleBlock ? end : i + kScaleBlock);
+    }
+  } else {
+    update_lanes<Rule, kFormat>(numbers, b, begin, end);
+  }
+}
+
+// The elements past the last whole block, brought to memory where they can be followed by zeros.
+template <class Rule, Format kFormat>
+void update_tail(const typename Rule::Numbers& numbers, const Buffers& b, int64_t begin) {
+  alignas(64) char param[4 * kScaleBlock] = {}, first[4 * kScaleBlock] = {}, second[4 * kScaleBlock] = {};
+  alignas(64) char grad[4 * kScaleBlock] = {}, out[4 * kScaleBlock] = {};
+  const int64_t n = b.n - begin, moment_bytes = bytes_of(kFormat);
+  const int64_t grad_bytes = bytes_of(b.grad_format), out_bytes = bytes_of(b.out_format);
+  char *const from_first = static_cast<char*>(b.first) + begin * moment_bytes;
+  char *const from_second = static_cast<char*>(b.second) + begin * moment_bytes;
+  Buffers tail = b;
+  tail.n = (n + kLanes - 1) / kLanes * kLanes;
+  tail.offset = b.offset + static_cast<uint32_t>(begin);
+  tail.param = reinterpret_cast<float*>(param);
+  tail.grad = grad;
+  tail.first = first;
+  tail.second = second;
+  tail.first_scales = b.first_scales + begin / kScaleBlock;
+  tail.second_scales = b.second_scales + begin / kScaleBlock;
+  if (b.out) tail.out = out;
+  __builtin_memcpy(param, b.param + begin, n * 4);
+  __builtin_memcpy(grad, static_cast<const char*>(b.grad) + begin * grad_bytes, n * grad_bytes);
+  if (Rule::kFirst) __builtin_memcpy(first, from_first, n * moment_bytes);
+  if (Rule::kSecond) __builtin_memcpy(second, from_second, n * moment_bytes);
+  update_whole<Rule, kFormat>(numbers, tail, 0, tail.n);
+  __builtin_memcpy(b.param + begin, param, n * 4);
+  if (Rule::kFirst) __builtin_memcpy(from_first, first, n * moment_bytes);
+  if (Rule::kSecond) __builtin_memcpy(from_second, second, n * moment_bytes);
+  if (b.out) __builtin_memcpy(static_cast<char*>(b.out) + begin * out_bytes, out, n * out_bytes);
+}
+
+template <class Rule, Format kFormat>
+void update_range(const typename Rule::Numbers& numbers, const Buffers& b, int64_t begin, int64_t end) {
+  const int64_t whole = end - end % kScaleBlock;
+  update_whole<Rule, kFormat>(numbers, b, begin, whole);
+  if (whole < end) update_tail<Rule, kFormat>(numbers, b, whole);
+}
+
+template <class Rule>
+void update(const typename Rule::Numbers& numbers, const Buffers& b, int64_t begin, int64_t end) {
+  if constexpr (Rule::kFirst || Rule::kSecond) {
+    if (b.moment_format == kBF16) return update_range<Rule, kBF16>(numbers, b, begin, end);
+    if (b.moment_format == kInt8) return update_range<Rule, kInt8>(numbers, b, begin, end);
+  }
+  update_range<Rule, kFP32>(numbers, b, begin, end);
+}
+
+void sgd(const SGDNumbers& numbers, const Buffers& b, int64_t begin, int64_t end) {
+  b.first ? update<MomentumSGD<F>>(numbers, b, begin, end) : update<PlainSGD<F>>(numbers, b, begin, end);
+}
+
+// --- sums --------------------------------------------------------------------------------------------------------------
+
+constexpr int kWide = kLanes / 2;  // fp64 numbers in a register
+constexpr int kRegisters = kSumLanes / kWide;
+typedef double D __attribute__((vector_size(8 * kWide)));
+typedef float HalfF __attribute__((vector_size(4 * kWide)));
+
+LS_INLINE double fold(const D* lanes) {
+  double x[kSumLanes];
+  __builtin_memcpy(x, lanes, sizeof x);
+  for (int width = kSumLanes / 2; width > 0; width /= 2) {
+    for (int i = 0; i < width; ++i) x[i] = x[i] + x[i + width];
+  }
+  return x[0];
+}
+
+// kSumBlock elements of the gradient, in fp32 or of two bytes each.
+LS_INLINE double square_sum(const void* grad, Format format, F unscale, I* nonfinite) {
+  D lanes[kRegisters] = {};
+  for (int i = 0; i < kSumBlock; i += kSumLanes) {
+    for (int j = 0; j < kRegisters; j += 2) {
+      const F x = load(grad, format, i + j * kWide) * unscale;
+      *nonfinite += (I)((bits(x) & 0x7FFFFFFFu) >= kInfinityBits);
+      HalfF halves[2];
+      __builtin_memcpy(halves, &x, sizeof x);
+      const D low = __builtin_convertvector(halves[0], D), high = __builtin_convertvector(halves[1], D);
+      lanes[j] += low * low;
+      lanes[j + 1] += high * high;
+    }
+  }
+  return fold(lanes);
+}
+
+void square_sums(const Buffers& b, int64_t begin, int64_t end, double* sums, int64_t* count) {
+  const F unscale = splat<F>(b.unscale);
+  const int64_t bytes = bytes_of(b.grad_format);
+  for (int64_t block = begin; block < end; ++block) {
+    I nonfinite{};
+    const char* grad = static_cast<const char*>(b.grad) + block * kSumBlock * bytes;
+    const int64_t n = b.n - block * kSumBlock;
+    alignas(64) char padded[4 * kSumBlock];
+    if (n < kSumBlock) {
+      __builtin_memset(padded, 0, sizeof padded);
+      __builtin_memcpy(padded, grad, n * bytes);
+      grad = padded;
+    }
+    sums[block] = square_sum(grad, b.grad_format, unscale, &nonfinite);
+    for (int i = 0; i < kLanes; ++i) *count -= nonfinite[i];
+  }
+}
+
+void block_sums(const double* numbers, int64_t n, double* sums) {
+  for (int64_t begin = 0; begin < n; begin += kSumBlock) {
+    D lanes[kRegisters] = {};
+    for (int64_t i = begin; i < begin + kSumBlock && i < n; i += kSumLanes) {
+      double row[kSumLanes] = {};
+      __builtin_memcpy(row, numbers + i, (n - i < kSumLanes ? n - i : kSumLanes) * sizeof(double));
+      for (int j = 0; j < kRegisters; ++j) lanes[j] += load_as<D>(row + j * kWide);
+    }
+    sums[begin / kSumBlock] = fold(lanes);
+  }
+}
+
+}  // namespace
+
+const Kernels LS_KERNELS = {update<AdamW<F>>, update<Lion<F>>, sgd, update<Adagrad<F>>, square_sums, block_sums};
+
+}  // namespace ls

@@ -1,0 +1,171 @@
+// Numbers side by side: `F` and `U` hold one fp32 or uint32 per lane, as many as a register of the instruction set that this
+// file is compiled for. Vector types of GCC and Clang, so that the arithmetic is written with plain operators; intrinsics only
+// where the compilers have no operator. Compiled with -ffp-contract=off: no operation is fused with another.
+#pragma once
+
+#include <cstdint>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#include "buffers.h"
+
+#define LS_INLINE inline __attribute__((always_inline))
+
+namespace ls {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+typedef float F __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t U __attribute__((vector_size(4 * kLanes)));
+typedef int32_t I __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t U16 __attribute__((vector_size(2 * kLanes)));
+typedef uint8_t U8 __attribute__((vector_size(kLanes)));
+
+template <class N>
+struct BitsOf;
+template <>
+struct BitsOf<F> {
+  using type = U;
+  using signed_type = I;
+};
+
+LS_INLINE U bits(F x) { return (U)x; }
+LS_INLINE F number(U x) { return (F)x; }
+
+template <class N>
+LS_INLINE N splat(float x);
+template <>
+LS_INLINE F splat<F>(float x) {
+  return x - F{};
+}
+LS_INLINE U splat(uint32_t x) { return x - U{}; }
+
+LS_INLINE U iota() {
+  U result;
+  for (int i = 0; i < kLanes; ++i) result[i] = i;
+  return result;
+}
+
+template <class V>
+LS_INLINE V load_as(const void* from) {
+  V x;
+  __builtin_memcpy(&x, from, sizeof x);
+  return x;
+}
+template <class V>
+LS_INLINE void store_as(void* to, V x) {
+  __builtin_memcpy(to, &x, sizeof x);
+}
+
+LS_INLINE F root(F x) {
+#if defined(__AVX512F__)
+  return (F)_mm512_sqrt_ps((__m512)x);
+#elif defined(__AVX2__)
+  return (F)_mm256_sqrt_ps((__m256)x);
+#else
+  for (int i = 0; i < kLanes; ++i) x[i] = __builtin_sqrtf(x[i]);
+  return x;
+#endif
+}
+
+LS_INLINE U16 narrow16(U x) {
+#if defined(__AVX512F__)
+  return (U16)_mm512_cvtepi32_epi16((__m512i)x);
+#elif defined(__AVX2__)
+  const __m256i packed = _mm256_packus_epi32((__m256i)x, (__m256i)x);  // all values are below 2**16
+  return (U16)_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0xD8));
+#else
+  return __builtin_convertvector(x, U16);
+#endif
+}
+
+LS_INLINE U8 narrow8(U x) {
+#if defined(__AVX512F__)
+  return (U8)_mm512_cvtepi32_epi8((__m512i)x);
+#elif defined(__AVX2__)
+  const __m128i packed = (__m128i)narrow16(x);
+  const __m128i twice = _mm_packus_epi16(packed, packed);
+  return load_as<U8>(&twice);
+#else
+  return __builtin_convertvector(x, U8);
+#endif
+}
+
+// The compilers widen these lane by lane.
+LS_INLINE U widen(U16 x) {
+#if defined(__AVX512F__)
+  return (U)_mm512_cvtepu16_epi32((__m256i)x);
+#elif defined(__AVX2__)
+  return (U)_mm256_cvtepu16_epi32((__m128i)x);
+#else
+  return __builtin_convertvector(x, U);
+#endif
+}
+
+LS_INLINE U widen(U8 x) {
+#if defined(__AVX512F__)
+  return (U)_mm512_cvtepu8_epi32((__m128i)x);
+#elif defined(__AVX2__)
+  return (U)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(&x)));
+#else
+  return __builtin_convertvector(x, U);
+#endif
+}
+
+LS_INLINE F from_fp16(U16 x) {
+#if defined(__AVX512F__)
+  return (F)_mm512_cvtph_ps((__m256i)x);
+#elif defined(__AVX2__) && defined(__F16C__)
+  return (F)_mm256_cvtph_ps((__m128i)x);
+#else
+  const U u = widen(x);
+  const U magnitude = u & 0x7FFF;
+  const U normal = (magnitude << 13) + (112u << 23);
+  const U infinite = (magnitude << 13) + (224u << 23);
+  const F subnormal = __builtin_convertvector((I)magnitude, F) * splat<F>(0x1p-24f);
+  const U result = magnitude >= 0x7C00 ? infinite : magnitude >= 0x0400 ? normal : bits(subnormal);
+  return number(result | (u & 0x8000) << 16);
+#endif
+}
+
+LS_INLINE U16 to_fp16(F x) {
+#if defined(__AVX512F__)
+  return (U16)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__AVX2__) && defined(__F16C__)
+  return (U16)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
+#else
+  const U b = bits(x) & 0x7FFFFFFF;
+  const U normal = (b + 0xFFF + (b >> 13 & 1) - (112u << 23)) >> 13;
+  // Next to 0.5 the spacing of fp32 is that of subnormal fp16: the addition rounds.
+  const U subnormal = bits(number(b) + splat<F>(0.5f)) - 0x3F000000;
+  const U special = b > 0x7F800000 ? splat(0x7E00u) : splat(0x7C00u);
+  const U result = b >= 0x47800000 ? special : b >= 0x38800000 ? normal : subnormal;
+  return narrow16(result | (bits(x) >> 16 & 0x8000));
+#endif
+}
+
+LS_INLINE F from_bf16(U16 x) { return number(widen(x) << 16); }
+
+LS_INLINE U16 to_bf16(F x) {
+  const U b = bits(x);
+  const U rounded = (b + 0x7FFF + (b >> 16 & 1)) >> 16;
+  return narrow16(x != x ? splat(0x7FC0u) : rounded);
+}
+
+// Elements [i, i + kLanes) of a gradient.
+LS_INLINE F load(const void* from, Format format, int64_t i) {
+  if (format == kFP32) return load_as<F>(static_cast<const float*>(from) + i);
+  const U16 x = load_as<U16>(static_cast<const uint16_t*>(from) + i);
+  return format == kBF16 ? from_bf16(x) : from_fp16(x);
+}
+
+}  // namespace
+}  // namespace ls

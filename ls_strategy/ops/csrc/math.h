@@ -1,0 +1,187 @@
+// The arithmetic of one element, once for all devices: fp32, each operation rounded by itself (-ffp-contract=off for g++,
+// -fmad=false for nvcc). `N` is a number, or one per lane of a register (lanes.h); what a condition on registers chooses is
+// computed on both sides. reference.py and moments.py define the same in torch, operation by operation.
+#pragma once
+
+#include "buffers.h"
+
+namespace ls {
+namespace {
+
+// Loshchilov & Hutter, arXiv:1711.05101, algorithm 2.
+template <class N>
+struct AdamW {
+  using Numbers = AdamWNumbers;
+  static constexpr bool kFirst = true, kSecond = true;
+  N decay, l2, weight1, rest1, beta2, weight2, root2, eps, rate;
+  bool has_l2, near;
+
+  LS_INLINE explicit AdamW(const Numbers& s)
+      : decay(splat<N>(s.decay)),
+        l2(splat<N>(s.l2)),
+        weight1(splat<N>(s.weight1)),
+        rest1(splat<N>(s.rest1)),
+        beta2(splat<N>(s.beta2)),
+        weight2(splat<N>(s.weight2)),
+        root2(splat<N>(s.root2)),
+        eps(splat<N>(s.eps)),
+        rate(splat<N>(s.rate)),
+        has_l2(s.l2 != 0),
+        near(s.weight1 < 0.5f) {}
+
+  LS_INLINE void operator()(N& p, N g, N& m, N& v) const {
+    p = p * decay;
+    if (has_l2) g = g + p * l2;
+    m = near ? m + (g - m) * weight1 : g - (g - m) * rest1;
+    v = v * beta2 + (g * weight2) * g;
+    p = p + (m * rate) / (root(v) / root2 + eps);
+  }
+};
+
+// Chen et al., arXiv:2302.06675, algorithm 2.
+template <class N>
+struct Lion {
+  using Numbers = LionNumbers;
+  static constexpr bool kFirst = true, kSecond = false;
+  N decay, beta1, weight1, beta2, weight2, rate;
+
+  LS_INLINE explicit Lion(const Numbers& s)
+      : decay(splat<N>(s.decay)),
+        beta1(splat<N>(s.beta1)),
+        weight1(splat<N>(s.weight1)),
+        beta2(splat<N>(s.beta2)),
+        weight2(splat<N>(s.weight2)),
+        rate(splat<N>(s.rate)) {}
+
+  LS_INLINE void operator()(N& p, N g, N& m, N&) const {
+    const N zero = splat<N>(0.0f);
+    p = p * decay;
+    const N direction = m * beta1 + g * weight1;
+    const N step = direction > zero ? rate : direction < zero ? -rate : zero * rate;
+    p = p + step;
+    m = m * beta2 + g * weight2;
+  }
+};
+
+template <class N, bool kMomentum>
+struct SGD {
+  using Numbers = SGDNumbers;
+  static constexpr bool kFirst = kMomentum, kSecond = false;
+  N l2, momentum, weight, rate;
+  bool has_l2, nesterov, first;
+
+  LS_INLINE explicit SGD(const Numbers& s)
+      : l2(splat<N>(s.l2)),
+        momentum(splat<N>(s.momentum)),
+        weight(splat<N>(s.weight)),
+        rate(splat<N>(s.rate)),
+        has_l2(s.l2 != 0),
+        nesterov(s.nesterov),
+        first(s.first) {}
+
+  LS_INLINE void operator()(N& p, N g, N& m, N&) const {
+    if (has_l2) g = g + p * l2;
+    if (kMomentum) {
+      m = first ? g : m * momentum + g * weight;
+      g = nesterov ? g + m * momentum : m;
+    }
+    p = p + g * rate;
+  }
+};
+template <class N>
+using PlainSGD = SGD<N, false>;
+template <class N>
+using MomentumSGD = SGD<N, true>;
+
+// Duchi, Hazan & Singer, JMLR 12 (2011).
+template <class N>
+struct Adagrad {
+  using Numbers = AdagradNumbers;
+  static constexpr bool kFirst = false, kSecond = true;
+  N l2, eps, rate;
+  bool has_l2;
+
+  LS_INLINE explicit Adagrad(const Numbers& s)
+      : l2(splat<N>(s.l2)), eps(splat<N>(s.eps)), rate(splat<N>(s.rate)), has_l2(s.l2 != 0) {}
+
+  LS_INLINE void operator()(N& p, N g, N&, N& v) const {
+    if (has_l2) g = g + p * l2;
+    v = v + g * g;
+    p = p + (g * rate) / (root(v) + eps);
+  }
+};
+
+// --- storage of moments ------------------------------------------------------------------------------------------------
+
+constexpr uint32_t kWeyl = 0x9E3779B9;
+
+// Finaliser of MurmurHash3; `x` is seed + index * kWeyl.
+template <class B>
+LS_INLINE B random_bits(B x) {
+  x ^= x >> 16;
+  x *= 0x85EBCA6Bu;
+  x ^= x >> 13;
+  x *= 0xC2B2AE35u;
+  x ^= x >> 16;
+  return x;
+}
+
+// The first moment takes the low half, the second one the high half.
+template <bool kSigned, class B>
+LS_INLINE B rounding_of(B random) {
+  return kSigned ? random & 0xFFFFu : random >> 16;
+}
+
+// Upper half of the result of stochastic rounding to bf16.
+template <class N, class B = typename BitsOf<N>::type>
+LS_INLINE B stochastic_bf16(N x, B rounding) {
+  const B b = bits(x);
+  return x != x ? (b & 0u) + 0x7FC0u : (b + rounding) >> 16;
+}
+
+template <bool kSigned>
+struct Code {
+  static constexpr int kShift = kSigned ? 20 : 19;
+  static constexpr uint32_t kTop = kSigned ? 127 : 255;
+  static constexpr uint32_t kBase = (0x3F800000u >> kShift) - kTop;
+
+  // Of a first moment, or of the root of a second one. Signed comparisons: AVX2 has no others, and nothing reaches 2**31.
+  template <class N, class B = typename BitsOf<N>::type, class S = typename BitsOf<N>::signed_type>
+  LS_INLINE static B encode(N x, N inverse_scale, B rounding) {
+    const S zero = (S)(rounding & 0u), top = zero + static_cast<int32_t>(kTop);
+    S c = (S)(((bits(x * inverse_scale) & 0x7FFFFFFFu) + (rounding << (kShift - 16))) >> kShift) - static_cast<int32_t>(kBase);
+    c = c > zero ? c : zero;
+    c = c < top ? c : top;
+    if (kSigned) return (B)(c > zero ? c + (S)(bits(x) >> 31 << 7) : zero);
+    // A positive second moment never becomes zero: the next step of its element would explode. A root has no sign, so that
+    // its bit pattern is zero or positive as a number.
+    const S one = zero + 1;
+    const S least = (S)bits(x) < one ? (S)bits(x) : one;
+    return (B)(c > least ? c : least);
+  }
+
+  // The first moment, or the second one itself.
+  template <class N, class B = typename BitsOf<N>::type>
+  LS_INLINE static N decode(B code, N scale) {
+    const B magnitude = code & kTop;
+    const B b = magnitude == 0u ? magnitude : (magnitude + kBase) << kShift;
+    if (!kSigned) {
+      const N x = number(b) * scale;
+      return x * x;
+    }
+    return number(b | (code & 0x80u) << 24) * scale;
+  }
+};
+
+// Scale of a block from the bit pattern of its largest magnitude: the smallest power of two that is not smaller.
+LS_INLINE uint32_t scale_bits(uint32_t largest) {
+  if (largest == 0) return 0;
+  const uint32_t power = (largest + 0x7FFFFFu) & 0x7F800000u;
+  return power < 0x00800000u ? 0x00800000u : power > 0x7F000000u ? 0x7F000000u : power;
+}
+
+constexpr uint32_t kInfinityBits = 0x7F800000u;
+constexpr uint32_t kNaNBits = 0x7FC00000u;
+
+}  // namespace
+}  // namespace ls

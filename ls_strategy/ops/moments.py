@@ -1,0 +1,171 @@
+"""How optimizer moments are stored: fp32, bf16, or 8 bits with a scale per block.
+
+Stored values are rounded stochastically: a moving average moves by a fraction of its distance to the gradient, which is
+often less than half a step of a short format, so that rounding to nearest would leave it where it is for ever.
+
+The 8-bit format cuts an fp32 number short. Per block of `BLOCK` elements there is a ``scale``, the smallest power of two
+that is not below the block's largest magnitude, and each element ``x`` keeps the top of the bit pattern of ``x / scale``::
+
+    signed:    s eeee mmm    1 + 7 bits, code 127 = scale, 3 bits of mantissa, down to 2**-16 of the scale; 0 is 0
+    unsigned:    eeee mmmm       8 bits, code 255 = scale, 4 bits of mantissa, down to 2**-16 of the scale; 0 is 0
+
+A power of two divides without rounding: what a code stands for is stored again as itself, whatever the random bits are.
+A second moment ``v`` is kept as ``sqrt(v)``, with half the range of exponents; one that is positive never becomes zero,
+which would make its element's next update explode. A block with a number that is not finite becomes NaN as a whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ls_strategy.config import MomentFormat
+
+__all__ = ["BLOCK", "Moment", "MomentFormat", "empty", "random_bits", "root", "round_to_bf16"]
+
+BLOCK = 256
+"""Elements of an 8-bit moment that share a scale."""
+
+CHUNK = 1 << 15
+"""Elements that a reference works on at a time: 128 KiB of fp32, so that intermediate results stay in the L2 cache."""
+
+_CODES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
+
+# Bits of an fp32 number that a code drops, and the top code, which stands for 1.0 (0x3F800000).
+_SIGNED = (20, 127)
+_UNSIGNED = (19, 255)
+
+
+@dataclass
+class Moment:
+    """A moment of every element of a flat buffer."""
+
+    codes: Tensor
+    """``(n,)``, contiguous: fp32 or bf16 values, or uint8 codes."""
+
+    scales: Tensor | None
+    """``(ceil(n / BLOCK),)`` fp32 with uint8 codes, None otherwise."""
+
+    signed: bool
+    """True for a first moment; False for a second one, which is never negative."""
+
+    def dequantize(self) -> Tensor:
+        """The values, ``(n,)`` fp32. A new tensor, also of a moment that is stored in fp32."""
+        if self.scales is None:
+            return self.codes.to(torch.float32, copy=True)
+        shift, top = _SIGNED if self.signed else _UNSIGNED
+        magnitude = (self.codes & top).to(torch.int32)
+        bits = torch.where(magnitude > 0, (magnitude + (_ONE >> shift) - top) << shift, 0)
+        values = bits.view(torch.float32) * self.scales.repeat_interleave(BLOCK)[: self.codes.numel()]
+        if not self.signed:
+            return values * values
+        return torch.where(self.codes > top, -values, values)
+
+    def store_(self, value: Tensor, *, seed: int, offset: int = 0) -> None:
+        """Replace the values.
+
+        Args:
+            value: ``(n,)``, fp32.
+            seed: of the stochastic rounding.
+            offset: position of the first element in the buffer that ``seed`` belongs to, so that storing a buffer in
+                portions gives the same bits as storing it whole.
+        """
+        for start in range(0, value.numel(), CHUNK):
+            stop = min(start + CHUNK, value.numel())
+            part, at = self.narrow(start, stop), offset + start
+            if part.codes.dtype == torch.float32:
+                part.codes.copy_(value[start:stop])
+                continue
+            bits = random_bits(stop - start, seed, at, value.device)
+            bits = bits & 0xFFFF if self.signed else (bits >> 16) & 0xFFFF
+            if part.scales is None:
+                part.codes.copy_(round_to_bf16(value[start:stop], bits))
+            else:
+                part._encode(value[start:stop], bits)
+
+    def narrow(self, start: int, stop: int) -> Moment:
+        """Elements ``[start, stop)`` as a view; ``start`` is a multiple of `BLOCK` with 8-bit codes."""
+        if self.scales is None:
+            return Moment(self.codes[start:stop], None, self.signed)
+        if start % BLOCK:
+            raise ValueError(f"start={start} of an 8-bit moment is not a multiple of {BLOCK}")
+        return Moment(self.codes[start:stop], self.scales[start // BLOCK : -(-stop // BLOCK)], self.signed)
+
+    def _encode(self, value: Tensor, rounding: Tensor) -> None:
+        assert self.scales is not None
+        shift, top = _SIGNED if self.signed else _UNSIGNED
+        value = value if self.signed else root(value)
+        n, blocks = value.numel(), self.scales.numel()
+        padded = torch.zeros(blocks * BLOCK, dtype=torch.float32, device=value.device)
+        padded[:n] = value
+        largest = (padded.view(torch.int32) & _MAGNITUDE).view(blocks, BLOCK).amax(1)
+        finite = largest < _INFINITY
+        scale = scale_of(largest)
+        inverse = torch.where(scale > 0, 1 / scale, 0)
+        y = (padded.view(blocks, BLOCK) * inverse[:, None]).view(-1)[:n]
+        bits = (y.view(torch.int32) & _MAGNITUDE) + (rounding << (shift - 16))
+        codes = (bits >> shift) - ((_ONE >> shift) - top)
+        codes = codes.clamp_(0, top) if self.signed else torch.maximum(codes.clamp_(max=top), (value > 0).int())
+        if self.signed:
+            codes = torch.where(codes > 0, codes + 128 * (value < 0), 0)
+        whole = finite[:, None].expand(blocks, BLOCK).reshape(-1)[:n]
+        self.codes.copy_(torch.where(whole, codes, top))
+        self.scales.copy_(torch.where(finite, scale, torch.nan))
+
+
+_ONE = 0x3F800000  # 1.0
+_INFINITY = 0x7F800000
+_MAGNITUDE = 0x7FFFFFFF
+
+
+def scale_of(largest: Tensor) -> Tensor:
+    """Scale of blocks whose largest magnitudes have these bit patterns: fp32 from int32, any shape.
+
+    The smallest power of two that is not smaller; 0 for 0. Between 2**-126 and 2**127, so that its inverse is finite.
+    """
+    power = ((largest + 0x7FFFFF) & _INFINITY).clamp(min=0x00800000, max=0x7F000000)
+    return torch.where(largest > 0, power, 0).view(torch.float32)
+
+
+def empty(n: int, format: MomentFormat, signed: bool, device: torch.device | str = "cpu") -> Moment:
+    """A moment of ``n`` elements, all zero."""
+    scales = torch.zeros(-(-n // BLOCK), dtype=torch.float32, device=device) if format == "int8" else None
+    return Moment(torch.zeros(n, dtype=_CODES[format], device=device), scales, signed)
+
+
+def root(x: Tensor) -> Tensor:
+    """The square root, correctly rounded: torch's own, which calls MKL on CPUs, is off by one bit for a fifth of all fp32.
+
+    Of an fp32 number, the root in fp64 is never so near to the middle of two fp32 that its own rounding could matter.
+    """
+    return x.double().sqrt_().float()
+
+
+def random_bits(n: int, seed: int, offset: int, device: torch.device | str = "cpu") -> Tensor:
+    """32 random bits for each of the positions ``[offset, offset + n)``. ``(n,)`` int32.
+
+    The finaliser of MurmurHash3 over a Weyl sequence: a function of seed and position alone, so that the result does
+    not depend on how the buffer is cut, on threads or on vector width.
+    """
+    start = _int32(offset * 0x9E3779B9 + seed)
+    h = torch.arange(n, dtype=torch.int32, device=device).mul_(_int32(0x9E3779B9)).add_(start)
+    h ^= (h >> 16) & 0xFFFF  # `>>` keeps the sign, hence the masks
+    h *= _int32(0x85EBCA6B)
+    h ^= (h >> 13) & 0x7FFFF
+    h *= _int32(0xC2B2AE35)
+    h ^= (h >> 16) & 0xFFFF
+    return h
+
+
+def _int32(value: int) -> int:
+    return (value + 0x80000000) % 0x100000000 - 0x80000000
+
+
+def round_to_bf16(value: Tensor, rounding: Tensor) -> Tensor:
+    """``(n,)`` bf16 from fp32, up or down as 16 random bits (int32) decide; NaN stays NaN."""
+    bits = value.view(torch.int32)
+    rounded = ((bits + rounding) >> 16) & 0xFFFF
+    rounded = torch.where((bits & _MAGNITUDE) > _INFINITY, 0x7FC0, rounded)
+    return rounded.to(torch.int16).view(torch.bfloat16)

@@ -1,0 +1,71 @@
+"""Sum of squares and number of non-finite elements of a gradient, in one pass.
+
+The order of the additions is part of the definition, so that the result depends neither on the number of threads nor on
+the device. `BLOCK` numbers are added in `LANES` lanes: lane ``j`` takes numbers ``j``, ``j + LANES``, ``j + 2 * LANES``,
+... one after the other, and the lanes are then folded in halves, upper onto lower. The sums of the blocks are added in
+the same way, and so on until one number is left.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ls_strategy.ops import native
+
+BLOCK = 4096
+"""Numbers that are added into one."""
+
+LANES = 32
+"""Sums that run side by side within a block: a warp, four AVX-512 registers of fp64."""
+
+_BLOCKS_AT_A_TIME = 256  # of the reference: a million elements, for whose intermediate results there is always room
+
+
+def sum_of_squares(grad: Tensor, *, unscale: float = 1.0) -> Tensor:
+    """Sum of the squares of ``grad * unscale``, and how many elements of that are not finite.
+
+    Args:
+        grad: ``(n,)``, contiguous, fp32, bf16 or fp16.
+        unscale: factor; the product is rounded to fp32, its square is exact.
+
+    Returns:
+        ``(2,)`` fp64 on the device of ``grad``, not yet synchronised: both sums are accumulated in fp64, since an fp32
+        sum stops growing once it is 2**24 times as large as what is added. Sums of portions, added up, may differ from
+        the sum of the whole in the last bits.
+    """
+    if native.available(grad.device.type):
+        return native.sum_of_squares(grad, unscale)
+    return sum_of_squares_reference(grad, unscale)
+
+
+def sum_of_squares_reference(grad: Tensor, unscale: float) -> Tensor:
+    """The definition of `sum_of_squares`."""
+    sums: list[Tensor] = []
+    count = torch.zeros((), dtype=torch.int64, device=grad.device)
+    for part in grad.split(_BLOCKS_AT_A_TIME * BLOCK):
+        x = part.to(torch.float32) * unscale
+        count += x.numel() - x.isfinite().sum()
+        sums.append(_block_sums(x.double().square_()))
+    total = torch.cat(sums) if sums else torch.zeros(1, dtype=torch.float64, device=grad.device)
+    while total.numel() > 1:
+        total = _block_sums(total)
+    if not total.numel():
+        total = total.new_zeros(1)
+    return torch.cat([total, count.double().view(1)])
+
+
+def _block_sums(x: Tensor) -> Tensor:
+    """``(ceil(n / BLOCK),)`` from ``(n,)``, both fp64."""
+    blocks = -(-x.numel() // BLOCK)
+    padded = x.new_zeros(blocks * BLOCK)
+    padded[: x.numel()] = x
+    rows = padded.view(blocks, BLOCK // LANES, LANES).unbind(1)
+    lanes = rows[0].clone()
+    for row in rows[1:]:
+        lanes += row
+    width = LANES
+    while width > 1:
+        width //= 2
+        lanes = lanes[:, :width] + lanes[:, width : 2 * width]
+    return lanes.view(-1)

@@ -1,0 +1,200 @@
+"""Optimizer updates of a flat buffer, one pass over memory each.
+
+Common arguments:
+    param: ``(n,)`` fp32, contiguous; updated in place.
+    moments (``exp_avg``, ...): of ``n`` elements; updated in place. The update uses the new moments as they are before
+        they are rounded for storage.
+    grad: ``(n,)``, contiguous, fp32, bf16 or fp16; only read.
+    unscale: factor of the gradient, the inverse of the loss scale or of the number of micro-batches.
+    clip: another factor, multiplied separately; a tensor ``()`` fp32 is read on its device, without synchronisation.
+    out: ``(n,)`` bf16, fp16 or fp32: receives a copy of the new parameters, rounded to nearest.
+    seed, offset: of the stochastic rounding of moments, see `Moment.store_`. With ``offset`` the position of the first
+        element, updating a buffer in portions gives the same bits as updating it whole.
+
+Numbers are computed in Python's double precision and rounded to fp32 once; the rest is fp32, every operation rounded by
+itself. `reference` is the definition; a kernel gives the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+
+import torch
+from torch import Tensor
+
+from ls_strategy.ops import native, reference
+from ls_strategy.ops.moments import Moment
+from ls_strategy.ops.reference import Scalars
+
+_GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def native_available(device_type: str) -> bool:
+    """Whether updates on this kind of device run in a compiled kernel. Builds it at the first call."""
+    return native.available(device_type)
+
+
+def adamw_(  # noqa: PLR0913
+    param: Tensor,
+    exp_avg: Moment,
+    exp_avg_sq: Moment,
+    grad: Tensor,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    decoupled: bool,
+    maximize: bool = False,
+    unscale: float = 1.0,
+    clip: Tensor | float | None = None,
+    out: Tensor | None = None,
+    seed: int = 0,
+    offset: int = 0,
+) -> None:
+    """AdamW, or Adam with L2 regularisation where not ``decoupled``; ``step`` is the number of this step, from 1."""
+    scalars = {
+        "unscale": -unscale if maximize else unscale,
+        "decay": 1 - lr * weight_decay if decoupled else 1.0,
+        "l2": 0.0 if decoupled else weight_decay,
+        "weight1": 1 - beta1,
+        "rest1": 1 - _fp32(1 - beta1),
+        "beta2": beta2,
+        "weight2": 1 - beta2,
+        "root2": math.sqrt(1 - beta2**step),
+        "eps": eps,
+        "rate": -lr / (1 - beta1**step),
+    }
+    _update("adamw_", param, [exp_avg, exp_avg_sq], grad, scalars, clip, out, seed, offset)
+
+
+def lion_(  # noqa: PLR0913
+    param: Tensor,
+    exp_avg: Moment,
+    grad: Tensor,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    unscale: float = 1.0,
+    clip: Tensor | float | None = None,
+    out: Tensor | None = None,
+    seed: int = 0,
+    offset: int = 0,
+) -> None:
+    """Lion, with decoupled weight decay."""
+    scalars = {
+        "unscale": unscale,
+        "decay": 1 - lr * weight_decay,
+        "beta1": beta1,
+        "weight1": 1 - beta1,
+        "beta2": beta2,
+        "weight2": 1 - beta2,
+        "rate": -lr,
+    }
+    _update("lion_", param, [exp_avg], grad, scalars, clip, out, seed, offset)
+
+
+def sgd_(  # noqa: PLR0913
+    param: Tensor,
+    momentum_buffer: Moment | None,
+    grad: Tensor,
+    *,
+    lr: float,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+    maximize: bool,
+    first: bool,
+    unscale: float = 1.0,
+    clip: Tensor | float | None = None,
+    out: Tensor | None = None,
+    seed: int = 0,
+    offset: int = 0,
+) -> None:
+    """SGD; at the ``first`` step the momentum buffer, if there is one, becomes the gradient, whatever it holds."""
+    scalars = {
+        "unscale": -unscale if maximize else unscale,
+        "l2": weight_decay,
+        "momentum": momentum,
+        "weight": 1 - dampening,
+        "rate": -lr,
+        "nesterov": nesterov,
+        "first": first,
+    }
+    moments = [] if momentum_buffer is None else [momentum_buffer]
+    _update("sgd_", param, moments, grad, scalars, clip, out, seed, offset)
+
+
+def adagrad_(  # noqa: PLR0913
+    param: Tensor,
+    sum_: Moment,
+    grad: Tensor,
+    *,
+    lr: float,
+    lr_decay: float,
+    eps: float,
+    weight_decay: float,
+    maximize: bool,
+    step: int,
+    unscale: float = 1.0,
+    clip: Tensor | float | None = None,
+    out: Tensor | None = None,
+    seed: int = 0,
+    offset: int = 0,
+) -> None:
+    """Adagrad; ``sum_`` is a second moment, ``step`` the number of this step, from 1."""
+    scalars = {
+        "unscale": -unscale if maximize else unscale,
+        "l2": weight_decay,
+        "eps": eps,
+        "rate": -lr / (1 + (step - 1) * lr_decay),
+    }
+    _update("adagrad_", param, [sum_], grad, scalars, clip, out, seed, offset)
+
+
+def _update(  # noqa: PLR0913, PLR0917
+    name: str,
+    param: Tensor,
+    moments: list[Moment],
+    grad: Tensor,
+    scalars: Scalars,
+    clip: Tensor | float | None,
+    out: Tensor | None,
+    seed: int,
+    offset: int,
+) -> None:
+    _check(param, moments, grad, out)
+    scalars = {key: value if isinstance(value, bool) else _fp32(value) for key, value in scalars.items()}
+    if clip is not None and not isinstance(clip, Tensor):
+        clip = torch.full((), clip, dtype=torch.float32, device=param.device)
+    one_format = len({m.codes.dtype for m in moments}) <= 1
+    with torch.no_grad():
+        if one_format and native.available(param.device.type):
+            native.update(name, param, moments, grad, scalars, clip=clip, out=out, seed=seed, offset=offset)
+        else:
+            rule = reference.RULES[name]
+            reference.run(rule, param, moments, grad, scalars, clip=clip, out=out, seed=seed, offset=offset)
+
+
+def _check(param: Tensor, moments: list[Moment], grad: Tensor, out: Tensor | None) -> None:
+    """Kernels read raw memory: refuse what they would read wrongly."""
+    tensors = [param, grad, *(m.codes for m in moments), *([] if out is None else [out])]
+    if any(t.shape != param.shape or t.dim() != 1 or not t.is_contiguous() for t in tensors):
+        raise ValueError(
+            f"update of tensors with shapes {[tuple(t.shape) for t in tensors]}: all must be (n,), contiguous"
+        )
+    if any(t.device != param.device for t in tensors):
+        raise ValueError(f"update of tensors on {[str(t.device) for t in tensors]}: all must be on one device")
+    if param.dtype != torch.float32 or any(t.dtype not in _GRAD_DTYPES for t in (grad, param if out is None else out)):
+        raise TypeError(f"update of {param.dtype} by {grad.dtype}: param must be fp32; grad and out fp32, bf16 or fp16")
+
+
+def _fp32(value: float) -> float:
+    """The nearest fp32 number."""
+    return struct.unpack("f", struct.pack("f", value))[0]

@@ -1,0 +1,111 @@
+"""Copies between the device and its host, beside the work of both.
+
+On CUDA they run on a stream of their own, from and to pinned memory; who needs the result waits for an event, on the
+device or on the host. Where device and host share their memory (CPU), a copy is done when it returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Arrival:
+    """A copy under way."""
+
+    def __init__(self, event: Any = None, source: Tensor | None = None) -> None:
+        """``event``: a recorded CUDA event, None for a copy that is done. ``source`` is kept alive until then."""
+        self._event = event
+        self._source = source
+
+    def wait_on_host(self) -> None:
+        """Block this thread until the bytes are there."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = self._source = None
+
+    def wait_on_device(self) -> None:
+        """Let the device's current stream wait; the host goes on."""
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+
+
+DONE = Arrival()
+"""A copy that is there already."""
+
+
+class Link:
+    """The way between one device and its host."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Make the side streams, one for each direction: PCIe is full duplex."""
+        self.device = device
+        self._down = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._up = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def aside(self, after: Any = None) -> Iterator[None]:
+        """Inside, the device works beside what the training thread gives it; what it did there is done at the end.
+
+        Args:
+            after: from `mark`: begin when the device has passed it.
+        """
+        if self._up is None:
+            yield
+            return
+        if after is not None:
+            self._up.wait_event(after)
+        with torch.cuda.stream(self._up):
+            yield
+        self._up.synchronize()
+
+    def to_host(self, host: Tensor, source: Tensor) -> Arrival:
+        """Start copying ``source`` (device, when what the current stream does to it is done) into ``host`` (pinned)."""
+        if self._down is None:
+            host.copy_(source)
+            return DONE
+        return self._copy(self._down, host, source)
+
+    def mark(self) -> Any:
+        """A point in the current stream's work, for ``after``."""
+        if self._up is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def to_device(self, target: Tensor, source: Tensor, after: Any = None) -> Arrival:
+        """Start copying ``source`` (pinned host memory, same dtype) into ``target`` (device).
+
+        Args:
+            target: written when the device has passed ``after``.
+            source: must not change before the copy has arrived.
+            after: from `mark`; without it, everything that the current stream was given so far.
+        """
+        if self._up is None:
+            target.copy_(source)
+            return DONE
+        return self._copy(self._up, target, source, after)
+
+    def _copy(self, stream: torch.cuda.Stream, target: Tensor, source: Tensor, after: Any = None) -> Arrival:
+        if after is None:
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+        else:
+            stream.wait_event(after)
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(stream)
+        for tensor in (target, source):
+            if tensor.is_cuda:
+                tensor.record_stream(stream)
+        return Arrival(event, source)
+
+
+def host_empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Host memory that ``device`` copies from and to without a detour: pinned on CUDA. ``(numel,)``, uninitialised."""
+    return torch.empty(numel, dtype=dtype, pin_memory=device.type == "cuda")

@@ -1,0 +1,172 @@
+"""Updates of states that rest away from the device, one after the other: read k+1 | update k | write k-1.
+
+::
+
+    read     | 1 | 2 | 3 |
+    update       | 1 | 2 | 3 |          on this thread
+    write            | 1 | 2 | 3 |
+
+Jobs are worked off in the order in which they were submitted, on one thread of their own, so that the thread that
+trains goes on: with the rest of backward, or with the next forward, which waits for the one unit that it needs.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+from ls_strategy.errors import StateError
+
+_STALLED_S = 600.0
+"""Nothing moves for this long: say so instead of waiting for ever. A chunk takes seconds on the slowest drive."""
+
+
+class Job(Protocol):
+    """One chunk of an update."""
+
+    def read(self) -> None:
+        """Start to bring what the update needs."""
+        ...
+
+    def update(self) -> None:
+        """Wait for that, and compute."""
+        ...
+
+    def write(self) -> None:
+        """Start to put the result where it rests."""
+        ...
+
+
+class Ticket:
+    """Tells when the jobs of one submission are done."""
+
+    def __init__(self, stream: Stream) -> None:
+        """Not done yet."""
+        self._stream = stream
+        self._done = threading.Event()
+        self.error: BaseException | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is left to do. Does not wait."""
+        return self._done.is_set()
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """All jobs are done, or one failed."""
+        self.error = error
+        self._done.set()
+
+    def wait(self) -> None:
+        """Block until the jobs are done.
+
+        Raises:
+            BaseException: what a job raised, also at every later call.
+            StateError: no job has finished for ten minutes.
+        """
+        while not self._done.wait(timeout=5.0):
+            self._stream.raise_if_stalled()
+        if self.error is not None:
+            raise self.error
+
+
+class Stream:
+    """Works jobs off, in order, on a thread of its own or on the caller's."""
+
+    def __init__(self, *, threaded: bool) -> None:
+        """``threaded=False``: `submit` returns when everything is done."""
+        self.threaded = threaded
+        self._queue: deque[tuple[Job | None, Ticket]] = deque()
+        self._wake = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._closing = False
+        self._error: BaseException | None = None
+        self._moved_at = time.monotonic()
+        self.busy_s = 0.0
+        """Seconds spent in jobs so far."""
+
+    def submit(self, jobs: Sequence[Job]) -> Ticket:
+        """Append jobs; the ticket is done when the last of them is. Returns at once if threaded."""
+        ticket = Ticket(self)
+        with self._wake:
+            if self._error is not None:
+                ticket.finish(self._error)
+                return ticket
+            self._moved_at = time.monotonic()
+            self._queue.extend((job, ticket) for job in jobs)
+            self._queue.append((None, ticket))
+            self._wake.notify()
+        if not self.threaded:
+            self._work_off()
+        elif self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="ls_strategy-update", daemon=True)
+            self._thread.start()
+        return ticket
+
+    def raise_if_stalled(self) -> None:
+        """Raise if no job has finished for ten minutes.
+
+        Raises:
+            StateError: with how long it has been.
+        """
+        idle = time.monotonic() - self._moved_at
+        if idle > _STALLED_S:
+            raise StateError(
+                f"an update of offloaded states has not moved for {idle:.0f} s. The drive or the host hangs: look for "
+                "I/O errors in the kernel log (dmesg), and try offload to the CPU instead."
+            )
+
+    def close(self) -> None:
+        """Finish what was submitted and end the thread. Idempotent."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=_STALLED_S)
+            self._thread = None
+        self._closing = False
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not self._queue and not self._closing:
+                    self._wake.wait()
+                if not self._queue:
+                    return
+            self._work_off()
+
+    def _next(self) -> tuple[Job | None, Ticket] | None:
+        with self._wake:
+            return self._queue.popleft() if self._queue else None
+
+    def _work_off(self) -> None:
+        """Work on jobs until none is left, always with the next one's reading under way."""
+        current = self._begin(self._next())
+        while current is not None:
+            started = time.perf_counter()
+            following = self._begin(self._next())
+            self._complete(*current)
+            self._moved_at = time.monotonic()
+            self.busy_s += time.perf_counter() - started
+            current = following
+
+    def _begin(self, entry: tuple[Job | None, Ticket] | None) -> tuple[Job | None, Ticket] | None:
+        if entry is not None and entry[0] is not None and self._error is None:
+            try:
+                entry[0].read()
+            except BaseException as error:
+                self._error = error
+        return entry
+
+    def _complete(self, job: Job | None, ticket: Ticket) -> None:
+        if job is None or self._error is not None:
+            if job is None:
+                ticket.finish(self._error)
+            return
+        try:
+            job.update()
+            job.write()
+        except BaseException as error:  # kept for whoever waits; later jobs would build on a broken state
+            self._error = error

@@ -1,0 +1,210 @@
+"""Averaged gradients of one flat buffer: where they rest between backward and step, and what is known of them there.
+
+On the device and in host memory they are a tensor. On the NVMe tier they are written once per micro-batch, with the sum
+of their squares taken on the way; where the update follows at once, they do not go to the drive at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ls_strategy.comm import PendingReduce
+from ls_strategy.ops.norm import sum_of_squares
+from ls_strategy.zero.rest import chunks
+
+if TYPE_CHECKING:
+    from ls_strategy.zero.units import Flat
+
+
+class Averages:
+    """Gradients averaged over ranks, of the range that this rank steps (stage 0: of the whole buffer, in place)."""
+
+    def __init__(self, flat: Flat) -> None:
+        """Nothing yet."""
+        self._flat = flat
+        self.values: Tensor | None = None
+        """Where they are a tensor: ``(stepped,)``."""
+
+        self.hold_values = False
+        """Whether a micro-batch has been added since the last `zero_grad`."""
+
+        self.folds_factors = False
+        """Whether a fused update steps this buffer: it multiplies loss scale and clip factor in, and reads 16 bit."""
+
+        self.unscaled = False
+        """Whether they were divided by the loss scale already."""
+
+        self.unscale = 1.0
+        """What they are still to be multiplied by; the update does it."""
+
+        self.recorded_sums: Tensor | None = None
+        """Sum of squares and number of non-finite elements of averages that are no longer at hand, ``(2,)`` fp64."""
+
+        self.landing: Future[None] | None = None
+        """On their way to the host."""
+
+        self._lent: Tensor | None = None
+
+    def tensor(self) -> Tensor:
+        """Averaged gradients of the range that this rank steps: ``(stepped,)``. Stage 0: ``grad`` itself.
+
+        fp32, but 16 bit where that holds the average exactly and nobody but the update looks (see `land`).
+        """
+        if not self._flat.policy.optimizer:
+            self._flat.hold_grad_buffer(self._flat.average_dtype)
+            assert self._flat.grad is not None
+            return self._flat.grad
+        self.wait()
+        if self.values is None:
+            self.values = self._new(self._flat.average_dtype)
+        return self.values
+
+    def _new(self, dtype: torch.dtype) -> Tensor:
+        lo, hi = self._flat.stepped
+        if self._flat.gradient_tier != "device":
+            return self._flat.rest.ring.take(hi - lo, dtype)
+        return torch.zeros(hi - lo, dtype=dtype, device=self._flat.full.device)
+
+    def owned(self) -> Tensor:
+        """Averaged gradients of this rank's shard, ``(shard,)``, at every stage: what norms are summed over."""
+        reduced = self.tensor()
+        return reduced if self._flat.policy.optimizer else reduced[slice(*self._flat.owned)]
+
+    @property
+    def on_drive(self) -> bool:
+        """Whether the averages rest on the NVMe tier, where nobody but the update reaches them."""
+        return self._flat.gradient_tier == "nvme" and self.values is None
+
+    def land(self, reducing: PendingReduce, *, exact_16_bit: bool, unscale: float, at_hand: bool = False) -> None:
+        """Let the averages rest on their tier, added to what is there already.
+
+        Args:
+            reducing: the reduce-scatter, under way or done.
+            exact_16_bit: keep 16-bit gradients of a single rank as they are, until a second micro-batch comes: the
+                average of one value is the value.
+            unscale: what norms multiply the gradients by (NVMe: they are summed while they are at hand).
+            at_hand: the update follows at once, so do not take them to the drive. `spill` does, if it does not follow.
+        """
+        if self.values is not None or self.on_drive:
+            self._flat.wait_updated()  # it may still read what would be overwritten
+        accumulate = self.hold_values
+        self.hold_values = True
+        if self.on_drive and (accumulate or not at_hand):
+            mine = self._flat.comm.pool.take(
+                self._flat.stepped[1] - self._flat.stepped[0], self._flat.average_dtype, self._flat.full.device
+            )
+            if accumulate:
+                self._flat.rest.read_into("grad", mine)
+            reducing.finish(mine, accumulate=accumulate)
+            self._to_drive(mine, unscale=unscale)
+            self._flat.comm.pool.give([mine])
+            return
+        self.wait()
+        arrived = self._flat.average_dtype if self._flat.grad is None else self._flat.grad.dtype
+        narrow = exact_16_bit and self.folds_factors and self._flat.comm.world_size == 1 and arrived.itemsize == 2
+        wanted = arrived if narrow and not accumulate else self._flat.average_dtype
+        if self.values is None:
+            self.values = self._new(wanted)
+        elif self.values.dtype != wanted and (accumulate or narrow):
+            before, self.values = self.values, self._new(wanted)
+            if accumulate:
+                self.values.copy_(before)
+            if self._flat.gradient_tier != "device":
+                self._flat.rest.ring.give([before])
+        if self.values.device == self._flat.full.device:
+            reducing.finish(self.values, accumulate=accumulate)
+            return
+        self._land_on_host(reducing, self.values, accumulate=accumulate)
+
+    def _land_on_host(self, reducing: PendingReduce, out: Tensor, *, accumulate: bool) -> None:
+        """Sum on the device, in the order and precision of a run without offload, then copy beside the computation."""
+        mine = self._flat.comm.pool.take(out.numel(), out.dtype, self._flat.full.device)
+        if accumulate:
+            self._flat.rest.link.to_device(mine, out).wait_on_device()
+        reducing.finish(mine, accumulate=accumulate)
+        arrival = self._flat.rest.link.to_host(out, mine)
+
+        def settle() -> None:
+            arrival.wait_on_host()
+            self._flat.comm.pool.give([mine])
+
+        self.landing = self._flat.rest.beside(settle)
+
+    def spill(self, *, unscale: float) -> None:
+        """Take averages that `land` left at hand to the drive after all."""
+        if self._flat.gradient_tier == "nvme" and self.values is not None:
+            self.wait()
+            mine, self.values = self.values, None
+            self._to_drive(mine, unscale=unscale)
+            self._flat.rest.ring.give([mine])
+
+    def _to_drive(self, mine: Tensor, *, unscale: float) -> None:
+        drive, key = self._flat.rest.drive, self._flat.rest.key("grad")
+        self.recorded_sums = torch.zeros(2, dtype=torch.float64)
+        for start, stop in chunks(0, mine.numel()):
+            part = mine[start:stop]
+            self.recorded_sums += sum_of_squares(part, unscale=unscale).cpu()
+            drive.put(key, part.float(), start)
+
+    def change(self, edit: Callable[[Tensor], Any]) -> None:
+        """Change averaged gradients in place, wherever they rest."""
+        if not self.on_drive:
+            edit(self.tensor())
+            return
+        key = self._flat.rest.key("grad")
+        self.recorded_sums = torch.zeros(2, dtype=torch.float64)
+        for lo, hi in chunks(0, self._flat.stepped[1] - self._flat.stepped[0]):
+            loan = self._flat.rest.drive.get(key, lo, hi)
+            part = loan.wait()
+            edit(part)
+            self.recorded_sums += sum_of_squares(part, unscale=self.unscale)
+            self._flat.rest.drive.put(key, loan, lo)
+
+    def sums(self) -> Tensor:
+        """Sum of squares and number of non-finite elements of this rank's averages, ``(2,)`` fp64.
+
+        Added up in portions of `CHUNK` elements, so that the bits are the same wherever the averages rest.
+        """
+        if self._flat.updated_early:
+            self._flat.wait_updated()
+        if (self._flat.updated_early or self.on_drive) and self.recorded_sums is not None:
+            return self.recorded_sums
+        if self.on_drive:
+            return torch.zeros(2, dtype=torch.float64)
+        grads = self.owned()
+        total = torch.zeros(2, dtype=torch.float64, device=grads.device)
+        for lo, hi in chunks(0, grads.numel()):
+            total += sum_of_squares(grads[lo:hi], unscale=self.unscale)
+        return total
+
+    def zero(self, start: int = 0, stop: int | None = None) -> None:
+        """Set a range of the averages to zero, where there are any."""
+        self._flat.wait_updated()
+        self.wait()
+        if self.values is not None:
+            self.values[start:stop].zero_()
+        elif self.on_drive and self.hold_values:
+            stop = self._flat.stepped[1] - self._flat.stepped[0] if stop is None else stop
+            self._flat.rest.write("grad", start, torch.zeros(stop - start))
+
+    def wait(self) -> None:
+        """Wait until the averages are where they rest."""
+        if self.landing is not None:
+            self.landing.result()
+            self.landing = None
+
+    def let_go(self) -> None:
+        """An update under way has them; backward may fill new ones meanwhile. `take_back` when the update is done."""
+        if self.values is not None:
+            self._lent, self.values = self.values, None
+
+    def take_back(self) -> None:
+        """The update is done: the buffer goes round again."""
+        if self._lent is not None:
+            self._flat.rest.ring.give([self._lent])
+            self._lent = None

@@ -1,0 +1,174 @@
+"""What a run with offload has beside its units: the tiers, the way between device and host, the stream of updates."""
+
+from __future__ import annotations
+
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ls_strategy.comm import Comm
+from ls_strategy.config import ZeROConfig
+from ls_strategy.errors import LSError, PlanError
+from ls_strategy.plan import FROZEN, Plan
+from ls_strategy.tiers.base import Key, ResidentTier, Tier
+from ls_strategy.tiers.drive import check_path, drive_wear
+from ls_strategy.tiers.link import Link, host_empty
+from ls_strategy.tiers.nvme import NVMeTier
+from ls_strategy.tiers.stream import Stream
+from ls_strategy.zero.kernels import FUSED_NAMES, kernel_for
+from ls_strategy.zero.rest import CHUNK, Rest, Ring
+from ls_strategy.zero.states import moment_sizes
+from ls_strategy.zero.where_to_step import measure
+
+_BUFFERS = 20
+"""Chunks of 4 MiB in memory for the NVMe tier: read, update and write hold up to 5 each (master, two moments with their
+scales, gradient), gathering 2, gradients on their way out the rest."""
+
+Sizes = dict[Key, tuple[int, torch.dtype]]
+
+
+def states_by_tier(plan: Plan, optimizers: list[Optimizer], config: ZeROConfig) -> dict[str, Sizes]:
+    """Elements and dtype of every state that rests on a tier beside the device, on one rank.
+
+    Raises:
+        PlanError: an option that needs a fused update, and an optimizer without one.
+    """
+    result: dict[str, Sizes] = {"cpu": {}, "nvme": {}}
+    flats = [f for u in plan.units for f in u.flats]
+    for number, flat in enumerate(flats):
+        numel = flat.layout.shard if plan.policy.optimizer else flat.layout.numel
+        if flat.optimizer_tier != "device":
+            result[flat.optimizer_tier][number, "master"] = (numel, flat.master_dtype)
+        if flat.has_own_shard(plan.policy) and flat.param_tier != "device":
+            result[flat.param_tier][number, "param"] = (numel, flat.dtype)
+        if flat.gradient_tier == "nvme":
+            result["nvme"][number, "grad"] = (numel, torch.float32)
+        if flat.optimizer == FROZEN:
+            continue
+        optimizer = optimizers[flat.optimizer]
+        kernel = kernel_for(optimizer)
+        if kernel is None or flat.master_dtype != torch.float32:
+            _refuse_without_kernel(optimizer, flat.optimizer_tier, config, fp32=flat.master_dtype == torch.float32)
+        elif flat.optimizer_tier != "device":
+            moments = {n: s for group in optimizer.param_groups for n, s in kernel.moments(group).items()}
+            result[flat.optimizer_tier] |= moment_sizes(number, numel, moments, config.moments)
+    return result
+
+
+def _refuse_without_kernel(optimizer: Optimizer, tier: str, config: ZeROConfig, *, fp32: bool) -> None:
+    asked = "offload to NVMe" if tier == "nvme" else f"moments={config.moments!r}" if config.moments != "fp32" else ""
+    if asked:
+        reason = type(optimizer).__name__ if fp32 else f"{type(optimizer).__name__} without fp32 master weights"
+        raise PlanError(
+            f"{asked} with {reason}: it needs a fused update, which there is for {', '.join(FUSED_NAMES)} (exactly "
+            "these classes, fp32 masters, without amsgrad, capturable, differentiable, foreach=True or fused=False). "
+            "Use one of them, or offload to 'cpu' with moments='fp32', where any element-wise optimizer works."
+        )
+
+
+@dataclass
+class Offload:
+    """Tiers and threads of one engine."""
+
+    config: ZeROConfig
+    link: Link
+    stream: Stream
+    tiers: dict[str, Tier]
+    sizes: Sizes
+    ring: Ring
+    worker: ThreadPoolExecutor | None
+    streamed: bool = False
+    """States in host memory are brought to the device, updated there and brought back."""
+
+    reason: str = ""
+    """Why `streamed` is what it is."""
+
+    finalizer: Any = None
+
+    @classmethod
+    def prepare(
+        cls, plan: Plan, optimizers: list[Optimizer], config: ZeROConfig, comm: Comm, device: torch.device
+    ) -> Offload:
+        """Check the drive, reserve space on it, start threads. Collective: an error of one rank is raised on all.
+
+        Raises:
+            PlanError: the folder of the NVMe tier cannot take the states; naming the rank, with the cure.
+        """
+        link = Link(device)
+        tiers: dict[str, Tier] = {}
+        sizes: dict[str, Sizes] = {"cpu": {}, "nvme": {}}
+        error: LSError | None = None
+        try:
+            sizes = states_by_tier(plan, optimizers, config)
+            if "nvme" in config.tiers:
+                tiers["nvme"] = _open_drive(sizes["nvme"], config, comm.rank)
+        except LSError as found:
+            error = found
+        _raise_together(comm, error)
+        tiers["cpu"] = ResidentTier(sizes["cpu"], lambda numel, dtype: host_empty(numel, dtype, device).zero_(), "cpu")
+        beside = "nvme" in config.tiers or (config.offloads and device.type == "cuda")
+        worker = ThreadPoolExecutor(1, thread_name_prefix="ls_strategy-beside") if beside else None
+        result = cls(config, link, Stream(threaded=config.overlap_step), tiers, sizes["nvme"], Ring(device), worker)
+        result.choose_where_to_step(device)
+        result.finalizer = weakref.finalize(result, _close, result.stream, worker, tiers)
+        return result
+
+    def choose_where_to_step(self, device: torch.device) -> None:
+        """Decide, by measuring where the option leaves it open. The result is the same bits either way."""
+        if self.config.offload_optimizer is None or device.type == "cpu":
+            return
+        self.streamed = self.config.step_on == "device"
+        self.reason = f"step_on={self.config.step_on}"
+        if self.config.step_on == "auto":
+            speed = measure(device, self.link)
+            self.streamed = speed.device_is_faster
+            self.reason = f"measured: {speed}"
+
+    def describe(self, plan: Plan) -> str:
+        """What a log should say about offload; empty without."""
+        lines: list[str] = []
+        if self.config.offload_optimizer is not None and self.reason:
+            place = "streamed through the device" if self.streamed else "updated by the CPU"
+            lines.append(f"  offloaded states are {place} ({self.reason})")
+        if "nvme" in self.config.tiers:
+            read, written = plan.drive_bytes_per_step(gradients_rest=True)
+            lines.append(
+                f"  NVMe ({self.config.nvme_path}): up to {read / 1e9:.3f} GB read per step and rank. "
+                f"{drive_wear(written)}"
+            )
+        return "\n".join(lines)
+
+    def rest(self, number: int) -> Rest:
+        """The place of flat buffer ``number``."""
+        return Rest(number, self.tiers, self.link, self.sizes, self.ring, self.worker)
+
+    def close(self) -> None:
+        """End the threads and give memory and files back. The states are gone."""
+        self.finalizer()
+
+
+def _close(stream: Stream, worker: ThreadPoolExecutor | None, tiers: dict[str, Tier]) -> None:
+    stream.close()
+    if worker is not None:
+        worker.shutdown(wait=True)
+    for tier in tiers.values():
+        tier.close()
+
+
+def _open_drive(sizes: Sizes, config: ZeROConfig, rank: int) -> NVMeTier:
+    folder = Path(config.nvme_path)
+    need = sum(numel * dtype.itemsize for numel, dtype in sizes.values())
+    check_path(folder, need, config.nvme_allow_ram)
+    return NVMeTier(folder, sizes, io=config.nvme_io, rank=rank, buffer_bytes=4 * CHUNK, buffers=_BUFFERS)
+
+
+def _raise_together(comm: Comm, error: LSError | None) -> None:
+    messages = comm.exchange_objects(None if error is None else str(error))
+    for rank, message in enumerate(messages):
+        if message is not None:
+            raise (error if rank == comm.rank and error else PlanError(f"rank {rank}: {message}"))

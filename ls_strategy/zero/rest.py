@@ -1,0 +1,133 @@
+"""Where the states of one flat buffer rest between uses, and how they are reached there.
+
+On the device and in host memory a state is a tensor, always there. On the NVMe tier it is a range of a file, brought in
+chunks of `CHUNK` elements: `read` and `write` are for set-up and checkpoints, the step streams (`zero/update.py`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ls_strategy.config import TierName
+from ls_strategy.tiers.base import Key, ResidentTier, Tier
+from ls_strategy.tiers.link import Link, host_empty
+
+CHUNK = 1 << 20
+"""Elements that are brought from a drive at a time: 4 MiB of fp32. Every tier sums norms in these portions too."""
+
+
+def chunks(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Cut ``[start, stop)`` at multiples of `CHUNK`.
+
+    >>> list(chunks(5, CHUNK + 3)) == [(5, CHUNK), (CHUNK, CHUNK + 3)]
+    True
+    """
+    while start < stop:
+        end = min((start // CHUNK + 1) * CHUNK, stop)
+        yield start, end
+        start = end
+
+
+class Ring:
+    """Buffers in host memory for gradients on their way into an update; they go round between the units."""
+
+    def __init__(self, device: torch.device) -> None:
+        """``device``: the one that copies into them."""
+        self._device = device
+        self._free: defaultdict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A buffer of this size, zeros if it is new."""
+        free = self._free[numel, dtype]
+        return free.pop() if free else host_empty(numel, dtype, self._device).zero_()
+
+    def give(self, buffers: Iterable[Tensor]) -> None:
+        """Nobody reads or writes these any more."""
+        for buffer in buffers:
+            self._free[buffer.numel(), buffer.dtype].append(buffer)
+
+
+@dataclass
+class Rest:
+    """One flat buffer's place on the tiers."""
+
+    number: int = 0
+    """Of the flat buffer, in order of the units."""
+
+    tiers: Mapping[str, Tier] = field(default_factory=dict)
+    link: Link = field(default_factory=lambda: Link(torch.device("cpu")))
+    sizes: Mapping[Key, tuple[int, torch.dtype]] = field(default_factory=dict)
+    """Elements and dtype of every state on the NVMe tier."""
+
+    ring: Ring = field(default_factory=lambda: Ring(torch.device("cpu")))
+    worker: ThreadPoolExecutor | None = None
+    """One thread for what goes on beside the training thread; shared by all flat buffers."""
+
+    def beside(self, work: Callable[[], None]) -> Future[None]:
+        """Run ``work`` beside the training thread, after what came before; at once where there is no such thread."""
+        if self.worker is not None:
+            return self.worker.submit(work)
+        done: Future[None] = Future()
+        work()
+        done.set_result(None)
+        return done
+
+    def key(self, name: str) -> Key:
+        """Of a state of this buffer."""
+        return (self.number, name)
+
+    def resident(self, tier: TierName, name: str, numel: int, dtype: torch.dtype) -> Tensor:
+        """A state's tensor, ``(numel,)``, on the device or in host memory; zeros at first."""
+        home = self.tiers.get(tier)
+        if isinstance(home, ResidentTier) and self.key(name) in home.sizes:
+            return home.tensor(self.key(name))
+        if tier == "cpu":
+            return host_empty(numel, dtype, self.link.device).zero_()
+        return torch.zeros(numel, dtype=dtype, device=self.link.device)
+
+    @property
+    def drive(self) -> Tier:
+        """The NVMe tier."""
+        return self.tiers["nvme"]
+
+    def read(self, name: str) -> Tensor:
+        """A copy in host memory of a state on the NVMe tier. ``(numel,)``."""
+        numel, dtype = self.sizes[self.key(name)]
+        whole = torch.empty(numel, dtype=dtype)
+        self.read_into(name, whole)
+        return whole
+
+    def read_into(self, name: str, out: Tensor) -> None:
+        """Copy a state on the NVMe tier into ``out``, ``(numel,)``, any dtype and device."""
+        ranges = list(chunks(0, out.numel()))
+        loans = [self.drive.get(self.key(name), *r) for r in ranges[:1]]
+        for i, (lo, hi) in enumerate(ranges):
+            if i + 1 < len(ranges):
+                loans.append(self.drive.get(self.key(name), *ranges[i + 1]))
+            loan = loans.pop(0)
+            out[lo:hi].copy_(loan.wait())
+            loan.release()
+
+    def write(self, name: str, start: int, values: Tensor) -> None:
+        """Replace ``[start, start + n)`` of a state on the NVMe tier. Returns before it is on the drive."""
+        numel, _ = self.sizes[self.key(name)]
+        position = start
+        while position < start + values.numel():
+            # Whole chunks are put as they are; a range that begins or ends inside one takes the rest from the drive.
+            lo = position // CHUNK * CHUNK
+            hi = min(lo + CHUNK, numel)
+            end = min(hi, start + values.numel())
+            if (position, end) == (lo, hi):
+                self.drive.put(self.key(name), values[lo - start : hi - start], lo)
+                position = end
+                continue
+            loan = self.drive.get(self.key(name), lo, hi)
+            loan.wait()[position - lo : end - lo].copy_(values[position - start : end - start])
+            self.drive.put(self.key(name), loan, lo)
+            position = end

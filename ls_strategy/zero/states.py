@@ -1,0 +1,132 @@
+"""What an optimizer remembers of one flat buffer, element by element, on the tier that the plan gave it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ls_strategy.config import MomentFormat
+from ls_strategy.ops.moments import BLOCK, Moment
+from ls_strategy.zero.rest import chunks
+from ls_strategy.zero.units import Flat
+
+_CODES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
+
+
+def moment_sizes(
+    number: int, numel: int, moments: dict[str, bool], moment_format: MomentFormat
+) -> dict[tuple[int, str], tuple[int, torch.dtype]]:
+    """Elements and dtype of everything that a fused update keeps for one flat buffer, by the tiers' keys."""
+    result: dict[tuple[int, str], tuple[int, torch.dtype]] = {}
+    for name in moments:
+        result[number, name] = (numel, _CODES[moment_format])
+        if moment_format == "int8":
+            result[number, f"{name}.scales"] = (-(-numel // BLOCK), torch.float32)
+    return result
+
+
+class FlatStates:
+    """Element-wise optimizer states of one flat buffer's stepped range, by name.
+
+    States of a fused update may be stored in fewer bits (`Moment`); to the outside, in state dicts, they are fp32.
+    """
+
+    def __init__(self, flat: Flat, moments: dict[str, bool], moment_format: MomentFormat) -> None:
+        """Empty.
+
+        Args:
+            flat: whose states these are.
+            moments: names of the fused update's states, and whether they are signed; empty without a fused update.
+            moment_format: how those are stored.
+        """
+        self.flat = flat
+        self.moments = moments
+        self.moment_format: MomentFormat = moment_format
+        self.numel = flat.stepped[1] - flat.stepped[0]
+        self._resident: dict[str, Moment] = {}
+        self._on_drive: set[str] = set()
+
+    @property
+    def on_drive(self) -> bool:
+        """Whether they rest on the NVMe tier."""
+        return self.flat.optimizer_tier == "nvme"
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Names of what exists, with the dtype that a state dict shows."""
+        names = [*self._resident, *self._on_drive]
+        return {n: torch.float32 if n in self.moments else self._resident[n].codes.dtype for n in names}
+
+    def ensure(self, name: str, dtype: torch.dtype) -> None:
+        """Make sure that a state exists; zeros at first. ``dtype`` is read for states of no fused update."""
+        if name in self._resident or name in self._on_drive:
+            return
+        flat, rest = self.flat, self.flat.rest
+        if self.on_drive:
+            assert name in self.moments
+            self._on_drive.add(name)
+            return
+        fused = name in self.moments
+        codes_dtype = _CODES[self.moment_format] if fused else dtype
+        codes = rest.resident(flat.optimizer_tier, name, self.numel, codes_dtype)
+        scales = None
+        if fused and self.moment_format == "int8":
+            blocks = -(-self.numel // BLOCK)
+            scales = rest.resident(flat.optimizer_tier, f"{name}.scales", blocks, torch.float32)
+        self._resident[name] = Moment(codes, scales, self.moments.get(name, True))
+
+    def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
+        """The whole state as it is stored, of one that no fused update stores in fewer bits. ``(stepped,)``."""
+        self.ensure(name, dtype)
+        return self._resident[name].codes
+
+    def moment(self, name: str) -> Moment:
+        """A fused update's state that is resident. ``(stepped,)``."""
+        self.ensure(name, torch.float32)
+        return self._resident[name]
+
+    def read(self, name: str, dtype: torch.dtype) -> Tensor:
+        """The whole state as a state dict shows it, ``(stepped,)``; only to be read."""
+        self.flat.wait_updated()
+        self.ensure(name, dtype)
+        if name not in self.moments:
+            return self._resident[name].codes
+        if not self.on_drive:
+            return self._resident[name].dequantize()
+        return self._from_drive(name).dequantize()
+
+    def _from_drive(self, name: str) -> Moment:
+        rest = self.flat.rest
+        scales = rest.read(f"{name}.scales") if self.moment_format == "int8" else None
+        return Moment(rest.read(name), scales, self.moments[name])
+
+    def write(self, name: str, start: int, values: Tensor) -> None:
+        """Replace ``[start, start + n)`` by ``values`` as a state dict shows them. Returns before it is on a drive."""
+        self.flat.wait_updated()
+        self.ensure(name, values.dtype)
+        stop = start + values.numel()
+        if name not in self.moments:
+            self._resident[name].codes[start:stop].copy_(values)
+            return
+        if not self.on_drive:
+            moment = self._resident[name].narrow(start, stop)
+            moment.store_(values.to(moment.codes.device, torch.float32), seed=0)
+            return
+        rest = self.flat.rest
+        for lo, hi in chunks(start, stop):
+            part = Moment(torch.empty(hi - lo, dtype=_CODES[self.moment_format]), None, self.moments[name])
+            if self.moment_format == "int8":
+                part = replace(part, scales=torch.empty(-(-(hi - lo) // BLOCK)))
+            part.store_(values[lo - start : hi - start].float(), seed=0)
+            rest.write(name, lo, part.codes)
+            if part.scales is not None:
+                rest.write(f"{name}.scales", lo // BLOCK, part.scales)
+
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self.tensors()}.values())
+
+    def tensors(self) -> list[Tensor]:
+        """Everything that is in memory."""
+        return [t for m in self._resident.values() for t in (m.codes, m.scales) if t is not None]

@@ -1,0 +1,255 @@
+"""The fused update of one flat buffer, in portions that a stream can work off (`ls_strategy.tiers.stream.Job`).
+
+States on the device or in host memory are updated where they are, in one portion. States on a drive come in chunks:
+read | update | write. Either way the same operation meets the same elements, so the numbers are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ls_strategy.ops.moments import BLOCK, Moment
+from ls_strategy.ops.norm import sum_of_squares
+from ls_strategy.tiers.base import Loan
+from ls_strategy.tiers.link import host_empty
+from ls_strategy.zero.kernels import Kernel
+from ls_strategy.zero.rest import chunks
+from ls_strategy.zero.states import FlatStates
+from ls_strategy.zero.units import Flat
+
+
+@dataclass(frozen=True)
+class Part:
+    """A range of the flat buffer's shard whose elements share hyper-parameters and history."""
+
+    start: int
+    stop: int
+    step: int
+    """Number of this step, from 1."""
+
+    names: tuple[str, ...]
+    """Element-wise states that the update uses."""
+
+    settings: dict[str, Any]
+    seed_step: int
+    """Number of the step for the stochastic rounding: `step`, or a count of its own where the state has none."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """The update of one flat buffer."""
+
+    flat: Flat
+    states: FlatStates
+    kernel: Kernel
+    parts: tuple[Part, ...]
+    clip: Tensor | None
+    """Factor of the gradients, ``()`` fp32."""
+
+    unscale: float
+    grads: Tensor | None
+    """Averages, ``(stepped,)``; None where they rest on the drive."""
+
+    publish: bool
+    """Write the new parameters, in compute dtype, to where this rank's part of them rests."""
+
+    sums: Tensor | None = None
+    """``(2,)`` fp64, to be filled with the gradients' sum of squares and number of non-finite elements."""
+
+    after: Any = None
+    """The point of the device's work after which nothing reads the old parameters."""
+
+    streamed: bool = False
+    """Bring states in host memory to the device, update them there and bring them back."""
+
+    def seed(self, part: Part) -> int:
+        """Of the stochastic rounding: another one for every buffer, rank and step, the same after a resume."""
+        flat = self.flat
+        return (flat.rest.number * 0x9E3779B1 + flat.comm.rank * 0x85EBCA77 + part.seed_step * 0xC2B2AE3D) & 0x7FFFFFFF
+
+    def jobs(self) -> list[_Portion]:
+        """Portions, in order."""
+        numel = self.flat.stepped[1] - self.flat.stepped[0]
+        if self.states.on_drive or self.grads is None or self.streamed:
+            return [_Portion(self, lo, hi) for lo, hi in chunks(0, numel)]
+        return [_Portion(self, 0, numel)]
+
+    def run(self) -> None:
+        """All of it, at once, on the calling thread."""
+        for job in self.jobs():
+            job.read()
+            job.update()
+            job.write()
+
+
+class _Portion:
+    """Elements ``[lo, hi)`` of the shard."""
+
+    def __init__(self, update: Update, lo: int, hi: int) -> None:
+        self._update = update
+        self._lo, self._hi = lo, hi
+        self._loans: dict[str, Loan] = {}
+        self._out: Tensor | None = None
+
+    def _range(self, name: str) -> tuple[int, int]:
+        scale = BLOCK if name.endswith(".scales") else 1
+        return self._lo // scale, -(-self._hi // scale)
+
+    def _names_on_drive(self) -> Iterator[str]:
+        update = self._update
+        if update.states.on_drive:
+            yield "master"
+            for name in dict.fromkeys(n for part in update.parts for n in part.names):
+                yield name
+                if update.states.moment_format == "int8":
+                    yield f"{name}.scales"
+        if update.grads is None:
+            yield "grad"
+
+    def read(self) -> None:
+        """Ask the drive for everything."""
+        rest = self._update.flat.rest
+        self._loans = {n: rest.drive.get(rest.key(n), *self._range(n)) for n in self._names_on_drive()}
+
+    def update(self) -> None:
+        """Wait for it, then the fused operation on every part that reaches into this portion."""
+        update, flat = self._update, self._update.flat
+        if flat.averages.landing is not None:
+            flat.averages.landing.result()
+        held = {name: loan.wait() for name, loan in self._loans.items()}
+        master = held.get("master")
+        if master is None:
+            master = flat.master.detach()[self._lo : self._hi]
+        grads = held["grad"] if update.grads is None else update.grads[self._lo : self._hi]
+        if update.sums is not None:
+            for lo, hi in chunks(0, grads.numel()):
+                update.sums.add_(sum_of_squares(grads[lo:hi], unscale=update.unscale).to(update.sums.device))
+        self._out = self._output(master)
+        for part in update.parts:
+            lo, hi = (max(part.start, self._lo) - self._lo, min(part.stop, self._hi) - self._lo)
+            if lo < hi:
+                self._update_part(part, slice(lo, hi), master, grads, held)
+
+    def _output(self, master: Tensor) -> Tensor | None:
+        """Where the operation writes the new parameters: straight to their place, if the host can."""
+        flat = self._update.flat
+        if not self._update.publish:
+            return None
+        if flat.param_tier == "nvme" and flat.has_own_shard:
+            out = torch.empty(self._hi - self._lo, dtype=flat.dtype)
+        elif flat.shard is not None:
+            out = flat.shard[self._lo : self._hi]
+        elif flat.policy.parameters or flat.master_is_slice:
+            return None  # gathered from the masters, or the masters themselves
+        else:
+            out = flat.full[slice(*flat.stepped)][self._lo : self._hi]
+        on_the_way = out.device != master.device and not self._update.streamed
+        if on_the_way:
+            out = host_empty(self._hi - self._lo, flat.dtype, out.device)
+        if on_the_way or flat.param_tier == "nvme":
+            for lo, hi in self._left_out():
+                out[lo:hi].copy_(master[lo:hi])  # parameters that are not stepped keep their value
+        return out
+
+    def _left_out(self) -> Iterator[tuple[int, int]]:
+        """Ranges of this portion that no part updates."""
+        position = self._lo
+        for part in sorted(self._update.parts, key=lambda p: p.start):
+            if part.start > position:
+                yield position - self._lo, min(part.start, self._hi) - self._lo
+            position = max(position, part.stop)
+            if position >= self._hi:
+                return
+        yield position - self._lo, self._hi - self._lo
+
+    def _update_part(self, part: Part, where: slice, master: Tensor, grads: Tensor, held: dict[str, Tensor]) -> None:
+        update = self._update
+        lo, hi = self._lo + where.start, self._lo + where.stop
+        moments: dict[str, Moment] = {}
+        for name in part.names:
+            if update.states.on_drive:
+                whole = Moment(held[name], held.get(f"{name}.scales"), update.states.moments[name])
+                moments[name] = whole.narrow(where.start, where.stop)
+            else:
+                moments[name] = update.states.moment(name).narrow(lo, hi)
+        param, grad = master[where], grads[where]
+        out = None if self._out is None else self._out[where]
+        factors = {"unscale": update.unscale, "seed": update.seed(part), "offset": lo}
+        if update.streamed:
+            self._on_device(part, param, moments, grad, out, factors)
+            return
+        if grad.device != param.device:
+            grad = grad.to(param.device)
+        clip = update.clip if update.clip is None else update.clip.to(param.device)
+        update.kernel.update(param, moments, grad, part.step, part.settings, clip=clip, out=out, **factors)
+
+    def _on_device(
+        self,
+        part: Part,
+        param: Tensor,
+        moments: dict[str, Moment],
+        grad: Tensor,
+        out: Tensor | None,
+        factors: dict[str, Any],
+    ) -> None:
+        """The same operation by the device: states there and back over the bus."""
+        update = self._update
+        with update.flat.rest.link.aside(update.after):
+            self._round_trip(part, param, moments, grad, out, factors)
+
+    def _round_trip(
+        self,
+        part: Part,
+        param: Tensor,
+        moments: dict[str, Moment],
+        grad: Tensor,
+        out: Tensor | None,
+        factors: dict[str, Any],
+    ) -> None:
+        update, device = self._update, self._update.flat.full.device
+        there = {
+            name: Moment(_up(m.codes, device), None if m.scales is None else _up(m.scales, device), m.signed)
+            for name, m in moments.items()
+        }
+        param_there = _up(param, device)
+        clip = update.clip if update.clip is None else update.clip.to(device)
+        out_there = None if out is None else torch.empty(out.numel(), dtype=out.dtype, device=device)
+        update.kernel.update(
+            param_there, there, _up(grad, device), part.step, part.settings, clip=clip, out=out_there, **factors
+        )
+        param.copy_(param_there, non_blocking=True)
+        for name, m in moments.items():
+            m.codes.copy_(there[name].codes, non_blocking=True)
+            scales = there[name].scales
+            if m.scales is not None and scales is not None:
+                m.scales.copy_(scales, non_blocking=True)
+        if out is not None and out_there is not None:
+            out.copy_(out_there, non_blocking=True)
+
+    def write(self) -> None:
+        """Give everything that changed back to the drive, and send the new parameters to the device."""
+        flat, rest = self._update.flat, self._update.flat.rest
+        for name, loan in self._loans.items():
+            if name == "grad":
+                loan.release()
+            else:
+                rest.drive.put(rest.key(name), loan, self._range(name)[0])
+        self._loans = {}
+        if self._out is None:
+            return
+        if flat.param_tier == "nvme" and flat.has_own_shard:
+            rest.drive.put(rest.key("param"), self._out, self._lo)
+        else:
+            target = (flat.full[slice(*flat.stepped)] if flat.shard is None else flat.shard)[self._lo : self._hi]
+            if target.data_ptr() != self._out.data_ptr():
+                flat.arriving = rest.link.to_device(target, self._out, self._update.after)
+        self._out = None
+
+
+def _up(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.to(device, non_blocking=True)

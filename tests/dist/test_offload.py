@@ -1,0 +1,86 @@
+"""Offload changes where states rest and nothing else: every tier trains to the same bits as no offload at all."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from dataclasses import replace
+
+import pytest
+
+from ls_strategy.config import OffloadConfig
+from ls_strategy.testing import spawn
+from tests.dist.models import Case, Result, run_all, same_bits
+
+STAGES = (1, 2, 3)
+TIMEOUT_S = 170
+NORM = {"clip": "norm", "clip_at": 0.05}
+VALUE = {"clip": "value", "clip_at": 0.01}
+
+TIERS = {
+    "cpu": {"offload_optimizer": "cpu"},
+    "half": {"offload_optimizer": OffloadConfig(tier="cpu", ratio=0.5)},
+    "blocking": {"offload_optimizer": "cpu", "overlap_step": False},
+    "param": {"offload_optimizer": "cpu", "offload_param": "cpu"},
+    "only_param": {"offload_param": "cpu"},
+    "nvme": {"offload_optimizer": "nvme"},
+    "nvme_param": {"offload_optimizer": "nvme", "offload_param": "nvme"},
+    "mixed": {
+        "offload_optimizer": OffloadConfig(tier="nvme", ratio=0.6),
+        "offload_gradient": OffloadConfig(tier="cpu"),
+        "offload_param": OffloadConfig(tier="cpu", ratio=0.5),
+    },
+}
+
+# Hooks that look at gradients switch off what must not happen behind their back: each row with and without them.
+ROWS = {
+    "plain": Case(traits=("private",)),
+    "seen": Case(traits=("tied",), **NORM),
+    "clipped": Case(traits=("private", "uneven", "frozen"), accumulate=3, **NORM),
+    "sgd": Case(optimizer="sgd", traits=("private", "frozen", "empty"), accumulate=3),
+    "value": Case(optimizer="sgd", traits=("private", "unused", "buffers"), **VALUE),
+    "guest": Case(traits=("private", "unused_here", "uneven")),
+    "two": Case(optimizer="two", traits=("uneven", "unused", "tied"), accumulate=3, **NORM),
+    "bf16": Case(traits=("private", "tied"), precision="bf16-true"),
+    "bf16_clipped": Case(traits=("private",), precision="bf16-true", accumulate=3, **NORM),
+    "fp16": Case(traits=("private",), precision="16-true", **NORM),
+    "fp16_mixed": Case(traits=("tied",), precision="16-mixed"),
+}
+
+Group = tuple[Result, ...]
+
+
+def tiers_of(stage: int) -> dict[str, dict]:
+    """Those that the stage has."""
+    return {name: options for name, options in TIERS.items() if stage == 3 or "offload_param" not in options}
+
+
+@functools.cache
+def results(world_size: int, stage: int, rows: tuple[str, ...]) -> dict[tuple[str, str | None], Group]:
+    """``(row, tier) -> result of every rank``; tier None is the run without offload."""
+    with tempfile.TemporaryDirectory() as folder:
+        keys: list[tuple[str, str | None]] = []
+        cases: list[Case] = []
+        for row in rows:
+            case = replace(ROWS[row], steps=8, fused=None).at(stage)
+            keys.append((row, None))
+            cases.append(case)
+            for name, options in tiers_of(stage).items():
+                keys.append((row, name))
+                cases.append(replace(case, options=(("nvme_path", folder), *options.items())))
+        ranks = spawn(run_all, world_size, cases, init_process_group=False, timeout_s=TIMEOUT_S)
+    return dict(zip(keys, zip(*ranks, strict=True), strict=True))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("row", ROWS)
+def test_every_tier_trains_to_the_same_bits(world_size: int, stage: int, row: str) -> None:
+    """Losses of all ranks, weights and gradient norms; trusted run: the same stage without offload."""
+    group = results(world_size, stage, tuple(ROWS))
+    trusted = group[row, None]
+    assert len(trusted[0].losses) >= 8
+    for name in tiers_of(stage):
+        ours = group[row, name]
+        assert all(map(same_bits, trusted, ours)), name
+        assert [r.norms for r in trusted] == [r.norms for r in ours], name

@@ -1,0 +1,163 @@
+"""The builder, in processes of their own: whatever is missing, held, broken or killed, the results are right."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import json, logging, sys
+lines = []
+class Keep(logging.Handler):
+    def emit(self, record): lines.append((record.levelname, record.getMessage()))
+logging.getLogger("ls_strategy.ops").addHandler(Keep())
+logging.getLogger("ls_strategy.ops").setLevel(logging.INFO)
+import torch
+from ls_strategy.ops import _build, moments, update
+p, m, v = torch.ones(1000), moments.empty(1000, "fp32", True), moments.empty(1000, "fp32", False)
+for step in (1, 2):
+    update.adamw_(p, m, v, torch.full((1000,), 0.5), lr=0.1, beta1=0.9, beta2=0.99, eps=0.0, weight_decay=0.0, step=step,
+                  decoupled=True)
+print(json.dumps({"p": p.unique().tolist(), "lines": lines, "status": _build.status()}))
+"""
+
+
+def start(cache, **env) -> subprocess.Popen:
+    variables = {k: v for k, v in os.environ.items() if k not in ("LS_STRATEGY_OPS", "CXX")}
+    variables |= {"LS_STRATEGY_CACHE": str(cache), "PYTHONPATH": str(ROOT), **env}
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM],
+        env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen) -> dict:
+    out, err = process.communicate(timeout=150)
+    assert process.returncode == 0, err
+    result = json.loads(out.splitlines()[-1])
+    assert len(result["p"]) == 1
+    assert result["p"][0] == pytest.approx(0.8, abs=1e-6)
+    return result
+
+
+def builds(result) -> int:
+    return sum("compiled" in text for _, text in result["lines"])
+
+
+def warnings(result) -> list[str]:
+    return [text for level, text in result["lines"] if level == "WARNING"]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory, request):
+    """A cache that four processes filled at the same time, and what they reported."""
+    request.getfixturevalue("compiler_of_torch")
+    cache = tmp_path_factory.mktemp("cache")
+    processes = [start(cache) for _ in range(4)]
+    return cache, [finish(p) for p in processes]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiled")
+class TestWithCompiler:
+    def test_many_processes_one_build(self, built):
+        cache, results = built
+        assert sum(builds(r) for r in results) == 1
+        assert all(r["status"]["cpu"].startswith("native") for r in results)
+        assert not any(warnings(r) for r in results)
+        assert len(list(cache.glob("*.so"))) == 1
+        assert not list(cache.glob("*.build-*"))
+
+    def test_the_library_is_kept(self, built):
+        cache, _ = built
+        assert builds(finish(start(cache))) == 0
+
+    @pytest.mark.parametrize("damage", [b"", b"not a library", None])
+    def test_a_damaged_library_is_built_again(self, built, damage):
+        cache, _ = built
+        (library,) = cache.glob("*.so")
+        content = library.read_bytes()
+        library.write_bytes(content[: len(content) // 2] if damage is None else damage)
+        assert builds(finish(start(cache))) == 1
+
+    def test_a_killed_builder_leaves_no_lock(self, tmp_path):
+        first = start(tmp_path)
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob("*.build-*/build.ninja")) and not list(tmp_path.glob("*.build-*/*.o")):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        os.killpg(first.pid, signal.SIGKILL)
+        first.communicate()
+        assert builds(finish(start(tmp_path))) == 1
+        assert not list(tmp_path.glob("*.build-*"))
+
+    def test_without_ninja(self, tmp_path):
+        tools = tmp_path / "bin"
+        tools.mkdir()
+        import shutil
+
+        for tool in ("g++", "as", "ld"):
+            (tools / tool).symlink_to(shutil.which(tool))
+        code = "import shutil; w = shutil.which; shutil.which = lambda c, **k: None if c == 'ninja' else w(c, **k)\n"
+        variables = {**os.environ, "LS_STRATEGY_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [sys.executable, "-c", code + PROGRAM],
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=150,
+            check=True,
+        )
+        result = json.loads(done.stdout.splitlines()[-1])
+        assert builds(result) == 1
+
+    def test_a_cache_that_cannot_be_written(self, tmp_path):
+        (tmp_path / "file").touch()
+        result = finish(start(tmp_path / "file" / "cache"))
+        assert builds(result) == 1
+        library = Path(result["status"]["cpu"].removeprefix("native: "))
+        assert not library.parent.exists()  # gone with its process
+
+
+@pytest.mark.parametrize("env", [{"CXX": "/nonexistent/g++"}, {"PATH": "/nonexistent"}])
+def test_no_compiler(tmp_path, env):
+    result = finish(start(tmp_path, **env))
+    assert len(warnings(result)) == 1
+    assert "no compiler" in warnings(result)[0]
+    assert result["status"]["cpu"].startswith("reference: no compiler")
+
+
+def test_a_compiler_that_fails(tmp_path):
+    compiler = tmp_path / "cxx"
+    compiler.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && echo fake 1.0 && exit 0\necho "x.cpp:1: error: no such luck" >&2\nexit 1\n'
+    )
+    compiler.chmod(0o755)
+    result = finish(start(tmp_path / "cache", CXX=str(compiler)))
+    (line,) = warnings(result)
+    assert "no such luck" in line
+
+
+def test_off(tmp_path):
+    result = finish(start(tmp_path, LS_STRATEGY_OPS="0"))
+    assert result["lines"] == []
+    assert result["status"] == {"cpu": "reference: LS_STRATEGY_OPS=0"}
+    assert not list(tmp_path.iterdir())
+
+
+def test_required(tmp_path):
+    process = start(tmp_path, LS_STRATEGY_OPS="1", CXX="/nonexistent/g++")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert "ConfigError: LS_STRATEGY_OPS=1, but there is no kernel for cpu: no compiler" in err
+
+
+def test_neither(tmp_path):
+    process = start(tmp_path, LS_STRATEGY_OPS="yes")
+    assert "ConfigError: LS_STRATEGY_OPS='yes'" in process.communicate(timeout=60)[1]

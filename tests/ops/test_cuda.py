@@ -1,0 +1,81 @@
+"""The CUDA kernels: that they compile, without a GPU; that they are the references, with one."""
+
+import dataclasses
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from ls_strategy.ops import _build, native
+from ls_strategy.ops.norm import BLOCK, sum_of_squares, sum_of_squares_reference
+from tests.ops.cases import CASES, DTYPES, FORMATS, assert_same_bits, make, run
+
+SIZES = (0, 1, 15, 16, 17, 255, 256, 257, 4097, 100_003)
+
+
+def recipe(*capabilities: tuple[int, int]) -> _build.Recipe:
+    try:
+        return _build.cuda_recipe(capabilities)
+    except _build.BuildError as e:
+        pytest.skip(str(e))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
+def test_compiles_without_spills_or_fused_operations(capability, tmp_path):
+    for unit in recipe(capability).units:
+        result = subprocess.run(
+            [*unit.command, "-Xptxas", "-v", "--keep", "--keep-dir", str(tmp_path), "-o", str(tmp_path / f"{unit.name}.o")],
+            capture_output=True, text=True, timeout=170, check=False,
+        )  # fmt: skip
+        assert result.returncode == 0, result.stderr
+        spills = re.findall(r"(\d+) bytes spill", result.stderr)
+        assert spills
+        assert set(spills) == {"0"}
+        ptx = (tmp_path / f"{unit.name}.ptx").read_text()
+        assert not re.search(r"\bfma\.", ptx)
+        assert not re.search(r"(div|sqrt)\.(approx|full)", ptx)
+
+
+@pytest.mark.slow
+def test_links_and_loads(tmp_path, monkeypatch, compiled):
+    """The library finds all it needs in torch; its kernels are not run."""
+    monkeypatch.setattr(_build, "cache_dir", lambda: tmp_path)
+    one = dataclasses.replace(recipe((9, 0)))
+    path = _build.library(one)
+    code = f"import torch; torch.ops.load_library({str(path)!r})"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("moment_format", FORMATS)
+@pytest.mark.parametrize("name", CASES)
+def test_kernel_is_the_reference(name, moment_format):
+    assert native.available("cuda"), _build.status()
+    case = CASES[name]
+    for n in SIZES:
+        for grad_dtype in DTYPES:
+            for out_dtype in (None, *DTYPES):
+                result = make(case, n, moment_format, grad_dtype, out_dtype, device="cuda")
+                expected = make(case, n, moment_format, grad_dtype, out_dtype)
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(native, "available", lambda device_type: False)
+                    run(case, expected)
+                run(case, result, clip=torch.tensor(0.37, device="cuda"))
+                result.param, result.out = result.param.cpu(), None if result.out is None else result.out.cpu()
+                for m in result.moments:
+                    m.codes, m.scales = m.codes.cpu(), None if m.scales is None else m.scales.cpu()
+                assert_same_bits(result, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sum_of_squares_is_the_reference(dtype):
+    assert native.available("cuda"), _build.status()
+    for n in (*SIZES, BLOCK, BLOCK * BLOCK + 12345):
+        grad = torch.randn(n).to(dtype)
+        grad[n // 2 : n // 2 + 1] = float("inf") if n % 2 else 1.0
+        result = sum_of_squares(grad.cuda(), unscale=0.3).cpu()
+        assert torch.equal(result, sum_of_squares_reference(grad, 0.3))
