@@ -20,8 +20,9 @@ from ls_strategy.autoload import install as _install
 
 if TYPE_CHECKING:
     from ls_strategy.callbacks import Monitor, ShardedEMA
-    from ls_strategy.config import LossScaleConfig
+    from ls_strategy.config import LossScaleConfig, NVMeIOConfig, OffloadConfig
     from ls_strategy.errors import ConfigError, LSError, PlanError, StateError
+    from ls_strategy.ops.lion import Lion
     from ls_strategy.precision_plugin import ZeROPrecision
     from ls_strategy.strategy import ZeROStrategy
 
@@ -30,8 +31,11 @@ __version__ = "0.1.0"
 __all__ = [
     "ConfigError",
     "LSError",
+    "Lion",
     "LossScaleConfig",
     "Monitor",
+    "NVMeIOConfig",
+    "OffloadConfig",
     "PlanError",
     "ShardedEMA",
     "StateError",
@@ -43,8 +47,11 @@ __all__ = [
 _HOME = {
     "ConfigError": "errors",
     "LSError": "errors",
+    "Lion": "ops.lion",
     "LossScaleConfig": "config",
     "Monitor": "callbacks",
+    "NVMeIOConfig": "config",
+    "OffloadConfig": "config",
     "PlanError": "errors",
     "ShardedEMA": "callbacks",
     "StateError": "errors",

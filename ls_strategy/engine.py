@@ -40,7 +40,7 @@ from ls_strategy.zero.offload import Offload
 from ls_strategy.zero.optimizer import ShardedOptimizer
 from ls_strategy.zero.reduce import Reducer
 from ls_strategy.zero.units import Flat
-from ls_strategy.zero.update import Update
+from ls_strategy.zero.update import CopyOut, Update
 from ls_strategy.zero_stages import POLICIES
 
 _EARLY_UPDATES = 2
@@ -107,6 +107,7 @@ class Engine:
         self.early_step = False
         """Begin a unit's update as soon as its gradients are complete. Only where the step is certain to follow, with
         neither clipping nor a loss scale, and with the hyper-parameters of now."""
+        self._torn = False
         self._stepping: ShardedOptimizer | None = None
         self._steps_begun = 0
         self._early: deque[Flat] = deque()
@@ -394,6 +395,9 @@ class Engine:
         delay = self.config.delayed_update_after
         delayed = delay is not None and self._steps_begun > delay
         after = self.offload.link.mark()
+        if updates and updates[0].clip is not None and self.config.offload_optimizer is not None:
+            clip = updates[0].clip.cpu()  # once, here: the stream's thread would wait for the device at every buffer
+            updates = [u if u.flat.optimizer_tier == "device" else replace(u, clip=clip) for u in updates]
         by_flat = {id(u.flat): u for u in updates}
         for unit in self.gatherer.forward_order():
             for flat in unit.flats:
@@ -422,8 +426,11 @@ class Engine:
 
     def _publish(self, index: int) -> None:
         """New weights to where they are read; updates that are under way are waited for when a unit needs them."""
+        after = self.offload.link.mark()
         for flat in self.optimizers[index].flats:
-            flat.end_early_update()
+            if flat.updated_early and not self.policy.parameters:
+                flat.updating = self.offload.stream.submit([CopyOut(flat, after)])
+            flat.updated_early = False
             fused_elsewhere = flat.optimizer_tier != "device" and flat.averages.folds_factors
             if not fused_elsewhere and (flat.optimizer_tier != "device" or flat.has_own_shard):
                 flat.refresh_due = True  # the optimizer stepped the masters and nothing else
@@ -455,6 +462,19 @@ class Engine:
             state.finished = False
             state.norm = None
 
+    def check_whole(self) -> None:
+        """Refuse to hand out weights of which some have taken a step that the others have not. Not collective.
+
+        Raises:
+            StateError: an exception ended a backward pass that had begun to update.
+        """
+        if self._torn or any(flat.updated_early for flat in self.flats):
+            raise StateError(
+                "an exception ended a backward pass after some units had been updated, so these weights belong to no "
+                "step. Resume from the last checkpoint; with overlap_step=False on the strategy, updates begin only "
+                "when backward is over."
+            )
+
     def abort(self) -> None:
         """An exception ended a step: forget the gradients that were under way.
 
@@ -462,6 +482,9 @@ class Engine:
         """
         self.reducer.abort()
         self._early.clear()
+        self._torn = self._torn or any(flat.updated_early for flat in self.flats)
+        for flat in self.flats:
+            flat.updated_early = False
         try:
             self.wait()
         except Exception:  # what ended the step matters more; and nothing may wait for this again

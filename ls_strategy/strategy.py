@@ -466,6 +466,7 @@ class ZeROStrategy(DDPStrategy):
         assert self.lightning_module is not None
         if self.engine is None:
             return self.lightning_module.state_dict()
+        self.engine.check_whole()
         raw = self.raw_state_dict()
         full = full_state_dict(raw, self.engine.units, self.engine.comm)
         return full or ({} if self.engine.policy.parameters else raw)

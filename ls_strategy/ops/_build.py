@@ -95,8 +95,8 @@ def cpu_recipe() -> Recipe:
     sets = {"Portable": ()}
     if x86:
         sets |= {
-            "AVX2": ("-mavx2", "-mf16c"),
-            "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mf16c", "-mprefer-vector-width=512"),
+            "AVX2": ("-mavx2", "-mfma", "-mf16c"),
+            "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-mprefer-vector-width=512"),
         }
     units = [Unit(f, (*compiler, *common, *_includes(), "-c", str(_SOURCES / f"{f}.cpp"))) for f in ("cpu", "schemas")]
     for name, flags in sets.items():

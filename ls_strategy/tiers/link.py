@@ -47,6 +47,11 @@ class Link:
         self._down = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._up = torch.cuda.Stream(device) if device.type == "cuda" else None
 
+    def bind_thread(self) -> None:
+        """Make this thread work on the device; a new thread would work on the first one."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
     @contextmanager
     def aside(self, after: Any = None) -> Iterator[None]:
         """Inside, the device works beside what the training thread gives it; what it did there is done at the end.

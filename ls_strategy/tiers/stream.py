@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ls_strategy.errors import StateError
@@ -75,9 +75,10 @@ class Ticket:
 class Stream:
     """Works jobs off, in order, on a thread of its own or on the caller's."""
 
-    def __init__(self, *, threaded: bool) -> None:
-        """``threaded=False``: `submit` returns when everything is done."""
+    def __init__(self, *, threaded: bool, on_start: Callable[[], None] | None = None) -> None:
+        """``threaded=False``: `submit` returns when everything is done. ``on_start`` runs first on the thread."""
         self.threaded = threaded
+        self._on_start = on_start
         self._queue: deque[tuple[Job | None, Ticket]] = deque()
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -129,6 +130,8 @@ class Stream:
         self._closing = False
 
     def _run(self) -> None:
+        if self._on_start is not None:
+            self._on_start()
         while True:
             with self._wake:
                 while not self._queue and not self._closing:

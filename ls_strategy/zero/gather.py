@@ -66,7 +66,7 @@ class Gatherer:
         """Stage 3: let a unit's full parameters go, unless it is pinned."""
         if self.sharded and not unit.pinned:
             for flat in unit.flats:
-                if flat.is_gathered or flat.gathering is not None:
+                if flat.is_gathered or flat.gathering is not None or flat.reading is not None:
                     flat.release()
 
     def forward_order(self) -> list[Unit]:

@@ -112,8 +112,16 @@ class Offload:
         _raise_together(comm, error)
         tiers["cpu"] = ResidentTier(sizes["cpu"], lambda numel, dtype: host_empty(numel, dtype, device).zero_(), "cpu")
         beside = "nvme" in config.tiers or (config.offloads and device.type == "cuda")
-        worker = ThreadPoolExecutor(1, thread_name_prefix="ls_strategy-beside") if beside else None
-        result = cls(config, link, Stream(threaded=config.overlap_step), tiers, sizes["nvme"], Ring(device), worker)
+        worker = ThreadPoolExecutor(1, "ls_strategy-beside", link.bind_thread) if beside else None
+        result = cls(
+            config,
+            link,
+            Stream(threaded=config.overlap_step, on_start=link.bind_thread),
+            tiers,
+            sizes["nvme"],
+            Ring(device),
+            worker,
+        )
         result.choose_where_to_step(device)
         result.finalizer = weakref.finalize(result, _close, result.stream, worker, tiers)
         return result

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from torch import Tensor
 from ls_strategy.config import TierName
 from ls_strategy.tiers.base import Key, ResidentTier, Tier
 from ls_strategy.tiers.link import Link, host_empty
+
+T = TypeVar("T")
 
 CHUNK = 1 << 20
 """Elements that are brought from a drive at a time: 4 MiB of fp32. Every tier sums norms in these portions too."""
@@ -69,13 +72,12 @@ class Rest:
     worker: ThreadPoolExecutor | None = None
     """One thread for what goes on beside the training thread; shared by all flat buffers."""
 
-    def beside(self, work: Callable[[], None]) -> Future[None]:
+    def beside(self, work: Callable[[], T]) -> Future[T]:
         """Run ``work`` beside the training thread, after what came before; at once where there is no such thread."""
         if self.worker is not None:
             return self.worker.submit(work)
-        done: Future[None] = Future()
-        work()
-        done.set_result(None)
+        done: Future[T] = Future()
+        done.set_result(work())
         return done
 
     def key(self, name: str) -> Key:

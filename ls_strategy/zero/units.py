@@ -28,7 +28,7 @@ from ls_strategy.config import TierName
 from ls_strategy.errors import StateError
 from ls_strategy.layout import Piece
 from ls_strategy.plan import FlatPlan
-from ls_strategy.tiers.link import Arrival, host_empty
+from ls_strategy.tiers.link import DONE, Arrival, host_empty
 from ls_strategy.tiers.stream import Ticket
 from ls_strategy.zero.averages import Averages
 from ls_strategy.zero.rest import Rest
@@ -73,7 +73,7 @@ class Flat:
         """Whether the masters are newer than this rank's part of the parameters."""
         self.waited_s = 0.0
         """Seconds that the training thread has waited for updates."""
-        self.reading: Future[None] | None = None
+        self.reading: Future[Arrival] | None = None
         """This rank's part of the parameters, on its way from the drive."""
         self.is_gathered = True
         self.gathering: PendingGather | None = None
@@ -218,12 +218,6 @@ class Flat:
         self.updated_early = True
         self.averages.let_go()
 
-    def end_early_update(self) -> None:
-        """Backward is over, and the step that the update belongs to has come."""
-        if self.updated_early:
-            self.updated_early = False
-            self.refresh_due = not self.policy.parameters
-
     def begin_delayed_update(self, updating: Ticket) -> None:
         """The update runs while the next step computes with the old parameters, and fills averages of its own."""
         self.updating = updating
@@ -256,42 +250,50 @@ class Flat:
                     f"a parameter of {self.layout.slots[0].name!r} and its neighbours is read again in the backward "
                     "pass that has already updated it. Set overlap_step=False on the strategy."
                 )
-            if self.full.untyped_storage().size() == 0 and self.param_tier != "nvme":
-                self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
             self.start_read()
+            if self.full.untyped_storage().size() == 0:
+                self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
             self._bring(self.full[lo:hi])
         elif self.optimizer_tier == "device" and not self.master_is_slice:
             self.full[lo:hi].copy_(self.master)
         if self.policy.optimizer:
             self.gathering = self.comm.all_gather(self.full)
 
-    def start_read(self) -> None:
-        """NVMe at stage 3: begin to bring this rank's part of the parameters. Not collective, does not wait."""
-        if self.param_tier != "nvme" or self.is_gathered or self.gathering is not None or self.reading is not None:
-            return
-        self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
-        out, updating = self.full[slice(*self.stepped)], self.updating
+    @property
+    def _reads_ahead(self) -> bool:
+        """Whether this rank's part of the parameters comes from another place, beside the training thread."""
+        return self.param_tier == "nvme" or (self.param_tier == "cpu" and self.full.device.type != "cpu")
 
-        def read() -> None:
+    def start_read(self) -> None:
+        """Stage 3: begin to bring this rank's part of the parameters. Not collective, does not wait."""
+        if not self._reads_ahead or self.is_gathered or self.gathering is not None or self.reading is not None:
+            return
+        if self.refresh_due:
+            self.refresh_due = False
+            self.refresh()
+        self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
+        out, updating, after = self.full[slice(*self.stepped)], self.updating, self.rest.link.mark()
+
+        def read() -> Arrival:
             if updating is not None:
                 updating.wait()
-            self.rest.read_into("param" if self.has_own_shard else "master", out)
+            if self.param_tier == "nvme":
+                self.rest.read_into("param" if self.has_own_shard else "master", out)
+                return DONE
+            source = self.master if self.shard is None else self.shard
+            if source.dtype != out.dtype:  # cast on the host, so that half the bytes cross the bus
+                source = host_empty(out.numel(), out.dtype, out.device).copy_(source)
+            return self.rest.link.to_device(out, source, after)
 
         self.reading = self.rest.beside(read)
 
     def _bring(self, out: Tensor) -> None:
         """Stage 3: this rank's part of the parameters, from where it rests."""
-        if self.reading is not None:
-            self.reading.result()
-            self.reading = None
+        if self.reading is None:
+            out.copy_(self.master if self.shard is None else self.shard)
             return
-        source = self.master if self.shard is None else self.shard
-        if source.device == out.device:
-            out.copy_(source)
-            return
-        if source.dtype != out.dtype:  # cast on the host, so that half the bytes cross the bus
-            source = host_empty(out.numel(), out.dtype, out.device).copy_(source)
-        self.rest.link.to_device(out, source).wait_on_device()
+        self.reading.result().wait_on_device()
+        self.reading = None
 
     def finish_gather(self) -> None:
         """Wait until the parameters may be read."""

@@ -87,6 +87,35 @@ class Update:
             job.write()
 
 
+class CopyOut:
+    """A job that brings the masters, updated while backward ran, to the parameters on the device (stages 1 and 2)."""
+
+    def __init__(self, flat: Flat, after: Any) -> None:
+        """``after``: the point of the device's work after which nothing reads the old parameters."""
+        self._flat = flat
+        self._after = after
+
+    def read(self) -> None:
+        """Nothing to ask for ahead: the update that comes before may still write."""
+
+    def update(self) -> None:
+        """Cast on the host, so that half the bytes cross the bus, and send."""
+        flat = self._flat
+        target = flat.full[slice(*flat.stepped)]
+        if target.device.type == "cpu" and flat.optimizer_tier != "nvme":
+            target.copy_(flat.master)
+            return
+        out = host_empty(target.numel(), target.dtype, target.device)
+        if flat.optimizer_tier == "nvme":
+            flat.rest.read_into("master", out)
+        else:
+            out.copy_(flat.master)
+        flat.arriving = flat.rest.link.to_device(target, out, self._after)
+
+    def write(self) -> None:
+        """Done already."""
+
+
 class _Portion:
     """Elements ``[lo, hi)`` of the shard."""
 

@@ -8,6 +8,25 @@
 namespace ls {
 namespace {
 
+#if defined(__FMA__)
+// Four times as fast as the instruction, which takes turns with the square root and the division that remain. After one
+// correction the quotient is the right number or next to it, after another it is the right one: Markstein, "Computation of
+// elementary functions on the IBM RISC System/6000 processor", IBM J. Res. Dev. 34 (1990), theorems 5.1 and 5.2, since the
+// reciprocal is correctly rounded and the remainders are exact. Infinite quotients have no remainder.
+template <>
+struct Divisor<F> {
+  F divisor, reciprocal;
+
+  LS_INLINE explicit Divisor(float x) : divisor(splat<F>(x)), reciprocal(splat<F>(1.0f / x)) {}
+  LS_INLINE F operator()(F x) const {
+    const F q = x * reciprocal;
+    const F closer = fused(fused_negative(q, divisor, x), reciprocal, q);
+    const F closest = fused(fused_negative(closer, divisor, x), reciprocal, closer);
+    return x < splat<F>(__builtin_inff()) ? closest : x;
+  }
+};
+#endif
+
 LS_INLINE int64_t bytes_of(Format format) { return format == kFP32 ? 4 : format == kInt8 ? 1 : 2; }
 
 LS_INLINE void store_out(void* out, Format format, int64_t i, F x) {
@@ -28,7 +47,7 @@ LS_INLINE void store_moment(void* to, int64_t i, F x, U random) {
   if (kFormat == kFP32) {
     store_as(static_cast<float*>(to) + i, x);
   } else {
-    store_as(static_cast<uint16_t*>(to) + i, narrow16(stochastic_bf16(x, rounding_of<kSigned>(random))));
+    store_as(static_cast<uint16_t*>(to) + i, upper_halves(stochastic_bf16(x, rounding_of<kSigned>(random))));
   }
 }
 

@@ -76,6 +76,15 @@ LS_INLINE F root(F x) {
 #endif
 }
 
+#if defined(__AVX512F__)
+// a * b + c and c - a * b with one rounding.
+LS_INLINE F fused(F a, F b, F c) { return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+LS_INLINE F fused_negative(F a, F b, F c) { return (F)_mm512_fnmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+#elif defined(__FMA__)
+LS_INLINE F fused(F a, F b, F c) { return (F)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+LS_INLINE F fused_negative(F a, F b, F c) { return (F)_mm256_fnmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+#endif
+
 LS_INLINE U16 narrow16(U x) {
 #if defined(__AVX512F__)
   return (U16)_mm512_cvtepi32_epi16((__m512i)x);
@@ -84,6 +93,17 @@ LS_INLINE U16 narrow16(U x) {
   return (U16)_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0xD8));
 #else
   return __builtin_convertvector(x, U16);
+#endif
+}
+
+// Upper halves. The word permutation does in one step what a shift and a narrowing do in three.
+LS_INLINE U16 upper_halves(U x) {
+#if defined(__AVX512BW__)
+  const __m512i odd = _mm512_set_epi16(31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1, 31, 29, 27, 25, 23, 21, 19,
+                                       17, 15, 13, 11, 9, 7, 5, 3, 1);
+  return (U16)_mm512_castsi512_si256(_mm512_permutexvar_epi16(odd, (__m512i)x));
+#else
+  return narrow16(x >> 16);
 #endif
 }
 
@@ -152,12 +172,20 @@ LS_INLINE U16 to_fp16(F x) {
 #endif
 }
 
-LS_INLINE F from_bf16(U16 x) { return number(widen(x) << 16); }
+LS_INLINE F from_bf16(U16 x) {
+#if defined(__AVX512BW__)
+  const __m512i twice = _mm512_set_epi16(15, 15, 14, 14, 13, 13, 12, 12, 11, 11, 10, 10, 9, 9, 8, 8, 7, 7, 6, 6, 5, 5, 4, 4, 3,
+                                         3, 2, 2, 1, 1, 0, 0);
+  return (F)_mm512_maskz_permutexvar_epi16(0xAAAAAAAA, twice, _mm512_castsi256_si512((__m256i)x));
+#else
+  return number(widen(x) << 16);
+#endif
+}
 
 LS_INLINE U16 to_bf16(F x) {
   const U b = bits(x);
-  const U rounded = (b + 0x7FFF + (b >> 16 & 1)) >> 16;
-  return narrow16(x != x ? splat(0x7FC0u) : rounded);
+  const U rounded = b + 0x7FFF + (b >> 16 & 1);
+  return upper_halves(x != x ? splat(0x7FC00000u) : rounded);
 }
 
 // Elements [i, i + kLanes) of a gradient.

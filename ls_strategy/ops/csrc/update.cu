@@ -23,7 +23,7 @@ LS_INLINE void store_moment(void* to, Format format, int64_t i, int64_t n, const
   Vector<uint16_t> raw;
 #pragma unroll
   for (int k = 0; k < kVector; ++k) {
-    raw.x[k] = stochastic_bf16(v.x[k], rounding_of<kSigned>(random_bits(key + k * kWeyl)));
+    raw.x[k] = stochastic_bf16(v.x[k], rounding_of<kSigned>(random_bits(key + k * kWeyl))) >> 16;
   }
   store4<kWide, uint16_t>(to, i, n, raw);
 }
