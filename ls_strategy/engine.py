@@ -31,6 +31,7 @@ from ls_strategy.comm import Comm
 from ls_strategy.config import LossScaleConfig, ZeROConfig
 from ls_strategy.errors import StateError
 from ls_strategy.precision import LossScaler, PrecisionPolicy
+from ls_strategy.tiers.link import trim_heap
 from ls_strategy.zero import materialize as materials
 from ls_strategy.zero import step as stepping
 from ls_strategy.zero.assembly import Draft
@@ -382,6 +383,8 @@ class Engine:
             finally:
                 self._stepping = None
             self._publish(index)
+            if self.config.offloads and self._steps_begun <= len(self.optimizers):
+                trim_heap()  # the first step's transient buffers, before what stays settles among them
         else:
             self.skipped_steps += 1
         if self.scaler is not None:

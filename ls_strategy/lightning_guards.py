@@ -28,16 +28,11 @@ _BETWEEN_STEPS = ("on_train_batch_start", "on_train_batch_end", "on_train_epoch_
 """Hooks that run after an optimizer step and before the next forward."""
 
 
-_AFTER_BACKWARD = (
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_before_zero_grad",
-    "on_train_batch_end",
-    "configure_gradient_clipping",
-    "optimizer_step",
-    "optimizer_zero_grad",
-)
-"""Hooks that run after backward and before the gradients are dropped, or that decide whether a step follows at all."""
+_AFTER_BACKWARD = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad", "on_train_batch_end")
+"""Hooks that run after backward and before the gradients are dropped."""
+
+_IN_CHARGE = ("configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad")
+"""Hooks of the module that change gradients, or decide whether a step follows at all."""
 
 
 def check_trainer(trainer: pl.Trainer, config: ZeROConfig, precision: ZeROPrecision) -> None:
@@ -77,11 +72,13 @@ def reads_weights_between_steps(trainer: pl.Trainer, module: pl.LightningModule)
     """Whether user code might read parameters after a step and before the forward that waits for them.
 
     Manual optimization always might; otherwise any callback or module hook that runs in between, but Lightning's own
-    callbacks (which read weights only through the strategy) and those that say so by ``reads_weights = False``.
+    callbacks (which read weights only through the strategy), and modules and callbacks that say so by
+    ``reads_weights = False``.
     """
     if not module.automatic_optimization:
         return True
-    if any(is_overridden(hook, module, parent=pl.LightningModule) for hook in _BETWEEN_STEPS):
+    looks = _BETWEEN_STEPS if getattr(module, "reads_weights", True) else ()
+    if any(is_overridden(hook, module, parent=pl.LightningModule) for hook in looks):
         return True
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, WeightAveraging):
@@ -99,11 +96,12 @@ def reads_weights_between_steps(trainer: pl.Trainer, module: pl.LightningModule)
 def reads_gradients(trainer: pl.Trainer, module: pl.LightningModule, engine: Engine) -> bool:
     """Whether user code might read or change gradients between backward and the step, or leave the step out.
 
-    As `reads_weights_between_steps`; a callback that does not says so by ``reads_gradients = False``.
+    As `reads_weights_between_steps`; a module or a callback that does not says so by ``reads_gradients = False``.
     """
     if not module.automatic_optimization or trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
         return True
-    if any(is_overridden(hook, module, parent=pl.LightningModule) for hook in _AFTER_BACKWARD):
+    looks = _AFTER_BACKWARD if getattr(module, "reads_gradients", True) else ()
+    if any(is_overridden(hook, module, parent=pl.LightningModule) for hook in (*looks, *_IN_CHARGE)):
         return True
     if any(has_step_hooks(optimizer, besides=engine) for optimizer in trainer.strategy.optimizers):
         return True
@@ -111,9 +109,7 @@ def reads_gradients(trainer: pl.Trainer, module: pl.LightningModule, engine: Eng
         own = type(callback).__module__.startswith("lightning.pytorch.")
         if own or getattr(callback, "reads_gradients", True) is False:
             continue
-        if any(
-            is_overridden(hook, callback, parent=pl.Callback) for hook in _AFTER_BACKWARD if hasattr(pl.Callback, hook)
-        ):
+        if any(is_overridden(hook, callback, parent=pl.Callback) for hook in _AFTER_BACKWARD):
             return True
     return False
 

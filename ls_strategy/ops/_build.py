@@ -1,9 +1,10 @@
 """Compiles ``csrc`` at first use into one library per kind of device, and remembers why where that is impossible.
 
-A library is linked against the stable part of libtorch's interface alone, so that it serves every torch from 2.11 on, and
-holds code for every instruction set it may meet, so that a cache on a shared file system serves unlike nodes. Its file is
-named after a hash of all that decides its content. Among processes, the first to take a file lock builds, and the others
-wait; the kernel drops the lock when its holder dies, and the library appears under its name only when it is complete.
+A library is linked against the stable part of libtorch's interface alone, so that it serves every torch from 2.11 on,
+and holds code for every instruction set it may meet, so that a cache on a shared file system serves unlike nodes. Its
+file is named after a hash of all that decides its content. Among processes, the first to take a file lock builds, and
+the others wait; the operating system drops the lock when its holder dies, and the library appears under its name only
+when it is complete.
 
 Environment:
     LS_STRATEGY_OPS: ``0`` uses the references in torch, ``1`` raises where a kernel cannot be had.
@@ -95,8 +96,8 @@ def cpu_recipe() -> Recipe:
     sets = {"Portable": ()}
     if x86:
         sets |= {
-            "AVX2": ("-mavx2", "-mfma", "-mf16c"),
-            "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-mprefer-vector-width=512"),
+            "AVX2": ("-mavx2", "-mf16c"),
+            "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mf16c", "-mprefer-vector-width=512"),
         }
     units = [Unit(f, (*compiler, *common, *_includes(), "-c", str(_SOURCES / f"{f}.cpp"))) for f in ("cpu", "schemas")]
     for name, flags in sets.items():

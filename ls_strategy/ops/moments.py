@@ -3,8 +3,9 @@
 Stored values are rounded stochastically: a moving average moves by a fraction of its distance to the gradient, which is
 often less than half a step of a short format, so that rounding to nearest would leave it where it is for ever.
 
-The 8-bit format cuts an fp32 number short. Per block of `BLOCK` elements there is a ``scale``, the smallest power of two
-that is not below the block's largest magnitude, and each element ``x`` keeps the top of the bit pattern of ``x / scale``::
+The 8-bit format cuts an fp32 number short. Per block of `BLOCK` elements there is a ``scale``, the smallest power of
+two that is not below the block's largest magnitude, and each element ``x`` keeps the top of the bit pattern of
+``x / scale``::
 
     signed:    s eeee mmm    1 + 7 bits, code 127 = scale, 3 bits of mantissa, down to 2**-16 of the scale; 0 is 0
     unsigned:    eeee mmmm       8 bits, code 255 = scale, 4 bits of mantissa, down to 2**-16 of the scale; 0 is 0
@@ -136,7 +137,7 @@ def empty(n: int, format: MomentFormat, signed: bool, device: torch.device | str
 
 
 def root(x: Tensor) -> Tensor:
-    """The square root, correctly rounded: torch's own, which calls MKL on CPUs, is off by one bit for a fifth of all fp32.
+    """The square root, correctly rounded: that of torch, which calls MKL on CPUs, is off by one bit for one in five.
 
     Of an fp32 number, the root in fp64 is never so near to the middle of two fp32 that its own rounding could matter.
     """

@@ -43,7 +43,7 @@ def sum_of_squares(grad: Tensor, unscale: float) -> Tensor:
 
 
 def limit_isa(limit: int) -> int:
-    """Use no better instruction set of the CPU than 0 portable, 1 AVX2, 2 AVX-512; returns the one in use. For tests."""
+    """Use no better instruction set of the CPU than 0 portable, 1 AVX2, 2 AVX-512; returns the one in use. Tests."""
     if not available("cpu"):
         raise RuntimeError(f"no kernels for the CPU: {_build.status()['cpu']}")
     return ctypes.CDLL(_build.status()["cpu"].removeprefix("native: ")).ls_strategy_limit_isa(limit)

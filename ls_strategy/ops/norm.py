@@ -1,9 +1,9 @@
 """Sum of squares and number of non-finite elements of a gradient, in one pass.
 
-The order of the additions is part of the definition, so that the result depends neither on the number of threads nor on
-the device. `BLOCK` numbers are added in `LANES` lanes: lane ``j`` takes numbers ``j``, ``j + LANES``, ``j + 2 * LANES``,
-... one after the other, and the lanes are then folded in halves, upper onto lower. The sums of the blocks are added in
-the same way, and so on until one number is left.
+The order of the additions is part of the definition, so that the result depends neither on the number of threads nor
+on the device. `BLOCK` numbers are added in `LANES` lanes: lane ``j`` takes numbers ``j``, ``j + LANES``,
+``j + 2 * LANES``, ... one after the other, and the lanes are then folded in halves, upper onto lower. The sums of the
+blocks are added in the same way, and so on until one number is left.
 """
 
 from __future__ import annotations

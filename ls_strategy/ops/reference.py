@@ -20,7 +20,7 @@ Rule = Callable[[Tensor, Tensor, list[Tensor], Scalars], None]
 """``rule(param, grad, moments, scalars)`` on one chunk, all fp32 and all of them its own to overwrite; in place."""
 
 
-def run(
+def run(  # noqa: PLR0913
     rule: Rule,
     param: Tensor,
     moments: list[Moment],

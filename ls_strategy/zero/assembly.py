@@ -13,6 +13,7 @@ from ls_strategy.config import ZeROConfig
 from ls_strategy.errors import PlanError
 from ls_strategy.plan import FROZEN, ParamFacts, Plan, resolve_plan
 from ls_strategy.precision import PrecisionPolicy
+from ls_strategy.tiers.link import trim_heap
 from ls_strategy.zero import agreement
 from ls_strategy.zero import materialize as materials
 from ls_strategy.zero.elementwise import require_elementwise
@@ -110,6 +111,9 @@ class Draft:
                 flat.load([values[id(p)] for p in members], device)
                 flats.append(flat)
             units.append(Unit(spec.name, spec.modules, flats, is_root=spec.is_root))
+            del values
+            if offload.config.offloads:
+                trim_heap()  # the unit's original values; without this, set-up may take the model's size
         maker.finish()
         return units
 

@@ -37,6 +37,10 @@ def chunks(start: int, stop: int) -> Iterator[tuple[int, int]]:
         start = end
 
 
+_KEPT = 4
+"""Free buffers of one size that are kept: as many as updates under way have while backward fills the next ones."""
+
+
 class Ring:
     """Buffers in host memory for gradients on their way into an update; they go round between the units."""
 
@@ -51,9 +55,11 @@ class Ring:
         return free.pop() if free else host_empty(numel, dtype, self._device).zero_()
 
     def give(self, buffers: Iterable[Tensor]) -> None:
-        """Nobody reads or writes these any more."""
+        """Nobody reads or writes these any more. What is more than a few of a size is freed."""
         for buffer in buffers:
-            self._free[buffer.numel(), buffer.dtype].append(buffer)
+            free = self._free[buffer.numel(), buffer.dtype]
+            if len(free) < _KEPT:
+                free.append(buffer)
 
 
 @dataclass

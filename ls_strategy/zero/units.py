@@ -120,7 +120,7 @@ class Flat:
             device: where the buffers live.
         """
         layout, dtype, master_dtype = self.layout, self.dtype, self.master_dtype
-        whole = torch.zeros(layout.numel, dtype=master_dtype, device=device)
+        whole = self._new_whole(device)
         for slot, value in zip(layout.slots, values, strict=True):
             whole[slot.offset : slot.end].copy_(value.detach().reshape(-1))
         self.comm.broadcast_(whole)
@@ -137,6 +137,12 @@ class Flat:
         self.bind()
         if self.policy.parameters:
             self.release()
+
+    def _new_whole(self, device: torch.device) -> Tensor:
+        numel, dtype = self.layout.numel, self.master_dtype
+        if device.type == "cpu" and self.rest.tiers:
+            return host_empty(numel, dtype, device).zero_()
+        return torch.zeros(numel, dtype=dtype, device=device)
 
     def _place(self, mine: Tensor) -> None:
         """Put this rank's original values where masters and parameters rest."""

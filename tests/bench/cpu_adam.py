@@ -2,11 +2,11 @@
 
 ``python -m tests.bench.cpu_adam --record tests/bench/records/cpu_adam.json``
 
-Two jobs. *fp32*: fp32 gradients, nothing else. *mixed*: what a mixed-precision step asks for, a bf16 gradient, unscaled and
-clipped, and a bf16 copy of the new parameters. The peers get their casts in as few passes as they can: one copy of the
-gradient to a buffer that is kept, and one of the parameters (torch takes the factor into its fused kernel, DeepSpeed needs
-a pass for it). The buffers are far larger than the last-level cache; every contender takes its turn in every round, and
-what is reported is the median of the ratios round by round, with quartiles.
+Two jobs. *fp32*: fp32 gradients, nothing else. *mixed*: what a mixed-precision step asks for, a bf16 gradient, unscaled
+and clipped, and a bf16 copy of the new parameters. The peers get their casts in as few passes as they can: one copy of
+the gradient to a buffer that is kept, and one of the parameters (torch takes the factor into its fused kernel,
+DeepSpeed needs a pass). The buffers are far larger than the last-level cache; every contender takes its turn in every
+round, and what is reported is the median of the ratios round by round, with quartiles.
 
 Bandwidth is of the bytes an update has to move, each read and written once; what else the caches fetch (write-allocate)
 does not count, neither for the updates nor for the triad ``a = b + s * c`` that they are compared with (12 bytes each).

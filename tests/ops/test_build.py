@@ -22,8 +22,8 @@ import torch
 from ls_strategy.ops import _build, moments, update
 p, m, v = torch.ones(1000), moments.empty(1000, "fp32", True), moments.empty(1000, "fp32", False)
 for step in (1, 2):
-    update.adamw_(p, m, v, torch.full((1000,), 0.5), lr=0.1, beta1=0.9, beta2=0.99, eps=0.0, weight_decay=0.0, step=step,
-                  decoupled=True)
+    update.adamw_(p, m, v, torch.full((1000,), 0.5), lr=0.1, beta1=0.9, beta2=0.99, eps=0.0, weight_decay=0.0,
+                  step=step, decoupled=True)
 print(json.dumps({"p": p.unique().tolist(), "lines": lines, "status": _build.status()}))
 """
 

@@ -18,7 +18,7 @@ int best() {
       __builtin_cpu_supports("avx512dq")) {
     return 2;
   }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) return 1;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) return 1;
 #endif
   return 0;
 }

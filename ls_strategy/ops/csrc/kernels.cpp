@@ -8,25 +8,6 @@
 namespace ls {
 namespace {
 
-#if defined(__FMA__)
-// Four times as fast as the instruction, which takes turns with the square root and the division that remain. After one
-// correction the quotient is the right number or next to it, after another it is the right one: Markstein, "Computation of
-// elementary functions on the IBM RISC System/6000 processor", IBM J. Res. Dev. 34 (1990), theorems 5.1 and 5.2, since the
-// reciprocal is correctly rounded and the remainders are exact. Infinite quotients have no remainder.
-template <>
-struct Divisor<F> {
-  F divisor, reciprocal;
-
-  LS_INLINE explicit Divisor(float x) : divisor(splat<F>(x)), reciprocal(splat<F>(1.0f / x)) {}
-  LS_INLINE F operator()(F x) const {
-    const F q = x * reciprocal;
-    const F closer = fused(fused_negative(q, divisor, x), reciprocal, q);
-    const F closest = fused(fused_negative(closer, divisor, x), reciprocal, closer);
-    return x < splat<F>(__builtin_inff()) ? closest : x;
-  }
-};
-#endif
-
 LS_INLINE int64_t bytes_of(Format format) { return format == kFP32 ? 4 : format == kInt8 ? 1 : 2; }
 
 LS_INLINE void store_out(void* out, Format format, int64_t i, F x) {
@@ -57,11 +38,13 @@ void update_lanes(const typename Rule::Numbers& numbers, const Buffers& buffers,
   const Rule rule(numbers);
   const Buffers b = buffers;  // a copy that no store can change: it stays in registers
   const F unscale = splat<F>(b.unscale), clip = splat<F>(b.clip ? *b.clip : 1.0f);
+  const bool scaled = b.unscale != 1.0f || b.clip;
   U key = (iota() + static_cast<uint32_t>(b.offset + begin)) * kWeyl + b.seed;
   const U stride = splat(kWeyl * kLanes);
   for (int64_t i = begin; i < end; i += kLanes, key += stride) {
     F p = load_as<F>(b.param + i), m{}, v{};
-    const F g = load(b.grad, b.grad_format, i) * unscale * clip;
+    F g = load(b.grad, b.grad_format, i);
+    if (scaled) g = g * unscale * clip;
     if (Rule::kFirst) m = load_moment<kFormat>(b.first, i);
     if (Rule::kSecond) v = load_moment<kFormat>(b.second, i);
     rule(p, g, m, v);

@@ -76,15 +76,6 @@ LS_INLINE F root(F x) {
 #endif
 }
 
-#if defined(__AVX512F__)
-// a * b + c and c - a * b with one rounding.
-LS_INLINE F fused(F a, F b, F c) { return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
-LS_INLINE F fused_negative(F a, F b, F c) { return (F)_mm512_fnmadd_ps((__m512)a, (__m512)b, (__m512)c); }
-#elif defined(__FMA__)
-LS_INLINE F fused(F a, F b, F c) { return (F)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
-LS_INLINE F fused_negative(F a, F b, F c) { return (F)_mm256_fnmadd_ps((__m256)a, (__m256)b, (__m256)c); }
-#endif
-
 LS_INLINE U16 narrow16(U x) {
 #if defined(__AVX512F__)
   return (U16)_mm512_cvtepi32_epi16((__m512i)x);

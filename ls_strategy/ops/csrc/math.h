@@ -8,22 +8,12 @@
 namespace ls {
 namespace {
 
-// Divides by a number that stays the same, correctly rounded.
-template <class N>
-struct Divisor {
-  N divisor;
-
-  LS_INLINE explicit Divisor(float x) : divisor(splat<N>(x)) {}
-  LS_INLINE N operator()(N x) const { return x / divisor; }
-};
-
 // Loshchilov & Hutter, arXiv:1711.05101, algorithm 2.
 template <class N>
 struct AdamW {
   using Numbers = AdamWNumbers;
   static constexpr bool kFirst = true, kSecond = true;
-  N decay, l2, weight1, rest1, beta2, weight2, eps, rate;
-  Divisor<N> root2;
+  N decay, l2, weight1, rest1, beta2, weight2, root2, eps, rate;
   bool has_l2, near;
 
   LS_INLINE explicit AdamW(const Numbers& s)
@@ -33,9 +23,9 @@ struct AdamW {
         rest1(splat<N>(s.rest1)),
         beta2(splat<N>(s.beta2)),
         weight2(splat<N>(s.weight2)),
+        root2(splat<N>(s.root2)),
         eps(splat<N>(s.eps)),
         rate(splat<N>(s.rate)),
-        root2(s.root2),
         has_l2(s.l2 != 0),
         near(s.weight1 < 0.5f) {}
 
@@ -44,7 +34,7 @@ struct AdamW {
     if (has_l2) g = g + p * l2;
     m = near ? m + (g - m) * weight1 : g - (g - m) * rest1;
     v = v * beta2 + (g * weight2) * g;
-    p = p + (m * rate) / (root2(root(v)) + eps);
+    p = p + (m * rate) / (root(v) / root2 + eps);
   }
 };
 

@@ -1,0 +1,289 @@
+"""How long training waits for updates of offloaded states: ``strategy.exposed_step_s`` as a share of the step.
+
+``python -m tests.bench.exposed_update --record tests/bench/records/exposed_update.json``
+
+The GPT recipe on one process, 8192 tokens per step, whole Trainers in turns in one process, in three settings:
+
+``here``      what this machine does: device and host are the same, so copies are short, and so is the update
+``bus``       copies between device and host take time, beside the computation, one after the other in each direction
+``node``      updates in host memory take time as well
+
+``bus`` and ``node`` are an H100's, to scale. It computes 400 TFLOP/s in training and moves 28 billion 16-bit elements
+per second in each direction (PCIe 5.0 x16, 56 GB/s). Eight of them update at once, 28 bytes per element through 400 GB/s
+of host memory, so 1.8 billion elements per second each. Operations per second that the recipe reaches here, measured in
+the same run, are to these 400 TFLOP/s as the simulated rates are to those; elements of any size count the same. Copies
+and updates really happen, and then last as long as the rate says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import queue
+import statistics
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from ls_strategy.autoload import ALIASES
+from ls_strategy.strategy import ZeROStrategy
+from ls_strategy.tiers import link
+from ls_strategy.zero import averages, offload, units, update
+from recipes.gpt.model import GPTModule, OptimConfig, SampleConfig
+from recipes.gpt.network import GPTConfig
+from tests.bench.step_time import environment
+
+ROOT = Path(__file__).parents[2]
+H100_FLOPS = 400e12
+H100_COPIED = 28e9
+"""Elements per second, one direction."""
+
+H100_UPDATED = 400e9 / 28 / 8
+"""Elements per second, one of eight ranks."""
+
+LIMIT = 0.15
+NETWORK = {"num_layers": 8, "width": 192, "num_heads": 6}
+BLOCK = 256
+SETTINGS = ("here", "bus", "node")
+STRATEGIES = ("zero2_offload", "zero3_offload", "zero3_nvme")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One Trainer."""
+
+    strategy: str
+    clip: bool = False
+    overlap: bool = True
+    setting: str = "here"
+
+    def __str__(self) -> str:
+        words = [self.strategy, "clipped" if self.clip else "free", "overlap" if self.overlap else "blocking"]
+        return "-".join([self.setting, *words])
+
+
+class Lane:
+    """Something that works jobs off one after the other, at a rate: one direction of a bus."""
+
+    def __init__(self, elements_per_s: float) -> None:
+        self._rate = elements_per_s
+        self._jobs: queue.SimpleQueue[tuple[int, Later]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="lane", daemon=True).start()
+
+    def take(self, numel: int) -> Later:
+        """Begin to move so many elements."""
+        later = Later()
+        self._jobs.put((numel, later))
+        return later
+
+    def _run(self) -> None:
+        free_at = 0.0
+        while True:
+            numel, later = self._jobs.get()
+            free_at = max(free_at, time.perf_counter()) + numel / self._rate
+            time.sleep(max(0.0, free_at - time.perf_counter()))
+            later.done.set()
+
+
+class Later:
+    """What `ls_strategy.tiers.link.Arrival` is to a CUDA event."""
+
+    waited_s = 0.0
+    """Seconds that the training thread has waited for new parameters on the bus."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+
+    def wait_on_host(self) -> None:
+        """Block this thread."""
+        self.done.wait()
+
+    def wait_on_device(self) -> None:
+        """Block this thread: it is what computes here."""
+        started = time.perf_counter()
+        self.done.wait()
+        if threading.current_thread() is threading.main_thread():
+            Later.waited_s += time.perf_counter() - started
+
+
+@contextmanager
+def simulated(setting: str, flops: float) -> Iterator[None]:
+    """Make copies, and in ``node`` updates in memory, last as long as an H100's would, to scale.
+
+    On a CPU the engine takes short cuts where device and host are one. They are taken away: parameters of stage 3 are
+    read beside the training thread, averages land when the bus has brought them, and so do updated parameters.
+    """
+    if setting == "here":
+        yield
+        return
+    scale = flops / H100_FLOPS
+    up, down = Lane(H100_COPIED * scale), Lane(H100_COPIED * scale)
+    updated_per_s = H100_UPDATED * scale
+    plain_prepare, plain_land = offload.Offload.prepare.__func__, averages.Averages.land  # type: ignore[attr-defined]
+    plain_update, plain_write, plain_copy_out = (
+        update._Portion.update, update._Portion.write, update.CopyOut.update
+    )  # fmt: skip
+
+    def prepare(cls: Any, *args: Any) -> Any:
+        result = plain_prepare(cls, *args)
+        if result.worker is None:
+            result.worker = ThreadPoolExecutor(1, "ls_strategy-beside")
+        return result
+
+    def land(self: Any, *args: Any, **options: Any) -> None:
+        plain_land(self, *args, **options)
+        if self._flat.gradient_tier != "device" and self.values is not None:
+            arrival = down.take(self.values.numel())
+            self.landing = self._flat.rest.beside(arrival.wait_on_host)
+
+    def portion_update(self: Any) -> None:
+        started = time.perf_counter()
+        plain_update(self)
+        if setting == "node" and not self._update.states.on_drive:
+            time.sleep(max(0.0, (self._hi - self._lo) / updated_per_s - (time.perf_counter() - started)))
+
+    def portion_write(self: Any) -> None:
+        flat, sent = self._update.flat, self._out is not None and self._update.flat.param_tier == "device"
+        plain_write(self)
+        if sent:
+            flat.arriving = up.take(self._hi - self._lo)
+
+    def copy_out(self: Any) -> None:
+        plain_copy_out(self)
+        self._flat.arriving = up.take(self._flat.stepped[1] - self._flat.stepped[0])
+
+    def to_device(self: Any, target: Tensor, source: Tensor, after: Any = None) -> Later:
+        target.copy_(source)
+        return up.take(target.numel())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offload.Offload, "prepare", classmethod(prepare))
+        patch.setattr(averages.Averages, "land", land)
+        patch.setattr(update._Portion, "update", portion_update)
+        patch.setattr(update._Portion, "write", portion_write)
+        patch.setattr(update.CopyOut, "update", copy_out)
+        patch.setattr(link.Link, "to_device", to_device)
+        patch.setattr(units.Flat, "_reads_ahead", property(lambda self: self.param_tier != "device"))
+        yield
+
+
+class Clock(pl.Callback):
+    """Seconds of every step, and those that it waited for updates."""
+
+    reads_weights = reads_gradients = False
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.exposed: list[float] = []
+        self.losses: list[float] = []
+        self._last = (0.0, 0.0)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Take the time. Waiting for updates of this step happens in the next one's forward."""
+        now = (time.perf_counter(), getattr(trainer.strategy, "exposed_step_s", 0.0) + Later.waited_s)
+        if batch_idx >= 2:  # the first step allocates, and cannot update early
+            self.seconds.append(now[0] - self._last[0])
+            self.exposed.append(now[1] - self._last[1])
+        self.losses.append(float(outputs["loss"]))
+        self._last = now
+
+
+def train(run: Run, steps: int, tokens: int, flops: float) -> Clock:
+    """One Trainer."""
+    pl.seed_everything(0, verbose=False)
+    data = torch.randint(256, (steps * (tokens // BLOCK), BLOCK + 1))
+    clock = Clock()
+    with simulated(run.setting, flops), tempfile.TemporaryDirectory(dir=ROOT) as folder:
+        options = {**ALIASES[run.strategy], "overlap_step": run.overlap}
+        if "nvme" in run.strategy:
+            options["nvme_path"] = folder
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=1,
+            strategy=ZeROStrategy(**options),  # type: ignore[arg-type]
+            max_steps=steps,
+            gradient_clip_val=1.0 if run.clip else None,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[clock],
+        )
+        module = GPTModule(
+            GPTConfig(vocab_size=256, block_size=BLOCK, **NETWORK), OptimConfig(warmup_steps=2),
+            SampleConfig(max_new_tokens=0),
+        )  # fmt: skip
+        trainer.fit(module, DataLoader(TensorDataset(data[:, :-1], data[:, 1:]), batch_size=tokens // BLOCK))
+        clock.flops = tokens * module.flops_per_token()  # type: ignore[attr-defined]
+        trainer.strategy.require_engine().offload.close()
+    return clock
+
+
+def main() -> None:
+    """Parse, measure, print a table, write the record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--strategies", nargs="+", default=STRATEGIES, help="aliases")
+    parser.add_argument("--settings", nargs="+", default=SETTINGS, choices=SETTINGS)
+    parser.add_argument("--rounds", type=int, default=2, help="Trainers of each kind")
+    parser.add_argument("--steps", type=int, default=5, help="steps of each, of which the first two are not counted")
+    parser.add_argument("--tokens", type=int, default=8192, help="per step")
+    parser.add_argument("--record", type=Path, default=None, help="JSON file to write")
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    torch.set_num_threads(1)  # the other core is for updates
+    clock = train(Run("zero3"), 4, args.tokens, 0.0)
+    flops = clock.flops / statistics.median(clock.seconds)  # type: ignore[attr-defined]
+    runs = [
+        Run(strategy, clip, overlap, setting)
+        for setting in args.settings
+        for strategy in args.strategies
+        for clip in (False, True)
+        for overlap in (True, False)
+    ]
+    clocks: dict[Run, list[Clock]] = {run: [] for run in runs}
+    for _ in range(args.rounds):
+        for run in runs:
+            clocks[run].append(train(run, args.steps, args.tokens, flops))
+    rows: list[dict[str, Any]] = []
+    print(f"{flops / 1e9:.0f} GFLOP/s, {args.tokens} tokens per step")
+    print(f"{'':44}{'step s':>8}{'exposed':>9}{'x blocking':>12}")
+    for run in runs:
+        seconds = [s for c in clocks[run] for s in c.seconds]
+        shares = [e / s for c in clocks[run] for s, e in zip(c.seconds, c.exposed, strict=True)]
+        blocking = [statistics.median(c.seconds) for c in clocks[replace(run, overlap=False)]]
+        ratios = [statistics.median(c.seconds) / b for c, b in zip(clocks[run], blocking, strict=True)]
+        rows.append({
+            **asdict(run),
+            "median_s": round(statistics.median(seconds), 4),
+            "exposed": round(statistics.median(shares), 4),
+            "ratio_to_blocking": round(statistics.median(ratios), 3),
+            "loss": clocks[run][0].losses[-1],
+        })  # fmt: skip
+        row = rows[-1]
+        print(f"{run!s:44}{row['median_s']:>8.3f}{row['exposed']:>9.1%}{row['ratio_to_blocking']:>12.3f}")
+    if args.record is not None:
+        record = {
+            "benchmark": "exposed_update", **environment("exposed_update"), "limit": LIMIT, "network": NETWORK,
+            "tokens": args.tokens, "block": BLOCK, "flops_per_s": round(flops), "results": rows,
+        }  # fmt: skip
+        args.record.write_text(json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

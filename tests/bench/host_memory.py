@@ -1,0 +1,259 @@
+"""Resident memory per parameter with every state in host memory: ``zero3_offload`` on one process, ``bf16-true``.
+
+``python -m tests.bench.host_memory --blocks 96 --record tests/bench/records/host_memory.json``
+
+Each case has a process of its own. A tiny model is trained first, so that libraries, compiled operations and thread
+pools are there; then many equal blocks, built on meta, so that gathered units and gradients on their way are a small
+share. Reported per parameter, above what the process had before: its resident memory between two steps (``VmRSS``),
+the most it ever had since (``VmHWM``), both from ``/proc``, and what the engine and the plan say they hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+LIMITS = {"fp32": 14.5, "bf16": 10.5, "int8": 8.5}
+"""Bytes per parameter: masters 4, moments 8, 4 or 2.03, gradients 2, and 0.5 for what is gathered and on its way."""
+
+CGROUPS = Path("/sys/fs/cgroup/memory")
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One process."""
+
+    moments: str
+    clip: bool
+    strategy: str = "zero3_offload"
+    blocks: int = 96
+    width: int = 1024
+    steps: int = 6
+    nvme_path: str = ""
+    """Folder of the NVMe tier, for a strategy that has one."""
+
+    allowed_bytes: int = 0
+    """The kernel refuses more than this, above what the process has after the tiny model. 0: no limit."""
+
+    cgroup: str = ""
+    """The memory cgroup (version 1) that enforces it; without one the data segment's limit does."""
+
+
+def status(field: str) -> int:
+    """A field of ``/proc/self/status``, bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
+
+
+def weigh(case: Case) -> dict[str, Any]:
+    """Train in this process, and say what it takes. Bytes, and bytes per parameter."""
+    import logging
+    import warnings
+
+    import lightning.pytorch as pl
+    import torch
+    from torch import Tensor, nn
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from ls_strategy.autoload import ALIASES
+    from ls_strategy.strategy import ZeROStrategy
+
+    warnings.filterwarnings("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+    class Block(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(width)
+            self.up = nn.Linear(width, 2 * width)
+            self.down = nn.Linear(2 * width, width)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.down(nn.functional.relu(self.up(self.norm(x))))
+
+    class Model(pl.LightningModule):
+        def __init__(self, blocks: int, width: int) -> None:
+            super().__init__()
+            self.shape = (blocks, width)
+
+        def configure_model(self) -> None:
+            if not hasattr(self, "blocks"):
+                blocks, width = self.shape
+                self.blocks = nn.ModuleList([Block(width) for _ in range(blocks)])
+
+        def training_step(self, batch: list[Tensor], i: int) -> Tensor:
+            x = batch[0]
+            for block in self.blocks:
+                x = block(x)
+            return x.square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+    class Scale(pl.Callback):
+        reads_weights = reads_gradients = False
+
+        def __init__(self) -> None:
+            self.rss: list[int] = []
+            self.held: dict[str, int] = {}
+
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            for flat in trainer.strategy.engine.flats:  # between two steps, when nothing is under way
+                flat.wait_updated()
+            self.rss.append(status("VmRSS"))
+            self.held = trainer.strategy.memory_bytes()
+
+    def fit(blocks: int, width: int, steps: int) -> tuple[Scale, Any]:
+        options = {**ALIASES[case.strategy], "moments": case.moments}
+        if case.nvme_path:
+            options["nvme_path"] = case.nvme_path
+        scale = Scale()
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=1,
+            strategy=ZeROStrategy(**options),  # type: ignore[arg-type]
+            precision="bf16-true",
+            max_steps=steps,
+            gradient_clip_val=1.0 if case.clip else None,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[scale],
+        )
+        data = DataLoader(TensorDataset(torch.randn(steps * 8, width)), batch_size=8)
+        trainer.fit(Model(blocks, width), data)
+        return scale, trainer
+
+    fit(2, 256, 3)
+    gc.collect()
+    before = status("VmRSS")
+    if case.cgroup:
+        # What is there already stays charged to the group that it was made in: the limit is for what is to come.
+        (Path(case.cgroup) / "cgroup.procs").write_text(str(os.getpid()))
+    elif case.allowed_bytes:
+        limit = status("VmData") + case.allowed_bytes
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again here
+    scale, trainer = fit(case.blocks, case.width, case.steps)
+    plan = trainer.strategy.require_engine().plan
+    steady = statistics.median(scale.rss[2:]) - before
+    peak = status("VmHWM") - before
+    return {
+        **asdict(case),
+        "parameters": plan.numel,
+        "unit_parameters": plan.units[-1].numel,
+        "before_bytes": before,
+        "resident_bytes": int(steady),
+        "peak_bytes": peak,
+        "resident_per_parameter": round(steady / plan.numel, 3),
+        "peak_per_parameter": round(peak / plan.numel, 3),
+        "resident_by_step": [round((r - before) / plan.numel, 3) for r in scale.rss],
+        "engine_per_parameter": {k: round(v / plan.numel, 3) for k, v in scale.held.items()},
+        "plan_per_parameter": {
+            tier: round(sum(kinds.values()) / plan.numel, 3) for tier, kinds in plan.bytes_by_tier().items()
+        },
+    }
+
+
+def measure(case: Case, *, timeout_s: float = 600) -> dict[str, Any]:
+    """`weigh` in a process of its own."""
+    names = ("WORLD_SIZE", "LOCAL_RANK", "RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+    environment = {k: v for k, v in os.environ.items() if k not in names} | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.bench.host_memory", "--one", json.dumps(asdict(case))],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False,
+    )  # fmt: skip
+    if done.returncode != 0:
+        raise RuntimeError(f"{case} ended with {done.returncode}:\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@contextlib.contextmanager
+def cgroup(limit_bytes: int) -> Iterator[str]:
+    """A memory cgroup of version 1 with this limit, page cache included; its path.
+
+    Raises:
+        OSError: there is no such controller here, or this user may not use it.
+    """
+    group = CGROUPS / f"ls_strategy_{uuid.uuid4().hex[:8]}"
+    group.mkdir()
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(limit_bytes))
+        swap = group / "memory.memsw.limit_in_bytes"
+        if swap.exists():
+            swap.write_text(str(limit_bytes))
+        yield str(group)
+    finally:
+        for _ in range(50):  # the kernel needs a moment to see that its process has ended
+            with contextlib.suppress(OSError):
+                group.rmdir()
+                break
+            time.sleep(0.1)
+
+
+def limited(case: Case) -> dict[str, Any]:
+    """`measure` under ``case.allowed_bytes``; ``limit`` in the result says what enforced it."""
+    with contextlib.ExitStack() as stack:
+        path, limit = "", "RLIMIT_DATA"
+        with contextlib.suppress(OSError):
+            path, limit = stack.enter_context(cgroup(case.allowed_bytes)), "memory cgroup"
+        result = measure(replace(case, cgroup=path))
+        if path:
+            result["charged_bytes"] = int((Path(path) / "memory.max_usage_in_bytes").read_text())
+    return {**result, "cgroup": "", "limited_by": limit}
+
+
+def main() -> None:
+    """Parse, measure, print a table, write the record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blocks", type=int, default=96, help="equal units")
+    parser.add_argument("--width", type=int, default=1024, help="a block has about 4 width**2 parameters")
+    parser.add_argument("--moments", nargs="+", default=["fp32", "bf16", "int8"], choices=sorted(LIMITS))
+    parser.add_argument("--strategy", default="zero3_offload", help="an alias")
+    parser.add_argument("--record", type=Path, default=None, help="JSON file to write")
+    parser.add_argument("--one", default=None, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one is not None:
+        print(json.dumps(weigh(Case(**json.loads(args.one)))))
+        return
+    from tests.bench.step_time import environment
+
+    results = []
+    print(f"{'moments':8}{'clip':>6}{'resident':>10}{'peak':>8}{'limit':>8}   bytes per parameter")
+    for moments in args.moments:
+        for clip in (False, True):
+            with tempfile.TemporaryDirectory(dir=ROOT) as folder:
+                case = Case(moments, clip, args.strategy, args.blocks, args.width, nvme_path=folder)
+                result = measure(case)
+            results.append({**result, "nvme_path": "", "limit": LIMITS[moments]})
+            print(
+                f"{moments:8}{clip!s:>6}{result['resident_per_parameter']:>10.2f}{result['peak_per_parameter']:>8.2f}"
+                f"{LIMITS[moments]:>8}   {result['engine_per_parameter']} plan {result['plan_per_parameter']}",
+                flush=True,
+            )
+    if args.record is not None:
+        record = {"benchmark": "host_memory", **environment("host_memory"), "results": results}
+        args.record.parent.mkdir(parents=True, exist_ok=True)
+        args.record.write_text(json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
