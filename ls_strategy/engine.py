@@ -269,6 +269,7 @@ class Engine:
             state.clip = None
         self.reducer.loss_scale = self.scaler.scale if self.scaler is not None else 1.0
         early = self.early_step and eager and self.scaler is None and len(self.optimizers) == 1
+        early = early and self.config.delayed_update_after is None
         self.reducer.on_complete = None  # what an earlier micro-batch left under way is not complete
         self.reducer.begin_backward(eager=eager)
         self.reducer.on_complete = self._update_early if early else None

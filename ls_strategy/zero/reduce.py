@@ -137,8 +137,8 @@ class Reducer:
         for unit in rest:
             self._launch_unit(unit)
         self._next = len(self.order)
-        if not self.policy.gradients:
-            self.finish_in_flight()  # hooks after backward read p.grad
+        if not self.policy.gradients or self.on_complete is not None:
+            self.finish_in_flight()  # hooks after backward read p.grad; or the last updates are to begin
 
     def _launch_unit(self, unit: Unit) -> None:
         unit.launched = True

@@ -1,32 +1,32 @@
 """Host memory per parameter with every state on the CPU; and with every state on a drive, under a limit of the kernel.
 
 The limit is a memory cgroup of version 1 (root only), which counts the page cache too; where there is none, the data
-segment's (``RLIMIT_DATA``), which counts private memory.
+segment's (``RLIMIT_DATA``), which counts private memory. Whoever takes more is killed, or gets no memory.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import resource
-import subprocess
-import sys
-import uuid
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.bench.host_memory import LIMITS, Case, measure
+from tests.bench.host_memory import LIMITS, Case, limited, measure
 
-ROOT = Path(__file__).parents[2]
-CGROUP = Path("/sys/fs/cgroup/memory")
 MIB = 1 << 20
+ALLOWED = 256 * MIB
+SIZES = (24, 48, 96)
+"""Blocks of a million parameters."""
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads /proc of Linux")
+
+def writable_clear_refs() -> bool:
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+pytestmark = pytest.mark.skipif(not writable_clear_refs(), reason="needs /proc/self/clear_refs of Linux")
 
 
 @pytest.mark.slow
@@ -36,10 +36,26 @@ def test_all_states_on_the_host_cost_what_they_are(moments: str, clip: bool) -> 
     """Masters, moments, gradients, and half a byte for what is gathered and under way. The peak, set-up included."""
     result = measure(Case(moments, clip, blocks=96, width=768))
     assert result["resident_per_parameter"] <= LIMITS[moments], result
-    assert result["peak_per_parameter"] <= LIMITS[moments] + 0.25, result
+    assert result["peak_per_parameter"] <= LIMITS[moments], result
 
 
 def test_gradients_need_no_memory_where_updates_begin_at_once() -> None:
     """Without clipping a few buffers go round, also after the first step, which cannot begin early."""
-    result = measure(Case("fp32", False, blocks=48, width=256, steps=5))
-    assert result["resident_per_parameter"] <= 13.0, result
+    result = measure(Case("fp32", clip=False, blocks=64, width=384, steps=5))
+    assert result["resident_per_parameter"] <= 12.0 + 1.0, result
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("clip", [False, True], ids=["free", "clipped"])
+def test_a_drive_holds_what_memory_cannot(tmp_path: Path, clip: bool) -> None:
+    """States of several times the memory that the kernel allows; and what is resident does not grow with the model."""
+    resident: list[int] = []
+    for blocks in SIZES:
+        case = Case("fp32", clip, "zero3_nvme", blocks, 512, nvme_path=str(tmp_path), allowed_bytes=ALLOWED)
+        result = limited(case)
+        resident.append(result["resident_bytes"])
+        states = (18 if clip else 14) * result["parameters"]
+    assert states > 3 * ALLOWED  # of the largest
+    assert max(resident) < ALLOWED
+    assert resident[-1] - resident[0] < 48 * MIB, resident  # the states grew by a gigabyte

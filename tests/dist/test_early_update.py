@@ -1,0 +1,204 @@
+"""When updates of offloaded states begin, and what may not happen behind anybody's back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ls_strategy.errors import StateError
+from ls_strategy.strategy import ZeROStrategy
+from ls_strategy.tiers.stream import Stream
+from tests.dist.ranks import Net, assert_close, assert_equal, batches, fit, on_ranks, weights
+
+
+class Plain(Net):
+    """Notes how many updates were begun when its backward pass had ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun: list[int] = []
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=self.lr, eps=1e-4)
+
+
+class Looks(Plain):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """Anything may be read here."""
+
+
+class SaysItDoesNot(Looks):
+    reads_gradients = False
+
+
+class SkipsSteps(Plain):
+    """Lightning's way to step every second batch."""
+
+    reads_gradients = False
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if batch_idx % 2:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()
+
+
+class Manual(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, i: int) -> None:
+        self.optimizers().zero_grad()
+        self.manual_backward(super().training_step(batch, i))
+        self.optimizers().step()
+
+
+def strategy(stage: int, **options: Any) -> ZeROStrategy:
+    options = {"offload_optimizer": "cpu", **options}
+    return ZeROStrategy(stage, min_unit_numel=0, **options)  # type: ignore[arg-type]
+
+
+def updates_begun_in_backward(module: Plain, stage: int, **options: Any) -> int:
+    """In the last step; counted between the start and the end of the backward pass."""
+    begun = [0]
+    submit, end = Stream.submit, []
+
+    def counting(stream: Stream, jobs: Any) -> Any:
+        begun[0] += 1
+        return submit(stream, jobs)
+
+    class Watch(pl.Callback):
+        reads_gradients = False
+
+        def on_before_backward(self, *_: Any) -> None:
+            begun[0] = 0
+
+        def on_after_backward(self, *_: Any) -> None:
+            end.append(begun[0])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stream, "submit", counting)
+        fit(strategy(stage), module, callbacks=[Watch()], **options)
+    return end[-1]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2)
+def test_updates_begin_in_backward_where_nobody_looks(rank: int, world_size: int, stage: int) -> None:
+    """Five units; only with one optimizer, no clipping, automatic optimization, and no hook in between."""
+    assert updates_begun_in_backward(Plain(), stage) == 5
+    assert updates_begun_in_backward(SaysItDoesNot(), stage) == 5
+    assert updates_begun_in_backward(Looks(), stage) == 0
+    assert updates_begun_in_backward(SkipsSteps(), stage) == 0
+    assert updates_begun_in_backward(Manual(), stage) == 0
+    assert updates_begun_in_backward(Plain(), stage, gradient_clip_val=0.1) == 0
+    assert updates_begun_in_backward(Plain(), stage, accumulate_grad_batches=2) == 5
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2)
+def test_a_module_that_skips_steps(rank: int, world_size: int, stage: int) -> None:
+    """Trusted run: the same stage without offload."""
+    trusted, ours = SkipsSteps(), SkipsSteps()
+    fit(stage, trusted)
+    fit(strategy(stage), ours)
+    assert ours.losses == trusted.losses
+    assert_equal(weights(ours), weights(trusted), f"stage {stage}")
+
+
+class Norms(pl.Callback):
+    """Asks the strategy, which knows the norm also of gradients that are gone."""
+
+    reads_gradients = False
+
+    def __init__(self) -> None:
+        self.norms: list[Tensor] = []
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self.norms.append(trainer.strategy.grad_norm())
+
+
+@on_ranks(2)
+def test_the_norm_of_gradients_that_are_gone(rank: int, world_size: int) -> None:
+    trusted, ours = Norms(), Norms()
+    fit(2, Plain(), callbacks=[trusted])
+    fit(strategy(2), Plain(), callbacks=[ours])
+    assert len(ours.norms) == 8
+    assert torch.equal(torch.stack(ours.norms), torch.stack(trusted.norms))
+
+
+class Recomputed(Plain):
+    """Every block is computed again in backward."""
+
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        for block in self.blocks:
+            h = checkpoint(block, h, use_reentrant=self.reentrant)
+        return self.last(h)
+
+
+class RecomputedReentrant(Recomputed):
+    reentrant = True
+
+
+class SharedReentrant(RecomputedReentrant):
+    """The first block twice, so that its gradients come in two parts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + checkpoint(self.blocks[0], self.first(x), use_reentrant=True)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2, timeout_s=120)
+def test_recomputed_blocks(rank: int, world_size: int, stage: int) -> None:
+    """Right, or refused with the cure; never wrong. Trusted run: the same without recomputing or offload."""
+    trusted = Plain()
+    fit(stage, trusted)
+    for net in (Recomputed, RecomputedReentrant):
+        ours = net()
+        fit(strategy(stage), ours)
+        assert_close(ours.losses, trusted.losses, f"{net.__name__}, losses")
+        assert_close(weights(ours), weights(trusted), net.__name__)
+    twice, again = SharedReentrant(), SharedReentrant()
+    fit(strategy(stage, overlap_step=False), twice)
+    try:
+        fit(strategy(stage), again)
+    except StateError as error:
+        assert "overlap_step=False" in str(error)
+    else:
+        assert_equal(weights(again), weights(twice), "a block whose gradients come in two parts")
+
+
+class Fails(Plain):
+    """Raises in the middle of the third backward pass."""
+
+    def training_step(self, batch: Any, i: int) -> Tensor:
+        loss = super().training_step(batch, i)
+        if i == 3:
+            self.first.weight.register_hook(self.fail)
+        return loss
+
+    def fail(self, _: Tensor) -> None:
+        raise RuntimeError("in the middle")
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@on_ranks(2)
+def test_weights_of_no_step_are_not_saved(rank: int, world_size: int, overlap: bool, tmp_path: Any) -> None:
+    module = Fails()
+    ours = strategy(2, overlap_step=overlap)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        fit(ours, module, batches(numel=64))
+    if overlap:
+        with pytest.raises(StateError, match="belong to no step"):
+            ours.lightning_module_state_dict()
+    else:
+        assert ours.lightning_module_state_dict() or rank
