@@ -190,6 +190,7 @@ class Clock(pl.Callback):
         self.seconds: list[float] = []
         self.exposed: list[float] = []
         self.losses: list[float] = []
+        self.flops = 0.0
         self._last = (0.0, 0.0)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -228,9 +229,26 @@ def train(run: Run, steps: int, tokens: int, flops: float) -> Clock:
             SampleConfig(max_new_tokens=0),
         )  # fmt: skip
         trainer.fit(module, DataLoader(TensorDataset(data[:, :-1], data[:, 1:]), batch_size=tokens // BLOCK))
-        clock.flops = tokens * module.flops_per_token()  # type: ignore[attr-defined]
+        clock.flops = tokens * module.flops_per_token()
         trainer.strategy.require_engine().offload.close()
     return clock
+
+
+def row_of(run: Run, clocks: dict[Run, list[Clock]]) -> dict[str, Any]:
+    """Medians of a run, printed and returned."""
+    seconds = [s for c in clocks[run] for s in c.seconds]
+    shares = [e / s for c in clocks[run] for s, e in zip(c.seconds, c.exposed, strict=True)]
+    blocking = [statistics.median(c.seconds) for c in clocks[replace(run, overlap=False)]]
+    ratios = [statistics.median(c.seconds) / b for c, b in zip(clocks[run], blocking, strict=True)]
+    row = {
+        **asdict(run),
+        "median_s": round(statistics.median(seconds), 4),
+        "exposed": round(statistics.median(shares), 4),
+        "ratio_to_blocking": round(statistics.median(ratios), 3),
+        "loss": clocks[run][0].losses[-1],
+    }
+    print(f"{run!s:44}{row['median_s']:>8.3f}{row['exposed']:>9.1%}{row['ratio_to_blocking']:>12.3f}", flush=True)
+    return row
 
 
 def main() -> None:
@@ -248,7 +266,7 @@ def main() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     torch.set_num_threads(1)  # the other core is for updates
     clock = train(Run("zero3"), 4, args.tokens, 0.0)
-    flops = clock.flops / min(clock.seconds)  # type: ignore[attr-defined]
+    flops = clock.flops / min(clock.seconds)
     runs = [
         Run(strategy, clip, overlap, setting)
         for setting in args.settings
@@ -257,26 +275,14 @@ def main() -> None:
         for overlap in (True, False)
     ]
     clocks: dict[Run, list[Clock]] = {run: [] for run in runs}
-    for _ in range(args.rounds):
-        for run in runs:
-            clocks[run].append(train(run, args.steps, args.tokens, flops))
     rows: list[dict[str, Any]] = []
     print(f"{flops / 1e9:.0f} GFLOP/s, {args.tokens} tokens per step")
     print(f"{'':44}{'step s':>8}{'exposed':>9}{'x blocking':>12}")
-    for run in runs:
-        seconds = [s for c in clocks[run] for s in c.seconds]
-        shares = [e / s for c in clocks[run] for s, e in zip(c.seconds, c.exposed, strict=True)]
-        blocking = [statistics.median(c.seconds) for c in clocks[replace(run, overlap=False)]]
-        ratios = [statistics.median(c.seconds) / b for c, b in zip(clocks[run], blocking, strict=True)]
-        rows.append({
-            **asdict(run),
-            "median_s": round(statistics.median(seconds), 4),
-            "exposed": round(statistics.median(shares), 4),
-            "ratio_to_blocking": round(statistics.median(ratios), 3),
-            "loss": clocks[run][0].losses[-1],
-        })  # fmt: skip
-        row = rows[-1]
-        print(f"{run!s:44}{row['median_s']:>8.3f}{row['exposed']:>9.1%}{row['ratio_to_blocking']:>12.3f}")
+    for round_ in range(args.rounds):
+        for run in runs:
+            clocks[run].append(train(run, args.steps, args.tokens, flops))
+            if round_ == args.rounds - 1 and not run.overlap:
+                rows += [row_of(replace(run, overlap=True), clocks), row_of(run, clocks)]
     if args.record is not None:
         record = {
             "benchmark": "exposed_update", **environment("exposed_update"), "limit": LIMIT, "network": NETWORK,

@@ -6,6 +6,8 @@ Each case has a process of its own. A tiny model is trained first, so that libra
 pools are there; then many equal blocks, built on meta, so that gathered units and gradients on their way are a small
 share. Reported per parameter, above what the process had before: its resident memory between two steps (``VmRSS``),
 the most it ever had since (``VmHWM``), both from ``/proc``, and what the engine and the plan say they hold.
+
+Then ``zero3_nvme`` in a memory cgroup of 256 MiB, at three sizes: what is resident must not grow with the model.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ class Case:
     """Folder of the NVMe tier, for a strategy that has one."""
 
     allowed_bytes: int = 0
-    """The kernel refuses more than this, above what the process has after the tiny model. 0: no limit."""
+    """The kernel refuses more than this (without a cgroup, twice this), above what the process has after the tiny model. 0: no limit."""
 
     cgroup: str = ""
     """The memory cgroup (version 1) that enforces it; without one the data segment's limit does."""
@@ -149,7 +151,8 @@ def weigh(case: Case) -> dict[str, Any]:
         # What is there already stays charged to the group that it was made in: the limit is for what is to come.
         (Path(case.cgroup) / "cgroup.procs").write_text(str(os.getpid()))
     elif case.allowed_bytes:
-        limit = status("VmData") + case.allowed_bytes
+        # Stacks of threads and heaps that nobody touched count here too, and come to as much again.
+        limit = status("VmData") + 2 * case.allowed_bytes
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again here
     scale, trainer = fit(case.blocks, case.width, case.steps)
@@ -227,7 +230,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=96, help="equal units")
     parser.add_argument("--width", type=int, default=1024, help="a block has about 4 width**2 parameters")
     parser.add_argument("--moments", nargs="+", default=["fp32", "bf16", "int8"], choices=sorted(LIMITS))
-    parser.add_argument("--strategy", default="zero3_offload", help="an alias")
+    parser.add_argument("--allowed-mib", type=int, default=256, help="of the runs on a drive")
     parser.add_argument("--record", type=Path, default=None, help="JSON file to write")
     parser.add_argument("--one", default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -240,17 +243,31 @@ def main() -> None:
     print(f"{'moments':8}{'clip':>6}{'resident':>10}{'peak':>8}{'limit':>8}   bytes per parameter")
     for moments in args.moments:
         for clip in (False, True):
-            with tempfile.TemporaryDirectory(dir=ROOT) as folder:
-                case = Case(moments, clip, args.strategy, args.blocks, args.width, nvme_path=folder)
-                result = measure(case)
-            results.append({**result, "nvme_path": "", "limit": LIMITS[moments]})
+            result = measure(Case(moments, clip, blocks=args.blocks, width=args.width))
+            results.append({**result, "limit": LIMITS[moments]})
             print(
                 f"{moments:8}{clip!s:>6}{result['resident_per_parameter']:>10.2f}{result['peak_per_parameter']:>8.2f}"
-                f"{LIMITS[moments]:>8}   {result['engine_per_parameter']} plan {result['plan_per_parameter']}",
+                f"{LIMITS[moments]:>8}   {result['engine_per_parameter']}",
+                flush=True,
+            )
+    on_drive = []
+    print(f"\n{'parameters':>12}{'clip':>7}{'states':>9}{'resident':>10}{'peak':>7}{'allowed':>9}   MiB")
+    for blocks in (args.blocks // 4, args.blocks // 2, args.blocks):
+        for clip in (False, True):
+            allowed = args.allowed_mib << 20
+            with tempfile.TemporaryDirectory(dir=ROOT) as folder:
+                case = Case("fp32", clip, "zero3_nvme", blocks, 768, nvme_path=folder, allowed_bytes=allowed)
+                result = {**limited(case), "nvme_path": ""}
+            result["states_bytes"] = result["parameters"] * (18 if clip else 14)
+            on_drive.append(result)
+            sizes = [result[f"{kind}_bytes"] >> 20 for kind in ("states", "resident", "peak", "allowed")]
+            print(
+                f"{result['parameters']:>12,}{clip!s:>7}{sizes[0]:>9}{sizes[1]:>10}{sizes[2]:>7}{sizes[3]:>9}"
+                f"   {result['limited_by']}",
                 flush=True,
             )
     if args.record is not None:
-        record = {"benchmark": "host_memory", **environment("host_memory"), "results": results}
+        record = {"benchmark": "host_memory", **environment("host_memory"), "results": results, "on_drive": on_drive}
         args.record.parent.mkdir(parents=True, exist_ok=True)
         args.record.write_text(json.dumps(record, indent=2) + "\n")
 

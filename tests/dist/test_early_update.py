@@ -169,10 +169,13 @@ def test_recomputed_blocks(rank: int, world_size: int, stage: int) -> None:
         assert_close(weights(ours), weights(trusted), net.__name__)
     twice, again = SharedReentrant(), SharedReentrant()
     fit(strategy(stage, overlap_step=False), twice)
+    refusal = ""
     try:
         fit(strategy(stage), again)
     except StateError as error:
-        assert "overlap_step=False" in str(error)
+        refusal = str(error)
+    if refusal:
+        assert "overlap_step=False" in refusal
     else:
         assert_equal(weights(again), weights(twice), "a block whose gradients come in two parts")
 

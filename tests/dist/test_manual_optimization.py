@@ -117,7 +117,7 @@ class ZeroHalfWay(Manual):
 
 
 class ModulesZeroTheirOwn(AdamW):
-    """``module.zero_grad()`` in place of the optimizer's, as GAN examples in plain torch have it, and not everywhere."""
+    """``module.zero_grad()`` in place of the optimizer's, as GAN examples in plain torch have it, not everywhere."""
 
     def training_step(self, batch: Any, i: int) -> None:
         self.zero_grad()
