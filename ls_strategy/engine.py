@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ls_strategy._compat import has_step_hooks
 from ls_strategy.comm import Comm
 from ls_strategy.config import LossScaleConfig, ZeROConfig
 from ls_strategy.errors import StateError
@@ -417,6 +418,9 @@ class Engine:
                 else:
                     update = replace(update, after=after, streamed=self.offload.streamed)
                     flat.updating = self.offload.stream.submit(update.jobs())
+        if has_step_hooks(self.optimizers[index].sharded.optimizer, besides=self):
+            for update in updates:  # the user's hooks after the step read the weights that it has made
+                update.flat.wait_updated()
 
     def _bring_in_delayed(self, index: int) -> None:
         """The updates of the step before are due: wait for them, and let the parameters follow. Collective."""

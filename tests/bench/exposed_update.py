@@ -9,10 +9,10 @@ The GPT recipe on one process, 8192 tokens per step, whole Trainers in turns in 
 ``node``      updates in host memory take time as well
 
 ``bus`` and ``node`` are an H100's, to scale. It computes 400 TFLOP/s in training and moves 28 billion 16-bit elements
-per second in each direction (PCIe 5.0 x16, 56 GB/s). Eight of them update at once, 28 bytes per element through 400 GB/s
-of host memory, so 1.8 billion elements per second each. Operations per second that the recipe reaches here, measured in
-the same run, are to these 400 TFLOP/s as the simulated rates are to those; elements of any size count the same. Copies
-and updates really happen, and then last as long as the rate says.
+per second in each direction (PCIe 5.0 x16, 56 GB/s). Eight of them update at once, 28 bytes per element through
+400 GB/s of host memory, so 1.8 billion elements per second each. Operations per second that the recipe reaches here,
+measured in the same run, are to these 400 TFLOP/s as the simulated rates are to those; elements of any size count the
+same. Copies and updates really happen, and then last as long as the rate says.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import queue
 import statistics
 import tempfile
@@ -120,64 +121,76 @@ class Later:
             Later.waited_s += time.perf_counter() - started
 
 
-@contextmanager
-def simulated(setting: str, flops: float) -> Iterator[None]:
-    """Make copies, and in ``node`` updates in memory, last as long as an H100's would, to scale.
+class Bus:
+    """Stands in for parts of the engine: copies, and in ``node`` updates in memory, last as long as a rate says.
 
     On a CPU the engine takes short cuts where device and host are one. They are taken away: parameters of stage 3 are
     read beside the training thread, averages land when the bus has brought them, and so do updated parameters.
     """
-    if setting == "here":
-        yield
-        return
-    scale = flops / H100_FLOPS
-    up, down = Lane(H100_COPIED * scale), Lane(H100_COPIED * scale)
-    updated_per_s = H100_UPDATED * scale
-    plain_prepare, plain_land = offload.Offload.prepare.__func__, averages.Averages.land  # type: ignore[attr-defined]
-    plain_update, plain_write, plain_copy_out = (
-        update._Portion.update, update._Portion.write, update.CopyOut.update
-    )  # fmt: skip
 
-    def prepare(cls: Any, *args: Any) -> Any:
-        result = plain_prepare(cls, *args)
+    def __init__(self, setting: str, flops: float) -> None:
+        scale = flops / H100_FLOPS
+        self.up, self.down = Lane(H100_COPIED * scale), Lane(H100_COPIED * scale)
+        self._updated_per_s = H100_UPDATED * scale if setting == "node" else math.inf
+        self._prepare = offload.Offload.prepare.__func__  # type: ignore[attr-defined]
+        self._land = averages.Averages.land
+        self._update, self._write = update._Portion.update, update._Portion.write
+        self._copy_out = update.CopyOut.update
+
+    def prepare(self, cls: Any, *args: Any) -> Any:
+        """`Offload.prepare`, with a thread for copies."""
+        result = self._prepare(cls, *args)
         if result.worker is None:
             result.worker = ThreadPoolExecutor(1, "ls_strategy-beside")
         return result
 
-    def land(self: Any, *args: Any, **options: Any) -> None:
-        plain_land(self, *args, **options)
-        if self._flat.gradient_tier != "device" and self.values is not None:
-            arrival = down.take(self.values.numel())
-            self.landing = self._flat.rest.beside(arrival.wait_on_host)
+    def land(self, to: Any, *args: Any, **options: Any) -> None:
+        """`Averages.land`."""
+        self._land(to, *args, **options)
+        if to._flat.gradient_tier != "device" and to.values is not None:
+            to.landing = to._flat.rest.beside(self.down.take(to.values.numel()).wait_on_host)
 
-    def portion_update(self: Any) -> None:
+    def update(self, portion: Any) -> None:
+        """`_Portion.update`."""
         started = time.perf_counter()
-        plain_update(self)
-        if setting == "node" and not self._update.states.on_drive:
-            time.sleep(max(0.0, (self._hi - self._lo) / updated_per_s - (time.perf_counter() - started)))
+        self._update(portion)
+        if not portion._update.states.on_drive:
+            lasts = (portion._hi - portion._lo) / self._updated_per_s
+            time.sleep(max(0.0, lasts - (time.perf_counter() - started)))
 
-    def portion_write(self: Any) -> None:
-        flat, sent = self._update.flat, self._out is not None and self._update.flat.param_tier == "device"
-        plain_write(self)
+    def write(self, portion: Any) -> None:
+        """`_Portion.write`."""
+        flat, sent = portion._update.flat, portion._out is not None and portion._update.flat.param_tier == "device"
+        self._write(portion)
         if sent:
-            flat.arriving = up.take(self._hi - self._lo)
+            flat.arriving = self.up.take(portion._hi - portion._lo)
 
-    def copy_out(self: Any) -> None:
-        plain_copy_out(self)
-        self._flat.arriving = up.take(self._flat.stepped[1] - self._flat.stepped[0])
+    def copy_out(self, job: Any) -> None:
+        """`CopyOut.update`."""
+        self._copy_out(job)
+        job._flat.arriving = self.up.take(job._flat.stepped[1] - job._flat.stepped[0])
 
-    def to_device(self: Any, target: Tensor, source: Tensor, after: Any = None) -> Later:
+    def to_device(self, target: Tensor, source: Tensor) -> Later:
+        """`Link.to_device`."""
         target.copy_(source)
-        return up.take(target.numel())
+        return self.up.take(target.numel())
 
+
+@contextmanager
+def simulated(setting: str, flops: float) -> Iterator[None]:
+    """Put a `Bus` in."""
+    if setting == "here":
+        yield
+        return
+    bus = Bus(setting, flops)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offload.Offload, "prepare", classmethod(prepare))
-        patch.setattr(averages.Averages, "land", land)
-        patch.setattr(update._Portion, "update", portion_update)
-        patch.setattr(update._Portion, "write", portion_write)
-        patch.setattr(update.CopyOut, "update", copy_out)
-        patch.setattr(link.Link, "to_device", to_device)
-        patch.setattr(units.Flat, "_reads_ahead", property(lambda self: self.param_tier != "device"))
+        patch.setattr(offload.Offload, "prepare", classmethod(bus.prepare))
+        patch.setattr(averages.Averages, "land", lambda to, *args, **options: bus.land(to, *args, **options))
+        patch.setattr(update._Portion, "update", lambda portion: bus.update(portion))
+        patch.setattr(update._Portion, "write", lambda portion: bus.write(portion))
+        patch.setattr(update.CopyOut, "update", lambda job: bus.copy_out(job))
+        patch.setattr(link.Link, "to_device", lambda _, target, source, after=None: bus.to_device(target, source))
+        patch.setattr(units.Flat, "_reads_ahead", property(lambda flat: flat.param_tier != "device"))
         yield
 
 

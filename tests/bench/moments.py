@@ -29,7 +29,7 @@ from recipes.gpt.network import GPTConfig
 from tests.bench.step_time import environment
 
 FORMATS = ("fp32", "bf16", "int8")
-NETWORK = {"num_layers": 3, "num_heads": 4, "width": 96}
+NETWORK = {"num_layers": 2, "num_heads": 4, "width": 64}
 LAST = 50
 """Steps at the end whose mean loss is the final loss."""
 
@@ -69,7 +69,7 @@ def train(moments: str, seed: int, steps: int, cache: Path) -> dict[str, float]:
     block = 128
     data = TextData(
         corpus=CorpusConfig(max_bytes=4_000_000, cache_dir=str(cache)),
-        block_size=block, batch_size=8, val_crops=256, seed=seed,
+        block_size=block, batch_size=8, val_crops=128, seed=seed,
     )  # fmt: skip
     module = GPTModule(
         GPTConfig(vocab_size=256, block_size=block, **NETWORK),
@@ -124,7 +124,10 @@ def main() -> None:
     table = compare(runs)
     print(f"{'':6}" + "".join(f"{k:>10}{'- fp32':>10}{'noise':>8}" for k in ("final", "mean", "val")))
     for moments, row in table.items():
-        cells = (f"{row[k]:>10.4f}{row[k + '_difference']:>+10.4f}{row[k + '_noise']:>8.4f}" for k in ("final", "mean", "val"))
+        cells = (
+            f"{row[k]:>10.4f}{row[k + '_difference']:>+10.4f}{row[k + '_noise']:>8.4f}"
+            for k in ("final", "mean", "val")
+        )
         print(f"{moments:6}" + "".join(cells))
     if args.record is not None:
         record = {

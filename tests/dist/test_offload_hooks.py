@@ -1,0 +1,193 @@
+"""Whoever reads weights, gradients or states of an offloaded run reads what a run without offload would show."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+
+from ls_strategy.callbacks import Monitor, ShardedEMA
+from ls_strategy.strategy import ZeROStrategy
+from tests.dist.ranks import WIDTH, Block, Net, assert_close, assert_equal, batches, fit, on_ranks, trainer_of, weights
+
+TIERS = {
+    1: [{"offload_optimizer": "cpu"}, {"offload_optimizer": "nvme"}],
+    2: [{"offload_optimizer": "cpu"}, {"offload_optimizer": "nvme"}],
+    3: [{"offload_optimizer": "cpu", "offload_param": "cpu"}, {"offload_optimizer": "nvme", "offload_param": "nvme"}],
+}
+
+
+class ByDefault(Net):
+    """An optimizer that names no kernel, and a learning rate that changes at every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, eps=1e-4)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step % 3))
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    def validation_step(self, batch: Any, i: int) -> None:
+        self.seen.append(self.loss(batch).item())
+
+
+class ReadsWeights(ByDefault):
+    def on_train_batch_end(self, *_: Any) -> None:
+        """After every step, through the strategy and, where they are whole, directly."""
+        strategy: Any = self.trainer.strategy
+        with strategy.gathered_parameters():
+            self.seen.append(self.first.weight.double().sum().item())
+
+
+class ReadsGradients(ByDefault):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """What the optimizer's groups hold."""
+        self.seen += [p.grad.double().sum().item() for g in optimizer.param_groups for p in g["params"] if p.numel()]
+
+
+class ChangesGradients(ByDefault):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for p in optimizer.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.grad = p.grad * 0.5
+
+
+class StepHooks(ByDefault):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, eps=1e-4)
+        optimizer.register_step_post_hook(self.after_step)
+        return optimizer
+
+    def after_step(self, optimizer: Any, *_: Any) -> None:
+        self.seen += [p.detach().double().sum().item() for p in optimizer.param_groups[0]["params"]]
+
+
+class Toggles(ByDefault):
+    """A block is frozen for a while, another is not used at first."""
+
+    def training_step(self, batch: Any, i: int) -> Any:
+        self.blocks[1].requires_grad_(i % 4 != 2)
+        return super().training_step(batch, i)
+
+    def forward(self, x: Any) -> Any:
+        h = self.first(x)
+        for number, block in enumerate(self.blocks):
+            if number != 2 or self.trainer.global_step > 3:
+                h = block(h)
+        return self.last(h)
+
+
+def pairs(stage: int, path: Any) -> list[ZeROStrategy]:
+    return [ZeROStrategy(stage, min_unit_numel=0, nvme_path=str(path), **o) for o in TIERS[stage]]  # type: ignore
+
+
+# On a drive there is neither a gradient nor a weight to be looked at piece by piece (README).
+EVERYWHERE = [ByDefault, ReadsWeights, Toggles]
+IN_MEMORY = [ReadsGradients, ChangesGradients, StepHooks]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2, timeout_s=150)
+def test_hooks(rank: int, world_size: int, stage: int, tmp_path: Any) -> None:
+    """Losses, weights and what the hooks saw; trusted run: the same stage without offload."""
+    for net in EVERYWHERE + IN_MEMORY:
+        trusted = net()
+        fit(stage, trusted)
+        for strategy in pairs(stage, tmp_path)[: 2 if net in EVERYWHERE else 1]:
+            ours = net()
+            fit(strategy, ours)
+            what = f"{net.__name__} on {strategy.config.offload_optimizer}"
+            assert ours.losses == trusted.losses, what
+            assert ours.seen == trusted.seen, what
+            assert_equal(weights(ours), weights(trusted), what)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks(2, timeout_s=120)
+def test_validation_between_steps_and_averages(rank: int, world_size: int, stage: int, tmp_path: Any) -> None:
+    """Validation after every second batch, on the average of the weights; and a second fit, a test, a prediction."""
+
+    def train(options: dict[str, Any]) -> tuple[Any, ...]:
+        module = ByDefault()
+        data = batches()
+        ema = ShardedEMA(decay=0.7)
+        trainer = trainer_of(strategy(options), callbacks=[ema, Monitor()], val_check_interval=2, max_epochs=1)
+        trainer.fit(module, data, batches(seed=2))
+        averages = [a.clone() for a in ema._average]
+        tested = trainer.test(module, batches(seed=3), verbose=False)
+        predicted = torch.cat(trainer.predict(module, batches(seed=3)))  # type: ignore[arg-type]
+        again = trainer_of(strategy(options), max_epochs=1)
+        again.fit(module, data)
+        return module.losses, module.seen, averages, tested, predicted, weights(module)
+
+    def strategy(options: dict[str, Any]) -> ZeROStrategy:
+        return ZeROStrategy(stage, min_unit_numel=0, nvme_path=str(tmp_path), **options)  # type: ignore[arg-type]
+
+    trusted = train({})
+    for options in TIERS[stage]:
+        ours = train(options)
+        assert len(ours[0]) == 8
+        for a, b in zip(ours[:2], trusted[:2], strict=True):
+            assert a == b
+        for a, b in zip(ours[2], trusted[2], strict=True):
+            assert torch.equal(a, b)
+        assert ours[3] == trusted[3]
+        assert torch.equal(ours[4], trusted[4])
+        assert_equal(ours[5], trusted[5], "weights")
+
+
+class Late(ByDefault):
+    """Built in ``configure_model``."""
+
+    def build(self) -> None:
+        self.first: Any = None
+        self.was_on_meta = False
+
+    def configure_model(self) -> None:
+        if self.first is None:
+            self.first = nn.Linear(WIDTH, WIDTH)
+            self.blocks = nn.ModuleList([Block() for _ in range(3)])
+            self.last = nn.Linear(WIDTH, WIDTH)
+            self.was_on_meta = self.first.weight.is_meta
+
+
+@on_ranks(1)
+def test_one_process_never_holds_the_model(rank: int, world_size: int, tmp_path: Any) -> None:
+    """Stage 3 with offloaded parameters builds on meta also without ranks; weights are drawn as elsewhere."""
+    for strategy in pairs(3, tmp_path):
+        module = Late()
+        torch.manual_seed(1)
+        trainer = fit(strategy, module)
+        assert module.was_on_meta
+        assert all(map(math.isfinite, module.losses))
+        state = trainer.strategy.lightning_module_state_dict()
+        assert all(bool(v.isfinite().all()) for v in state.values())
+
+
+class Counts(pl.Callback):
+    reads_weights = False
+    reads_gradients = False
+
+    def __init__(self) -> None:
+        self.exposed: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.exposed.append(trainer.strategy.exposed_step_s)
+
+
+@on_ranks(1)
+def test_exposed_time_is_counted_at_every_step(rank: int, world_size: int, tmp_path: Any) -> None:
+    """It never falls; without overlap all of it is exposed."""
+    for overlap in (True, False):
+        counts = Counts()
+        ours = ZeROStrategy(2, min_unit_numel=0, offload_optimizer="cpu", overlap_step=overlap)
+        fit(ours, ByDefault(), callbacks=[counts])
+        assert counts.exposed == sorted(counts.exposed)
+        assert counts.exposed[-1] > 0
+    assert_close(ours.exposed_step_s, ours.require_engine().offload.stream.busy_s, "all of it", 0.5)
