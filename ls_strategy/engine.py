@@ -17,17 +17,16 @@ Everything here is collective unless it says otherwise: every rank makes the sam
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ls_strategy._compat import has_step_hooks
 from ls_strategy.comm import Comm
 from ls_strategy.config import LossScaleConfig, ZeROConfig
 from ls_strategy.errors import StateError
@@ -41,12 +40,9 @@ from ls_strategy.zero.hooks import UnitHooks
 from ls_strategy.zero.offload import Offload
 from ls_strategy.zero.optimizer import ShardedOptimizer
 from ls_strategy.zero.reduce import Reducer
+from ls_strategy.zero.schedule import UpdateSchedule
 from ls_strategy.zero.units import Flat
-from ls_strategy.zero.update import CopyOut, Update
 from ls_strategy.zero_stages import POLICIES
-
-_EARLY_UPDATES = 2
-"""Updates under way while backward runs; with one more the oldest is waited for, so that few averages are in memory."""
 
 _HOLDERS: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
 """Which engine holds a model's parameters. Engines hold no strong reference to their model, so entries end with it."""
@@ -104,16 +100,11 @@ class Engine:
         self.policy = POLICIES[config.stage if comm.world_size > 1 or config.offloads else 0]
         self.scaler = LossScaler(loss_scale or LossScaleConfig()) if precision.loss_scaling else None
         self.skipped_steps = 0
-        self.overlap_publish = False
-        """Let the next forward wait for new weights unit by unit. Only where nothing else reads them in between."""
         self.early_step = False
         """Begin a unit's update as soon as its gradients are complete. Only where the step is certain to follow, with
         neither clipping nor a loss scale, and with the hyper-parameters of now."""
         self._torn = False
         self._stepping: ShardedOptimizer | None = None
-        self._steps_begun = 0
-        self._early: deque[Flat] = deque()
-        self._delayed: list[list[Flat]] = [[] for _ in optimizers]
         draft = Draft(model, optimizers, config=config, precision=precision, policy=self.policy)
         draft.agree(comm)
         previous = Engine.holding(model)
@@ -132,6 +123,7 @@ class Engine:
         )  # fmt: skip
         self.reducer.selective = len(optimizers) > 1
         self.optimizers = [self._adopt(i, optimizer) for i, optimizer in enumerate(optimizers)]
+        self.schedule = UpdateSchedule([s.sharded for s in self.optimizers], self.gatherer, self.offload, owner=self)
         self.reducer.reset()
         self.hooks = UnitHooks(self.units, self.gatherer, self.reducer, sharded=self.policy.parameters)
         self._boundaries = [
@@ -257,7 +249,7 @@ class Engine:
         Collective where updates are delayed.
         """
         for index in range(len(self.optimizers)):
-            self._bring_in_delayed(index)
+            self.schedule.bring_in_delayed(index)
         self.gatherer.finish_all()
 
     # backward --------------------------------------------------------------------------------------------------------
@@ -269,11 +261,10 @@ class Engine:
             state.norm = None
             state.clip = None
         self.reducer.loss_scale = self.scaler.scale if self.scaler is not None else 1.0
-        early = self.early_step and eager and self.scaler is None and len(self.optimizers) == 1
-        early = early and self.config.delayed_update_after is None
+        early = self.early_step and eager and self.scaler is None and self.schedule.allows_early
         self.reducer.on_complete = None  # what an earlier micro-batch left under way is not complete
         self.reducer.begin_backward(eager=eager)
-        self.reducer.on_complete = self._update_early if early else None
+        self.reducer.on_complete = self.schedule.begin_early if early else None
 
     def end_backward(self) -> None:
         """The backward pass is over."""
@@ -283,18 +274,6 @@ class Engine:
             unit.pinned = False
             if not unit.is_root:
                 self.gatherer.release(unit)
-
-    def _update_early(self, flat: Flat) -> None:
-        """A buffer's averages are complete while backward still runs: begin its update. Not collective."""
-        update = self.optimizers[0].sharded.early_update(flat)
-        if update is None:
-            flat.averages.spill(unscale=1.0)
-            return
-        # Parameters of the stages below 3 stay as they are until backward is over: something might still read them.
-        flat.begin_early_update(self.offload.stream.submit(update.jobs()))
-        self._early.append(flat)
-        while len(self._early) > _EARLY_UPDATES:
-            self._early.popleft().wait_updated()
 
     def finish(self, index: int) -> bool:
         """Make the averaged, unscaled gradients of an optimizer complete and visible as ``.grad`` of its pieces.
@@ -371,8 +350,7 @@ class Engine:
         state = self.optimizers[index]
         result = None
         if proceed:
-            self._bring_in_delayed(index)
-            self._steps_begun += 1
+            number = self.schedule.begin_step(index)
             self._stepping = state.sharded
             try:
                 result = state.sharded.step(
@@ -380,12 +358,12 @@ class Engine:
                     run,
                     clip=state.clip,
                     shown=not self.private_gradients,
-                    submit=lambda updates: self._submit(index, updates),
+                    submit=lambda updates: self.schedule.submit(index, updates),
                 )
             finally:
                 self._stepping = None
-            self._publish(index)
-            if self.config.offloads and self._steps_begun <= len(self.optimizers):
+            self.schedule.publish(index)
+            if self.config.offloads and number == 1:
                 trim_heap()  # the first step's transient buffers, before what stays settles among them
         else:
             self.skipped_steps += 1
@@ -394,63 +372,6 @@ class Engine:
         state.finished = False
         state.clip = None
         return result
-
-    def _submit(self, index: int, updates: list[Update]) -> None:
-        """Updates of resident states run now; offloaded ones go to the stream, in the order the forward needs them."""
-        delay = self.config.delayed_update_after
-        delayed = delay is not None and self._steps_begun > delay
-        after = self.offload.link.mark()
-        if updates and updates[0].clip is not None and self.config.offload_optimizer is not None:
-            clip = updates[0].clip.cpu()  # once, here: the stream's thread would wait for the device at every buffer
-            updates = [u if u.flat.optimizer_tier == "device" else replace(u, clip=clip) for u in updates]
-        by_flat = {id(u.flat): u for u in updates}
-        for unit in self.gatherer.forward_order():
-            for flat in unit.flats:
-                update = by_flat.get(id(flat))
-                if update is None:
-                    continue
-                if flat.optimizer_tier == "device":
-                    update.run()
-                elif delayed:
-                    update = replace(update, publish=False, after=after, streamed=self.offload.streamed)
-                    flat.begin_delayed_update(self.offload.stream.submit(update.jobs()))
-                    self._delayed[index].append(flat)
-                else:
-                    update = replace(update, after=after, streamed=self.offload.streamed)
-                    flat.updating = self.offload.stream.submit(update.jobs())
-        if has_step_hooks(self.optimizers[index].sharded.optimizer, besides=self):
-            for update in updates:  # the user's hooks after the step read the weights that it has made
-                update.flat.wait_updated()
-
-    def _bring_in_delayed(self, index: int) -> None:
-        """The updates of the step before are due: wait for them, and let the parameters follow. Collective."""
-        flats, self._delayed[index] = self._delayed[index], []
-        for flat in flats:
-            flat.wait_updated()
-            flat.refresh_due = True
-            flat.start_gather()
-        for flat in flats:
-            flat.finish_gather()
-
-    def _publish(self, index: int) -> None:
-        """New weights to where they are read; updates that are under way are waited for when a unit needs them."""
-        after = self.offload.link.mark()
-        for flat in self.optimizers[index].flats:
-            if flat.updated_early and not self.policy.parameters:
-                flat.updating = self.offload.stream.submit([CopyOut(flat, after)])
-            flat.updated_early = False
-            fused_elsewhere = flat.optimizer_tier != "device" and flat.averages.folds_factors
-            if not fused_elsewhere and (flat.optimizer_tier != "device" or flat.has_own_shard):
-                flat.refresh_due = True  # the optimizer stepped the masters and nothing else
-        self._early.clear()
-        if self.policy.parameters:
-            self.gatherer.release_all()
-        else:
-            held_back = {id(flat) for flat in self._delayed[index]}
-            flats = [f for f in self.optimizers[index].flats if id(f) not in held_back]
-            self.gatherer.publish(flats, lazily=self.config.offload_optimizer is not None)
-        if not self.overlap_publish:
-            self.gatherer.finish_all()
 
     def zero_grad(self, index: int, *, set_to_none: bool = True) -> None:
         """``optimizer.zero_grad``. Not collective, unless a reduction is under way (then on every rank)."""
@@ -489,7 +410,7 @@ class Engine:
         Weights on their way are waited for, since all ranks sent them before; if that fails too, they are given up.
         """
         self.reducer.abort()
-        self._early.clear()
+        self.schedule.forget_early()
         self._torn = self._torn or any(flat.updated_early for flat in self.flats)
         for flat in self.flats:
             flat.updated_early = False

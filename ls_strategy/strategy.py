@@ -309,7 +309,7 @@ class ZeROStrategy(DDPStrategy):
         self.model = module
         self.setup_precision_plugin()
         assert self.engine is not None
-        self.engine.overlap_publish = (
+        self.engine.schedule.overlap = (
             fitting and self.config.overlap_step and not guards.reads_weights_between_steps(trainer, module)
         )
         self.engine.private_gradients = fitting and not guards.reads_gradients(trainer, module, self.engine)

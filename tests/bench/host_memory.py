@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import gc
 import json
+import logging
 import os
 import resource
 import statistics
@@ -24,10 +25,21 @@ import sys
 import tempfile
 import time
 import uuid
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from ls_strategy.autoload import ALIASES
+from ls_strategy.plan import Plan
+from ls_strategy.strategy import ZeROStrategy
+from tests.bench.step_time import environment
 
 LIMITS = {"fp32": 14.5, "bf16": 10.5, "int8": 8.5}
 """Bytes per parameter: masters 4, moments 8, 4 or 2.03, gradients 2, and 0.5 for what is gathered and on its way."""
@@ -50,7 +62,7 @@ class Case:
     """Folder of the NVMe tier, for a strategy that has one."""
 
     allowed_bytes: int = 0
-    """The kernel refuses more than this (without a cgroup, twice this), above what the process has after the tiny model. 0: no limit."""
+    """The kernel refuses more than this (without a cgroup, twice this) above what there is after the tiny model."""
 
     cgroup: str = ""
     """The memory cgroup (version 1) that enforces it; without one the data segment's limit does."""
@@ -62,89 +74,93 @@ def status(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
 
 
+class Block(nn.Module):
+    """A unit of about ``4 * width**2`` parameters."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Residual."""
+        return x + self.down(nn.functional.relu(self.up(self.norm(x))))
+
+
+class Model(pl.LightningModule):
+    """Equal blocks, built on meta."""
+
+    def __init__(self, blocks: int, width: int) -> None:
+        super().__init__()
+        self.shape = (blocks, width)
+
+    def configure_model(self) -> None:
+        """Build, once."""
+        if not hasattr(self, "blocks"):
+            blocks, width = self.shape
+            self.blocks = nn.ModuleList([Block(width) for _ in range(blocks)])
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        """Some loss."""
+        x = batch[0]
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """AdamW."""
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+class Scale(pl.Callback):
+    """Weighs the process between two steps, when nothing is under way."""
+
+    reads_weights = reads_gradients = False
+
+    def __init__(self) -> None:
+        self.rss: list[int] = []
+        self.held: dict[str, int] = {}
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Wait for updates, then weigh."""
+        for flat in trainer.strategy.require_engine().flats:
+            flat.wait_updated()
+        self.rss.append(status("VmRSS"))
+        self.held = trainer.strategy.memory_bytes()
+
+
+def fit(case: Case, blocks: int, width: int, steps: int) -> tuple[Scale, Plan]:
+    """One Trainer; what it weighed, and the engine's plan."""
+    options: dict[str, Any] = {**ALIASES[case.strategy], "moments": case.moments}
+    if case.nvme_path:
+        options["nvme_path"] = case.nvme_path
+    scale = Scale()
+    strategy = ZeROStrategy(**options)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=strategy,
+        precision="bf16-true",
+        max_steps=steps,
+        gradient_clip_val=1.0 if case.clip else None,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[scale],
+    )
+    trainer.fit(Model(blocks, width), DataLoader(TensorDataset(torch.randn(steps * 8, width)), batch_size=8))
+    return scale, strategy.require_engine().plan
+
+
 def weigh(case: Case) -> dict[str, Any]:
     """Train in this process, and say what it takes. Bytes, and bytes per parameter."""
-    import logging
-    import warnings
-
-    import lightning.pytorch as pl
-    import torch
-    from torch import Tensor, nn
-    from torch.utils.data import DataLoader, TensorDataset
-
-    from ls_strategy.autoload import ALIASES
-    from ls_strategy.strategy import ZeROStrategy
-
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-
-    class Block(nn.Module):
-        def __init__(self, width: int) -> None:
-            super().__init__()
-            self.norm = nn.LayerNorm(width)
-            self.up = nn.Linear(width, 2 * width)
-            self.down = nn.Linear(2 * width, width)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + self.down(nn.functional.relu(self.up(self.norm(x))))
-
-    class Model(pl.LightningModule):
-        def __init__(self, blocks: int, width: int) -> None:
-            super().__init__()
-            self.shape = (blocks, width)
-
-        def configure_model(self) -> None:
-            if not hasattr(self, "blocks"):
-                blocks, width = self.shape
-                self.blocks = nn.ModuleList([Block(width) for _ in range(blocks)])
-
-        def training_step(self, batch: list[Tensor], i: int) -> Tensor:
-            x = batch[0]
-            for block in self.blocks:
-                x = block(x)
-            return x.square().mean()
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters(), lr=1e-4)
-
-    class Scale(pl.Callback):
-        reads_weights = reads_gradients = False
-
-        def __init__(self) -> None:
-            self.rss: list[int] = []
-            self.held: dict[str, int] = {}
-
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            for flat in trainer.strategy.engine.flats:  # between two steps, when nothing is under way
-                flat.wait_updated()
-            self.rss.append(status("VmRSS"))
-            self.held = trainer.strategy.memory_bytes()
-
-    def fit(blocks: int, width: int, steps: int) -> tuple[Scale, Any]:
-        options = {**ALIASES[case.strategy], "moments": case.moments}
-        if case.nvme_path:
-            options["nvme_path"] = case.nvme_path
-        scale = Scale()
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=1,
-            strategy=ZeROStrategy(**options),  # type: ignore[arg-type]
-            precision="bf16-true",
-            max_steps=steps,
-            gradient_clip_val=1.0 if case.clip else None,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            callbacks=[scale],
-        )
-        data = DataLoader(TensorDataset(torch.randn(steps * 8, width)), batch_size=8)
-        trainer.fit(Model(blocks, width), data)
-        return scale, trainer
-
-    fit(2, 256, 3)
+    torch.set_num_threads(1)
+    fit(case, 2, 256, 3)
     gc.collect()
     before = status("VmRSS")
     if case.cgroup:
@@ -155,8 +171,7 @@ def weigh(case: Case) -> dict[str, Any]:
         limit = status("VmData") + 2 * case.allowed_bytes
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again here
-    scale, trainer = fit(case.blocks, case.width, case.steps)
-    plan = trainer.strategy.require_engine().plan
+    scale, plan = fit(case, case.blocks, case.width, case.steps)
     steady = statistics.median(scale.rss[2:]) - before
     peak = status("VmHWM") - before
     return {
@@ -179,10 +194,10 @@ def weigh(case: Case) -> dict[str, Any]:
 def measure(case: Case, *, timeout_s: float = 600) -> dict[str, Any]:
     """`weigh` in a process of its own."""
     names = ("WORLD_SIZE", "LOCAL_RANK", "RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
-    environment = {k: v for k, v in os.environ.items() if k not in names} | {"OMP_NUM_THREADS": "1"}
+    variables = {k: v for k, v in os.environ.items() if k not in names} | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.bench.host_memory", "--one", json.dumps(asdict(case))],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False,
+        cwd=ROOT, env=variables, capture_output=True, text=True, timeout=timeout_s, check=False,
     )  # fmt: skip
     if done.returncode != 0:
         raise RuntimeError(f"{case} ended with {done.returncode}:\n{done.stderr[-3000:]}")
@@ -237,8 +252,6 @@ def main() -> None:
     if args.one is not None:
         print(json.dumps(weigh(Case(**json.loads(args.one)))))
         return
-    from tests.bench.step_time import environment
-
     results = []
     print(f"{'moments':8}{'clip':>6}{'resident':>10}{'peak':>8}{'limit':>8}   bytes per parameter")
     for moments in args.moments:

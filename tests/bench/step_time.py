@@ -105,7 +105,7 @@ def ours(stage: int) -> Callable[[nn.Module], Step]:
             comm=make_comm(),
             device=torch.device("cpu"),
         )
-        engine.overlap_publish = True
+        engine.schedule.overlap = True
 
         def step(x: Tensor, y: Tensor) -> Tensor:
             engine.begin_step()
