@@ -39,10 +39,61 @@ def _accuracy(record: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def _adam(record: dict[str, Any]) -> list[list[str]]:
+    """One row per job, times faster than each peer."""
+
+    def cell(job: dict[str, Any], peer: str) -> str:
+        ratio = job.get(f"times_faster_than_{peer}")
+        return f"{ratio['median']:.2f} [{ratio['q1']:.2f}, {ratio['q3']:.2f}]" if ratio else ""
+
+    peers = ("torch", "deepspeed", "fp32_moments")
+    rows = [["job", "over torch fused", "over DeepSpeedCPUAdam", "over fp32 moments"]]
+    rows += [[name, *(cell(job, peer) for peer in peers)] for name, job in record["results"].items() if "," not in name]
+    rows += [
+        [name, *(cell(job, peer) for peer in peers)]
+        for name, job in record["results"].items()
+        if name.endswith("moments")
+    ]
+    return [row for row in rows if any(row[1:])]
+
+
+def _drive(record: dict[str, Any]) -> list[list[str]]:
+    """One row per way to read and write."""
+    results = record["results"]
+    rows = [["", "read, GB/s", "over the best fio", "write, GB/s", "over the best fio"]]
+    for name, both in results.items():
+        cells = [f"{both[way]['gbs']:.2f}|{both[way]['ratio']:.2f}" for way in ("read", "write")]
+        rows.append([name, *"|".join(cells).split("|")])
+    return rows
+
+
+def _host_memory(record: dict[str, Any]) -> list[list[str]]:
+    """Bytes per parameter by format of the moments."""
+    by_case = {(c["moments"], c["clip"]): c for c in record["results"]}
+    rows = [["moments", "no clipping", "clipping", "highest, clipping"]]
+    for moments in dict.fromkeys(c["moments"] for c in record["results"]):
+        plain, clipped = by_case[moments, False], by_case[moments, True]
+        numbers = (plain["resident_per_parameter"], clipped["resident_per_parameter"], clipped["peak_per_parameter"])
+        rows.append([f"`{moments}`", *(f"{n:.1f}" for n in numbers)])
+    return rows
+
+
+def _moments(record: dict[str, Any]) -> list[list[str]]:
+    """Losses by format, and how far from fp32 they are."""
+    rows = [["moments", "validation loss", "difference from fp32", "spread of fp32 over seeds"]]
+    for name, r in record["results"].items():
+        rows.append([f"`{name}`", f"{r['val']:.3f}", f"{r['val_difference']:+.4f}", f"{r['val_noise']:.4f}"])
+    return rows
+
+
 _TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "step_time": _ratios,
     "trainer_time": _ratios,
     "cifar_accuracy": _accuracy,
+    "cpu_adam": _adam,
+    "nvme_io": _drive,
+    "host_memory": _host_memory,
+    "moments": _moments,
 }
 
 
