@@ -64,6 +64,10 @@ class Averages:
             self.values = self._new(self._flat.average_dtype)
         return self.values
 
+    def at_hand(self) -> Tensor:
+        """As `tensor`, but perhaps still on their way: for who waits for `landing`."""
+        return self.tensor() if self.values is None else self.values
+
     def _new(self, dtype: torch.dtype) -> Tensor:
         lo, hi = self._flat.stepped
         if self._flat.gradient_tier != "device":
@@ -74,6 +78,11 @@ class Averages:
         """Averaged gradients of this rank's shard, ``(shard,)``, at every stage: what norms are summed over."""
         reduced = self.tensor()
         return reduced if self._flat.policy.optimizer else reduced[slice(*self._flat.owned)]
+
+    @property
+    def holds_any(self) -> bool:
+        """Whether any gradient was averaged since `zero_grad`; what is left of the step before counts for nothing."""
+        return self.hold_values or not self._flat.policy.optimizer
 
     @property
     def on_drive(self) -> bool:
@@ -172,9 +181,9 @@ class Averages:
         """
         if self._flat.updated_early:
             self._flat.wait_updated()
-        if (self._flat.updated_early or self.on_drive) and self.recorded_sums is not None:
+        if (self._flat.updated_early or self.on_drive) and self.holds_any and self.recorded_sums is not None:
             return self.recorded_sums
-        if self.on_drive:
+        if not self.holds_any:
             return torch.zeros(2, dtype=torch.float64)
         grads = self.owned()
         total = torch.zeros(2, dtype=torch.float64, device=grads.device)
@@ -191,6 +200,7 @@ class Averages:
         elif self.on_drive and self.hold_values:
             stop = self._flat.stepped[1] - self._flat.stepped[0] if stop is None else stop
             self._flat.rest.write("grad", start, torch.zeros(stop - start))
+            self.change(lambda _: None)  # takes the sums anew
 
     def wait(self) -> None:
         """Wait until the averages are where they rest."""

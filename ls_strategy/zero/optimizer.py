@@ -262,7 +262,7 @@ class ShardedOptimizer:
     def _update_of(self, n: int, parts: list[Part], clip: Tensor | None) -> Update:
         assert self.kernel is not None
         flat = self.flats[n]
-        grads = None if flat.averages.on_drive else flat.averages.tensor()
+        averages = flat.averages
         offloaded = flat.optimizer_tier != "device"
         return Update(
             flat=flat,
@@ -270,8 +270,9 @@ class ShardedOptimizer:
             kernel=self.kernel,
             parts=tuple(parts),
             clip=clip,
-            unscale=flat.averages.unscale,
-            grads=grads,
+            unscale=averages.unscale,
+            grads=None if averages.on_drive else averages.at_hand(),
+            landing=averages.landing,
             publish=offloaded,
         )
 

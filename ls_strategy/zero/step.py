@@ -55,6 +55,8 @@ def _at_hand(flat: Flat) -> Tensor:
             "the gradients are gone: their update began while backward ran. Set overlap_step=False on the strategy for "
             "norms other than the 2-norm."
         )
+    if not flat.averages.holds_any:
+        return torch.zeros(1, device=flat.full.device)
     grads = flat.rest.read("grad") if flat.averages.on_drive else flat.averages.owned()
     return grads.float() * flat.averages.unscale
 

@@ -7,6 +7,7 @@ read | update | write. Either way the same operation meets the same elements, so
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +55,9 @@ class Update:
     unscale: float
     grads: Tensor | None
     """Averages, ``(stepped,)``; None where they rest on the drive."""
+
+    landing: Future[None] | None
+    """Those averages, on their way to the host."""
 
     publish: bool
     """Write the new parameters, in compute dtype, to where this rank's part of them rests."""
@@ -148,8 +152,8 @@ class _Portion:
     def update(self) -> None:
         """Wait for it, then the fused operation on every part that reaches into this portion."""
         update, flat = self._update, self._update.flat
-        if flat.averages.landing is not None:
-            flat.averages.landing.result()
+        if update.landing is not None:
+            update.landing.result()
         held = {name: loan.wait() for name, loan in self._loans.items()}
         master = held.get("master")
         if master is None:

@@ -9,10 +9,11 @@ The GPT recipe on one process, 8192 tokens per step, whole Trainers in turns in 
 ``node``      updates in host memory take time as well
 
 ``bus`` and ``node`` are an H100's, to scale. It computes 400 TFLOP/s in training and moves 28 billion 16-bit elements
-per second in each direction (PCIe 5.0 x16, 56 GB/s). Eight of them update at once, 28 bytes per element through
-400 GB/s of host memory, so 1.8 billion elements per second each. Operations per second that the recipe reaches here,
-measured in the same run, are to these 400 TFLOP/s as the simulated rates are to those; elements of any size count the
-same. Copies and updates really happen, and then last as long as the rate says.
+per second in each direction (PCIe 5.0 x16, 56 GB/s). An update moves 28 bytes per element through 400 GB/s of host
+memory, 14 billion elements per second; of eight ranks each updates an eighth of the model, with an eighth of that.
+Operations per second that the recipe reaches here, measured in the same run, are to these 400 TFLOP/s as the simulated
+rates are to those; elements of any size count the same. Copies and updates really happen, and then last as long as the
+rate says. ``params`` is the share of the step that stage 3 waits for its parameters to be read.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ H100_FLOPS = 400e12
 H100_COPIED = 28e9
 """Elements per second, one direction."""
 
-H100_UPDATED = 400e9 / 28 / 8
-"""Elements per second, one of eight ranks."""
+H100_UPDATED = 400e9 / 28
+"""Elements per second, all ranks of a host together."""
 
 LIMIT = 0.15
 NETWORK = {"num_layers": 8, "width": 128, "num_heads": 4}
@@ -104,7 +105,10 @@ class Later:
     """What `ls_strategy.tiers.link.Arrival` is to a CUDA event."""
 
     waited_s = 0.0
-    """Seconds that the training thread has waited for new parameters on the bus."""
+    """Seconds that the training thread has waited for new parameters on the bus (stage 2)."""
+
+    brought_s = 0.0
+    """Seconds that it has waited for parameters of stage 3 to be read. Not the update's, but the step's."""
 
     def __init__(self) -> None:
         self.done = threading.Event()
@@ -176,14 +180,23 @@ class Bus:
         return self.up.take(target.numel())
 
 
+def timed_bring(flat: units.Flat, out: Tensor, *, plain: Any = units.Flat._bring) -> None:
+    """`Flat._bring`, with the time it takes."""
+    waited, started = Later.waited_s, time.perf_counter()
+    plain(flat, out)
+    Later.brought_s += time.perf_counter() - started
+    Later.waited_s = waited
+
+
 @contextmanager
 def simulated(setting: str, flops: float) -> Iterator[None]:
-    """Put a `Bus` in."""
-    if setting == "here":
-        yield
-        return
-    bus = Bus(setting, flops)
+    """Put a `Bus` in, and a clock."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(units.Flat, "_bring", timed_bring)
+        if setting == "here":
+            yield
+            return
+        bus = Bus(setting, flops)
         patch.setattr(offload.Offload, "prepare", classmethod(bus.prepare))
         patch.setattr(averages.Averages, "land", lambda to, *args, **options: bus.land(to, *args, **options))
         patch.setattr(update._Portion, "update", lambda portion: bus.update(portion))
@@ -202,16 +215,18 @@ class Clock(pl.Callback):
     def __init__(self) -> None:
         self.seconds: list[float] = []
         self.exposed: list[float] = []
+        self.brought: list[float] = []
         self.losses: list[float] = []
         self.flops = 0.0
-        self._last = (0.0, 0.0)
+        self._last = (0.0, 0.0, 0.0)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Take the time. Waiting for updates of this step happens in the next one's forward."""
-        now = (time.perf_counter(), getattr(trainer.strategy, "exposed_step_s", 0.0) + Later.waited_s)
+        now = (time.perf_counter(), trainer.strategy.exposed_step_s + Later.waited_s, Later.brought_s)
         if batch_idx >= 2:  # the first step allocates, and cannot update early
             self.seconds.append(now[0] - self._last[0])
             self.exposed.append(now[1] - self._last[1])
+            self.brought.append(now[2] - self._last[2])
         self.losses.append(float(outputs["loss"]))
         self._last = now
 
@@ -251,16 +266,19 @@ def row_of(run: Run, clocks: dict[Run, list[Clock]]) -> dict[str, Any]:
     """Medians of a run, printed and returned."""
     seconds = [s for c in clocks[run] for s in c.seconds]
     shares = [e / s for c in clocks[run] for s, e in zip(c.seconds, c.exposed, strict=True)]
+    brought = [b / s for c in clocks[run] for s, b in zip(c.seconds, c.brought, strict=True)]
     blocking = [statistics.median(c.seconds) for c in clocks[replace(run, overlap=False)]]
     ratios = [statistics.median(c.seconds) / b for c, b in zip(clocks[run], blocking, strict=True)]
     row = {
         **asdict(run),
         "median_s": round(statistics.median(seconds), 4),
         "exposed": round(statistics.median(shares), 4),
+        "parameters": round(statistics.median(brought), 4),
         "ratio_to_blocking": round(statistics.median(ratios), 3),
         "loss": clocks[run][0].losses[-1],
     }
-    print(f"{run!s:44}{row['median_s']:>8.3f}{row['exposed']:>9.1%}{row['ratio_to_blocking']:>12.3f}", flush=True)
+    shares_shown = f"{row['exposed']:>9.1%}{row['parameters']:>9.1%}"
+    print(f"{run!s:44}{row['median_s']:>8.3f}{shares_shown}{row['ratio_to_blocking']:>12.3f}", flush=True)
     return row
 
 
@@ -290,7 +308,7 @@ def main() -> None:
     clocks: dict[Run, list[Clock]] = {run: [] for run in runs}
     rows: list[dict[str, Any]] = []
     print(f"{flops / 1e9:.0f} GFLOP/s, {args.tokens} tokens per step")
-    print(f"{'':44}{'step s':>8}{'exposed':>9}{'x blocking':>12}")
+    print(f"{'':44}{'step s':>8}{'exposed':>9}{'params':>9}{'x blocking':>12}")
     for round_ in range(args.rounds):
         for run in runs:
             clocks[run].append(train(run, args.steps, args.tokens, flops))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ls_strategy.errors import PlanError, StateError
+from ls_strategy.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.dist.ranks import (
     STAGES,
@@ -18,6 +19,7 @@ from tests.dist.ranks import (
     Block,
     Net,
     Result,
+    assert_close,
     assert_equal,
     compare,
     fit,
@@ -374,3 +376,56 @@ def test_checkpoint_and_resume_of_two_optimizers(rank: int, world_size: int, tmp
         fit(stage, rest, data, tmp_path / f"{stage}.ckpt", use_distributed_sampler=False)
         assert_equal(half.losses + rest.losses, whole.losses, f"stage {stage}")
         assert_equal(weights(rest), weights(whole), f"stage {stage}")
+
+
+class SometimesUnused(Net):
+    """A block that every second step leaves out, under an optimizer that clips."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.norms: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        for number, block in enumerate(self.blocks):
+            if number != 1 or self.step % 2 == 0:
+                h = block(h)
+        return self.last(h)
+
+    def training_step(self, batch: Any, i: int) -> None:
+        self.step = i
+        head, body = self.optimizers()
+        loss = self.loss(batch)
+        self.losses.append(loss.item())
+        self.manual_backward(loss)
+        self.norms.append(self.norm(body))
+        self.clip_gradients(body, 0.05, "norm")
+        for optimizer in (head, body):
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def norm(self, optimizer: Any) -> float:
+        if hasattr(self.trainer.strategy, "grad_norm"):
+            return self.trainer.strategy.grad_norm(optimizer=optimizer).item()
+        grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+        return torch.nn.utils.get_total_norm(grads).item()
+
+    def configure_optimizers(self) -> Any:
+        head = [*self.first.parameters(), *self.last.parameters()]
+        return [torch.optim.SGD(head, lr=0.05), torch.optim.SGD(self.blocks.parameters(), lr=0.05, momentum=0.9)]
+
+
+@pytest.mark.parametrize("options", [{}, {"offload_optimizer": "cpu"}, {"offload_optimizer": "nvme"}])
+@on_ranks(2)
+def test_the_norm_forgets_gradients_of_the_step_before(
+    rank: int, world_size: int, options: dict[str, Any], tmp_path: Any
+) -> None:
+    """Trusted run: DDP."""
+    trusted = SometimesUnused()
+    fit("ddp_find_unused_parameters_true", trusted)
+    for stage in (1, 2, 3):
+        ours = SometimesUnused()
+        fit(ZeROStrategy(stage, min_unit_numel=0, nvme_path=str(tmp_path), **options), ours)  # type: ignore[arg-type]
+        assert_close(ours.norms, trusted.norms, f"stage {stage}, norms")
+        assert_close(ours.losses, trusted.losses, f"stage {stage}, losses")
