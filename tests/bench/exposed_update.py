@@ -307,6 +307,10 @@ def main() -> None:
     ]
     clocks: dict[Run, list[Clock]] = {run: [] for run in runs}
     rows: list[dict[str, Any]] = []
+    record: dict[str, Any] = {
+        "benchmark": "exposed_update", **environment("exposed_update"), "limit": LIMIT, "network": NETWORK,
+        "tokens": args.tokens, "block": BLOCK, "flops_per_s": round(flops),
+    }  # fmt: skip
     print(f"{flops / 1e9:.0f} GFLOP/s, {args.tokens} tokens per step")
     print(f"{'':44}{'step s':>8}{'exposed':>9}{'params':>9}{'x blocking':>12}")
     for round_ in range(args.rounds):
@@ -314,12 +318,9 @@ def main() -> None:
             clocks[run].append(train(run, args.steps, args.tokens, flops))
             if round_ == args.rounds - 1 and not run.overlap:
                 rows += [row_of(replace(run, overlap=True), clocks), row_of(run, clocks)]
-    if args.record is not None:
-        record = {
-            "benchmark": "exposed_update", **environment("exposed_update"), "limit": LIMIT, "network": NETWORK,
-            "tokens": args.tokens, "block": BLOCK, "flops_per_s": round(flops), "results": rows,
-        }  # fmt: skip
-        args.record.write_text(json.dumps(record, indent=2) + "\n")
+                if args.record is not None:
+                    record["results"] = rows  # after every pair: a long run that is ended early is worth something
+                    args.record.write_text(json.dumps(record, indent=2) + "\n")
 
 
 if __name__ == "__main__":
