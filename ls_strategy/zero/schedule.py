@@ -130,13 +130,19 @@ class UpdateSchedule:
         for flat in flats:
             flat.finish_gather()
 
+    def _copy_out_early(self, index: int) -> None:
+        """Backward is over: what it has updated may reach the device, in the order in which the forward needs it."""
+        after = self._offload.link.mark()
+        for unit in self._gatherer.forward_order():
+            for flat in unit.flats:
+                if flat.optimizer_index == index and flat.updated_early and not flat.policy.parameters:
+                    flat.updating = self._offload.stream.submit([CopyOut(flat, after)])
+
     def publish(self, index: int) -> None:
         """New weights to where they are read; updates that are under way are waited for when a unit needs them."""
         flats = self._optimizers[index].flats
-        after = self._offload.link.mark()
+        self._copy_out_early(index)
         for flat in flats:
-            if flat.updated_early and not flat.policy.parameters:
-                flat.updating = self._offload.stream.submit([CopyOut(flat, after)])
             flat.updated_early = False
             brought_along = flat.optimizer_tier != "device" and flat.averages.folds_factors
             if not brought_along and (flat.optimizer_tier != "device" or flat.has_own_shard):

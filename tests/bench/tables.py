@@ -86,6 +86,21 @@ def _moments(record: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def _exposed(record: dict[str, Any]) -> list[list[str]]:
+    """One row per strategy and setting: the share of a step, with overlap and without."""
+    shares = {(r["setting"], r["strategy"], r["clip"], r["overlap"]): r["exposed"] for r in record["results"]}
+    rows = [["setting", "strategy", "clipping", "overlapped", "`overlap_step=False`"]]
+    for setting, name, clip, overlap in shares:
+        if overlap:
+            blocking = shares.get((setting, name, clip, False))
+            cells = (
+                f"{100 * shares[setting, name, clip, True]:.1f} %",
+                "" if blocking is None else f"{100 * blocking:.1f} %",
+            )
+            rows.append([setting, f"`{name}`", "yes" if clip else "no", *cells])
+    return rows
+
+
 _TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "step_time": _ratios,
     "trainer_time": _ratios,
@@ -94,6 +109,7 @@ _TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "nvme_io": _drive,
     "host_memory": _host_memory,
     "moments": _moments,
+    "exposed_update": _exposed,
 }
 
 
