@@ -64,12 +64,12 @@ def shut_sockets(sockets: set[tuple[int, int]], *, except_port: int) -> None:
     connections open for as long as the process lives. Connections to or from ``except_port`` stay.
     """
     for fd, _ in sockets & open_sockets():
-        with socket.socket(fileno=os.dup(fd)) as connection:
-            try:
+        try:
+            with socket.socket(fileno=os.dup(fd)) as connection:
                 if except_port not in (connection.getsockname()[1], connection.getpeername()[1]):
                     connection.shutdown(socket.SHUT_RDWR)
-            except (OSError, IndexError):  # a listening or a Unix socket: nobody waits on it
-                continue
+        except (OSError, IndexError):  # closed meanwhile, or a listening or a Unix socket: nobody waits on it
+            continue
 
 
 def forget_step_hooks(optimizer: Optimizer) -> None:
