@@ -234,7 +234,7 @@ class ShardedOptimizer:
         numbers = range(self._offsets[n], self._offsets[n + 1])
         if any(dropped) or [used[i] for i in numbers] != flat.used_here:
             return None
-        parts = [self._part_of(r) for r in self._runs if r.flat_number == n]
+        parts = [self._part_of(r, self._taken + 1) for r in self._runs if r.flat_number == n]
         update = self._update_of(n, parts, None)
         sums = flat.averages.recorded_sums if update.grads is None else torch.zeros(2, dtype=torch.float64)
         flat.averages.recorded_sums = sums
@@ -246,17 +246,18 @@ class ShardedOptimizer:
         self._taken += 1
         for r in self._runs:
             if r.fused and not r.flat.updated_early:
-                by_flat[r.flat_number].append(self._part_of(r))
+                by_flat[r.flat_number].append(self._part_of(r, self._taken))
         return [self._update_of(n, parts, clip) for n, parts in by_flat.items()]
 
-    def _part_of(self, r: _Run) -> Part:
+    def _part_of(self, r: _Run, taken: int) -> Part:
+        """``taken``: steps of this optimizer with this one, for states that do not count them."""
         assert self.kernel is not None
         group = self.optimizer.param_groups[r.group]
         names = tuple(self.kernel.moments(group))
         for name in names:
             self._store[r.flat_number].ensure(name, torch.float32)
         r.steps += 1
-        seed_step = r.steps if self.kernel.counts_steps else self._taken
+        seed_step = r.steps if self.kernel.counts_steps else taken
         return Part(r.start, r.stop, r.steps, names, self.kernel.settings(group), seed_step)
 
     def _update_of(self, n: int, parts: list[Part], clip: Tensor | None) -> Update:

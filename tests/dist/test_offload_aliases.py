@@ -9,6 +9,7 @@ import torch
 
 from ls_strategy.autoload import ALIASES
 from ls_strategy.ops.lion import Lion
+from ls_strategy.strategy import ZeROStrategy
 from tests.dist.ranks import Net, assert_equal, fit, on_ranks, weights
 
 OFFLOADING = [name for name, arguments in ALIASES.items() if any(key.startswith("offload") for key in arguments)]
@@ -29,6 +30,22 @@ class WithLion(Net):
 def test_there_is_one_for_every_stage_and_tier() -> None:
     assert {f"zero{stage}_{tier}" for stage in (1, 2, 3) for tier in ("offload", "nvme")} < set(OFFLOADING)
     assert {"zero3_offload_param", "zero3_offload_optimizer", "zero3_nvme_param"} < set(OFFLOADING)
+
+
+@pytest.mark.parametrize("moments", ["bf16", "int8"])
+@pytest.mark.parametrize("net", [ByDefault, WithLion])
+@on_ranks(2)
+def test_rounding_is_the_same_everywhere(
+    rank: int, world_size: int, net: type[Net], moments: str, tmp_path: Any
+) -> None:
+    """Stochastic, but decided by buffer, rank, step and element: with moments in fewer bits too, tiers are equal."""
+    trusted = net()
+    fit(ZeROStrategy(2, moments=moments), trusted)  # type: ignore[arg-type]
+    for tier in ("cpu", "nvme"):
+        ours = net()
+        fit(ZeROStrategy(2, moments=moments, offload_optimizer=tier, nvme_path=str(tmp_path)), ours)  # type: ignore
+        assert ours.losses == trusted.losses, tier
+        assert_equal(weights(ours), weights(trusted), tier)
 
 
 @pytest.mark.parametrize("net", [ByDefault, WithLion])
