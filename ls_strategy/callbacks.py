@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ls_strategy._compat import tree_iter
-from ls_strategy.checkpoint import full_state_dict, masters_from_state_dict
+from ls_strategy.checkpoint.full import full_state_dict, masters_from_state_dict
 from ls_strategy.errors import ConfigError, PlanError, StateError
 from ls_strategy.strategy import ZeROStrategy
 

@@ -38,7 +38,7 @@ from typing_extensions import override
 
 from ls_strategy import lightning_guards as guards
 from ls_strategy._compat import is_mock_optimizer, open_sockets, unwrap_optimizer
-from ls_strategy.checkpoint import StateDictHooks, full_state_dict, load_full_state_dict
+from ls_strategy.checkpoint.full import StateDictHooks, full_state_dict, load_full_state_dict
 from ls_strategy.comm import Comm, Traffic, make_comm
 from ls_strategy.config import LossScaleConfig, NVMeIOConfig, OffloadConfig, ZeROConfig
 from ls_strategy.engine import Engine

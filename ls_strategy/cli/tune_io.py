@@ -1,41 +1,17 @@
-"""The ``ls-strategy`` command: ``ls-strategy tune-io PATH``. Also ``python -m ls_strategy.cli``.
-
-Every subcommand is a function that adds its parser and one that runs it. Torch is imported when a subcommand runs, so
-that ``--help`` answers at once.
-"""
+"""``ls-strategy tune-io PATH``: how to read and write a drive."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from ls_strategy.errors import ConfigError, LSError
+from ls_strategy.errors import ConfigError
 
 MIB = 1 << 20
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand; returns the exit status: 0, or 1 after an error, which is printed."""
-    parser = argparse.ArgumentParser(prog="ls-strategy", description="Tools around ZeROStrategy.")
-    subcommands = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
-    add_tune_io(subcommands)
-    args = parser.parse_args(argv)
-    try:
-        return args.run(args)
-    except LSError as error:
-        print(f"ls-strategy {args.subcommand}: error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"ls-strategy {args.subcommand}: interrupted", file=sys.stderr)
-        return 130
-
-
-# --- tune-io ---------------------------------------------------------------------------------------------------------
-
-
-def add_tune_io(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """``tune-io``: how to read and write a drive."""
     parser = subcommands.add_parser(
         "tune-io",
@@ -55,10 +31,10 @@ def add_tune_io(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]
     )
     parser.add_argument("--buffered", action="store_true", help="go through the page cache instead of past it")
     parser.add_argument("--allow-ram", action="store_true", help="accept a folder that is in memory (tmpfs)")
-    parser.set_defaults(run=run_tune_io)
+    parser.set_defaults(run=run)
 
 
-def run_tune_io(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Measure and print."""
     from ls_strategy.config import NVMeIOConfig
 
@@ -108,7 +84,3 @@ def _print_progress(line: str) -> None:
         print(f"\r{line:<79}", end="\r" if not line else "", file=sys.stderr, flush=True)
     elif line:
         print(line, file=sys.stderr, flush=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
