@@ -9,16 +9,21 @@ import os
 import socket
 import stat
 from collections import OrderedDict
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_iter, tree_map
 
 __all__ = [
+    "StorageInfo",
+    "around_dumps",
     "current_backward_pass",
     "default_store",
     "forget_step_hooks",
@@ -31,6 +36,7 @@ __all__ = [
     "tree_iter",
     "tree_map",
     "unwrap_optimizer",
+    "without_crc32",
 ]
 
 
@@ -107,3 +113,26 @@ def unwrap_optimizer(optimizer: Any) -> Any:
 def is_mock_optimizer(optimizer: Optimizer) -> bool:
     """Whether this is Lightning's stand-in for ``configure_optimizers`` that returned None."""
     return type(optimizer).__name__ == "_MockOptimizer"
+
+
+@contextmanager
+def without_crc32() -> Generator[None, None, None]:
+    """Inside, ``torch.save`` leaves out the checksums of its zip records, which ``torch.load`` does not read."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+
+def around_dumps(trainer: Any, context: Callable[[], AbstractContextManager[Any]]) -> None:
+    """Let every ``trainer.save_checkpoint`` collect the checkpoint's contents inside ``context()``."""
+    connector = trainer._checkpoint_connector
+
+    def dump_checkpoint(weights_only: bool | None = None) -> dict[str, Any]:
+        with context():
+            return type(connector).dump_checkpoint(connector, weights_only)
+
+    connector.dump_checkpoint = dump_checkpoint

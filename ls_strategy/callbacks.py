@@ -261,6 +261,10 @@ class ShardedEMA(Callback):
         if not self._average:
             return
         strategy = _zero_strategy(trainer, self)
+        if strategy.collection is not None:
+            raw = strategy.raw_state_dict()
+            checkpoint["ema_state_dict"] = strategy.collection.weights(raw, self._average)
+            return
         self._swap(trainer, publish=False)
         try:
             checkpoint["ema_state_dict"] = full_state_dict(

@@ -21,3 +21,7 @@ class StateError(LSError, RuntimeError):
 
 class RankFailedError(LSError, RuntimeError):
     """Another rank failed, and told so; the message carries its rank and its error."""
+
+
+class CheckpointError(LSError, RuntimeError):
+    """A checkpoint could not be written, or what is on the disk is not a whole, unharmed checkpoint."""

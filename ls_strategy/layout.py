@@ -72,6 +72,74 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class Box:
+    """A rectangular part of an n-d tensor whose elements are adjacent in the flattened tensor."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+    """Position of the first element in the flattened tensor."""
+
+    @property
+    def numel(self) -> int:
+        """Elements; 1 for a scalar."""
+        return math.prod(self.sizes)
+
+    @property
+    def stop(self) -> int:
+        """Position one past the last element."""
+        return self.start + self.numel
+
+    def split(self, limit: int) -> list[Box]:
+        """Boxes of at most ``limit`` elements, cut between rows, then inside rows where a row is longer.
+
+        >>> [b.sizes for b in Box((0, 0), (5, 4), 0).split(8)]
+        [(2, 4), (2, 4), (1, 4)]
+        """
+        if self.numel <= limit:
+            return [self]
+        dim = next(d for d, size in enumerate(self.sizes) if size > 1)
+        row = math.prod(self.sizes[dim + 1 :])
+        step = max(limit // row, 1)
+        result: list[Box] = []
+        for at in range(0, self.sizes[dim], step):
+            offsets, sizes = list(self.offsets), list(self.sizes)
+            offsets[dim] += at
+            sizes[dim] = min(step, self.sizes[dim] - at)
+            result += Box(tuple(offsets), tuple(sizes), self.start + at * row).split(limit)
+        return result
+
+
+def flat_range_to_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
+    """Cut ``[start, stop)`` of a flattened tensor into boxes of the tensor, in order; at most ``2 * ndim - 1``.
+
+    >>> [(b.offsets, b.sizes) for b in flat_range_to_boxes((4, 5), 3, 16)]
+    [((0, 3), (1, 2)), ((1, 0), (2, 5)), ((3, 0), (1, 1))]
+    """
+    if start >= stop:
+        return []
+    if not shape:
+        return [Box((), (), 0)]
+    row = math.prod(shape[1:])
+    first, last = start // row, (stop - 1) // row
+    if len(shape) == 1:
+        return [Box((start,), (stop - start,), start)]
+    if first == last and stop - start < row:
+        inner = flat_range_to_boxes(shape[1:], start - first * row, stop - first * row)
+        return [Box((first, *b.offsets), (1, *b.sizes), first * row + b.start) for b in inner]
+    boxes: list[Box] = []
+    whole_from, whole_to = -(-start // row), stop // row
+    if start < whole_from * row:
+        boxes += flat_range_to_boxes(shape, start, whole_from * row)
+    if whole_from < whole_to:
+        zeros = (0,) * (len(shape) - 1)
+        boxes.append(Box((whole_from, *zeros), (whole_to - whole_from, *shape[1:]), whole_from * row))
+    if whole_to * row < stop:
+        boxes += flat_range_to_boxes(shape, whole_to * row, stop)
+    return boxes
+
+
+@dataclass(frozen=True)
 class FlatLayout:
     """Slots of one flat buffer and its cut into ``world_size`` shards."""
 

@@ -47,6 +47,8 @@ class ZeROPrecision(Precision):
         self.precision = precision  # type: ignore[assignment]
         self.engine: Engine | None = None
         self._pending_scaler_state: dict[str, Any] | None = None
+        self.on_batch: Callable[[], None] | None = None
+        """Run when a batch has been fetched, before any hook sees it."""
 
     @classmethod
     def from_plugin(cls, plugin: Precision) -> ZeROPrecision:
@@ -87,6 +89,8 @@ class ZeROPrecision(Precision):
     @override
     def convert_input(self, data: Any) -> Any:
         """Cast floating tensors of a batch to the parameters' dtype in the ``*-true`` 16-bit modes."""
+        if self.on_batch is not None:
+            self.on_batch()
         dtype = self.policy.compute
         if dtype == torch.float32:
             return data

@@ -30,21 +30,27 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.ddp import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from ls_strategy import lightning_checkpoints as checkpoints
 from ls_strategy import lightning_guards as guards
-from ls_strategy._compat import is_mock_optimizer, open_sockets, unwrap_optimizer
+from ls_strategy._compat import around_dumps, is_mock_optimizer, open_sockets, unwrap_optimizer
+from ls_strategy.checkpoint.commit import recover
+from ls_strategy.checkpoint.commit import remove as remove_checkpoint
 from ls_strategy.checkpoint.full import StateDictHooks, full_state_dict, load_full_state_dict
+from ls_strategy.checkpoint.random import restore_random_states
 from ls_strategy.comm import Comm, Traffic, make_comm
 from ls_strategy.config import LossScaleConfig, NVMeIOConfig, OffloadConfig, ZeROConfig
 from ls_strategy.engine import Engine
-from ls_strategy.errors import ConfigError, PlanError, RankFailedError, StateError
+from ls_strategy.errors import CheckpointError, ConfigError, PlanError, RankFailedError, StateError
+from ls_strategy.lightning_checkpoints import Collection
 from ls_strategy.precision import PrecisionPolicy, resolve_precision
 from ls_strategy.precision_plugin import ZeROPrecision
+from ls_strategy.zero.lazy import LazyTensor
 from ls_strategy.zero_stages import POLICIES
 
 _PATIENCE_S = 3.0
@@ -92,6 +98,11 @@ class ZeROStrategy(DDPStrategy):
         overlap_step: update offloaded states while backward or the next forward runs. The numbers do not change.
         delayed_update_after: stages 1 and 2: from this step on apply every update one step late, while the next step
             computes (ZeRO-Offload, section 5.2). Changes the numbers. Default: never.
+        save_as: ``sharded``: a checkpoint is a folder; every rank writes what it has, any other layout loads it.
+            ``file``: one file in Lightning's own format, gathered on rank 0, which needs the memory for it.
+        save_frozen: put parameters that do not train into checkpoint folders too.
+        on_save_error: ``raise``, or ``continue`` training when a checkpoint folder cannot be written (a full disk); the
+            error is logged, and no earlier checkpoint is removed then.
         accelerator: set by the Trainer.
         parallel_devices: set by the Trainer.
         cluster_environment: set by the Trainer.
@@ -123,6 +134,9 @@ class ZeROStrategy(DDPStrategy):
         step_on: Literal["auto", "cpu", "device"] = "auto",
         overlap_step: bool = True,
         delayed_update_after: int | None = None,
+        save_as: Literal["sharded", "file"] = "sharded",
+        save_frozen: bool = True,
+        on_save_error: Literal["raise", "continue"] = "raise",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -154,11 +168,24 @@ class ZeROStrategy(DDPStrategy):
             overlap_step=overlap_step,
             delayed_update_after=delayed_update_after,
         )
+        for option, given, known in (
+            ("save_as", save_as, ("sharded", "file")),
+            ("on_save_error", on_save_error, ("raise", "continue")),
+        ):
+            if given not in known:
+                raise ConfigError(f"{option}={given!r}: choose {known[0]!r} or {known[1]!r}.")
+        self.save_as = save_as
+        self.save_frozen = save_frozen
+        self.on_save_error = on_save_error
+        self.collection: Collection | None = None
+        """While ``trainer.save_checkpoint`` collects what a folder will hold."""
+        self._alone = False
         self._loss_scale = loss_scale
         self.engine: Engine | None = None
         self._comm: Comm | None = None
         self._state_dict_hooks: StateDictHooks | None = None
-        self._pending_weights: tuple[Mapping[str, Any], bool] | None = None
+        self._pending_weights: Callable[[Engine], None] | None = None
+        self._pending_random: dict[str, Any] | None = None
         self._accumulating = False
         super().__init__(
             accelerator=accelerator,
@@ -307,6 +334,7 @@ class ZeROStrategy(DDPStrategy):
             self._choose_nvme_path(trainer)
             self._build_engine(module)
         self.model = module
+        around_dumps(trainer, self._collecting)
         self.setup_precision_plugin()
         assert self.engine is not None
         self.engine.schedule.overlap = (
@@ -331,6 +359,12 @@ class ZeROStrategy(DDPStrategy):
         source = "LS_STRATEGY_NVME_PATH" if named else "default_root_dir; set nvme_path to a local NVMe drive"
         rank_zero_info(f"ZeROStrategy: states on NVMe rest in {path} (from {source})")
         self.config = replace(self.config, nvme_path=path)
+
+    def _on_batch(self) -> None:
+        """A batch has been fetched, and nothing of the module has seen it yet."""
+        module = self.lightning_module
+        if self._pending_random is not None and module is not None and module.trainer.training:
+            self.restore_random_states()
 
     def _precision(self) -> ZeROPrecision:
         if self._precision_plugin is None:
@@ -360,10 +394,10 @@ class ZeROStrategy(DDPStrategy):
             self.engine.on_detach.append(self._state_dict_hooks.remove)
         rank_zero_info(f"ZeROStrategy(stage={self.config.stage}): {self.engine.describe()}")
         plugin.attach(self.engine)
+        plugin.on_batch = self._on_batch
         if self._pending_weights is not None:
-            weights, strict = self._pending_weights
-            self._pending_weights = None
-            load_full_state_dict(module, weights, self.engine.units, strict=strict)
+            load, self._pending_weights = self._pending_weights, None
+            load(self.engine)
 
     # steps -----------------------------------------------------------------------------------------------------------
 
@@ -374,6 +408,7 @@ class ZeROStrategy(DDPStrategy):
         # DDP takes rank 0's buffers before a forward whose predecessor synchronised gradients.
         synchronises = self.lightning_module.automatic_optimization and not self._accumulating
         with engine.comm.naming_failures():
+            self.restore_random_states()
             engine.begin_step(sync_buffers_after=synchronises)
             output = super().training_step(*args, **kwargs)
             engine.end_forward()
@@ -460,12 +495,75 @@ class ZeROStrategy(DDPStrategy):
 
     # checkpoints -----------------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def _collecting(self) -> Generator[None, None, None]:
+        """Around everything that Lightning collects for one checkpoint."""
+        engine = self.engine
+        if engine is None or self.save_as == "file":
+            yield
+            return
+        engine.check_whole()
+        self._wait_for_weights()
+        self.collection = Collection(engine, frozen=self.save_frozen)
+        try:
+            yield
+        except BaseException:
+            self.collection = None
+            raise
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Write what was collected: a folder, every rank its part, or a file on rank 0. Collective.
+
+        Raises:
+            CheckpointError: on every rank, if any rank failed; earlier checkpoints are untouched.
+        """
+        collection, self.collection = self.collection, None
+        if collection is None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        try:
+            checkpoints.write(collection, checkpoint, os.fspath(filepath), self.checkpoint_io, storage_options)
+        except CheckpointError as error:
+            if self.on_save_error == "raise":
+                raise
+            rank_zero_warn(f"{error} Training continues (on_save_error='continue').")
+
+    @override
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Remove a folder or a file, on rank 0."""
+        if self.is_global_zero:
+            remove_checkpoint(filepath)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """A checkpoint of any strategy, folder or file. Of a folder's tensors every rank reads its part later.
+
+        Raises:
+            CheckpointError: a folder that is not committed, or damaged.
+        """
+        if self.is_global_zero:
+            recover(checkpoint_path)
+        self.barrier("ZeROStrategy.load_checkpoint")
+        if not checkpoints.is_folder(checkpoint_path):
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        checkpoint = checkpoints.read(checkpoint_path, self.checkpoint_io, weights_only)
+        self._pending_random = checkpoint.pop(checkpoints.RANDOM, {}).get(f"rank_{self.global_rank}")
+        return checkpoint
+
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Full weights in master precision, on the CPU of rank 0. Collective."""
+        """Full weights in master precision, on the CPU of rank 0. Collective.
+
+        While a checkpoint folder is collected: stand-ins, not collective.
+        """
         assert self.lightning_module is not None
         if self.engine is None:
             return self.lightning_module.state_dict()
+        if self.collection is not None:
+            return self.collection.weights(self.raw_state_dict())
         self.engine.check_whole()
         raw = self.raw_state_dict()
         full = full_state_dict(raw, self.engine.units, self.engine.comm)
@@ -484,26 +582,39 @@ class ZeROStrategy(DDPStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module = self.lightning_module
         assert module is not None
+        weights, may_lack = checkpoint["state_dict"], checkpoint.get(checkpoints.OURS, {}).get("left_out", ())
+
+        def load(engine: Engine) -> None:
+            load_full_state_dict(module, weights, engine.units, strict=strict, may_lack=may_lack)
+
         if self.engine is not None and Engine.holding(module) is self.engine:
-            load_full_state_dict(module, checkpoint["state_dict"], self.engine.units, strict=strict)
-        elif any(p.is_meta for p in module.parameters()):
-            self._pending_weights = (checkpoint["state_dict"], strict)
+            load(self.engine)
+        elif any(p.is_meta for p in module.parameters()) or any(isinstance(v, LazyTensor) for v in weights.values()):
+            self._pending_weights = load
         else:
-            module.load_state_dict(checkpoint["state_dict"], strict=strict)
+            module.load_state_dict(weights, strict=strict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """State in torch's own format, full tensors on the CPU of rank 0. Collective."""
+        """State in torch's own format, full tensors on the CPU of rank 0. Collective.
+
+        While a checkpoint folder is collected: by parameter name, stand-ins for what is sharded, not collective.
+        """
         inner = unwrap_optimizer(optimizer)
         index = self.require_engine().index_of(inner)
         if index is None:
             return inner.state_dict()
+        if self.collection is not None:
+            return self.collection.optimizer_state(index)
         return self.require_engine().optimizers[index].sharded.full_state_dict()
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = checkpoint["optimizer_states"]
         engine = self.require_engine()
+        if checkpoints.is_named(states):
+            checkpoints.load_optimizers(engine, [engine.index_of(o) for o in self.optimizers], states)
+            return
         if len(states) != len(self.optimizers):
             raise StateError(
                 f"the checkpoint holds the states of {len(states)} optimizers, configure_optimizers returned "
@@ -513,6 +624,12 @@ class ZeROStrategy(DDPStrategy):
             index = engine.index_of(optimizer)
             if index is not None:
                 engine.optimizers[index].sharded.load_full_state_dict(state)
+
+    def restore_random_states(self) -> None:
+        """Go on with the random numbers of the checkpoint; once, when the first batch after a resume is there."""
+        states, self._pending_random = self._pending_random, None
+        if states is not None:
+            restore_random_states(states)
 
     # end -------------------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ Weights are saved in master precision, so that a 16-bit run resumes exactly; a p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ls_strategy._compat import persistent_buffer_names
 from ls_strategy.comm import Comm
 from ls_strategy.errors import StateError
+from ls_strategy.zero.lazy import parts_of
 from ls_strategy.zero.units import Flat, Unit
 
 
@@ -63,8 +64,22 @@ def full_state_dict(
     return result if keep else {}
 
 
-def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], units: list[Unit], *, strict: bool = True) -> None:
+def load_full_state_dict(
+    model: nn.Module,
+    state: Mapping[str, Any],
+    units: list[Unit],
+    *,
+    strict: bool = True,
+    may_lack: Collection[str] = (),
+) -> None:
     """Take full tensors into the shards. Every rank passes the same state; nothing is communicated.
+
+    Args:
+        model: the module.
+        state: full tensors by name, or `LazyTensor`, of which this rank then reads what it needs.
+        units: where the parameters are.
+        strict: refuse missing and unexpected keys.
+        may_lack: names that may be missing all the same.
 
     Raises:
         StateError: missing or unexpected keys (with ``strict``), or a shape that differs; nothing is changed then.
@@ -73,7 +88,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], units: list
     params = dict(model.named_parameters(remove_duplicate=False))
     persistent = persistent_buffer_names(model)
     buffers = {n: b for n, b in model.named_buffers(remove_duplicate=False) if n in persistent}
-    missing = sorted((params.keys() | buffers.keys()) - state.keys())
+    missing = sorted((params.keys() | buffers.keys()) - state.keys() - set(may_lack))
     unexpected = sorted(state.keys() - params.keys() - buffers.keys() - _extra_names(model))
     problems = []
     if strict and missing:
@@ -106,18 +121,21 @@ def masters_from_state_dict(
     flats = [flat for unit in units for flat in unit.trainable_flats]
     for flat, master in zip(flats, masters, strict=True):
         for param, piece in zip(flat.params, flat.pieces, strict=True):
-            values = state[names[id(param)]].reshape(-1)[piece.param_start : piece.param_start + piece.numel]
-            master[piece.start : piece.stop].copy_(values)
+            value = state[names[id(param)]]
+            for at, part in parts_of(value, piece.param_start, piece.param_start + piece.numel):
+                start = piece.start + at - piece.param_start
+                master[start : start + part.numel()].copy_(part)
 
 
 def _write(flat: Flat, i: int, value: Tensor) -> None:
     piece, slot = flat.pieces[i], flat.layout.slots[i]
     flat.finish_gather() if flat.gathering is not None else None
-    values = value.reshape(-1)
-    flat.write_master(piece.start, values[piece.param_start : piece.param_start + piece.numel])
+    for at, part in parts_of(value, piece.param_start, piece.param_start + piece.numel):
+        flat.write_master(piece.start + at - piece.param_start, part)
     flat.refresh_due = flat.has_own_shard
     if flat.is_gathered:
-        flat.full[slot.offset : slot.end].copy_(values)
+        for at, part in parts_of(value, 0, slot.numel):
+            flat.full[slot.offset + at : slot.offset + at + part.numel()].copy_(part)
 
 
 def _extra_names(model: nn.Module) -> set[str]:

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from ls_strategy.layout import Slot
 from ls_strategy.ops.update import native_available
 from ls_strategy.zero.elementwise import is_elementwise
 from ls_strategy.zero.kernels import kernel_for
+from ls_strategy.zero.lazy import parts_of
 from ls_strategy.zero.states import FlatStates
 from ls_strategy.zero.units import Flat
 from ls_strategy.zero.update import Part, Update
@@ -492,6 +494,72 @@ class ShardedOptimizer:
         self.comm.all_gather(whole).wait()
         return whole.cpu() if self.comm.rank == 0 else torch.empty(0)
 
+    def named_state(
+        self, stand_in: Callable[[Flat, int, Callable[[int, int], Tensor], torch.dtype], Any]
+    ) -> dict[str, Any]:
+        """State by parameter name, of what this rank has a part of. Not collective.
+
+        Args:
+            stand_in: makes what stands for an element-wise state of one parameter, from its buffer, slot, a function
+                that reads elements of this rank's stepped range, and the dtype.
+        """
+        self.dissolve()
+        state: dict[str, dict[str, Any]] = {}
+        for number, entries in self._state.items():
+            n, i = self._locate(number)
+            flat, store = self.flats[n], self._store[n]
+            dtypes, piece = store.dtypes(), flat.pieces[i]
+            owner = flat.owned[0] <= flat.layout.slots[i].offset < flat.owned[1]
+            kept: dict[str, Any] = {}
+            for key, value in entries.items():
+                if isinstance(value, str) and value == _ELEMENTWISE:
+                    if piece.numel:
+                        kept[key] = stand_in(flat, i, partial(store.read_range, key), dtypes[key])
+                elif owner:
+                    kept[key] = value
+            if kept:
+                state[flat.layout.slots[i].name] = kept
+        names = iter(self.names)
+        groups = [
+            {
+                **{k: v for k, v in group.items() if k != "params"},
+                "params": [next(names) for _ in group["params"]],
+            }
+            for group in self.optimizer.param_groups
+        ]
+        return {"state": state, "param_groups": groups}
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the parameters, in the optimizer's order."""
+        places = [self._locate(number) for number in self.order]
+        return [self.flats[n].layout.slots[i].name for n, i in places]
+
+    def load_named_state(self, states: Mapping[str, dict[str, Any]], groups: list[dict[str, Any]]) -> bool:
+        """Take this rank's part of states by parameter name, whatever optimizers and groups they were saved from.
+
+        Args:
+            states: per parameter name; names of other optimizers' parameters are not looked at.
+            groups: saved parameter groups of all optimizers, with names.
+
+        Returns:
+            whether the groups' settings (learning rates, ...) were taken too: where the same parameters form them.
+        """
+        self.dissolve()
+        self._state.clear()
+        by_members = {frozenset(group["params"]): group for group in groups}
+        names = iter(self.names)
+        members = [frozenset(next(names) for _ in group["params"]) for group in self.optimizer.param_groups]
+        same = all(m in by_members for m in members)
+        for group, m in zip(self.optimizer.param_groups, members, strict=True):
+            if same:
+                group.update({k: v for k, v in copy.deepcopy(by_members[m]).items() if k != "params"})
+        for name, number in zip(self.names, self.order, strict=True):
+            if name in states:
+                n, i = self._locate(number)
+                self._absorb(number, self.flats[n], i, states[name])
+        return same
+
     def load_full_state_dict(self, state: dict[str, Any]) -> None:
         """Take this rank's part of a full state (torch's format, from any world size, stage, or plain torch).
 
@@ -523,8 +591,9 @@ class ShardedOptimizer:
         for k, v in state.items():
             if isinstance(v, Tensor) and k != "step" and tuple(v.shape) == shape:
                 dtype = flat.master.dtype if v.is_floating_point() else v.dtype
-                part = v.detach().reshape(-1)[piece.param_start : piece.param_start + piece.numel]
-                self._store[n].write(k, piece.start, part.to(dtype))
+                self._store[n].ensure(k, dtype)
+                for at, part in parts_of(v, piece.param_start, piece.param_start + piece.numel):
+                    self._store[n].write(k, piece.start + at - piece.param_start, part.to(dtype))
                 kept[k] = _ELEMENTWISE
             else:
                 kept[k] = v.detach().clone().cpu() if isinstance(v, Tensor) else v

@@ -24,6 +24,9 @@ T = TypeVar("T")
 CHUNK = 1 << 20
 """Elements that are brought from a drive at a time: 4 MiB of fp32. Every tier sums norms in these portions too."""
 
+PAGE = 4096
+"""Elements, at one byte or more each."""
+
 
 def chunks(start: int, stop: int) -> Iterator[tuple[int, int]]:
     """Cut ``[start, stop)`` at multiples of `CHUNK`.
@@ -111,15 +114,17 @@ class Rest:
         self.read_into(name, whole)
         return whole
 
-    def read_into(self, name: str, out: Tensor) -> None:
-        """Copy a state on the NVMe tier into ``out``, ``(numel,)``, any dtype and device."""
-        ranges = list(chunks(0, out.numel()))
+    def read_into(self, name: str, out: Tensor, start: int = 0) -> None:
+        """Copy elements of a state on the NVMe tier, from ``start`` on, into ``out``, 1-d, any dtype and device."""
+        # A drive is read from page to page; PAGE elements are whole pages in every dtype.
+        ranges = list(chunks(start // PAGE * PAGE, start + out.numel()))
         loans = [self.drive.get(self.key(name), *r) for r in ranges[:1]]
         for i, (lo, hi) in enumerate(ranges):
             if i + 1 < len(ranges):
                 loans.append(self.drive.get(self.key(name), *ranges[i + 1]))
             loan = loans.pop(0)
-            out[lo:hi].copy_(loan.wait())
+            skip = max(start - lo, 0)
+            out[lo + skip - start : hi - start].copy_(loan.wait()[skip:])
             loan.release()
 
     def write(self, name: str, start: int, values: Tensor) -> None:

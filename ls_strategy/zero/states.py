@@ -96,6 +96,25 @@ class FlatStates:
             return self._resident[name].dequantize()
         return self._from_drive(name).dequantize()
 
+    def read_range(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements ``[start, stop)`` of a state that exists, as a state dict shows them: a view, or a copy."""
+        self.flat.wait_updated()
+        if name not in self.moments:
+            return self._resident[name].codes[start:stop]
+        if not self.on_drive and self.moment_format == "fp32":
+            return self._resident[name].codes[start:stop]
+        first = start // BLOCK * BLOCK  # 8-bit codes share scales in blocks
+        if not self.on_drive:
+            return self._resident[name].narrow(first, stop).dequantize()[start - first :]
+        rest = self.flat.rest
+        moment = Moment(torch.empty(stop - first, dtype=_CODES[self.moment_format]), None, self.moments[name])
+        rest.read_into(name, moment.codes, first)
+        if self.moment_format == "int8":
+            scales = torch.empty(-(-stop // BLOCK) - first // BLOCK)
+            rest.read_into(f"{name}.scales", scales, first // BLOCK)
+            moment = replace(moment, scales=scales)
+        return moment.dequantize()[start - first :]
+
     def _from_drive(self, name: str) -> Moment:
         rest = self.flat.rest
         scales = rest.read(f"{name}.scales") if self.moment_format == "int8" else None

@@ -169,6 +169,15 @@ class Flat:
         self.wait_updated()
         return self.master if self.optimizer_tier != "nvme" else self.rest.read("master")
 
+    def read_master_range(self, start: int, stop: int) -> Tensor:
+        """Elements ``[start, stop)`` of this rank's master weights: a view, or a copy of what is on the drive."""
+        self.wait_updated()
+        if self.optimizer_tier != "nvme":
+            return self.master.detach()[start:stop]
+        out = torch.empty(stop - start, dtype=self.master_dtype)
+        self.rest.read_into("master", out, start)
+        return out
+
     def write_master(self, start: int, values: Tensor) -> None:
         """Replace master weights from element ``start`` of this rank's range on; `refresh` takes them further."""
         self.wait_updated()

@@ -18,12 +18,15 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
+from ls_strategy import lightning_checkpoints
 from ls_strategy.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
+from ls_strategy.zero.lazy import LazyTensor
 
 WIDTH = 8
 STAGES = (0, 1, 2, 3)
@@ -150,10 +153,10 @@ def global_batches(rank: int, world_size: int, steps: int, *, batch: int = 12) -
     return DataLoader(TensorDataset(x[index], y[index]), batch_size=mine)
 
 
-def trainer_of(strategy: str | int | ZeROStrategy, **options: Any) -> pl.Trainer:
+def trainer_of(strategy: str | int | ZeROStrategy, *, save_as: Any = "sharded", **options: Any) -> pl.Trainer:
     """A quiet Trainer on the CPU. A number is a ZeRO stage, with every block as a unit."""
     if isinstance(strategy, int):
-        strategy = ZeROStrategy(strategy, min_unit_numel=0)  # type: ignore[arg-type]
+        strategy = ZeROStrategy(strategy, min_unit_numel=0, save_as=save_as)  # type: ignore[arg-type]
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": int(os.environ.get("WORLD_SIZE", "1")),
@@ -173,6 +176,15 @@ def fit(
     trainer = trainer_of(strategy, **options)
     trainer.fit(module, data if data is not None else batches(), ckpt_path=ckpt)
     return trainer
+
+
+def saved(path: Any) -> dict[str, Any]:
+    """A checkpoint folder with its weights and averages in memory."""
+    checkpoint = lightning_checkpoints.read(path, TorchCheckpointIO(), True)
+    for value in list(checkpoint.values()):
+        if isinstance(value, dict):
+            value.update({k: v.whole() for k, v in value.items() if isinstance(v, LazyTensor)})
+    return checkpoint
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:

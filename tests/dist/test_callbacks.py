@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
 from ls_strategy import Monitor, PlanError, ShardedEMA
-from tests.dist.ranks import Net, assert_close, batches, fit, on_ranks, weights
+from tests.dist.ranks import Net, assert_close, batches, fit, on_ranks, saved, weights
 
 DECAY = 0.7
 
@@ -42,7 +42,7 @@ def ema_fit(stage: int, module: Averaged, folder: Path, ckpt: Any = None, **opti
         **options,
     )  # fmt: skip
     trainer.save_checkpoint(folder / f"{stage}.ckpt")
-    return torch.load(folder / f"{stage}.ckpt", weights_only=False)
+    return saved(folder / f"{stage}.ckpt")
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

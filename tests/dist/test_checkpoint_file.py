@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from tests.dist.ranks import (
     assert_close,
     assert_equal,
     batches,
-    fit,
     global_batches,
     mean_over_ranks,
     on_ranks,
@@ -32,6 +32,9 @@ from tests.dist.ranks import (
     trainer_of,
     weights,
 )
+from tests.dist.ranks import fit as fit_
+
+fit = functools.partial(fit_, save_as="file")
 
 TEN_STEPS = 80  # samples: ten batches of four on each of two ranks
 
@@ -264,7 +267,9 @@ def test_optimizer_state_of_other_groups_is_refused(rank: int, world_size: int, 
 
 def half_precision(stage: int) -> ZeROStrategy:
     scale = LossScaleConfig(initial_power=6, window=3)
-    return ZeROStrategy(stage, min_unit_numel=0, precision_plugin=ZeROPrecision("16-mixed"), loss_scale=scale)  # type: ignore[arg-type]
+    return ZeROStrategy(
+        stage, min_unit_numel=0, precision_plugin=ZeROPrecision("16-mixed"), loss_scale=scale, save_as="file"
+    )  # type: ignore[arg-type]
 
 
 class Overflows(Net):

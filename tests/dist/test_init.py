@@ -152,7 +152,7 @@ def test_resume_into_a_meta_module(rank: int, world_size: int, tmp_path: Path) -
             assert_close(module.losses, whole.losses[4:], f"{source}, stage {stage}")
             assert_close(weights(module), weights(whole), f"{source}, stage {stage}")
     tested = [
-        trainer_of(strategy).test(Late(), batches(16), ckpt_path=tmp_path / "zero.ckpt", verbose=False)[0]["test_loss"]
+        trainer_of(strategy).test(Late(), batches(16), ckpt_path=tmp_path / "ddp.ckpt", verbose=False)[0]["test_loss"]
         for strategy in ("ddp", 3)
     ]
     assert_close(tested[1], tested[0], "test from a checkpoint on meta")

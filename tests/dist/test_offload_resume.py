@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,8 @@ def states(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     quiet()
     result: dict[str, Any] = {}
     for tier in (None, "cpu", "nvme", "mixed"):
-        trainer, _ = fit(case_of(3, tier, "fp32", folder), world_size, 1)
+        case = case_of(3, tier, "fp32", folder)
+        trainer, _ = fit(replace(case, options=(*case.options, ("save_as", "file"))), world_size, 1)
         trainer.save_checkpoint(Path(folder) / "saved.ckpt")
         if rank == 0:
             result[str(tier)] = torch.load(Path(folder) / "saved.ckpt", weights_only=False)

@@ -313,7 +313,7 @@ def test_the_last_checkpoint_is_of_the_last_step(two_ranks: dict[str, list[dict[
         first, _ = two_ranks[precision]
         folder = Path(first["folder"]) / "checkpoints"
         assert {f.name for f in folder.iterdir()} == {"best.ckpt", "last.ckpt"}
-        assert torch.load(folder / "last.ckpt", weights_only=True)["global_step"] == len(first["losses"])
+        assert torch.load(folder / "last.ckpt" / "meta.pt", weights_only=True)["global_step"] == len(first["losses"])
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])

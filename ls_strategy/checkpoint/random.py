@@ -1,0 +1,33 @@
+"""The states of the random number generators of one process: Python, NumPy, torch, and the devices."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import torch
+
+
+def random_states() -> dict[str, Any]:
+    """All generators' states, in types that ``torch.load(weights_only=True)`` accepts."""
+    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        name, keys, *rest = numpy.random.get_state(legacy=True)
+        states["numpy"] = (name, keys.tolist(), *rest)
+    return states
+
+
+def restore_random_states(states: dict[str, Any]) -> None:
+    """Go on where `random_states` was taken."""
+    version, keys, gauss = states["python"]
+    random.setstate((version, tuple(keys), gauss))
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in states:
+        numpy.random.set_state(states["numpy"])

@@ -1,0 +1,138 @@
+"""A save, from the first byte to the commit. All ranks together; what fails on one fails on all.
+
+::
+
+    rank 0     begin ──┐                                  ┌── metadata, meta.pt, manifest, rename ──┐
+    every rank         └── write its file, sync, report ──┘                                         └── the same verdict
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ls_strategy.checkpoint import commit
+from ls_strategy.checkpoint.commit import META, METADATA, FileRecord, Manifest
+from ls_strategy.checkpoint.files import Item, Path, RankFile, write_metadata
+from ls_strategy.checkpoint.sharded import Entry, write_entries
+from ls_strategy.errors import CheckpointError
+
+
+class Exchange(Protocol):
+    """Gives every rank's value to every rank, in rank order. Collective."""
+
+    def __call__(self, value: Any) -> list[Any]:
+        """Exchange ``value``."""
+        ...
+
+
+@dataclass
+class Save:
+    """What one rank puts into a save."""
+
+    path: str
+    entries: list[Entry]
+    random: dict[str, Any]
+    """States of this rank's random number generators."""
+
+    manifest: Manifest
+    """Without files; rank 0's is taken."""
+
+    write_meta: Callable[[str], None]
+    """Writes what is small to the path that it is given; called on rank 0."""
+
+
+@dataclass
+class _Report:
+    """What a rank tells the others."""
+
+    error: str | None = None
+    save_id: str = ""
+    path: str = ""
+    file: str = ""
+    record: FileRecord | None = None
+    items: list[Item] = field(default_factory=list)
+    aliases: dict[Path, Path] = field(default_factory=dict)
+
+
+def run(save: Save, rank: int, exchange: Exchange) -> tuple[int, float]:
+    """Write and commit. Collective.
+
+    Returns:
+        bytes of the checkpoint, and seconds.
+
+    Raises:
+        CheckpointError: on every rank, if any rank failed; then nothing of this save remains, and what was there before
+            under the same name is still there.
+    """
+    started = time.perf_counter()
+    first = _Report(path=save.path, save_id=commit.new_save_id())
+    if rank == 0:
+        _attempt(first, lambda: commit.begin(first.path, first.save_id))
+    begun = exchange(first)[0]
+    mine = _Report()
+    if begun.error is None:
+        _attempt(mine, lambda: _write(mine, save, rank, begun))
+    reports = exchange(mine)
+    verdict = _Report(error=_first_error([begun, *reports]))
+    if rank == 0:
+        if verdict.error is None:
+            _attempt(verdict, lambda: _commit(save, begun, reports))
+        if verdict.error is not None:
+            commit.discard(begun.path, begun.save_id)
+    error = exchange(verdict)[0].error
+    if error is not None:
+        raise CheckpointError(
+            f"saving {begun.path} failed: {error}. Nothing of it remains; earlier checkpoints are untouched."
+        )
+    total = sum(r.record.bytes for r in reports if r.record is not None)
+    return total, time.perf_counter() - started
+
+
+def _attempt(report: _Report, work: Callable[[], None]) -> None:
+    try:
+        work()
+    except Exception as error:
+        report.error = f"{type(error).__name__}: {error}"
+
+
+def _first_error(reports: Sequence[_Report]) -> str | None:
+    for number, report in enumerate(reports):
+        if report.error is not None:
+            return f"rank {max(number - 1, 0)}: {report.error}"
+    return None
+
+
+def _write(report: _Report, save: Save, rank: int, begun: _Report) -> None:
+    place = commit.staging(begun.path, begun.save_id)
+    file = RankFile(place, f"__{rank}_0.distcp")
+    try:
+        report.aliases = write_entries(file, save.entries, first_rank=rank == 0)
+        file.add_object(("random_states", f"rank_{rank}"), save.random)
+        report.record = file.close()
+    except BaseException:
+        file.abandon()
+        raise
+    report.file, report.items = file.name, file.items
+
+
+def _commit(save: Save, begun: _Report, reports: list[_Report]) -> None:
+    place = commit.staging(begun.path, begun.save_id)
+    files: dict[str, FileRecord] = {}
+    aliases: dict[Path, Path] = {}
+    for report in reports:
+        assert report.record is not None
+        files[report.file] = report.record
+        aliases |= report.aliases
+    order = {entry.path: number for number, entry in enumerate(save.entries)}
+    items = sorted(
+        ((report.file, item) for report in reports for item in report.items),
+        key=lambda place: order.get(place[1].path, len(order)),  # as the module has them, not rank by rank
+    )
+    files[METADATA] = write_metadata(place, items, aliases)
+    save.write_meta(f"{place}/{META}")
+    files[META] = commit.record_of(place, META)
+    save.manifest.files = files
+    commit.commit(begun.path, begun.save_id, save.manifest)

@@ -1,0 +1,238 @@
+"""What this rank has of a sharded checkpoint, and what of a checkpoint it needs.
+
+While ``trainer.save_checkpoint`` collects, a value that is sharded is represented by a *stand-in*: a tensor on the meta
+device with the true shape and the dtype that is saved. Hooks may drop stand-ins, or put them under other names. When
+the dictionary is written, each rank replaces a stand-in by the boxes of the value that it owns.
+
+On the way back a value is a `SavedTensor`, which reads from the files what is asked of it: a range of elements, or the
+whole by any operation of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from ls_strategy.checkpoint.files import Path, RankFile, Reader, read_range
+from ls_strategy.errors import CheckpointError
+from ls_strategy.layout import flat_range_to_boxes
+from ls_strategy.zero.lazy import CHUNK, LazyTensor
+from ls_strategy.zero.units import Flat, Unit
+
+
+@dataclass(frozen=True)
+class Source:
+    """A value of one parameter that is sharded like its flat buffer: a weight, a moment, an average."""
+
+    flat: Flat
+    slot: int
+    read: Callable[[int, int], Tensor]
+    """``read(start, stop)``: elements of this rank's stepped range, 1-d."""
+
+    def boxes(self) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        """``(offsets, values)`` of what this rank saves: of its owned range, also where it has everything."""
+        flat = self.flat
+        piece, shape = flat.layout.pieces(*flat.owned)[self.slot], flat.layout.slots[self.slot].shape
+        shift = flat.owned[0] - flat.stepped[0] + piece.start - piece.param_start
+        for whole in flat_range_to_boxes(shape, piece.param_start, piece.param_start + piece.numel):
+            for box in whole.split(CHUNK):
+                values = self.read(shift + box.start, shift + box.stop)
+                yield box.offsets, values.detach().to("cpu").view(box.sizes)
+
+
+@dataclass
+class Contents:
+    """What one ``trainer.save_checkpoint`` has collected so far."""
+
+    sources: dict[int, Source] = field(default_factory=dict)
+    _stand_ins: list[Tensor] = field(default_factory=list)
+
+    def stand_in(self, source: Source, dtype: torch.dtype) -> Tensor:
+        """A tensor that stands for the value until it is written."""
+        tensor = torch.empty(source.flat.layout.slots[source.slot].shape, dtype=dtype, device="meta")
+        self._stand_ins.append(tensor)  # keeps its id
+        self.sources[id(tensor)] = source
+        return tensor
+
+    def weights(
+        self, raw: dict[str, Any], units: list[Unit], *, masters: list[Tensor] | None = None, frozen: bool = True
+    ) -> tuple[dict[str, Any], list[str]]:
+        """A module's state dict with stand-ins for its parameters.
+
+        Args:
+            raw: ``module.state_dict()``.
+            units: where the parameters are.
+            masters: values in place of the trainable master weights, in the units' order.
+            frozen: include parameters that do not train.
+
+        Returns:
+            the state dict, and the names that were left out.
+        """
+        places = {
+            p.data_ptr(): (flat, i)
+            for unit in units
+            for flat in unit.flats
+            for i, p in enumerate(flat.params)
+            if p.numel()
+        }
+        trainable = [flat for unit in units for flat in unit.trainable_flats]
+        others = {} if masters is None else {id(f): m for f, m in zip(trainable, masters, strict=True)}
+        result: dict[str, Any] = {}
+        left_out: list[str] = []
+        made: dict[tuple[int, int], Tensor] = {}
+        for key, value in raw.items():
+            place = places.get(value.data_ptr()) if isinstance(value, Tensor) and value.numel() else None
+            if place is None:
+                result[key] = value
+                continue
+            flat, i = place
+            if not frozen and not flat.params[i].requires_grad:
+                left_out.append(key)
+                continue
+            if (id(flat), i) not in made:  # tied entries share one stand-in
+                other = others.get(id(flat))
+                read = flat.read_master_range if other is None else _reader_of(other)
+                made[id(flat), i] = self.stand_in(Source(flat, i, read), flat.master_dtype)
+            result[key] = made[id(flat), i]
+        return result, left_out
+
+
+def _reader_of(values: Tensor) -> Callable[[int, int], Tensor]:
+    return lambda start, stop: values[start:stop]
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Entry:
+    """A value with its place in the checkpoint's dictionary."""
+
+    path: Path
+    value: Any
+    source: Source | None
+
+
+def separate(checkpoint: dict[str, Any], contents: Contents) -> tuple[list[Entry], dict[str, Any]]:
+    """Take what goes to the ranks' files out of a Lightning checkpoint; the rest is small.
+
+    Raises:
+        CheckpointError: a hook computed with a stand-in.
+    """
+    rest = dict(checkpoint)
+    entries = list(_entries(("model",), rest.pop("state_dict"), contents, depth=1))
+    for index, state in enumerate(rest.pop("optimizer_states", [])):
+        for key, value in state.items():
+            entries += _entries((f"optimizer_{index}", key), value, contents, depth=2 if key == "state" else 0)
+    for key, value in list(rest.items()):
+        if isinstance(value, dict) and any(id(v) in contents.sources for v in value.values()):
+            entries += _entries((key,), rest.pop(key), contents, depth=1)
+    return entries, rest
+
+
+def _entries(prefix: Path, value: Any, contents: Contents, *, depth: int) -> Iterator[Entry]:
+    if depth and isinstance(value, dict) and all(isinstance(k, str) for k in value):
+        for key, inner in value.items():
+            yield from _entries((*prefix, key), inner, contents, depth=depth - 1)
+        return
+    if isinstance(value, Tensor) and value.is_meta and id(value) not in contents.sources:
+        raise CheckpointError(
+            f"{'.'.join(prefix)}: a hook that runs while a checkpoint is saved (on_save_checkpoint) has computed with "
+            "a sharded value, of which no rank has all elements. Do that in on_load_checkpoint, or save with "
+            'save_as="file".'
+        )
+    yield Entry(prefix, value, contents.sources.get(id(value)))
+
+
+def write_entries(file: RankFile, entries: Iterable[Entry], *, first_rank: bool) -> dict[Path, Path]:
+    """Append what this rank owns: its boxes of sharded values; on the first rank also everything else.
+
+    Returns:
+        further paths of values that are there already (tied parameters), ``{path: path it was written under}``.
+    """
+    written: dict[int, Path] = {}
+    aliases: dict[Path, Path] = {}
+    for entry in entries:
+        if entry.source is None:
+            # Scalars of an optimizer's state (step counts) exist on the rank that has the parameter's first element.
+            if first_rank or entry.path[1:2] == ("state",):
+                _write_whole(file, entry)
+            continue
+        if id(entry.value) in written:
+            aliases[entry.path] = written[id(entry.value)]
+            continue
+        written[id(entry.value)] = entry.path
+        for offsets, values in entry.source.boxes():
+            file.add_tensor(entry.path, entry.value.shape, offsets, values)
+    return aliases
+
+
+def _write_whole(file: RankFile, entry: Entry) -> None:
+    value = entry.value
+    if isinstance(value, Tensor) and value.layout == torch.strided:
+        value = value.detach().to("cpu")
+        file.add_tensor(entry.path, value.shape, (0,) * value.dim(), value)
+    else:
+        file.add_object(entry.path, value)
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+class SavedTensor(LazyTensor):
+    """A tensor of a sharded checkpoint that is still in the files."""
+
+    reader: Reader
+    path: Path
+
+    @staticmethod
+    def __new__(cls: Any, reader: Reader, path: Path) -> SavedTensor:  # noqa: D102
+        metadata = reader.tensor_metadata(path)
+        assert metadata is not None
+        self = Tensor._make_wrapper_subclass(cls, metadata.size, dtype=metadata.properties.dtype)  # type: ignore[attr-defined]
+        self.reader, self.path = reader, path
+        return self
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"SavedTensor({'.'.join(self.path)}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @override
+    def range(self, start: int, stop: int) -> Tensor:
+        return read_range(self.reader, self.path, start, stop)
+
+
+def assemble(reader: Reader, meta: dict[str, Any], *, weights_only: bool | None) -> dict[str, Any]:
+    """A Lightning checkpoint whose tensors are still in the files."""
+    checkpoint: dict[str, Any] = dict(meta)
+    optimizers: dict[int, dict[str, Any]] = {}
+    state_dict: dict[str, Any] = {}
+    for path in reader.paths:
+        head, *keys = path
+        if head in ("model", "state_dict"):  # Lightning's FSDPStrategy and ModelParallelStrategy
+            target: dict[str, Any] = state_dict
+            keys = [".".join(keys)]
+        elif head.startswith("optimizer_") and head[10:].isdigit():
+            target = optimizers.setdefault(int(head[10:]), {})
+        else:
+            target, keys = checkpoint, list(path)
+        for key in keys[:-1]:
+            target = target.setdefault(key, {})
+        target[keys[-1]] = _value(reader, path, weights_only)
+    checkpoint["state_dict"] = state_dict
+    if optimizers or "optimizer_states" in checkpoint:
+        checkpoint["optimizer_states"] = [optimizers[i] for i in sorted(optimizers)]
+    return checkpoint
+
+
+def _value(reader: Reader, path: Path, weights_only: bool | None) -> Any:
+    metadata = reader.tensor_metadata(path)
+    if metadata is None:
+        return reader.read_object(path, weights_only=weights_only)
+    if not metadata.size:  # a step count
+        return reader.read_chunk(path, ()).clone()
+    return SavedTensor(reader, path)

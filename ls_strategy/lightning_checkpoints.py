@@ -1,0 +1,182 @@
+"""Lightning's checkpoint hooks, for checkpoints that no rank ever holds in full.
+
+::
+
+    trainer.save_checkpoint     dump_checkpoint collects: stand-ins for what is sharded    `collecting`
+                                strategy.save_checkpoint writes                            `save`
+    trainer.fit(ckpt_path)      strategy.load_checkpoint: the small things, lazy tensors   `load`
+                                strategy.load_model_state_dict, load_optimizer_state_dict: each rank reads its part
+"""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+
+from ls_strategy.checkpoint import commit, save
+from ls_strategy.checkpoint.commit import META, Manifest, Place
+from ls_strategy.checkpoint.files import Reader
+from ls_strategy.checkpoint.random import random_states
+from ls_strategy.checkpoint.sharded import Contents, Source, assemble, separate
+from ls_strategy.engine import Engine
+from ls_strategy.errors import CheckpointError
+
+OURS = "ls_strategy"
+"""Key in a Lightning checkpoint for what only this package reads."""
+
+RANDOM = "random_states"
+
+
+class Collection:
+    """What one ``trainer.save_checkpoint`` collects, and how an engine's values enter it."""
+
+    def __init__(self, engine: Engine, *, frozen: bool) -> None:
+        """``frozen``: include parameters that do not train."""
+        self.engine = engine
+        self.contents = Contents()
+        self.left_out: list[str] = []
+        self._frozen = frozen
+
+    def weights(self, raw: dict[str, Any], masters: list[Tensor] | None = None) -> dict[str, Any]:
+        """Stand-ins for the parameters in ``raw``, ``module.state_dict()``; or for ``masters`` in their place."""
+        weights, left_out = self.contents.weights(raw, self.engine.units, masters=masters, frozen=self._frozen)
+        self.left_out = left_out if masters is None else self.left_out
+        return weights
+
+    def optimizer_state(self, index: int) -> dict[str, Any]:
+        """State by parameter name, as far as this rank has it."""
+
+        def stand_in(flat: Any, slot: int, read: Any, dtype: torch.dtype) -> Tensor:
+            return self.contents.stand_in(Source(flat, slot, read), dtype)
+
+        return self.engine.optimizers[index].sharded.named_state(stand_in)
+
+
+def write(
+    collection: Collection, checkpoint: dict[str, Any], path: str, checkpoint_io: CheckpointIO, storage_options: Any
+) -> None:
+    """Write a checkpoint folder. Collective.
+
+    Raises:
+        CheckpointError: on every rank, if any rank failed.
+    """
+    engine = collection.engine
+    entries, rest = separate(checkpoint, collection.contents)
+    rest[OURS] = {"world_size": engine.comm.world_size}
+    job = save.Save(
+        path=path,
+        entries=entries,
+        random=random_states(),
+        manifest=Manifest(
+            step=int(checkpoint.get("global_step", 0)),
+            epoch=int(checkpoint.get("epoch", 0)),
+            layout=_layout(engine),
+            files={},
+            left_out=collection.left_out,
+        ),
+        write_meta=partial(_write_meta, _plain(checkpoint_io), rest, storage_options),
+    )
+    total, seconds = save.run(job, engine.comm.rank, engine.comm.exchange_objects)
+    rank_zero_info(f"ZeROStrategy: saved {path} ({total / 2**20:,.1f} MiB in {seconds:.1f} s)")
+
+
+def _layout(engine: Engine) -> dict[str, Any]:
+    config = engine.config
+    return {
+        "world_size": engine.comm.world_size,
+        "stage": config.stage,
+        "optimizer_tier": config.offload_optimizer.tier if config.offload_optimizer else "device",
+        "param_tier": config.offload_param.tier if config.offload_param else "device",
+        "precision": engine.precision.name,
+        "moments": config.moments,
+    }
+
+
+def _plain(checkpoint_io: CheckpointIO) -> CheckpointIO:
+    """Without what wraps it: a folder is written in the background by `async_save`, and by nothing else."""
+    while isinstance(checkpoint_io, _WrappingCheckpointIO) and checkpoint_io.checkpoint_io is not None:
+        checkpoint_io = checkpoint_io.checkpoint_io
+    return checkpoint_io
+
+
+def _write_meta(checkpoint_io: CheckpointIO, rest: dict[str, Any], storage_options: Any, path: str) -> None:
+    if storage_options is None or isinstance(checkpoint_io, TorchCheckpointIO):
+        checkpoint_io.save_checkpoint(rest, path)
+    else:
+        checkpoint_io.save_checkpoint(rest, path, storage_options)
+
+
+# --- loading ---------------------------------------------------------------------------------------------------------
+
+
+def is_folder(path: Any) -> bool:
+    """Whether a checkpoint path is a folder, or was one before its save was interrupted. Not collective."""
+    place = Place(path)
+    return bool(place.fs.isdir(place.path))
+
+
+def read(path: Any, checkpoint_io: CheckpointIO, weights_only: bool | None) -> dict[str, Any]:
+    """A Lightning checkpoint from a folder: the small things are here, tensors are read when they are used.
+
+    Raises:
+        CheckpointError: the folder is not a committed checkpoint, or damaged.
+    """
+    place = Place(path)
+    manifest = None
+    if place.exists(commit.MANIFEST) or not place.exists(META) or not place.exists(commit.METADATA):
+        manifest = commit.read_manifest(path)
+        commit.verify(path, META, manifest.files[META])
+    meta = _plain(checkpoint_io).load_checkpoint(f"{place}/{META}", weights_only=weights_only)
+    if manifest is None and OURS in meta:
+        commit.read_manifest(path)  # raises: ours, and without a manifest
+    reader = Reader(path, manifest)
+    checkpoint = assemble(reader, meta, weights_only=True if weights_only is None else weights_only)
+    checkpoint.setdefault(OURS, {})["left_out"] = manifest.left_out if manifest is not None else []
+    return checkpoint
+
+
+def load_optimizers(engine: Engine, indices: list[int | None], states: list[Mapping[str, Any]]) -> None:
+    """Give every optimizer its parameters' states by name, from whichever optimizers they were saved. Not collective."""
+    by_name: dict[str, Any] = {}
+    groups: list[dict[str, Any]] = []
+    for state in states:
+        by_name.update(state.get("state", {}))
+        groups += state["param_groups"]
+    for index in indices:
+        if index is None:
+            continue
+        sharded = engine.optimizers[index].sharded
+        if not sharded.load_named_state(by_name, groups):
+            rank_zero_info(
+                f"ZeROStrategy: {type(sharded.optimizer).__name__} has other parameter groups than the checkpoint's "
+                "optimizers. States were taken by parameter name; learning rates and other settings stay as "
+                "configure_optimizers made them."
+            )
+
+
+def is_named(states: list[Mapping[str, Any]]) -> bool:
+    """Whether optimizer states are by parameter name, as folders have them, and not by position."""
+    return any(isinstance(p, str) for state in states for group in state["param_groups"] for p in group["params"])
+
+
+@contextmanager
+def explained(path: Any) -> Generator[None, None, None]:
+    """Name the checkpoint in errors of whatever reads it.
+
+    Raises:
+        CheckpointError: in place of errors about files.
+    """
+    try:
+        yield
+    except (OSError, EOFError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error

@@ -1,0 +1,43 @@
+"""Tensors that are somewhere else, and are read range by range: what loading states is written against."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from ls_strategy._compat import tree_map
+
+CHUNK = 1 << 24
+"""Elements that are brought at a time: 64 MiB of fp32, all that loading needs beside the states."""
+
+
+class LazyTensor(Tensor):
+    """A tensor that knows its shape and dtype; any operation of torch brings it in full, every time."""
+
+    def range(self, start: int, stop: int) -> Tensor:
+        """Elements ``[start, stop)`` of the flattened tensor, ``(stop - start,)``."""
+        raise NotImplementedError
+
+    def whole(self) -> Tensor:
+        """All of it."""
+        return self.range(0, self.numel()).view(self.shape)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Bring what the operation needs."""
+
+        def bring(x: Any) -> Any:
+            return x.whole() if isinstance(x, LazyTensor) else x
+
+        return func(*tree_map(bring, args), **tree_map(bring, kwargs or {}))
+
+
+def parts_of(value: Tensor, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+    """Elements ``[start, stop)`` of a flattened tensor, be it here or elsewhere, as ``(first element, portion)``."""
+    if not isinstance(value, LazyTensor):
+        yield start, value.detach().reshape(-1)[start:stop]
+        return
+    for at in range(start, stop, CHUNK):
+        yield at, value.range(at, min(at + CHUNK, stop))
