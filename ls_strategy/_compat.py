@@ -31,6 +31,7 @@ __all__ = [
     "is_mock_optimizer",
     "open_sockets",
     "persistent_buffer_names",
+    "replace_links",
     "shut_sockets",
     "sync_batch_norm_error",
     "tree_iter",
@@ -126,13 +127,19 @@ def without_crc32() -> Generator[None, None, None]:
         torch.serialization.set_crc32_options(before)
 
 
+def replace_links(trainer: Any, link: Callable[[Any, str, str], None]) -> None:
+    """Let `ModelCheckpoint` make its ``save_last="link"`` by ``link(trainer, path, name)``, called on all ranks."""
+    for callback in trainer.checkpoint_callbacks:
+        if hasattr(callback, "_link_checkpoint"):
+            callback._link_checkpoint = link
 
-def around_dumps(trainer: Any, context: Callable[[], AbstractContextManager[Any]]) -> None:
-    """Let every ``trainer.save_checkpoint`` collect the checkpoint's contents inside ``context()``."""
+
+def around_dumps(trainer: Any, context: Callable[[], AbstractContextManager[bool]]) -> None:
+    """Let every ``trainer.save_checkpoint`` collect its contents inside ``context()``; nothing if that is False."""
     connector = trainer._checkpoint_connector
 
     def dump_checkpoint(weights_only: bool | None = None) -> dict[str, Any]:
-        with context():
-            return type(connector).dump_checkpoint(connector, weights_only)
+        with context() as wanted:
+            return type(connector).dump_checkpoint(connector, weights_only) if wanted else {}
 
     connector.dump_checkpoint = dump_checkpoint

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-import posixpath
+import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -24,6 +24,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from ls_strategy.checkpoint import commit, save
+from ls_strategy.checkpoint.background import BackgroundSaver
 from ls_strategy.checkpoint.commit import META, Manifest, Place
 from ls_strategy.checkpoint.files import Reader
 from ls_strategy.checkpoint.random import random_states
@@ -43,6 +44,8 @@ class Collection:
     def __init__(self, engine: Engine, *, frozen: bool) -> None:
         """``frozen``: include parameters that do not train."""
         self.engine = engine
+        for flat in engine.flats:
+            flat.wait_updated()
         self.contents = Contents()
         self.left_out: list[str] = []
         self._frozen = frozen
@@ -57,22 +60,27 @@ class Collection:
         """State by parameter name, as far as this rank has it."""
 
         def stand_in(flat: Any, slot: int, read: Any, dtype: torch.dtype) -> Tensor:
-            return self.contents.stand_in(Source(flat, slot, read), dtype)
+            at_rest = flat.optimizer_tier != "device"
+            return self.contents.stand_in(Source(flat, slot, read, at_rest=at_rest), dtype)
 
         return self.engine.optimizers[index].sharded.named_state(stand_in)
 
 
 def write(
-    collection: Collection, checkpoint: dict[str, Any], path: str, checkpoint_io: CheckpointIO, storage_options: Any
+    collection: Collection,
+    checkpoint: dict[str, Any],
+    path: str,
+    checkpoint_io: CheckpointIO,
+    storage_options: Any,
+    background: BackgroundSaver | None = None,
 ) -> None:
-    """Write a checkpoint folder. Collective.
+    """Write a checkpoint folder; with ``background`` return when nothing of it can change any more. Collective.
 
     Raises:
-        CheckpointError: on every rank, if any rank failed.
+        CheckpointError: on every rank, if any rank failed; with ``background``, if the save before this one failed.
     """
     engine = collection.engine
     entries, rest = separate(checkpoint, collection.contents)
-    rest[OURS] = {"world_size": engine.comm.world_size}
     job = save.Save(
         path=path,
         entries=entries,
@@ -86,8 +94,18 @@ def write(
         ),
         write_meta=partial(_write_meta, _plain(checkpoint_io), rest, storage_options),
     )
-    total, seconds = save.run(job, engine.comm.rank, engine.comm.exchange_objects)
-    rank_zero_info(f"ZeROStrategy: saved {path} ({total / 2**20:,.1f} MiB in {seconds:.1f} s)")
+    started = time.perf_counter()
+
+    def done(total: int, seconds: float) -> None:
+        stalled = f", {stall:.1f} s of it in training's way" if background is not None else ""
+        rank_zero_info(f"ZeROStrategy: saved {path} ({total / 2**20:,.1f} MiB in {seconds:.1f} s{stalled})")
+
+    if background is None:
+        done(*save.run(job, engine.comm.rank, engine.comm.exchange_objects))
+        return
+    stall = 0.0
+    background.submit(job, done)
+    stall = time.perf_counter() - started
 
 
 def _layout(engine: Engine) -> dict[str, Any]:
@@ -146,7 +164,7 @@ def read(path: Any, checkpoint_io: CheckpointIO, weights_only: bool | None) -> d
 
 
 def load_optimizers(engine: Engine, indices: list[int | None], states: list[Mapping[str, Any]]) -> None:
-    """Give every optimizer its parameters' states by name, from whichever optimizers they were saved. Not collective."""
+    """Give every optimizer its parameters' states by name, whichever optimizers they were saved from."""
     by_name: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
     for state in states:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,9 +37,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from ls_strategy import data_position
 from ls_strategy import lightning_checkpoints as checkpoints
 from ls_strategy import lightning_guards as guards
-from ls_strategy._compat import around_dumps, is_mock_optimizer, open_sockets, unwrap_optimizer
+from ls_strategy._compat import around_dumps, is_mock_optimizer, open_sockets, replace_links, unwrap_optimizer
+from ls_strategy.checkpoint.background import BackgroundSaver
+from ls_strategy.checkpoint.commit import link as link_checkpoint
 from ls_strategy.checkpoint.commit import recover
 from ls_strategy.checkpoint.commit import remove as remove_checkpoint
 from ls_strategy.checkpoint.full import StateDictHooks, full_state_dict, load_full_state_dict
@@ -100,6 +104,8 @@ class ZeROStrategy(DDPStrategy):
             computes (ZeRO-Offload, section 5.2). Changes the numbers. Default: never.
         save_as: ``sharded``: a checkpoint is a folder; every rank writes what it has, any other layout loads it.
             ``file``: one file in Lightning's own format, gathered on rank 0, which needs the memory for it.
+        async_save: write checkpoint folders while training goes on. A step waits only for copies of what is on the
+            device; an error is raised by the next save, or at the end.
         save_frozen: put parameters that do not train into checkpoint folders too.
         on_save_error: ``raise``, or ``continue`` training when a checkpoint folder cannot be written (a full disk); the
             error is logged, and no earlier checkpoint is removed then.
@@ -135,6 +141,7 @@ class ZeROStrategy(DDPStrategy):
         overlap_step: bool = True,
         delayed_update_after: int | None = None,
         save_as: Literal["sharded", "file"] = "sharded",
+        async_save: bool = False,
         save_frozen: bool = True,
         on_save_error: Literal["raise", "continue"] = "raise",
         accelerator: Accelerator | None = None,
@@ -174,11 +181,16 @@ class ZeROStrategy(DDPStrategy):
         ):
             if given not in known:
                 raise ConfigError(f"{option}={given!r}: choose {known[0]!r} or {known[1]!r}.")
+        if async_save and save_as == "file":
+            raise ConfigError('async_save=True with save_as="file": only folders are written in the background.')
         self.save_as = save_as
+        self.async_save = async_save
         self.save_frozen = save_frozen
         self.on_save_error = on_save_error
         self.collection: Collection | None = None
         """While ``trainer.save_checkpoint`` collects what a folder will hold."""
+        self._saver: BackgroundSaver | None = None
+        self._save_failed = False
         self._alone = False
         self._loss_scale = loss_scale
         self.engine: Engine | None = None
@@ -186,6 +198,7 @@ class ZeROStrategy(DDPStrategy):
         self._state_dict_hooks: StateDictHooks | None = None
         self._pending_weights: Callable[[Engine], None] | None = None
         self._pending_random: dict[str, Any] | None = None
+        self._position: dict[str, Any] | None = None
         self._accumulating = False
         super().__init__(
             accelerator=accelerator,
@@ -335,6 +348,7 @@ class ZeROStrategy(DDPStrategy):
             self._build_engine(module)
         self.model = module
         around_dumps(trainer, self._collecting)
+        replace_links(trainer, self._link)
         self.setup_precision_plugin()
         assert self.engine is not None
         self.engine.schedule.overlap = (
@@ -496,17 +510,21 @@ class ZeROStrategy(DDPStrategy):
     # checkpoints -----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _collecting(self) -> Generator[None, None, None]:
-        """Around everything that Lightning collects for one checkpoint."""
-        engine = self.engine
+    def _collecting(self) -> Generator[bool, None, None]:
+        """Around everything that Lightning collects for one checkpoint; False if there is to be none."""
+        engine, module = self.engine, self.lightning_module
+        if module is not None and module.trainer.interrupted and not self._all_interrupted():
+            rank_zero_warn("No checkpoint is saved on this exception: other ranks go on, or a step was half done.")
+            yield False
+            return
         if engine is None or self.save_as == "file":
-            yield
+            yield True
             return
         engine.check_whole()
         self._wait_for_weights()
         self.collection = Collection(engine, frozen=self.save_frozen)
         try:
-            yield
+            yield True
         except BaseException:
             self.collection = None
             raise
@@ -521,21 +539,86 @@ class ZeROStrategy(DDPStrategy):
             CheckpointError: on every rank, if any rank failed; earlier checkpoints are untouched.
         """
         collection, self.collection = self.collection, None
+        if not checkpoint:
+            return
+        if self.lightning_module is not None:
+            checkpoint[checkpoints.OURS] = data_position.position(self.lightning_module.trainer)
         if collection is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
+        assert self.lightning_module is not None
+        fitting = self.lightning_module.trainer.training  # a save after the fit is there when the call returns
+        with self._tolerating():
+            self.wait_for_saves()
+        with self._tolerating():
+            saver = self._background() if self.async_save and fitting else None
+            checkpoints.write(collection, checkpoint, os.fspath(filepath), self.checkpoint_io, storage_options, saver)
+
+    def _background(self) -> BackgroundSaver:
+        assert self._comm is not None
+        if self._saver is None:
+            self._saver = BackgroundSaver(self._comm.rank, self._comm.world_size)
+        return self._saver
+
+    @contextmanager
+    def _tolerating(self) -> Generator[None, None, None]:
+        """Raise what a save raises, or log it, as `on_save_error` says."""
         try:
-            checkpoints.write(collection, checkpoint, os.fspath(filepath), self.checkpoint_io, storage_options)
+            yield
+            self._save_failed = False
         except CheckpointError as error:
+            self._save_failed = True
             if self.on_save_error == "raise":
                 raise
             rank_zero_warn(f"{error} Training continues (on_save_error='continue').")
 
+    def wait_for_saves(self) -> None:
+        """Return when every checkpoint that was saved is committed. Collective.
+
+        Raises:
+            CheckpointError: one is not.
+        """
+        if self._saver is not None:
+            self._saver.wait()
+
+    def _all_interrupted(self) -> bool:
+        """Whether an exception ended this step on every rank, so that all can save together; waits for the others."""
+        if self._comm is None or self._comm.world_size == 1:
+            return True
+        whole = True
+        try:
+            if self.engine is not None:
+                self.engine.check_whole()
+        except StateError:
+            whole = False  # no word to the others: they will not wait for this rank for long
+        all_here = whole and self._comm.failures.announce(RuntimeError("interrupted"), patience_s=_PATIENCE_S)
+        self._alone = not all_here
+        return all_here
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all ranks; for none, if this one failed alone."""
+        if not self._alone:
+            super().barrier(*args, **kwargs)
+
+    def _after_save(self, action: Callable[[], None]) -> None:
+        """On rank 0, once the last save is committed; never, if it failed: what it was to replace is still needed."""
+        if not self.is_global_zero:
+            return
+        if self._saver is not None:
+            self._saver.then(action)
+        elif not self._save_failed:
+            action()
+
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Remove a folder or a file, on rank 0."""
-        if self.is_global_zero:
-            remove_checkpoint(filepath)
+        """Remove a folder or a file, on rank 0, once the checkpoint that replaces it is committed."""
+        self._after_save(partial(remove_checkpoint, filepath))
+
+    def _link(self, _trainer: pl.Trainer, path: str, name: str) -> None:
+        if Path(path).absolute() != Path(name).absolute():
+            self._after_save(partial(link_checkpoint, path, name))
+        self.barrier("ZeROStrategy.link")
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -544,12 +627,16 @@ class ZeROStrategy(DDPStrategy):
         Raises:
             CheckpointError: a folder that is not committed, or damaged.
         """
+        self.wait_for_saves()
         if self.is_global_zero:
             recover(checkpoint_path)
         self.barrier("ZeROStrategy.load_checkpoint")
         if not checkpoints.is_folder(checkpoint_path):
-            return super().load_checkpoint(checkpoint_path, weights_only)
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+            self._position = checkpoint.get(checkpoints.OURS)
+            return checkpoint
         checkpoint = checkpoints.read(checkpoint_path, self.checkpoint_io, weights_only)
+        self._position = checkpoint[checkpoints.OURS]
         self._pending_random = checkpoint.pop(checkpoints.RANDOM, {}).get(f"rank_{self.global_rank}")
         return checkpoint
 
@@ -625,8 +712,18 @@ class ZeROStrategy(DDPStrategy):
             if index is not None:
                 engine.optimizers[index].sharded.load_full_state_dict(state)
 
+    @override
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """After a resume the training data goes on where it was."""
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        if trainer is not None and trainer.training and trainer.fit_loop.restarting and self._position is not None:
+            if "world_size" in self._position:
+                data_position.resume(trainer, dataloader, self._position)
+        return super().process_dataloader(dataloader)
+
     def restore_random_states(self) -> None:
         """Go on with the random numbers of the checkpoint; once, when the first batch after a resume is there."""
+        self._position = None
         states, self._pending_random = self._pending_random, None
         if states is not None:
             restore_random_states(states)
@@ -643,9 +740,26 @@ class ZeROStrategy(DDPStrategy):
         if self._comm.world_size == 1:
             return
         all_failed = self._comm.failures.announce(exception, patience_s=_PATIENCE_S)
+        if not all_failed and self._saver is not None:
+            self._saver.abandon()
         if not all_failed or isinstance(exception, RankFailedError):
             self._comm.break_connections()
             dist.destroy_process_group()
+
+    def _end_saves(self, *, quietly: bool) -> None:
+        """Wait for saves in the background; after an exception only log what goes wrong."""
+        saver, self._saver = self._saver, None
+        if saver is None:
+            return
+        try:
+            with self._tolerating():
+                saver.wait()
+        except CheckpointError as error:
+            if not quietly:
+                raise
+            rank_zero_warn(str(error))
+        finally:
+            saver.close()
 
     @override
     def teardown(self) -> None:
@@ -661,6 +775,7 @@ class ZeROStrategy(DDPStrategy):
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()
         self._precision().teardown()
+        self._end_saves(quietly=module is not None and module._trainer is not None and module._trainer.interrupted)
         if self.accelerator is not None:
             self.accelerator.teardown()
         self.checkpoint_io.teardown()

@@ -292,6 +292,7 @@ def remove(path: str | os.PathLike[str]) -> None:
     exists = os.path.lexists(place.path) if place.local else place.exists()
     if not exists:
         return
+    _turn_links(place)
     if place.local and Path(place.path).is_dir() and not Path(place.path).is_symlink():
         old = place.sibling(f".{place.name}.{new_save_id()}.old")
         place.rename(old)
@@ -300,6 +301,35 @@ def remove(path: str | os.PathLike[str]) -> None:
         old.remove()
         return
     place.remove()
+
+
+def _turn_links(place: Place) -> None:
+    """Links to a checkpoint that goes turn to the newest other one: ``last.ckpt`` leads somewhere at any moment."""
+    if not place.local or Path(place.path).is_symlink():
+        return
+    for entry in Path(place.path).parent.iterdir():
+        if entry.is_symlink() and entry.resolve() == Path(place.path).resolve():
+            others = [e for e in Path(place.path).parent.iterdir() if not e.is_symlink() and str(e) != place.path]
+            ranked = [(saved_at, e) for e in others if (saved_at := _saved_at(place.at(str(e)))) is not None]
+            if ranked:
+                link(str(max(ranked)[1]), str(entry))
+
+
+def link(path: str | os.PathLike[str], name: str | os.PathLike[str]) -> None:
+    """Make ``name`` a relative link to the checkpoint ``path``, in one step, whatever ``name`` was. Local only."""
+    target = Path(name).absolute()
+    new = target.parent / f".{target.name}.{new_save_id()}.link"
+    new.symlink_to(os.path.relpath(Path(path).absolute(), target.parent))
+    if target.is_dir() and not target.is_symlink():
+        old = target.parent / f".{target.name}.{new_save_id()}.old"
+        if _exchange(str(new), str(target)):
+            new.rename(old)
+        else:
+            target.rename(old)
+            new.rename(target)
+        shutil.rmtree(old)
+    else:
+        new.replace(target)
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------

@@ -20,29 +20,36 @@ from typing_extensions import override
 
 from ls_strategy.checkpoint.files import Path, RankFile, Reader, read_range
 from ls_strategy.errors import CheckpointError
-from ls_strategy.layout import flat_range_to_boxes
+from ls_strategy.layout import Box, flat_range_to_boxes
 from ls_strategy.zero.lazy import CHUNK, LazyTensor
 from ls_strategy.zero.units import Flat, Unit
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Source:
     """A value of one parameter that is sharded like its flat buffer: a weight, a moment, an average."""
 
     flat: Flat
     slot: int
     read: Callable[[int, int], Tensor]
-    """``read(start, stop)``: elements of this rank's stepped range, 1-d."""
+    """``read(start, stop)``: elements of this rank's stepped range, 1-d. From any thread."""
 
-    def boxes(self) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-        """``(offsets, values)`` of what this rank saves: of its owned range, also where it has everything."""
+    at_rest: bool = False
+    """Whether it rests on a tier, and only updates of the flat buffer change it."""
+
+    def ranges(self) -> Iterator[tuple[Box, int, int]]:
+        """What this rank saves, of its owned range, also where it has everything: boxes, and what to ``read``."""
         flat = self.flat
         piece, shape = flat.layout.pieces(*flat.owned)[self.slot], flat.layout.slots[self.slot].shape
         shift = flat.owned[0] - flat.stepped[0] + piece.start - piece.param_start
         for whole in flat_range_to_boxes(shape, piece.param_start, piece.param_start + piece.numel):
             for box in whole.split(CHUNK):
-                values = self.read(shift + box.start, shift + box.stop)
-                yield box.offsets, values.detach().to("cpu").view(box.sizes)
+                yield box, shift + box.start, shift + box.stop
+
+    def boxes(self) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        """``(offsets, values)`` of the same."""
+        for box, start, stop in self.ranges():
+            yield box.offsets, self.read(start, stop).detach().view(box.sizes)
 
 
 @dataclass
@@ -96,8 +103,9 @@ class Contents:
                 continue
             if (id(flat), i) not in made:  # tied entries share one stand-in
                 other = others.get(id(flat))
-                read = flat.read_master_range if other is None else _reader_of(other)
-                made[id(flat), i] = self.stand_in(Source(flat, i, read), flat.master_dtype)
+                read = flat.master_range if other is None else _reader_of(other)
+                source = Source(flat, i, read, at_rest=other is None and flat.optimizer_tier != "device")
+                made[id(flat), i] = self.stand_in(source, flat.master_dtype)
             result[key] = made[id(flat), i]
         return result, left_out
 
@@ -157,7 +165,7 @@ def write_entries(file: RankFile, entries: Iterable[Entry], *, first_rank: bool)
     """
     written: dict[int, Path] = {}
     aliases: dict[Path, Path] = {}
-    for entry in entries:
+    for entry in _by_flat(entries):
         if entry.source is None:
             # Scalars of an optimizer's state (step counts) exist on the rank that has the parameter's first element.
             if first_rank or entry.path[1:2] == ("state",):
@@ -168,8 +176,15 @@ def write_entries(file: RankFile, entries: Iterable[Entry], *, first_rank: bool)
             continue
         written[id(entry.value)] = entry.path
         for offsets, values in entry.source.boxes():
-            file.add_tensor(entry.path, entry.value.shape, offsets, values)
+            file.add_tensor(entry.path, entry.value.shape, offsets, values.to("cpu"))
     return aliases
+
+
+def _by_flat(entries: Iterable[Entry]) -> list[Entry]:
+    """One flat buffer after the other: an update that waits for a save waits for one buffer, not for all."""
+    numbers: dict[int, int] = {}
+    keyed = [(-1 if e.source is None else numbers.setdefault(id(e.source.flat), len(numbers)), e) for e in entries]
+    return [entry for _, entry in sorted(keyed, key=lambda pair: pair[0])]
 
 
 def _write_whole(file: RankFile, entry: Entry) -> None:

@@ -189,6 +189,9 @@ class ShardedOptimizer:
         for r, lo, hi, grad in self._edited_grads(used) if shown else []:
             if r.fused:
                 r.flat.averages.tensor()[r.start + lo : r.start + hi].copy_(grad.reshape(-1))
+        for r in self._runs:
+            if not r.fused:
+                r.flat.before_change()
         self._pending = (used, clip, submit or _run_all)
         if all(r.fused for r in self._runs):
             return self._step_hooks_only(run)
@@ -514,7 +517,7 @@ class ShardedOptimizer:
             for key, value in entries.items():
                 if isinstance(value, str) and value == _ELEMENTWISE:
                     if piece.numel:
-                        kept[key] = stand_in(flat, i, partial(store.read_range, key), dtypes[key])
+                        kept[key] = stand_in(flat, i, partial(store.range, key), dtypes[key])
                 elif owner:
                     kept[key] = value
             if kept:

@@ -96,9 +96,11 @@ class FlatStates:
             return self._resident[name].dequantize()
         return self._from_drive(name).dequantize()
 
-    def read_range(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements ``[start, stop)`` of a state that exists, as a state dict shows them: a view, or a copy."""
-        self.flat.wait_updated()
+    def range(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements ``[start, stop)`` of a state that exists, as a state dict shows them: a view, or a copy.
+
+        From any thread, while no update is under way.
+        """
         if name not in self.moments:
             return self._resident[name].codes[start:stop]
         if not self.on_drive and self.moment_format == "fp32":
@@ -123,6 +125,7 @@ class FlatStates:
     def write(self, name: str, start: int, values: Tensor) -> None:
         """Replace ``[start, start + n)`` by ``values`` as a state dict shows them. Returns before it is on a drive."""
         self.flat.wait_updated()
+        self.flat.before_change()
         self.ensure(name, values.dtype)
         stop = start + values.numel()
         if name not in self.moments:

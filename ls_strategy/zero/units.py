@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +36,19 @@ from ls_strategy.zero.rest import Rest
 from ls_strategy.zero_stages import StagePolicy
 
 
+class Holding(Protocol):
+    """What keeps the states of a flat buffer from changing unnoticed."""
+
+    def release(self) -> None:
+        """Return when they may change."""
+        ...
+
+
 class Flat:
     """One flat buffer: the parameters of a unit that share an optimizer and a dtype."""
+
+    hold: Holding | None = None
+    """Of a save under way that has still to read its states."""
 
     def __init__(
         self, plan: FlatPlan, params: list[nn.Parameter], *, policy: StagePolicy, comm: Comm, rest: Rest | None = None
@@ -169,18 +181,27 @@ class Flat:
         self.wait_updated()
         return self.master if self.optimizer_tier != "nvme" else self.rest.read("master")
 
-    def read_master_range(self, start: int, stop: int) -> Tensor:
-        """Elements ``[start, stop)`` of this rank's master weights: a view, or a copy of what is on the drive."""
-        self.wait_updated()
+    def master_range(self, start: int, stop: int) -> Tensor:
+        """Elements ``[start, stop)`` of this rank's master weights: a view, or a copy of what is on the drive.
+
+        From any thread, while no update is under way.
+        """
         if self.optimizer_tier != "nvme":
             return self.master.detach()[start:stop]
         out = torch.empty(stop - start, dtype=self.master_dtype)
         self.rest.read_into("master", out, start)
         return out
 
+    def before_change(self) -> None:
+        """Masters or optimizer states are about to change: a save that has not read them copies them aside first."""
+        hold = self.hold
+        if hold is not None:
+            hold.release()
+
     def write_master(self, start: int, values: Tensor) -> None:
         """Replace master weights from element ``start`` of this rank's range on; `refresh` takes them further."""
         self.wait_updated()
+        self.before_change()
         if self.optimizer_tier == "nvme":
             self.rest.write("master", start, values.to(self.master_dtype))
         else:

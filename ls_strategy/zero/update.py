@@ -146,6 +146,7 @@ class _Portion:
 
     def read(self) -> None:
         """Ask the drive for everything."""
+        self._update.flat.before_change()
         rest = self._update.flat.rest
         self._loans = {n: rest.drive.get(rest.key(n), *self._range(n)) for n in self._names_on_drive()}
 
