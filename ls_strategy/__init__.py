@@ -21,14 +21,17 @@ from ls_strategy.autoload import install as _install
 if TYPE_CHECKING:
     from ls_strategy.callbacks import Monitor, ShardedEMA
     from ls_strategy.config import LossScaleConfig, NVMeIOConfig, OffloadConfig
-    from ls_strategy.errors import ConfigError, LSError, PlanError, StateError
+    from ls_strategy.errors import CheckpointError, ConfigError, LSError, PlanError, StateError
+    from ls_strategy.loading import load_from_checkpoint
     from ls_strategy.ops.lion import Lion
     from ls_strategy.precision_plugin import ZeROPrecision
+    from ls_strategy.preemption import PreemptionHandler
     from ls_strategy.strategy import ZeROStrategy
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointError",
     "ConfigError",
     "LSError",
     "Lion",
@@ -37,14 +40,17 @@ __all__ = [
     "NVMeIOConfig",
     "OffloadConfig",
     "PlanError",
+    "PreemptionHandler",
     "ShardedEMA",
     "StateError",
     "ZeROPrecision",
     "ZeROStrategy",
     "__version__",
+    "load_from_checkpoint",
 ]
 
 _HOME = {
+    "CheckpointError": "errors",
     "ConfigError": "errors",
     "LSError": "errors",
     "Lion": "ops.lion",
@@ -53,10 +59,12 @@ _HOME = {
     "NVMeIOConfig": "config",
     "OffloadConfig": "config",
     "PlanError": "errors",
+    "PreemptionHandler": "preemption",
     "ShardedEMA": "callbacks",
     "StateError": "errors",
     "ZeROPrecision": "precision_plugin",
     "ZeROStrategy": "strategy",
+    "load_from_checkpoint": "loading",
 }
 
 

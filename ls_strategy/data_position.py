@@ -53,12 +53,12 @@ def resume(trainer: pl.Trainer, loader: Any, saved: dict[str, Any]) -> None:
 
     On another number of ranks, or with another batch size, the run goes on after as many samples, in whole batches.
     """
-    if hasattr(loader, "load_state_dict") or not isinstance(loader, DataLoader):
+    if "world_size" not in saved or hasattr(loader, "load_state_dict") or not isinstance(loader, DataLoader):
         return
     batch_sampler: Any = loader.batch_sampler
     if not isinstance(batch_sampler, BatchSampler) or not isinstance(loader, Sized) or not len(loader):
         return
-    progress = trainer.fit_loop.epoch_loop.batch_progress.current
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     batch_size = batch_sampler.batch_size
     before = saved["world_size"] * ((saved.get("batch_sizes") or [None])[0] or batch_size)
     done = progress.ready

@@ -31,16 +31,18 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.ddp import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ls_strategy import data_position
+from ls_strategy import data_position, rendezvous
 from ls_strategy import lightning_checkpoints as checkpoints
 from ls_strategy import lightning_guards as guards
 from ls_strategy._compat import around_dumps, is_mock_optimizer, open_sockets, replace_links, unwrap_optimizer
+from ls_strategy._compat_slurm import free_main_port
 from ls_strategy.checkpoint.background import BackgroundSaver
 from ls_strategy.checkpoint.commit import link as link_checkpoint
 from ls_strategy.checkpoint.commit import recover
@@ -54,6 +56,7 @@ from ls_strategy.errors import CheckpointError, ConfigError, PlanError, RankFail
 from ls_strategy.lightning_checkpoints import Collection
 from ls_strategy.precision import PrecisionPolicy, resolve_precision
 from ls_strategy.precision_plugin import ZeROPrecision
+from ls_strategy.slurm import preflight
 from ls_strategy.zero.lazy import LazyTensor
 from ls_strategy.zero_stages import POLICIES
 
@@ -284,6 +287,11 @@ class ZeROStrategy(DDPStrategy):
         """The Trainer's plugin, made ours: a plain ``GradScaler`` would let ranks disagree on skipping a step."""
         self._precision_plugin = None if precision_plugin is None else ZeROPrecision.from_plugin(precision_plugin)
 
+    @override
+    def _configure_launcher(self) -> None:
+        free_main_port(self.cluster_environment, rendezvous.free_port)
+        super()._configure_launcher()
+
     @property
     @override
     def optimizers(self) -> list[Optimizer]:
@@ -302,6 +310,11 @@ class ZeROStrategy(DDPStrategy):
     @override
     def setup_environment(self) -> None:
         before = open_sockets()
+        environment = self.cluster_environment
+        if not dist.is_initialized() and environment is not None:
+            gpus = self.root_device.type == "cuda"
+            preflight.require(os.environ, devices=self.num_processes, num_nodes=self.num_nodes, gpus=gpus)
+            rendezvous.check_port(environment.main_address, environment.main_port, environment.global_rank())
         super().setup_environment()
         expected = self.num_nodes * self.num_processes
         if dist.get_world_size() != expected:
@@ -716,9 +729,8 @@ class ZeROStrategy(DDPStrategy):
     def process_dataloader(self, dataloader: Any) -> Any:
         """After a resume the training data goes on where it was."""
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
-        if trainer is not None and trainer.training and trainer.fit_loop.restarting and self._position is not None:
-            if "world_size" in self._position:
-                data_position.resume(trainer, dataloader, self._position)
+        if self._position and trainer is not None and trainer.training and trainer.fit_loop.restarting:
+            data_position.resume(trainer, dataloader, self._position)
         return super().process_dataloader(dataloader)
 
     def restore_random_states(self) -> None:
@@ -735,9 +747,9 @@ class ZeROStrategy(DDPStrategy):
         """Tell the other ranks; if they did not fail too, close the connections that they wait on."""
         if self.engine is not None:
             self.engine.abort()
-        if isinstance(exception, (ConfigError, PlanError)) or self._comm is None or not dist.is_initialized():
+        if isinstance(exception, (ConfigError, PlanError, SIGTERMException)):
             return  # raised on every rank alike: nobody waits
-        if self._comm.world_size == 1:
+        if self._comm is None or not dist.is_initialized() or self._comm.world_size == 1:
             return
         all_failed = self._comm.failures.announce(exception, patience_s=_PATIENCE_S)
         if not all_failed and self._saver is not None:

@@ -1,0 +1,55 @@
+"""One file in Lightning's own format out of a sharded checkpoint, without a copy of it in memory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from ls_strategy.checkpoint.output import Progress, whole_or_nothing
+from ls_strategy.checkpoint.source import read_checkpoint
+from ls_strategy.checkpoint.torch_file import StreamedSave
+from ls_strategy.errors import ConfigError
+
+TRAINING_KEYS = ("callbacks", "optimizer_states", "lr_schedulers")
+"""What Lightning leaves out under ``save_weights_only``."""
+
+
+def consolidate(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    weights_only: bool = False,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> None:
+    """Write a sharded checkpoint as one ``.ckpt`` file, as a plain Trainer saves it.
+
+    ``torch.load``, ``LightningModule.load_from_checkpoint`` and ``Trainer.fit(ckpt_path=...)`` under any strategy read
+    it: tied weights have all their names, optimizer states are numbered as torch numbers them. Needs memory for a
+    few chunks of one tensor (64 MiB of fp32 each), whatever the checkpoint's size. All that is read is compared with
+    its checksum.
+
+    Pickled objects of the checkpoint are built, as by ``torch.load(weights_only=False)``: only for checkpoints that
+    you trust.
+
+    Args:
+        source: the checkpoint's folder; a single file is copied.
+        target: the file.
+        weights_only: leave out optimizers, schedulers and callbacks, as Lightning's ``save_weights_only``.
+        force: replace ``target`` if it exists.
+        progress: called with the bytes written so far, and in all.
+
+    Raises:
+        CheckpointError: ``source`` is not whole, or ``target`` could not be written.
+        ConfigError: ``target`` exists, or is the source.
+    """
+    if Path(source).resolve() == Path(target).resolve():
+        raise ConfigError(f"{source} is both source and target. Give another name for the target.")
+    checkpoint: dict[str, Any] = read_checkpoint(source, weights_only=False)
+    if weights_only:
+        for key in TRAINING_KEYS:
+            checkpoint.pop(key, None)
+    save = StreamedSave(checkpoint)
+    with whole_or_nothing(Path(target), nbytes=save.nbytes, force=force) as partial:
+        save.write(partial, progress)

@@ -1,0 +1,211 @@
+"""Weights as Hugging Face safetensors, in one file or several, without a copy of them in memory.
+
+The format (huggingface.co/docs/safetensors): 8 bytes with the header's length (little-endian), the header as JSON with
+dtype, shape and range of each tensor, and the tensors' bytes. The package writes it from memory only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ls_strategy.checkpoint.commit import sync_file
+from ls_strategy.checkpoint.output import Progress, whole_or_nothing
+from ls_strategy.checkpoint.source import as_bytes, read_weights, rows_of
+from ls_strategy.errors import CheckpointError, ConfigError
+from ls_strategy.zero.lazy import parts_of
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+}
+"""Names of dtypes in the header."""
+
+MAX_SHARD_BYTES = 5 * 10**9
+"""As transformers has it by default."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of a tensor under a name of their own: how a fused matrix is taken apart."""
+
+    name: str
+    rows: tuple[int, int] | None = None
+    """First row and one past the last; None: the whole tensor."""
+
+
+Rename = Callable[[str, tuple[int, ...]], Sequence[Part]]
+"""``(name, shape)`` of a tensor, to the parts that are written of it; none leaves it out."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A tensor to be written."""
+
+    name: str
+    tensor: Tensor
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.tensor.shape) * self.dtype.itemsize
+
+
+def export_safetensors(  # noqa: PLR0913 - options of an export, keyword-only
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    rename: Rename | None = None,
+    average: bool = False,
+    extra_files: Mapping[str, str] | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> None:
+    """Write the weights and buffers of a checkpoint to a folder of safetensors.
+
+    ``model.safetensors`` if they fit into one file, else ``model-00001-of-0000N.safetensors`` and
+    ``model.safetensors.index.json``. Tied weights are written once, under their first name. Needs memory for a few
+    chunks of one tensor. Nothing in the checkpoint is unpickled but tensors.
+
+    Args:
+        source: a sharded checkpoint, or a single file.
+        target: the folder, which is made.
+        dtype: of floating-point tensors. None: as saved.
+        max_shard_bytes: largest file; a tensor that is larger gets one of its own.
+        rename: names and parts; None keeps the names of the state dict.
+        average: write the average of the weights that `ShardedEMA` keeps, in place of the weights.
+        extra_files: further files, name to text, that appear with the folder.
+        force: replace ``target`` if it exists.
+        progress: called with the bytes written so far, and in all.
+
+    Raises:
+        CheckpointError: ``source`` is not whole, or ``target`` could not be written.
+        ConfigError: ``target`` exists; two tensors get one name; or a dtype that safetensors does not know.
+    """
+    if max_shard_bytes < 1:
+        raise ConfigError(f"max_shard_bytes={max_shard_bytes}: a file has at least 1 byte.")
+    entries = _entries(read_weights(source, average=average).tensors, dtype, rename)
+    if not entries:
+        raise CheckpointError(f"{source}: no tensor is left to be written. Look at the mapping of names.")
+    shards = _shards(entries, max_shard_bytes)
+    names = _file_names(len(shards))
+    total = sum(e.nbytes for e in entries)
+    done = 0
+    with whole_or_nothing(Path(target), nbytes=total, force=force) as folder:
+        folder.mkdir()
+        for name, shard in zip(names, shards, strict=True):
+            for size in _write(folder / name, shard):
+                done += size
+                if progress is not None:
+                    progress(done, total)
+        texts = dict(extra_files or {})
+        if len(shards) > 1:
+            weight_map = {e.name: name for name, shard in zip(names, shards, strict=True) for e in shard}
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            texts["model.safetensors.index.json"] = json.dumps(index, indent=2) + "\n"
+        for name, text in texts.items():
+            with (folder / name).open("w", encoding="utf-8") as file:
+                file.write(text)
+                sync_file(file)
+
+
+def rename_prefixes(prefixes: Sequence[tuple[str, str]]) -> Rename:
+    """A mapping that replaces the first of these beginnings that a name has, ``(old, new)``; other names stay.
+
+    >>> rename_prefixes([("model.", "")])("model.head.weight", (2, 3))[0].name
+    'head.weight'
+    """
+
+    def rename(name: str, shape: tuple[int, ...]) -> list[Part]:
+        for old, new in prefixes:
+            if name.startswith(old):
+                return [Part(new + name[len(old) :])]
+        return [Part(name)]
+
+    return rename
+
+
+def _entries(tensors: Mapping[str, Tensor], dtype: torch.dtype | None, rename: Rename | None) -> list[_Entry]:
+    entries: dict[str, _Entry] = {}
+    for name, tensor in tensors.items():
+        for part in [Part(name)] if rename is None else rename(name, tuple(tensor.shape)):
+            taken = tensor if part.rows is None else rows_of(tensor, *part.rows)
+            cast = dtype is not None and tensor.is_floating_point()
+            entry = _Entry(part.name, taken, dtype if cast and dtype is not None else tensor.dtype)
+            if part.name in entries:
+                raise ConfigError(
+                    f"two tensors are to be named {part.name!r}, the second is {name!r}. Give them different names."
+                )
+            if entry.dtype not in DTYPES:
+                raise ConfigError(f"{name} is {entry.dtype}, which safetensors does not know. Give a dtype to cast to.")
+            entries[part.name] = entry
+    return list(entries.values())
+
+
+def _shards(entries: Sequence[_Entry], limit: int) -> list[list[_Entry]]:
+    """In order, each file filled up to the limit."""
+    shards: list[list[_Entry]] = [[]]
+    size = 0
+    for entry in entries:
+        if shards[-1] and size + entry.nbytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(entry)
+        size += entry.nbytes
+    return shards
+
+
+def _file_names(count: int) -> list[str]:
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+
+
+def _write(path: Path, entries: Sequence[_Entry]) -> Iterator[int]:
+    """One file; yields the bytes of each chunk when it is written."""
+    # The widest elements first, so that each tensor begins at a multiple of its element's size; readers map the file.
+    entries = sorted(entries, key=lambda e: -e.dtype.itemsize)
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for entry in entries:
+        end = position + entry.nbytes
+        header[entry.name] = {
+            "dtype": DTYPES[entry.dtype],
+            "shape": list(entry.tensor.shape),
+            "data_offsets": [position, end],
+        }
+        position = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("xb") as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for entry in entries:
+            for _, part in parts_of(entry.tensor, 0, entry.tensor.numel()):
+                data = as_bytes(part.to(entry.dtype))
+                file.write(data)
+                yield data.nbytes
+        sync_file(file)

@@ -1,0 +1,153 @@
+"""``torch.save`` for dictionaries that do not fit into memory: `LazyTensor`s in it are read while they are written.
+
+The file is what ``torch.save`` writes: an uncompressed zip archive of a pickle and one record per storage. Records
+begin at multiples of 64 bytes, so that ``torch.load(mmap=True)`` maps them, and have true checksums, so that
+``unzip -t`` and every other zip tool finds the archive in order.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+import sys
+import zipfile
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch.storage import TypedStorage
+
+from ls_strategy.checkpoint.commit import sync_file
+from ls_strategy.checkpoint.output import Progress
+from ls_strategy.checkpoint.source import as_bytes
+from ls_strategy.zero.lazy import LazyTensor, parts_of
+
+ALIGNMENT = 64
+"""Bytes; of records. As torch's own writer has it."""
+
+ROOT = "archive"
+PROTOCOL = 2
+
+
+class _Storage:
+    """Stands in the pickle for the storage of a lazy tensor."""
+
+    def __init__(self, tensor: LazyTensor) -> None:
+        self.tensor = tensor
+        self.nbytes = tensor.numel() * tensor.element_size()
+
+    def parts(self) -> Iterator[memoryview]:
+        for _, part in parts_of(self.tensor, 0, self.tensor.numel()):
+            yield as_bytes(part)
+
+
+class _Pickler(pickle.Pickler):
+    """The pickle of ``torch.save``, which leaves storages out; notes them in the order of their records."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file, protocol=PROTOCOL)
+        self.storages: list[_Storage | torch.UntypedStorage] = []
+        self._keys: dict[int, str] = {}
+
+    def reducer_override(self, obj: Any) -> Any:
+        """A lazy tensor is rebuilt as a plain one, from a storage of its own."""
+        if not isinstance(obj, LazyTensor):
+            return NotImplemented
+        rebuild, arguments = torch.empty(0, dtype=obj.dtype).__reduce_ex__(PROTOCOL)  # type: ignore[misc]
+        stride = torch.empty(obj.shape, device="meta").stride()
+        return rebuild, (_Storage(obj), 0, tuple(obj.shape), stride, False, OrderedDict(), *arguments[6:])
+
+    def persistent_id(self, obj: Any) -> Any:
+        """What stands for a storage; ``torch.load`` finds its record by the key."""
+        if isinstance(obj, _Storage):
+            kind = torch.empty(0, dtype=obj.tensor.dtype).__reduce_ex__(PROTOCOL)[1][0]  # type: ignore[index]
+            typed = isinstance(kind, TypedStorage)
+            storage_type = getattr(torch, kind._pickle_storage_type()) if typed else torch.UntypedStorage
+            return self._identity(obj, id(obj), storage_type, obj.tensor.numel() if typed else obj.nbytes)
+        if isinstance(obj, TypedStorage):
+            untyped = obj._untyped_storage
+            return self._identity(
+                untyped.cpu(), untyped._cdata, getattr(torch, obj._pickle_storage_type()), obj._size()
+            )
+        if isinstance(obj, torch.UntypedStorage):
+            return self._identity(obj.cpu(), obj._cdata, torch.UntypedStorage, obj.nbytes())
+        return None
+
+    def _identity(self, storage: Any, identity: int, storage_type: Any, numel: int) -> tuple[Any, ...]:
+        if identity not in self._keys:
+            self._keys[identity] = str(len(self.storages))
+            self.storages.append(storage)  # kept, or its identity might be given to another
+        return "storage", storage_type, self._keys[identity], "cpu", numel
+
+
+class StreamedSave:
+    """One ``torch.save``: what it will write, and the writing."""
+
+    def __init__(self, value: Any) -> None:
+        """Pickle ``value``, anything that ``torch.save`` takes, with `LazyTensor` among its tensors. Reads none."""
+        buffer = io.BytesIO()
+        pickler = _Pickler(buffer)
+        pickler.dump(value)
+        self._pickled = buffer.getvalue()
+        self._storages = pickler.storages
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the data; the archive adds less than 1 KiB per tensor."""
+        return len(self._pickled) + sum(_nbytes(s) for s in self._storages)
+
+    def write(self, path: Path, progress: Progress | None = None) -> None:
+        """Write a new file, and wait until it is on the disk.
+
+        Needs memory for the pickle and a few chunks of one tensor. Tensors on devices are saved as if on the CPU.
+
+        Args:
+            path: the file, which must not exist.
+            progress: called after every chunk.
+        """
+        done, total = 0, self.nbytes
+        with path.open("xb") as file:
+            with zipfile.ZipFile(file, "w") as archive:
+                _record(archive, file, "data.pkl", self._pickled)
+                _record(archive, file, ".format_version", b"1")
+                _record(archive, file, ".storage_alignment", str(ALIGNMENT).encode())
+                _record(archive, file, "byteorder", sys.byteorder.encode())
+                for key, storage in enumerate(self._storages):
+                    for size in _record_parts(archive, file, f"data/{key}", _parts(storage)):
+                        done += size
+                        if progress is not None:
+                            progress(done, total)
+                _record(archive, file, "version", b"3\n")
+            sync_file(file)
+
+
+def _nbytes(storage: _Storage | torch.UntypedStorage) -> int:
+    return storage.nbytes if isinstance(storage, _Storage) else storage.nbytes()
+
+
+def _parts(storage: _Storage | torch.UntypedStorage) -> Iterator[memoryview]:
+    if isinstance(storage, _Storage):
+        yield from storage.parts()
+    else:
+        yield as_bytes(torch.empty(0, dtype=torch.uint8).set_(storage))  # type: ignore[call-overload]
+
+
+def _record(archive: zipfile.ZipFile, file: IO[bytes], name: str, data: bytes) -> None:
+    for _ in _record_parts(archive, file, name, iter([memoryview(data)])):
+        pass
+
+
+def _record_parts(archive: zipfile.ZipFile, file: IO[bytes], name: str, parts: Iterator[memoryview]) -> Iterator[int]:
+    """Write one record, aligned; yields the bytes of each part when it is written."""
+    info = zipfile.ZipInfo(f"{ROOT}/{name}")
+    # The header: 30 bytes, the name, 20 of zip64 sizes, and a field of padding that begins with 4 bytes of its own.
+    header = file.tell() + 30 + len(info.filename) + 20 + 4
+    padding = -header % ALIGNMENT
+    info.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
+    with archive.open(info, "w", force_zip64=True) as record:
+        for part in parts:
+            record.write(part)
+            yield part.nbytes

@@ -1,0 +1,106 @@
+"""``ls-strategy consolidate DIR OUT``: one file, or safetensors, out of a sharded checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from ls_strategy.errors import ConfigError
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """``consolidate``: one file, or safetensors."""
+    parser = subcommands.add_parser(
+        "consolidate",
+        help="write a sharded checkpoint as one file, or as safetensors",
+        description="Write a sharded checkpoint as one .ckpt file that every strategy resumes from, or its weights as "
+        "safetensors. Needs memory for a part of one tensor. --format ckpt builds the objects in the checkpoint, as "
+        "torch.load(weights_only=False) does: only for checkpoints that you trust.",
+    )
+    parser.add_argument("source", metavar="DIR", help="checkpoint folder (or file)")
+    parser.add_argument("target", metavar="OUT", type=Path, help="file; with --format safetensors, folder")
+    parser.add_argument(
+        "--format", choices=("ckpt", "safetensors"), default="ckpt", help="what to write (default: %(default)s)"
+    )
+    parser.add_argument("--weights-only", action="store_true", help="ckpt: without optimizers and callbacks")
+    parser.add_argument("--dtype", choices=("keep", *DTYPES), default="keep", help="safetensors: of the weights")
+    parser.add_argument(
+        "--max-shard-gb", type=float, default=5.0, metavar="GB", help="safetensors: largest file (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rename",
+        nargs="+",
+        default=[],
+        metavar="OLD=NEW",
+        help="safetensors: replace the beginning of names; --rename model.= removes a leading 'model.'",
+    )
+    parser.add_argument("--ema", action="store_true", help="safetensors: the average of the weights (ShardedEMA)")
+    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write, and say how long it took."""
+    if args.format == "ckpt" and (args.dtype != "keep" or args.rename or args.ema):
+        raise ConfigError("--dtype, --rename and --ema need --format safetensors; a .ckpt keeps all as it was saved.")
+    if args.format == "safetensors" and args.weights_only:
+        raise ConfigError("--weights-only is an option of --format ckpt; safetensors hold nothing but weights.")
+    if not all("=" in pair for pair in args.rename):
+        raise ConfigError(f"--rename {' '.join(args.rename)}: give OLD=NEW, a beginning of names and what replaces it.")
+    if args.max_shard_gb <= 0:
+        raise ConfigError(f"--max-shard-gb {args.max_shard_gb:g}: a file's size is above 0.")
+
+    progress = ProgressLine(str(args.target))
+    if args.format == "ckpt":
+        from ls_strategy.checkpoint.consolidate import consolidate
+
+        consolidate(args.source, args.target, weights_only=args.weights_only, force=args.force, progress=progress)
+    else:
+        import torch
+
+        from ls_strategy.checkpoint.safetensors import export_safetensors, rename_prefixes
+
+        pairs = [pair.split("=", 1) for pair in args.rename]
+        export_safetensors(
+            args.source,
+            args.target,
+            dtype=None if args.dtype == "keep" else getattr(torch, DTYPES[args.dtype]),
+            max_shard_bytes=max(int(args.max_shard_gb * 1e9), 1),
+            rename=rename_prefixes([(old, new) for old, new in pairs]),
+            average=args.ema,
+            force=args.force,
+            progress=progress,
+        )
+    progress.finish()
+    return 0
+
+
+class ProgressLine:
+    """A line on stderr: overwritten on a terminal; elsewhere only the last one."""
+
+    def __init__(self, name: str) -> None:
+        """``name``: what is written."""
+        self._name = name
+        self._started = time.monotonic()
+        self._shown = 0.0
+        self._done = self._total = 0
+
+    def __call__(self, done: int, total: int) -> None:
+        """Bytes so far, and in all."""
+        self._done, self._total = done, total
+        if sys.stderr.isatty() and time.monotonic() - self._shown > 0.2:
+            self._shown = time.monotonic()
+            print(f"\r{self._line():<79}", end="", file=sys.stderr, flush=True)
+
+    def finish(self) -> None:
+        """The last line."""
+        seconds = time.monotonic() - self._started
+        start = "\r" if sys.stderr.isatty() else ""
+        print(f"{start}{self._line()} in {seconds:.1f} s".ljust(79), file=sys.stderr, flush=True)
+
+    def _line(self) -> str:
+        return f"{self._name}: {self._done / 1e9:.2f} of {self._total / 1e9:.2f} GB"

@@ -1,0 +1,223 @@
+"""``ls-strategy submit CONFIG...``: run a recipe on a SLURM cluster."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ls_strategy.errors import ConfigError, StateError
+
+FOLDER = "slurm"
+"""Where scripts and logs go, in the current folder."""
+
+HANDLER = "ls_strategy.preemption.PreemptionHandler"
+_VERSIONED = ("TensorBoardLogger", "CSVLogger")
+
+
+def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """``submit``: run a recipe on a SLURM cluster."""
+    parser = subcommands.add_parser(
+        "submit",
+        help="run a LightningCLI program on a SLURM cluster",
+        usage="ls-strategy submit CONFIG [CONFIG ...] [options] [-- options of the program]",
+        description="Write a batch script into ./slurm, submit it, and say how to watch the job. The job runs in the "
+        "current folder, with the Python that runs this command. Trainer(num_nodes, devices) follow the job's. "
+        "PreemptionHandler is added to the callbacks: the job saves before its time is over, is requeued, and goes "
+        "on. Tasks of an array have logs and checkpoints of their own: loggers and PreemptionHandler name them by "
+        "job; a fixed dirpath of a ModelCheckpoint has to contain $SLURM_ARRAY_TASK_ID in some way of your own.",
+    )
+    parser.add_argument("config", nargs="+", help="YAML files of the program, the later one counts")
+    parser.add_argument(
+        "--module", help="the program, for python -m. Default: recipes.gpt for recipes/gpt/configs/x.yaml"
+    )
+    parser.add_argument("--name", help="of the job. Default: the last part of --module and the last config's name")
+    parser.add_argument("--nodes", type=int, default=1, help="default: %(default)s")
+    parser.add_argument(
+        "--gpus-per-node", type=int, default=0, help="one process each. Default: none, train on the CPU"
+    )
+    parser.add_argument("--tasks-per-node", type=int, help="processes per node. Default: --gpus-per-node, or 1")
+    parser.add_argument("--cpus-per-task", type=int, help="cores of each process. Default: the cluster's")
+    parser.add_argument("--time", help="limit, MINUTES or D-HH:MM:SS. Default: the partition's")
+    parser.add_argument("--partition")
+    parser.add_argument("--account")
+    parser.add_argument("--qos")
+    parser.add_argument("--constraint", help="features that nodes must have")
+    parser.add_argument(
+        "--array", metavar="0-7[%2]", help="as many independent jobs; $SLURM_ARRAY_TASK_ID tells them apart"
+    )
+    parser.add_argument("--mail-user", metavar="ADDRESS", help="is told of end, failure and requeue")
+    parser.add_argument(
+        "--signal-lead-s",
+        type=int,
+        default=120,
+        metavar="SECONDS",
+        help="time between SIGUSR1 and the end; longer than a validation and a save (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--env", action="append", default=[], metavar="NAME=VALUE", help="for every process; repeatable"
+    )
+    parser.add_argument(
+        "--setup", action="append", default=[], metavar="LINE", help="of bash, before all else; repeatable"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the script, write and submit nothing")
+    parser.set_defaults(run=run, extra=[])
+    _keep_what_follows_two_dashes(parser)
+
+
+def _keep_what_follows_two_dashes(parser: argparse.ArgumentParser) -> None:
+    """Put it into ``extra``; argparse by itself would take it for more configs, or refuse it."""
+    parse = parser.parse_known_args
+
+    def parse_known_args(args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+        words = list(args)
+        cut = words.index("--") if "--" in words else len(words)
+        namespace, unknown = parse(words[:cut], namespace)
+        namespace.extra = words[cut + 1 :]
+        return namespace, unknown
+
+    parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write, submit, and say how to watch."""
+    from ls_strategy.slurm.script import Job, render
+
+    configs = [Path(c) for c in args.config]
+    for config in configs:
+        if not config.is_file():
+            raise ConfigError(f"{str(config)!r} is no file. Give the program's YAML files, as seen from {Path.cwd()}.")
+    module = args.module or infer_module(configs[0])
+    name = args.name or f"{module.rsplit('.', 1)[-1]}-{configs[-1].stem}"
+    script = Path(FOLDER) / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}.sbatch"
+    trainer = trainer_options(configs)
+    job = Job(
+        name=name,
+        command=[
+            sys.executable, "-m", module, "fit",
+            *(f"--config={c}" for c in configs),
+            *handler_option(configs, args.extra),
+            *args.extra,
+        ],
+        raw=[
+            '--trainer.num_nodes="$SLURM_JOB_NUM_NODES"',
+            '--trainer.devices="$SLURM_NTASKS_PER_NODE"',
+            *version_option(trainer, args.extra),
+        ],
+        nodes=args.nodes,
+        tasks_per_node=args.tasks_per_node or args.gpus_per_node or 1,
+        gpus_per_node=args.gpus_per_node,
+        cpus_per_task=args.cpus_per_task,
+        time=args.time,
+        partition=args.partition,
+        account=args.account,
+        qos=args.qos,
+        constraint=args.constraint,
+        array=args.array,
+        mail_user=args.mail_user,
+        signal_lead_s=args.signal_lead_s,
+        setup=args.setup,
+        env=[_variable(text) for text in args.env],
+        python=sys.executable,
+        folder=FOLDER,
+        script=str(script),
+    )  # fmt: skip
+    text = render(job)
+    if args.dry_run:
+        print(text, end="")
+        return 0
+    if shutil.which("sbatch") is None:
+        raise StateError("there is no sbatch on the PATH. Submit from a login node of the cluster, or use --dry-run.")
+    script.parent.mkdir(exist_ok=True)
+    script.write_text(text)
+    job_id = submit(script)
+    log_id = f"{job_id}_*" if args.array else job_id
+    print(f"submitted {script} as job {job_id}\n")
+    print(f"  state       squeue -j {job_id}")
+    print(f"  output      tail -F {FOLDER}/{name}-{log_id}.log {FOLDER}/{name}-{log_id}/rank-0.log")
+    print(f"  curves      tensorboard --logdir {log_folder(trainer)}")
+    print(f"  end it      scancel {job_id}")
+    return 0
+
+
+def submit(script: Path) -> str:
+    """Hand the script to SLURM; returns the job's id.
+
+    Raises:
+        StateError: with what sbatch said.
+    """
+    done = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise StateError(f"sbatch did not take {script}: {(done.stderr or done.stdout).strip()}")
+    return done.stdout.strip().split(";")[0]  # with several clusters: id;cluster
+
+
+def infer_module(config: Path) -> str:
+    """``recipes.gpt`` for ``recipes/gpt/configs/x.yaml``.
+
+    Raises:
+        ConfigError: there is no program in that place.
+    """
+    for folder in config.parents:
+        if (folder / "__main__.py").is_file() and not folder.is_absolute():
+            return ".".join(folder.parts)
+        if folder.is_absolute() and (folder / "__main__.py").is_file() and folder.is_relative_to(Path.cwd()):
+            return ".".join(folder.relative_to(Path.cwd()).parts)
+    raise ConfigError(f"no folder above {config} has a __main__.py. Name the program: --module package.program")
+
+
+def trainer_options(configs: Sequence[Path]) -> dict[str, Any]:
+    """What the files say under ``trainer``; of two that set the same the later one counts.
+
+    Raises:
+        ConfigError: a file is no YAML.
+    """
+    import yaml
+
+    result: dict[str, Any] = {}
+    for config in configs:
+        try:
+            loaded = yaml.safe_load(config.read_text())
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{config} is no YAML: {error}") from error
+        section = loaded.get("trainer") if isinstance(loaded, dict) else None
+        if isinstance(section, dict):
+            result |= section
+    return result
+
+
+def handler_option(configs: Sequence[Path], extra: Sequence[str]) -> list[str]:
+    """Add `PreemptionHandler` unless it is in the configs already."""
+    named = any("PreemptionHandler" in text for text in (*extra, *(c.read_text() for c in configs)))
+    return [] if named else [f"--trainer.callbacks+={HANDLER}"]
+
+
+def version_option(trainer: dict[str, Any], extra: Sequence[str]) -> list[str]:
+    """Name the log folder by the job, as Lightning does for its default logger: a requeued job goes on in it."""
+    logger = trainer.get("logger")
+    if not isinstance(logger, dict) or any(
+        word.startswith("--trainer.logger") and "save_dir" not in word for word in extra
+    ):
+        return []
+    known = str(logger.get("class_path", "")).rsplit(".", 1)[-1] in _VERSIONED
+    fixed = "version" in (logger.get("init_args") or {})
+    return ['--trainer.logger.init_args.version="job_$job"'] if known and not fixed else []
+
+
+def log_folder(trainer: dict[str, Any]) -> str:
+    """Where TensorBoard finds the curves."""
+    logger = trainer.get("logger")
+    named = (logger.get("init_args") or {}).get("save_dir") if isinstance(logger, dict) else None
+    return str(named or f"{trainer.get('default_root_dir', '.')}/lightning_logs")
+
+
+def _variable(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(f"--env {text}: give NAME=VALUE.")
+    return name, value

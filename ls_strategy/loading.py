@@ -1,0 +1,92 @@
+"""Modules out of checkpoints, folder or file, without a second copy of the weights in memory."""
+
+from __future__ import annotations
+
+import io
+import os
+import warnings
+from typing import Any, TypeVar, cast
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.core.saving import _load_state
+from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
+
+from ls_strategy.checkpoint.source import is_folder, open_folder, read_checkpoint
+from ls_strategy.errors import CheckpointError
+
+Module = TypeVar("Module", bound=pl.LightningModule)
+
+
+def load_from_checkpoint(
+    module_class: type[Module],
+    path: str | os.PathLike[str],
+    *,
+    map_location: Any = None,
+    strict: bool | None = None,
+    weights_only: bool | None = None,
+    **kwargs: Any,
+) -> Module:
+    """``module_class.load_from_checkpoint`` for sharded checkpoints too. No process group is needed.
+
+    The module is built from the saved hyperparameters, and each parameter filled straight from the files, in the dtype
+    that the module has. Everything that is read is compared with its checksum.
+
+    Args:
+        module_class: what was trained.
+        path: a checkpoint folder, or a single file.
+        map_location: device of the module, as for ``torch.load``. None: the CPU for a folder.
+        strict: whether missing and unexpected names are errors. None: as ``module_class.strict_loading``. Frozen
+            parameters that the checkpoint left out on purpose are never missing.
+        weights_only: whether ``torch.load`` may build only what it holds for safe. None: torch's own default.
+        kwargs: arguments of ``module_class`` that replace saved hyperparameters.
+
+    Raises:
+        CheckpointError: the checkpoint is not whole, or holds what cannot be built.
+    """
+    if not is_folder(path):
+        return module_class.load_from_checkpoint(
+            os.fspath(path), map_location=map_location, strict=strict, weights_only=weights_only, **kwargs
+        )
+    checkpoint = read_checkpoint(path, weights_only=weights_only)
+    _, manifest = open_folder(path)
+    left_out = set(manifest.left_out if manifest is not None else [])
+    checkpoint = _pl_migrate_checkpoint(checkpoint, os.fspath(path))
+    key = module_class.CHECKPOINT_HYPER_PARAMS_KEY
+    checkpoint[key] = {**checkpoint.get(key, {}), **kwargs}
+    if left_out and strict is not False:
+        module = _load_without(left_out, module_class, checkpoint, path, kwargs)
+    else:
+        module = cast("Module", _load_state(module_class, checkpoint, strict=strict, **kwargs))
+    return module.to(_device(map_location))
+
+
+def _load_without(
+    left_out: set[str], module_class: type[Module], checkpoint: dict[str, Any], path: Any, kwargs: dict[str, Any]
+) -> Module:
+    """Load as strictly as without the names that were left out."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Found keys that are")
+        module = cast("Module", _load_state(module_class, checkpoint, strict=False, **kwargs))
+    expected, found = set(module.state_dict()), set(checkpoint["state_dict"])
+    problems = [
+        f"{what}: {', '.join(sorted(names))}"
+        for what, names in (("missing", expected - found - left_out), ("unexpected", found - expected))
+        if names
+    ]
+    if module.strict_loading and problems:
+        raise CheckpointError(
+            f"{path} does not fit {module_class.__name__}: {'; '.join(problems)}. Load it into the class it was saved "
+            "from, or pass strict=False."
+        )
+    return module
+
+
+def _device(map_location: Any) -> torch.device:
+    """Where ``torch.load`` would put a tensor of the CPU."""
+    if map_location is None:
+        return torch.device("cpu")
+    file = io.BytesIO()
+    torch.save(torch.empty(0), file)
+    file.seek(0)
+    return torch.load(file, map_location=map_location, weights_only=True).device

@@ -1,0 +1,326 @@
+"""`PreemptionHandler`: end a run in order when the cluster wants its machine back, and go on from there afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from fsspec.core import url_to_fs
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from typing_extensions import override
+
+from ls_strategy import _compat_slurm as compat
+from ls_strategy.checkpoint.commit import newest
+from ls_strategy.errors import ConfigError
+from ls_strategy.slurm import job
+from ls_strategy.strategy import ZeROStrategy
+
+_MAX_STEPS_BETWEEN_CHECKS = 100
+"""Bounds the delay where steps become slow after the number of them was chosen."""
+
+_RANK_BITS = 32
+
+
+class Preempted(SIGTERMException):
+    """Ends the process after an orderly stop: status 0 if SLURM will run the job again, else 128 + the signal."""
+
+
+class PreemptionHandler(Callback):
+    """Saves a checkpoint and ends the run on a signal or before a SLURM job's time is over, and resumes from it.
+
+    ::
+
+        signal on any rank        only sets a flag
+        end of an optimizer step  every few seconds all ranks agree (CPU group): does anyone want to stop?
+        stop                      all ranks save, rank 0 requeues the job, `Preempted` ends the process
+        next start                the newest checkpoint is found and restored
+
+    Training stops whatever ``min_epochs`` and ``min_steps`` say. ``trainer.fit`` does not return: `Preempted`, a
+    ``SystemExit``, passes through it, so that a half-trained model is not tested or published as a whole one.
+
+    A signal that arrives during validation waits for its end and one more step. Choose the lead of the signal, and
+    ``minutes_before_end``, longer than a validation and a save. Where the last step of an epoch is the one that is
+    saved, the run that follows starts with the next epoch, as from any checkpoint taken at the end of a step.
+
+    Whether the job is requeued: yes at the end of its time and on any signal but SIGTERM, which SLURM sends for many
+    reasons. Then it is requeued only while SLURM counts it as running, so not after ``scancel``. Lightning's own
+    handlers for SIGTERM and SLURM are off in a fit with this callback, and so is their broadcast in every step.
+
+    Works with every strategy. Resuming in the middle of an epoch needs a data loader with ``state_dict``; Lightning
+    warns without one.
+    """
+
+    reads_weights = False
+    reads_gradients = False
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str] | None = None,
+        *,
+        signals: Sequence[str] = ("SIGTERM", "SIGUSR1"),
+        check_every_s: float = 5.0,
+        minutes_before_end: float = 5.0,
+        requeue: bool = True,
+        resume: bool = True,
+    ) -> None:
+        """Nothing is needed.
+
+        Args:
+            dirpath: folder of the checkpoint, which all nodes share. Default: ``preemption/<job id>`` in the Trainer's
+                ``default_root_dir``, with ``_<task>`` in arrays; outside SLURM ``preemption/local``, which is emptied
+                when training ends by itself.
+            signals: names of the signals that stop the run.
+            check_every_s: seconds between agreements of the ranks, rounded to whole optimizer steps, at least 1 and at
+                most 100 of them. 0 agrees after every step.
+            minutes_before_end: stop this long before the end of a SLURM job, in minutes, but never in the first three
+                quarters of its time; 0 leaves it to signals.
+            requeue: under SLURM, put the job back into the queue after the save.
+            resume: start from the newest checkpoint in ``dirpath`` and the folders of the ``ModelCheckpoint``s, unless
+                ``trainer.fit`` got a ``ckpt_path``.
+
+        Raises:
+            ConfigError: an unknown signal, or a negative time.
+        """
+        if check_every_s < 0 or minutes_before_end < 0:
+            raise ConfigError(
+                f"PreemptionHandler(check_every_s={check_every_s}, minutes_before_end={minutes_before_end}): "
+                "times are not negative."
+            )
+        self.dirpath = dirpath
+        self.signals = _parse_signals(signals)
+        self.check_every_s = check_every_s
+        self.minutes_before_end = minutes_before_end
+        self.requeue = requeue
+        self.resume = resume
+        self._received = 0
+        self._old_handlers: dict[int, Any] = {}
+        self._group: dist.ProcessGroup | None = None
+        self._group_of: Any = None
+        self._folder = ""
+        self._older: list[str] = []
+        self._resumed_from: str | None = None
+        self._stop_at: float | None = None
+        self._last_step = 0
+        self._steps = 0
+        self._next_check = 1
+        self._since = 0.0
+
+    # start -----------------------------------------------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Take the signals over, and look for a checkpoint to resume from. Collective."""
+        if stage != "fit":
+            return
+        self._received = 0
+        self._stop_at = None
+        # Last, so that what other callbacks do at the end of a step is in the checkpoint. A new list: Lightning walks
+        # through the old one right now.
+        trainer.callbacks = [c for c in trainer.callbacks if c is not self] + [self]  # type: ignore[attr-defined]
+        compat.take_signals_over(trainer, lambda: self._give_back(trainer))
+        self._install()
+        self._make_group(trainer)
+        self._folder = trainer.strategy.broadcast(self._choose_folder(trainer))
+        fresh = trainer.global_step == 0 and not trainer.fast_dev_run  # type: ignore[attr-defined]
+        found: Any = None
+        if trainer.is_global_zero:
+            path = newest([self._folder, *_checkpoint_folders(trainer)]) if self.resume and fresh else None
+            found = (_saved_in(self._folder), path)
+        self._older, self._resumed_from = trainer.strategy.broadcast(found)
+        if self._resumed_from is not None or job.restarts(os.environ):
+            compat.overwrite_saved_config(trainer)
+        if self._resumed_from is not None:
+            rank_zero_info(
+                f"PreemptionHandler: {self._resumed_from} is the newest checkpoint; training resumes from it unless "
+                "ckpt_path names another. With resume=False, or without the file, it starts anew."
+            )
+            compat.resume_from(trainer, self._resumed_from)
+
+    def _choose_folder(self, trainer: pl.Trainer) -> str:
+        if self.dirpath is not None:
+            return os.fspath(self.dirpath)
+        return os.path.join(trainer.default_root_dir, "preemption", job.job_id(os.environ) or "local")  # noqa: PTH118
+
+    def _make_group(self, trainer: pl.Trainer) -> None:
+        """A gloo group for the agreement. ZeROStrategy has one, whose connections end with a rank that fails."""
+        if isinstance(trainer.strategy, ZeROStrategy) or trainer.world_size == 1:
+            return
+        if self._group_of is not dist.group.WORLD:
+            group = dist.new_group(backend="gloo")
+            assert isinstance(group, dist.ProcessGroup)
+            self._group, self._group_of = group, dist.group.WORLD
+
+    def _install(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            rank_zero_warn(
+                "PreemptionHandler: Python handles signals in the main thread only, and fit runs in another."
+            )
+            return
+        for number in self.signals:
+            if number not in self._old_handlers:
+                self._old_handlers[number] = signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._received = max(self._received, number)  # nothing else is safe in the middle of anything
+
+    def _give_back(self, trainer: pl.Trainer) -> None:
+        """Put back what was there before: at the end of the Trainer's teardown, after an error too."""
+        compat.give_signals_back(trainer)
+        for number, handler in self._old_handlers.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        self._old_handlers.clear()
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Start the clock, and read the end of the job."""
+        self._last_step = trainer.global_step
+        self._steps = 0
+        self._next_check = 1
+        self._since = time.perf_counter()
+        if not trainer.is_global_zero or not self.minutes_before_end:
+            return
+        end, now = job.end_time(os.environ), time.time()
+        if end is not None:
+            self._stop_at = end - min(self.minutes_before_end * 60, max(end - now, 0.0) / 4)
+            rank_zero_info(
+                f"PreemptionHandler: SLURM ends the job in {(end - now) / 60:.1f} minutes; "
+                f"training stops in {(self._stop_at - now) / 60:.1f}."
+            )
+
+    # steps -----------------------------------------------------------------------------------------------------------
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Agree when it is time; save and end the process if any rank was told to stop. Collective."""
+        if trainer.global_step == self._last_step:
+            return  # gradients are being accumulated
+        self._last_step = trainer.global_step
+        self._steps += 1
+        if self._steps < self._next_check:
+            return
+        stop, out_of_time = self._agree(trainer)
+        if stop or out_of_time:
+            self._stop(trainer, stop >> _RANK_BITS, stop & ((1 << _RANK_BITS) - 1))
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Agree at the next step: validation may have been long."""
+        self._next_check = 0
+
+    def _agree(self, trainer: pl.Trainer) -> tuple[int, bool]:
+        """What any rank received, as ``signal << 32 | rank``, and whether time is over.
+
+        The number of steps to the next agreement comes from the slowest rank's time, so it is the same on all.
+        """
+        now = time.perf_counter()
+        step_us = int(1e6 * (now - self._since) / self._steps)
+        mine = self._received << _RANK_BITS | trainer.global_rank if self._received else 0
+        late = self._stop_at is not None and time.time() >= self._stop_at
+        values = self._max(trainer, torch.tensor([mine, int(late), step_us], dtype=torch.int64))
+        received, out_of_time, step_us = (int(v) for v in values.tolist())
+        due = int(self.check_every_s * 1e6 / max(step_us, 1))
+        self._next_check = min(max(due, 1), _MAX_STEPS_BETWEEN_CHECKS)
+        self._steps = 0
+        self._since = time.perf_counter()
+        return received, bool(out_of_time)
+
+    def _max(self, trainer: pl.Trainer, values: Tensor) -> Tensor:
+        if isinstance(trainer.strategy, ZeROStrategy):
+            return trainer.strategy.require_engine().comm.agree(values)
+        if trainer.world_size > 1:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._group)
+        return values
+
+    # stop ------------------------------------------------------------------------------------------------------------
+
+    def _stop(self, trainer: pl.Trainer, number: int, rank: int) -> None:
+        why = f"rank {rank} received {signal.Signals(number).name}" if number else "the time of the SLURM job ends"
+        path = os.path.join(self._folder, f"step={trainer.global_step}.ckpt")  # noqa: PTH118 - may be a URL
+        rank_zero_info(f"PreemptionHandler: {why}. Saving {path} after step {trainer.global_step}.")
+        try:
+            trainer.save_checkpoint(path, weights_only=False)
+        except Exception as error:
+            self._after_failed_save(trainer, number, error)
+            raise
+        for older in self._older:
+            if older != path:
+                trainer.strategy.remove_checkpoint(older)
+        requeued = self._requeue(trainer, number) if trainer.is_global_zero else False
+        # Rank 0's answer for all; and no rank leaves while another still needs it.
+        status = 0 if self._max(trainer, torch.tensor([int(requeued)])).item() else 128 + (number or signal.SIGTERM)
+        again = "SLURM runs the job again" if status == 0 else "start it again to go on"
+        rank_zero_info(f"PreemptionHandler: saved {path}. The process ends with status {status}; {again}.")
+        raise Preempted(status)
+
+    def _requeue(self, trainer: pl.Trainer, number: int) -> bool:
+        """Put the job back into the queue, where that is wanted. Rank 0 only."""
+        if not self.requeue or job.job_id(os.environ) is None:
+            return False
+        if number == signal.SIGTERM and not job.is_running(os.environ):
+            rank_zero_info("PreemptionHandler: SLURM is already ending the job (scancel?), so it is not requeued.")
+            return False
+        problem = job.requeue(os.environ)
+        if problem is not None:
+            rank_zero_warn(f"PreemptionHandler: the job could not be requeued: {problem}")
+        return problem is None
+
+    def _after_failed_save(self, trainer: pl.Trainer, number: int, error: Exception) -> None:
+        """Requeue only if this run has saved something else: otherwise the next one would end at the same point."""
+        if not trainer.is_global_zero:
+            return
+        other = newest([self._folder, *_checkpoint_folders(trainer)])
+        if other is None or other == self._resumed_from:
+            next_step = "Nothing newer than the start of this run is on the disk, so the job is not requeued."
+        else:
+            next_step = f"{other} is the newest checkpoint."
+            if self._requeue(trainer, number):
+                next_step += " The job is requeued and goes on from there."
+        rank_zero_warn(f"PreemptionHandler: the checkpoint could not be saved: {error}\n{next_step}")
+
+    # end -------------------------------------------------------------------------------------------------------------
+
+    @override
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Training ended by itself: outside SLURM, remove the checkpoint, or the next run would resume from it."""
+        if self.dirpath is None and job.job_id(os.environ) is None:
+            for older in self._older:
+                trainer.strategy.remove_checkpoint(older)
+            self._older = []
+
+
+def _parse_signals(names: Sequence[str]) -> list[int]:
+    try:
+        return [signal.Signals[name].value for name in names]
+    except KeyError as error:
+        raise ConfigError(
+            f"PreemptionHandler(signals={list(names)!r}): {error} is no signal here. "
+            'Give names such as "SIGTERM", "SIGUSR1" and "SIGUSR2".'
+        ) from None
+
+
+def _checkpoint_folders(trainer: pl.Trainer) -> list[str]:
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return [compat.checkpoint_folder(c, trainer) for c in callbacks if isinstance(c, ModelCheckpoint)]
+
+
+def _saved_in(folder: str) -> list[str]:
+    """Checkpoints that this callback saved in ``folder`` before."""
+    fs, path = url_to_fs(folder)
+    if not fs.isdir(path):
+        return []
+    names = sorted(Path(entry).name for entry in fs.ls(path, detail=False))
+    return [os.path.join(folder, n) for n in names if n.startswith("step=") and n.endswith(".ckpt")]  # noqa: PTH118
