@@ -29,11 +29,15 @@ __all__ = [
     "forget_step_hooks",
     "has_step_hooks",
     "is_mock_optimizer",
+    "load_state",
+    "migrate_checkpoint",
     "open_sockets",
     "persistent_buffer_names",
+    "plain_checkpoint_io",
     "replace_links",
     "shut_sockets",
     "sync_batch_norm_error",
+    "training_loaders",
     "tree_iter",
     "tree_map",
     "unwrap_optimizer",
@@ -143,3 +147,32 @@ def around_dumps(trainer: Any, context: Callable[[], AbstractContextManager[bool
             return type(connector).dump_checkpoint(connector, weights_only) if wanted else {}
 
     connector.dump_checkpoint = dump_checkpoint
+
+
+def load_state(module_class: Any, checkpoint: dict[str, Any], **options: Any) -> Any:
+    """A LightningModule from its class and a checkpoint, as ``load_from_checkpoint`` builds it."""
+    from lightning.pytorch.core.saving import _load_state
+
+    return _load_state(module_class, checkpoint, **options)
+
+
+def migrate_checkpoint(checkpoint: dict[str, Any], path: str) -> dict[str, Any]:
+    """A checkpoint of an earlier Lightning, as this one writes it."""
+    from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
+
+    return _pl_migrate_checkpoint(checkpoint, path)
+
+
+def plain_checkpoint_io(checkpoint_io: Any) -> Any:
+    """The `CheckpointIO` that does the work, without those that wrap it."""
+    from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+
+    while isinstance(checkpoint_io, _WrappingCheckpointIO) and checkpoint_io.checkpoint_io is not None:
+        checkpoint_io = checkpoint_io.checkpoint_io
+    return checkpoint_io
+
+
+def training_loaders(trainer: Any) -> list[Any]:
+    """The loaders of the fit that runs, without what combines them."""
+    combined = trainer.fit_loop._combined_loader
+    return [] if combined is None else list(combined.flattened)

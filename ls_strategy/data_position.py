@@ -17,6 +17,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import BatchSampler, DataLoader
 
+from ls_strategy._compat import training_loaders
+
 
 class SkippingSampler:
     """A sampler whose first pass begins later."""
@@ -39,13 +41,8 @@ class SkippingSampler:
 
 def position(trainer: pl.Trainer) -> dict[str, Any]:
     """What a checkpoint needs beside Lightning's own counters."""
-    loaders = _training_loaders(trainer)
+    loaders = training_loaders(trainer)
     return {"world_size": trainer.world_size, "batch_sizes": [getattr(dl, "batch_size", None) for dl in loaders]}
-
-
-def _training_loaders(trainer: pl.Trainer) -> list[Any]:
-    combined = trainer.fit_loop._combined_loader
-    return [] if combined is None else list(combined.flattened)
 
 
 def resume(trainer: pl.Trainer, loader: Any, saved: dict[str, Any]) -> None:

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
+from ls_strategy._compat import plain_checkpoint_io
 from ls_strategy.checkpoint import commit, save
 from ls_strategy.checkpoint.background import BackgroundSaver
 from ls_strategy.checkpoint.commit import META, Manifest, Place
@@ -92,7 +92,7 @@ def write(
             files={},
             left_out=collection.left_out,
         ),
-        write_meta=partial(_write_meta, _plain(checkpoint_io), rest, storage_options),
+        write_meta=partial(_write_meta, plain_checkpoint_io(checkpoint_io), rest, storage_options),
     )
     started = time.perf_counter()
 
@@ -118,13 +118,6 @@ def _layout(engine: Engine) -> dict[str, Any]:
         "precision": engine.precision.name,
         "moments": config.moments,
     }
-
-
-def _plain(checkpoint_io: CheckpointIO) -> CheckpointIO:
-    """Without what wraps it: a folder is written in the background by `async_save`, and by nothing else."""
-    while isinstance(checkpoint_io, _WrappingCheckpointIO) and checkpoint_io.checkpoint_io is not None:
-        checkpoint_io = checkpoint_io.checkpoint_io
-    return checkpoint_io
 
 
 def _write_meta(checkpoint_io: CheckpointIO, rest: dict[str, Any], storage_options: Any, path: str) -> None:
@@ -154,7 +147,7 @@ def read(path: Any, checkpoint_io: CheckpointIO, weights_only: bool | None) -> d
     if place.exists(commit.MANIFEST) or not place.exists(META) or not place.exists(commit.METADATA):
         manifest = commit.read_manifest(path)
         commit.verify(path, META, manifest.files[META])
-    meta = _plain(checkpoint_io).load_checkpoint(f"{place}/{META}", weights_only=weights_only)
+    meta = plain_checkpoint_io(checkpoint_io).load_checkpoint(f"{place}/{META}", weights_only=weights_only)
     if manifest is None and OURS in meta:
         commit.read_manifest(path)  # raises: ours, and without a manifest
     reader = Reader(path, manifest)

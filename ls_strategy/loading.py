@@ -9,9 +9,8 @@ from typing import Any, TypeVar, cast
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.core.saving import _load_state
-from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
 
+from ls_strategy._compat import load_state, migrate_checkpoint
 from ls_strategy.checkpoint.source import is_folder, open_folder, read_checkpoint
 from ls_strategy.errors import CheckpointError
 
@@ -51,13 +50,13 @@ def load_from_checkpoint(
     checkpoint = read_checkpoint(path, weights_only=weights_only)
     _, manifest = open_folder(path)
     left_out = set(manifest.left_out if manifest is not None else [])
-    checkpoint = _pl_migrate_checkpoint(checkpoint, os.fspath(path))
+    checkpoint = migrate_checkpoint(checkpoint, os.fspath(path))
     key = module_class.CHECKPOINT_HYPER_PARAMS_KEY
     checkpoint[key] = {**checkpoint.get(key, {}), **kwargs}
     if left_out and strict is not False:
         module = _load_without(left_out, module_class, checkpoint, path, kwargs)
     else:
-        module = cast("Module", _load_state(module_class, checkpoint, strict=strict, **kwargs))
+        module = cast("Module", load_state(module_class, checkpoint, strict=strict, **kwargs))
     return module.to(_device(map_location))
 
 
@@ -67,7 +66,7 @@ def _load_without(
     """Load as strictly as without the names that were left out."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Found keys that are")
-        module = cast("Module", _load_state(module_class, checkpoint, strict=False, **kwargs))
+        module = cast("Module", load_state(module_class, checkpoint, strict=False, **kwargs))
     expected, found = set(module.state_dict()), set(checkpoint["state_dict"])
     problems = [
         f"{what}: {', '.join(sorted(names))}"

@@ -78,8 +78,8 @@ def listeners(port: int) -> list[tuple[int, str]]:
         with contextlib.suppress(OSError):  # it ended meanwhile, or belongs to somebody else
             if wanted.isdisjoint(_links(process / "fd")):
                 continue
-            command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-            found.append((int(process.name), command[:120]))
+            words = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").split()
+            found.append((int(process.name), " ".join(words)[:120]))
     return sorted(found)
 
 

@@ -689,7 +689,11 @@ class ZeROStrategy(DDPStrategy):
 
         if self.engine is not None and Engine.holding(module) is self.engine:
             load(self.engine)
-        elif any(p.is_meta for p in module.parameters()) or any(isinstance(v, LazyTensor) for v in weights.values()):
+        elif (
+            may_lack
+            or any(p.is_meta for p in module.parameters())
+            or any(isinstance(v, LazyTensor) for v in weights.values())
+        ):
             self._pending_weights = load
         else:
             module.load_state_dict(weights, strict=strict)

@@ -240,8 +240,16 @@ def assemble(reader: Reader, meta: dict[str, Any], *, weights_only: bool | None)
         target[keys[-1]] = _value(reader, path, weights_only)
     checkpoint["state_dict"] = state_dict
     if optimizers or "optimizer_states" in checkpoint:
-        checkpoint["optimizer_states"] = [optimizers[i] for i in sorted(optimizers)]
+        checkpoint["optimizer_states"] = [_with_groups(optimizers[i]) for i in sorted(optimizers)]
     return checkpoint
+
+
+def _with_groups(state: dict[str, Any]) -> dict[str, Any]:
+    """DCP's own planner takes lists of dictionaries apart; put them together again."""
+    groups = state.get("param_groups", [])
+    if isinstance(groups, dict):
+        groups = [groups[key] for key in sorted(groups, key=int)]
+    return {**state, "param_groups": groups}
 
 
 def _value(reader: Reader, path: Path, weights_only: bool | None) -> Any:

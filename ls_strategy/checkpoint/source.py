@@ -206,8 +206,6 @@ def read_checkpoint(path: str | os.PathLike[str], *, weights_only: bool | None =
 def _numbered(reader: Reader, state: dict[str, Any]) -> dict[str, Any]:
     """An optimizer's state dict as torch writes it: parameters are numbered through all groups."""
     groups = state["param_groups"]
-    if isinstance(groups, dict):  # DCP's own planner takes lists of dictionaries apart
-        groups = [groups[str(i)] for i in range(len(groups))]
     names = [name for group in groups for name in group["params"]]
     position = {name: i for i, name in enumerate(names)}
     unknown = sorted(map(str, state.get("state", {}).keys() - position.keys()))

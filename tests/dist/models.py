@@ -268,7 +268,7 @@ def trainer_of(case: Case, world_size: int, **arguments: Any) -> pl.Trainer:
         strategy=strategy_of(case),
         max_epochs=1,
         logger=False,
-        enable_checkpointing=False,
+        enable_checkpointing=arguments.pop("enable_checkpointing", False),
         enable_progress_bar=False,
         enable_model_summary=False,
         **arguments,

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from ls_strategy import ShardedEMA, ZeROStrategy
 from ls_strategy.checkpoint.consolidate import consolidate
@@ -68,7 +69,7 @@ def test_plain_ddp_goes_on_from_the_consolidated_file(
 
 
 class PartlyFrozen(Net):
-    """`ShardedEMA` and ``save_frozen=False`` have something to leave out."""
+    """``save_frozen=False`` has something to leave out."""
 
     def build(self) -> None:
         super().build()
@@ -84,15 +85,14 @@ def test_a_file_goes_on_in_the_middle_of_an_epoch_without_frozen_parameters(
 ) -> None:
     whole, half, resumed = PartlyFrozen(), PartlyFrozen(), PartlyFrozen()
     fit(ZeROStrategy(stage=3), whole)
-    trainer = fit(ZeROStrategy(stage=3, save_frozen=False), half, max_epochs=-1, max_steps=3)
-    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    callback = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=3)
+    fit(ZeROStrategy(stage=3, save_frozen=False), half, max_steps=3, enable_checkpointing=True, callbacks=[callback])
     if rank == 0:
-        consolidate(tmp_path / "x.ckpt", tmp_path / "one.ckpt")
+        consolidate(tmp_path / "step=3.ckpt", tmp_path / "one.ckpt")
         saved = torch.load(tmp_path / "one.ckpt", weights_only=True)
         assert not any(name.startswith("blocks.0.") for name in saved["state_dict"])
         assert len(saved["ls_strategy"]["left_out"]) == 6
     dist.barrier()
-    resumed.strict_loading = False
     fit(ZeROStrategy(stage=3), resumed, ckpt=tmp_path / "one.ckpt")
     assert_close(resumed.losses, whole.losses[3:], "losses")
 

@@ -1,0 +1,229 @@
+"""Saving in the background: what is saved is the state at the call, whatever training does meanwhile."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+
+from ls_strategy import ZeROStrategy
+from ls_strategy.checkpoint import commit
+from ls_strategy.checkpoint.background import BackgroundSaver
+from ls_strategy.checkpoint.files import RankFile
+from ls_strategy.errors import CheckpointError, ConfigError
+from ls_strategy.testing import spawn
+from tests.dist.models import Case, PrivateNet, loader, quiet, trainer_of
+from tests.dist.ranks import Net, fit, on_ranks, saved
+from tests.dist.test_offload import TIERS
+
+STEPS = 5
+PLACES = [
+    (0, None, "fp32"), (1, None, "fp32"), (2, None, "fp32"), (3, None, "bf16"), (1, "cpu", "fp32"), (2, "half", "int8"),
+    (2, "nvme", "fp32"), (3, "cpu", "bf16"), (3, "nvme", "int8"), (3, "param", "fp32"), (3, "nvme_param", "fp32"),
+    (3, "mixed", "fp32"),
+]  # fmt: skip
+
+
+@contextmanager
+def slow_writes(seconds: float) -> Iterator[None]:
+    """Every tensor takes as long, so that training overtakes the save."""
+    plain = RankFile.add_tensor
+
+    def add_tensor(self: RankFile, *args: Any) -> None:
+        time.sleep(seconds)
+        plain(self, *args)
+
+    RankFile.add_tensor = add_tensor  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        RankFile.add_tensor = plain  # type: ignore[method-assign]
+
+
+def train(case: Case, world_size: int, folder: Path, *, every: int = 1) -> PrivateNet:
+    """Save after every step, or after some."""
+    module = PrivateNet(case)
+    save = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=every, save_top_k=-1)
+    trainer = trainer_of(case, world_size, callbacks=[save], enable_checkpointing=True)
+    trainer.fit(module, loader(case, world_size))
+    return module
+
+
+def values(folder: Path) -> dict[str, Any]:
+    """Everything of a checkpoint but what depends on its path."""
+    checkpoint = saved(folder)
+    return {k: checkpoint[k] for k in ("state_dict", "optimizer_states", "lr_schedulers", "loops", "global_step")}
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(v, b[k]) for k, v in a.items())
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return torch.equal(a, b) if isinstance(a, Tensor) else a == b
+
+
+def every_place(rank: int, world_size: int) -> list[str]:
+    """What differs between saves that training waits for and saves that it overtakes."""
+    quiet()
+    root = Path(tempfile.gettempdir())
+    problems: list[str] = []
+    for stage, tier, moments in PLACES:
+        name = f"{stage}-{tier}-{moments}"
+        options = {"nvme_path": str(root / "nvme"), "moments": moments, **({} if tier is None else TIERS[tier])}
+        traits = ("private", "tied", "frozen", "buffers", "uneven")
+        case = Case(stage=stage, traits=traits, fused=None, steps=STEPS, options=tuple(options.items()))
+        trusted = train(case, world_size, root / f"{name}-sync")
+        behind = replace(case, options=(*case.options, ("async_save", True)))
+        with slow_writes(0.002):
+            module = train(behind, world_size, root / f"{name}-async")
+        if module.result.losses != trusted.result.losses:
+            problems.append(f"{name}: losses")
+        for step in range(1, STEPS + 1) if rank == 0 else ():
+            a, b = (values(root / f"{name}-{kind}" / f"step={step}.ckpt") for kind in ("sync", "async"))
+            problems += [f"{name}, step {step}: {key}" for key in a if not same(a[key], b[key])]
+    return problems
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_training_that_overtakes_a_save_does_not_change_it(world_size: int, tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    for problems in spawn(every_place, world_size, init_process_group=False, timeout_s=150):
+        assert problems == []
+
+
+class SavesTwice(Net):
+    """Saves after the first and the third step, and notes how long that took."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.trainer.global_step in (1, 3):
+            started = time.perf_counter()
+            self.trainer.save_checkpoint(Path(self.trainer.default_root_dir) / f"{self.trainer.global_step}.ckpt")
+            self.seconds = time.perf_counter() - started
+
+
+@on_ranks(2)
+def test_a_save_in_the_background_is_there_after_the_fit(rank: int, world_size: int, tmp_path: Path) -> None:
+    module = SavesTwice()
+    with slow_writes(0.01):
+        trainer = fit(ZeROStrategy(3, min_unit_numel=0, async_save=True), module, default_root_dir=tmp_path)
+    for step in (1, 3):
+        assert commit.read_manifest(tmp_path / f"{step}.ckpt").step == step
+    trainer.save_checkpoint(tmp_path / "after.ckpt")  # nobody would wait for this one later
+    assert commit.is_committed(tmp_path / "after.ckpt")
+
+
+@contextmanager
+def one_rank_fails(rank: int, when: str) -> Iterator[None]:
+    """Rank 1 cannot finish its file of the checkpoint whose path ends with ``when``."""
+    plain = RankFile.close
+
+    def close(self: RankFile) -> Any:
+        if rank == 1 and when in str(self._file.name):
+            raise OSError(28, "No space left on device")
+        return plain(self)
+
+    RankFile.close = close  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        RankFile.close = plain  # type: ignore[method-assign]
+
+
+@on_ranks(2)
+def test_an_error_in_the_background_is_raised_by_the_next_save(rank: int, world_size: int, tmp_path: Path) -> None:
+    module = SavesTwice()
+    with (
+        one_rank_fails(rank, "1.ckpt"),
+        pytest.raises(CheckpointError, match=r"1\.ckpt failed: rank 1: OSError: .*No space left"),
+    ):
+        fit(ZeROStrategy(3, min_unit_numel=0, async_save=True), module, default_root_dir=tmp_path)
+    assert len(module.losses) == 3
+    assert not list(tmp_path.iterdir())
+
+
+@on_ranks(2)
+def test_an_error_in_the_background_is_raised_at_the_end(rank: int, world_size: int, tmp_path: Path) -> None:
+    module = SavesTwice()
+    with one_rank_fails(rank, "3.ckpt"), pytest.raises(CheckpointError, match=r"3\.ckpt failed: rank 1"):
+        fit(ZeROStrategy(3, min_unit_numel=0, async_save=True), module, default_root_dir=tmp_path)
+    assert len(module.losses) == 8
+    assert [f.name for f in tmp_path.iterdir()] == ["1.ckpt"]
+
+
+@pytest.mark.parametrize("background", [False, True])
+@on_ranks(2)
+def test_training_goes_on_and_the_last_checkpoint_stays(
+    rank: int, world_size: int, background: bool, tmp_path: Path
+) -> None:
+    strategy = ZeROStrategy(2, min_unit_numel=0, async_save=background, on_save_error="continue")
+    save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2)
+    with one_rank_fails(rank, "step=4"):
+        module = Net()
+        fit(strategy, module, callbacks=[save], max_epochs=1, enable_checkpointing=True)
+    assert len(module.losses) == 4
+    assert [f.name for f in tmp_path.iterdir()] == ["step=2.ckpt"]
+
+
+@pytest.mark.parametrize("background", [False, True])
+@on_ranks(2)
+def test_the_link_to_the_last_one_is_never_broken(
+    rank: int, world_size: int, background: bool, tmp_path: Path, monkeypatch: Any
+) -> None:
+    broken: list[str] = []
+
+    def watch(owner: str, name: str, plain: Any) -> None:
+        def watched(*args: Any) -> None:
+            plain(*args)
+            last = tmp_path / "last.ckpt"
+            if last.is_symlink() and not commit.is_committed(last):
+                broken.append(f"after {name}{args}")
+
+        monkeypatch.setattr(f"{owner}.{name}", watched)
+
+    watch("ls_strategy.checkpoint.commit", "commit", commit.commit)
+    watch("ls_strategy.strategy", "link_checkpoint", commit.link)
+    watch("ls_strategy.strategy", "remove_checkpoint", commit.remove)
+    strategy = ZeROStrategy(2, min_unit_numel=0, async_save=background)
+    save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_last="link")
+    with slow_writes(0.002):
+        fit(strategy, Net(), callbacks=[save], enable_checkpointing=True)
+    dist.barrier()  # rank 0 removes
+    assert broken == []
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["last.ckpt", "step=8.ckpt"]
+    assert (tmp_path / "last.ckpt").resolve().name == "step=8.ckpt"
+    resumed = Net()
+    fit(2, resumed, ckpt="last", callbacks=[ModelCheckpoint(tmp_path)], enable_checkpointing=True, max_epochs=3)
+    assert len(resumed.losses) == 4
+
+
+def test_a_file_is_not_written_in_the_background() -> None:
+    with pytest.raises(ConfigError, match="async_save"):
+        ZeROStrategy(2, async_save=True, save_as="file")
+
+
+@on_ranks(2)
+def test_copies_wait_for_nobody(rank: int, world_size: int, tmp_path: Path, monkeypatch: Any) -> None:
+    """The call returns before a byte is written, also where the disk does nothing at all for a while."""
+    plain = BackgroundSaver.submit
+    returned: list[bool] = []
+
+    def submit(self: BackgroundSaver, *args: Any) -> None:
+        plain(self, *args)
+        returned.append(not list(tmp_path.rglob("*.distcp")))
+
+    monkeypatch.setattr(BackgroundSaver, "submit", submit)
+    begin = commit.begin
+    monkeypatch.setattr(commit, "begin", lambda *args: (time.sleep(0.5), begin(*args)))
+    fit(ZeROStrategy(3, min_unit_numel=0, async_save=True), SavesTwice(), default_root_dir=tmp_path)
+    assert returned[0]
