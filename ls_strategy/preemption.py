@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from ls_strategy import _compat_slurm as compat
+from ls_strategy import _compat as compat
 from ls_strategy.checkpoint.commit import newest
 from ls_strategy.errors import ConfigError
 from ls_strategy.slurm import job
@@ -253,6 +253,8 @@ class PreemptionHandler(Callback):
         rank_zero_info(f"PreemptionHandler: {why}. Saving {path} after step {trainer.global_step}.")
         try:
             trainer.save_checkpoint(path, weights_only=False)
+            if isinstance(trainer.strategy, ZeROStrategy):
+                trainer.strategy.wait_for_saves()
         except Exception as error:
             self._after_failed_save(trainer, number, error)
             raise

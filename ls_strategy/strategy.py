@@ -41,8 +41,14 @@ from typing_extensions import override
 from ls_strategy import data_position, rendezvous
 from ls_strategy import lightning_checkpoints as checkpoints
 from ls_strategy import lightning_guards as guards
-from ls_strategy._compat import around_dumps, is_mock_optimizer, open_sockets, replace_links, unwrap_optimizer
-from ls_strategy._compat_slurm import free_main_port
+from ls_strategy._compat import (
+    around_dumps,
+    free_main_port,
+    is_mock_optimizer,
+    open_sockets,
+    replace_links,
+    unwrap_optimizer,
+)
 from ls_strategy.checkpoint.background import BackgroundSaver
 from ls_strategy.checkpoint.commit import link as link_checkpoint
 from ls_strategy.checkpoint.commit import recover
@@ -289,7 +295,11 @@ class ZeROStrategy(DDPStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        free_main_port(self.cluster_environment, rendezvous.free_port)
+        environment = self.cluster_environment
+        free_main_port(environment, rendezvous.free_port)
+        if environment is not None and not environment.creates_processes_externally:
+            # Before the other ranks are started, which would wait for a rank 0 that has raised.
+            rendezvous.check_port(environment.main_address, environment.main_port, environment.global_rank())
         super()._configure_launcher()
 
     @property

@@ -43,8 +43,6 @@ from ls_strategy.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.bench.step_time import environment
 
-CONTENDERS = ("torch.save", "one file", "dcp", "folder", "folder, async", "folder, async, states in host memory")
-
 
 class Model(pl.LightningModule):
     """Square layers, each one unit."""
@@ -103,9 +101,10 @@ def _anonymous_bytes() -> int:
     return 0
 
 
-def bench(rank: int, ranks: int, width: int, layers: int, rounds: int, folder: str) -> dict[str, Any]:
-    """Seconds, stall and memory per contender and round, on one rank."""
-    root = Path(folder)
+def contenders(
+    rank: int, ranks: int, width: int, layers: int, root: Path
+) -> tuple[dict[str, Callable[[], None]], list[Any]]:
+    """What saves, by name, and the strategies that save in the background."""
     plain = trained(width, layers, ranks, root)
     background = trained(width, layers, ranks, root, async_save=True)
     offloaded = trained(width, layers, ranks, root, async_save=True, offload_optimizer="cpu")
@@ -141,18 +140,26 @@ def bench(rank: int, ranks: int, width: int, layers: int, rounds: int, folder: s
     }
     for trainer in (background, offloaded):
         trainer.training = True  # after a fit, saves are not left to the background
+    return saves, [background.strategy, offloaded.strategy]
+
+
+def bench(rank: int, ranks: int, width: int, layers: int, rounds: int, folder: str) -> dict[str, Any]:
+    """Seconds, stall and memory per contender and round, on one rank."""
+    root = Path(folder)
+    saves, strategies = contenders(rank, ranks, width, layers, root)
     result: dict[str, Any] = {name: {"seconds": [], "stall": [], "memory": []} for name in saves}
     for round_ in range(rounds + 1):
         for name in [*saves][round_ % len(saves) :] + [*saves][: round_ % len(saves)]:
-            shutil.rmtree(root / "dcp", ignore_errors=True) if rank == 0 else None
-            os.sync() if rank == 0 else None
+            if rank == 0:
+                shutil.rmtree(root / "dcp", ignore_errors=True)
+                os.sync()
             dist.barrier()
             begin = time.perf_counter()
             with Peak() as peak:
                 saves[name]()
                 stall = time.perf_counter() - begin
-                for trainer in (background, offloaded):
-                    trainer.strategy.wait_for_saves()  # type: ignore[attr-defined]
+                for strategy in strategies:
+                    strategy.wait_for_saves()
             dist.barrier()
             if round_:  # the first makes files and staging memory
                 result[name]["seconds"].append(time.perf_counter() - begin)

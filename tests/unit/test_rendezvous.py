@@ -10,7 +10,7 @@ import sys
 import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
 
-from ls_strategy._compat_slurm import free_main_port
+from ls_strategy._compat import free_main_port
 from ls_strategy.errors import PlanError
 from ls_strategy.rendezvous import PORTS, check_port, free_port, listeners
 
