@@ -68,15 +68,26 @@ class Manifest:
     format: int = FORMAT
 
     def to_json(self) -> str:
-        """As the file has it."""
-        return json.dumps(asdict(self))
+        """As the file has it, with a checksum of itself."""
+        fields = asdict(self)
+        return json.dumps({**fields, "crc32": _crc_of(fields)})
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """Back from `to_json`."""
+        """Back from `to_json`.
+
+        Raises:
+            ValueError: it is not what was written.
+        """
         raw = json.loads(text)
+        if raw.pop("crc32") != _crc_of(raw):
+            raise ValueError("its checksum differs")
         files = {k: FileRecord(v["bytes"], [tuple(p) for p in v["parts"]]) for k, v in raw.pop("files").items()}
         return cls(files=files, **raw)
+
+
+def _crc_of(fields: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(fields, sort_keys=True).encode())
 
 
 class Place:
@@ -210,14 +221,14 @@ def _clean(place: Place) -> None:
 
 
 def _beside(place: Place) -> list[tuple[str, Place]]:
-    """Folders that saves to ``place`` left beside it: ``(kind, place)``, kind ``partial`` or ``old``."""
+    """Folders that saves to ``place`` left beside it: ``(kind, place)``, kind ``partial``, ``old`` or ``link``."""
     if not place.parent.exists():
         return []
     result: list[tuple[str, Place]] = []
     for entry in place.parent.entries():
         name = posixpath.basename(entry)
         words = name[len(place.name) + 2 :].split(".")
-        if name.startswith(f".{place.name}.") and len(words) == 2 and words[1] in ("partial", "old"):
+        if name.startswith(f".{place.name}.") and len(words) == 2 and words[1] in ("partial", "old", "link"):
             result.append((words[1], place.sibling(name)))
     return result
 
@@ -318,6 +329,7 @@ def _turn_links(place: Place) -> None:
 def link(path: str | os.PathLike[str], name: str | os.PathLike[str]) -> None:
     """Make ``name`` a relative link to the checkpoint ``path``, in one step, whatever ``name`` was. Local only."""
     target = Path(name).absolute()
+    _clean(Place(target))
     new = target.parent / f".{target.name}.{new_save_id()}.link"
     new.symlink_to(os.path.relpath(Path(path).absolute(), target.parent))
     if target.is_dir() and not target.is_symlink():
@@ -359,7 +371,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
             f"{place} is not a committed checkpoint: it has no {MANIFEST}, which is written last. The save was "
             "interrupted, or something else wrote the folder. Resume from another checkpoint."
         ) from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{place}/{MANIFEST} is damaged ({error}). Resume from another checkpoint.") from error
     if manifest.format > FORMAT:
         raise CheckpointError(

@@ -20,6 +20,7 @@ pytest.importorskip("torchvision")
 
 import torchvision
 
+from ls_strategy.checkpoint.consolidate import consolidate
 from ls_strategy.testing import spawn
 from recipes.cifar import accuracy, model
 from recipes.cifar.augment import augment
@@ -332,7 +333,8 @@ def test_accuracy_over_ranks_is_that_of_one_rank(
 ) -> None:
     """Trusted run: one process that loads the checkpoint. The 27 images do not divide by two, and none counts twice."""
     first, _ = two_ranks["32-true"]
-    checkpoint = Path(first["folder"]) / "checkpoints" / "last.ckpt"
+    checkpoint = tmp_path / "one.ckpt"
+    consolidate(Path(first["folder"]) / "checkpoints" / "last.ckpt", checkpoint)
     one = ["--trainer.devices=1", "--trainer.strategy=auto", "--trainer.precision=32-true", f"--ckpt_path={checkpoint}"]
     trusted = main(["test", *small_run("zero0", data_dir, tmp_path, *RUNS["32-true"]), *one]).trainer.callback_metrics
     assert first["metrics"]["val/accuracy"] == float(trusted["test/accuracy"])
