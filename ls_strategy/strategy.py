@@ -21,7 +21,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 import lightning.pytorch as pl
 import torch
@@ -65,6 +65,8 @@ from ls_strategy.precision_plugin import ZeROPrecision
 from ls_strategy.slurm import preflight
 from ls_strategy.zero.lazy import LazyTensor
 from ls_strategy.zero_stages import POLICIES
+
+T = TypeVar("T")
 
 _PATIENCE_S = 3.0
 """How long a rank that failed looks for the others' failures before it breaks the connections."""
@@ -434,7 +436,7 @@ class ZeROStrategy(DDPStrategy):
         plugin.on_batch = self._on_batch
         if self._pending_weights is not None:
             load, self._pending_weights = self._pending_weights, None
-            load(self.engine)
+            self._on_all_ranks(partial(load, self.engine))
 
     # steps -----------------------------------------------------------------------------------------------------------
 
@@ -658,10 +660,27 @@ class ZeROStrategy(DDPStrategy):
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
             self._position = checkpoint.get(checkpoints.OURS)
             return checkpoint
-        checkpoint = checkpoints.read(checkpoint_path, self.checkpoint_io, weights_only)
+        read = partial(checkpoints.read, checkpoint_path, self.checkpoint_io, weights_only)
+        checkpoint = self._on_all_ranks(read)
         self._position = checkpoint[checkpoints.OURS]
         self._pending_random = checkpoint.pop(checkpoints.RANDOM, {}).get(f"rank_{self.global_rank}")
         return checkpoint
+
+    def _on_all_ranks(self, work: Callable[[], T]) -> T:
+        """Run ``work``, which is not collective; if it fails on any rank, raise on all of them."""
+        assert self._comm is not None
+        result, error = None, None
+        try:
+            result = work()
+        except Exception as raised:
+            error = raised
+        told = self._comm.exchange_objects(None if error is None else f"rank {self._comm.rank}: {error}")
+        if error is not None:
+            raise error
+        for words in told:
+            if words is not None:
+                raise CheckpointError(words)
+        return cast("T", result)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -698,7 +717,7 @@ class ZeROStrategy(DDPStrategy):
             load_full_state_dict(module, weights, engine.units, strict=strict, may_lack=may_lack)
 
         if self.engine is not None and Engine.holding(module) is self.engine:
-            load(self.engine)
+            self._on_all_ranks(partial(load, self.engine))
         elif (
             may_lack
             or any(p.is_meta for p in module.parameters())
@@ -727,7 +746,8 @@ class ZeROStrategy(DDPStrategy):
         states = checkpoint["optimizer_states"]
         engine = self.require_engine()
         if checkpoints.is_named(states):
-            checkpoints.load_optimizers(engine, [engine.index_of(o) for o in self.optimizers], states)
+            indices = [engine.index_of(o) for o in self.optimizers]
+            self._on_all_ranks(partial(checkpoints.load_optimizers, engine, indices, states))
             return
         if len(states) != len(self.optimizers):
             raise StateError(

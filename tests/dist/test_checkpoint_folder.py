@@ -12,22 +12,32 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
-from ls_strategy import ZeROStrategy
+from ls_strategy import ShardedEMA, ZeROStrategy
+from ls_strategy.checkpoint import commit
 from ls_strategy.checkpoint.consolidate import consolidate
+from ls_strategy.config import LossScaleConfig
+from ls_strategy.errors import StateError
+from ls_strategy.precision_plugin import ZeROPrecision
 from ls_strategy.testing import spawn
 from tests.dist.ranks import (
     WIDTH,
     Net,
     assert_close,
+    assert_equal,
+    batches,
     fit,
     global_batches,
     mean_over_ranks,
+    on_ranks,
     quiet,
+    saved,
+    trainer_of,
     weights,
 )
-from tests.dist.test_checkpoint_file import Mixed
+from tests.dist.test_checkpoint_file import TEN_STEPS, Mixed
 
 WORLDS, STAGES, TIERS = (1, 2, 3, 4), (1, 2, 3), ("device", "cpu", "nvme")
 TEN = 10
@@ -192,3 +202,343 @@ def test_every_layout_reads_every_other(
 ) -> None:
     sources = [Layout(*values) for values in itertools.product(WORLDS, STAGES, TIERS)]
     assert problems_of([(x, Layout(world_size, stage, tier)) for x in sources], all_sources, trusted) == []
+
+
+# --- ten and ten more are twenty --------------------------------------------------------------------------------------
+
+
+class Dropped(Mixed):
+    """With dropout, whose random numbers differ by rank and by run."""
+
+    seed = 0
+
+    def build(self) -> None:
+        super().build()
+        self.dropout = nn.Dropout(0.3)
+
+    def on_train_start(self) -> None:
+        torch.manual_seed(1000 * self.seed + self.global_rank)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.dropout(x))
+
+
+class DroppedAgain(Dropped):
+    """Begins with random numbers that would be wrong after a resume."""
+
+    seed = 1
+
+
+def seeded(stage: Any, precision: str, **options: Any) -> tuple[ZeROStrategy, dict[str, Any]]:
+    """A strategy and what the Trainer needs besides."""
+    if precision == "16-mixed":
+        scale = LossScaleConfig(initial_power=6, window=3)
+        plugin: Any = ZeROPrecision("16-mixed")
+        return ZeROStrategy(stage, min_unit_numel=0, precision_plugin=plugin, loss_scale=scale, **options), {}
+    return ZeROStrategy(stage, min_unit_numel=0, **options), {"precision": precision}
+
+
+def moments(trainer: pl.Trainer) -> dict[str, Tensor]:
+    """State of all optimizers by parameter name, on rank 0. Collective."""
+    result: dict[str, Tensor] = {}
+    strategy: Any = trainer.strategy
+    for optimizer in strategy.optimizers:
+        names = strategy.engine.optimizers[strategy.engine.index_of(optimizer)].sharded.names
+        state = strategy.optimizer_state(optimizer).get("state", {})
+        for index, entries in state.items():
+            result.update({f"{names[index]}.{key}": torch.as_tensor(value) for key, value in entries.items()})
+    return dict(sorted(result.items()))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "16-mixed"])
+@on_ranks(2)
+def test_ten_steps_and_ten_more_are_twenty_bit_for_bit(
+    rank: int, world_size: int, precision: str, tmp_path: Path
+) -> None:
+    """Also after seven steps, in the middle of an epoch."""
+    data = {"data": batches(TEN_STEPS)}
+    for stage in (1, 2, 3):
+        whole = Dropped()
+        strategy, options = seeded(stage, precision)
+        saves = ModelCheckpoint(tmp_path / str(stage), "{step}", every_n_train_steps=7, save_top_k=-1)
+        options["gradient_clip_val"] = 0.5
+        done = fit(strategy, whole, callbacks=[saves], enable_checkpointing=True, **data, **options)
+        expected, scale = moments(done), done.strategy.loss_scale
+        half = Dropped()
+        fit(seeded(stage, precision)[0], half, max_epochs=1, **data, **options).save_checkpoint(tmp_path / "10.ckpt")
+        assert_equal(half.losses, whole.losses[:TEN], f"stage {stage}")
+        for steps, path in ((10, tmp_path / "10.ckpt"), (7, tmp_path / str(stage) / "step=7.ckpt")):
+            rest = DroppedAgain()
+            trainer = fit(seeded(stage, precision)[0], rest, ckpt=path, **data, **options)
+            what = f"stage {stage}, {precision}, after {steps}"
+            assert_equal(rest.losses, whole.losses[steps:], f"{what}: losses")
+            assert_equal(weights(rest), weights(whole), f"{what}: weights")
+            assert_equal(moments(trainer), expected, f"{what}: moments")
+            assert trainer.strategy.loss_scale == scale, what
+            assert (scale is not None) == (precision == "16-mixed")
+            assert rest.lr_schedulers().state_dict() == whole.lr_schedulers().state_dict(), what
+        if rank == 0:
+            assert len(expected) == 3 * len(trainable(whole)), f"{len(expected)} states"
+
+
+def trainable(module: nn.Module) -> list[str]:
+    return [name for name, p in module.named_parameters() if p.requires_grad]
+
+
+# --- other optimizers -------------------------------------------------------------------------------------------------
+
+
+class Divided(Net):
+    """The same parameters in one optimizer with one group or two, or in two optimizers."""
+
+    def __init__(self, kind: str, lr: float) -> None:
+        self.kind = kind
+        super().__init__(lr)
+        self.automatic_optimization = False
+        self.at_start: dict[str, Tensor] = {}
+        self.lrs_at_start: list[float] = []
+
+    def training_step(self, batch: Any, i: int) -> None:
+        loss = self.loss(batch)
+        self.losses.append(loss.item())
+        optimizers = self.optimizers()
+        optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
+        self.manual_backward(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def on_train_start(self) -> None:
+        self.at_start = moments(self.trainer)
+        self.lrs_at_start = [g["lr"] for o in self.trainer.optimizers for g in o.param_groups]
+
+    def configure_optimizers(self) -> Any:
+        matrices = [p for p in self.parameters() if p.ndim > 1]
+        vectors = [p for p in self.parameters() if p.ndim == 1]
+        options = {"lr": self.lr, "eps": 1e-4, "fused": True}
+        if self.kind == "one group":
+            return torch.optim.AdamW([*vectors, *matrices], **options)
+        if self.kind == "two groups":
+            return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors}], **options)
+        if self.kind == "other groups":
+            return torch.optim.AdamW([{"params": matrices[:2]}, {"params": [*matrices[2:], *vectors]}], **options)
+        return [torch.optim.AdamW(vectors, **options), torch.optim.AdamW(matrices, weight_decay=0.1, **options)]
+
+
+DIVISIONS = ("one group", "two groups", "other groups", "two optimizers")
+SAME_GROUPS = {frozenset(["two groups", "two optimizers"]), *(frozenset([kind]) for kind in DIVISIONS)}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_states_find_their_parameters_in_other_optimizers(
+    rank: int, world_size: int, stage: int, tmp_path: Path
+) -> None:
+    """Moments go by name; learning rates only where the same parameters form the groups."""
+    for kind in DIVISIONS:
+        module = Divided(kind, 0.02)
+        trainer = fit(stage, module, max_epochs=1)
+        trainer.save_checkpoint(tmp_path / f"{kind}.ckpt")
+        saved_moments = moments(trainer)
+        if rank == 0:
+            assert len(saved_moments) == 3 * len(trainable(module))
+            assert all(v.abs().max() > 0 for v in saved_moments.values())
+        for other in DIVISIONS:
+            resumed = Divided(other, 0.003)
+            fit(stage, resumed, ckpt=tmp_path / f"{kind}.ckpt", max_epochs=2, limit_train_batches=1)
+            what = f"{kind} to {other}"
+            assert_equal(resumed.at_start, saved_moments, what)
+            lr = 0.02 if frozenset([kind, other]) in SAME_GROUPS else 0.003
+            assert set(resumed.lrs_at_start) == {lr}, f"{what}: {resumed.lrs_at_start}"
+
+
+# --- averages ---------------------------------------------------------------------------------------------------------
+
+
+def average_leg(
+    rank: int, world_size: int, stage: int, epochs: int, source: Path | None, target: Path
+) -> dict[str, Tensor]:
+    """The average after one more epoch."""
+    quiet()
+    data = global_batches(rank, world_size, 4)
+    trainer = fit(
+        stage, Mixed(), data, source, callbacks=[ShardedEMA(decay=0.7)], max_epochs=epochs,
+        use_distributed_sampler=False,
+    )  # fmt: skip
+    trainer.save_checkpoint(target)
+    return saved(target)["ema_state_dict"] if rank == 0 else {}
+
+
+def average_by_hand(rank: int, world_size: int) -> dict[str, Tensor]:
+    """A plain Trainer on one process; two epochs."""
+    quiet()
+    module = Mixed()
+    average = {n: v.clone() for n, v in module.state_dict().items()}
+
+    class ByHand(pl.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            for name, value in module.state_dict().items():
+                if value.is_floating_point():
+                    average[name].lerp_(value, 0.3)
+
+    data = global_batches(rank, world_size, 4)
+    fit("auto", module, data, callbacks=[ByHand()], use_distributed_sampler=False)
+    return average
+
+
+def test_an_average_goes_on_at_another_world_size(tmp_path: Path) -> None:
+    trusted = spawn(average_by_hand, 1, init_process_group=False)[0]
+    for number, (first, second) in enumerate([((2, 3), (3, 1)), ((3, 1), (1, 3))]):
+        half, whole = tmp_path / f"half{number}.ckpt", tmp_path / f"whole{number}.ckpt"
+        spawn(average_leg, first[0], first[1], 1, None, half, init_process_group=False)
+        average = spawn(average_leg, second[0], second[1], 2, half, whole, init_process_group=False)[0]
+        assert average.keys() == trusted.keys()
+        for name, value in trusted.items():
+            if value.is_floating_point():
+                assert_close(average[name], value, f"{first} to {second}: {name}", 3e-6)
+
+
+# --- what fits, and what may be left out ------------------------------------------------------------------------------
+
+
+class OneMore(Net):
+    def build(self) -> None:
+        super().build()
+        self.extra = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.extra(x)
+
+
+class OneMoreNotStrict(OneMore):
+    def __init__(self) -> None:
+        super().__init__()
+        self.strict_loading = False
+
+
+class NotStrict(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.strict_loading = False
+
+
+@on_ranks(2)
+def test_names_that_do_not_fit_are_told(rank: int, world_size: int, tmp_path: Path) -> None:
+    fit(2, Net(), max_epochs=1).save_checkpoint(tmp_path / "net.ckpt")
+    fit(3, OneMore(), max_epochs=1).save_checkpoint(tmp_path / "more.ckpt")
+    net, more = (saved(tmp_path / f"{name}.ckpt")["state_dict"] for name in ("net", "more"))
+    for stage in (1, 3):
+        with pytest.raises(StateError, match=r"missing keys: extra\.bias, extra\.weight.*strict_loading=False"):
+            fit(stage, OneMore(), ckpt=tmp_path / "net.ckpt")
+        with pytest.raises(StateError, match=r"unexpected keys: extra\.bias, extra\.weight.*strict_loading=False"):
+            fit(stage, Net(), ckpt=tmp_path / "more.ckpt")
+        module = OneMoreNotStrict()
+        own = module.extra.weight.detach().clone()
+        evaluate(stage, module, tmp_path / "net.ckpt")
+        loaded = weights(module)
+        assert_equal({n: loaded[n] for n in net}, net, "what is there")
+        assert_equal(loaded["extra.weight"], own, "what is not there")
+        module = NotStrict()
+        evaluate(stage, module, tmp_path / "more.ckpt")
+        assert_equal(weights(module), {n: more[n] for n in net}, "what is wanted")
+
+
+def evaluate(stage: Any, module: Net, ckpt: Path | None, method: str = "validate") -> float:
+    """The loss on data of its own."""
+    trainer = trainer_of(stage)
+    [metrics] = getattr(trainer, method)(module, batches(seed=7), ckpt_path=ckpt, verbose=False)
+    return metrics["val_loss" if method == "validate" else "test_loss"]
+
+
+class Adapted(Net):
+    """A frozen model with small trainable matrices on two of its layers; the frozen part is the same for all."""
+
+    def __init__(self, seed: int = 0, strict: bool = True) -> None:
+        self.seed = seed
+        super().__init__()
+        self.strict_loading = strict
+
+    def build(self) -> None:
+        super().build()
+        self.requires_grad_(False)
+        generator = torch.Generator().manual_seed(self.seed)
+        self.a = nn.Parameter(torch.randn(WIDTH, 2, generator=generator))
+        self.b = nn.Parameter(torch.randn(2, WIDTH, generator=generator))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x @ self.a @ self.b
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([self.a, self.b], lr=1e-2, eps=1e-4, fused=True)
+
+
+@on_ranks(2)
+def test_frozen_parameters_may_be_left_out(rank: int, world_size: int, tmp_path: Path) -> None:
+    frozen = {name for name, p in Adapted().named_parameters() if not p.requires_grad}
+    for stage in (1, 2, 3):
+        path = tmp_path / f"{stage}.ckpt"
+        whole, half = Adapted(), Adapted()
+        fit(stage, whole)
+        fit(ZeROStrategy(stage, min_unit_numel=0, save_frozen=False), half, max_epochs=1).save_checkpoint(path)
+        assert set(commit.read_manifest(path).left_out) == frozen
+        assert set(saved(path)["state_dict"]) == {"a", "b"}
+        resumed = Adapted(seed=1)
+        other: Any = stage % 3 + 1
+        fit(other, resumed, ckpt=path)
+        assert_close(resumed.losses, whole.losses[4:], f"stage {stage} to {other}")
+        assert_close(weights(resumed), weights(whole), f"stage {stage} to {other}", 3e-6)
+        evaluated = Adapted(seed=1)
+        assert evaluate(other, evaluated, path) == pytest.approx(evaluate(stage, half, None), rel=1e-6)
+        with pytest.raises(StateError, match=r"missing keys: extra"):
+            fit(stage, AdaptedOneMore(), ckpt=path)
+
+
+class AdaptedOneMore(Adapted):
+    def build(self) -> None:
+        super().build()
+        self.extra = nn.Parameter(torch.zeros(()))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([self.a, self.b, self.extra], lr=1e-2, fused=True)
+
+
+@on_ranks(2)
+def test_weights_only_folders_and_evaluation_at_other_stages(rank: int, world_size: int, tmp_path: Path) -> None:
+    for stage in (1, 2, 3):
+        folder = tmp_path / str(stage)
+        small = ModelCheckpoint(folder, "small", save_weights_only=True, every_n_train_steps=4, save_top_k=-1)
+        large = ModelCheckpoint(folder, "large", every_n_train_steps=4, save_top_k=-1)
+        module = Mixed()
+        fit(stage, module, max_epochs=1, callbacks=[small, large], enable_checkpointing=True)
+        contents = saved(folder / "small.ckpt")
+        assert "optimizer_states" not in contents
+        assert_equal(contents["state_dict"], weights(module), "weights")
+        assert "optimizer_states" in saved(folder / "large.ckpt")
+        size = {n: sum(f.stat().st_size for f in (folder / f"{n}.ckpt").iterdir()) for n in ("small", "large")}
+        assert size["small"] < 0.6 * size["large"]
+        for method in ("validate", "test"):
+            expected = evaluate(stage, module, None, method)
+            for other in {0, 1, 2, 3} - {stage}:
+                for name in ("small", "large"):
+                    actual = evaluate(other, Mixed(), folder / f"{name}.ckpt", method)
+                    assert actual == pytest.approx(expected, rel=1e-6), f"{stage} to {other}, {name}, {method}"
+        with pytest.raises(KeyError, match="contains only the model"):
+            fit(stage, Mixed(), ckpt=folder / "small.ckpt")
+
+
+@on_ranks(2)
+def test_evaluation_of_an_earlier_checkpoint_after_a_fit(rank: int, world_size: int, tmp_path: Path) -> None:
+    """By the same Trainer, whose states are still there; and the fit goes on from another one."""
+    for stage in (1, 3):
+        module = Mixed()
+        saves = ModelCheckpoint(tmp_path / str(stage), "{step}", every_n_train_steps=2, save_top_k=-1)
+        trainer = fit(stage, module, callbacks=[saves], enable_checkpointing=True, max_epochs=1)
+        last = evaluate_by(trainer, module, None)
+        early = evaluate_by(trainer, module, tmp_path / str(stage) / "step=2.ckpt")
+        assert early == pytest.approx(evaluate(1, Mixed(), tmp_path / str(stage) / "step=2.ckpt"), rel=1e-6)
+        assert abs(early - last) > 1e-4
+        assert evaluate_by(trainer, module, tmp_path / str(stage) / "step=4.ckpt") == pytest.approx(last, rel=1e-6)
+
+
+def evaluate_by(trainer: pl.Trainer, module: Net, ckpt: Path | None) -> float:
+    return trainer.validate(module, batches(seed=7), ckpt_path=ckpt, verbose=False)[0]["val_loss"]
