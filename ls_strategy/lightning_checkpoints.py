@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import time
+import zipfile
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -134,6 +135,18 @@ def is_folder(path: Any) -> bool:
     """Whether a checkpoint path is a folder, or was one before its save was interrupted. Not collective."""
     place = Place(path)
     return bool(place.fs.isdir(place.path))
+
+
+def map_file(path: Any, checkpoint_io: CheckpointIO, weights_only: bool | None) -> dict[str, Any] | None:
+    """A single-file checkpoint whose tensors are mapped, not read: all ranks of a host share one copy. Not collective.
+
+    Returns:
+        None where that cannot be done: a remote file, another format, a `CheckpointIO` of the user.
+    """
+    place = Place(path)
+    if type(checkpoint_io) is not TorchCheckpointIO or not place.local or not zipfile.is_zipfile(place.path):
+        return None
+    return torch.load(place.path, map_location="cpu", mmap=True, weights_only=weights_only)
 
 
 def read(path: Any, checkpoint_io: CheckpointIO, weights_only: bool | None) -> dict[str, Any]:

@@ -657,7 +657,8 @@ class ZeROStrategy(DDPStrategy):
             recover(checkpoint_path)
         self.barrier("ZeROStrategy.load_checkpoint")
         if not checkpoints.is_folder(checkpoint_path):
-            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+            mapped = checkpoints.map_file(checkpoint_path, self.checkpoint_io, weights_only)
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only) if mapped is None else mapped
             self._position = checkpoint.get(checkpoints.OURS)
             return checkpoint
         read = partial(checkpoints.read, checkpoint_path, self.checkpoint_io, weights_only)
