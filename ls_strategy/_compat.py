@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_iter, tree_map
 
 __all__ = [
     "StorageInfo",
+    "around_data_setup",
     "around_dumps",
     "checkpoint_folder",
     "current_backward_pass",
@@ -143,6 +144,18 @@ def replace_links(trainer: Any, link: Callable[[Any, str, str], None]) -> None:
     for callback in trainer.checkpoint_callbacks:
         if hasattr(callback, "_link_checkpoint"):
             callback._link_checkpoint = link
+
+
+def around_data_setup(trainer: Any, context: Callable[[], AbstractContextManager[None]]) -> None:
+    """Let the fit loop make its first iterator over the training data inside ``context()``."""
+    loop = trainer.fit_loop
+
+    def setup_data() -> None:
+        del loop.setup_data  # once
+        with context():
+            loop.setup_data()
+
+    loop.setup_data = setup_data
 
 
 def around_dumps(trainer: Any, context: Callable[[], AbstractContextManager[bool]]) -> None:

@@ -299,6 +299,8 @@ class Failures:
         self.rank = rank
         self.world_size = world_size
         self.round = 0
+        self.told = False
+        """Whether this rank has stopped because another one failed."""
 
     def _key(self, rank: int) -> str:
         return f"ls_strategy/failure/{self.round}/{rank}"
@@ -335,4 +337,5 @@ class Failures:
         except Exception:  # no store, no word: the caller raises the original error
             return
         if message is not None:
+            self.told = True
             raise RankFailedError(f"this rank stops because another one failed: {message}") from error

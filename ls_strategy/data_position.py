@@ -58,10 +58,10 @@ def resume(trainer: pl.Trainer, loader: Any, saved: dict[str, Any]) -> None:
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     batch_size = batch_sampler.batch_size
     before = saved["world_size"] * ((saved.get("batch_sizes") or [None])[0] or batch_size)
-    done = progress.ready
+    done = progress.processed  # one that an exception ended is done again
     if before != trainer.world_size * batch_size:
         done = done * before // (trainer.world_size * batch_size)
-        behind = progress.ready - progress.completed
+        behind = progress.processed - progress.completed
         progress.ready = progress.started = progress.processed = done
         progress.completed = done - behind
         saved.update(world_size=trainer.world_size, batch_sizes=[batch_size])  # further loaders find it converted

@@ -42,6 +42,7 @@ from ls_strategy import data_position, rendezvous
 from ls_strategy import lightning_checkpoints as checkpoints
 from ls_strategy import lightning_guards as guards
 from ls_strategy._compat import (
+    around_data_setup,
     around_dumps,
     free_main_port,
     is_mock_optimizer,
@@ -54,7 +55,7 @@ from ls_strategy.checkpoint.commit import link as link_checkpoint
 from ls_strategy.checkpoint.commit import recover
 from ls_strategy.checkpoint.commit import remove as remove_checkpoint
 from ls_strategy.checkpoint.full import StateDictHooks, full_state_dict, load_full_state_dict
-from ls_strategy.checkpoint.random import restore_random_states
+from ls_strategy.checkpoint.random import random_states, restore_random_states
 from ls_strategy.comm import Comm, Traffic, make_comm
 from ls_strategy.config import LossScaleConfig, NVMeIOConfig, OffloadConfig, ZeROConfig
 from ls_strategy.engine import Engine
@@ -374,6 +375,8 @@ class ZeROStrategy(DDPStrategy):
         self.model = module
         around_dumps(trainer, self._collecting)
         replace_links(trainer, self._link)
+        if fitting and self._pending_random is not None:
+            around_data_setup(trainer, self._making_iterators)
         self.setup_precision_plugin()
         assert self.engine is not None
         self.engine.schedule.overlap = (
@@ -610,7 +613,7 @@ class ZeROStrategy(DDPStrategy):
         """Whether an exception ended this step on every rank, so that all can save together; waits for the others."""
         if self._comm is None or self._comm.world_size == 1:
             return True
-        whole = True
+        whole = not self._comm.failures.told  # another rank failed alone, and has left
         try:
             if self.engine is not None:
                 self.engine.check_whole()
@@ -764,9 +767,26 @@ class ZeROStrategy(DDPStrategy):
     def process_dataloader(self, dataloader: Any) -> Any:
         """After a resume the training data goes on where it was."""
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
-        if self._position and trainer is not None and trainer.training and trainer.fit_loop.restarting:
-            data_position.resume(trainer, dataloader, self._position)
+        position = self._position
+        if position and trainer is not None and trainer.training and trainer.fit_loop.restarting:
+            data_position.resume(trainer, dataloader, position)
         return super().process_dataloader(dataloader)
+
+    @contextmanager
+    def _making_iterators(self) -> Generator[None, None, None]:
+        """Around the making of the first iterator over the training data after a resume.
+
+        Between two epochs it draws seeds from the random state that was saved. In the middle of an epoch it does not:
+        the iterator of that epoch was made before.
+        """
+        module, pending = self.lightning_module, self._pending_random
+        boundary = module is not None and module.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        if pending is None or not boundary:
+            yield
+            return
+        restore_random_states(pending)
+        yield
+        self._pending_random = random_states()  # what hooks do before the first batch is undone then
 
     def restore_random_states(self) -> None:
         """Go on with the random numbers of the checkpoint; once, when the first batch after a resume is there."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from ls_strategy._compat import tree_iter
 from ls_strategy.checkpoint.files import Path, RankFile, Reader, read_range
 from ls_strategy.errors import CheckpointError
 from ls_strategy.layout import Box, flat_range_to_boxes
@@ -138,8 +139,12 @@ def separate(checkpoint: dict[str, Any], contents: Contents) -> tuple[list[Entry
         for key, value in state.items():
             entries += _entries((f"optimizer_{index}", key), value, contents, depth=2 if key == "state" else 0)
     for key, value in list(rest.items()):
-        if isinstance(value, dict) and any(id(v) in contents.sources for v in value.values()):
+        sharded = isinstance(value, dict) and any(id(v) in contents.sources for v in value.values())
+        if sharded or id(value) in contents.sources:
             entries += _entries((key,), rest.pop(key), contents, depth=1)
+    for key, value in rest.items():
+        if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_iter(value)):
+            raise _without_elements(key)
     return entries, rest
 
 
@@ -149,12 +154,16 @@ def _entries(prefix: Path, value: Any, contents: Contents, *, depth: int) -> Ite
             yield from _entries((*prefix, key), inner, contents, depth=depth - 1)
         return
     if isinstance(value, Tensor) and value.is_meta and id(value) not in contents.sources:
-        raise CheckpointError(
-            f"{'.'.join(prefix)}: a hook that runs while a checkpoint is saved (on_save_checkpoint) has computed with "
-            "a sharded value, of which no rank has all elements. Do that in on_load_checkpoint, or save with "
-            'save_as="file".'
-        )
+        raise _without_elements(".".join(prefix))
     yield Entry(prefix, value, contents.sources.get(id(value)))
+
+
+def _without_elements(key: str) -> CheckpointError:
+    return CheckpointError(
+        f"{key}: a hook that runs while a checkpoint is saved (on_save_checkpoint) has computed with a sharded value, "
+        "of which no rank has all elements, or put it deeper than into a dictionary of its own. Do that in "
+        'on_load_checkpoint, or save with save_as="file".'
+    )
 
 
 def write_entries(file: RankFile, entries: Iterable[Entry], *, first_rank: bool) -> dict[Path, Path]:
@@ -217,7 +226,7 @@ class SavedTensor(LazyTensor):
         return f"SavedTensor({'.'.join(self.path)}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @override
-    def range(self, start: int, stop: int) -> Tensor:
+    def bring(self, start: int, stop: int) -> Tensor:
         return read_range(self.reader, self.path, start, stop)
 
 

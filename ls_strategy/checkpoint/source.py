@@ -112,7 +112,7 @@ class Rows(LazyTensor):
         return f"Rows({self.base!r}, shape={tuple(self.shape)})"
 
     @override
-    def range(self, start: int, stop: int) -> Tensor:
+    def bring(self, start: int, stop: int) -> Tensor:
         return self.base.range(self.first + start, self.first + stop)
 
 

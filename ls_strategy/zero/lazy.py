@@ -14,19 +14,42 @@ CHUNK = 1 << 24
 
 
 class LazyTensor(Tensor):
-    """A tensor that knows its shape and dtype; any operation of torch brings it in full, every time."""
+    """A tensor that knows its shape and dtype; any operation of torch brings it in full, every time.
+
+    What is looked at through a view, or changed in place, stays in memory, so that the change counts.
+    """
+
+    held: Tensor | None = None
+
+    def bring(self, start: int, stop: int) -> Tensor:
+        """Elements ``[start, stop)`` of the flattened tensor from where they are, ``(stop - start,)``."""
+        raise NotImplementedError
 
     def range(self, start: int, stop: int) -> Tensor:
         """Elements ``[start, stop)`` of the flattened tensor, ``(stop - start,)``."""
-        raise NotImplementedError
+        return self.bring(start, stop) if self.held is None else self.held.reshape(-1)[start:stop]
 
     def whole(self) -> Tensor:
         """All of it."""
         return self.range(0, self.numel()).view(self.shape)
 
+    def tolist(self) -> Any:
+        """All of it, as Python numbers."""
+        return self.whole().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """All of it."""
+        return self.whole().numpy(force=force)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.whole()
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Bring what the operation needs."""
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if isinstance(value, LazyTensor) and argument.alias_info is not None and value.held is None:
+                value.held = value.whole()
 
         def bring(x: Any) -> Any:
             return x.whole() if isinstance(x, LazyTensor) else x

@@ -512,7 +512,7 @@ class ShardedOptimizer:
             n, i = self._locate(number)
             flat, store = self.flats[n], self._store[n]
             dtypes, piece = store.dtypes(), flat.pieces[i]
-            owner = flat.owned[0] <= flat.layout.slots[i].offset < flat.owned[1]
+            owner = self._owns(flat, i)
             kept: dict[str, Any] = {}
             for key, value in entries.items():
                 if isinstance(value, str) and value == _ELEMENTWISE:
@@ -531,6 +531,11 @@ class ShardedOptimizer:
             for group in self.optimizer.param_groups
         ]
         return {"state": state, "param_groups": groups}
+
+    @staticmethod
+    def _owns(flat: Flat, i: int) -> bool:
+        """Whether the parameter's first element is in this rank's range; of an empty parameter, where it would be."""
+        return flat.owned[0] <= flat.layout.slots[i].offset < flat.owned[1]
 
     @property
     def names(self) -> list[str]:
@@ -590,6 +595,8 @@ class ShardedOptimizer:
     def _absorb(self, number: int, flat: Flat, i: int, state: dict[str, Any]) -> None:
         n, _ = self._locate(number)
         shape, piece = flat.layout.slots[i].shape, flat.pieces[i]
+        if not piece.numel and not self._owns(flat, i):
+            return  # this rank never steps it: what it remembers of it would be out of date after the next step
         kept: dict[str, Any] = {}
         for k, v in state.items():
             if isinstance(v, Tensor) and k != "step" and tuple(v.shape) == shape:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +15,18 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint
+import torch.distributed.checkpoint as dcp
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ls_strategy import ShardedEMA, ZeROStrategy
 from ls_strategy.checkpoint import commit
 from ls_strategy.checkpoint.consolidate import consolidate
+from ls_strategy.checkpoint.describe import verify_all
+from ls_strategy.checkpoint.files import RankFile
 from ls_strategy.config import LossScaleConfig
-from ls_strategy.errors import StateError
+from ls_strategy.errors import CheckpointError, RankFailedError, StateError
 from ls_strategy.precision_plugin import ZeROPrecision
 from ls_strategy.testing import spawn
 from tests.dist.ranks import (
@@ -267,7 +274,7 @@ def test_ten_steps_and_ten_more_are_twenty_bit_for_bit(
         half = Dropped()
         fit(seeded(stage, precision)[0], half, max_epochs=1, **data, **options).save_checkpoint(tmp_path / "10.ckpt")
         assert_equal(half.losses, whole.losses[:TEN], f"stage {stage}")
-        for steps, path in ((10, tmp_path / "10.ckpt"), (7, tmp_path / str(stage) / "step=7.ckpt")):
+        for steps, path in ((7, tmp_path / str(stage) / "step=7.ckpt"), (10, tmp_path / "10.ckpt")):
             rest = DroppedAgain()
             trainer = fit(seeded(stage, precision)[0], rest, ckpt=path, **data, **options)
             what = f"stage {stage}, {precision}, after {steps}"
@@ -506,22 +513,21 @@ class AdaptedOneMore(Adapted):
 def test_weights_only_folders_and_evaluation_at_other_stages(rank: int, world_size: int, tmp_path: Path) -> None:
     for stage in (1, 2, 3):
         folder = tmp_path / str(stage)
-        small = ModelCheckpoint(folder, "small", save_weights_only=True, every_n_train_steps=4, save_top_k=-1)
-        large = ModelCheckpoint(folder, "large", every_n_train_steps=4, save_top_k=-1)
+        small = ModelCheckpoint(folder, "small", save_weights_only=True, every_n_train_steps=4)
+        large = ModelCheckpoint(folder, "large", every_n_train_steps=2)
         module = Mixed()
         fit(stage, module, max_epochs=1, callbacks=[small, large], enable_checkpointing=True)
         contents = saved(folder / "small.ckpt")
         assert "optimizer_states" not in contents
-        assert_equal(contents["state_dict"], weights(module), "weights")
+        assert_equal(dict(sorted(contents["state_dict"].items())), dict(sorted(weights(module).items())), "weights")
         assert "optimizer_states" in saved(folder / "large.ckpt")
         size = {n: sum(f.stat().st_size for f in (folder / f"{n}.ckpt").iterdir()) for n in ("small", "large")}
         assert size["small"] < 0.6 * size["large"]
         for method in ("validate", "test"):
             expected = evaluate(stage, module, None, method)
-            for other in {0, 1, 2, 3} - {stage}:
-                for name in ("small", "large"):
-                    actual = evaluate(other, Mixed(), folder / f"{name}.ckpt", method)
-                    assert actual == pytest.approx(expected, rel=1e-6), f"{stage} to {other}, {name}, {method}"
+            for other, name in ((stage % 3 + 1, "small"), ((stage + 1) % 3 + 1, "large"), (0, "small")):
+                actual = evaluate(other, Mixed(), folder / f"{name}.ckpt", method)
+                assert actual == pytest.approx(expected, rel=1e-6), f"{stage} to {other}, {name}, {method}"
         with pytest.raises(KeyError, match="contains only the model"):
             fit(stage, Mixed(), ckpt=folder / "small.ckpt")
 
@@ -542,3 +548,429 @@ def test_evaluation_of_an_earlier_checkpoint_after_a_fit(rank: int, world_size: 
 
 def evaluate_by(trainer: pl.Trainer, module: Net, ckpt: Path | None) -> float:
     return trainer.validate(module, batches(seed=7), ckpt_path=ckpt, verbose=False)[0]["val_loss"]
+
+
+# --- hooks ------------------------------------------------------------------------------------------------------------
+
+
+class Hooked(Net):
+    """Runs what it is given while a checkpoint is saved, or loaded."""
+
+    def __init__(self, saving: Any = None, loading: Any = None) -> None:
+        super().__init__()
+        self.saving, self.loading = saving, loading
+        self.strict_loading = False
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.saving is not None:
+            self.saving(checkpoint)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.loading is not None:
+            self.loading(checkpoint)
+
+
+@on_ranks(2)
+def test_hooks_drop_rename_and_add(rank: int, world_size: int, tmp_path: Path) -> None:
+    def saving(checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["state_dict"]
+        del state["last.bias"]
+        state["renamed"] = state.pop("first.bias")
+        state["added"] = torch.arange(6.0).view(2, 3)
+        checkpoint["own"] = {"copy": state["last.weight"], "tensor": torch.arange(3), "word": "x"}
+        checkpoint["alone"] = torch.arange(4)
+
+    for stage in (1, 2, 3):
+        path = tmp_path / f"{stage}.ckpt"
+        module = Hooked(saving)
+        fit(stage, module, max_epochs=1).save_checkpoint(path)
+        expected = weights(module)
+        found = saved(path)
+        assert found["state_dict"].keys() == (expected.keys() - {"last.bias", "first.bias"}) | {"renamed", "added"}
+        assert_equal(found["state_dict"]["renamed"], expected["first.bias"], "renamed")
+        assert_equal(found["state_dict"]["added"], torch.arange(6.0).view(2, 3), "added")
+        assert_equal(found["own"]["copy"], expected["last.weight"], "copy")
+        assert_equal(found["own"]["tensor"], torch.arange(3), "tensor")
+        assert found["own"]["word"] == "x"
+        assert_equal(found["alone"], torch.arange(4), "alone")
+
+        def loading(checkpoint: dict[str, Any]) -> None:
+            state = checkpoint["state_dict"]
+            state["first.bias"] = state.pop("renamed")
+            state["last.bias"] = state["first.bias"] + state.pop("added").sum()
+
+        resumed = Hooked(loading=loading)
+        evaluate(stage, resumed, path)
+        expected["last.bias"] = expected["first.bias"] + 15.0
+        assert_equal(weights(resumed), expected, f"stage {stage}")
+
+
+def scaled(checkpoint: dict[str, Any]) -> None:
+    state = checkpoint["state_dict"]
+    state["scaled"] = state["blocks.1.wide.weight"] * 2
+
+
+def copied(checkpoint: dict[str, Any]) -> None:
+    checkpoint["copied"] = checkpoint["state_dict"]["blocks.1.wide.weight"].clone()
+
+
+def nested(checkpoint: dict[str, Any]) -> None:
+    checkpoint["own"] = {"deep": [checkpoint["state_dict"]["blocks.1.wide.weight"].half()]}
+
+
+@pytest.mark.parametrize(("hook", "key"), [(scaled, "scaled"), (copied, "copied"), (nested, "own")])
+@on_ranks(2)
+def test_a_hook_that_computes_with_what_is_sharded_is_told_so(
+    rank: int, world_size: int, hook: Any, key: str, tmp_path: Path
+) -> None:
+    for stage in (1, 3):
+        module = Hooked(hook)
+        trainer = fit(stage, module, max_epochs=1)
+        with pytest.raises(CheckpointError, match=rf"{key}.*on_save_checkpoint"):
+            trainer.save_checkpoint(tmp_path / "x.ckpt")
+        assert not list(tmp_path.iterdir())
+        module.saving = None
+        trainer.save_checkpoint(tmp_path / "x.ckpt")
+        assert_equal(saved(tmp_path / "x.ckpt")["state_dict"], weights(module), f"stage {stage}")
+        dist.barrier()
+        if rank == 0:
+            commit.remove(tmp_path / "x.ckpt")
+        dist.barrier()
+
+
+def under_a_name(checkpoint: dict[str, Any]) -> None:
+    checkpoint["mine"] = checkpoint["state_dict"]["blocks.1.wide.weight"]
+
+
+def in_a_list(checkpoint: dict[str, Any]) -> None:
+    checkpoint["mine"] = [checkpoint["state_dict"]["blocks.1.wide.weight"]]
+
+
+def deep(checkpoint: dict[str, Any]) -> None:
+    checkpoint["mine"] = {"a": {"b": checkpoint["state_dict"]["blocks.1.wide.weight"]}}
+
+
+@pytest.mark.parametrize("hook", [under_a_name, in_a_list, deep])
+@on_ranks(2)
+def test_a_sharded_value_in_any_place_is_saved_or_refused(
+    rank: int, world_size: int, hook: Any, tmp_path: Path
+) -> None:
+    """Never a tensor without elements in the file."""
+    module = Hooked(hook)
+    trainer = fit(2, module, max_epochs=1)
+    try:
+        trainer.save_checkpoint(tmp_path / "x.ckpt")
+    except CheckpointError as raised:
+        error = raised
+    else:
+        error = None
+    if error is not None:
+        assert "mine" in str(error)
+        return
+    found = saved(tmp_path / "x.ckpt")["mine"]
+    value = {under_a_name: lambda: found, in_a_list: lambda: found[0], deep: lambda: found["a"]["b"]}[hook]()
+    assert_equal(value.clone(), weights(module)["blocks.1.wide.weight"], hook.__name__)
+
+
+@on_ranks(2)
+def test_hooks_read_saved_tensors_as_tensors(rank: int, world_size: int, tmp_path: Path) -> None:
+    module = Net()
+    fit(3, module, max_epochs=1).save_checkpoint(tmp_path / "x.ckpt")
+    expected = weights(module)
+    name = "blocks.1.wide.weight"
+    value = expected[name]
+    seen: list[int] = []
+
+    def loading(checkpoint: dict[str, Any]) -> None:
+        w = checkpoint["state_dict"][name]
+        seen.append(1)
+        assert (tuple(w.shape), w.dtype, w.device.type, w.numel()) == (tuple(value.shape), value.dtype, "cpu", 136)
+        assert torch.equal(w, value)
+        assert torch.equal(w.clone(), value)
+        assert torch.equal(w.to(torch.float64), value.double())
+        assert torch.equal(w[3, 1:], value[3, 1:])
+        assert torch.equal(torch.cat([w, w]), torch.cat([value, value]))
+        assert torch.equal(w.flatten().view(-1, 4).T, value.flatten().view(-1, 4).T)
+        assert w.norm().item() == value.norm().item()
+        assert w[0, 0].item() == value[0, 0].item()
+        assert w.tolist() == value.tolist()
+        assert float(w.sum()) == float(value.sum())
+        assert (w.numpy() == value.numpy()).all()
+        assert torch.equal(copy.deepcopy(w), value)
+        assert torch.equal(pickle.loads(pickle.dumps(w)), value)
+        assert torch.equal(nn.Parameter(w.clone()), value)
+        assert "SavedTensor" in repr(w)
+        checkpoint["state_dict"][name] = w * 2 + 1
+
+    for stage in (1, 3):
+        resumed = Hooked(loading=loading)
+        evaluate(stage, resumed, tmp_path / "x.ckpt")
+        assert_equal(weights(resumed), {**expected, name: value * 2 + 1}, f"stage {stage}")
+    assert seen
+
+
+@on_ranks(2)
+def test_changes_in_place_of_a_saved_tensor_are_made_or_refused(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Never lost without a word."""
+    module = Net()
+    fit(3, module, max_epochs=1).save_checkpoint(tmp_path / "x.ckpt")
+    expected = weights(module)
+    value = expected["last.weight"]
+    changes = {
+        "mul_": lambda w: w.mul_(2),
+        "copy_": lambda w: w.copy_(value * 2),
+        "setitem": lambda w: w.__setitem__(slice(None), value * 2),
+        "view": lambda w: w.view(-1).mul_(2),
+    }
+    for what, change in changes.items():
+        resumed = Hooked(loading=lambda checkpoint, change=change: change(checkpoint["state_dict"]["last.weight"]))
+        try:
+            evaluate(1, resumed, tmp_path / "x.ckpt")
+        except (CheckpointError, StateError, RuntimeError, NotImplementedError):
+            continue
+        assert_equal(weights(resumed), {**expected, "last.weight": value * 2}, what)
+
+
+# --- ModelCheckpoint --------------------------------------------------------------------------------------------------
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+class Monitored(Net):
+    """What it logs is least at the fifth step, and next at the sixth."""
+
+    def training_step(self, batch: Any, i: int) -> Tensor:
+        self.log("score", abs(4.2 - self.global_step))
+        return super().training_step(batch, i)
+
+
+@pytest.mark.parametrize("save_last", [True, "link", None])
+@pytest.mark.parametrize("background", [False, True])
+@on_ranks(2)
+def test_only_the_best_and_the_last_remain(
+    rank: int, world_size: int, save_last: Any, background: bool, tmp_path: Path
+) -> None:
+    def saves() -> ModelCheckpoint:
+        return ModelCheckpoint(
+            tmp_path, "{step}", monitor="score", save_top_k=2, save_last=save_last, every_n_train_steps=1
+        )
+
+    for stage in (1, 3):
+        callback = saves()
+        strategy = ZeROStrategy(stage, min_unit_numel=0, async_save=background)
+        module = Monitored()
+        trainer = fit(strategy, module, callbacks=[callback], enable_checkpointing=True)
+        dist.barrier()
+        assert trainer.global_step == 8
+        last = [] if save_last is None else ["last.ckpt"]
+        assert names_in(tmp_path) == [*last, "step=5.ckpt", "step=6.ckpt"]
+        assert Path(callback.best_model_path).name == "step=5.ckpt"
+        for path in tmp_path.iterdir():
+            assert verify_all(path) == []
+        for word, step in (("best", 5), ("last", {None: None, True: 8, "link": 6}[save_last])):
+            if step is None:
+                continue
+            resumed = Monitored()
+            other = fit(stage, resumed, ckpt=tmp_path / "last.ckpt" if word == "last" else callback.best_model_path)
+            assert len(resumed.losses) == 8 - step
+            assert_equal(resumed.losses, module.losses[step:], f"{word}, stage {stage}")
+            assert other.global_step == 8
+        assert evaluate_best(trainer, module) == evaluate(1, Monitored(), tmp_path / "step=5.ckpt")
+        dist.barrier()
+        for path in list(tmp_path.iterdir()) if rank == 0 else ():
+            commit.remove(path)
+        dist.barrier()
+
+
+def evaluate_best(trainer: pl.Trainer, module: Net) -> float:
+    return trainer.validate(module, batches(seed=7), ckpt_path="best", verbose=False)[0]["val_loss"]
+
+
+@on_ranks(2)
+def test_last_is_found_by_its_word(rank: int, world_size: int, tmp_path: Path) -> None:
+    for save_last in (True, "link"):
+        folder = tmp_path / str(save_last)
+        callback = ModelCheckpoint(folder, "{step}", save_last=save_last, every_n_train_steps=1)
+        fit(2, Net(), callbacks=[callback], enable_checkpointing=True, max_epochs=1)
+        dist.barrier()
+        assert names_in(folder) == ["last.ckpt", "step=4.ckpt"]
+        assert (folder / "last.ckpt").is_symlink() == (save_last == "link")
+        resumed = Net()
+        again = ModelCheckpoint(folder, "{step}", save_last=save_last, every_n_train_steps=1)
+        fit(3, resumed, ckpt="last", callbacks=[again], enable_checkpointing=True)
+        dist.barrier()
+        assert len(resumed.losses) == 4
+        assert commit.read_manifest(folder / "last.ckpt").step == 8
+        assert not list(folder.glob(".*"))
+        assert {p.name for p in folder.iterdir()} >= {"last.ckpt", "step=8.ckpt"}
+
+
+def save_once(rank: int, world_size: int, path: Path) -> dict[str, Tensor]:
+    quiet()
+    module = Net()
+    fit(3, module, max_epochs=1).save_checkpoint(path)
+    return weights(module)
+
+
+def test_fewer_ranks_leave_no_files_of_more(tmp_path: Path) -> None:
+    path = tmp_path / "x.ckpt"
+    for world in (3, 1, 2):
+        expected = spawn(save_once, world, path, init_process_group=False)[0]
+        shards = [f"__{rank}_0.distcp" for rank in range(world)]
+        assert names_in(path) == sorted([*shards, ".metadata", "meta.pt", "manifest.json"])
+        assert_equal(saved(path)["state_dict"], expected, f"{world} ranks")
+    assert names_in(tmp_path) == ["x.ckpt"]
+
+
+@on_ranks(2)
+def test_the_first_ranks_path_counts(rank: int, world_size: int, tmp_path: Path) -> None:
+    module = Net()
+    fit(3, module, max_epochs=1).save_checkpoint(tmp_path / f"of-rank-{rank}.ckpt")
+    assert names_in(tmp_path) == ["of-rank-0.ckpt"]
+    assert_equal(saved(tmp_path / "of-rank-0.ckpt")["state_dict"], weights(module), "weights")
+
+
+@on_ranks(1)
+def test_a_file_system_in_memory(rank: int, world_size: int) -> None:
+    root = "memory:///folder"
+    whole, half, rest = Mixed(), Mixed(), Mixed()
+    fit(3, whole)
+    saves = ModelCheckpoint(root, "{step}", every_n_train_steps=1, save_last=True)
+    fit(3, half, callbacks=[saves], enable_checkpointing=True, max_epochs=1)
+    found = sorted(Path(entry).name for entry in commit.Place(root).entries())
+    steps = len(half.losses)
+    assert found == ["last.ckpt", f"step={steps}.ckpt"]
+    assert commit.newest([root]) in (f"{root}/last.ckpt", f"{root}/step={steps}.ckpt")
+    for name in found:
+        rest = Mixed()
+        trainer = fit(2, rest, ckpt=f"{root}/{name}")
+        assert_equal(half.losses + rest.losses, whole.losses, name)
+        assert_equal(weights(rest), weights(whole), name)
+    trainer.strategy.remove_checkpoint(f"{root}/last.ckpt")
+    assert [Path(entry).name for entry in commit.Place(root).entries()] == [f"step={steps}.ckpt"]
+
+
+@on_ranks(2)
+def test_a_path_with_a_protocol(rank: int, world_size: int, tmp_path: Path) -> None:
+    half, rest, whole = Mixed(), Mixed(), Mixed()
+    fit(3, whole)
+    path = f"file://{tmp_path}/deep/step=4.ckpt"
+    trainer = fit(3, half, max_epochs=1)
+    trainer.save_checkpoint(path)
+    trainer.save_checkpoint(path)
+    assert names_in(tmp_path / "deep") == ["step=4.ckpt"]
+    last = fit(2, rest, ckpt=path)
+    assert_equal(half.losses + rest.losses, whole.losses, "losses")
+    assert_equal(weights(rest), weights(whole), "weights")
+    last.strategy.remove_checkpoint(path)
+    dist.barrier()
+    assert names_in(tmp_path / "deep") == []
+
+
+# --- other tools ------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_torchs_own_tools_read_the_folder(rank: int, world_size: int, tmp_path: Path) -> None:
+    module = Mixed()
+    trainer = fit(3, module, max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    expected, states = weights(module), moments(trainer)
+    own = {name: torch.zeros_like(value) for name, value in expected.items()}
+    dcp.load({"model": own}, checkpoint_id=str(tmp_path / "x.ckpt"))  # every rank, in full
+    assert_equal(own, expected, "dcp.load")
+    if rank == 0:
+        dcp_to_torch_save(str(tmp_path / "x.ckpt"), str(tmp_path / "x.pt"))
+        found = torch.load(tmp_path / "x.pt", weights_only=False)
+        assert_equal(dict(sorted(found["model"].items())), dict(sorted(expected.items())), "model")
+        flat = {f"{n}.{k}": v for n, entries in found["optimizer_0"]["state"].items() for k, v in entries.items()}
+        assert_equal(dict(sorted(flat.items())), states, "optimizer")
+        groups = found["optimizer_0"]["param_groups"]
+        assert [g["lr"] for g in groups] == [g["lr"] for g in trainer.optimizers[0].param_groups]
+    dist.barrier()
+
+
+# --- what fails on one rank fails on all ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("where", ["__init__", "add_tensor", "close"])
+@on_ranks(2)
+def test_an_error_on_one_rank_is_raised_on_all(
+    rank: int, world_size: int, where: str, background: bool, tmp_path: Path, monkeypatch: Any
+) -> None:
+    module = Net()
+    strategy = ZeROStrategy(3, min_unit_numel=0, async_save=background)
+    trainer = fit(strategy, module, max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    before = saved(tmp_path / "x.ckpt")["state_dict"]
+    dist.barrier()
+
+    def fail(*_: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    for failing in (0, 1):
+        with monkeypatch.context() as patch:
+            if rank == failing:
+                patch.setattr(RankFile, where, fail)
+            started = time.monotonic()
+            with pytest.raises(CheckpointError, match=rf"x\.ckpt failed: rank {failing}: OSError.*Input/output error"):
+                trainer.save_checkpoint(tmp_path / "x.ckpt")
+            assert time.monotonic() - started < 10
+        assert names_in(tmp_path) == ["x.ckpt"]
+        assert verify_all(tmp_path / "x.ckpt") == []
+        assert_equal(saved(tmp_path / "x.ckpt")["state_dict"], before, "the one before")
+        dist.barrier()
+    trainer.save_checkpoint(tmp_path / "y.ckpt")
+    assert_equal(saved(tmp_path / "y.ckpt")["state_dict"], weights(module), "the next one")
+
+
+class FailsAlone(Net):
+    """An error on one rank, or on all, in the third step."""
+
+    ranks: tuple[int, ...] = (1,)
+
+    def training_step(self, batch: Any, i: int) -> Tensor:
+        if i == 2 and self.global_rank in self.ranks:
+            raise ValueError("this rank has enough")
+        return super().training_step(batch, i)
+
+
+class FailTogether(FailsAlone):
+    ranks = (0, 1)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("background", [False, True])
+@on_ranks(2, timeout_s=60)
+def test_an_exception_on_one_rank_does_not_hang_in_its_checkpoint(
+    rank: int, world_size: int, stage: int, background: bool, tmp_path: Path
+) -> None:
+    strategy = ZeROStrategy(stage, min_unit_numel=0, async_save=background)
+    callback = OnExceptionCheckpoint(tmp_path, "exception")
+    started = time.monotonic()
+    with pytest.raises((ValueError, RankFailedError), match="this rank has enough"):
+        fit(strategy, FailsAlone(), callbacks=[callback], enable_checkpointing=True)
+    assert time.monotonic() - started < 30
+    for path in tmp_path.iterdir():
+        assert verify_all(path) == []
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2, timeout_s=60)
+def test_an_exception_on_all_ranks_is_followed_by_a_checkpoint(
+    rank: int, world_size: int, stage: int, tmp_path: Path
+) -> None:
+    whole = Net()
+    fit(stage, whole)
+    with pytest.raises(ValueError, match="this rank has enough"):
+        fit(
+            stage, FailTogether(), callbacks=[OnExceptionCheckpoint(tmp_path, "exception")], enable_checkpointing=True
+        )  # fmt: skip
+    assert names_in(tmp_path) == ["exception.ckpt"]
+    resumed = Net()
+    fit(3, resumed, ckpt=tmp_path / "exception.ckpt")
+    assert_equal(resumed.losses, whole.losses[2:], "losses")
+    assert_equal(weights(resumed), weights(whole), "weights")
