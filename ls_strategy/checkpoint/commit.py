@@ -19,6 +19,7 @@ import ctypes
 import json
 import os
 import posixpath
+import re
 import shutil
 import time
 import uuid
@@ -212,6 +213,7 @@ def begin(path: str | os.PathLike[str], save_id: str) -> None:
     """Make the folder that all ranks write to. Rank 0 only. Removes what earlier saves to ``path`` left behind."""
     recover(path)
     _clean(Place(path))
+    _sweep(Place(path).parent)
     staging(path, save_id).make()
 
 
@@ -220,15 +222,44 @@ def _clean(place: Place) -> None:
         found.remove()
 
 
+_KINDS = ("partial", "old", "link", "gone")
+"""What saves and removals make beside a name: a save under way, what it replaces, a link, what is being removed."""
+
+_ABANDONED_S = 3600.0
+"""A folder of an unfinished save under another name that nothing has written to for so long belongs to no run."""
+
+
+def _sweep(folder: Place) -> None:
+    """Remove what interrupted saves and removals under other names left in a folder. Local only."""
+    for entry in folder.entries() if folder.local and folder.exists() else ():
+        path = Path(entry)
+        words = path.name[1:].rsplit(".", 2)
+        ours = len(words) == 3 and words[2] in _KINDS and re.fullmatch("[0-9a-f]{8}", words[1])
+        if not path.name.startswith(".") or not ours:
+            continue
+        named = os.path.lexists(path.with_name(words[0]))
+        whole = (path / MANIFEST).exists()
+        if words[2] == "gone":
+            leftover = True
+        elif words[2] == "old":
+            leftover = named or not whole  # with its manifest, and nothing under the name: `recover` may want it
+        else:
+            touched = max((f.lstat().st_mtime for f in (path, *path.glob("*"))), default=0.0)
+            leftover = (named or not whole) and time.time() - touched > _ABANDONED_S
+        if leftover:
+            with contextlib.suppress(OSError):
+                folder.at(entry).remove()
+
+
 def _beside(place: Place) -> list[tuple[str, Place]]:
-    """Folders that saves to ``place`` left beside it: ``(kind, place)``, kind ``partial``, ``old`` or ``link``."""
+    """Folders that saves to ``place`` left beside it: ``(kind, place)``, kinds as in `_KINDS`."""
     if not place.parent.exists():
         return []
     result: list[tuple[str, Place]] = []
     for entry in place.parent.entries():
         name = posixpath.basename(entry)
         words = name[len(place.name) + 2 :].split(".")
-        if name.startswith(f".{place.name}.") and len(words) == 2 and words[1] in ("partial", "old", "link"):
+        if name.startswith(f".{place.name}.") and len(words) == 2 and words[1] in _KINDS:
             result.append((words[1], place.sibling(name)))
     return result
 
@@ -305,11 +336,9 @@ def remove(path: str | os.PathLike[str]) -> None:
         return
     _turn_links(place)
     if place.local and Path(place.path).is_dir() and not Path(place.path).is_symlink():
-        old = place.sibling(f".{place.name}.{new_save_id()}.old")
-        place.rename(old)
-        # Without its manifest nobody takes it for a checkpoint, not even one that was interrupted on its way out.
-        Path(old.path, MANIFEST).unlink(missing_ok=True)
-        old.remove()
+        gone = place.sibling(f".{place.name}.{new_save_id()}.gone")
+        place.rename(gone)
+        gone.remove()
         return
     place.remove()
 
@@ -392,7 +421,7 @@ def recover(path: str | os.PathLike[str]) -> None:
     place = Place(path)
     if os.path.lexists(place.path) if place.local else place.exists():
         return
-    found = [p for _, p in _beside(place) if is_committed(str(p))]
+    found = [p for kind, p in _beside(place) if kind != "gone" and is_committed(str(p))]
     if found:
         newest_one = max(found, key=lambda p: read_manifest(str(p)).saved_at)
         newest_one.rename(place)

@@ -71,18 +71,23 @@ class RankFile:
         self._parts: list[tuple[int, int, int]] = []
         self._file = place.open(name, "wb")
         self._beside = ThreadPoolExecutor(1)
+        self._error: OSError | None = None
         self._position = 0
         self._crc = 0
 
     def write(self, data: Any) -> int:
         """What ``torch.save`` calls."""
-        if len(data) < _LARGE:
-            self._crc = zlib.crc32(data, self._crc)
-            self._file.write(data)
-        else:  # both leave Python's lock
-            crc = self._beside.submit(zlib.crc32, data, self._crc)
-            self._file.write(data)
-            self._crc = crc.result()
+        try:
+            if len(data) < _LARGE:
+                self._crc = zlib.crc32(data, self._crc)
+                self._file.write(data)
+            else:  # both leave Python's lock
+                crc = self._beside.submit(zlib.crc32, data, self._crc)
+                self._file.write(data)
+                self._crc = crc.result()
+        except OSError as error:
+            self._error = self._error or error
+            raise
         self._position += len(data)
         return len(data)
 
@@ -93,14 +98,22 @@ class RankFile:
         """Append a box of a tensor, on the CPU; ``chunk`` has the box's shape."""
         start = self._begin()
         with without_crc32():
-            torch.save(_with_own_storage(chunk), self)  # type: ignore[arg-type]
+            self._save(_with_own_storage(chunk))
         self._end(start, Item(path, tuple(shape), chunk.dtype, tuple(offsets), tuple(chunk.shape), start, 0))
 
     def add_object(self, path: Path, value: Any) -> None:
         """Append anything that ``torch.save`` takes."""
         start = self._begin()
-        torch.save(value, self)  # type: ignore[arg-type]
+        self._save(value)
         self._end(start, Item(path, None, None, (), (), start, 0))
+
+    def _save(self, value: Any) -> None:
+        try:
+            torch.save(value, self)  # type: ignore[arg-type]
+        except RuntimeError:
+            if self._error is not None:  # torch.save has buried it under an error about positions
+                raise self._error from None
+            raise
 
     def _begin(self) -> int:
         self._crc = 0

@@ -271,8 +271,8 @@ class Counted(pl.LightningModule):
         return total
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """The first checkpoint of this run is there: callbacks run before the module."""
-        if self.die_after_s is not None:
+        """Checkpoints are there: callbacks run before the module. Earlier ones do not know of ``last.ckpt`` yet."""
+        if self.die_after_s is not None and self.global_step >= 4:
             threading.Timer(self.die_after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
             self.die_after_s = None
 
@@ -355,10 +355,9 @@ def kill_again_and_again(folder: Path, kills: int, seed: int, options: dict[str,
     done = spawn(train_until_killed, 2, folder, step + 5, [None, None], options, init_process_group=False)
     assert done == [step + 5] * 2
     assert check_all(folder) == step + 5
-    (folder / "resume_from").unlink()
-    assert sorted(entry.name for entry in folder.iterdir()) == [
-        "last.ckpt", f"step={step + 4}.ckpt", f"step={step + 5}.ckpt"
-    ]  # fmt: skip
+    names = {entry.name for entry in folder.iterdir()} - {"resume_from"}
+    assert names >= {"last.ckpt", f"step={step + 4}.ckpt", f"step={step + 5}.ckpt"}
+    assert not [name for name in names if name.startswith(".")]
 
 
 WAYS = [

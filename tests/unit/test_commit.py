@@ -198,6 +198,19 @@ def test_a_removal_that_ends_anywhere_leaves_a_whole_one_or_none(tmp_path: Path)
     assert names_in(tmp_path) == ["step=2.ckpt"]
 
 
+def test_an_interrupted_removal_is_finished_later(tmp_path: Path) -> None:
+    """By a save under another name: the one that was to go will not be saved again."""
+
+    def prepare() -> None:
+        for name in ("step=1.ckpt", "step=2.ckpt"):
+            save(tmp_path / name, 1)
+
+    for done in every_end(lambda: commit.remove(tmp_path / "step=1.ckpt"), prepare):
+        save(tmp_path / "step=2.ckpt", 2)
+        kept = ["step=1.ckpt"] if content_of(tmp_path / "step=1.ckpt") == 1 else []
+        assert names_in(tmp_path) == [*kept, "step=2.ckpt"], f"left behind after {done[-1:]}"
+
+
 @pytest.mark.parametrize("was", ["nothing", "link", "file", "folder"])
 @pytest.mark.parametrize("exchange", [True, False])
 def test_a_link_that_ends_anywhere_leads_to_one_of_them(tmp_path: Path, was: str, exchange: bool) -> None:
