@@ -218,6 +218,7 @@ def main() -> None:
     print(json.dumps(results, indent=1))
     if args.record is not None:
         record = {
+            "benchmark": "checkpoint",
             "command": "python -m tests.bench.checkpoint",
             "environment": environment(),
             "parameters": parameters,

@@ -101,6 +101,21 @@ def _exposed(record: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def _checkpoint(record: dict[str, Any]) -> list[list[str]]:
+    """One row per way to save."""
+
+    def cell(quartiles: list[float]) -> str:
+        low, middle, high = quartiles
+        return f"{middle:.2f} [{low:.2f}, {high:.2f}]"
+
+    rows = [["", "over `torch.save`", "over DCP", "training waits, of a folder's time", "memory, units"]]
+    for name, r in record["results"].items():
+        speeds = [cell(r[f"times_faster_than_{peer}"]) for peer in ("torch.save", "dcp")]
+        stall = cell(r["stall_over_folder"]) if name.startswith("folder") else ""
+        rows.append([name, *speeds, stall, f"{r['memory_over_unit']:.2f}"])
+    return rows
+
+
 _TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "step_time": _ratios,
     "trainer_time": _ratios,
@@ -110,6 +125,7 @@ _TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "host_memory": _host_memory,
     "moments": _moments,
     "exposed_update": _exposed,
+    "checkpoint": _checkpoint,
 }
 
 
