@@ -338,6 +338,7 @@ class ZeROStrategy(DDPStrategy):
         if self._comm is None or not self._comm.is_alive():
             self._comm = make_comm(before)
             self.engine = None
+            self._alone = False
 
     @contextmanager
     @override

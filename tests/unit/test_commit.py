@@ -8,6 +8,7 @@ import json
 import math
 import os
 import tempfile
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -428,16 +429,40 @@ def test_saves_of_other_names_are_left_alone(tmp_path: Path) -> None:
     assert names_in(tmp_path) == sorted([*others, "a.ckpt"])
 
 
-def test_of_two_that_lost_their_name_the_newer_one_gets_it(tmp_path: Path) -> None:
+def test_of_those_that_lost_their_name_the_newest_whole_one_gets_it(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
-    for number in (1, 2, 3):
+    for number, name in enumerate("1324", 1):
         save(tmp_path / "elsewhere", number)
-        (tmp_path / "elsewhere").rename(tmp_path / f".a.ckpt.{number}.old")
-    (tmp_path / ".a.ckpt.3.old" / "meta.pt").unlink()
+        (tmp_path / "elsewhere").rename(tmp_path / f".a.ckpt.{name}.old")
+    (tmp_path / ".a.ckpt.4.old" / "meta.pt").unlink()
     commit.recover(path)
-    assert content_of(path) == 2
+    assert content_of(path) == 3
     commit.recover(path)
-    assert names_in(tmp_path) == [".a.ckpt.1.old", ".a.ckpt.3.old", "a.ckpt"]
+    assert names_in(tmp_path) == [".a.ckpt.1.old", ".a.ckpt.3.old", ".a.ckpt.4.old", "a.ckpt"]
+
+
+def test_a_save_removes_what_others_left_and_nothing_that_is_needed(tmp_path: Path) -> None:
+    """Another run may save to the folder at the same time, or have lost a name that can be given back."""
+    needed = [".lost.ckpt.00000001.old", ".lost2.ckpt.00000002.partial", ".busy.ckpt.00000003.partial", ".mine.old"]
+    for name in needed[:2]:
+        save(tmp_path / "elsewhere", 1)
+        (tmp_path / "elsewhere").rename(tmp_path / name)
+    long_ago = time.time() - 1e6
+    for name in needed[:2]:  # however old
+        for entry in (*(tmp_path / name).iterdir(), tmp_path / name):
+            os.utime(entry, (long_ago, long_ago))
+    left = [".kept.ckpt.00000004.old", ".away.ckpt.00000005.old", ".dead.ckpt.00000006.partial"]
+    for name in [*needed[2:], *left]:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__0_0.distcp").write_bytes(b"x")
+    for entry in (*(tmp_path / left[2]).iterdir(), tmp_path / left[2]):
+        os.utime(entry, (long_ago, long_ago))
+    save(tmp_path / "kept.ckpt", 1)
+    save(tmp_path / "new.ckpt", 2)
+    assert names_in(tmp_path) == sorted([*needed, "kept.ckpt", "new.ckpt"])
+    for name in ("lost.ckpt", "lost2.ckpt"):
+        commit.recover(tmp_path / name)
+        assert content_of(tmp_path / name) == 1
 
 
 def test_newest_looks_into_all_folders_and_at_files_too(tmp_path: Path) -> None:
