@@ -13,7 +13,7 @@ the same elements in its tail whatever the stage is: stages stay equal bit for b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 ALIGN = 16
@@ -39,12 +39,95 @@ def shard_numel(numel: int, world_size: int, *, align: int = ALIGN) -> int:
 
 
 @dataclass(frozen=True)
+class TensorPart:
+    """What of a parameter a rank of the tensor-parallel axis holds: along one dimension, some runs of indices."""
+
+    full_shape: tuple[int, ...]
+    dim: int
+    runs: tuple[tuple[int, int], ...]
+    """``(first index, length)`` along ``dim`` of the full parameter, in the order in which the part holds them."""
+
+    copies: int = 1
+    """Ranks of the axis, side by side, that hold this same part."""
+
+    @classmethod
+    def cut(
+        cls,
+        full_shape: Iterable[int],
+        dim: int,
+        rank: int,
+        size: int,
+        *,
+        sections: Sequence[int] | None = None,
+        granule: int = 1,
+        copies: int = 1,
+    ) -> TensorPart:
+        """The part of ``rank`` of ``size``: of every section along ``dim`` one stretch, as equal as granules allow.
+
+        Args:
+            full_shape: of the parameter.
+            dim: that is divided.
+            rank: along the axis.
+            size: of the axis.
+            sections: lengths that are divided each by itself (query, key and value rows of one matrix, say).
+            granule: indices that stay together (rows of one head).
+            copies: ranks side by side that hold the same part.
+
+        >>> TensorPart.cut((12, 5), 0, 1, 2, sections=(8, 4)).runs
+        ((4, 4), (10, 2))
+        """
+        shape = tuple(full_shape)
+        sections = (shape[dim],) if sections is None else tuple(sections)
+        if sum(sections) != shape[dim] or any(s % granule for s in sections) or size % copies:
+            raise ValueError(f"sections {sections} in granules of {granule} do not make up dimension {dim} of {shape}")
+        parts, index = size // copies, rank // copies
+        runs: list[tuple[int, int]] = []
+        start = 0
+        for section in sections:
+            low, more = divmod(section // granule, parts)
+            first = index * low + min(index, more)
+            length = low + (index < more)
+            runs.append((start + first * granule, length * granule))
+            start += section
+        return cls(shape, dim, tuple(runs), copies)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the part."""
+        length = sum(length for _, length in self.runs)
+        return (*self.full_shape[: self.dim], length, *self.full_shape[self.dim + 1 :])
+
+    def in_full(self, box: Box) -> list[tuple[Box, tuple[int, ...]]]:
+        """A box of the part as boxes of the full parameter: ``(box of the part, its offsets in full)``.
+
+        >>> part = TensorPart((4, 6), 1, ((0, 1), (3, 2)))
+        >>> [(b.offsets, b.sizes, at) for b, at in part.in_full(Box((1, 0), (2, 3), 3))]
+        [((1, 0), (2, 1), (1, 0)), ((1, 1), (2, 2), (1, 3))]
+        """
+        result: list[tuple[Box, tuple[int, ...]]] = []
+        at = 0
+        strides = [math.prod(self.shape[d + 1 :]) for d in range(len(self.shape))]
+        low, high = box.offsets[self.dim], box.offsets[self.dim] + box.sizes[self.dim]
+        for first, length in self.runs:
+            lo, hi = max(low, at), min(high, at + length)
+            if lo < hi:
+                offsets, sizes, full = list(box.offsets), list(box.sizes), list(box.offsets)
+                offsets[self.dim], sizes[self.dim], full[self.dim] = lo, hi - lo, first + lo - at
+                start = sum(o * s for o, s in zip(offsets, strides, strict=True))
+                result.append((Box(tuple(offsets), tuple(sizes), start), tuple(full)))
+            at += length
+        return result
+
+
+@dataclass(frozen=True)
 class Slot:
     """The place of one parameter in a flat buffer."""
 
     name: str
     shape: tuple[int, ...]
     offset: int
+    part: TensorPart | None = None
+    """What of the parameter is here, with tensor parallelism; ``shape`` is then the part's."""
 
     @property
     def numel(self) -> int:

@@ -1,0 +1,161 @@
+"""Collectives on tensors of activations, along one axis of the mesh: the ranks that share a layer, or a sequence.
+
+Blocking, because what follows needs the result. Sums are taken in rank order, and every rank gets the same bits, so
+that what is replicated over the axis stays so. NCCL uses its own collectives; everything else exchanges pieces point
+to point, as `Comm` does.
+
+Every call is collective: all ranks of the axis make the same calls in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ls_strategy.comm import Comm, Traffic
+
+
+class Axis:
+    """The ranks of one axis that this rank works with."""
+
+    def __init__(self, name: str, comm: Comm | None = None) -> None:
+        """``comm``: the ranks; None stands for this rank alone."""
+        self.name = name
+        self.comm = comm or Comm(None, None)
+        self.rank = self.comm.rank
+        self.size = self.comm.world_size
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this rank has sent along the axis."""
+        return self.comm.traffic
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum over the ranks; a new tensor of the same shape and dtype, the same bits on every rank.
+
+        16-bit terms are summed in fp32 and rounded once.
+
+        Traffic:
+            ``2 * (size - 1) / size`` of the elements sent per rank.
+        """
+        if self.size == 1 or tensor.numel() == 0:
+            return tensor.clone()
+        if self.comm.native:
+            result = tensor.contiguous().clone()
+            # What a ring sends; NCCL may choose another algorithm.
+            self.traffic.count("all_reduce", result[:0].new_empty(2 * (self.size - 1) * result.numel() // self.size))
+            with self.comm.naming_failures():
+                dist.all_reduce(result, group=self.comm.group)
+            return result
+        flat = tensor.reshape(-1)
+        shard = -(-flat.numel() // self.size)
+        padded = self._padded(flat, shard)
+        mine = self._sum_of_mine(list(padded.chunk(self.size)), "all_reduce")
+        full = torch.empty_like(padded)
+        full.chunk(self.size)[self.rank].copy_(mine)
+        self._exchange([mine] * self.size, list(full.chunk(self.size)), "all_reduce")
+        return full[: flat.numel()].view(tensor.shape)
+
+    def _padded(self, flat: Tensor, shard: int) -> Tensor:
+        if flat.numel() == shard * self.size:
+            return flat
+        padded = flat.new_zeros(shard * self.size)
+        padded[: flat.numel()].copy_(flat)
+        return padded
+
+    def all_gather(self, tensor: Tensor, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
+        """Concatenate the ranks' tensors along ``dim``.
+
+        Args:
+            tensor: this rank's part.
+            dim: where the parts differ.
+            sizes: length of every rank's part along ``dim``; all the same without.
+
+        Traffic:
+            ``size - 1`` times this rank's part.
+        """
+        if self.size == 1:
+            return tensor.clone()
+        shapes = [list(tensor.shape) for _ in range(self.size)]
+        for shape, length in zip(shapes, sizes or [], strict=False):
+            shape[dim] = length
+        mine = tensor.contiguous()
+        parts = [mine if r == self.rank else mine.new_empty(shape) for r, shape in enumerate(shapes)]
+        self._exchange([mine] * self.size, parts, "all_gather")
+        return torch.cat(parts, dim)
+
+    def reduce_scatter(self, tensor: Tensor, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
+        """Sum over the ranks, and keep this rank's part along ``dim``.
+
+        Args:
+            tensor: the same shape on every rank.
+            dim: what is divided.
+            sizes: length of every rank's part along ``dim``; all the same without, and then it must divide.
+
+        Traffic:
+            the other ranks' parts.
+        """
+        if self.size == 1:
+            return tensor.clone()
+        parts = self._split(tensor, dim, sizes)
+        return self._sum_of_mine(parts, "reduce_scatter")
+
+    def all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]] | None = None) -> list[Tensor]:
+        """Send ``parts[r]`` to rank ``r``; returns what every rank sent here, in rank order.
+
+        Args:
+            parts: one tensor per rank.
+            shapes: of what arrives, by rank; the shapes of ``parts`` without.
+
+        Traffic:
+            every part but this rank's own.
+        """
+        if self.size == 1:
+            return [parts[0].clone()]
+        parts = [p.contiguous() for p in parts]
+        shapes = [p.shape for p in parts] if shapes is None else shapes
+        received = [
+            part if r == self.rank else part.new_empty(tuple(shape))
+            for r, (part, shape) in enumerate(zip(parts, shapes, strict=True))
+        ]
+        self._exchange(parts, received, "all_to_all")
+        return received
+
+    def broadcast_(self, tensor: Tensor, source: int = 0) -> None:
+        """Overwrite ``tensor`` (contiguous) by that of rank ``source`` of the axis."""
+        self.comm.broadcast_(tensor, source)
+
+    def _split(self, tensor: Tensor, dim: int, sizes: Sequence[int] | None) -> list[Tensor]:
+        if sizes is None:
+            length = tensor.shape[dim]
+            if length % self.size:
+                raise ValueError(f"dimension {dim} of {tuple(tensor.shape)} does not divide by {self.size}")
+            sizes = [length // self.size] * self.size
+        return [part.contiguous() for part in tensor.split(list(sizes), dim)]
+
+    def _sum_of_mine(self, parts: list[Tensor], kind: str) -> Tensor:
+        """Send every rank its part of this rank's term, and sum this rank's part over all, in rank order."""
+        mine = parts[self.rank]
+        received = [mine if r == self.rank else torch.empty_like(mine) for r in range(self.size)]
+        self._exchange(parts, received, kind)
+        total = received[0].float() if mine.dtype in (torch.float16, torch.bfloat16) else received[0].clone()
+        for term in received[1:]:
+            total += term
+        return total.to(mine.dtype)
+
+    def _exchange(self, sends: list[Tensor], receives: list[Tensor], kind: str) -> None:
+        """Every rank sends ``sends[r]`` to rank ``r`` and gets ``receives[r]`` from it; its own stays where it is."""
+        operations: list[dist.P2POp] = []
+        group = self.comm.group
+        for distance in range(1, self.size):
+            to, frm = (self.rank + distance) % self.size, (self.rank - distance) % self.size
+            if sends[to].numel():
+                self.traffic.count(kind, sends[to])
+                operations.append(dist.P2POp(dist.isend, sends[to], group=group, group_peer=to))
+            if receives[frm].numel():
+                operations.append(dist.P2POp(dist.irecv, receives[frm], group=group, group_peer=frm))
+        if operations:
+            self.comm.wait(dist.batch_isend_irecv(operations))
