@@ -5,6 +5,7 @@ The exception is `strategy.py`, which as a subclass uses what its base class kee
 
 from __future__ import annotations
 
+import inspect
 import os
 import socket
 import stat
@@ -17,22 +18,27 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_iter, tree_map
+from torch.utils._pytree import tree_flatten, tree_iter, tree_map, tree_unflatten
+from torch.utils.checkpoint import checkpoint
 
 __all__ = [
     "StorageInfo",
+    "StorageWeakRef",
     "around_data_setup",
     "around_dumps",
     "checkpoint_folder",
+    "checkpoint_options",
     "current_backward_pass",
     "default_store",
     "forget_step_hooks",
     "free_main_port",
     "give_signals_back",
     "has_step_hooks",
+    "is_compiled",
     "is_mock_optimizer",
     "load_state",
     "migrate_checkpoint",
@@ -43,12 +49,17 @@ __all__ = [
     "replace_links",
     "resume_from",
     "shut_sockets",
+    "storage_key",
     "sync_batch_norm_error",
     "take_signals_over",
     "training_loaders",
+    "tree_flatten",
     "tree_iter",
     "tree_map",
+    "tree_unflatten",
+    "uncompiled",
     "unwrap_optimizer",
+    "version_of",
     "without_crc32",
 ]
 
@@ -196,6 +207,44 @@ def training_loaders(trainer: Any) -> list[Any]:
     """The loaders of the fit that runs, without what combines them."""
     combined = trainer.fit_loop._combined_loader
     return [] if combined is None else list(combined.flattened)
+
+
+# --- saved tensors ---------------------------------------------------------------------------------------------------
+
+
+def storage_key(tensor: Tensor) -> int:
+    """What tells storages apart: the same for all views, while it lives and through every resize of the storage.
+
+    A `StorageWeakRef` to the storage keeps the number from being given to another one.
+    """
+    return tensor.untyped_storage()._cdata
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often the tensor, or another view of its memory, was changed in place."""
+    return tensor._version
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module that ``torch.compile(module)`` wraps; any other as it is."""
+    while "_orig_mod" in module._modules:
+        module = module.get_submodule("_orig_mod")
+    return module
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile(module)`` or ``module.compile()`` was called."""
+    return "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def checkpoint_options() -> dict[str, Any]:
+    """Arguments of ``torch.utils.checkpoint.checkpoint`` that make all releases of torch do the same.
+
+    Newer ones ask whether what a selective policy keeps goes through the hooks on saved tensors that are in force, and
+    warn unless told. Older ones never do that.
+    """
+    asked = "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
+    return {"respect_saved_tensors_hooks": False} if asked else {}
 
 
 # --- preemption and rendezvous ---------------------------------------------------------------------------------------

@@ -123,9 +123,9 @@ class Monitor(Callback):
         steps = trainer.global_step - self._step_before
         sent = sum(strategy.traffic.bytes.values())
         metrics: dict[str, float] = {k: float(v) for k, v in self._norms.items()}
-        metrics["monitor/samples_per_s"] = self._samples * strategy.world_size / elapsed
+        metrics["monitor/samples_per_s"] = self._samples * strategy.data_parallel_size / elapsed
         if self._tokens:
-            metrics["monitor/tokens_per_s"] = self._tokens * strategy.world_size / elapsed
+            metrics["monitor/tokens_per_s"] = self._tokens * strategy.data_parallel_size / elapsed
         metrics["monitor/sent_mib_per_step"] = (sent - self._sent_before) / steps / (1 << 20)
         if strategy.config.offload_optimizer is not None:
             exposed = strategy.exposed_step_s - self._exposed_before

@@ -129,6 +129,7 @@ class Comm:
         group: dist.ProcessGroup | None,
         control: dist.ProcessGroup | None,
         sockets: set[tuple[int, int]] | None = None,
+        failures: Failures | None = None,
     ) -> None:
         """``group=None`` and ``control=None`` stand for a single process without a process group.
 
@@ -136,20 +137,26 @@ class Comm:
             group: for tensors.
             control: gloo, for small decisions.
             sockets: those that the process groups opened, see `break_connections`.
+            failures: of all ranks, for a group of some.
         """
         self._sockets = sockets or set()
+        self._before = open_sockets() - self._sockets
         self.group = group
         self.control = control
         self.rank = dist.get_rank(group) if group is not None else 0
         self.world_size = dist.get_world_size(group) if group is not None else 1
         self.native = group is not None and "nccl" in dist.get_backend(group)
-        self.failures = Failures(self.rank, self.world_size)
+        self.failures = failures or Failures(self.rank, self.world_size)
         self.traffic = Traffic()
         self.pool = BufferPool()
 
     def is_alive(self) -> bool:
         """Whether the process group it was made on still exists."""
         return self.world_size == 1 or (dist.is_initialized() and self.group is dist.group.WORLD)
+
+    def own_open_sockets(self) -> None:
+        """Take the sockets that were opened since for those of further process groups of this run."""
+        self._sockets |= open_sockets() - self._before
 
     def break_connections(self) -> None:
         """Make every rank that waits for this one, now or later, fail at once. The groups are of no use afterwards."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from ls_strategy.errors import ConfigError
 
@@ -210,4 +211,99 @@ class ZeROConfig:
             raise ConfigError(
                 f"delayed_update_after={after} with stage={self.stage}: it needs at least 1 step of warm-up, "
                 "offload_optimizer, and stage 1 or 2, where weights of the last step are kept apart from the masters."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How one model, or one sequence, is divided over ranks."""
+
+    tensor_parallel_size: int = 1
+    """Ranks that divide the layers among them."""
+
+    tensor_parallel_plan: Any = "auto"
+    """``auto``, or ``{pattern of module names: style}``."""
+
+    tensor_parallel_sequence: bool = False
+    """Also divide what lies between the divided layers (norms, dropout), along the tokens."""
+
+    sequence_parallel_size: int = 1
+    """Ranks that divide the tokens of every sequence among them."""
+
+    def __post_init__(self) -> None:
+        """Refuse values outside their sets."""
+        for name in ("tensor_parallel_size", "sequence_parallel_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}: 1 is without, 2 divides by two, and so on.")
+        plan = self.tensor_parallel_plan
+        if plan != "auto" and not isinstance(plan, Mapping):
+            raise ConfigError(
+                f"tensor_parallel_plan={plan!r}: give 'auto', or module names and styles, for example "
+                "{'blocks.*.up': 'column', 'blocks.*.down': 'row'}."
+            )
+        if self.tensor_parallel_size == 1 and (self.tensor_parallel_sequence or plan != "auto"):
+            raise ConfigError(
+                "tensor_parallel_plan and tensor_parallel_sequence need tensor_parallel_size of 2 or more; it is 1."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputeConfig:
+    """Which modules run their forward a second time in backward, instead of keeping what it computed."""
+
+    policy: Literal["full", "selective"] = "full"
+    """``full`` keeps a module's inputs alone. ``selective`` also keeps the outputs of the operations in ``keep``."""
+
+    classes: tuple[str, ...] = ()
+    """Class names of the modules, the outermost of each. Empty: the children of every ModuleList and Sequential."""
+
+    every: int = 1
+    """Recompute the first of them and each ``every``-th after it; the others keep what they computed."""
+
+    keep: tuple[str, ...] = ("matmul", "attention", "collective")
+    """``selective``: what is expensive to compute twice. ``matmul attention convolution collective``, or names of
+    operations (``aten.gelu``)."""
+
+    def __post_init__(self) -> None:
+        """Refuse values outside their sets."""
+        if self.policy not in ("full", "selective"):
+            raise ConfigError(
+                f"activation checkpointing policy={self.policy!r}: 'full' recomputes everything in a module, "
+                "'selective' keeps what is expensive to compute."
+            )
+        for name in ("classes", "keep"):
+            if isinstance(getattr(self, name), str):
+                raise ConfigError(f"{name}={getattr(self, name)!r}: give a list of names, not one string.")
+            object.__setattr__(self, name, tuple(getattr(self, name)))  # LightningCLI gives lists
+        if self.every < 1:
+            raise ConfigError(f"activation checkpointing every={self.every}: 1 recomputes every module, 2 every other.")
+        if self.policy == "selective" and not self.keep:
+            raise ConfigError("policy='selective' with an empty keep keeps nothing: use policy='full'.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationOffloadConfig:
+    """Where tensors that backward will need rest between forward and backward."""
+
+    tier: Literal["cpu", "nvme"] = "cpu"
+    """``cpu``: host memory, pinned where there is CUDA. ``nvme``: a file on a local drive."""
+
+    min_bytes: int = 1 << 20
+    """Smaller tensors stay on the device: there are few bytes in them, and each copy costs a launch."""
+
+    in_flight_bytes: int = 256 << 20
+    """Bound of what is on its way in either direction, on the device. Also what never leaves: the last tensors of the
+    forward, which backward needs first. A tensor above it is alone on its way, and training waits for it."""
+
+    staging_bytes: int = 256 << 20
+    """``nvme``: bound of the host memory between the device and the drive, in either direction."""
+
+    def __post_init__(self) -> None:
+        """Refuse values outside their sets."""
+        if self.tier not in ("cpu", "nvme"):
+            raise ConfigError(f"activation offload tier={self.tier!r}: activations go to 'cpu' or to 'nvme'.")
+        if self.min_bytes < 0 or self.in_flight_bytes < 0 or self.staging_bytes < 0:
+            raise ConfigError(
+                f"activation offload min_bytes={self.min_bytes}, in_flight_bytes={self.in_flight_bytes}, "
+                f"staging_bytes={self.staging_bytes}: none may be negative."
             )

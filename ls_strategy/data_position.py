@@ -42,7 +42,12 @@ class SkippingSampler:
 def position(trainer: pl.Trainer) -> dict[str, Any]:
     """What a checkpoint needs beside Lightning's own counters."""
     loaders = training_loaders(trainer)
-    return {"world_size": trainer.world_size, "batch_sizes": [getattr(dl, "batch_size", None) for dl in loaders]}
+    return {"world_size": _replicas(trainer), "batch_sizes": [getattr(dl, "batch_size", None) for dl in loaders]}
+
+
+def _replicas(trainer: pl.Trainer) -> int:
+    """Ranks that train on different batches."""
+    return trainer.strategy.data_parallel_size  # type: ignore[attr-defined]
 
 
 def resume(trainer: pl.Trainer, loader: Any, saved: dict[str, Any]) -> None:
@@ -59,12 +64,12 @@ def resume(trainer: pl.Trainer, loader: Any, saved: dict[str, Any]) -> None:
     batch_size = batch_sampler.batch_size
     before = saved["world_size"] * ((saved.get("batch_sizes") or [None])[0] or batch_size)
     done = progress.processed  # one that an exception ended is done again
-    if before != trainer.world_size * batch_size:
-        done = done * before // (trainer.world_size * batch_size)
+    if before != _replicas(trainer) * batch_size:
+        done = done * before // (_replicas(trainer) * batch_size)
         behind = progress.processed - progress.completed
         progress.ready = progress.started = progress.processed = done
         progress.completed = done - behind
-        saved.update(world_size=trainer.world_size, batch_sizes=[batch_size])  # further loaders find it converted
+        saved.update(world_size=_replicas(trainer), batch_sizes=[batch_size])  # further loaders find it converted
     batch_sampler.sampler = SkippingSampler(batch_sampler.sampler, done % len(loader) * batch_size)
     warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
     if done % len(loader):

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,9 +27,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ls_strategy.comm import Comm
+from ls_strategy._compat import storage_key
 from ls_strategy.config import LossScaleConfig, ZeROConfig
 from ls_strategy.errors import StateError
+from ls_strategy.layout import TensorPart
+from ls_strategy.mesh import Mesh
 from ls_strategy.precision import LossScaler, PrecisionPolicy
 from ls_strategy.tiers.link import trim_heap
 from ls_strategy.zero import materialize as materials
@@ -72,9 +74,10 @@ class Engine:
         *,
         config: ZeROConfig,
         precision: PrecisionPolicy,
-        comm: Comm,
+        mesh: Mesh,
         device: torch.device,
         loss_scale: LossScaleConfig | None = None,
+        parts: Mapping[int, TensorPart] | None = None,
     ) -> None:
         """Take over the model's parameters and the optimizers' groups, from an earlier engine too. Collective.
 
@@ -83,9 +86,10 @@ class Engine:
             optimizers: built on the model's parameters. Empty for evaluation.
             config: options.
             precision: dtypes.
-            comm: the data-parallel ranks.
+            mesh: the ranks.
             device: where the buffers live.
             loss_scale: knobs of the loss scale, for the modes that have one.
+            parts: ``id(parameter)`` -> what of it is here, for parameters that tensor parallelism has cut.
 
         Raises:
             PlanError: model, optimizers and options do not fit together; on every rank, before anything is moved.
@@ -93,7 +97,9 @@ class Engine:
         self._model = weakref.ref(model)
         self.config = config
         self.precision = precision
-        self.comm = comm
+        self.mesh = mesh
+        self.comm = comm = mesh.zero
+        """The ranks over which states are divided and gradients averaged."""
         self.device = device
         # One rank has nothing to shard: every stage is stage 0 there, without gathers of its own parameters. With
         # offload the stage says what is on the device at all.
@@ -105,15 +111,17 @@ class Engine:
         neither clipping nor a loss scale, and with the hyper-parameters of now."""
         self._torn = False
         self._stepping: ShardedOptimizer | None = None
-        draft = Draft(model, optimizers, config=config, precision=precision, policy=self.policy)
-        draft.agree(comm)
+        draft = Draft(
+            model, optimizers, config=config, precision=precision, policy=self.policy, parts=parts or {}
+        )  # fmt: skip
+        draft.agree(mesh.world)
         previous = Engine.holding(model)
         if previous is not None:
             previous.detach()
         held = {} if previous is None else {id(p): f for f in previous.flats for p in f.params}
-        self.plan = draft.resolve(comm.world_size, held)
-        self.offload = Offload.prepare(self.plan, optimizers, config, comm, device)
-        self.units = draft.build(self.plan, comm, device, held, self.offload)
+        self.plan = draft.resolve(mesh, held)
+        self.offload = Offload.prepare(self.plan, optimizers, config, mesh.world, device)
+        self.units = draft.build(self.plan, mesh, device, held, self.offload)
         if previous is not None:
             previous.offload.close()
         materials.place_buffers(model, device, precision.compute, {id(m) for m in draft.kept_fp32})
@@ -199,6 +207,10 @@ class Engine:
     def flats(self) -> list[Flat]:
         """Every flat buffer, in order of the units."""
         return [f for u in self.units for f in u.flats]
+
+    def storages(self) -> set[int]:
+        """Keys of the memory that parameters are in: what autograd saves of it is no activation. Not collective."""
+        return {storage_key(flat.full) for flat in self.flats}
 
     def detach(self) -> None:
         """Remove every hook; the buffers stay."""
@@ -293,7 +305,7 @@ class Engine:
                     fold = self.private_gradients and flat.averages.folds_factors
                     stepping.unscale_(flat, self.scaler.scale, fold=fold)
                     flat.averages.unscaled = not (fold or flat.averages.on_drive)
-            state.overflow = stepping.any_overflow(state.flats, self.comm)
+            state.overflow = stepping.any_overflow(state.flats, self.mesh.world)
         if not self.private_gradients:
             state.sharded.bind_grads(state.used)
         state.finished = True
@@ -304,7 +316,7 @@ class Engine:
         self.finish(index)
         state = self.optimizers[index]
         if state.norm is None or not self.private_gradients:
-            state.norm = stepping.global_norm(state.flats, self.comm)
+            state.norm = stepping.global_norm(state.flats, self.mesh.world)
         factor = stepping.clip_factor(state.norm, max_norm)
         if factor is None:
             return state.norm
@@ -334,7 +346,7 @@ class Engine:
                 self.finish(i)
         if not any(any(s.used) for s in states):
             raise StateError("no gradient to take the norm of: call between backward and the next zero_grad().")
-        norm = stepping.global_norm([f for s in states for f in s.flats], self.comm, norm_type)
+        norm = stepping.global_norm([f for s in states for f in s.flats], self.mesh.world, norm_type)
         if len(states) == 1 and norm_type == 2.0:
             states[0].norm = norm
         return norm

@@ -13,7 +13,7 @@ the same elements in its tail whatever the stage is: stages stay equal bit for b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 ALIGN = 16
@@ -139,6 +139,11 @@ class Slot:
         """Offset one past the last element."""
         return self.offset + self.numel
 
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """Of the whole parameter, over all ranks of the tensor-parallel axis."""
+        return self.shape if self.part is None else self.part.full_shape
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -232,8 +237,21 @@ class FlatLayout:
     """Slots and shards start at multiples of this many elements."""
 
     @classmethod
-    def pack(cls, shapes: Iterable[tuple[str, tuple[int, ...]]], world_size: int, *, align: int = ALIGN) -> FlatLayout:
+    def pack(
+        cls,
+        shapes: Iterable[tuple[str, tuple[int, ...]]],
+        world_size: int,
+        *,
+        align: int = ALIGN,
+        parts: Mapping[str, TensorPart] | None = None,
+    ) -> FlatLayout:
         """Place parameters one after the other, each at a multiple of ``align``.
+
+        Args:
+            shapes: name and shape of what is here of every parameter.
+            world_size: number of shards.
+            align: elements.
+            parts: by name, for parameters of which only a part is here.
 
         >>> [s.offset for s in FlatLayout.pack([("a", (3, 5)), ("b", ()), ("c", (16,))], 2).slots]
         [0, 16, 32]
@@ -241,7 +259,7 @@ class FlatLayout:
         slots: list[Slot] = []
         offset = 0
         for name, shape in shapes:
-            slot = Slot(name, tuple(shape), offset)
+            slot = Slot(name, tuple(shape), offset, (parts or {}).get(name))
             slots.append(slot)
             offset = round_up(slot.end, align)
         return cls(tuple(slots), world_size, align)

@@ -102,7 +102,7 @@ def write(
         rank_zero_info(f"ZeROStrategy: saved {path} ({total / 2**20:,.1f} MiB in {seconds:.1f} s{stalled})")
 
     if background is None:
-        done(*save.run(job, engine.comm.rank, engine.comm.exchange_objects))
+        done(*save.run(job, engine.mesh.world.rank, engine.mesh.world.exchange_objects))
         return
     stall = 0.0
     background.submit(job, done)
@@ -112,7 +112,9 @@ def write(
 def _layout(engine: Engine) -> dict[str, Any]:
     config = engine.config
     return {
-        "world_size": engine.comm.world_size,
+        "world_size": engine.mesh.world.world_size,
+        "tensor_parallel_size": engine.mesh.shape.tensor,
+        "sequence_parallel_size": engine.mesh.shape.sequence,
         "stage": config.stage,
         "optimizer_tier": config.offload_optimizer.tier if config.offload_optimizer else "device",
         "param_tier": config.offload_param.tier if config.offload_param else "device",

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ls_strategy.config import MomentFormat, OffloadConfig, TierName, ZeROConfig
-from ls_strategy.layout import ALIGN, FlatLayout
+from ls_strategy.layout import ALIGN, FlatLayout, TensorPart
 from ls_strategy.ops.moments import BLOCK as MOMENT_BLOCK
 from ls_strategy.zero_stages import StagePolicy
 
@@ -33,6 +33,8 @@ class ParamFacts:
 
     optimizer: int = FROZEN
     group: int = 0
+    part: TensorPart | None = None
+    """What of it is on this rank, with tensor parallelism; ``shape`` is then the part's."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,9 @@ class FlatPlan:
 
     gradient_tier: TierName = "device"
     """Where averaged gradients rest between backward and step."""
+
+    copies: int = 1
+    """Ranks of the tensor-parallel axis, side by side, that hold the same parameters."""
 
     @property
     def trainable(self) -> bool:
@@ -214,32 +219,37 @@ def resolve_plan(
     master_dtype: torch.dtype,
     compute_dtype: torch.dtype,
     config: ZeROConfig | None = None,
+    tensor_size: int = 1,
 ) -> Plan:
     """Lay out every unit's buffers.
 
     Args:
         units: name, whether it is a root unit, and its parameters, in order of registration.
         policy: what is sharded.
-        world_size: data-parallel ranks.
+        world_size: ranks over which states are divided.
         master_dtype: of the weights the optimizer updates, for parameters in ``compute_dtype``; others are their own.
         compute_dtype: of the parameters that the forward reads, as a rule.
         config: what is offloaded, and how moments are stored.
+        tensor_size: ranks of the tensor-parallel axis. Parameters that it replicates get buffers of their own, so that
+            a norm can count them once.
     """
     config = config or ZeROConfig()
     # A block of an 8-bit moment belongs to one parameter, so that two updates never share its scale.
     align = MOMENT_BLOCK if config.moments == "int8" else ALIGN
     plans: list[UnitPlan] = []
     for name, is_root, params in units:
-        classes: defaultdict[tuple[int, torch.dtype], list[ParamFacts]] = defaultdict(list)
+        classes: defaultdict[tuple[int, torch.dtype, int], list[ParamFacts]] = defaultdict(list)
         for p in params:
-            classes[p.optimizer, p.dtype].append(p)
+            copies = tensor_size if p.part is None else p.part.copies
+            classes[p.optimizer, p.dtype, copies].append(p)
         flats: list[FlatPlan] = []
-        for (optimizer, dtype), members in classes.items():
+        for (optimizer, dtype, copies), members in classes.items():
             # Groups side by side: decay and no-decay make two runs per unit instead of one per parameter.
             members.sort(key=lambda p: p.group)
-            layout = FlatLayout.pack(((p.name, p.shape) for p in members), world_size, align=align)
+            parts = {p.name: p.part for p in members if p.part is not None}
+            layout = FlatLayout.pack(((p.name, p.shape) for p in members), world_size, align=align, parts=parts)
             own = optimizer == FROZEN or dtype != compute_dtype
-            flats.append(FlatPlan(layout, dtype, dtype if own else master_dtype, optimizer))
+            flats.append(FlatPlan(layout, dtype, dtype if own else master_dtype, optimizer, copies=copies))
         plans.append(UnitPlan(name, is_root, tuple(flats)))
     return Plan(policy, world_size, _assign_tiers(plans, config), config.moments)
 

@@ -240,7 +240,7 @@ class PreemptionHandler(Callback):
 
     def _max(self, trainer: pl.Trainer, values: Tensor) -> Tensor:
         if isinstance(trainer.strategy, ZeROStrategy):
-            return trainer.strategy.require_engine().comm.agree(values)
+            return trainer.strategy.require_engine().mesh.world.agree(values)
         if trainer.world_size > 1:
             dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._group)
         return values

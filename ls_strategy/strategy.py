@@ -41,6 +41,7 @@ from typing_extensions import override
 from ls_strategy import data_position, rendezvous
 from ls_strategy import lightning_checkpoints as checkpoints
 from ls_strategy import lightning_guards as guards
+from ls_strategy import lightning_parallel as parallel
 from ls_strategy._compat import (
     around_data_setup,
     around_dumps,
@@ -57,9 +58,18 @@ from ls_strategy.checkpoint.commit import remove as remove_checkpoint
 from ls_strategy.checkpoint.full import StateDictHooks, full_state_dict, load_full_state_dict
 from ls_strategy.checkpoint.random import random_states, restore_random_states
 from ls_strategy.comm import Comm, Traffic, make_comm
-from ls_strategy.config import LossScaleConfig, NVMeIOConfig, OffloadConfig, ZeROConfig
+from ls_strategy.config import (
+    ActivationOffloadConfig,
+    LossScaleConfig,
+    NVMeIOConfig,
+    OffloadConfig,
+    ParallelConfig,
+    RecomputeConfig,
+    ZeROConfig,
+)
 from ls_strategy.engine import Engine
 from ls_strategy.errors import CheckpointError, ConfigError, PlanError, RankFailedError, StateError
+from ls_strategy.layout import TensorPart
 from ls_strategy.lightning_checkpoints import Collection
 from ls_strategy.precision import PrecisionPolicy, resolve_precision
 from ls_strategy.precision_plugin import ZeROPrecision
@@ -114,6 +124,19 @@ class ZeROStrategy(DDPStrategy):
         overlap_step: update offloaded states while backward or the next forward runs. The numbers do not change.
         delayed_update_after: stages 1 and 2: from this step on apply every update one step late, while the next step
             computes (ZeRO-Offload, section 5.2). Changes the numbers. Default: never.
+        activation_checkpointing: ``"full"`` keeps the inputs of every block and computes the rest again in backward;
+            ``"selective"`` also keeps what is expensive to compute (matrix products, attention, communication).
+            ``RecomputeConfig(...)`` names classes, every how many blocks, and which operations.
+        activation_offload: ``"cpu"`` or ``"nvme"``: tensors that backward needs rest there until then; with
+            ``activation_checkpointing``, the blocks' inputs. ``ActivationOffloadConfig(...)`` sets sizes.
+        activation_partitioning: keep the inputs of recomputed blocks in parts over the tensor-parallel ranks.
+        tensor_parallel_size: ranks that divide every layer among them; they work on the same batch.
+        tensor_parallel_plan: ``auto``: what the module's ``tensor_parallel_plan()`` says, or its ``configure_model``
+            has done by ``parallelize_module``, or Hugging Face's plan, or what names and shapes tell.
+            ``{"blocks.*.up": "column", "blocks.*.down": "row", ...}`` says it by module names.
+        tensor_parallel_sequence: also divide what lies between divided layers (norms, dropout), along the tokens.
+        sequence_parallel_size: ranks that divide the tokens of every sequence among them, and exchange them for heads
+            around attention (Ulysses). For models that call ``scaled_dot_product_attention``.
         save_as: ``sharded``: a checkpoint is a folder; every rank writes what it has, any other layout loads it.
             ``file``: one file in Lightning's own format, gathered on rank 0, which needs the memory for it.
         async_save: write checkpoint folders while training goes on. A step waits only for copies of what is on the
@@ -152,6 +175,13 @@ class ZeROStrategy(DDPStrategy):
         step_on: Literal["auto", "cpu", "device"] = "auto",
         overlap_step: bool = True,
         delayed_update_after: int | None = None,
+        activation_checkpointing: Literal["full", "selective"] | RecomputeConfig | None = None,
+        activation_offload: Literal["cpu", "nvme"] | ActivationOffloadConfig | None = None,
+        activation_partitioning: bool = False,
+        tensor_parallel_size: int = 1,
+        tensor_parallel_plan: Literal["auto"] | dict[str, Any] = "auto",
+        tensor_parallel_sequence: bool = False,
+        sequence_parallel_size: int = 1,
         save_as: Literal["sharded", "file"] = "sharded",
         async_save: bool = False,
         save_frozen: bool = True,
@@ -186,6 +216,23 @@ class ZeROStrategy(DDPStrategy):
             step_on=step_on,
             overlap_step=overlap_step,
             delayed_update_after=delayed_update_after,
+        )
+        self.parallel = parallel.ModelParallel(
+            ParallelConfig(
+                tensor_parallel_size=tensor_parallel_size,
+                tensor_parallel_plan=tensor_parallel_plan,
+                tensor_parallel_sequence=tensor_parallel_sequence,
+                sequence_parallel_size=sequence_parallel_size,
+            )
+        )
+        self.activations = parallel.ActivationMemory(
+            RecomputeConfig(policy=activation_checkpointing)
+            if isinstance(activation_checkpointing, str)
+            else activation_checkpointing,
+            ActivationOffloadConfig(tier=activation_offload)
+            if isinstance(activation_offload, str)
+            else activation_offload,
+            partition=activation_partitioning,
         )
         for option, given, known in (
             ("save_as", save_as, ("sharded", "file")),
@@ -244,8 +291,28 @@ class ZeROStrategy(DDPStrategy):
 
     @property
     def traffic(self) -> Traffic:
-        """What this rank sent so far, counted where it leaves."""
+        """What this rank sent so far for sharded states, counted where it leaves."""
         return self.require_engine().comm.traffic
+
+    @property
+    def tensor_parallel_traffic(self) -> Traffic:
+        """What this rank sent so far to the others that divide its layers."""
+        return self.require_engine().mesh.tensor.traffic
+
+    @property
+    def sequence_parallel_traffic(self) -> Traffic:
+        """What this rank sent so far to the others that divide its sequences."""
+        return self.require_engine().mesh.sequence.traffic
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Replicas of the model, each with batches of its own."""
+        return self.parallel.data_rank[1]
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which replica this rank belongs to."""
+        return self.parallel.data_rank[0]
 
     @property
     def loss_scale(self) -> float | None:
@@ -337,8 +404,10 @@ class ZeROStrategy(DDPStrategy):
             )
         if self._comm is None or not self._comm.is_alive():
             self._comm = make_comm(before)
+            self.parallel.connect(self._comm, self.root_device.type)
             self.engine = None
             self._alone = False
+        self.parallel.show_device_mesh(self.lightning_module)
 
     @contextmanager
     @override
@@ -369,10 +438,11 @@ class ZeROStrategy(DDPStrategy):
             guards.check_trainer(trainer, self.config, self._precision())
             if fitting and self._layer_sync:
                 self.model = self._layer_sync.apply(module)
+            parts = self.parallel.divide(module)
             if fitting:
                 self.setup_optimizers(trainer)
             self._choose_nvme_path(trainer)
-            self._build_engine(module)
+            self._build_engine(module, parts)
         self.model = module
         around_dumps(trainer, self._collecting)
         replace_links(trainer, self._link)
@@ -389,6 +459,10 @@ class ZeROStrategy(DDPStrategy):
         )
         if fitting:
             guards.watch_methods(module, self.engine)
+            assert self.parallel.mesh is not None
+            self.activations.apply(
+                module, self.parallel.mesh, self.root_device, self.engine.storages, self.config.nvme_path
+            )
         if POLICIES[self.config.stage].parameters:
             # A gathered inference tensor could not take part in autograd later.
             for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
@@ -415,8 +489,8 @@ class ZeROStrategy(DDPStrategy):
         assert isinstance(self._precision_plugin, ZeROPrecision)
         return self._precision_plugin
 
-    def _build_engine(self, module: pl.LightningModule) -> None:
-        assert self._comm is not None
+    def _build_engine(self, module: pl.LightningModule, parts: dict[int, TensorPart]) -> None:
+        assert self.parallel.mesh is not None
         plugin = self._precision()
         self._state_dict_hooks = None
         self.engine = Engine(
@@ -428,12 +502,13 @@ class ZeROStrategy(DDPStrategy):
                 master_weights=self.config.master_weights,
                 reduce_dtype=self.config.reduce_dtype,
             ),
-            comm=self._comm,
+            mesh=self.parallel.mesh,
             device=self.root_device,
             loss_scale=self._loss_scale,
+            parts=parts,
         )
-        if self.engine.policy.parameters:
-            self._state_dict_hooks = StateDictHooks(module, self.engine.units, self._comm)
+        if self.engine.policy.parameters or parts:
+            self._state_dict_hooks = StateDictHooks(module, self.engine.units, self.engine.comm)
             self.engine.on_detach.append(self._state_dict_hooks.remove)
         rank_zero_info(f"ZeROStrategy(stage={self.config.stage}): {self.engine.describe()}")
         plugin.attach(self.engine)
@@ -453,9 +528,10 @@ class ZeROStrategy(DDPStrategy):
         with engine.comm.naming_failures():
             self.restore_random_states()
             engine.begin_step(sync_buffers_after=synchronises)
-            output = super().training_step(*args, **kwargs)
+            with self.activations.around_forward():
+                output = super().training_step(*args, **kwargs)
             engine.end_forward()
-        return output
+            return self.parallel.whole_outputs(output)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -473,7 +549,7 @@ class ZeROStrategy(DDPStrategy):
         engine = self.require_engine()
         with engine.comm.naming_failures():
             engine.begin_step()
-            return step(*args, **kwargs)
+            return self.parallel.whole_outputs(step(*args, **kwargs))
 
     @contextmanager
     @override
@@ -511,9 +587,14 @@ class ZeROStrategy(DDPStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """As DDP's, without the barrier it makes before every reduction; always on a copy."""
-        if not isinstance(tensor, Tensor) or self._comm is None or self._comm.world_size == 1:
+        """As DDP's, without the barrier it makes before every reduction; always on a copy.
+
+        Over the replicas of the model, unless ``group`` says otherwise: a replica's ranks have the same value.
+        """
+        mesh = self.parallel.mesh
+        if not isinstance(tensor, Tensor) or mesh is None or (group is None and mesh.data.world_size == 1):
             return tensor
+        group = group or mesh.data.group
         mean = reduce_op is None or reduce_op == dist.ReduceOp.AVG or str(reduce_op).lower() in ("mean", "avg")
         op: Any = dist.ReduceOp.SUM if mean else reduce_op
         if isinstance(op, str):
@@ -521,8 +602,16 @@ class ZeROStrategy(DDPStrategy):
         result = tensor.detach().clone().contiguous().to(self.root_device)
         if mean and not result.is_floating_point():
             result = result.float()
-        dist.all_reduce(result, op=op, group=group or self._comm.group)
-        return result / dist.get_world_size(group or self._comm.group) if mean else result
+        dist.all_reduce(result, op=op, group=group)
+        return result / dist.get_world_size(group) if mean else result
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Over all ranks."""
+        if self._comm is None:
+            return decision
+        votes = self._comm.agree(torch.tensor([decision, not decision], dtype=torch.uint8)).tolist()
+        return not votes[1] if all else bool(votes[0])
 
     def _wait_for_weights(self) -> None:
         if self.engine is not None:
@@ -668,7 +757,7 @@ class ZeROStrategy(DDPStrategy):
         read = partial(checkpoints.read, checkpoint_path, self.checkpoint_io, weights_only)
         checkpoint = self._on_all_ranks(read)
         self._position = checkpoint[checkpoints.OURS]
-        self._pending_random = checkpoint.pop(checkpoints.RANDOM, {}).get(f"rank_{self.global_rank}")
+        self._pending_random = checkpoint.pop(checkpoints.RANDOM, {}).get(f"rank_{self.parallel.first_rank}")
         return checkpoint
 
     def _on_all_ranks(self, work: Callable[[], T]) -> T:
@@ -701,7 +790,7 @@ class ZeROStrategy(DDPStrategy):
         self.engine.check_whole()
         raw = self.raw_state_dict()
         full = full_state_dict(raw, self.engine.units, self.engine.comm)
-        return full or ({} if self.engine.policy.parameters else raw)
+        return full or ({} if self._state_dict_hooks is not None else raw)
 
     def raw_state_dict(self) -> dict[str, Any]:
         """``state_dict()`` as the module holds it: at stage 3 with released parameters. Not collective."""
@@ -726,6 +815,7 @@ class ZeROStrategy(DDPStrategy):
         elif (
             may_lack
             or any(p.is_meta for p in module.parameters())
+            or parallel.has_dtensors(module)
             or any(isinstance(v, LazyTensor) for v in weights.values())
         ):
             self._pending_weights = load
@@ -771,7 +861,20 @@ class ZeROStrategy(DDPStrategy):
         position = self._position
         if position and trainer is not None and trainer.training and trainer.fit_loop.restarting:
             data_position.resume(trainer, dataloader, position)
+        self.parallel.seed_workers(dataloader)
         return super().process_dataloader(dataloader)
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Also compare it over the ranks that work on it together."""
+        self.parallel.check_batch(batch)
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Every replica of the model gets its own part of the data."""
+        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
 
     @contextmanager
     def _making_iterators(self) -> Generator[None, None, None]:
@@ -838,6 +941,7 @@ class ZeROStrategy(DDPStrategy):
                 self.engine.detach()
         if module is not None:
             guards.unwatch_methods(module)
+            self.activations.remove()
             if self._layer_sync and module._trainer is not None and module._trainer.state.fn == TrainerFn.FITTING:
                 self.model = self._layer_sync.revert(module)
         if self.cluster_environment is not None:

@@ -209,7 +209,7 @@ class _Held(Source):
                     values = self.read(start, stop).detach().to("cpu", copy=True)
                 self.left.discard(number)
                 self._hold.lock.notify_all()
-            yield box.offsets, values.view(box.sizes)
+            yield from self.placed(box, values)
 
     def copy_aside(self) -> None:
         """Copy what has not been read yet."""

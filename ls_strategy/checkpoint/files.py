@@ -301,26 +301,44 @@ def read_range(reader: Reader, path: Path, start: int, stop: int) -> Tensor:
     assert metadata is not None
     out = torch.empty(stop - start, dtype=metadata.properties.dtype)
     boxes = flat_range_to_boxes(tuple(metadata.size), start, stop)
+    _fill(reader, path, [(b.offsets, out[b.start - start : b.stop - start].view(b.sizes)) for b in boxes])
+    return out
+
+
+def read_box(reader: Reader, path: Path, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+    """A rectangular part of a tensor; ``sizes``. Every chunk that has some of it is read once.
+
+    Raises:
+        CheckpointError: the chunks leave a gap.
+    """
+    metadata = reader.tensor_metadata(path)
+    assert metadata is not None
+    out = torch.empty(sizes, dtype=metadata.properties.dtype)
+    _fill(reader, path, [(offsets, out)])
+    return out
+
+
+def _fill(reader: Reader, path: Path, boxes: list[tuple[tuple[int, ...], Tensor]]) -> None:
+    """Fill tensors, each with the part of the saved one that begins at its offsets."""
+    metadata = reader.tensor_metadata(path)
+    assert metadata is not None
     found = 0
     for chunk_metadata in metadata.chunks:
         offsets, sizes = tuple(chunk_metadata.offsets), tuple(chunk_metadata.sizes)
-        for box in boxes:
-            lows = [max(a, b) for a, b in zip(offsets, box.offsets, strict=True)]
-            highs = [
-                min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, box.offsets, box.sizes, strict=True)
-            ]  # fmt: skip
+        for at, box in boxes:
+            lows = [max(a, b) for a, b in zip(offsets, at, strict=True)]
+            highs = [min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, at, box.shape, strict=True)]
             if any(lo >= hi for lo, hi in zip(lows, highs, strict=True)):
                 continue
-            chunk = reader.read_chunk(path, offsets)
-            target = out[box.start - start : box.stop - start].view(box.sizes)
+            chunk, target = reader.read_chunk(path, offsets), box
             for dim, (lo, hi) in enumerate(zip(lows, highs, strict=True)):
                 chunk = chunk.narrow(dim, lo - offsets[dim], hi - lo)
-                target = target.narrow(dim, lo - box.offsets[dim], hi - lo)
+                target = target.narrow(dim, lo - at[dim], hi - lo)
             target.copy_(chunk)
             found += target.numel()
-    if found < stop - start:
+    wanted = sum(box.numel() for _, box in boxes)
+    if found < wanted:
         raise CheckpointError(
-            f"{reader.place}: {key_of(path)} has {found} of the elements [{start}, {stop}): it is not whole. "
+            f"{reader.place}: {key_of(path)} has {found} of {wanted} elements that are needed: it is not whole. "
             "Resume from another checkpoint."
         )
-    return out

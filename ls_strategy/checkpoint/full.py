@@ -16,6 +16,7 @@ from ls_strategy._compat import persistent_buffer_names
 from ls_strategy.comm import Comm
 from ls_strategy.errors import StateError
 from ls_strategy.zero.lazy import parts_of
+from ls_strategy.zero.parts import part_of, whole_of
 from ls_strategy.zero.units import Flat, Unit
 
 
@@ -34,7 +35,7 @@ def full_state_dict(
     Args:
         raw: ``module.state_dict()`` as the module gives it: its keys are kept, its sharded tensors are replaced.
         units: where the parameters are.
-        comm: the ranks.
+        comm: the ranks over which ZeRO divides.
         all_ranks: fill it on every rank instead of on rank 0 alone (others get an empty dict).
         master: in master precision; otherwise in the dtype the forward reads.
     """
@@ -48,7 +49,9 @@ def full_state_dict(
         else:
             result[key] = None
             wanted.setdefault(id(place[0]), []).append((key, place[1]))
-    keep = all_ranks or comm.rank == 0
+    tensor = units[0].flats[0].tensor if units else None
+    first = comm.rank == 0 and (tensor is None or tensor.rank == 0)
+    keep = all_ranks or comm.rank == 0  # on all ranks of its tensor-parallel axis, which put the parts together
     for unit in units:
         for flat in unit.flats:
             if id(flat) not in wanted:
@@ -58,10 +61,11 @@ def full_state_dict(
             for key, i in wanted.get(id(flat), []) if keep else []:
                 if i not in copies:  # tied entries stay one tensor, as torch.save keeps them
                     slot = flat.layout.slots[i]
-                    part = whole[slot.offset : slot.end].view(slot.shape)
-                    copies[i] = part.to("cpu", dtype=None if master else flat.full.dtype, copy=True)
+                    mine = whole[slot.offset : slot.end].view(slot.shape)
+                    full = whole_of(mine, slot.part, flat.tensor)
+                    copies[i] = full.to("cpu", dtype=None if master else flat.full.dtype, copy=True)
                 result[key] = copies[i]
-    return result if keep else {}
+    return result if all_ranks or first else {}
 
 
 def load_full_state_dict(
@@ -96,8 +100,10 @@ def load_full_state_dict(
     if strict and unexpected:
         problems.append(f"unexpected keys: {', '.join(unexpected)}")
     for name, tensor in {**params, **buffers}.items():
-        if name in state and tuple(state[name].shape) != tuple(tensor.shape):
-            problems.append(f"{name} has shape {tuple(state[name].shape)}, the model has {tuple(tensor.shape)}")
+        flat, i = places.get(id(tensor), (None, 0))
+        shape = tuple(tensor.shape) if flat is None else flat.layout.slots[i].full_shape
+        if name in state and tuple(state[name].shape) != shape:
+            problems.append(f"{name} has shape {tuple(state[name].shape)}, the model has {shape}")
     if problems:
         raise StateError(
             f"the checkpoint does not fit {type(model).__name__}: {'; '.join(problems)}. Load it into the model it was "
@@ -120,8 +126,8 @@ def masters_from_state_dict(
     names = {id(p): n for n, p in model.named_parameters()}
     flats = [flat for unit in units for flat in unit.trainable_flats]
     for flat, master in zip(flats, masters, strict=True):
-        for param, piece in zip(flat.params, flat.pieces, strict=True):
-            value = state[names[id(param)]]
+        for param, piece, slot in zip(flat.params, flat.pieces, flat.layout.slots, strict=True):
+            value = part_of(state[names[id(param)]], slot.part)
             for at, part in parts_of(value, piece.param_start, piece.param_start + piece.numel):
                 start = piece.start + at - piece.param_start
                 master[start : start + part.numel()].copy_(part)
@@ -129,6 +135,7 @@ def masters_from_state_dict(
 
 def _write(flat: Flat, i: int, value: Tensor) -> None:
     piece, slot = flat.pieces[i], flat.layout.slots[i]
+    value = part_of(value, slot.part)
     flat.finish_gather() if flat.gathering is not None else None
     for at, part in parts_of(value, piece.param_start, piece.param_start + piece.numel):
         flat.write_master(piece.start + at - piece.param_start, part)

@@ -19,7 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ls_strategy._compat import tree_iter
-from ls_strategy.checkpoint.files import Path, RankFile, Reader, read_range
+from ls_strategy.checkpoint.files import Path, RankFile, Reader, read_box, read_range
 from ls_strategy.errors import CheckpointError
 from ls_strategy.layout import Box, flat_range_to_boxes
 from ls_strategy.zero.lazy import CHUNK, LazyTensor
@@ -39,8 +39,13 @@ class Source:
     """Whether it rests on a tier, and only updates of the flat buffer change it."""
 
     def ranges(self) -> Iterator[tuple[Box, int, int]]:
-        """What this rank saves, of its owned range, also where it has everything: boxes, and what to ``read``."""
+        """What this rank saves, of its owned range, also where it has everything: boxes, and what to ``read``.
+
+        Of copies along the tensor-parallel axis the first rank saves its own.
+        """
         flat = self.flat
+        if not flat.counted:
+            return
         piece, shape = flat.layout.pieces(*flat.owned)[self.slot], flat.layout.slots[self.slot].shape
         shift = flat.owned[0] - flat.stepped[0] + piece.start - piece.param_start
         for whole in flat_range_to_boxes(shape, piece.param_start, piece.param_start + piece.numel):
@@ -48,9 +53,21 @@ class Source:
                 yield box, shift + box.start, shift + box.stop
 
     def boxes(self) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-        """``(offsets, values)`` of the same."""
+        """``(offsets, values)`` of the same, in the whole parameter."""
         for box, start, stop in self.ranges():
-            yield box.offsets, self.read(start, stop).detach().view(box.sizes)
+            yield from self.placed(box, self.read(start, stop).detach())
+
+    def placed(self, box: Box, values: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        """Where in the whole parameter the values of a box of this rank's part belong."""
+        part, values = self.flat.layout.slots[self.slot].part, values.view(box.sizes)
+        if part is None:
+            yield box.offsets, values
+            return
+        for piece, offsets in part.in_full(box):
+            found = values
+            for dim, (at, size) in enumerate(zip(piece.offsets, piece.sizes, strict=True)):
+                found = found.narrow(dim, at - box.offsets[dim], size)
+            yield offsets, found.contiguous()
 
 
 @dataclass
@@ -62,7 +79,7 @@ class Contents:
 
     def stand_in(self, source: Source, dtype: torch.dtype) -> Tensor:
         """A tensor that stands for the value until it is written."""
-        tensor = torch.empty(source.flat.layout.slots[source.slot].shape, dtype=dtype, device="meta")
+        tensor = torch.empty(source.flat.layout.slots[source.slot].full_shape, dtype=dtype, device="meta")
         self._stand_ins.append(tensor)  # keeps its id
         self.sources[id(tensor)] = source
         return tensor
@@ -228,6 +245,10 @@ class SavedTensor(LazyTensor):
     @override
     def bring(self, start: int, stop: int) -> Tensor:
         return read_range(self.reader, self.path, start, stop)
+
+    @override
+    def bring_box(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+        return read_box(self.reader, self.path, offsets, sizes)
 
 
 def assemble(reader: Reader, meta: dict[str, Any], *, weights_only: bool | None) -> dict[str, Any]:

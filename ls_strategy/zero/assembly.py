@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,8 @@ from torch.optim import Optimizer
 from ls_strategy.comm import Comm
 from ls_strategy.config import ZeROConfig
 from ls_strategy.errors import PlanError
+from ls_strategy.layout import TensorPart
+from ls_strategy.mesh import Mesh
 from ls_strategy.plan import FROZEN, ParamFacts, Plan, resolve_plan
 from ls_strategy.precision import PrecisionPolicy
 from ls_strategy.tiers.link import trim_heap
@@ -34,9 +36,20 @@ class Draft:
         config: ZeROConfig,
         precision: PrecisionPolicy,
         policy: StagePolicy,
+        parts: Mapping[int, TensorPart],
     ) -> None:
-        """Cut the model and check everything that can be checked; errors wait for `agree`."""
+        """Cut the model and check everything that can be checked; errors wait for `agree`.
+
+        Args:
+            model: as this rank has it.
+            optimizers: on its parameters.
+            config: options.
+            precision: dtypes.
+            policy: what is sharded.
+            parts: ``id(parameter)`` -> what of it is here, for parameters that tensor parallelism has cut.
+        """
         self.model = model
+        self._parts = parts
         self.precision = precision
         self.policy = policy
         self.specs: list[UnitSpec] = []
@@ -50,29 +63,36 @@ class Draft:
             self.specs = partition(model, config.unit_classes, config.min_unit_numel)
             self.kept_fp32 = materials.fp32_modules(model, config.fp32_modules)
             self._owners = agreement.optimizer_of(model, optimizers)
-            for optimizer in optimizers if policy.optimizer else []:
+            for optimizer in optimizers if policy.optimizer or parts else []:
                 require_elementwise(optimizer)
         except PlanError as error:
             self._error = error
 
-    def agree(self, comm: Comm) -> None:
+    def agree(self, world: Comm) -> None:
         """Raise on every rank if any rank found an error, has other options or another model. Collective.
+
+        Args:
+            world: all ranks.
 
         Raises:
             PlanError: naming the rank and the first difference.
         """
         rows = [
-            (name, tuple(p.shape), str(p.dtype), p.requires_grad, self._owners.get(id(p)))
+            (name, self._full_shape(p), str(p.dtype), p.requires_grad, self._owners.get(id(p)))
             for spec in self.specs
             for name, p in spec.params
         ]
-        agreement.agree(comm, self._error, self._options, rows)
+        agreement.agree(world, self._error, self._options, rows)
 
-    def resolve(self, world_size: int, held: dict[int, Flat]) -> Plan:
+    def _full_shape(self, param: nn.Parameter) -> tuple[int, ...]:
+        part = self._parts.get(id(param))
+        return tuple(param.shape) if part is None else part.full_shape
+
+    def resolve(self, mesh: Mesh, held: dict[int, Flat]) -> Plan:
         """Lay out the buffers.
 
         Args:
-            world_size: data-parallel ranks.
+            mesh: the ranks.
             held: ``id(parameter) -> flat`` of an earlier engine that holds the parameters now.
         """
         kept = {id(p) for m in self.kept_fp32 for p in m.parameters()}
@@ -81,23 +101,25 @@ class Draft:
             dtype = held[id(p)].master_dtype if id(p) in held else p.dtype
             if p.is_floating_point() and self.precision.compute != torch.float32:
                 dtype = torch.float32 if id(p) in kept else self.precision.compute
-            return ParamFacts(name, tuple(p.shape), dtype, *self._owners.get(id(p), (FROZEN, 0)))
+            owner = self._owners.get(id(p), (FROZEN, 0))
+            return ParamFacts(name, tuple(p.shape), dtype, *owner, part=self._parts.get(id(p)))
 
         return resolve_plan(
             [(spec.name, spec.is_root, [facts(n, p) for n, p in spec.params]) for spec in self.specs],
             policy=self.policy,
-            world_size=world_size,
+            world_size=mesh.zero.world_size,
+            tensor_size=mesh.tensor.size,
             master_dtype=self.precision.master,
             compute_dtype=self.precision.compute,
             config=self._config,
         )
 
     def build(
-        self, plan: Plan, comm: Comm, device: torch.device, held: dict[int, Flat], offload: Offload
+        self, plan: Plan, mesh: Mesh, device: torch.device, held: dict[int, Flat], offload: Offload
     ) -> list[Unit]:
         """Move the parameters into units, one at a time: no rank holds more than one in full at stage 3. Collective."""
         units: list[Unit] = []
-        maker = materials.Materializer(self.model, device)
+        maker = materials.Materializer(self.model, device, self._parts, mesh.tensor)
         number = 0
         for spec, planned in zip(self.specs, plan.units, strict=True):
             params = dict(spec.params)
@@ -106,7 +128,14 @@ class Draft:
             flats: list[Flat] = []
             for flat_plan in planned.flats:
                 members = [params[slot.name] for slot in flat_plan.layout.slots]
-                flat = Flat(flat_plan, members, policy=self.policy, comm=comm, rest=offload.rest(number))
+                flat = Flat(
+                    flat_plan,
+                    members,
+                    policy=self.policy,
+                    comm=mesh.zero,
+                    rest=offload.rest(number),
+                    tensor=mesh.tensor,
+                )
                 number += 1
                 flat.load([values[id(p)] for p in members], device)
                 flats.append(flat)

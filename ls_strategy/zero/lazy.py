@@ -29,6 +29,14 @@ class LazyTensor(Tensor):
         """Elements ``[start, stop)`` of the flattened tensor, ``(stop - start,)``."""
         return self.bring(start, stop) if self.held is None else self.held.reshape(-1)[start:stop]
 
+    def bring_box(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+        """A rectangular part, from where it is; ``sizes``."""
+        return _narrowed(self.whole(), offsets, sizes)
+
+    def box(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+        """A rectangular part; ``sizes``."""
+        return self.bring_box(offsets, sizes) if self.held is None else _narrowed(self.held, offsets, sizes)
+
     def whole(self) -> Tensor:
         """All of it."""
         return self.range(0, self.numel()).view(self.shape)
@@ -55,6 +63,12 @@ class LazyTensor(Tensor):
             return x.whole() if isinstance(x, LazyTensor) else x
 
         return func(*tree_map(bring, args), **tree_map(bring, kwargs or {}))
+
+
+def _narrowed(value: Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+    for dim, (at, size) in enumerate(zip(offsets, sizes, strict=True)):
+        value = value.narrow(dim, at, size)
+    return value
 
 
 def parts_of(value: Tensor, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:

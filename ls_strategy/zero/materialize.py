@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ls_strategy._compat import tree_map
+from ls_strategy.axis import Axis
 from ls_strategy.errors import PlanError
+from ls_strategy.layout import TensorPart
+from ls_strategy.zero.parts import part_of
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -22,9 +25,19 @@ class Materializer:
     Parameters keep their identity, so that an optimizer built before still holds them.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        """Find the modules to fill."""
+    def __init__(self, model: nn.Module, device: torch.device, parts: Mapping[int, TensorPart], tensor: Axis) -> None:
+        """Find the modules to fill.
+
+        Args:
+            model: some of it on meta.
+            device: where the memory is taken.
+            parts: ``id(parameter)`` -> what of it belongs here. It is filled whole, and then cut: every element is what
+                it would be without tensor parallelism.
+            tensor: the tensor-parallel ranks; the first one's values count.
+        """
         self._device = device
+        self._parts = parts
+        self._tensor = tensor
         self._modules = [
             (name, module)
             for name, module in model.named_modules()
@@ -56,8 +69,15 @@ class Materializer:
                 "or build the module in configure_model under `with torch.device('cpu'):`."
             )
         finished: dict[str, nn.Parameter] = {}
+        cut: dict[str, nn.Parameter] = {}
+        fresh: list[nn.Parameter] = []
         for key, p in module.named_parameters(recurse=False):
-            if p.is_meta:
+            if p.is_meta and id(p) in self._parts:
+                cut[key] = p
+                whole = torch.empty(self._parts[id(p)].full_shape, dtype=p.dtype, device=self._device)
+                setattr(module, key, nn.Parameter(whole))
+            elif p.is_meta:
+                fresh.append(p)
                 real = nn.Parameter(torch.empty_like(p, device=self._device), requires_grad=p.requires_grad)
                 torch.utils.swap_tensors(p, real)
             else:  # shared with a module that was filled before, or made with values by the user: not to be touched
@@ -69,6 +89,14 @@ class Materializer:
         with torch.no_grad():
             module.reset_parameters()  # type: ignore[operator]
         for key, p in finished.items():
+            setattr(module, key, p)
+        for p in fresh:
+            self._tensor.broadcast_(p.detach())
+        for key, p in cut.items():
+            whole = getattr(module, key).detach()
+            self._tensor.broadcast_(whole)
+            real = nn.Parameter(part_of(whole, self._parts[id(p)]).clone(), requires_grad=p.requires_grad)
+            torch.utils.swap_tensors(p, real)
             setattr(module, key, p)
 
 

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ls_strategy.axis import Axis
 from ls_strategy.comm import Comm
 from ls_strategy.config import MomentFormat
 from ls_strategy.errors import PlanError, StateError
@@ -35,6 +36,7 @@ from ls_strategy.ops.update import native_available
 from ls_strategy.zero.elementwise import is_elementwise
 from ls_strategy.zero.kernels import kernel_for
 from ls_strategy.zero.lazy import parts_of
+from ls_strategy.zero.parts import part_of, whole_of
 from ls_strategy.zero.states import FlatStates
 from ls_strategy.zero.units import Flat
 from ls_strategy.zero.update import Part, Update
@@ -484,8 +486,9 @@ class ShardedOptimizer:
                 slot = self.flats[n].layout.slots[i]
                 if number in scalars:
                     packed[index] = {
-                        k: _full_value(full[n].get(k), slot, v) for k, v in scalars[number].items()
-                    }  # fmt: skip
+                        k: _full_value(full[n].get(k), slot, v, self.flats[n].tensor)
+                        for k, v in sorted(scalars[number].items())
+                    }
         return {"state": packed, "param_groups": groups}
 
     def _gather(self, flat_number: int, flat: Flat, key: str, dtype: torch.dtype) -> Tensor:
@@ -512,7 +515,7 @@ class ShardedOptimizer:
             n, i = self._locate(number)
             flat, store = self.flats[n], self._store[n]
             dtypes, piece = store.dtypes(), flat.pieces[i]
-            owner = self._owns(flat, i)
+            owner = self._owns(flat, i) and flat.tensor.rank == 0
             kept: dict[str, Any] = {}
             for key, value in entries.items():
                 if isinstance(value, str) and value == _ELEMENTWISE:
@@ -594,15 +597,17 @@ class ShardedOptimizer:
 
     def _absorb(self, number: int, flat: Flat, i: int, state: dict[str, Any]) -> None:
         n, _ = self._locate(number)
-        shape, piece = flat.layout.slots[i].shape, flat.pieces[i]
+        slot, piece = flat.layout.slots[i], flat.pieces[i]
         if not piece.numel and not self._owns(flat, i):
             return  # this rank never steps it: what it remembers of it would be out of date after the next step
         kept: dict[str, Any] = {}
         for k, v in state.items():
-            if isinstance(v, Tensor) and k != "step" and tuple(v.shape) == shape:
+            shape = tuple(v.shape) if isinstance(v, Tensor) and k != "step" else None
+            if shape in (slot.full_shape, slot.shape):
                 dtype = flat.master.dtype if v.is_floating_point() else v.dtype
                 self._store[n].ensure(k, dtype)
-                for at, part in parts_of(v, piece.param_start, piece.param_start + piece.numel):
+                mine = part_of(v, slot.part) if shape == slot.full_shape else v  # made by the optimizer's constructor
+                for at, part in parts_of(mine, piece.param_start, piece.param_start + piece.numel):
                     self._store[n].write(k, piece.start + at - piece.param_start, part.to(dtype))
                 kept[k] = _ELEMENTWISE
             else:
@@ -610,11 +615,11 @@ class ShardedOptimizer:
         self._state[number] = kept
 
 
-def _full_value(whole: Tensor | None, slot: Slot, value: Any) -> Any:
+def _full_value(whole: Tensor | None, slot: Slot, value: Any, tensor: Axis) -> Any:
     if isinstance(value, Tensor):
         return value.clone()
     if value == _ELEMENTWISE and whole is not None:
-        return whole[slot.offset : slot.end].view(slot.shape).clone()
+        return whole_of(whole[slot.offset : slot.end].view(slot.shape), slot.part, tensor).clone()
     return value
 
 

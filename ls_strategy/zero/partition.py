@@ -72,6 +72,19 @@ def partition(model: nn.Module, unit_classes: tuple[str, ...], min_unit_numel: i
     return units
 
 
+def repeated_blocks(model: nn.Module) -> dict[str, list[nn.Module]]:
+    """The stacks of blocks that a model is made of, by the name of their container.
+
+    Children of a ``ModuleList`` or ``Sequential`` that have parameters and modules of their own; a lone layer between
+    activations is no block.
+    """
+    stacks: dict[str, list[nn.Module]] = {}
+    for name, module in _container_children(model, "", inside_container=False):
+        if any(True for _ in module.children()) and any(True for _ in module.parameters()):
+            stacks.setdefault(name.rpartition(".")[0], []).append(module)
+    return stacks
+
+
 def _named_blocks(model: nn.Module, unit_classes: tuple[str, ...]) -> Iterator[tuple[str, nn.Module]]:
     """Outermost modules that become units, with their names in the model."""
     if unit_classes:

@@ -23,7 +23,7 @@ def unscale_(flat: Flat, scale: float, *, fold: bool) -> None:
 
 
 def any_overflow(flats: list[Flat], comm: Comm) -> bool:
-    """Whether any rank's averaged gradients hold an infinity or a NaN. Collective, one byte."""
+    """Whether any rank's averaged gradients hold an infinity or a NaN. Collective over all ranks, one byte."""
     here = any(flat.averages.sums()[1].item() > 0 for flat in flats)
     return bool(comm.agree(torch.tensor([here], dtype=torch.uint8)).item())
 
@@ -32,9 +32,15 @@ def global_norm(flats: list[Flat], comm: Comm, norm_type: float = 2.0) -> Tensor
     """Norm of all gradients of ``flats`` together, each element counted once: ``()`` fp32. Collective.
 
     Every rank sums over its own shard, whatever the stage is and wherever the shard rests, so the result is the same
-    bit for bit in all of them.
+    bit for bit in all of them. Of copies along the tensor-parallel axis the first rank's count.
+
+    Args:
+        flats: of this rank.
+        comm: all ranks.
+        norm_type: order of the norm.
     """
     device = flats[0].full.device if flats else torch.device("cpu")
+    flats = [flat for flat in flats if flat.counted]
     if norm_type == 2.0:
         local = torch.zeros(1, dtype=torch.float64, device=device)
         for flat in flats:

@@ -24,6 +24,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from ls_strategy.axis import Axis
 from ls_strategy.comm import Comm, PendingGather, PendingReduce
 from ls_strategy.config import TierName
 from ls_strategy.errors import StateError
@@ -51,9 +52,25 @@ class Flat:
     """Of a save under way that has still to read its states."""
 
     def __init__(
-        self, plan: FlatPlan, params: list[nn.Parameter], *, policy: StagePolicy, comm: Comm, rest: Rest | None = None
+        self,
+        plan: FlatPlan,
+        params: list[nn.Parameter],
+        *,
+        policy: StagePolicy,
+        comm: Comm,
+        rest: Rest | None = None,
+        tensor: Axis | None = None,
     ) -> None:
-        """Only records; `load` moves the values in. ``rest``: its place on the tiers; on the device without."""
+        """Only records; `load` moves the values in.
+
+        Args:
+            plan: what it is.
+            params: in the order of the plan's slots.
+            policy: what is sharded.
+            comm: the ranks over which it is.
+            rest: its place on the tiers; on the device without.
+            tensor: the tensor-parallel ranks, which hold other parts of the parameters, or copies.
+        """
         layout = plan.layout
         self.plan = plan
         self.rest = rest or Rest()
@@ -64,6 +81,7 @@ class Flat:
         self.optimizer_index = plan.optimizer
         self.policy = policy
         self.comm = comm
+        self.tensor = tensor or Axis("tensor")
         self.trainable = plan.trainable
         self.owned = layout.shard_range(comm.rank)
         """Range of the buffer whose gradients this rank averages, and from stage 1 on steps."""
@@ -103,6 +121,14 @@ class Flat:
         """Whether this rank produced a gradient of each parameter since the last `zero_grad`."""
         self.dirty = False
         """Whether this rank has gradients that no reduction has seen yet."""
+
+    @property
+    def counted(self) -> bool:
+        """Whether this rank is the first one along the tensor-parallel axis that holds these parameters.
+
+        That one counts them in norms, and saves them.
+        """
+        return self.tensor.rank % self.plan.copies == 0
 
     @property
     def optimizer_tier(self) -> TierName:

@@ -94,6 +94,7 @@ def ours(stage: int) -> Callable[[nn.Module], Step]:
         from ls_strategy.comm import make_comm
         from ls_strategy.config import ZeROConfig
         from ls_strategy.engine import Engine
+        from ls_strategy.mesh import Mesh
         from ls_strategy.precision import resolve_precision
 
         optimizer = adamw(model.parameters())
@@ -102,7 +103,7 @@ def ours(stage: int) -> Callable[[nn.Module], Step]:
             [optimizer],
             config=ZeROConfig(stage=stage),  # type: ignore[arg-type]
             precision=resolve_precision("32-true"),
-            comm=make_comm(),
+            mesh=Mesh.data_only(make_comm()),
             device=torch.device("cpu"),
         )
         engine.schedule.overlap = True

@@ -1,0 +1,352 @@
+"""One model on several ranks, as Lightning has to see it: who gets which batch, who averages with whom.
+
+The ranks of one model replica work on the same batch. What Lightning does per rank, by ``trainer.global_rank`` and over
+all ranks, is done per replica here: samplers, seeds of workers, reductions of logged values, metrics.
+"""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader
+
+from ls_strategy.checkpoint.random import random_states, restore_random_states
+from ls_strategy.comm import Comm
+from ls_strategy.config import ActivationOffloadConfig, ParallelConfig, RecomputeConfig
+from ls_strategy.errors import ConfigError, PlanError, StateError
+from ls_strategy.layout import TensorPart
+from ls_strategy.mesh import Mesh, MeshShape, make_mesh
+from ls_strategy.zero.partition import repeated_blocks
+
+_CHECKED_FIRST = 8
+_CHECKED_EVERY = 100
+"""Batches of a run that are compared over the ranks of a replica: the first few, then one in so many."""
+
+
+class _Divided:
+    """What was done to a module, remembered for the next fit."""
+
+    def __init__(self, config: ParallelConfig, ranks: int) -> None:
+        self.config = config
+        self.ranks = ranks
+        self.parts: dict[int, TensorPart] = {}
+        self.handles: list[Any] = []
+
+
+_DIVIDED: weakref.WeakKeyDictionary[nn.Module, _Divided] = weakref.WeakKeyDictionary()
+
+
+class ModelParallel:
+    """Mesh, divided layers and sequences of one strategy."""
+
+    def __init__(self, config: ParallelConfig) -> None:
+        """Only records; `connect` makes the groups."""
+        self.config = config
+        self.mesh: Mesh | None = None
+        self._device_mesh: Any = None
+        self._batches = 0
+
+    # ranks -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def replica_ranks(self) -> int:
+        """Ranks that work on one batch together."""
+        return self.config.tensor_parallel_size * self.config.sequence_parallel_size
+
+    def connect(self, world: Comm, device_type: str) -> Mesh:
+        """Make the process groups. Collective over all ranks.
+
+        Raises:
+            PlanError: the sizes do not divide the number of ranks.
+        """
+        config = self.config
+        shape = MeshShape.of(
+            world.world_size, tensor=config.tensor_parallel_size, sequence=config.sequence_parallel_size
+        )
+        self.mesh = make_mesh(shape, world)
+        if shape.tensor > 1:
+            sizes = (shape.data * shape.sequence, shape.tensor)
+            self._device_mesh = init_device_mesh(
+                device_type, sizes, mesh_dim_names=("data_parallel", "tensor_parallel")
+            )
+            world.own_open_sockets()
+        return self.mesh
+
+    def show_device_mesh(self, module: pl.LightningModule | None) -> None:
+        """Let the module's ``configure_model`` use ``self.device_mesh``, as with Lightning's ModelParallelStrategy."""
+        if module is not None and self._device_mesh is not None:
+            module._device_mesh = self._device_mesh
+
+    @property
+    def data_rank(self) -> tuple[int, int]:
+        """Which of how many replicas this rank belongs to."""
+        assert self.mesh is not None
+        shape = self.mesh.shape
+        return shape.coordinates(self.mesh.world.rank)[0], shape.data
+
+    @property
+    def first_rank(self) -> int:
+        """Rank of the first member of this rank's replica."""
+        return self.data_rank[0] * self.replica_ranks
+
+    # the module ------------------------------------------------------------------------------------------------------
+
+    def divide(self, module: pl.LightningModule) -> dict[int, TensorPart]:
+        """Divide layers and sequences, once per module. Collective.
+
+        Returns:
+            ``id(parameter)`` -> what of it is on this rank.
+
+        Raises:
+            PlanError: the module cannot be divided so; with the cure.
+        """
+        assert self.mesh is not None
+        ranks = self.mesh.world.world_size
+        done = _DIVIDED.get(module)
+        if done is not None:
+            if done.config != self.config or done.ranks != ranks:
+                raise PlanError(
+                    f"the module was divided by an earlier run with {done.config} on {done.ranks} ranks, and this run "
+                    f"has {self.config} on {ranks}. Save a checkpoint, and load it into a new module."
+                )
+            return done.parts
+        if self.replica_ranks == 1:
+            return {}
+        self._share_random_states()
+        done = _Divided(self.config, ranks)
+        self._divide_layers(module, done)
+        self._divide_sequences(module, done)
+        self._average_metrics_over_replicas(module)
+        _DIVIDED[module] = done
+        return done.parts
+
+    def _share_random_states(self) -> None:
+        """Ranks of a replica draw the same numbers: for dropout, and for the order of the data."""
+        assert self.mesh is not None
+        restore_random_states(self.mesh.model.exchange_objects(random_states())[0])
+
+    def _divide_layers(self, module: pl.LightningModule, done: _Divided) -> None:
+        assert self.mesh is not None
+        axis, config = self.mesh.tensor, self.config
+        if axis.size == 1:
+            return
+        from ls_strategy.parallel.dtensor import localize
+        from ls_strategy.parallel.plans import resolve_tensor_plan
+        from ls_strategy.parallel.tensor import apply_tensor_parallel
+
+        if has_dtensors(module):
+            if config.tensor_parallel_plan != "auto" or config.tensor_parallel_sequence:
+                raise PlanError(
+                    "configure_model has divided the module by parallelize_module already (it holds DTensors): leave "
+                    "tensor_parallel_plan and tensor_parallel_sequence out, or do not divide it there."
+                )
+            local = localize(module, axis)
+            done.parts |= local.parts
+            done.handles.append(local)
+            rank_zero_info("ZeROStrategy: the module was divided over tensor-parallel ranks in configure_model.")
+            return
+        plan = resolve_tensor_plan(module, config.tensor_parallel_plan, axis.size)
+        blocks = self._one_stack(module) if config.tensor_parallel_sequence else []
+        tensor = apply_tensor_parallel(
+            module, plan.styles, axis, sequence=config.tensor_parallel_sequence, blocks=blocks
+        )
+        done.parts |= tensor.parts
+        done.handles.append(tensor)
+        rank_zero_info(f"ZeROStrategy: {plan.describe()}")
+
+    def _divide_sequences(self, module: pl.LightningModule, done: _Divided) -> None:
+        assert self.mesh is not None
+        if self.mesh.sequence.size == 1:
+            return
+        from ls_strategy.parallel.sequence import apply_sequence_parallel
+
+        blocks = self._one_stack(module)
+        sequence = apply_sequence_parallel(module, self.mesh.sequence, blocks=blocks, head=_head(module, blocks))
+        done.handles.append(sequence)
+        rank_zero_info(f"ZeROStrategy: {sequence.describe()}")
+
+    @staticmethod
+    def _one_stack(module: nn.Module) -> list[nn.Module]:
+        """The blocks that a sequence runs through, one after the other."""
+        stacks = repeated_blocks(module)
+        if len(stacks) != 1:
+            found = ", ".join(stacks) or "none"
+            raise PlanError(
+                "dividing sequences needs one stack of blocks, a ModuleList or Sequential that the tokens run through "
+                f"from the first to the last; found: {found}. Encoder-decoder models cannot be divided this way."
+            )
+        return next(iter(stacks.values()))
+
+    def _average_metrics_over_replicas(self, module: nn.Module) -> None:
+        """Let torchmetrics count every replica once."""
+        assert self.mesh is not None
+        for metric in module.modules():
+            if hasattr(metric, "process_group") and hasattr(metric, "distributed_available_fn"):
+                if self.mesh.data.world_size > 1:
+                    metric.process_group = metric.process_group or self.mesh.data.group  # type: ignore[assignment]
+                else:
+                    metric.distributed_available_fn = _never  # type: ignore[assignment]
+
+    # data ------------------------------------------------------------------------------------------------------------
+
+    def seed_workers(self, dataloader: Any) -> None:
+        """Seed the workers of a loader by replica; Lightning would seed them by rank."""
+        if self.replica_ranks > 1 and isinstance(dataloader, DataLoader) and dataloader.worker_init_fn is None:
+            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.data_rank[0])
+
+    def whole_outputs(self, output: Any) -> Any:
+        """What a step returns, with divided logits put together. Collective where there are some."""
+        if self.replica_ranks == 1:
+            return output
+        from ls_strategy.parallel import logits
+
+        return logits.gather(output)
+
+    def check_batch(self, batch: Any) -> None:
+        """See to it that the ranks of a replica work on the same batch. Collective over them.
+
+        Raises:
+            StateError: they do not; naming what differs.
+        """
+        self._batches += 1
+        if self.replica_ranks == 1 or (self._batches > _CHECKED_FIRST and self._batches % _CHECKED_EVERY):
+            return
+        assert self.mesh is not None
+        mine = [(path, _fingerprint(leaf)) for path, leaf in _leaves(batch, "batch")]
+        everyones = self.mesh.model.exchange_objects(mine)
+        for rank, theirs in enumerate(everyones):
+            if theirs == everyones[0]:
+                continue
+            rows = zip(everyones[0], theirs, strict=False)
+            path = next((a[0] for a, b in rows if a != b), "batch")
+            first = self.first_rank
+            raise StateError(
+                f"ranks {first} and {first + rank} work on the same part of the model replica and got different data: "
+                f"{path} differs in batch {self._batches} of this run. Samplers, IterableDatasets and augmentation "
+                "must depend on the replica (strategy.data_parallel_rank of strategy.data_parallel_size), not on the "
+                "global rank."
+            )
+
+
+def has_dtensors(module: nn.Module) -> bool:
+    """Whether the user has divided parameters by torch's own means."""
+    from torch.distributed.tensor import DTensor
+
+    return any(isinstance(p, DTensor) for p in module.parameters())
+
+
+def _never() -> bool:
+    return False
+
+
+def _head(module: nn.Module, blocks: list[nn.Module]) -> nn.Module | None:
+    """The layer that makes logits of what comes out of the blocks, if there is just one candidate."""
+    for candidate in module.modules():
+        get = getattr(candidate, "get_output_embeddings", None)
+        if callable(get) and isinstance(get(), nn.Module):
+            return get()
+    inside = {id(m) for block in blocks for m in block.modules()}
+    after = False
+    heads: list[nn.Module] = []
+    for candidate in module.modules():
+        if id(candidate) in inside:
+            after = True
+        elif after and isinstance(candidate, nn.Linear):
+            heads.append(candidate)
+    return heads[0] if len(heads) == 1 else None
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{path}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for i, inner in enumerate(value):
+            yield from _leaves(inner, f"{path}[{i}]")
+    elif hasattr(value, "__dict__") and not isinstance(value, Tensor):
+        yield from _leaves(vars(value), path)
+    else:
+        yield path, value
+
+
+def _fingerprint(leaf: Any) -> Any:
+    """Something small that is the same for the same data."""
+    if not isinstance(leaf, Tensor):
+        return repr(leaf) if isinstance(leaf, (int, float, str, bytes, bool)) else type(leaf).__name__
+    if leaf.layout != torch.strided or leaf.numel() == 0:
+        return (tuple(leaf.shape), str(leaf.dtype))
+    data = leaf.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
+    return (tuple(leaf.shape), str(leaf.dtype), zlib.crc32(data))
+
+
+# --- activations -----------------------------------------------------------------------------------------------------
+
+
+class ActivationMemory:
+    """What is done about a module's activations, while it trains."""
+
+    def __init__(
+        self, recompute: RecomputeConfig | None, offload: ActivationOffloadConfig | None, *, partition: bool
+    ) -> None:
+        """Only records; `apply` changes the module.
+
+        Raises:
+            ConfigError: the choices do not fit together.
+        """
+        if partition and recompute is None:
+            raise ConfigError(
+                "activation_partitioning=True divides the inputs of recomputed blocks over the tensor-parallel ranks: "
+                'set activation_checkpointing="full" too.'
+            )
+        self._recompute, self._offload, self._partition = recompute, offload, partition
+        self.active: Any = None
+
+    def apply(
+        self, module: nn.Module, mesh: Mesh, device: torch.device, protected: Callable[[], set[int]], nvme_path: str
+    ) -> None:
+        """Begin, on a module that may have been used before.
+
+        Raises:
+            PlanError: nothing in the module matches.
+        """
+        self.remove()
+        if self._recompute is None and self._offload is None:
+            return
+        if self._partition and mesh.tensor.size == 1:
+            raise ConfigError(
+                "activation_partitioning=True divides activations over tensor-parallel ranks, and there is one: set "
+                "tensor_parallel_size, or leave it out."
+            )
+        from ls_strategy.activations import Activations
+
+        self.active = Activations(
+            module,
+            recompute=self._recompute,
+            offload=self._offload,
+            partition=mesh.tensor if self._partition else None,
+            device=device,
+            protected_storages=protected,
+            nvme_path=nvme_path,
+        )
+        rank_zero_info(f"ZeROStrategy: {self.active.describe()}")
+
+    def around_forward(self) -> AbstractContextManager[Any]:
+        """Around a training step's forward."""
+        return nullcontext() if self.active is None else self.active.around_forward()
+
+    def remove(self) -> None:
+        """Let the module be what it was."""
+        if self.active is not None:
+            self.active.remove()
+            self.active = None

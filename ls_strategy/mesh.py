@@ -1,0 +1,135 @@
+"""Which ranks work together on what: the grid of ranks, and a communicator for each of its axes.
+
+::
+
+    rank = (data * sequence_size + sequence) * tensor_size + tensor        the tensor axis is a host's neighbours
+
+=========  ==============================================================================================
+axis       ranks that differ along it
+=========  ==============================================================================================
+data       train on different batches
+sequence   train on different tokens of the same batch
+tensor     hold different parts of the same layers, and see the same tokens
+zero       data and sequence together: hold copies of the same parameters, over which ZeRO divides states
+model      sequence and tensor together: see the same batch
+=========  ==============================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from ls_strategy.axis import Axis
+from ls_strategy.comm import Comm
+from ls_strategy.errors import PlanError
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """Sizes of the axes: integers only.
+
+    >>> shape = MeshShape.of(8, tensor=2, sequence=2)
+    >>> shape.data, shape.coordinates(5), list(shape.groups("zero"))
+    (2, (1, 0, 1), [(0, 2, 4, 6), (1, 3, 5, 7)])
+    """
+
+    data: int = 1
+    sequence: int = 1
+    tensor: int = 1
+
+    @classmethod
+    def of(cls, world_size: int, *, tensor: int = 1, sequence: int = 1) -> MeshShape:
+        """Give what the other axes leave to the data axis.
+
+        Raises:
+            PlanError: the sizes do not divide the world size.
+        """
+        if world_size % (tensor * sequence):
+            raise PlanError(
+                f"tensor_parallel_size={tensor} times sequence_parallel_size={sequence} is {tensor * sequence} ranks "
+                f"for one batch, which does not divide the {world_size} ranks of this run. Change a size, or devices."
+            )
+        return cls(world_size // (tensor * sequence), sequence, tensor)
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return self.data * self.model_ranks
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that work on one batch together."""
+        return self.sequence * self.tensor
+
+    def coordinates(self, rank: int) -> tuple[int, int, int]:
+        """``(data, sequence, tensor)`` of a rank."""
+        rest, tensor = divmod(rank, self.tensor)
+        return (*divmod(rest, self.sequence), tensor)
+
+    def groups(self, axis: str) -> Iterator[tuple[int, ...]]:
+        """The ranks of every group along ``axis``, in order."""
+        free = {"data": (0,), "sequence": (1,), "tensor": (2,), "zero": (0, 1), "model": (1, 2)}[axis]
+        members: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            fixed = tuple(c for i, c in enumerate(self.coordinates(rank)) if i not in free)
+            members.setdefault(fixed, []).append(rank)
+        yield from (tuple(group) for group in members.values())
+
+
+class Mesh:
+    """The communicators of one rank."""
+
+    def __init__(self, shape: MeshShape, world: Comm, **axes: Comm) -> None:
+        """Use `make_mesh`, or `Mesh.data_only`."""
+        self.shape = shape
+        self.world = world
+        self.zero = axes["zero"]
+        self.data = axes["data"]
+        self.model = axes["model"]
+        self.sequence = Axis("sequence", axes["sequence"])
+        self.tensor = Axis("tensor", axes["tensor"])
+
+    @classmethod
+    def data_only(cls, world: Comm) -> Mesh:
+        """All ranks along the data axis."""
+        alone = Comm(None, None)
+        shape = MeshShape(data=world.world_size)
+        return cls(shape, world, zero=world, data=world, sequence=alone, tensor=alone, model=alone)
+
+
+def make_mesh(shape: MeshShape, world: Comm) -> Mesh:
+    """Make the process groups. Collective over all ranks."""
+    if shape.model_ranks == 1:
+        return Mesh.data_only(world)
+    made: dict[tuple[tuple[int, ...], ...], Comm] = {}
+
+    def along(axis: str) -> Comm:
+        groups = tuple(shape.groups(axis))
+        if groups not in made:
+            made[groups] = _comm_of(groups, world)
+        return made[groups]
+
+    axes = {axis: along(axis) for axis in ("zero", "data", "sequence", "tensor", "model")}
+    world.own_open_sockets()
+    return Mesh(shape, world, **axes)
+
+
+def _comm_of(groups: tuple[tuple[int, ...], ...], world: Comm) -> Comm:
+    """This rank's group among ``groups``. Collective over all ranks."""
+    if len(groups) == 1:
+        return world
+    if len(groups[0]) == 1:
+        return Comm(None, None)
+    mine: Comm | None = None
+    for ranks in groups:
+        group = dist.new_group(list(ranks))
+        control = dist.new_group(list(ranks), backend="gloo")
+        if world.rank in ranks:
+            assert isinstance(group, dist.ProcessGroup)
+            assert isinstance(control, dist.ProcessGroup)
+            mine = Comm(group, control, failures=world.failures)
+    assert mine is not None
+    return mine

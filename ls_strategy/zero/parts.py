@@ -1,0 +1,71 @@
+"""Between whole parameters and what a rank of the tensor-parallel axis holds of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from ls_strategy.axis import Axis
+from ls_strategy.layout import TensorPart, flat_range_to_boxes
+from ls_strategy.zero.lazy import LazyTensor
+
+
+def part_of(value: Tensor, part: TensorPart | None) -> Tensor:
+    """What this rank holds of a whole value: a view or a copy; of a `LazyTensor`, a lazy one. Not collective."""
+    if part is None:
+        return value
+    if isinstance(value, LazyTensor):
+        return LazyPart(value, part)
+    pieces = [value.detach().narrow(part.dim, first, length) for first, length in part.runs]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, part.dim)
+
+
+def whole_of(mine: Tensor, part: TensorPart | None, tensor: Axis) -> Tensor:
+    """The whole value from every rank's part of it. Collective over the tensor-parallel axis."""
+    if part is None or tensor.size == 1:
+        return mine
+    parts: list[TensorPart] = tensor.comm.exchange_objects(part)
+    whole = mine.new_zeros(part.full_shape)
+    for value, its in zip(_everyones(mine, parts, tensor), parts, strict=True):
+        at = 0
+        for first, length in its.runs:
+            whole.narrow(its.dim, first, length).copy_(value.narrow(its.dim, at, length))
+            at += length
+    return whole
+
+
+def _everyones(mine: Tensor, parts: list[TensorPart], tensor: Axis) -> list[Tensor]:
+    dim = parts[0].dim
+    lengths = [its.shape[dim] for its in parts]
+    return list(tensor.all_gather(mine, dim, lengths).split(lengths, dim))
+
+
+class LazyPart(LazyTensor):
+    """What this rank holds of a tensor that is somewhere else."""
+
+    source: LazyTensor
+    part: TensorPart
+
+    @staticmethod
+    def __new__(cls: Any, source: LazyTensor, part: TensorPart) -> LazyPart:  # noqa: D102
+        self = Tensor._make_wrapper_subclass(cls, part.shape, dtype=source.dtype)  # type: ignore[attr-defined]
+        self.source, self.part = source, part
+        return self
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"LazyPart({self.part}, of {self.source!r})"
+
+    @override
+    def bring(self, start: int, stop: int) -> Tensor:
+        out = torch.empty(stop - start, dtype=self.dtype)
+        for box in flat_range_to_boxes(self.part.shape, start, stop):
+            target = out[box.start - start : box.stop - start].view(box.sizes)
+            for piece, offsets in self.part.in_full(box):
+                place = target
+                for dim, (at, size) in enumerate(zip(piece.offsets, piece.sizes, strict=True)):
+                    place = place.narrow(dim, at - box.offsets[dim], size)
+                place.copy_(self.source.box(offsets, piece.sizes))
+        return out

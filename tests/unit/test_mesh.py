@@ -1,0 +1,43 @@
+"""Which ranks work together."""
+
+import pytest
+
+from ls_strategy.errors import PlanError
+from ls_strategy.mesh import MeshShape
+
+
+@pytest.mark.parametrize(("world", "tensor", "sequence"), [(1, 1, 1), (4, 2, 1), (4, 1, 2), (8, 2, 2), (12, 3, 2)])
+def test_every_rank_is_in_one_group_of_each_axis(world, tensor, sequence):
+    shape = MeshShape.of(world, tensor=tensor, sequence=sequence)
+    assert shape.world_size == world
+    sizes = {
+        "data": shape.data,
+        "sequence": sequence,
+        "tensor": tensor,
+        "zero": shape.data * sequence,
+        "model": sequence * tensor,
+    }
+    for axis, size in sizes.items():
+        groups = list(shape.groups(axis))
+        assert sorted(rank for group in groups for rank in group) == list(range(world)), axis
+        assert {len(group) for group in groups} == {size}, axis
+
+
+def test_coordinates_differ_along_the_axis_alone():
+    shape = MeshShape.of(8, tensor=2, sequence=2)
+    along = {"data": (0,), "sequence": (1,), "tensor": (2,), "zero": (0, 1), "model": (1, 2)}
+    for axis, free in along.items():
+        for group in shape.groups(axis):
+            fixed = {tuple(c for i, c in enumerate(shape.coordinates(r)) if i not in free) for r in group}
+            assert len(fixed) == 1, axis
+            assert len({shape.coordinates(r) for r in group}) == len(group), axis
+
+
+def test_ranks_that_share_layers_are_neighbours():
+    assert list(MeshShape.of(8, tensor=4).groups("tensor")) == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert list(MeshShape.of(8, tensor=2, sequence=2).groups("model")) == [(0, 1, 2, 3), (4, 5, 6, 7)]
+
+
+def test_sizes_that_do_not_divide_the_world_are_refused():
+    with pytest.raises(PlanError, match=r"tensor_parallel_size=2 times sequence_parallel_size=2 is 4 ranks.*6 ranks"):
+        MeshShape.of(6, tensor=2, sequence=2)
