@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_iter, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
@@ -41,6 +42,7 @@ __all__ = [
     "is_compiled",
     "is_mock_optimizer",
     "load_state",
+    "make_wrapper",
     "migrate_checkpoint",
     "open_sockets",
     "overwrite_saved_config",
@@ -48,6 +50,7 @@ __all__ = [
     "plain_checkpoint_io",
     "replace_links",
     "resume_from",
+    "route_calls",
     "shut_sockets",
     "storage_key",
     "sync_batch_norm_error",
@@ -58,15 +61,24 @@ __all__ = [
     "tree_map",
     "tree_unflatten",
     "uncompiled",
+    "unroute_calls",
     "unwrap_optimizer",
     "version_of",
     "without_crc32",
+    "without_dispatch_modes",
+    "without_function_mode",
+    "without_torch_functions",
 ]
 
 
 def current_backward_pass() -> int:
     """A number that tells backward passes apart; -1 outside of any."""
     return torch._C._current_graph_task_id()
+
+
+def make_wrapper(kind: type[Any], local: torch.Tensor, shape: tuple[int, ...]) -> Any:
+    """A tensor of class ``kind`` that has ``shape``, no storage, and otherwise the metadata of ``local``."""
+    return torch.Tensor._make_wrapper_subclass(kind, shape, dtype=local.dtype, device=local.device)
 
 
 def default_store() -> Any:
@@ -225,6 +237,11 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+def without_dispatch_modes() -> AbstractContextManager[Any]:
+    """Inside, operations are seen by no ``TorchDispatchMode``."""
+    return _disable_current_modes()
+
+
 def uncompiled(module: nn.Module) -> nn.Module:
     """The module that ``torch.compile(module)`` wraps; any other as it is."""
     while "_orig_mod" in module._modules:
@@ -234,7 +251,50 @@ def uncompiled(module: nn.Module) -> nn.Module:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``torch.compile(module)`` or ``module.compile()`` was called."""
-    return "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
+    call = getattr(module, "_compiled_call_impl", None)
+    return "_orig_mod" in module._modules or (call.compiled if isinstance(call, _Route) else call) is not None
+
+
+class _Route:
+    """What a module's call goes through instead of `Module._call_impl`; hooks are part of the call that it is given."""
+
+    def __init__(self, module: nn.Module, route: Callable[..., Any]) -> None:
+        self.compiled: Any = vars(module).get("_compiled_call_impl")
+        self._call = self.compiled or module._call_impl
+        self._route = route
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._route(self._call, args, kwargs)
+
+
+def route_calls(module: nn.Module, route: Callable[..., Any]) -> None:
+    """Let ``module(...)`` be ``route(call, args, kwargs)``, where ``call`` is the module's own, hooks included.
+
+    Copies and pickles of the module lack the route: torch leaves this attribute, its own for ``module.compile()``, out.
+    """
+    vars(module)["_compiled_call_impl"] = _Route(module, route)
+
+
+def unroute_calls(module: nn.Module) -> None:
+    """Undo the last `route_calls`. Nothing if there was none."""
+    call = vars(module).get("_compiled_call_impl")
+    if isinstance(call, _Route):
+        vars(module)["_compiled_call_impl"] = call.compiled
+
+
+def without_torch_functions() -> AbstractContextManager[Any]:
+    """Inside, neither a tensor's class nor a ``TorchFunctionMode`` sees what functions are called."""
+    return torch._C.DisableTorchFunction()
+
+
+@contextmanager
+def without_function_mode(mode: Any) -> Generator[None, None, None]:
+    """Inside, ``mode``, a ``TorchFunctionMode`` in force, is off, unless another one was entered after it."""
+    if torch.overrides._get_current_function_mode() is not mode:
+        yield
+        return
+    with torch.overrides._pop_mode_temporarily():
+        yield
 
 
 def checkpoint_options() -> dict[str, Any]:

@@ -50,7 +50,7 @@ class Axis:
             with self.comm.naming_failures():
                 dist.all_reduce(result, group=self.comm.group)
             return result
-        flat = tensor.reshape(-1)
+        flat = tensor.contiguous().reshape(-1)
         shard = -(-flat.numel() // self.size)
         padded = self._padded(flat, shard)
         mine = self._sum_of_mine(list(padded.chunk(self.size)), "all_reduce")

@@ -50,6 +50,7 @@ class Monitor(Callback):
     ``monitor/exposed_update``     the same as a share of the step
     ``memory_gib/*``               parameters, masters, gradients, optimizer, communication: model states on this rank;
                                    on CUDA also ``peak`` and ``activations`` (peak less states)
+    ``activations/*``              what was kept, offloaded, and waited for, of the tensors that backward needs
     =============================  ==================================================================================
     """
 
@@ -82,7 +83,7 @@ class Monitor(Callback):
     def _restart(self, trainer: pl.Trainer, strategy: ZeROStrategy) -> None:
         self._samples = self._tokens = 0
         self._since = time.perf_counter()
-        self._sent_before = sum(strategy.traffic.bytes.values())
+        self._sent_before = _sent_bytes(strategy)
         self._exposed_before = strategy.exposed_step_s
         self._step_before = trainer.global_step
 
@@ -121,7 +122,7 @@ class Monitor(Callback):
             torch.cuda.synchronize(strategy.root_device)  # otherwise the clock stops before the work does
         elapsed = time.perf_counter() - self._since
         steps = trainer.global_step - self._step_before
-        sent = sum(strategy.traffic.bytes.values())
+        sent = _sent_bytes(strategy)
         metrics: dict[str, float] = {k: float(v) for k, v in self._norms.items()}
         metrics["monitor/samples_per_s"] = self._samples * strategy.data_parallel_size / elapsed
         if self._tokens:
@@ -136,6 +137,7 @@ class Monitor(Callback):
             metrics["monitor/loss_scale"] = strategy.loss_scale
             metrics["monitor/skipped_steps"] = strategy.skipped_steps
         metrics |= _memory(strategy)
+        metrics |= strategy.activations.metrics()
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step)
         self._norms.clear()
@@ -165,6 +167,12 @@ def _tokens(batch: Any) -> int:
         if isinstance(t, Tensor):
             return t.numel() if t.dim() == 2 and t.dtype in (torch.int64, torch.int32) else 0
     return 0
+
+
+def _sent_bytes(strategy: ZeROStrategy) -> int:
+    """What this rank has sent so far: for sharded states, and to those that divide its layers and sequences."""
+    meters = (strategy.traffic, strategy.tensor_parallel_traffic, strategy.sequence_parallel_traffic)
+    return sum(sum(meter.bytes.values()) for meter in {id(m): m for m in meters}.values())
 
 
 def _memory(strategy: ZeROStrategy) -> dict[str, float]:

@@ -21,12 +21,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
+from ls_strategy.activations.apply import Activations
+from ls_strategy.activations.places import Drive
 from ls_strategy.checkpoint.random import random_states, restore_random_states
 from ls_strategy.comm import Comm
 from ls_strategy.config import ActivationOffloadConfig, ParallelConfig, RecomputeConfig
 from ls_strategy.errors import ConfigError, PlanError, StateError
 from ls_strategy.layout import TensorPart
 from ls_strategy.mesh import Mesh, MeshShape, make_mesh
+from ls_strategy.parallel import logits
+from ls_strategy.parallel.dtensor import has_dtensors, localize, parallelize
+from ls_strategy.parallel.plans import resolve_tensor_plan
+from ls_strategy.parallel.tensor import apply_tensor_parallel
+from ls_strategy.parallel.ulysses import apply_sequence_parallel
 from ls_strategy.zero.partition import repeated_blocks
 
 _CHECKED_FIRST = 8
@@ -141,10 +148,6 @@ class ModelParallel:
         axis, config = self.mesh.tensor, self.config
         if axis.size == 1:
             return
-        from ls_strategy.parallel.dtensor import localize
-        from ls_strategy.parallel.plans import resolve_tensor_plan
-        from ls_strategy.parallel.tensor import apply_tensor_parallel
-
         if has_dtensors(module):
             if config.tensor_parallel_plan != "auto" or config.tensor_parallel_sequence:
                 raise PlanError(
@@ -157,20 +160,25 @@ class ModelParallel:
             rank_zero_info("ZeROStrategy: the module was divided over tensor-parallel ranks in configure_model.")
             return
         plan = resolve_tensor_plan(module, config.tensor_parallel_plan, axis.size)
-        blocks = self._one_stack(module) if config.tensor_parallel_sequence else []
-        tensor = apply_tensor_parallel(
-            module, plan.styles, axis, sequence=config.tensor_parallel_sequence, blocks=blocks
-        )
+        sequence = config.tensor_parallel_sequence
+        if sequence and (plan.torch_styles or not plan.blocks):
+            raise PlanError(
+                "tensor_parallel_sequence=True divides the tokens between repeated blocks (children of a ModuleList or "
+                "Sequential that look alike) whose plan is in this package's styles, and there is none. Leave it out."
+            )
+        rank_zero_info(f"ZeROStrategy: {plan.describe()}")
+        tensor: Any
+        if plan.torch_styles:
+            tensor = parallelize(module, plan.torch_styles, self._device_mesh["tensor_parallel"], axis)
+        else:
+            tensor = apply_tensor_parallel(module, plan.styles, axis, sequence=sequence, blocks=plan.blocks)
         done.parts |= tensor.parts
         done.handles.append(tensor)
-        rank_zero_info(f"ZeROStrategy: {plan.describe()}")
 
     def _divide_sequences(self, module: pl.LightningModule, done: _Divided) -> None:
         assert self.mesh is not None
         if self.mesh.sequence.size == 1:
             return
-        from ls_strategy.parallel.sequence import apply_sequence_parallel
-
         blocks = self._one_stack(module)
         sequence = apply_sequence_parallel(module, self.mesh.sequence, blocks=blocks, head=_head(module, blocks))
         done.handles.append(sequence)
@@ -209,8 +217,6 @@ class ModelParallel:
         """What a step returns, with divided logits put together. Collective where there are some."""
         if self.replica_ranks == 1:
             return output
-        from ls_strategy.parallel import logits
-
         return logits.gather(output)
 
     def check_batch(self, batch: Any) -> None:
@@ -239,13 +245,6 @@ class ModelParallel:
             )
 
 
-def has_dtensors(module: nn.Module) -> bool:
-    """Whether the user has divided parameters by torch's own means."""
-    from torch.distributed.tensor import DTensor
-
-    return any(isinstance(p, DTensor) for p in module.parameters())
-
-
 def _never() -> bool:
     return False
 
@@ -254,8 +253,9 @@ def _head(module: nn.Module, blocks: list[nn.Module]) -> nn.Module | None:
     """The layer that makes logits of what comes out of the blocks, if there is just one candidate."""
     for candidate in module.modules():
         get = getattr(candidate, "get_output_embeddings", None)
-        if callable(get) and isinstance(get(), nn.Module):
-            return get()
+        named = get() if callable(get) else None
+        if isinstance(named, nn.Module):
+            return named
     inside = {id(m) for block in blocks for m in block.modules()}
     after = False
     heads: list[nn.Module] = []
@@ -286,7 +286,7 @@ def _fingerprint(leaf: Any) -> Any:
         return repr(leaf) if isinstance(leaf, (int, float, str, bytes, bool)) else type(leaf).__name__
     if leaf.layout != torch.strided or leaf.numel() == 0:
         return (tuple(leaf.shape), str(leaf.dtype))
-    data = leaf.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
+    data: Any = leaf.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
     return (tuple(leaf.shape), str(leaf.dtype), zlib.crc32(data))
 
 
@@ -310,10 +310,10 @@ class ActivationMemory:
                 'set activation_checkpointing="full" too.'
             )
         self._recompute, self._offload, self._partition = recompute, offload, partition
-        self.active: Any = None
+        self.active: Activations | None = None
 
     def apply(
-        self, module: nn.Module, mesh: Mesh, device: torch.device, protected: Callable[[], set[int]], nvme_path: str
+        self, module: nn.Module, mesh: Mesh, device: torch.device, protected: Callable[[], set[int]], drive: Drive
     ) -> None:
         """Begin, on a module that may have been used before.
 
@@ -328,22 +328,29 @@ class ActivationMemory:
                 "activation_partitioning=True divides activations over tensor-parallel ranks, and there is one: set "
                 "tensor_parallel_size, or leave it out."
             )
-        from ls_strategy.activations import Activations
-
         self.active = Activations(
             module,
+            device,
             recompute=self._recompute,
             offload=self._offload,
             partition=mesh.tensor if self._partition else None,
-            device=device,
-            protected_storages=protected,
-            nvme_path=nvme_path,
+            protected=protected,
+            drive=drive,
         )
         rank_zero_info(f"ZeROStrategy: {self.active.describe()}")
+
+    @property
+    def needs_drive(self) -> bool:
+        """Whether activations go to a drive."""
+        return self._offload is not None and self._offload.tier == "nvme"
 
     def around_forward(self) -> AbstractContextManager[Any]:
         """Around a training step's forward."""
         return nullcontext() if self.active is None else self.active.around_forward()
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers to log."""
+        return {} if self.active is None else {f"activations/{k}": v for k, v in self.active.metrics().items()}
 
     def remove(self) -> None:
         """Let the module be what it was."""

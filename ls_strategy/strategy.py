@@ -51,6 +51,7 @@ from ls_strategy._compat import (
     replace_links,
     unwrap_optimizer,
 )
+from ls_strategy.activations.places import Drive
 from ls_strategy.checkpoint.background import BackgroundSaver
 from ls_strategy.checkpoint.commit import link as link_checkpoint
 from ls_strategy.checkpoint.commit import recover
@@ -71,6 +72,7 @@ from ls_strategy.engine import Engine
 from ls_strategy.errors import CheckpointError, ConfigError, PlanError, RankFailedError, StateError
 from ls_strategy.layout import TensorPart
 from ls_strategy.lightning_checkpoints import Collection
+from ls_strategy.parallel.dtensor import has_dtensors
 from ls_strategy.precision import PrecisionPolicy, resolve_precision
 from ls_strategy.precision_plugin import ZeROPrecision
 from ls_strategy.slurm import preflight
@@ -460,16 +462,17 @@ class ZeROStrategy(DDPStrategy):
         if fitting:
             guards.watch_methods(module, self.engine)
             assert self.parallel.mesh is not None
-            self.activations.apply(
-                module, self.parallel.mesh, self.root_device, self.engine.storages, self.config.nvme_path
-            )
+            path, io = self.config.nvme_path, self.config.nvme_io
+            drive = Drive(path, io, self.global_rank, allow_ram=self.config.nvme_allow_ram)
+            self.activations.apply(module, self.parallel.mesh, self.root_device, self.engine.storages, drive)
         if POLICIES[self.config.stage].parameters:
             # A gathered inference tensor could not take part in autograd later.
             for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
                 loop.inference_mode = False
 
     def _choose_nvme_path(self, trainer: pl.Trainer) -> None:
-        if "nvme" not in self.config.tiers or self.config.nvme_path:
+        wanted = "nvme" in self.config.tiers or self.activations.needs_drive
+        if not wanted or self.config.nvme_path:
             return
         named = os.environ.get("LS_STRATEGY_NVME_PATH")
         path = named or str(Path(trainer.default_root_dir) / "nvme")
@@ -815,7 +818,7 @@ class ZeROStrategy(DDPStrategy):
         elif (
             may_lack
             or any(p.is_meta for p in module.parameters())
-            or parallel.has_dtensors(module)
+            or has_dtensors(module)
             or any(isinstance(v, LazyTensor) for v in weights.values())
         ):
             self._pending_weights = load
@@ -937,7 +940,7 @@ class ZeROStrategy(DDPStrategy):
         module = self.lightning_module
         if self.engine is not None and (self.engine.comm.world_size == 1 or dist.is_initialized()):
             self.engine.wait()
-            if not self.engine.policy.parameters:
+            if self._state_dict_hooks is None:  # every rank has whole parameters
                 self.engine.detach()
         if module is not None:
             guards.unwatch_methods(module)

@@ -101,9 +101,11 @@ class UnitHooks:
 
     def _attach_module(self, unit: Unit, module: nn.Module) -> None:
         def before(_module: nn.Module, _args: Any) -> None:
-            self.gatherer.fetch(unit)
+            # Inside a backward pass this is a recomputed forward, which runs through the model from its end.
+            self.gatherer.fetch(unit, backward=current_backward_pass() >= 0)
 
-        self._handles.append(module.register_forward_pre_hook(_Hook(before, sharded=self.sharded)))
+        # Before all others, which may read parameters.
+        self._handles.append(module.register_forward_pre_hook(_Hook(before, sharded=self.sharded), prepend=True))
         if self.sharded and not unit.is_root:
 
             def after(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -137,7 +139,8 @@ class UnitHooks:
             unit.pinned = True  # its results leave by a way that cannot be seen, and their backward will need it
             return
         self._watch_backward(unit, [t for t in _tensors(inputs) if t.requires_grad], outputs)
-        if not self.gatherer.is_last(unit):
+        # A unit that is recomputed inside a backward pass stays until its own backward, which is about to come, ends.
+        if not self.gatherer.is_last(unit) and current_backward_pass() < 0:
             self.gatherer.release(unit)
 
     def _watch_backward(self, unit: Unit, sources: list[Tensor], outputs: list[Tensor]) -> None:

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
+
+from ls_strategy.parallel.styles import Column, Divide, Row, Vocab
 
 INIT_STD = 0.02
 """Standard deviation of initial weights, as in the published code of GPT-2 (Radford et al., 2019)."""
@@ -59,9 +60,6 @@ class GPTConfig:
 
     dropout: float = 0.0
     """Probability of dropout after attention, the MLP and the embedding."""
-
-    recompute: bool = False
-    """Recompute each block's activations in backward: one more forward for memory that no longer grows with depth."""
 
     def __post_init__(self) -> None:
         if min(self.vocab_size, self.block_size, self.num_layers, self.num_heads, self.width) < 1:
@@ -252,11 +250,29 @@ class GPT(nn.Module):
         rotation = None if self.rotary is None else self.rotary(T)
         x_BTD = self.dropout(x_BTD)
         for block in self.blocks:
-            if self.config.recompute and torch.is_grad_enabled():
-                x_BTD = checkpoint(block, x_BTD, rotation, use_reentrant=False)
-            else:
-                x_BTD = block(x_BTD, rotation)
+            x_BTD = block(x_BTD, rotation)
         return self.head(self.norm(x_BTD))
+
+    def tensor_parallel_plan(self) -> dict[str, Any]:
+        """How layers are divided over tensor-parallel ranks: heads, hidden units of the MLP, words.
+
+        Key and value heads must divide by the ranks, as query heads must: they are rows of one matrix.
+        """
+        c = self.config
+        rows = tuple(heads * c.head_width for heads in (c.num_heads, c.kv_heads, c.kv_heads))
+        plan: dict[str, Any] = {
+            "token_embedding": Vocab(),
+            "head": Vocab(),
+            "blocks.*.attention": Divide(("heads", "kv_heads")),
+            "blocks.*.attention.query_key_value": Column(sections=rows, granule=c.head_width),
+            "blocks.*.attention.out": Row(granule=c.head_width),
+            "blocks.*.mlp.down": Row(),
+        }
+        if c.mlp == "swiglu":
+            plan["blocks.*.mlp.gate_up"] = Column(sections=(-1, -1))
+        else:
+            plan["blocks.*.mlp.up"] = Column()
+        return plan
 
     @torch.no_grad()
     def generate(

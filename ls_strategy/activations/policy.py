@@ -1,0 +1,104 @@
+"""What a selective policy keeps: the outputs of operations that are expensive to compute, or to send, a second time.
+
+The rest of a module is cheap next to them and large (Korthikanti et al., arXiv:2205.05198, section 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from ls_strategy.errors import ConfigError
+
+_MATMULS = ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "linear", "_addmm_activation")
+_MATMULS += ("_grouped_mm", "_scaled_mm", "_scaled_grouped_mm", "_int_mm")
+_CONVOLUTIONS = ("convolution", "convolution_overrideable", "_convolution", "mkldnn_convolution", "cudnn_convolution")
+_ATTENTION = ("_scaled_dot_product", "_flash_attention_forward", "_efficient_attention_forward", "flex_attention")
+_COLLECTIVES = ("_c10d_functional", "c10d_functional", "_c10d_functional_autograd")
+
+
+def _namespace_and_name(operation: Any) -> tuple[str, str]:
+    """``("aten", "mm")`` of ``aten.mm.default``. Higher-order operations (``flex_attention``) have no overload."""
+    qualified = str(operation.name() if callable(operation.name) else operation.name)
+    namespace, _, name = qualified.rpartition("::")
+    return namespace, name.split(".")[0]
+
+
+def _is_matmul(namespace: str, name: str) -> bool:
+    return namespace == "aten" and name in _MATMULS
+
+
+def _is_convolution(namespace: str, name: str) -> bool:
+    return namespace == "aten" and name in _CONVOLUTIONS
+
+
+def _is_attention(namespace: str, name: str) -> bool:
+    return name.startswith(_ATTENTION) and not name.endswith("_backward")
+
+
+def _is_collective(namespace: str, name: str) -> bool:
+    # Not `c10d`: those write into their inputs, and what they return is no value that could stand for that.
+    return namespace in _COLLECTIVES
+
+
+KINDS: dict[str, Callable[[str, str], bool]] = {
+    "matmul": _is_matmul,
+    "attention": _is_attention,
+    "convolution": _is_convolution,
+    "collective": _is_collective,
+}
+"""Names of kinds of operations, and whether an operation is of that kind."""
+
+
+class SelectivePolicy:
+    """Says of each operation in a recomputed module whether its output is kept."""
+
+    def __init__(self, keep: Sequence[str]) -> None:
+        """Resolve names of kinds and of operations.
+
+        Args:
+            keep: keys of `KINDS`, or ``namespace.operation`` with or without its overload (``aten.gelu``).
+
+        Raises:
+            ConfigError: a name is neither.
+        """
+        self.keep = tuple(keep)
+        for name in self.keep:
+            if name not in KINDS and not _exists(name):
+                raise ConfigError(
+                    f"keep={list(self.keep)}: {name!r} is neither a kind of operation ({', '.join(sorted(KINDS))}) nor "
+                    "an operation of torch by its name, such as 'aten.gelu' or 'aten.convolution.default'."
+                )
+        self._kinds = tuple(KINDS[name] for name in self.keep if name in KINDS)
+        self._operations = frozenset(name for name in self.keep if name not in KINDS)
+
+    def __call__(self, _context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        """Called by torch for each operation."""
+        return CheckpointPolicy.MUST_SAVE if self.keeps(operation) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def keeps(self, operation: Any) -> bool:
+        """Whether the output of ``operation`` (an ``OpOverload``, or a higher-order operation) is kept."""
+        if self._operations and ({str(operation), str(operation).rpartition(".")[0]} & self._operations):
+            return True
+        names = _namespace_and_name(operation)
+        return any(is_of_kind(*names) for is_of_kind in self._kinds)
+
+    def contexts(self) -> Callable[[], Any]:
+        """The ``context_fn`` of ``torch.utils.checkpoint``."""
+        return partial(create_selective_checkpoint_contexts, self.__call__)
+
+
+def _exists(name: str) -> bool:
+    found: Any = torch.ops
+    parts = name.split(".")
+    if len(parts) not in (2, 3):
+        return False
+    for part in parts:
+        found = getattr(found, part, None)
+        if found is None:
+            return False
+    return True

@@ -1,0 +1,265 @@
+"""Recomputation of activations: modules that keep their inputs and run their forward again in backward.
+
+The module's ``forward`` is replaced, not the module: names in ``state_dict`` and ``named_parameters`` stay, and hooks
+on the module run once, around the whole::
+
+    module(x) ─► hooks before ─► forward: keep x, compute, forget the rest ─► hooks after
+    backward  ─► hook on the output's gradient ─► bring x, compute again, backward of that ─► hook on x's gradient
+
+So a unit whose parameters are sharded is gathered by its hooks before its forward runs again, and not a third time.
+
+Losses and gradients do not change by a bit: random numbers and autocast are replayed (``torch.utils.checkpoint``), and
+buffers that a forward updates (running statistics) are updated once.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ls_strategy._compat import (
+    checkpoint_options,
+    is_compiled,
+    tree_flatten,
+    tree_unflatten,
+    uncompiled,
+    version_of,
+    without_dispatch_modes,
+)
+from ls_strategy.activations.policy import SelectivePolicy
+from ls_strategy.config import RecomputeConfig
+from ls_strategy.errors import PlanError
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential)
+_CACHES = ("past_key_values", "past_key_value", "layer_past")
+"""Arguments in which models of transformers hand keys and values from one call to the next."""
+_STATISTICS = ("running_mean", "running_var")
+"""Buffers of norms, which their kernels change without telling autograd."""
+
+AroundInputs = Callable[[], AbstractContextManager[None]]
+_Place = tuple[nn.Module, str]
+"""A module and the name of a buffer of its own."""
+
+
+class Recompute:
+    """Modules whose forward is recomputed, until `remove`."""
+
+    def __init__(self, modules: list[nn.Module], config: RecomputeConfig, around_inputs: AroundInputs) -> None:
+        """Replace the forwards. See `apply_recompute`."""
+        self.modules = modules
+        self.config = config
+        self.compiled = any(is_compiled(m) for m in modules)
+        """Whether some were compiled: what they keep is then chosen inside the compiled code."""
+        options: dict[str, Any] = {"use_reentrant": False}
+        if config.policy == "selective":
+            # One for all: torch.compile compiles again for another.
+            options["context_fn"] = SelectivePolicy(config.keep).contexts()
+        self._forwards = [_RecomputedForward(uncompiled(m), options, around_inputs) for m in modules]
+
+    def describe(self) -> str:
+        """``12 Block, full`` for the log."""
+        counts = Counter(type(uncompiled(m)).__name__ for m in self.modules)
+        classes = ", ".join(f"{n} {name}" for name, n in counts.items())
+        kept = f" (keeps {', '.join(self.config.keep)})" if self.config.policy == "selective" else ""
+        return f"{classes}, {self.config.policy}{kept}"
+
+    def remove(self) -> None:
+        """Give every module its forward back. Idempotent."""
+        for forward in self._forwards:
+            forward.remove()
+        self._forwards.clear()
+
+
+def apply_recompute(model: nn.Module, config: RecomputeConfig, around_inputs: AroundInputs = nullcontext) -> Recompute:
+    """Let modules of ``model`` keep their inputs instead of what their forward computes.
+
+    Forwards without gradients, and in evaluation with a key-value cache, run as they are. In training a cache is left
+    out: the second run of the forward would append to it again.
+
+    Args:
+        model: before or after its parameters were sharded, and after ``block.compile()`` where that is used.
+        config: which modules, and what they keep beside their inputs.
+        around_inputs: entered around each call; hooks on saved tensors in it see a module's inputs and nothing else.
+
+    Raises:
+        ConfigError: a name in ``config.keep`` is unknown.
+        PlanError: the model has no such modules.
+    """
+    modules = list(dict(_chosen(model, config.classes)).values())[:: config.every]
+    if not modules:
+        raise PlanError(
+            "activation checkpointing: the model has no ModuleList or Sequential whose children are blocks (modules "
+            f"with parameters and with modules in them). Its classes are {_classes(model)}. Name the classes to "
+            'recompute: RecomputeConfig(classes=["Block"]).'
+        )
+    return Recompute(modules, config, around_inputs)
+
+
+def _classes(model: nn.Module) -> str:
+    return ", ".join(sorted({type(uncompiled(m)).__name__ for m in model.modules()}))
+
+
+def _chosen(model: nn.Module, classes: tuple[str, ...]) -> Iterator[tuple[int, nn.Module]]:
+    """The modules to recompute, each with its id, in order of registration."""
+    if not classes:
+        for child in _container_children(model, inside_container=False):
+            block = uncompiled(child)
+            if any(True for _ in block.children()) and any(True for _ in block.parameters()):
+                yield id(block), child
+        return
+    missing = set(classes)
+    taken: list[str] = []
+    for name, module in model.named_modules():
+        cls = type(uncompiled(module))
+        matched = {cls.__name__, f"{cls.__module__}.{cls.__qualname__}"} & set(classes)
+        missing -= matched
+        if matched and name and not any(name.startswith(f"{t}.") for t in taken):
+            taken.append(name)
+            yield id(uncompiled(module)), module
+    if missing:
+        raise PlanError(
+            f"activation checkpointing: no module of class {', '.join(sorted(missing))} in the model. Its classes are "
+            f"{_classes(model)}. Name some of these, or none for the children of every ModuleList and Sequential."
+        )
+
+
+def _container_children(module: nn.Module, *, inside_container: bool) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(child, _CONTAINERS):
+            yield from _container_children(child, inside_container=True)
+        elif inside_container:
+            yield child
+        else:
+            yield from _container_children(child, inside_container=False)
+
+
+class _RecomputedForward:
+    """Stands in for ``module.forward``. Not in copies and pickles of the module, which compute as its class says."""
+
+    def __init__(self, module: nn.Module, options: dict[str, Any], around_inputs: AroundInputs) -> None:
+        self.__wrapped__ = module.forward  # where `inspect.signature` looks
+        self._module = module
+        self._had_own = "forward" in vars(module)
+        self._options = options
+        self._around_inputs = around_inputs
+        self._buffers = [(m, name) for m in module.modules() for name, _ in m.named_buffers(recurse=False)]
+        module.forward = self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if self._had_own:
+            return copy.deepcopy(self.__wrapped__, memo)
+        return _PlainForward(copy.deepcopy(self._module, memo))
+
+    def __reduce__(self) -> Any:
+        return (_PlainForward, (self._module,))
+
+    def remove(self) -> None:
+        """Give the module its own forward back."""
+        if vars(self._module).get("forward") is not self:
+            return  # replaced by somebody else, who calls this one
+        if self._had_own:
+            self._module.forward = self.__wrapped__
+        else:
+            del self._module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward, on the same arguments, with the same results."""
+        forward = self.__wrapped__
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        caches = [name for name in _CACHES if kwargs.get(name) is not None]
+        if caches and not self._module.training:
+            return forward(*args, **kwargs)
+        for name in caches:
+            kwargs[name] = None
+        if caches and "use_cache" in kwargs:
+            kwargs["use_cache"] = False
+        if torch.compiler.is_compiling():
+            return checkpoint(forward, *args, **self._options, **kwargs)
+        call = _Call(forward, args, kwargs, self._buffers)
+        with self._around_inputs():
+            return checkpoint(call, *call.tensors, **self._options, **checkpoint_options())
+
+
+class _PlainForward:
+    """The forward of a module's class, as an attribute of the module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self._module).forward(self._module, *args, **kwargs)
+
+
+class _Call:
+    """One call of a forward: the first time with the caller's own arguments, then with tensors in their places.
+
+    All tensors in the arguments become arguments of ``checkpoint``, which holds them by way of the hooks on saved
+    tensors: also keyword arguments, and what lies in tuples, lists and dicts. One that is passed twice is one in the
+    second run too, as forwards that ask ``query is key`` expect.
+    """
+
+    def __init__(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], buffers: list[_Place]
+    ) -> None:
+        self._forward = forward
+        self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
+        self._buffers = buffers
+        self._updated: list[_Place] = []
+        leaves, self._structure = tree_flatten((args, kwargs))
+        places: dict[int, int] = {}
+        self.tensors: list[Tensor] = []
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and id(leaf) not in places:
+                places[id(leaf)] = len(self.tensors)
+                self.tensors.append(leaf)
+        # The others are kept as they are.
+        self._leaves = [_At(places[id(leaf)]) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        if self._first is not None:
+            (args, kwargs), self._first, self.tensors = self._first, None, []
+            before = [_state_of(place) for place in self._buffers]
+            output = self._forward(*args, **kwargs)
+            self._updated = [
+                place
+                for place, state in zip(self._buffers, before, strict=True)
+                if place[1] in _STATISTICS or _state_of(place) != state
+            ]
+            return output
+        leaves = [tensors[leaf.position] if isinstance(leaf, _At) else leaf for leaf in self._leaves]
+        args, kwargs = tree_unflatten(leaves, self._structure)
+        with _unchanged(self._updated):
+            return self._forward(*args, **kwargs)
+
+
+class _At:
+    """Where in the list of tensors an argument is."""
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+
+def _state_of(place: _Place) -> tuple[int, int]:
+    buffer = getattr(*place)
+    return (id(buffer), version_of(buffer) if isinstance(buffer, Tensor) and not buffer.is_inference() else 0)
+
+
+@contextmanager
+def _unchanged(buffers: list[_Place]) -> Generator[None, None, None]:
+    """Give buffers the values back that they have now: the first run has updated them already."""
+    with without_dispatch_modes():  # a selective policy would take these copies for the forward's own
+        saved = [(place, getattr(*place), getattr(*place).clone()) for place in buffers]
+    try:
+        yield
+    finally:
+        with torch.no_grad(), without_dispatch_modes():
+            for (module, name), buffer, value in saved:
+                setattr(module, name, buffer.copy_(value))

@@ -1,0 +1,262 @@
+"""Attention, divided by heads: how many there are, where the module remembers it, and what its forward relies on.
+
+A tensor-parallel rank has whole heads. Code that reshapes with ``-1`` and the size of a head needs nothing else; code
+that reshapes with the number of heads needs that attribute divided; code that takes the width of the heads from its
+input cannot work at all, and is found by reading its source.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ls_strategy.errors import PlanError
+from ls_strategy.parallel import families
+from ls_strategy.parallel.cuts import is_conv1d
+from ls_strategy.parallel.styles import Attributes
+
+_RESHAPES = frozenset(("view", "reshape", "split", "expand", "unflatten", "chunk"))
+
+
+def refusal(name: str, module: nn.Module, why: str, example: str = "") -> PlanError:
+    """The error for a module that the automatic plan cannot divide."""
+    cure = example or f'{{"{_starred(name)}": ...}}'
+    return PlanError(
+        f'tensor parallelism with plan "auto": module {name!r} ({type(module).__name__}) {why}. Give the whole plan '
+        f"yourself, tensor_parallel_plan={cure}, with styles column, row, vocab, features, replicate and "
+        "divide:<attribute>; what it does not name stays whole."
+    )
+
+
+def _starred(name: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def width_in(module: nn.Module) -> int:
+    """Input features of a linear layer or a Conv1D."""
+    return int(module.weight.shape[0 if is_conv1d(module) else 1])  # type: ignore[union-attr, index, arg-type]
+
+
+def width_out(module: nn.Module) -> int:
+    """Output features of a linear layer or a Conv1D."""
+    return int(module.weight.shape[1 if is_conv1d(module) else 0])  # type: ignore[union-attr, index, arg-type]
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Counts of one attention module."""
+
+    query: int
+    key: int
+    size: int
+    """Features of one head."""
+
+    @classmethod
+    def of(cls, name: str, module: nn.Module, query: int, key: int) -> Heads:
+        """Read off the module, or its ``config``.
+
+        Args:
+            name: of the module.
+            module: that computes the attention.
+            query: features of all query heads together.
+            key: of all key heads together.
+
+        Raises:
+            PlanError: neither the number nor the size of the heads is known, or they contradict the layers' widths.
+        """
+        size = _integer(module, families.HEAD_SIZES)
+        count = _integer(module, sorted(families.HEAD_COUNTS))
+        if size is None and count is None:
+            raise refusal(name, module, "does not tell its number of heads by any of the names known: " + _listed())
+        if size is None:
+            assert count is not None
+            size = query // count
+        count = query // size if count is None else count
+        if count * size != query or key % size or count % (key // size or 1):
+            raise refusal(
+                name, module, f"has {count} heads of {size} features, but query and key layers of {query} and {key}"
+            )
+        return cls(count, key // size, size)
+
+    def check(self, name: str, module: nn.Module, ranks: int) -> None:
+        """Refuse numbers of heads that do not divide over ``ranks``."""
+        if self.query % ranks:
+            raise PlanError(
+                f"module {name!r} ({type(module).__name__}) has {self.query} attention heads, which do not divide by "
+                f"tensor_parallel_size={ranks}. Use a size that divides {self.query}."
+            )
+        if self.key % ranks and ranks % self.key:
+            raise PlanError(
+                f"module {name!r} ({type(module).__name__}) has {self.key} key and value heads, which neither divide "
+                f"by tensor_parallel_size={ranks} nor divide it. Use a size that divides {self.key}, or a multiple."
+            )
+
+    def copies(self, ranks: int) -> int:
+        """Ranks side by side that hold the same key and value head."""
+        return max(ranks // self.key, 1)
+
+    def attributes(self, name: str, module: nn.Module, ranks: int) -> Attributes | None:
+        """What the module's integers must be on one of ``ranks``; None where nothing changes.
+
+        Raises:
+            PlanError: its forward relies on widths that are not those of this rank's heads.
+        """
+        uses = _Uses.of(name, module)
+        local_key = max(self.key // ranks, 1)
+        values: dict[str, int] = {}
+        for key, value in vars(module).items():
+            if not isinstance(value, int) or isinstance(value, bool):
+                continue
+            if key in families.HEAD_COUNTS and value == self.query:
+                values[key] = self.query // ranks
+            elif key in families.KEY_HEAD_COUNTS and value == self.key:
+                values[key] = local_key
+            elif key in families.GROUP_COUNTS and value == self.query // self.key:
+                values[key] = self.query // ranks // local_key
+            elif value == self.query * self.size and uses.is_joint_width(key):
+                values[key] = value // ranks
+            elif key in families.MODEL_WIDTHS and uses.elsewhere(key):
+                raise refusal(
+                    name,
+                    module,
+                    f"computes with self.{key} = {value} in {uses.where(key)}, which may mean the width of the model "
+                    "or of the heads of this rank. Reshape with -1 and the size of a head instead",
+                )
+        changed = tuple((key, value) for key, value in values.items() if value != getattr(module, key))
+        return Attributes(changed) if changed else None
+
+
+def _integer(module: nn.Module, names: Any) -> int | None:
+    """The first of ``names`` that the module holds as a positive integer, or else its ``config``."""
+    for owner in (module, getattr(module, "config", None)):
+        for name in names:
+            value = getattr(owner, name, None)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+    return None
+
+
+def _listed() -> str:
+    return ", ".join((*families.HEAD_SIZES, *sorted(families.HEAD_COUNTS)))
+
+
+class _Uses:
+    """Where the methods of a module's class, other than its constructor, read ``self.<name>``."""
+
+    def __init__(self) -> None:
+        self._places: defaultdict[str, set[str]] = defaultdict(set)
+        self._methods: defaultdict[str, set[str]] = defaultdict(set)
+
+    @classmethod
+    def of(cls, name: str, module: nn.Module) -> _Uses:
+        """Read the source of the module's class.
+
+        Raises:
+            PlanError: there is none, or forward takes the width of the heads from its input.
+        """
+        uses = cls()
+        for method in _methods(name, module):
+            width = _input_width(method)
+            if width is not None:
+                raise refusal(
+                    name,
+                    module,
+                    f"takes the width of all heads from the shape of its input ({width!r} in {method.name}()), which "
+                    "is whole, while its heads are divided. Reshape with -1 and the size of a head instead",
+                )
+            for key, place in _reads(method, ""):
+                uses._places[key].add(place)
+                uses._methods[key].add(method.name)
+        return uses
+
+    def is_joint_width(self, key: str) -> bool:
+        """Whether ``self.key`` is the width of all heads of this rank, as far as its uses tell."""
+        if key in families.JOINT_WIDTHS:
+            return True
+        return key in families.MODEL_WIDTHS and self._places.get(key) == {"shape"}
+
+    def elsewhere(self, key: str) -> bool:
+        """Whether ``self.key`` is used in a way that does not tell what it stands for."""
+        return not self._places.get(key, set()) <= {"check"}
+
+    def where(self, key: str) -> str:
+        """Methods that read ``self.key``."""
+        return ", ".join(f"{method}()" for method in sorted(self._methods[key]))
+
+
+def _methods(name: str, module: nn.Module) -> Iterator[ast.FunctionDef]:
+    """The methods of the module's class and, where it does not replace them, of its bases up to those of torch."""
+    replaced = {"__init__"}
+    for cls in type(module).__mro__:
+        if cls.__module__.startswith("torch.") or not issubclass(cls, nn.Module):
+            return
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+        except (OSError, TypeError, SyntaxError) as error:
+            raise refusal(name, module, "has no source that could be read, to see how its forward reshapes") from error
+        methods = [node for node in _body(tree) if isinstance(node, ast.FunctionDef) and node.name not in replaced]
+        yield from methods
+        replaced |= {method.name for method in methods if not _calls_base(method)}
+
+
+def _body(tree: ast.Module) -> list[ast.stmt]:
+    return tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
+
+
+def _calls_base(method: ast.FunctionDef) -> bool:
+    return any(isinstance(node, ast.Name) and node.id == "super" for node in ast.walk(method))
+
+
+def _reads(node: ast.AST, place: str) -> Iterator[tuple[str, str]]:
+    """``(name, place)`` of every ``self.name`` under ``node``: "shape", "check" or "" for anything else."""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+        yield node.attr, place
+        return
+    if isinstance(node, ast.Raise):
+        return  # the words of an error
+    if isinstance(node, ast.Compare):
+        place = "check"
+    elif isinstance(node, ast.Tuple) and isinstance(node.ctx, ast.Load):
+        place = "shape"
+    elif isinstance(node, ast.BinOp) and not isinstance(node.op, ast.Add):
+        place = ""  # a width that is computed with is no longer itself
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _RESHAPES:
+        yield from _reads(node.func, place)
+        for argument in (*node.args, *(keyword.value for keyword in node.keywords)):
+            yield from _reads(argument, "shape")
+        return
+    for child in ast.iter_child_nodes(node):
+        yield from _reads(child, place)
+
+
+def _input_width(method: ast.FunctionDef) -> str | None:
+    """The name that stands for the last of three dimensions of some tensor, where the method goes on to use it."""
+    names: set[str] = set()
+    for node in ast.walk(method):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple) and _is_shape(node.value):
+            last = node.targets[0].elts[-1]
+            if len(node.targets[0].elts) == 3 and isinstance(last, ast.Name) and last.id != "_":
+                names.add(last.id)
+    checked = {id(n) for c in ast.walk(method) if isinstance(c, ast.Compare | ast.Raise) for n in ast.walk(c)}
+    for node in ast.walk(method):
+        if (
+            isinstance(node, ast.Name)
+            and isinstance(node.ctx, ast.Load)
+            and id(node) not in checked
+            and node.id in names
+        ):
+            return node.id
+    return None
+
+
+def _is_shape(node: ast.AST) -> bool:
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Attribute) and node.func.attr == "size" and not node.args
+    return isinstance(node, ast.Attribute) and node.attr == "shape"

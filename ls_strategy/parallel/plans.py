@@ -1,0 +1,184 @@
+"""Where a tensor-parallel plan comes from.
+
+With ``"auto"``, the first of:
+
+1. a method ``tensor_parallel_plan()`` of the model or of its parts: patterns of names relative to that part;
+2. Hugging Face's own plan, which some of its models carry;
+3. names and shapes of the layers of the repeated blocks (`inference`).
+
+Whatever its source, a plan is checked as a whole against the model before anything is divided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
+from typing import Any, Literal, TypeAlias, cast
+
+from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from ls_strategy.errors import PlanError
+from ls_strategy.parallel import huggingface
+from ls_strategy.parallel.cuts import Resolved, plain_name, resolve
+from ls_strategy.parallel.inference import infer, repeated_blocks
+from ls_strategy.parallel.styles import Style, parse_all
+from ls_strategy.parallel.vocabulary import vocabulary
+
+Given: TypeAlias = "Literal['auto'] | Mapping[str, Style | str | Sequence[Style | str] | ParallelStyle]"
+
+
+@dataclass(frozen=True)
+class ResolvedPlan:
+    """A plan that fits the model."""
+
+    source: str
+    """Where it came from, in words."""
+
+    styles: dict[str, Style | list[Style]] = field(default_factory=dict)
+    """By pattern of module names; what `apply_tensor_parallel` takes."""
+
+    torch_styles: dict[str, ParallelStyle] = field(default_factory=dict)
+    """What goes through torch's own ``parallelize_module`` instead: see `dtensor.parallelize`."""
+
+    blocks: list[nn.Module] = field(default_factory=list)
+    """The repeated blocks of the model, in order."""
+
+    rows: list[tuple[str, str, str, str, int]] = field(default_factory=list)
+    """Of the table: names, class, style, shapes, and how many modules."""
+
+    def describe(self) -> str:
+        """A table of what is divided: read it once when a plan was found automatically."""
+        heading = ("module", "class", "style", "weight -> on each rank", "modules")
+        lines = [heading, *((*row[:4], str(row[4])) for row in self.rows)]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(heading))]
+        table = [
+            "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in lines
+        ]
+        return "\n".join([f"Tensor-parallel plan from {self.source}; what is not listed stays whole:", *table])
+
+
+def resolve_tensor_plan(model: nn.Module, given: Given, size: int) -> ResolvedPlan:
+    """Find the plan for ``model``, and check it. Not collective; the same result or error on every rank.
+
+    Args:
+        model: whole: nothing of it is divided yet. On meta or not.
+        given: ``"auto"``, or a mapping from patterns of module names to styles, to their names, or to torch's own
+            ``ParallelStyle`` objects (all of them, or none).
+        size: ranks along the tensor-parallel axis.
+
+    Raises:
+        PlanError: no plan is known, or it does not fit the model.
+    """
+    if isinstance(given, str):
+        if given != "auto":
+            raise PlanError(
+                f'tensor_parallel_plan={given!r}: give "auto", or a mapping from patterns of module names to styles.'
+            )
+        source, plan = _automatic(model, size)
+    else:
+        source, plan = "tensor_parallel_plan", dict(given)
+    blocks = [block for _, block in repeated_blocks(model)]
+    torch_styles = {pattern: value for pattern, value in plan.items() if isinstance(value, ParallelStyle)}
+    if torch_styles:
+        _check_torch_styles(model, plan, torch_styles)
+        rows = [(pattern, "", type(style).__name__, "", 1) for pattern, style in torch_styles.items()]
+        return ResolvedPlan(source, torch_styles=torch_styles, blocks=blocks, rows=rows)
+    styles: dict[str, Style | list[Style]] = {
+        pattern: list(parse_all(cast("Any", value))) for pattern, value in plan.items()
+    }
+    if not styles:
+        raise PlanError(
+            f"the tensor-parallel plan from {source} is empty: every rank would hold and compute the same. Name the "
+            "layers to divide, or set tensor_parallel_size=1."
+        )
+    return ResolvedPlan(source, styles, blocks=blocks, rows=_rows(resolve(model, styles, size), size))
+
+
+def _automatic(model: nn.Module, size: int) -> tuple[str, dict[str, Any]]:
+    """Source and plan, of what the model itself tells."""
+    plan: dict[str, Any] = {}
+    own = list(_own_plans(model))
+    for prefix, module in own:
+        for pattern, value in _call(prefix, module).items():
+            plan[".".join(part for part in (prefix, pattern) if part)] = value
+    if own:
+        classes = sorted({f"{type(module).__name__}.tensor_parallel_plan()" for _, module in own})
+        return ", ".join(classes), plan
+    carried = list(huggingface.with_plans(model))
+    for prefix, module, names in carried:
+        plan |= huggingface.styles_of(plain_name(prefix), module, names, size)
+    source = ", ".join(sorted({f"Hugging Face's {type(module).__name__}" for _, module, _ in carried}))
+    if not carried:
+        source, plan = "names and shapes of the layers", dict(infer(model, size))
+    inside = {id(m) for _, block in repeated_blocks(model) for m in block.modules()}
+    return source, plan | vocabulary(model, inside, size)
+
+
+def _own_plans(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The outermost modules with a ``tensor_parallel_plan`` method."""
+    if callable(getattr(model, "tensor_parallel_plan", None)):
+        yield plain_name(prefix), model
+        return
+    for name, child in model.named_children():
+        yield from _own_plans(child, f"{prefix}.{name}" if prefix else name)
+
+
+def _call(prefix: str, module: nn.Module) -> Mapping[str, Any]:
+    plan = module.tensor_parallel_plan()  # type: ignore[operator]
+    if not isinstance(plan, Mapping):
+        raise PlanError(
+            f"{type(module).__name__}.tensor_parallel_plan() of {prefix or 'the model'} returned "
+            f"{type(plan).__name__}. "
+            'Return a mapping from patterns of module names, relative to the module, to styles: {"blocks.*.up": '
+            '"column", ...}.'
+        )
+    return plan
+
+
+def _check_torch_styles(model: nn.Module, plan: Mapping[str, Any], torch_styles: Mapping[str, ParallelStyle]) -> None:
+    others = [pattern for pattern in plan if pattern not in torch_styles]
+    if others:
+        raise PlanError(
+            f"the tensor-parallel plan mixes torch's ParallelStyle objects with other styles ({others[0]!r}: "
+            f"{plan[others[0]]!r}). Use one kind for the whole plan."
+        )
+    names = [name.split(".") for name, _ in model.named_modules()]
+    for pattern in torch_styles:
+        tokens = pattern.split(".")
+        if not any(len(n) == len(tokens) and all(map(fnmatchcase, n, tokens)) for n in names):
+            raise PlanError(
+                f"pattern {pattern!r} of the tensor-parallel plan matches no module of the model. For torch's styles "
+                "every component between dots is matched by itself."
+            )
+
+
+def _rows(resolved: Resolved, size: int) -> list[tuple[str, str, str, str, int]]:
+    """The table, layers of the same name but for numbers together."""
+    counts: dict[tuple[str, str, str, str], int] = {}
+
+    def add(name: str, cls: str, style: str, shapes: str) -> None:
+        row = (".".join("*" if part.isdigit() else part for part in name.split(".")), cls, style, shapes)
+        counts[row] = counts.get(row, 0) + 1
+
+    for layer in resolved.layers:
+        weight, cut = getattr(layer.module, "weight", None), layer.cuts.get("weight")
+        shapes = "whole"
+        if isinstance(weight, nn.Parameter) and cut is not None:
+            shapes = f"{tuple(weight.shape)} -> {cut.part(weight.shape, 0, size).shape}"
+        add(layer.name, type(layer.module).__name__, _short(layer.style), shapes)
+    for owned, style, cuts in resolved.parameters:
+        cut, shape = cuts.get(owned.key), tuple(owned.parameter.shape)
+        add(owned.name, "Parameter", _short(style), f"{shape} -> {cut.part(shape, 0, size).shape}" if cut else "whole")
+    for module, attribute, value in resolved.attributes.values():
+        name = resolved.names[id(module)]
+        add(f"{name}.{attribute}", type(module).__name__, "attribute", f"{getattr(module, attribute)} -> {value}")
+    return [(*row, count) for row, count in counts.items()]
+
+
+def _short(style: Style) -> str:
+    """The style with what differs from its defaults."""
+    values = {f.name: (getattr(style, f.name), f.default) for f in fields(style)}
+    changed = [f"{key}={value!r}" for key, (value, default) in values.items() if value != default]
+    return type(style).__name__ + (f"({', '.join(changed)})" if changed else "")

@@ -1,0 +1,167 @@
+"""Random numbers of tensor-parallel ranks: the same where activations are whole, different where they are divided.
+
+Outside of any region all ranks draw the same numbers from the default generator of the device. A region forks it::
+
+    outer stream   ──●──────────────────────●──▶      ● one number n, the same on all ranks, is drawn
+                     └─ seed(n, 0, rank) ───┘           the region's own stream; then the outer one goes on after n
+                           └ seed(n, 1) ┘               inside, for a while, numbers that all ranks share again
+
+The seed of a fork says itself that it is one, and which: ``n`` in the upper 32 bits, and in the lower ones a scrambled
+code. So whatever restores a generator's state, as recomputation in backward does, restores the region with it, and the
+same numbers are drawn again.
+
+Source: Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3 (different dropout inside, same outside).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ls_strategy.axis import Axis
+
+_MASK = 0xFFFFFFFF
+_MAGIC = 0x5A7D  # upper 16 bits of a code; 6 bits of the phase and 10 of the rank follow
+_ODD = 0x9E3779B1  # 2**32 / golden ratio
+_ODD_INVERSE = pow(_ODD, -1, 1 << 32)
+_PHASES = 64
+
+
+def hash64(value: int) -> int:
+    """A well-mixed 64-bit number (splitmix64)."""
+    value = (value + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+    return value ^ value >> 31
+
+
+def fork_seed(number: int, phase: int, rank: int) -> int:
+    """Seed of one phase of a fork.
+
+    Args:
+        number: what was drawn, 31 bits, not 0.
+        phase: 0 and even ones differ by rank; odd ones are the same on all ranks.
+        rank: along the axis.
+    """
+    code = _MAGIC << 16 | phase << 10 | (rank % 1024 if phase % 2 == 0 else 0)
+    return number << 32 | (code * _ODD & _MASK) ^ (hash64(number) & _MASK)
+
+
+def forked(seed: int) -> tuple[int, int] | None:
+    """``(number, phase)`` of a seed made by `fork_seed`; None for any other (but for one in 65536 above 2**32).
+
+    >>> forked(fork_seed(7, 3, 0)), forked(42)
+    ((7, 3), None)
+    """
+    number = seed >> 32
+    if number == 0:
+        return None
+    code = ((seed & _MASK) ^ (hash64(number) & _MASK)) * _ODD_INVERSE & _MASK
+    return (number, code >> 10 & _PHASES - 1) if code >> 16 == _MAGIC else None
+
+
+def generator_of(device: torch.device) -> torch.Generator:
+    """The default generator of a device."""
+    if device.type == "cpu":
+        return torch.random.default_generator
+    module: Any = torch.get_device_module(device)
+    index = module.current_device() if device.index is None else device.index
+    return module.default_generators[index]
+
+
+class Streams:
+    """The forks of this rank's default generators. No call waits for a device."""
+
+    def __init__(self, rank: int) -> None:
+        """``rank``: along the axis."""
+        self._rank = rank
+        self._outer: dict[torch.device, tuple[int, Any]] = {}
+
+    def is_open(self, device: torch.device) -> bool:
+        """Whether the device's generator is inside a region."""
+        return forked(generator_of(device).initial_seed()) is not None
+
+    def open(self, device: torch.device) -> bool:
+        """Begin a region; inside of one, make sure that this rank draws its own numbers.
+
+        Returns:
+            Whether a region was begun.
+        """
+        generator = generator_of(device)
+        if forked(generator.initial_seed()) is not None:
+            self.own(device)
+            return False
+        number, state = draw(generator)
+        self._outer[device] = number, state
+        generator.manual_seed(fork_seed(number, 0, self._rank))
+        return True
+
+    def close(self, device: torch.device) -> None:
+        """End a region: the outer stream goes on. Outside of one, nothing."""
+        generator = generator_of(device)
+        fork = forked(generator.initial_seed())
+        number, state = self._outer.pop(device, (0, None))
+        if fork is None:
+            return
+        if number == fork[0]:
+            set_state(generator, state)
+        else:  # begun before what is recomputed now: there is no way back, but all ranks can go on alike
+            self.common(device)
+
+    def close_all(self) -> None:
+        """`close` for every device with a region that was begun here."""
+        for device in list(self._outer):
+            self.close(device)
+
+    def common(self, device: torch.device) -> None:
+        """From here on all ranks draw the same, though inside a region. Outside of one, nothing."""
+        self._enter_phase(device, 1)
+
+    def own(self, device: torch.device) -> None:
+        """From here on every rank of the region draws its own numbers again. Outside of one, nothing."""
+        self._enter_phase(device, 0)
+
+    def _enter_phase(self, device: torch.device, parity: int) -> None:
+        generator = generator_of(device)
+        fork = forked(generator.initial_seed())
+        if fork is not None and fork[1] % 2 != parity:
+            number, phase = fork
+            generator.manual_seed(fork_seed(number, (phase + 1) % _PHASES, self._rank))
+
+
+def draw(generator: torch.Generator) -> tuple[int, Any]:
+    """A number of 31 bits that only the generator's state decides, and the state that follows."""
+    if generator.device.type == "cpu":
+        number = int(torch.randint(1, 1 << 31, (), generator=generator, device="cpu"))
+        return number, generator.get_state()
+    # Philox is a function of seed and offset, which the host holds; a kernel that draws would have to be waited for.
+    seed, offset = generator.initial_seed(), generator.get_offset()
+    number = hash64(hash64(seed) ^ offset) >> 33 or 1
+    return number, (seed, offset + 4)  # offsets are multiples of 4
+
+
+def set_state(generator: torch.Generator, state: Any) -> None:
+    """Go on from a state that `draw` returned."""
+    if isinstance(state, torch.Tensor):
+        generator.set_state(state)
+    else:
+        seed, offset = state
+        generator.manual_seed(seed)
+        generator.set_offset(offset)
+
+
+def wire_device(axis: Axis, device: torch.device) -> torch.device:
+    """Where a tensor of ``device`` must be to be sent along the axis: NCCL sends from GPUs only."""
+    return torch.device("cuda", torch.cuda.current_device()) if axis.comm.native else device
+
+
+def share_random_state(axis: Axis, device: torch.device) -> None:
+    """Give the ranks of the axis the default random state of its rank 0. Collective."""
+    if axis.size == 1:
+        return
+    generator = generator_of(device)
+    state = generator.get_state()
+    wire = state.to(wire_device(axis, state.device))
+    axis.broadcast_(wire)
+    generator.set_state(wire.cpu())

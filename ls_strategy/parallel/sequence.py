@@ -1,0 +1,224 @@
+"""Sequence parallelism: between the divided layers of a block, every rank works on its own tokens.
+
+::
+
+    (B, T, D) ─slice─► block: x ──────────────────────────────────── + ─► ... last block ─join─► (B, T, D)
+              T/size          └─ norm ─►│gather│ q k v ─ attention ─ o │reduce-scatter│─┘
+                                  T/size     T       divided by heads              T/size
+
+Gather and reduce-scatter together send as many bytes as the all-reduce they replace, and norms, dropouts and what they
+save for backward shrink by the number of ranks.
+
+Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", arXiv:2205.05198, section 4.2.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from ls_strategy.axis import Axis
+from ls_strategy.errors import PlanError
+from ls_strategy.parallel.cuts import Layer, Owned, Resolved
+from ls_strategy.parallel.hooks import Hooks, change_first, change_output
+from ls_strategy.parallel.random import Streams
+from ls_strategy.parallel.regions import copy_to, gather_sequence, join_sequence, slice_sequence
+from ls_strategy.parallel.styles import Column, Features, Replicate, Row, Vocab
+
+NAMES = ("hidden_states", "input", "x", "src", "tgt")
+"""What blocks and their parts call their input, when it is not positional."""
+
+
+class TokenBlocks:
+    """The blocks of a model whose activations are divided along the tokens, and the modules in them that gather."""
+
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], resolved: Resolved) -> None:
+        """Check that it can be done.
+
+        Args:
+            model: all of it.
+            blocks: in the order of their calls; those of one ``nn.ModuleList`` are a stack with its own entry and exit.
+            resolved: the plan, checked against the model.
+
+        Raises:
+            PlanError: there are no blocks, or the plan does not suit.
+        """
+        if not blocks:
+            raise PlanError(
+                "sequence=True needs the blocks between which activations are divided along the tokens, but none were "
+                "given. Name the repeated blocks of the model."
+            )
+        self.blocks = list(blocks)
+        self.names = resolved.names
+        self._inside = {id(m) for block in blocks for m in block.modules()}
+        self.layers = [layer for layer in resolved.layers if id(layer.module) in self._inside]
+        for layer in self.layers:
+            _check(layer)
+        self.parents = self._find_parents(model)
+        self.partial = self._find_partial(model, resolved)
+
+    def holds(self, module: nn.Module) -> bool:
+        """Whether the module is in one of the blocks."""
+        return id(module) in self._inside
+
+    def stacks(self, model: nn.Module) -> list[list[nn.Module]]:
+        """The blocks, by the module that holds them."""
+        holder = {id(child): id(m) for m in model.modules() for child in m.children()}
+        stacks: dict[int, list[nn.Module]] = {}
+        for block in self.blocks:
+            stacks.setdefault(holder.get(id(block), 0), []).append(block)
+        return list(stacks.values())
+
+    def _find_parents(self, model: nn.Module) -> list[nn.Module]:
+        """Modules that own column layers: what they get is gathered."""
+        columns = {id(layer.module): layer for layer in self.layers if isinstance(layer.style, Column)}
+        blocks = {id(b) for b in self.blocks}
+        parents: dict[int, nn.Module] = {}
+        for parent, child in owners(model):
+            if id(child) not in columns:
+                continue
+            if id(parent) in blocks or id(parent) not in self._inside:
+                raise PlanError(
+                    f"sequence=True: column layer {columns[id(child)].name!r} belongs to block "
+                    f"{self.names[id(parent)]!r} itself. What gets all tokens is the input of the module that owns the "
+                    "column layers: put attention and MLP into modules of their own, or set sequence=False."
+                )
+            parents[id(parent)] = parent
+        return list(parents.values())
+
+    def _find_partial(self, model: nn.Module, resolved: Resolved) -> list[Owned]:
+        """Parameters in the blocks that are whole on every rank, but see only some tokens or heads."""
+        kept = {id(layer.module) for layer in self.layers if isinstance(layer.style, Replicate)}
+        done = {id(owned.parameter) for owned, _ in resolved.cuts()}
+        done |= {id(owned.parameter) for owned, style, _ in resolved.parameters if isinstance(style, Replicate)}
+        found: dict[int, Owned] = {}
+        for module in model.modules():
+            for key, parameter in module.named_parameters(recurse=False):
+                if self.holds(module) and id(module) not in kept and id(parameter) not in done:
+                    found.setdefault(id(parameter), Owned(f"{self.names[id(module)]}.{key}", module, key))
+        outside = self._outside(model)
+        for ident, owned in found.items():
+            if ident in outside:
+                raise PlanError(
+                    f"sequence=True: {owned.name} in a block and {outside[ident]} outside of the blocks are one "
+                    "parameter, which would get its gradient from some tokens and from all of them. Set sequence=False."
+                )
+        return list(found.values())
+
+    def _outside(self, model: nn.Module) -> dict[int, str]:
+        """Parameters that are reached without entering a block, by id."""
+        found: dict[int, str] = {}
+        blocks = {id(block) for block in self.blocks}
+        waiting = [("", model)]
+        while waiting:
+            name, module = waiting.pop()
+            for key, parameter in module.named_parameters(recurse=False):
+                found.setdefault(id(parameter), f"{name}.{key}".lstrip("."))
+            for key, child in module.named_children():
+                if id(child) not in blocks:
+                    waiting.append((f"{name}.{key}".lstrip("."), child))
+        return found
+
+    def attach(self, model: nn.Module, axis: Axis, hooks: Hooks, streams: Streams, draws: Callable[[], bool]) -> None:
+        """Cut on entry, gather inside, join on exit.
+
+        Args:
+            model: all of it.
+            axis: the ranks.
+            hooks: where hooks go.
+            streams: random numbers.
+            draws: whether the model draws any.
+        """
+        for block in self.blocks:
+            _fork_block(block, hooks, streams, draws)
+        for parent in self.parents:
+            _attach_parent(parent, axis, hooks, streams)
+        for stack in self.stacks(model):
+            hooks.before(stack[0], lambda _m, args, kwargs: change_first(args, kwargs, _slicer(axis), NAMES))
+            hooks.after(stack[-1], lambda _m, _args, out: change_output(out, lambda x: join_sequence(x, axis)))
+
+
+def owners(model: nn.Module) -> Iterable[tuple[nn.Module, nn.Module]]:
+    """``(module, module inside that it calls)``, where lists and dicts of modules count as their owner."""
+
+    def below(owner: nn.Module, module: nn.Module) -> Iterable[tuple[nn.Module, nn.Module]]:
+        for child in module.children():
+            if isinstance(child, nn.ModuleList | nn.ModuleDict):
+                yield from below(owner, child)
+            else:
+                yield owner, child
+
+    for module in model.modules():
+        if not isinstance(module, nn.ModuleList | nn.ModuleDict):
+            yield from below(module, module)
+
+
+def _slicer(axis: Axis) -> Callable[[Tensor], Tensor]:
+    def cut(x: Tensor) -> Tensor:
+        if x.dim() < 3 or x.shape[1] % axis.size:
+            raise PlanError(
+                f"sequence=True divides the tokens of hidden states (B, T, D) over {axis.size} ranks, but the first "
+                f"block got {tuple(x.shape)}. Pad T to a multiple of {axis.size}, or set sequence=False."
+            )
+        return slice_sequence(x, axis)
+
+    return cut
+
+
+def _fork_block(block: nn.Module, hooks: Hooks, streams: Streams, draws: Callable[[], bool]) -> None:
+    """All of the block draws this rank's own numbers, but where `_attach_parent` says otherwise."""
+    opened: list[Any] = []
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        opened.clear()
+        x = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None)
+        if x is not None and module.training and draws() and streams.open(x.device):
+            opened.append(x.device)
+
+    def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
+        while opened:
+            streams.close(opened.pop())
+
+    hooks.before(block, enter)
+    hooks.after(block, leave, always=True)
+
+
+def _attach_parent(parent: nn.Module, axis: Axis, hooks: Hooks, streams: Streams) -> None:
+    def enter(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """All tokens of the input; other hidden states (an encoder's) are whole, but their gradients are partial."""
+        gathered: list[Tensor] = []
+
+        def gather(x: Tensor) -> Tensor:
+            streams.common(x.device)
+            gathered.append(gather_sequence(x, axis))
+            return gathered[0]
+
+        args, kwargs = change_first(args, kwargs, gather, NAMES)
+
+        def other(value: Any) -> Any:
+            whole = isinstance(value, Tensor) and value.dim() == 3 and value.requires_grad and value is not gathered[0]
+            return copy_to(value, axis) if whole else value
+
+        return tuple(other(v) for v in args), {name: other(v) for name, v in kwargs.items()}
+
+    def leave(_module: nn.Module, _args: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple | list) else output
+        if isinstance(first, Tensor):
+            streams.own(first.device)
+
+    hooks.before(parent, enter)
+    hooks.after(parent, leave)
+
+
+def _check(layer: Layer) -> None:
+    style = layer.style
+    whole = (isinstance(style, Column | Features) and style.gather) or (isinstance(style, Row) and style.split)
+    if whole:
+        raise PlanError(
+            f"sequence=True: layer {layer.name!r} is {style}, whose neighbours compute on whole features. Divide it by "
+            "`sections`, or set sequence=False."
+        )
+    if isinstance(style, Vocab):
+        raise PlanError(f"sequence=True: layer {layer.name!r} in a block is {style}. Divide the vocabulary outside.")

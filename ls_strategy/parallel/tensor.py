@@ -1,0 +1,373 @@
+"""Tensor parallelism: parameters are cut in place, and hooks put the collectives around their modules.
+
+::
+
+    x ──copy──► column (q, k, v) ──► attention, by heads ──► row (o) ──sum──► y
+       backward: one sum for all     own random numbers       bias after the sum
+
+Modules and parameters keep their names and identities. A block of attention and MLP costs two sums of its activations
+forward and two backward. Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ls_strategy.axis import Axis
+from ls_strategy.layout import TensorPart
+from ls_strategy.parallel.cuts import Layer, Owned, Resolved, is_conv1d, resolve
+from ls_strategy.parallel.hooks import GradientSums, Hooks, NoPickle, Undo, change_first
+from ls_strategy.parallel.logits import wrap_vocabulary
+from ls_strategy.parallel.random import Streams, share_random_state, wire_device
+from ls_strategy.parallel.regions import (
+    SharedCopy,
+    gather_from,
+    reduce_from,
+    scatter_sequence,
+    scatter_to,
+    sum_copies,
+)
+from ls_strategy.parallel.sequence import TokenBlocks, owners
+from ls_strategy.parallel.styles import Column, Features, PartialGradient, Plan, Row, Vocab
+
+
+def apply_tensor_parallel(
+    model: nn.Module, plan: Plan, axis: Axis, *, sequence: bool = False, blocks: Sequence[nn.Module] = ()
+) -> TensorParallel:
+    """Divide a model over the ranks of ``axis``, in place. Collective.
+
+    Parameters keep their identity; those that are cut get the local shape. What has values (is not on the meta device)
+    becomes rank 0's, buffers too. Of parameters on meta the caller fills the part that `TensorParallel.parts` names.
+
+    Args:
+        model: whole, the same on every rank in structure.
+        plan: see `ls_strategy.parallel.styles`.
+        axis: the ranks. With a single one everything is checked, and nothing but attributes is changed.
+        sequence: divide activations between ``blocks`` along the tokens, dimension 1 of ``(B, T, D)``.
+        blocks: with ``sequence``, the repeated blocks. All that mixes tokens in them must have column and row layers.
+
+    Raises:
+        PlanError: the plan does not fit the model; before anything is changed or sent, on all ranks alike.
+    """
+    resolved = resolve(model, plan, axis.size)
+    tokens = TokenBlocks(model, blocks, resolved) if sequence else None
+    for module, name, value in resolved.attributes.values():
+        setattr(module, name, value)
+    return TensorParallel(model, resolved, axis, tokens)
+
+
+class TensorParallel:
+    """A divided model: what this rank holds of it, and the hooks that make it compute as the whole one would."""
+
+    def __init__(self, model: nn.Module, resolved: Resolved, axis: Axis, tokens: TokenBlocks | None) -> None:
+        """Cut and attach. See `apply_tensor_parallel`."""
+        self.axis = axis
+        self.parts: dict[int, TensorPart] = {}
+        """What this rank holds of every parameter that was cut, by the parameter's id."""
+
+        self._lines = _describe(resolved, axis, tokens)
+        self._hooks = Hooks()
+        if axis.size == 1:
+            return
+        self._copy = SharedCopy(axis)
+        self._streams = Streams(axis.rank)
+        self._draws = _DropoutSources(model)
+        self._tokens = tokens
+        self._gradients = GradientSums(self._hooks)
+        _broadcast(model, axis)
+        share_random_state(axis, torch.device("cpu"))
+        device = next((p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")), None)
+        if device is not None:
+            share_random_state(axis, device)
+        self._cut(resolved)
+        for owned, style, _ in resolved.parameters:
+            if isinstance(style, PartialGradient):
+                self._gradients.add(owned, axis.all_reduce)
+        for layer in resolved.layers:
+            self._attach(layer)
+        self._attach_parents(model, resolved)
+        if tokens is not None:
+            for owned in tokens.partial:
+                self._gradients.add(owned, axis.all_reduce)
+            tokens.attach(model, axis, self._hooks, self._streams, self._draws)
+        self._hooks.keep(model.register_forward_pre_hook(NoPickle()))
+
+    def describe(self) -> str:
+        """What is divided, over how many lines."""
+        return "\n".join(self._lines)
+
+    def remove(self) -> None:
+        """Take the hooks off; parameters stay cut. Idempotent."""
+        self._hooks.remove()
+
+    # parameters ------------------------------------------------------------------------------------------------------
+
+    def _cut(self, resolved: Resolved) -> None:
+        """Cut every parameter once, whoever shares it, and sum the gradients of parts that several ranks hold."""
+        for owned, cut in resolved.cuts():
+            parameter = owned.parameter
+            if id(parameter) not in self.parts:
+                part = cut.part(parameter.shape, self.axis.rank, self.axis.size)
+                parameter.data = _take(parameter.data, part)
+                self.parts[id(parameter)] = part
+            if cut.copies > 1:
+                self._gradients.add(owned, self._sum_over(cut.copies))
+
+    def _sum_over(self, copies: int) -> Callable[[Tensor], Tensor]:
+        return lambda grad: sum_copies(grad, self.axis, copies)
+
+    # layers ----------------------------------------------------------------------------------------------------------
+
+    def _attach(self, layer: Layer) -> None:
+        match layer.style:
+            case Column():
+                self._attach_column(layer, layer.style)
+            case Row():
+                self._attach_row(layer, layer.style)
+            case Vocab() if isinstance(layer.module, nn.Embedding):
+                self._attach_embedding(layer.module)
+            case Vocab():
+                self._attach_head(layer.module)
+            case Features():
+                self._attach_features(layer.module, layer.style)
+            case PartialGradient():
+                self._attach_partial(layer)
+            case _:
+                pass
+
+    def _divides_tokens(self, module: nn.Module) -> bool:
+        return self._tokens is not None and self._tokens.holds(module)
+
+    def _attach_column(self, layer: Layer, style: Column) -> None:
+        module = layer.module
+        if is_conv1d(module):
+            _set(module, "nf", self._local(module, "weight", 1))
+        else:
+            _set(module, "out_features", self._local(module, "weight", 0))
+        if not self._divides_tokens(module):  # there, the owner's gather has the sum in its backward
+            self._copy_input(module)
+        if style.gather:
+            order = _Order(layer.cuts["weight"].sections, self.axis)
+            self._hooks.after(module, lambda _m, _args, y: order.restore(gather_from(y, self.axis)))
+        else:
+            self._hooks.after(module, self._enter_region)
+
+    def _enter_region(self, module: nn.Module, _args: Any, output: Tensor) -> None:
+        if module.training and self._draws():
+            self._streams.open(output.device)
+
+    def _copy_input(self, module: nn.Module) -> None:
+        self._hooks.before(module, lambda _m, args, kwargs: change_first(args, kwargs, self._copy))
+
+    def _attach_row(self, layer: Layer, style: Row) -> None:
+        axis, module = self.axis, layer.module
+        order = _Order(layer.cuts["weight"].sections, axis)
+        divides_tokens = self._divides_tokens(module)
+        if not is_conv1d(module):
+            _set(module, "in_features", self._local(module, "weight", 1))
+
+        def before(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+            self._copy.clear()
+            if not style.split:
+                if not divides_tokens:
+                    change_first(args, kwargs, self._leave_region)
+                return None
+            return change_first(args, kwargs, lambda x: scatter_to(order.sort(x), axis))
+
+        def after(module: nn.Module, _args: Any, y: Tensor) -> Tensor:
+            y = scatter_sequence(y, axis) if divides_tokens else reduce_from(y, axis)
+            return y if module.bias is None else y + module.bias.to(y.dtype)  # type: ignore[union-attr, operator]
+
+        self._hooks.before(module, before)
+        self._hooks.after(module, after)
+        if module.bias is not None:
+            _replace_forward(module, _conv1d_product if is_conv1d(module) else _linear_product, self._hooks)
+
+    def _leave_region(self, x: Tensor) -> Tensor:
+        self._streams.close(x.device)
+        return x
+
+    def _attach_embedding(self, module: nn.Embedding) -> None:
+        """Tokens of other ranks look up any row, and what comes out is set to zero before the sum."""
+        part = self.parts[id(module.weight)]
+        (start, length), others = part.runs[0], list[Tensor]()
+        module.num_embeddings = length
+        if module.padding_idx is not None:
+            local = module.padding_idx - start
+            module.padding_idx = local if 0 <= local < length else None
+
+        def before(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+            def local_rows(tokens: Tensor) -> Tensor:
+                others[:] = [(tokens < start) | (tokens >= start + length)]
+                return (tokens - start).masked_fill(others[0], 0)
+
+            return change_first(args, kwargs, local_rows)
+
+        def after(_module: nn.Module, _args: Any, y: Tensor) -> Tensor:
+            return reduce_from(y.masked_fill(others.pop().unsqueeze(-1), 0), self.axis)
+
+        self._hooks.before(module, before)
+        self._hooks.after(module, after)
+
+    def _attach_head(self, module: nn.Module) -> None:
+        part = self.parts[id(module.weight)]
+        full, start = part.full_shape[0], part.runs[0][0]
+        _set(module, "out_features", part.shape[0])
+
+        def after(_module: nn.Module, _args: Any, logits: Tensor) -> Tensor:
+            self._copy.clear()
+            return wrap_vocabulary(logits, self.axis, full, start)
+
+        self._copy_input(module)
+        self._hooks.after(module, after)
+
+    def _attach_features(self, module: nn.Module, style: Features) -> None:
+        _set(module, "embedding_dim", self._local(module, "weight", 1))
+        if style.gather:
+            self._hooks.after(module, lambda _m, _args, y: gather_from(y, self.axis))
+
+    def _attach_partial(self, layer: Layer) -> None:
+        """Sums gradients of all parameters below; and its dropout draws this rank's own numbers."""
+        for name, module in layer.module.named_modules(prefix=layer.name):
+            for key, parameter in module.named_parameters(recurse=False):
+                if id(parameter) not in self.parts:
+                    self._gradients.add(Owned(f"{name}.{key}", module, key), self.axis.all_reduce)
+        opened: list[torch.device] = []
+
+        def before(module: nn.Module, args: Any, _kwargs: Any) -> None:
+            opened.clear()
+            x = next((v for v in args if isinstance(v, Tensor)), None)
+            if x is not None and module.training and self._draws() and self._streams.open(x.device):
+                opened.append(x.device)
+
+        def after(_module: nn.Module, _args: Any, _output: Any) -> None:
+            while opened:
+                self._streams.close(opened.pop())
+
+        self._hooks.before(layer.module, before)
+        self._hooks.after(layer.module, after, always=True)
+
+    def _local(self, module: nn.Module, key: str, dim: int) -> int:
+        return self.parts[id(getattr(module, key))].shape[dim]
+
+    def _attach_parents(self, model: nn.Module, resolved: Resolved) -> None:
+        """A region of own random numbers ends with the module that owns its column layer, at the latest."""
+        columns = {id(layer.module) for layer in resolved.layers if isinstance(layer.style, Column)}
+        parents = {id(parent): parent for parent, child in owners(model) if id(child) in columns}
+
+        def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
+            self._streams.close_all()
+
+        for parent in parents.values():
+            if not self._divides_tokens(parent):
+                self._hooks.after(parent, leave, always=True)
+
+
+class _Order:
+    """Between the order of whole features and that in which ranks' parts follow each other, with sections."""
+
+    def __init__(self, sections: Sequence[int], axis: Axis) -> None:
+        self._sections = sections
+        self._size = axis.size
+
+    def restore(self, x: Tensor) -> Tensor:
+        """From parts one after the other, to sections one after the other; the last dimension."""
+        if len(self._sections) == 1:
+            return x
+        parts = [p.split([s // self._size for s in self._sections], -1) for p in x.chunk(self._size, -1)]
+        return torch.cat([part[i] for i in range(len(self._sections)) for part in parts], -1)
+
+    def sort(self, x: Tensor) -> Tensor:
+        """The inverse of `restore`."""
+        if len(self._sections) == 1:
+            return x
+        sections = [s.chunk(self._size, -1) for s in x.split(list(self._sections), -1)]
+        return torch.cat([section[r] for r in range(self._size) for section in sections], -1)
+
+
+class _DropoutSources:
+    """Whether a model draws random numbers in training, as far as its attributes tell."""
+
+    def __init__(self, model: nn.Module) -> None:
+        found: dict[tuple[int, str], Any] = {}
+        for module in model.modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd):
+                found[id(module), "p"] = module
+            for holder in (module, getattr(module, "config", None)):
+                for name, value in vars(holder).items() if hasattr(holder, "__dict__") else ():
+                    if "drop" in name and isinstance(value, float):
+                        found[id(holder), name] = holder
+        self._sources = [(holder, name) for (_, name), holder in found.items()]
+
+    def __call__(self) -> bool:
+        return any(getattr(holder, name, 0) > 0 for holder, name in self._sources)
+
+
+# --- functions -------------------------------------------------------------------------------------------------------
+
+
+def _linear_product(module: nn.Module, input: Tensor) -> Tensor:
+    """`nn.Linear` without its bias."""
+    return functional.linear(input, module.weight)  # type: ignore[arg-type]
+
+
+def _conv1d_product(module: nn.Module, x: Tensor) -> Tensor:
+    """Conv1D of transformers without its bias."""
+    return x @ module.weight  # type: ignore[operator]
+
+
+def _set(module: nn.Module, name: str, value: int) -> None:
+    setattr(module, name, value)
+
+
+def _replace_forward(module: nn.Module, forward: Callable[..., Tensor], hooks: Hooks) -> None:
+    module.forward = types.MethodType(forward, module)
+    hooks.keep(Undo(lambda: vars(module).pop("forward", None)))
+
+
+def _take(full: Tensor, part: TensorPart) -> Tensor:
+    """The part, in memory of its own."""
+    if full.is_meta:
+        return full.new_empty(part.shape)
+    pieces = [full.narrow(part.dim, first, length) for first, length in part.runs]
+    if len(pieces) == 1:
+        return pieces[0].clone(memory_format=torch.contiguous_format)
+    return torch.cat(pieces, part.dim)
+
+
+def _broadcast(model: nn.Module, axis: Axis) -> None:
+    """Rank 0's values, where there are any."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_meta:
+            continue
+        wire = tensor.data.to(wire_device(axis, tensor.device)).contiguous()
+        axis.broadcast_(wire.view(torch.uint8) if wire.dtype is torch.bool else wire)
+        if wire.data_ptr() != tensor.data_ptr():
+            tensor.data.copy_(wire)
+
+
+def _describe(resolved: Resolved, axis: Axis, tokens: TokenBlocks | None) -> list[str]:
+    counts = Counter(type(layer.style).__name__ for layer in resolved.layers)
+    counts.update(type(style).__name__ for _, style, _ in resolved.parameters)
+    whole: dict[int, tuple[int, int]] = {}
+    for owned, cut in resolved.cuts():
+        shape = tuple(owned.parameter.shape)
+        part = cut.part(shape, axis.rank, axis.size)
+        full = owned.parameter.numel()
+        whole[id(owned.parameter)] = (full, full // shape[cut.dim] * part.shape[cut.dim])
+    lines = [
+        f"tensor parallelism over {axis.size} ranks: "
+        + (", ".join(f"{n} {style}" for style, n in sorted(counts.items())) or "nothing divided"),
+        f"parameters cut: {len(whole)}, {sum(f for f, _ in whole.values()):,} elements, of which this rank holds "
+        f"{sum(p for _, p in whole.values()):,}",
+    ]
+    if tokens is not None:
+        lines.append(f"activations between {len(tokens.blocks)} blocks are divided along the tokens")
+    return lines

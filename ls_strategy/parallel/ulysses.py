@@ -1,0 +1,302 @@
+"""Sequence parallelism over whole blocks: every rank has all parameters, and a part of the tokens.
+
+::
+
+    tokens (B, T) ─► embedding, positions, masks ─► (B, T, D)        the same on every rank
+                        blocks: cut on entry     ─► (B, T/size, D)   attention exchanges tokens for heads
+                        final norm, head         ─► (B, T/size, V)   token by token
+                        logits look like            (B, T, V)        see `logits`
+
+Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509. Every rank's gradients are ``size`` times what its own tokens
+give, so that the average over the ranks, which data parallelism takes anyway, is the gradient of the whole batch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ls_strategy._compat import current_backward_pass
+from ls_strategy.axis import Axis
+from ls_strategy.errors import PlanError
+from ls_strategy.parallel.attention import Interception, attention_over, leave, reenter
+from ls_strategy.parallel.divided import Cut, whole
+from ls_strategy.parallel.hooks import Hooks, change_output
+from ls_strategy.parallel.logits import wrap_sequence
+from ls_strategy.parallel.random import draw, generator_of, hash64, set_state
+from ls_strategy.parallel.token_check import compare_with_whole
+from ls_strategy.parallel.tokens import Call, hidden_states, narrow
+
+_CACHES = ("past_key_values", "past_key_value", "layer_past", "cache")
+_MARK = "_ls_strategy_tokens"
+"""Attribute of hidden states that are cut: tokens of all ranks."""
+
+
+class SequenceParallel:
+    """Blocks that work on a part of the tokens, until `remove`. Made by `apply_sequence_parallel`."""
+
+    def __init__(
+        self, model: nn.Module, axis: Axis, blocks: Sequence[nn.Module], head: nn.Module | None, *, check: bool
+    ) -> None:
+        """Attach everything."""
+        self.axis = axis
+        self.blocks = list(blocks)
+        self.head = head
+        names = {id(module): name for name, module in model.named_modules()}
+        self._names = {id(module): names.get(id(module), type(module).__name__) for module in (*blocks, head)}
+        self._tokens: int | None = None
+        """Of the sequence that is on its way through the blocks; None before the first of them."""
+        self._cut = False
+        """Whether it is cut."""
+        self._unchecked: Call | None = None
+        self._check = check
+        self._inside: dict[int, nn.Module] = {}
+        self._hooks = Hooks()
+        self._forwards: list[_Forward] = []
+        if axis.size > 1:
+            self._attach(model)
+
+    def describe(self) -> str:
+        """One line for the log."""
+        kinds = ", ".join(sorted({type(block).__name__ for block in self.blocks}))
+        head = "joined after the last" if self.head is None else f"joined in the loss of {self._names[id(self.head)]!r}"
+        return f"tokens divided over {self.axis.size} ranks in {len(self.blocks)} blocks ({kinds}), {head}"
+
+    def remove(self) -> None:
+        """Give blocks, head and torch's attention back as they were. Idempotent."""
+        self._hooks.remove()
+        for forward in self._forwards:
+            forward.remove()
+        self._forwards.clear()
+
+    def _attach(self, model: nn.Module) -> None:
+        for module in model.modules():
+            inside = any(m is self.blocks[0] for m in module.modules())
+            if inside and module is not self.blocks[0]:
+                self._hooks.before(module, self._begin)
+        for block in self.blocks:
+            self._hooks.before(block, self._enter)
+            self._hooks.after(block, self._leave)
+            self._forwards.append(_Forward(self, block))
+            for module in block.modules():
+                if module is not block and _may_attend(module):
+                    self._inside[id(module)] = module
+                    self._hooks.before(module, self._resume)
+                    self._hooks.after(module, self._pause, always=True)
+        if self.head is not None:
+            self._hooks.after(self.head, self._wrap)
+        self._hooks.keep(Interception())
+
+    # hooks -----------------------------------------------------------------------------------------------------------
+
+    def _begin(self, _module: nn.Module, _args: Any, _kwargs: Any) -> None:
+        """A module that contains the blocks was called: what reaches the first block is whole."""
+        self._tokens = None
+
+    def _enter(self, block: nn.Module, args: Any, kwargs: Any) -> Call | None:
+        """Before a block: its arguments, cut."""
+        if not self._is_mine(block):
+            return None
+        hidden = hidden_states(args, kwargs)
+        tokens = self._tokens = self._count(block, hidden)
+        self._cut = self._must_cut(tokens, kwargs)
+        if not self._cut:
+            return None
+        if self._check and block.training and hidden.shape[1] == tokens:
+            self._unchecked = (args, kwargs)
+        share = tokens // self.axis.size
+        return narrow((args, kwargs), tokens, self.axis.rank * share, share)
+
+    def _leave(self, block: nn.Module, _args: Any, output: Any) -> Any:
+        """After a block: its tokens stay cut, but after the last of a model without a head."""
+        if not self._cut or not self._is_mine(block):
+            return None
+        return change_output(output, lambda hidden: self._close(block, hidden))
+
+    def _close(self, block: nn.Module, hidden: Tensor) -> Tensor:
+        assert self._tokens is not None
+        share = self._tokens // self.axis.size
+        if hidden.dim() < 3 or hidden.shape[1] != share:
+            raise PlanError(
+                f"block {self._names[id(block)]!r} got {share} of {self._tokens} tokens and returned a tensor of shape "
+                f"{tuple(hidden.shape)}. A block must return (batch, tokens, width) with as many tokens as it got."
+            )
+        if self.head is None and block is self.blocks[-1]:
+            return whole(hidden, [Cut(self.axis, 1, (share,) * self.axis.size, averaged=True)])
+        setattr(hidden, _MARK, self._tokens)
+        return hidden
+
+    def _wrap(self, head: nn.Module, _args: Any, output: Any) -> Any:
+        """After the head: logits that look whole."""
+        if not self._cut or self._tokens is None or head is not self.head:
+            return None
+        share = self._tokens // self.axis.size
+        if not isinstance(output, Tensor) or output.dim() < 3 or output.shape[1] != share:
+            got = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+            raise PlanError(
+                f"head {self._names[id(head)]!r} returned {got} where each of {self.axis.size} ranks has {share} of "
+                f"{self._tokens} tokens. It must see all of them, (batch, tokens, width): drop what picks single "
+                "tokens before it (logits_to_keep, hidden[:, -1]), or name no head, so that tokens are joined after "
+                "the last block."
+            )
+        return wrap_sequence(output, self.axis, self._tokens)
+
+    def _resume(self, module: nn.Module, _args: Any, _kwargs: Any) -> None:
+        """Backward recomputes what was checkpointed inside of a block, past the block's own forward."""
+        if current_backward_pass() != -1 and self._inside.get(id(module)) is module:
+            reenter(self.axis, module)
+
+    def _pause(self, module: nn.Module, _args: Any, _output: Any) -> None:
+        leave(module)
+
+    def _is_mine(self, block: nn.Module) -> bool:
+        """Copies of a block have its hooks, too, but run as ever."""
+        return any(block is b for b in self.blocks)
+
+    def _count(self, block: nn.Module, hidden: Tensor) -> int:
+        """Tokens of all ranks."""
+        known, length = getattr(hidden, _MARK, self._tokens), hidden.shape[1]
+        may_begin = block is self.blocks[0] and not hasattr(hidden, _MARK)
+        if known is None or (may_begin and length * self.axis.size != known):
+            return length
+        if length != known and length * self.axis.size != known:
+            raise PlanError(
+                f"block {self._names[id(block)]!r} got {length} tokens where the sequence has {known}, of which each "
+                f"of {self.axis.size} ranks has {known // self.axis.size}. Blocks must pass on all tokens they get."
+            )
+        if may_begin:
+            raise PlanError(
+                f"block {self._names[id(block)]!r}, the first one, got {length} tokens after {known} before, and this "
+                f"may be a part of these or another sequence. Call the blocks inside the forward of a module."
+            )
+        return known
+
+    def _must_cut(self, tokens: int, kwargs: dict[str, Any]) -> bool:
+        """Without gradients, what cannot be divided runs whole on every rank: generation, odd lengths."""
+        fits = tokens % self.axis.size == 0 and tokens >= 2 * self.axis.size
+        if not torch.is_grad_enabled():
+            return fits and all(kwargs.get(name) is None for name in _CACHES)
+        if not fits:
+            raise PlanError(
+                f"{tokens} tokens cannot be divided over the {self.axis.size} ranks of the {self.axis.name!r} axis, at "
+                f"least two to each. Pad the batch to a multiple of {self.axis.size} tokens, or change the size."
+            )
+        return True
+
+    # forward of a block ----------------------------------------------------------------------------------------------
+
+    def run(self, block: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        """A block's forward, on this rank's tokens. Again in backward where activations are recomputed."""
+        if not (torch.is_grad_enabled() or self._cut):
+            return forward(*args, **kwargs)
+        name, unchecked = self._names[id(block)], self._unchecked
+        if unchecked is not None:
+            assert self._tokens is not None
+            self._check, self._unchecked = False, None
+            compare_with_whole(block, forward, unchecked, self._tokens, self.axis, name)
+        device = hidden_states(args, kwargs).device
+        with _own_stream(self.axis, device) if block.training else nullcontext(), attention_over(self.axis) as region:
+            output = forward(*args, **kwargs)
+        if not region.calls:
+            raise attention_unseen(name)
+        return output
+
+
+@contextmanager
+def _own_stream(axis: Axis, device: torch.device) -> Generator[None, None, None]:
+    """Inside, every rank draws its own numbers; afterwards all go on alike.
+
+    The numbers follow from the generator's state alone, so that recomputation in backward draws the same.
+    """
+    generator = generator_of(device)
+    number, after = draw(generator)
+    # Seeds of 32 bits are none that `random.forked` could take for its own: regions inside work as ever.
+    generator.manual_seed(hash64(number << 16 | axis.rank) >> 32)
+    try:
+        yield
+    finally:
+        set_state(generator, after)
+
+
+class _Forward:
+    """Stands in for the forward of a block."""
+
+    def __init__(self, owner: SequenceParallel, block: nn.Module) -> None:
+        self._owner, self._block = owner, block
+        self._before = vars(block).get("forward")
+        self._forward = block.forward
+        self.__signature__ = inspect.signature(block.forward)
+        block.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._owner.run(self._block, self._forward, args, kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of the block runs on all tokens.
+        return getattr, (self._block, "forward")
+
+    def remove(self) -> None:
+        if vars(self._block).get("forward") is self:
+            del self._block.forward
+            if self._before is not None:
+                self._block.forward = self._before
+
+
+def _may_attend(module: nn.Module) -> bool:
+    """Whether attention may be called in the module's forward: in none of torch's elementary layers."""
+    elementary = type(module).__module__.startswith("torch.nn.modules")
+    return not elementary or any(True for _ in module.children())
+
+
+def attention_unseen(name: str) -> PlanError:
+    """The error for a block whose attention stays among this rank's tokens."""
+    return PlanError(
+        f"block {name!r} is divided along the tokens, but never called torch.nn.functional."
+        "scaled_dot_product_attention by that name: tokens of different ranks would not see each other. Use it for the "
+        'attention (in transformers: attn_implementation="sdpa"; in nn.MultiheadAttention: need_weights=False), or '
+        "leave modules without attention out of the blocks."
+    )
+
+
+def apply_sequence_parallel(
+    model: nn.Module, axis: Axis, *, blocks: Sequence[nn.Module], head: nn.Module | None, check: bool = True
+) -> SequenceParallel:
+    """Divide the tokens over the ranks of ``axis`` between the first block's input and the loss.
+
+    All ranks of the axis must see the same batches, and their gradients must be averaged. Arguments of the blocks are
+    cut as in `tokens`; a block's attention must be `torch.nn.functional.scaled_dot_product_attention` over heads that
+    the size of the axis divides. Modules after the blocks must work token by token. Dropout in the blocks draws other
+    numbers on every rank, everything else the same.
+
+    The first training forward compares a block on its own tokens with the block on all of them.
+
+    Args:
+        model: its parameters may be sharded later.
+        axis: the ranks.
+        blocks: the transformer blocks, in the order of their calls.
+        head: makes logits ``(B, T, V)``, which then look whole; without, tokens are joined after the last block.
+        check: whether to compare. Without, a block that derives positions from the length of its input goes unnoticed.
+
+    Raises:
+        PlanError: there are no blocks, or their attention is known not to go through torch's function. Later, by a
+            forward: heads or tokens do not divide, or the comparison failed.
+    """
+    if not blocks:
+        raise PlanError(
+            "sequence parallelism needs the transformer blocks of the model, but none were given. Name them."
+        )
+    for block in blocks:
+        for module in block.modules():
+            kind = getattr(getattr(module, "config", None), "_attn_implementation", None)
+            if axis.size > 1 and isinstance(kind, str) and kind != "sdpa":
+                raise PlanError(
+                    f"sequence parallelism divides torch.nn.functional.scaled_dot_product_attention, but "
+                    f"{type(module).__name__} is set to attn_implementation={kind!r}. Load the model with "
+                    'attn_implementation="sdpa".'
+                )
+    return SequenceParallel(model, axis, blocks, head, check=check)

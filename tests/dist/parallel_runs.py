@@ -1,0 +1,161 @@
+"""One small GPT, trained on the same global batches by any number of ranks, however they divide it among them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from ls_strategy.strategy import ZeROStrategy
+from recipes.gpt.network import GPT, GPTConfig
+from tests.dist.ranks import mean_over_ranks, quiet
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 61,  # of no number of ranks a multiple
+    "block_size": 16,
+    "num_layers": 2,
+    "num_heads": 4,
+    "width": 32,
+}
+BATCH = 4
+"""Sequences of a step, of all ranks together."""
+
+
+@dataclass
+class Run:
+    """What is trained, and how. Without options: the trusted run, a plain Trainer on one process."""
+
+    options: dict[str, Any] | None = None
+    """Arguments of `ZeROStrategy`."""
+
+    shape: dict[str, Any] = field(default_factory=dict)
+    steps: int = 20
+    trainer: dict[str, Any] = field(default_factory=dict)
+    resume: str | None = None
+    save: tuple[int, str] | None = None
+    """After which step, and where."""
+
+    def __str__(self) -> str:
+        return ",".join(f"{k}={v}" for k, v in {**(self.options or {}), **self.shape, **self.trainer}.items())
+
+
+@dataclass
+class Outcome:
+    """What a run left behind; ``weights`` on rank 0 only."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+class Module(pl.LightningModule):
+    """A plain LightningModule: no rank, no collective."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.run = run
+        self.outcome = Outcome()
+        self.model: GPT | None = None
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = GPT(GPTConfig(**{**SHAPE, **self.run.shape}))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens_BT, targets_BT = batch
+        loss = functional.cross_entropy(self.model(tokens_BT).float().flatten(0, 1), targets_BT.flatten())
+        self.outcome.losses.append(loss.item())
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.run.save and self.trainer.global_step == self.run.save[0]:
+            self.trainer.save_checkpoint(self.run.save[1])
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if isinstance(self.trainer.strategy, ZeROStrategy):
+            self.outcome.norms.append(self.trainer.strategy.grad_norm().item())
+        else:
+            grads = [p.grad for p in self.parameters()]
+            self.outcome.norms.append(torch.nn.utils.get_total_norm(grads).item())
+
+    def configure_optimizers(self) -> Any:
+        matrices = [p for p in self.parameters() if p.dim() > 1]
+        vectors = [p for p in self.parameters() if p.dim() < 2]
+        groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=2e-3, eps=1e-4, weight_decay=0.1, fused=True)
+
+    def train_dataloader(self) -> DataLoader:
+        """Batch ``i`` of all replicas together holds the same sequences, however many replicas there are."""
+        generator = torch.Generator().manual_seed(1)
+        shape = (self.run.steps * BATCH, SHAPE["block_size"] + 1)
+        text = torch.randint(0, SHAPE["vocab_size"], shape, generator=generator)
+        shard = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        mine = BATCH // shard["num_replicas"]
+        index = torch.arange(len(text)).view(-1, shard["num_replicas"], mine)[:, shard["rank"]].flatten()
+        return DataLoader(TensorDataset(text[index, :-1], text[index, 1:]), batch_size=mine)
+
+
+def train(rank: int, world_size: int, run: Run) -> Outcome:
+    """One run; collective."""
+    quiet()
+    torch.manual_seed(0)
+    module = Module(run)
+    strategy: Any = "auto" if run.options is None else ZeROStrategy(**{"min_unit_numel": 0, **run.options})
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=world_size,
+        strategy=strategy,
+        max_epochs=1,
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **run.trainer,
+    )
+    trainer.fit(module, ckpt_path=run.resume)
+    outcome = module.outcome
+    outcome.losses = mean_over_ranks(outcome.losses)
+    if isinstance(trainer.strategy, ZeROStrategy):
+        outcome.notes["tensor"] = dict(trainer.strategy.tensor_parallel_traffic.elements)
+        outcome.notes["sequence"] = dict(trainer.strategy.sequence_parallel_traffic.elements)
+    weights = trainer.strategy.lightning_module_state_dict()
+    if rank == 0:
+        outcome.weights = {k: v.detach().clone() for k, v in weights.items()}
+    return outcome
+
+
+def train_all(rank: int, world_size: int, runs: list[Run]) -> list[Outcome]:
+    """One run after the other."""
+    return [train(rank, world_size, run) for run in runs]
+
+
+def differences(trusted: Outcome, ours: Outcome) -> dict[str, float]:
+    """Largest relative difference of losses and norms, and of any weight relative to its tensor's largest."""
+    assert len(trusted.losses) == len(ours.losses)
+    assert len(trusted.norms) == len(ours.norms)
+    assert trusted.weights.keys() == ours.weights.keys()
+    found = {
+        kind: max(abs(a - b) / abs(a) for a, b in zip(getattr(trusted, kind), getattr(ours, kind), strict=True))
+        for kind in ("losses", "norms")
+    }
+    pairs = [(v.double(), ours.weights[k].double()) for k, v in trusted.weights.items()]
+    assert all(a.shape == b.shape for a, b in pairs)
+    return {**found, "weights": max(((a - b).abs().max() / a.abs().max()).item() for a, b in pairs)}
+
+
+def unequal(expected: Outcome, runs: list[Run], found: list[Outcome], **limits: float) -> list[str]:
+    """What differs from the trusted run by more than it may; 2e-6 unless said otherwise, 4e-6 for weights."""
+    problems: list[str] = []
+    for run, outcome in zip(runs, found, strict=True):
+        for kind, difference in differences(expected, outcome).items():
+            limit = limits.get(kind, 4e-6 if kind == "weights" else 2e-6)
+            if not difference <= limit:
+                problems.append(f"{run}: {kind} differ by {difference:.3g} (limit {limit:g})")
+    return problems

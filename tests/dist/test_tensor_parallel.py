@@ -1,0 +1,137 @@
+"""Layers divided over ranks: the numbers are those of one process, at every stage, with every number of replicas."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from ls_strategy.cli import main
+from ls_strategy.testing import spawn
+from tests.dist.parallel_runs import Outcome, Run, train_all, unequal
+
+pytestmark = pytest.mark.dist
+
+STAGES = (1, 2, 3)
+
+
+@cache
+def trusted(**shape: Any) -> Outcome:
+    return spawn(train_all, 1, [Run(shape=shape)], init_process_group=False)[0][0]
+
+
+def at_every_stage(world: int, tp: int, shape: dict[str, Any] | None = None, **options: Any) -> None:
+    runs = [Run({"stage": s, "tensor_parallel_size": tp, **options}, shape or {}) for s in STAGES]
+    found = spawn(train_all, world, runs, init_process_group=False, timeout_s=150)[0]
+    assert not unequal(trusted(**(shape or {})), runs, found)
+    for outcome in found[1:]:  # stage against stage: bit for bit
+        assert outcome.losses == found[0].losses
+        assert all(torch.equal(v, found[0].weights[k]) for k, v in outcome.weights.items())
+
+
+@pytest.mark.parametrize(("world", "tp"), [(2, 2), (4, 2), (4, 4)])
+def test_losses_norms_and_weights_are_those_of_one_process(world, tp):
+    at_every_stage(world, tp)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_four_ranks_of_two_replicas():
+    at_every_stage(8, 4)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "untied": {"tied_embeddings": False},
+    "grouped": {"num_kv_heads": 2},
+    "gelu and learned positions": {"mlp": "gelu", "positions": "learned"},
+}
+
+
+@pytest.mark.parametrize("shape", VARIANTS.values(), ids=VARIANTS.keys())
+def test_variants_of_the_model(shape):
+    at_every_stage(2, 2, shape)
+
+
+@pytest.mark.parametrize(("world", "tp"), [(2, 2), (4, 2)])
+def test_tokens_between_the_layers_divided_too(world, tp):
+    at_every_stage(world, tp, tensor_parallel_sequence=True)
+
+
+def test_with_offload_recompute_and_partitioned_activations():
+    shared = {"tensor_parallel_size": 2}
+    runs = [
+        Run({**shared, "stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"}),
+        Run({**shared, "stage": 2, "activation_checkpointing": "full"}),
+        Run({**shared, "stage": 3, "activation_checkpointing": "full", "activation_partitioning": True}),
+        Run({**shared, "stage": 3, "activation_checkpointing": "selective", "activation_offload": "cpu"}),
+        Run({**shared, "stage": 1}, trainer={"gradient_clip_val": 0.5}),
+        Run({**shared, "stage": 1}, trainer={"accumulate_grad_batches": 2}),
+    ]
+    plain = [Run(), Run(), Run(), Run(), *(Run(trainer=r.trainer) for r in runs[4:])]
+    expected = spawn(train_all, 1, plain, init_process_group=False)[0]
+    found = spawn(train_all, 4, runs, init_process_group=False, timeout_s=150)[0]
+    assert not [p for e, r, f in zip(expected, runs, found, strict=True) for p in unequal(e, [r], [f])]
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_traffic_is_four_sums_per_block_and_micro_batch(tp):
+    """b * t * h elements each, of which a rank of n sends 2 (n - 1) / n; and those of embedding, head and loss."""
+    steps = 5
+    found = spawn(train_all, tp, [Run({"stage": 1, "tensor_parallel_size": tp}, steps=steps)], init_process_group=False)
+    b, t, h, blocks = 4, 16, 32, 2
+    sums = 4 * blocks + 2  # the embedding's in forward, the head's in backward
+    per_token = 3  # of the loss: the largest logit, the sum of exponentials, the target's logit
+    elements = steps * (sums * b * t * h + per_token * b * t)
+    for outcome in found:
+        assert outcome[0].notes["tensor"]["all_reduce"] == elements * 2 * (tp - 1) // tp
+
+
+CHECKPOINT_STEPS = 8
+
+
+@pytest.mark.parametrize("save_as", ["sharded", "file"])
+def test_a_checkpoint_goes_on_at_any_size(tmp_path, save_as):
+    """Saved after 4 of 8 steps at one size, resumed at others."""
+    whole = spawn(train_all, 1, [Run(steps=CHECKPOINT_STEPS)], init_process_group=False)[0][0]
+    half = CHECKPOINT_STEPS // 2
+    layouts: dict[str, tuple[int, dict[str, Any]]] = {
+        "tp2": (2, {"stage": 2, "tensor_parallel_size": 2}),
+        "tp4": (4, {"stage": 3, "tensor_parallel_size": 4}),
+        "tp2 dp2": (4, {"stage": 1, "tensor_parallel_size": 2}),
+        "dp2": (2, {"stage": 3}),
+    }
+    saved: dict[str, str] = {}
+    for name in ("tp2", "tp4") if save_as == "sharded" else ("tp2",):
+        world, options = layouts[name]
+        saved[name] = str(tmp_path / f"{name}.ckpt")
+        run = Run({**options, "save_as": save_as}, steps=CHECKPOINT_STEPS, save=(half, saved[name]))
+        spawn(train_all, world, [run], init_process_group=False)
+    for world in (2, 4):
+        runs = [
+            Run(options, steps=CHECKPOINT_STEPS, resume=path)
+            for path in saved.values()
+            for ranks, options in layouts.values()
+            if ranks == world
+        ]
+        found = spawn(train_all, world, runs, init_process_group=False)[0]
+        for outcome in found:
+            outcome.losses = whole.losses[:half] + outcome.losses
+            outcome.norms = whole.norms[:half] + outcome.norms
+        assert not unequal(whole, runs, found)
+
+
+def test_a_folder_saved_in_parts_consolidates_to_the_single_file(tmp_path):
+    path = {kind: str(tmp_path / f"{kind}.ckpt") for kind in ("sharded", "file", "consolidated")}
+    options = {"stage": 2, "tensor_parallel_size": 2}
+    for kind in ("sharded", "file"):
+        run = Run({**options, "save_as": kind}, steps=2, save=(2, path[kind]))
+        spawn(train_all, 4, [run], init_process_group=False)
+    assert main(["consolidate", path["sharded"], path["consolidated"]]) == 0
+    expected = torch.load(path["file"], weights_only=True)
+    found = torch.load(path["consolidated"], weights_only=True)
+    assert found["state_dict"].keys() == expected["state_dict"].keys()
+    assert all(torch.equal(found["state_dict"][k], v) for k, v in expected["state_dict"].items())
+    theirs, ours = expected["optimizer_states"][0]["state"], found["optimizer_states"][0]["state"]
+    assert all(torch.equal(ours[i][k], v) for i, state in theirs.items() for k, v in state.items())
