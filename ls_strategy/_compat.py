@@ -43,6 +43,7 @@ __all__ = [
     "is_mock_optimizer",
     "load_state",
     "make_wrapper",
+    "metric_state",
     "migrate_checkpoint",
     "open_sockets",
     "overwrite_saved_config",
@@ -51,6 +52,7 @@ __all__ = [
     "replace_links",
     "resume_from",
     "route_calls",
+    "set_metric_state",
     "shut_sockets",
     "storage_key",
     "sync_batch_norm_error",
@@ -305,6 +307,19 @@ def checkpoint_options() -> dict[str, Any]:
     """
     asked = "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
     return {"respect_saved_tensors_hooks": False} if asked else {}
+
+
+def metric_state(metric: Any) -> tuple[int, dict[str, Any]]:
+    """How often a torchmetrics ``Metric`` was updated, and its state."""
+    return metric._update_count, dict(metric.metric_state)
+
+
+def set_metric_state(metric: Any, state: tuple[int, dict[str, Any]]) -> None:
+    """Give a ``Metric`` the state of another rank's."""
+    metric._update_count = state[0]
+    metric._computed = None
+    for name, value in state[1].items():
+        setattr(metric, name, value.to(metric.device) if isinstance(value, Tensor) else value)
 
 
 # --- preemption and rendezvous ---------------------------------------------------------------------------------------

@@ -230,9 +230,27 @@ class ParallelConfig:
     sequence_parallel_size: int = 1
     """Ranks that divide the tokens of every sequence among them."""
 
+    pipeline_parallel_size: int = 1
+    """Ranks that divide the blocks of the model among them, one after the other."""
+
+    micro_batches: int | None = None
+    """Parts of every batch that are under way in the pipeline. None: four per rank of it."""
+
+    pipeline_schedule: str = "1f1b"
+    """Order of forwards and backwards, see `ls_strategy.parallel.pipeline.schedules`."""
+
+    pipeline_partition: str = "parameters"
+    """What is balanced over stages: ``parameters``, ``uniform`` or ``type:REGEX`` of class names."""
+
+    pipeline_stages_per_rank: int | None = None
+    """Stages that every rank holds. None: as few as the schedule takes."""
+
+    pipeline_blocks: str | None = None
+    """Name of the ModuleList or Sequential that is divided. None: ``to_layers()`` of the model, or the longest."""
+
     def __post_init__(self) -> None:
         """Refuse values outside their sets."""
-        for name in ("tensor_parallel_size", "sequence_parallel_size"):
+        for name in ("tensor_parallel_size", "sequence_parallel_size", "pipeline_parallel_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: 1 is without, 2 divides by two, and so on.")
         plan = self.tensor_parallel_plan
@@ -240,6 +258,13 @@ class ParallelConfig:
             raise ConfigError(
                 f"tensor_parallel_plan={plan!r}: give 'auto', or module names and styles, for example "
                 "{'blocks.*.up': 'column', 'blocks.*.down': 'row'}."
+            )
+        if self.micro_batches is not None and self.micro_batches < 1:
+            raise ConfigError(f"micro_batches={self.micro_batches}: at least one part of a batch is under way.")
+        if self.pipeline_parallel_size == 1 and self.micro_batches is not None:
+            raise ConfigError(
+                "micro_batches divides a batch for a pipeline, and pipeline_parallel_size is 1. To add up gradients of "
+                "several batches, use Trainer(accumulate_grad_batches=...)."
             )
         if self.tensor_parallel_size == 1 and (self.tensor_parallel_sequence or plan != "auto"):
             raise ConfigError(

@@ -43,6 +43,7 @@ from ls_strategy.zero.offload import Offload
 from ls_strategy.zero.optimizer import ShardedOptimizer
 from ls_strategy.zero.reduce import Reducer
 from ls_strategy.zero.schedule import UpdateSchedule
+from ls_strategy.zero.share import Share
 from ls_strategy.zero.units import Flat
 from ls_strategy.zero_stages import POLICIES
 
@@ -78,6 +79,7 @@ class Engine:
         device: torch.device,
         loss_scale: LossScaleConfig | None = None,
         parts: Mapping[int, TensorPart] | None = None,
+        share: Share | None = None,
     ) -> None:
         """Take over the model's parameters and the optimizers' groups, from an earlier engine too. Collective.
 
@@ -90,6 +92,7 @@ class Engine:
             device: where the buffers live.
             loss_scale: knobs of the loss scale, for the modes that have one.
             parts: ``id(parameter)`` -> what of it is here, for parameters that tensor parallelism has cut.
+            share: what of the parameters this rank of a pipeline holds.
 
         Raises:
             PlanError: model, optimizers and options do not fit together; on every rank, before anything is moved.
@@ -98,6 +101,7 @@ class Engine:
         self.config = config
         self.precision = precision
         self.mesh = mesh
+        self.share = share or Share()
         self.comm = comm = mesh.zero
         """The ranks over which states are divided and gradients averaged."""
         self.device = device
@@ -109,11 +113,19 @@ class Engine:
         self.early_step = False
         """Begin a unit's update as soon as its gradients are complete. Only where the step is certain to follow, with
         neither clipping nor a loss scale, and with the hyper-parameters of now."""
+        self.keeps_gradients = False
+        """Ignore `zero_grad`: the gradients are those of the step to come."""
         self._torn = False
         self._stepping: ShardedOptimizer | None = None
         draft = Draft(
-            model, optimizers, config=config, precision=precision, policy=self.policy, parts=parts or {}
-        )  # fmt: skip
+            model,
+            optimizers,
+            config=config,
+            precision=precision,
+            policy=self.policy,
+            parts=parts or {},
+            share=self.share,
+        )
         draft.agree(mesh.world)
         previous = Engine.holding(model)
         if previous is not None:
@@ -161,7 +173,8 @@ class Engine:
 
     def _adopt(self, index: int, optimizer: Optimizer) -> _OptimizerState:
         flats = [f for f in self.flats if f.optimizer_index == index]
-        sharded = ShardedOptimizer(optimizer, flats, self.comm, self.config.moments)
+        names = self.share.group_names[index] if self.share.group_names else None
+        sharded = ShardedOptimizer(optimizer, flats, self.comm, self.config.moments, names)
         state = _OptimizerState(sharded, flats)
         optimizer.register_step_pre_hook(self._on_step)
         optimizer.zero_grad = lambda set_to_none=True: self.zero_grad(index, set_to_none=set_to_none)  # type: ignore[method-assign]
@@ -246,7 +259,7 @@ class Engine:
             return
         by_dtype: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
         for buffer in self.model.buffers():
-            if buffer.numel():
+            if buffer.numel() and not buffer.is_meta:
                 by_dtype[buffer.dtype].append(buffer)
         for buffers in by_dtype.values():
             flat = torch.cat([b.detach().reshape(-1) for b in buffers])
@@ -281,11 +294,34 @@ class Engine:
     def end_backward(self) -> None:
         """The backward pass is over."""
         self.reducer.end_backward()
+        if not self.reducer.holds:
+            self._let_go()
+
+    def _let_go(self) -> None:
         for unit in self.units:
             unit.open_backwards = unit.unclosable_backwards = 0
             unit.pinned = False
             if not unit.is_root:
                 self.gatherer.release(unit)
+
+    # a pipeline ------------------------------------------------------------------------------------------------------
+
+    def begin_micro_batches(self) -> None:
+        """Forwards and backwards of several micro-batches begin; each backward is one of `begin_backward`'s.
+
+        Gradients add up on this rank until the pass that `begin_backward` calls ``eager``, or until
+        `end_micro_batches`. Stage 3: units are gathered once, and stay until then.
+        """
+        self.reducer.holds = True
+        for unit in self.units:
+            unit.pinned = True
+
+    def end_micro_batches(self, *, reduce: bool) -> None:
+        """They are over. ``reduce``: send what no pass has sent; collective then."""
+        if reduce:
+            self.reducer.send_held()
+        self.reducer.holds = False
+        self._let_go()
 
     def finish(self, index: int) -> bool:
         """Make the averaged, unscaled gradients of an optimizer complete and visible as ``.grad`` of its pieces.
@@ -297,6 +333,9 @@ class Engine:
         if state.finished:
             return not state.overflow
         state.used = self.reducer.complete(state.flats)
+        for flat in state.flats:
+            if flat.plan.tied and flat.averages.holds_any:
+                flat.averages.change(self.share.sum_tied)
         state.overflow = False
         state.clip = None
         if self.scaler is not None:
@@ -387,6 +426,8 @@ class Engine:
 
     def zero_grad(self, index: int, *, set_to_none: bool = True) -> None:
         """``optimizer.zero_grad``. Not collective, unless a reduction is under way (then on every rank)."""
+        if self.keeps_gradients:
+            return
         state = self.optimizers[index]
         state.finished = False
         state.norm = None

@@ -93,6 +93,7 @@ def write(
             files={},
             left_out=collection.left_out,
         ),
+        writes=partial(_writes, engine),
         write_meta=partial(_write_meta, plain_checkpoint_io(checkpoint_io), rest, storage_options),
     )
     started = time.perf_counter()
@@ -109,12 +110,21 @@ def write(
     stall = time.perf_counter() - started
 
 
+def _writes(engine: Engine, path: tuple[str, ...]) -> bool:
+    """Whether this rank writes a value that is not sharded: rank 0, but for buffers of blocks that others hold."""
+    own = engine.share.blocks
+    in_blocks = path[0] == "model" and path[1].startswith(engine.share.all_blocks)
+    first = engine.mesh.zero.rank == 0 and engine.mesh.tensor.rank == 0
+    return first and (path[1].startswith(own) if in_blocks else engine.mesh.world.rank == 0)
+
+
 def _layout(engine: Engine) -> dict[str, Any]:
     config = engine.config
     return {
         "world_size": engine.mesh.world.world_size,
         "tensor_parallel_size": engine.mesh.shape.tensor,
         "sequence_parallel_size": engine.mesh.shape.sequence,
+        "pipeline_parallel_size": engine.mesh.shape.pipeline,
         "stage": config.stage,
         "optimizer_tier": config.offload_optimizer.tier if config.offload_optimizer else "device",
         "param_tier": config.offload_param.tier if config.offload_param else "device",

@@ -28,6 +28,7 @@ from ls_strategy.comm import Comm
 from ls_strategy.config import ActivationOffloadConfig, ParallelConfig, RecomputeConfig
 from ls_strategy.errors import ConfigError, PlanError, StateError
 from ls_strategy.layout import TensorPart
+from ls_strategy.lightning_pipeline import Pipeline, refuse
 from ls_strategy.mesh import Mesh, MeshShape, make_mesh
 from ls_strategy.parallel import logits
 from ls_strategy.parallel.dtensor import has_dtensors, localize, parallelize
@@ -35,6 +36,7 @@ from ls_strategy.parallel.plans import resolve_tensor_plan
 from ls_strategy.parallel.tensor import apply_tensor_parallel
 from ls_strategy.parallel.ulysses import apply_sequence_parallel
 from ls_strategy.zero.partition import repeated_blocks
+from ls_strategy.zero.share import Share
 
 _CHECKED_FIRST = 8
 _CHECKED_EVERY = 100
@@ -49,6 +51,7 @@ class _Divided:
         self.ranks = ranks
         self.parts: dict[int, TensorPart] = {}
         self.handles: list[Any] = []
+        self.pipeline: Pipeline | None = None
 
 
 _DIVIDED: weakref.WeakKeyDictionary[nn.Module, _Divided] = weakref.WeakKeyDictionary()
@@ -61,6 +64,7 @@ class ModelParallel:
         """Only records; `connect` makes the groups."""
         self.config = config
         self.mesh: Mesh | None = None
+        self.pipeline: Pipeline | None = None
         self._device_mesh: Any = None
         self._batches = 0
 
@@ -69,7 +73,8 @@ class ModelParallel:
     @property
     def replica_ranks(self) -> int:
         """Ranks that work on one batch together."""
-        return self.config.tensor_parallel_size * self.config.sequence_parallel_size
+        config = self.config
+        return config.pipeline_parallel_size * config.tensor_parallel_size * config.sequence_parallel_size
 
     def connect(self, world: Comm, device_type: str) -> Mesh:
         """Make the process groups. Collective over all ranks.
@@ -79,11 +84,14 @@ class ModelParallel:
         """
         config = self.config
         shape = MeshShape.of(
-            world.world_size, tensor=config.tensor_parallel_size, sequence=config.sequence_parallel_size
+            world.world_size,
+            tensor=config.tensor_parallel_size,
+            sequence=config.sequence_parallel_size,
+            pipeline=config.pipeline_parallel_size,
         )
         self.mesh = make_mesh(shape, world)
         if shape.tensor > 1:
-            sizes = (shape.data * shape.sequence, shape.tensor)
+            sizes = (world.world_size // shape.tensor, shape.tensor)
             self._device_mesh = init_device_mesh(
                 device_type, sizes, mesh_dim_names=("data_parallel", "tensor_parallel")
             )
@@ -100,17 +108,23 @@ class ModelParallel:
         """Which of how many replicas this rank belongs to."""
         assert self.mesh is not None
         shape = self.mesh.shape
-        return shape.coordinates(self.mesh.world.rank)[0], shape.data
+        return shape.coordinates(self.mesh.world.rank)[1], shape.data
 
     @property
     def first_rank(self) -> int:
         """Rank of the first member of this rank's replica."""
-        return self.data_rank[0] * self.replica_ranks
+        assert self.mesh is not None
+        return self.data_rank[0] * self.mesh.shape.sequence * self.mesh.shape.tensor
 
     # the module ------------------------------------------------------------------------------------------------------
 
-    def divide(self, module: pl.LightningModule) -> dict[int, TensorPart]:
-        """Divide layers and sequences, once per module. Collective.
+    def divide(self, module: pl.LightningModule, device: torch.device, *, recomputes: bool) -> dict[int, TensorPart]:
+        """Divide blocks, layers and sequences, once per module. Collective.
+
+        Args:
+            module: whole, but for what `configure_model` has divided.
+            device: where it will be.
+            recomputes: some of it will be computed again in backward.
 
         Returns:
             ``id(parameter)`` -> what of it is on this rank.
@@ -127,16 +141,27 @@ class ModelParallel:
                     f"the module was divided by an earlier run with {done.config} on {done.ranks} ranks, and this run "
                     f"has {self.config} on {ranks}. Save a checkpoint, and load it into a new module."
                 )
+            self.pipeline = done.pipeline
             return done.parts
         if self.replica_ranks == 1:
             return {}
+        if self.config.pipeline_parallel_size > 1:
+            refuse(module, self.config)
         self._share_random_states()
         done = _Divided(self.config, ranks)
+        if self.config.pipeline_parallel_size > 1:
+            done.pipeline = self.pipeline = Pipeline(self.config, module, self.mesh, device, recomputes=recomputes)
         self._divide_layers(module, done)
         self._divide_sequences(module, done)
         self._average_metrics_over_replicas(module)
         _DIVIDED[module] = done
         return done.parts
+
+    def share(self, module: pl.LightningModule, optimizers: list[Any]) -> Share:
+        """What of the module's parameters is on this rank; takes the others out of the optimizers."""
+        if self.pipeline is None:
+            return Share()
+        return self.pipeline.share(module, optimizers)
 
     def _share_random_states(self) -> None:
         """Ranks of a replica draw the same numbers: for dropout, and for the order of the data."""
@@ -236,9 +261,10 @@ class ModelParallel:
                 continue
             rows = zip(everyones[0], theirs, strict=False)
             path = next((a[0] for a, b in rows if a != b), "batch")
-            first = self.first_rank
+            world = self.mesh.world.rank
+            ranks = next(group for group in self.mesh.shape.groups("model") if world in group)
             raise StateError(
-                f"ranks {first} and {first + rank} work on the same part of the model replica and got different data: "
+                f"ranks {ranks[0]} and {ranks[rank]} work on the same replica of the model and got different data: "
                 f"{path} differs in batch {self._batches} of this run. Samplers, IterableDatasets and augmentation "
                 "must depend on the replica (strategy.data_parallel_rank of strategy.data_parallel_size), not on the "
                 "global rank."
@@ -338,6 +364,11 @@ class ActivationMemory:
             drive=drive,
         )
         rank_zero_info(f"ZeROStrategy: {self.active.describe()}")
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether blocks are computed again in backward."""
+        return self._recompute is not None
 
     @property
     def needs_drive(self) -> bool:

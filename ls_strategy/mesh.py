@@ -2,7 +2,9 @@
 
 ::
 
-    rank = (data * sequence_size + sequence) * tensor_size + tensor        the tensor axis is a host's neighbours
+    rank = ((pipeline * data_size + data) * sequence_size + sequence) * tensor_size + tensor
+
+The tensor axis, which sends most, is a host's neighbours; the pipeline axis, which sends least, goes over hosts.
 
 =========  ==============================================================================================
 axis       ranks that differ along it
@@ -10,8 +12,9 @@ axis       ranks that differ along it
 data       train on different batches
 sequence   train on different tokens of the same batch
 tensor     hold different parts of the same layers, and see the same tokens
+pipeline   hold different layers, and see the same batch one after the other
 zero       data and sequence together: hold copies of the same parameters, over which ZeRO divides states
-model      sequence and tensor together: see the same batch
+model      pipeline, sequence and tensor together: see the same batch
 =========  ==============================================================================================
 """
 
@@ -26,6 +29,9 @@ from ls_strategy.axis import Axis
 from ls_strategy.comm import Comm
 from ls_strategy.errors import PlanError
 
+_FREE = {"pipeline": (0,), "data": (1,), "sequence": (2,), "tensor": (3,), "zero": (1, 2), "model": (0, 2, 3)}
+"""Coordinates that differ along each axis."""
+
 
 @dataclass(frozen=True)
 class MeshShape:
@@ -33,26 +39,31 @@ class MeshShape:
 
     >>> shape = MeshShape.of(8, tensor=2, sequence=2)
     >>> shape.data, shape.coordinates(5), list(shape.groups("zero"))
-    (2, (1, 0, 1), [(0, 2, 4, 6), (1, 3, 5, 7)])
+    (2, (0, 1, 0, 1), [(0, 2, 4, 6), (1, 3, 5, 7)])
     """
+
+    pipeline: int = 1
 
     data: int = 1
     sequence: int = 1
     tensor: int = 1
 
     @classmethod
-    def of(cls, world_size: int, *, tensor: int = 1, sequence: int = 1) -> MeshShape:
+    def of(cls, world_size: int, *, tensor: int = 1, sequence: int = 1, pipeline: int = 1) -> MeshShape:
         """Give what the other axes leave to the data axis.
 
         Raises:
             PlanError: the sizes do not divide the world size.
         """
-        if world_size % (tensor * sequence):
+        ranks = tensor * sequence * pipeline
+        if world_size % ranks:
+            sizes = {"tensor": tensor, "sequence": sequence, "pipeline": pipeline}
+            told = " times ".join(f"{axis}_parallel_size={size}" for axis, size in sizes.items() if size > 1)
             raise PlanError(
-                f"tensor_parallel_size={tensor} times sequence_parallel_size={sequence} is {tensor * sequence} ranks "
-                f"for one batch, which does not divide the {world_size} ranks of this run. Change a size, or devices."
+                f"{told} is {ranks} ranks for one batch, which does not divide the {world_size} ranks of this run. "
+                "Change a size, or devices."
             )
-        return cls(world_size // (tensor * sequence), sequence, tensor)
+        return cls(pipeline, world_size // ranks, sequence, tensor)
 
     @property
     def world_size(self) -> int:
@@ -62,16 +73,17 @@ class MeshShape:
     @property
     def model_ranks(self) -> int:
         """Ranks that work on one batch together."""
-        return self.sequence * self.tensor
+        return self.pipeline * self.sequence * self.tensor
 
-    def coordinates(self, rank: int) -> tuple[int, int, int]:
-        """``(data, sequence, tensor)`` of a rank."""
+    def coordinates(self, rank: int) -> tuple[int, int, int, int]:
+        """``(pipeline, data, sequence, tensor)`` of a rank."""
         rest, tensor = divmod(rank, self.tensor)
-        return (*divmod(rest, self.sequence), tensor)
+        rest, sequence = divmod(rest, self.sequence)
+        return (*divmod(rest, self.data), sequence, tensor)
 
     def groups(self, axis: str) -> Iterator[tuple[int, ...]]:
         """The ranks of every group along ``axis``, in order."""
-        free = {"data": (0,), "sequence": (1,), "tensor": (2,), "zero": (0, 1), "model": (1, 2)}[axis]
+        free = _FREE[axis]
         members: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
             fixed = tuple(c for i, c in enumerate(self.coordinates(rank)) if i not in free)
@@ -89,6 +101,7 @@ class Mesh:
         self.zero = axes["zero"]
         self.data = axes["data"]
         self.model = axes["model"]
+        self.pipeline = axes["pipeline"]
         self.sequence = Axis("sequence", axes["sequence"])
         self.tensor = Axis("tensor", axes["tensor"])
 
@@ -97,7 +110,7 @@ class Mesh:
         """All ranks along the data axis."""
         alone = Comm(None, None)
         shape = MeshShape(data=world.world_size)
-        return cls(shape, world, zero=world, data=world, sequence=alone, tensor=alone, model=alone)
+        return cls(shape, world, zero=world, data=world, sequence=alone, tensor=alone, model=alone, pipeline=alone)
 
 
 def make_mesh(shape: MeshShape, world: Comm) -> Mesh:
@@ -113,7 +126,7 @@ def make_mesh(shape: MeshShape, world: Comm) -> Mesh:
         same = made[groups]  # with a traffic meter of its own
         return Comm(same.group, same.control, failures=world.failures)
 
-    axes = {axis: along(axis) for axis in ("zero", "data", "sequence", "tensor", "model")}
+    axes = {axis: along(axis) for axis in _FREE}
     world.own_open_sockets()
     return Mesh(shape, world, **axes)
 

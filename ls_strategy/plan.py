@@ -36,6 +36,12 @@ class ParamFacts:
     part: TensorPart | None = None
     """What of it is on this rank, with tensor parallelism; ``shape`` is then the part's."""
 
+    tied: bool = False
+    """Whether another stage of the pipeline holds it, too."""
+
+    twin: bool = False
+    """Whether that one counts and saves it."""
+
 
 @dataclass(frozen=True)
 class FlatPlan:
@@ -56,6 +62,12 @@ class FlatPlan:
 
     copies: int = 1
     """Ranks of the tensor-parallel axis, side by side, that hold the same parameters."""
+
+    tied: bool = False
+    """Whether another stage of the pipeline holds the same, too: gradients are summed over both."""
+
+    twin: bool = False
+    """Whether that one counts and saves them."""
 
     @property
     def trainable(self) -> bool:
@@ -238,18 +250,19 @@ def resolve_plan(
     align = MOMENT_BLOCK if config.moments == "int8" else ALIGN
     plans: list[UnitPlan] = []
     for name, is_root, params in units:
-        classes: defaultdict[tuple[int, torch.dtype, int], list[ParamFacts]] = defaultdict(list)
+        classes: defaultdict[tuple[int, torch.dtype, int, bool, bool], list[ParamFacts]] = defaultdict(list)
         for p in params:
             copies = tensor_size if p.part is None else p.part.copies
-            classes[p.optimizer, p.dtype, copies].append(p)
+            classes[p.optimizer, p.dtype, copies, p.tied, p.twin].append(p)
         flats: list[FlatPlan] = []
-        for (optimizer, dtype, copies), members in classes.items():
+        for (optimizer, dtype, copies, tied, twin), members in classes.items():
             # Groups side by side: decay and no-decay make two runs per unit instead of one per parameter.
             members.sort(key=lambda p: p.group)
             parts = {p.name: p.part for p in members if p.part is not None}
             layout = FlatLayout.pack(((p.name, p.shape) for p in members), world_size, align=align, parts=parts)
             own = optimizer == FROZEN or dtype != compute_dtype
-            flats.append(FlatPlan(layout, dtype, dtype if own else master_dtype, optimizer, copies=copies))
+            kept = dtype if own else master_dtype
+            flats.append(FlatPlan(layout, dtype, kept, optimizer, copies=copies, tied=tied, twin=twin))
         plans.append(UnitPlan(name, is_root, tuple(flats)))
     return Plan(policy, world_size, _assign_tiers(plans, config), config.moments)
 

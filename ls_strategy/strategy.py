@@ -137,6 +137,15 @@ class ZeROStrategy(DDPStrategy):
             has done by ``parallelize_module``, or Hugging Face's plan, or what names and shapes tell.
             ``{"blocks.*.up": "column", "blocks.*.down": "row", ...}`` says it by module names.
         tensor_parallel_sequence: also divide what lies between divided layers (norms, dropout), along the tokens.
+        pipeline_parallel_size: ranks that divide the blocks of the model among them, and work on micro-batches of the
+            same batch. ``training_step`` stays as it is.
+        micro_batches: parts of every batch that are under way in the pipeline. Default: four per rank of it.
+        pipeline_schedule: ``gpipe``, ``1f1b``, ``interleaved_1f1b``, ``zero_bubble``, ``zbv`` or ``dualpipe_v``.
+        pipeline_partition: what is balanced over stages: ``parameters``, ``uniform`` (numbers of blocks) or
+            ``type:REGEX`` (blocks of classes whose name matches).
+        pipeline_stages_per_rank: of the schedules that have several. Default: two for ``interleaved_1f1b``.
+        pipeline_blocks: name of the ModuleList or Sequential that is divided. Default: what the model's ``to_layers()``
+            returns, or the longest one.
         sequence_parallel_size: ranks that divide the tokens of every sequence among them, and exchange them for heads
             around attention (Ulysses). For models that call ``scaled_dot_product_attention``.
         save_as: ``sharded``: a checkpoint is a folder; every rank writes what it has, any other layout loads it.
@@ -184,6 +193,12 @@ class ZeROStrategy(DDPStrategy):
         tensor_parallel_plan: Literal["auto"] | dict[str, Any] = "auto",
         tensor_parallel_sequence: bool = False,
         sequence_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        micro_batches: int | None = None,
+        pipeline_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipe_v"] = "1f1b",
+        pipeline_partition: str = "parameters",
+        pipeline_stages_per_rank: int | None = None,
+        pipeline_blocks: str | None = None,
         save_as: Literal["sharded", "file"] = "sharded",
         async_save: bool = False,
         save_frozen: bool = True,
@@ -225,6 +240,12 @@ class ZeROStrategy(DDPStrategy):
                 tensor_parallel_plan=tensor_parallel_plan,
                 tensor_parallel_sequence=tensor_parallel_sequence,
                 sequence_parallel_size=sequence_parallel_size,
+                pipeline_parallel_size=pipeline_parallel_size,
+                micro_batches=micro_batches,
+                pipeline_schedule=pipeline_schedule,
+                pipeline_partition=pipeline_partition,
+                pipeline_stages_per_rank=pipeline_stages_per_rank,
+                pipeline_blocks=pipeline_blocks,
             )
         )
         self.activations = parallel.ActivationMemory(
@@ -242,6 +263,11 @@ class ZeROStrategy(DDPStrategy):
         ):
             if given not in known:
                 raise ConfigError(f"{option}={given!r}: choose {known[0]!r} or {known[1]!r}.")
+        if pipeline_parallel_size > 1 and save_as == "file":
+            raise ConfigError(
+                'save_as="file" with pipeline_parallel_size: no rank has all layers. Save folders (the default); '
+                "`ls-strategy consolidate` makes one file of them."
+            )
         if async_save and save_as == "file":
             raise ConfigError('async_save=True with save_as="file": only folders are written in the background.')
         self.save_as = save_as
@@ -440,7 +466,7 @@ class ZeROStrategy(DDPStrategy):
             guards.check_trainer(trainer, self.config, self._precision())
             if fitting and self._layer_sync:
                 self.model = self._layer_sync.apply(module)
-            parts = self.parallel.divide(module)
+            parts = self.parallel.divide(module, self.root_device, recomputes=self.activations.recomputes)
             if fitting:
                 self.setup_optimizers(trainer)
             self._choose_nvme_path(trainer)
@@ -496,9 +522,10 @@ class ZeROStrategy(DDPStrategy):
         assert self.parallel.mesh is not None
         plugin = self._precision()
         self._state_dict_hooks = None
+        optimizers = [o for o in self.optimizers if not is_mock_optimizer(o)]
         self.engine = Engine(
             module,
-            [o for o in self.optimizers if not is_mock_optimizer(o)],
+            optimizers,
             config=self.config,
             precision=resolve_precision(
                 str(plugin.precision),
@@ -509,6 +536,7 @@ class ZeROStrategy(DDPStrategy):
             device=self.root_device,
             loss_scale=self._loss_scale,
             parts=parts,
+            share=self.parallel.share(module, optimizers),
         )
         if self.engine.policy.parameters or parts:
             self._state_dict_hooks = StateDictHooks(module, self.engine.units, self.engine.comm)
@@ -531,6 +559,11 @@ class ZeROStrategy(DDPStrategy):
         with engine.comm.naming_failures():
             self.restore_random_states()
             engine.begin_step(sync_buffers_after=synchronises)
+            if self.parallel.pipeline is not None:
+                last = not self._accumulating
+                module, step = self.lightning_module, super().training_step
+                with self.activations.around_forward():
+                    return self.parallel.pipeline.train(module, engine, step, args, last=last)
             with self.activations.around_forward():
                 output = super().training_step(*args, **kwargs)
             engine.end_forward()
@@ -552,6 +585,8 @@ class ZeROStrategy(DDPStrategy):
         engine = self.require_engine()
         with engine.comm.naming_failures():
             engine.begin_step()
+            if self.parallel.pipeline is not None and self.lightning_module is not None:
+                return self.parallel.pipeline.evaluate(self.lightning_module, step, args)
             return self.parallel.whole_outputs(step(*args, **kwargs))
 
     @contextmanager
@@ -569,6 +604,9 @@ class ZeROStrategy(DDPStrategy):
         module, plugin, engine = self.lightning_module, self._precision(), self.require_engine()
         assert module is not None
         closure_loss = plugin.pre_backward(closure_loss, module)
+        if self.parallel.pipeline is not None:  # it has run in training_step
+            engine.keeps_gradients = False
+            return plugin.post_backward(closure_loss, module)
         engine.begin_backward(eager=module.automatic_optimization and not self._accumulating)
         with guards.explain_released_parameters(), engine.comm.naming_failures():
             plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
@@ -793,6 +831,7 @@ class ZeROStrategy(DDPStrategy):
         self.engine.check_whole()
         raw = self.raw_state_dict()
         full = full_state_dict(raw, self.engine.units, self.engine.comm)
+        full = {k: v for part in self.engine.mesh.pipeline.exchange_objects(full) for k, v in part.items()}
         return full or ({} if self._state_dict_hooks is not None else raw)
 
     def raw_state_dict(self) -> dict[str, Any]:
@@ -917,6 +956,8 @@ class ZeROStrategy(DDPStrategy):
         if not all_failed and self._saver is not None:
             self._saver.abandon()
         if not all_failed or isinstance(exception, RankFailedError):
+            if self.parallel.pipeline is not None:
+                self.parallel.pipeline.break_connections()
             self._comm.break_connections()
             dist.destroy_process_group()
 

@@ -45,7 +45,8 @@ def full_state_dict(
     for key, value in raw.items():
         place = places.get(value.data_ptr()) if isinstance(value, Tensor) and value.numel() else None
         if place is None:
-            result[key] = value.detach().cpu() if isinstance(value, Tensor) else value
+            if not (isinstance(value, Tensor) and value.is_meta):  # else on another rank of a pipeline
+                result[key] = value.detach().cpu() if isinstance(value, Tensor) else value
         else:
             result[key] = None
             wanted.setdefault(id(place[0]), []).append((key, place[1]))
@@ -99,7 +100,8 @@ def load_full_state_dict(
         problems.append(f"missing keys: {', '.join(missing)}")
     if strict and unexpected:
         problems.append(f"unexpected keys: {', '.join(unexpected)}")
-    for name, tensor in {**params, **buffers}.items():
+    here = {n: t for n, t in {**params, **buffers}.items() if id(t) in places or not t.is_meta}
+    for name, tensor in here.items():
         flat, i = places.get(id(tensor), (None, 0))
         shape = tuple(tensor.shape) if flat is None else flat.layout.slots[i].full_shape
         if name in state and tuple(state[name].shape) != shape:
@@ -111,11 +113,11 @@ def load_full_state_dict(
         )
     with torch.no_grad():
         for name, param in params.items():
-            if name in state:
+            if name in state and name in here:
                 flat, i = places[id(param)]
                 _write(flat, i, state[name])
         for name, buffer in buffers.items():
-            if name in state:
+            if name in state and name in here:
                 buffer.copy_(state[name])
 
 

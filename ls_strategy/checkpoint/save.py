@@ -43,6 +43,9 @@ class Save:
     write_meta: Callable[[str], None]
     """Writes what is small to the path that it is given; called on rank 0."""
 
+    writes: Callable[[Path], bool] | None = None
+    """Which values that are not sharded this rank writes. Default: all, on rank 0."""
+
 
 @dataclass
 class _Report:
@@ -109,7 +112,7 @@ def _write(report: _Report, save: Save, rank: int, begun: _Report) -> None:
     place = commit.staging(begun.path, begun.save_id)
     file = RankFile(place, f"__{rank}_0.distcp")
     try:
-        report.aliases = write_entries(file, save.entries, first_rank=rank == 0)
+        report.aliases = write_entries(file, save.entries, save.writes or (lambda _: rank == 0))
         file.add_object(("random_states", f"rank_{rank}"), save.random)
         report.record = file.close()
     except BaseException:

@@ -113,7 +113,8 @@ class Contents:
         for key, value in raw.items():
             place = places.get(value.data_ptr()) if isinstance(value, Tensor) and value.numel() else None
             if place is None:
-                result[key] = value
+                if not (isinstance(value, Tensor) and value.is_meta):  # else on another rank of a pipeline
+                    result[key] = value
                 continue
             flat, i = place
             if not frozen and not flat.params[i].requires_grad:
@@ -183,8 +184,8 @@ def _without_elements(key: str) -> CheckpointError:
     )
 
 
-def write_entries(file: RankFile, entries: Iterable[Entry], *, first_rank: bool) -> dict[Path, Path]:
-    """Append what this rank owns: its boxes of sharded values; on the first rank also everything else.
+def write_entries(file: RankFile, entries: Iterable[Entry], writes: Callable[[Path], bool]) -> dict[Path, Path]:
+    """Append what this rank owns: its boxes of sharded values, and of everything else what ``writes`` says.
 
     Returns:
         further paths of values that are there already (tied parameters), ``{path: path it was written under}``.
@@ -194,7 +195,7 @@ def write_entries(file: RankFile, entries: Iterable[Entry], *, first_rank: bool)
     for entry in _by_flat(entries):
         if entry.source is None:
             # Scalars of an optimizer's state (step counts) exist on the rank that has the parameter's first element.
-            if first_rank or entry.path[1:2] == ("state",):
+            if writes(entry.path) or entry.path[1:2] == ("state",):
                 _write_whole(file, entry)
             continue
         if id(entry.value) in written:

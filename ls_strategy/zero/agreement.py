@@ -38,7 +38,9 @@ def optimizer_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[int,
     return owners
 
 
-def agree(comm: Comm, error: PlanError | None, options: str, params: Sequence[tuple[Any, ...]]) -> None:
+def agree(
+    comm: Comm, error: PlanError | None, options: str, params: Sequence[tuple[Any, ...]], kin: Any = None
+) -> None:
     """Raise on every rank if any rank has an error, other options or another model. Collective.
 
     Args:
@@ -46,12 +48,13 @@ def agree(comm: Comm, error: PlanError | None, options: str, params: Sequence[tu
         error: what this rank found wrong, if anything.
         options: configuration of this rank, printable.
         params: one row per parameter, ``(name, shape, dtype, ...)``, in order.
+        kin: ranks with equal values hold the same parameters.
 
     Raises:
         PlanError: naming the rank and the first difference.
     """
     digest = hashlib.sha256(repr(params).encode()).hexdigest()
-    verdicts = comm.exchange_objects((str(error) if error else None, digest, options))
+    verdicts = comm.exchange_objects((str(error) if error else None, (kin, digest), options))
     for rank, (message, _, _) in enumerate(verdicts):
         if message is not None:
             raise error if rank == comm.rank and error else PlanError(f"rank {rank}: {message}")
@@ -61,18 +64,26 @@ def agree(comm: Comm, error: PlanError | None, options: str, params: Sequence[tu
             + "; ".join(f"rank {r}: {o}" for r, (_, _, o) in enumerate(verdicts))
             + ". Start every rank with the same configuration."
         )
-    if len({d for _, d, _ in verdicts}) > 1:
-        _name_first_difference(comm, params)
+    digests = {d for _, d, _ in verdicts}
+    if len(digests) > len({its_kin for its_kin, _ in digests}):
+        _name_first_difference(comm, params, kin)
 
 
-def _name_first_difference(comm: Comm, params: Sequence[tuple[Any, ...]]) -> None:
-    by_rank = comm.exchange_objects(list(params))
-    for row in range(max(len(f) for f in by_rank)):
-        entries = [f[row] if row < len(f) else None for f in by_rank]
-        if len(set(map(repr, entries))) > 1:
+def _name_first_difference(comm: Comm, params: Sequence[tuple[Any, ...]], kin: Any) -> None:
+    by_kin: dict[Any, dict[int, Any]] = {}
+    for rank, (its_kin, rows) in enumerate(comm.exchange_objects((kin, list(params)))):
+        by_kin.setdefault(its_kin, {})[rank] = rows
+    for by_rank in by_kin.values():
+        _raise_first_difference(by_rank)
+
+
+def _raise_first_difference(by_rank: dict[int, Any]) -> None:
+    for row in range(max(len(f) for f in by_rank.values())):
+        entries = {r: f[row] if row < len(f) else None for r, f in by_rank.items()}
+        if len(set(map(repr, entries.values()))) > 1:
             raise PlanError(
                 f"the ranks built different models. First difference, parameter {row} as (name, shape, dtype, "
                 "requires_grad, (optimizer, group)): "
-                + "; ".join(f"rank {r}: {e}" for r, e in enumerate(entries))
+                + "; ".join(f"rank {r}: {e}" for r, e in entries.items())
                 + ". Build the same model on every rank, whatever its rank or data."
             )

@@ -21,6 +21,7 @@ from ls_strategy.zero import materialize as materials
 from ls_strategy.zero.elementwise import require_elementwise
 from ls_strategy.zero.offload import Offload
 from ls_strategy.zero.partition import UnitSpec, partition
+from ls_strategy.zero.share import Share
 from ls_strategy.zero.units import Flat, Unit
 from ls_strategy.zero_stages import StagePolicy
 
@@ -37,6 +38,7 @@ class Draft:
         precision: PrecisionPolicy,
         policy: StagePolicy,
         parts: Mapping[int, TensorPart],
+        share: Share,
     ) -> None:
         """Cut the model and check everything that can be checked; errors wait for `agree`.
 
@@ -47,8 +49,10 @@ class Draft:
             precision: dtypes.
             policy: what is sharded.
             parts: ``id(parameter)`` -> what of it is here, for parameters that tensor parallelism has cut.
+            share: what of the parameters this rank of a pipeline holds.
         """
         self.model = model
+        self._share = share
         self._parts = parts
         self.precision = precision
         self.policy = policy
@@ -60,7 +64,7 @@ class Draft:
         self._options = repr((config, precision))
         self._error: PlanError | None = None
         try:
-            self.specs = partition(model, config.unit_classes, config.min_unit_numel)
+            self.specs = partition(model, config.unit_classes, config.min_unit_numel, share.absent)
             self.kept_fp32 = materials.fp32_modules(model, config.fp32_modules)
             self._owners = agreement.optimizer_of(model, optimizers)
             for optimizer in optimizers if policy.optimizer or parts else []:
@@ -82,7 +86,8 @@ class Draft:
             for spec in self.specs
             for name, p in spec.params
         ]
-        agreement.agree(world, self._error, self._options, rows)
+        stage = None if self._share.pipeline is None else self._share.pipeline.rank
+        agreement.agree(world, self._error, self._options, rows, stage)
 
     def _full_shape(self, param: nn.Parameter) -> tuple[int, ...]:
         part = self._parts.get(id(param))
@@ -102,7 +107,10 @@ class Draft:
             if p.is_floating_point() and self.precision.compute != torch.float32:
                 dtype = torch.float32 if id(p) in kept else self.precision.compute
             owner = self._owners.get(id(p), (FROZEN, 0))
-            return ParamFacts(name, tuple(p.shape), dtype, *owner, part=self._parts.get(id(p)))
+            tied, twin = id(p) in self._share.tied, id(p) in self._share.twins
+            return ParamFacts(
+                name, tuple(p.shape), dtype, *owner, part=self._parts.get(id(p)), tied=tied, twin=twin
+            )  # fmt: skip
 
         return resolve_plan(
             [(spec.name, spec.is_root, [facts(n, p) for n, p in spec.params]) for spec in self.specs],
@@ -119,7 +127,7 @@ class Draft:
     ) -> list[Unit]:
         """Move the parameters into units, one at a time: no rank holds more than one in full at stage 3. Collective."""
         units: list[Unit] = []
-        maker = materials.Materializer(self.model, device, self._parts, mesh.tensor)
+        maker = materials.Materializer(self.model, device, self._parts, mesh.tensor, self._share.absent)
         number = 0
         for spec, planned in zip(self.specs, plan.units, strict=True):
             params = dict(spec.params)

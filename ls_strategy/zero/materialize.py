@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,14 @@ class Materializer:
     Parameters keep their identity, so that an optimizer built before still holds them.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, parts: Mapping[int, TensorPart], tensor: Axis) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        parts: Mapping[int, TensorPart],
+        tensor: Axis,
+        absent: Collection[int] = (),
+    ) -> None:
         """Find the modules to fill.
 
         Args:
@@ -34,7 +41,10 @@ class Materializer:
             parts: ``id(parameter)`` -> what of it belongs here. It is filled whole, and then cut: every element is what
                 it would be without tensor parallelism.
             tensor: the tensor-parallel ranks; the first one's values count.
+            absent: ``id`` of parameters that another rank of a pipeline holds. If the model was built without memory,
+                they are filled in their turn, so that all ranks draw the same numbers, and let go of at once.
         """
+        self._absent = absent
         self._device = device
         self._parts = parts
         self._tensor = tensor
@@ -43,7 +53,14 @@ class Materializer:
             for name, module in model.named_modules()
             if any(t.is_meta for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
         ]
+        if not any(p.is_meta and id(p) not in absent for p in model.parameters()):
+            self._modules = [m for m in self._modules if not self._is_absent(m[1])]
         self._next = 0
+
+    def _is_absent(self, module: nn.Module) -> bool:
+        """Whether nothing of it is needed here: its parameters are elsewhere, or those around it."""
+        tensors = list(module.parameters(recurse=False))
+        return all(id(p) in self._absent for p in tensors)
 
     def provide(self, params: Sequence[nn.Parameter]) -> None:
         """Fill modules until none of ``params`` is on meta.
@@ -61,6 +78,12 @@ class Materializer:
             self._fill(*self._modules[self._next])
             self._next += 1
 
+    def _whole(self, param: nn.Parameter) -> nn.Parameter:
+        """One of the whole parameter's shape, for its module to fill."""
+        part = self._parts.get(id(param))
+        shape = param.shape if part is None else part.full_shape
+        return nn.Parameter(torch.empty(shape, dtype=param.dtype, device=self._device))
+
     def _fill(self, name: str, module: nn.Module) -> None:
         if not callable(getattr(module, "reset_parameters", None)):
             raise PlanError(
@@ -68,27 +91,23 @@ class Materializer:
                 "device at stage 3) and has no reset_parameters() to fill its parameters and buffers. Add that method, "
                 "or build the module in configure_model under `with torch.device('cpu'):`."
             )
-        finished: dict[str, nn.Parameter] = {}
-        cut: dict[str, nn.Parameter] = {}
+        # On another rank, shared with a module that was filled before, or made with values by the user: stays as it is.
+        kept = {k: p for k, p in module.named_parameters(recurse=False) if id(p) in self._absent or not p.is_meta}
+        cut = {k: p for k, p in module.named_parameters(recurse=False) if k not in kept and id(p) in self._parts}
         fresh: list[nn.Parameter] = []
         for key, p in module.named_parameters(recurse=False):
-            if p.is_meta and id(p) in self._parts:
-                cut[key] = p
-                whole = torch.empty(self._parts[id(p)].full_shape, dtype=p.dtype, device=self._device)
-                setattr(module, key, nn.Parameter(whole))
-            elif p.is_meta:
+            if key in kept or key in cut:
+                setattr(module, key, self._whole(p))
+            else:
                 fresh.append(p)
                 real = nn.Parameter(torch.empty_like(p, device=self._device), requires_grad=p.requires_grad)
                 torch.utils.swap_tensors(p, real)
-            else:  # shared with a module that was filled before, or made with values by the user: not to be touched
-                finished[key] = p
-                setattr(module, key, nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=self._device)))
         for key, buffer in module.named_buffers(recurse=False):
             if buffer.is_meta:
                 setattr(module, key, torch.empty_like(buffer, device=self._device))
         with torch.no_grad():
             module.reset_parameters()  # type: ignore[operator]
-        for key, p in finished.items():
+        for key, p in kept.items():
             setattr(module, key, p)
         for p in fresh:
             self._tensor.broadcast_(p.detach())
@@ -104,6 +123,8 @@ def place_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype, ke
     """Move buffers to ``device`` and floating ones to ``dtype``, but those of modules in ``keep`` (by id)."""
     for module in model.modules():
         for key, buffer in module.named_buffers(recurse=False):
+            if buffer.is_meta:
+                continue  # of a block that another rank of a pipeline holds
             to = dtype if buffer.is_floating_point() and id(module) not in keep else buffer.dtype
             setattr(module, key, buffer.to(device=device, dtype=to))
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -70,10 +70,16 @@ class ShardedOptimizer:
     """One optimizer of the user and its sharded state."""
 
     def __init__(
-        self, optimizer: Optimizer, flats: list[Flat], comm: Comm, moment_format: MomentFormat = "fp32"
+        self,
+        optimizer: Optimizer,
+        flats: list[Flat],
+        comm: Comm,
+        moment_format: MomentFormat = "fp32",
+        group_names: Sequence[Sequence[str]] | None = None,
     ) -> None:
         """Swap the groups' parameters for pieces. State that exists already (Adagrad makes it at once) is cut too."""
         self.optimizer = optimizer
+        self._group_names = group_names
         self.flats = flats
         self.comm = comm
         self.kernel = kernel_for(optimizer)
@@ -525,13 +531,9 @@ class ShardedOptimizer:
                     kept[key] = value
             if kept:
                 state[flat.layout.slots[i].name] = kept
-        names = iter(self.names)
         groups = [
-            {
-                **{k: v for k, v in group.items() if k != "params"},
-                "params": [next(names) for _ in group["params"]],
-            }
-            for group in self.optimizer.param_groups
+            {**{k: v for k, v in group.items() if k != "params"}, "params": list(names)}
+            for group, names in zip(self.optimizer.param_groups, self.group_names, strict=True)
         ]
         return {"state": state, "param_groups": groups}
 
@@ -539,6 +541,14 @@ class ShardedOptimizer:
     def _owns(flat: Flat, i: int) -> bool:
         """Whether the parameter's first element is in this rank's range; of an empty parameter, where it would be."""
         return flat.owned[0] <= flat.layout.slots[i].offset < flat.owned[1]
+
+    @property
+    def group_names(self) -> Sequence[Sequence[str]]:
+        """Names of every group's parameters, in the optimizer's order; also of those that other ranks hold."""
+        if self._group_names is not None:
+            return self._group_names
+        names = iter(self.names)
+        return [[next(names) for _ in group["params"]] for group in self.optimizer.param_groups]
 
     @property
     def names(self) -> list[str]:
@@ -559,8 +569,7 @@ class ShardedOptimizer:
         self.dissolve()
         self._state.clear()
         by_members = {frozenset(group["params"]): group for group in groups}
-        names = iter(self.names)
-        members = [frozenset(next(names) for _ in group["params"]) for group in self.optimizer.param_groups]
+        members = [frozenset(names) for names in self.group_names]
         same = all(m in by_members for m in members)
         for group, m in zip(self.optimizer.param_groups, members, strict=True):
             if same:
@@ -577,7 +586,7 @@ class ShardedOptimizer:
         Raises:
             StateError: the state belongs to an optimizer with other parameter groups.
         """
-        ours = [len(group["params"]) for group in self.optimizer.param_groups]
+        ours = [len(names) for names in self.group_names]
         theirs = [len(group["params"]) for group in state["param_groups"]]
         if ours != theirs:
             raise StateError(
@@ -585,6 +594,13 @@ class ShardedOptimizer:
                 f"{type(self.optimizer).__name__} has {len(ours)} of sizes {ours}. Build the same groups in "
                 "configure_optimizers, or load only the weights."
             )
+        if self._group_names is not None:  # some of the parameters are on other ranks
+            names = iter(name for group in self._group_names for name in group)
+            groups = [{**g, "params": [next(names) for _ in g["params"]]} for g in state["param_groups"]]
+            positions = (i for g in state["param_groups"] for i in g["params"])
+            known = dict(zip(positions, (name for g in groups for name in g["params"]), strict=True))
+            self.load_named_state({known[i]: value for i, value in state["state"].items()}, groups)
+            return
         self.dissolve()
         self._state.clear()
         for group, saved in zip(self.optimizer.param_groups, state["param_groups"], strict=True):

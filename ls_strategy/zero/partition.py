@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -27,13 +27,24 @@ class UnitSpec:
     params: list[tuple[str, nn.Parameter]] = field(default_factory=list)
 
 
-def partition(model: nn.Module, unit_classes: tuple[str, ...], min_unit_numel: int) -> list[UnitSpec]:
+def partition(
+    model: nn.Module,
+    unit_classes: tuple[str, ...],
+    min_unit_numel: int,
+    absent: Collection[int] = (),
+) -> list[UnitSpec]:
     """Cut a model into units, in order of registration.
 
     By default every child of a ``ModuleList`` or ``Sequential`` is a unit (nested containers are opened first), or
     every instance of ``unit_classes``. Parameters of no block, of blocks below ``min_unit_numel`` elements, and
     parameters shared between blocks go to root units: one for each stretch between blocks, so that the gradients of an
     output head are reduced while the blocks still run backward.
+
+    Args:
+        model: the model.
+        unit_classes: class names of the blocks.
+        min_unit_numel: elements.
+        absent: ``id`` of parameters that another rank of a pipeline holds.
 
     Raises:
         PlanError: a name in ``unit_classes`` matches no module.
@@ -54,7 +65,7 @@ def partition(model: nn.Module, unit_classes: tuple[str, ...], min_unit_numel: i
     units: list[UnitSpec] = []
     by_name: dict[str, UnitSpec] = {}
     open_root: UnitSpec | None = None
-    for name, param in model.named_parameters():
+    for name, param in ((n, p) for n, p in model.named_parameters() if id(p) not in absent):
         owner = owners[id(param)]
         block_name = next(iter(owner)) if len(owner) == 1 else ""
         if block_name and sizes[block_name] >= max(min_unit_numel, 1):

@@ -40,6 +40,8 @@ class Reducer:
         self.policy = policy
         self.comm = comm
         self.wire_dtype = torch.float32 if reduce_in_fp32 else None
+        self.holds = False
+        """Stages 2 and 3: several micro-batches add up on this rank, in fp32, before they are sent (pipelines)."""
         self.selective = False
         """Several optimizers: ask all ranks which units got gradients, and send only those (stages 2 and 3)."""
         self.eager = True
@@ -68,7 +70,7 @@ class Reducer:
     def begin_backward(self, *, eager: bool) -> None:
         """A backward pass starts. ``eager``: its gradients complete what the next step needs (stages 0 and 1)."""
         self.finish_in_flight()
-        self.eager = eager or self.policy.gradients
+        self.eager = eager or (self.policy.gradients and not self.holds)
         self.reset()
         if self.policy.gradients:
             return
@@ -110,7 +112,7 @@ class Reducer:
         if unit.launched:  # a second gradient in one pass (reentrant recompute): kept in p.grad, sent by the step
             flat.dirty = True
             return
-        flat.hold_grad_buffer(grad.dtype)
+        flat.hold_grad_buffer(torch.float32 if self.holds else grad.dtype)
         view = flat.grad_views[index]
         if flat.filled[index]:
             view.add_(grad)
@@ -139,6 +141,12 @@ class Reducer:
         self._next = len(self.order)
         if not self.policy.gradients or self.on_complete is not None:
             self.finish_in_flight()  # hooks after backward read p.grad; or the last updates are to begin
+
+    def send_held(self) -> None:
+        """Send what `holds` has kept and no eager pass has sent. Collective."""
+        if any(not unit.launched for unit in self.order):
+            self.eager = True
+            self.end_backward()
 
     def _launch_unit(self, unit: Unit) -> None:
         unit.launched = True

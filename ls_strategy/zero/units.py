@@ -124,11 +124,11 @@ class Flat:
 
     @property
     def counted(self) -> bool:
-        """Whether this rank is the first one along the tensor-parallel axis that holds these parameters.
+        """Whether this rank is the first one, of its stage's tensor-parallel axis and of the stages, that holds these.
 
         That one counts them in norms, and saves them.
         """
-        return self.tensor.rank % self.plan.copies == 0
+        return self.tensor.rank % self.plan.copies == 0 and not self.plan.twin
 
     @property
     def optimizer_tier(self) -> TierName:

@@ -6,6 +6,7 @@ read | update | write. Either way the same operation meets the same elements, so
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -74,7 +75,9 @@ class Update:
     def seed(self, part: Part) -> int:
         """Of the stochastic rounding: another one for every buffer, rank and step, the same after a resume."""
         flat = self.flat
-        return (flat.rest.number * 0x9E3779B1 + flat.comm.rank * 0x85EBCA77 + part.seed_step * 0xC2B2AE3D) & 0x7FFFFFFF
+        # By name: what two stages of a pipeline hold both must be rounded alike.
+        number = zlib.crc32(flat.layout.slots[0].name.encode()) if flat.layout.slots else 0
+        return (number * 0x9E3779B1 + flat.comm.rank * 0x85EBCA77 + part.seed_step * 0xC2B2AE3D) & 0x7FFFFFFF
 
     def jobs(self) -> list[_Portion]:
         """Portions, in order."""

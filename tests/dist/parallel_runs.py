@@ -69,11 +69,10 @@ class Module(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         tokens_BT, targets_BT = batch
-        loss = functional.cross_entropy(self.model(tokens_BT).float().flatten(0, 1), targets_BT.flatten())
-        self.outcome.losses.append(loss.item())
-        return loss
+        return functional.cross_entropy(self.model(tokens_BT).float().flatten(0, 1), targets_BT.flatten())
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.outcome.losses.append(outputs["loss"].item())
         if self.run.save and self.trainer.global_step == self.run.save[0]:
             self.trainer.save_checkpoint(self.run.save[1])
 
@@ -81,7 +80,7 @@ class Module(pl.LightningModule):
         if isinstance(self.trainer.strategy, ZeROStrategy):
             self.outcome.norms.append(self.trainer.strategy.grad_norm().item())
         else:
-            grads = [p.grad for p in self.parameters()]
+            grads = [p.grad for p in self.parameters() if p.grad is not None]
             self.outcome.norms.append(torch.nn.utils.get_total_norm(grads).item())
 
     def configure_optimizers(self) -> Any:

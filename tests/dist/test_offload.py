@@ -73,7 +73,7 @@ def results(world_size: int, stage: int, rows: tuple[str, ...]) -> dict[tuple[st
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("row", ROWS)
 def test_every_tier_trains_to_the_same_bits(world_size: int, stage: int, row: str) -> None:
     """Losses of all ranks, weights and gradient norms; trusted run: the same stage without offload."""

@@ -258,7 +258,7 @@ def train_mlp(rank: int, world_size: int, kind: type[MLP], strategy: Any) -> tup
     return module.losses, {k: v.clone() for k, v in trainer.strategy.lightning_module_state_dict().items()}
 
 
-@pytest.mark.parametrize(("world", "stage"), [(2, 1), (4, 2), (4, 3)])
+@pytest.mark.parametrize(("world", "stage"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow), (4, 3)])
 @pytest.mark.parametrize("kinds", [(OwnPlan, MLP), (Stack, OneStack)], ids=["layers", "blocks"])
 def test_a_module_that_divides_itself(world, stage, kinds):
     """By ``parallelize_module`` in ``configure_model``, or by its own plan: all replicas see the same data here."""

@@ -28,7 +28,7 @@ def at_stages(world: int, stages: tuple[int, ...] = (1, 2, 3), **options: Any) -
         assert all(torch.equal(v, found[0].weights[k]) for k, v in outcome.weights.items())
 
 
-@pytest.mark.parametrize(("world", "size"), [(2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize(("world", "size"), [(4, 2), *(pytest.param(n, n, marks=pytest.mark.slow) for n in (2, 4))])
 def test_losses_norms_and_weights_are_those_of_one_process(world, size):
     at_stages(world, sequence_parallel_size=size)
 

@@ -49,12 +49,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", VARIANTS.values(), ids=VARIANTS.keys())
 def test_variants_of_the_model(shape):
     at_every_stage(2, 2, shape)
 
 
-@pytest.mark.parametrize(("world", "tp"), [(2, 2), (4, 2)])
+@pytest.mark.parametrize(("world", "tp"), [pytest.param(2, 2, marks=pytest.mark.slow), (4, 2)])
 def test_tokens_between_the_layers_divided_too(world, tp):
     at_every_stage(world, tp, tensor_parallel_sequence=True)
 

@@ -147,7 +147,7 @@ BREAK = {
 }
 
 
-@pytest.mark.parametrize("how", BREAK)
+@pytest.mark.parametrize("how", [pytest.param(h, marks=[pytest.mark.slow] * (i > 0)) for i, h in enumerate(BREAK)])
 def test_a_broken_package_breaks_neither_torch_nor_lightning(how: str) -> None:
     check(
         f"""

@@ -5,17 +5,20 @@ import pytest
 from ls_strategy.errors import PlanError
 from ls_strategy.mesh import MeshShape
 
+SIZES = [(1, 1, 1, 1), (4, 2, 1, 1), (4, 1, 2, 1), (8, 2, 2, 1), (12, 3, 2, 1), (4, 1, 1, 2), (24, 2, 2, 3)]
 
-@pytest.mark.parametrize(("world", "tensor", "sequence"), [(1, 1, 1), (4, 2, 1), (4, 1, 2), (8, 2, 2), (12, 3, 2)])
-def test_every_rank_is_in_one_group_of_each_axis(world, tensor, sequence):
-    shape = MeshShape.of(world, tensor=tensor, sequence=sequence)
+
+@pytest.mark.parametrize(("world", "tensor", "sequence", "pipeline"), SIZES)
+def test_every_rank_is_in_one_group_of_each_axis(world, tensor, sequence, pipeline):
+    shape = MeshShape.of(world, tensor=tensor, sequence=sequence, pipeline=pipeline)
     assert shape.world_size == world
     sizes = {
         "data": shape.data,
         "sequence": sequence,
         "tensor": tensor,
         "zero": shape.data * sequence,
-        "model": sequence * tensor,
+        "pipeline": pipeline,
+        "model": pipeline * sequence * tensor,
     }
     for axis, size in sizes.items():
         groups = list(shape.groups(axis))
@@ -24,8 +27,8 @@ def test_every_rank_is_in_one_group_of_each_axis(world, tensor, sequence):
 
 
 def test_coordinates_differ_along_the_axis_alone():
-    shape = MeshShape.of(8, tensor=2, sequence=2)
-    along = {"data": (0,), "sequence": (1,), "tensor": (2,), "zero": (0, 1), "model": (1, 2)}
+    shape = MeshShape.of(16, tensor=2, sequence=2, pipeline=2)
+    along = {"pipeline": (0,), "data": (1,), "sequence": (2,), "tensor": (3,), "zero": (1, 2), "model": (0, 2, 3)}
     for axis, free in along.items():
         for group in shape.groups(axis):
             fixed = {tuple(c for i, c in enumerate(shape.coordinates(r)) if i not in free) for r in group}
@@ -36,6 +39,7 @@ def test_coordinates_differ_along_the_axis_alone():
 def test_ranks_that_share_layers_are_neighbours():
     assert list(MeshShape.of(8, tensor=4).groups("tensor")) == [(0, 1, 2, 3), (4, 5, 6, 7)]
     assert list(MeshShape.of(8, tensor=2, sequence=2).groups("model")) == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert list(MeshShape.of(8, tensor=2, pipeline=2).groups("model")) == [(0, 1, 4, 5), (2, 3, 6, 7)]
 
 
 def test_sizes_that_do_not_divide_the_world_are_refused():

@@ -1,0 +1,368 @@
+"""A pipeline inside Lightning: ``training_step`` stays as written, and runs once per micro-batch on every stage.
+
+::
+
+    trainer's loop   training_step ───────────────────────────────> zero_grad ─> backward ─> optimizer step
+    here             zero the gradients, split the batch,            (kept)       hooks only   as without
+                     all forwards and backwards in the schedule's
+                     order, loss and logged values to all stages
+
+What the last stage logs is averaged over the micro-batches and logged on every rank, so that callbacks, the progress
+bar and checkpoints see the same everywhere; states of torchmetrics follow it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ls_strategy._compat import metric_state, set_metric_state, tree_iter, tree_map
+from ls_strategy.config import ParallelConfig
+from ls_strategy.engine import Engine
+from ls_strategy.errors import PlanError, StateError
+from ls_strategy.mesh import Mesh
+from ls_strategy.parallel.pipeline.cut import keep_own, make_cut
+from ls_strategy.parallel.pipeline.mail import make_links
+from ls_strategy.parallel.pipeline.runner import Callbacks, PipelineRunner
+from ls_strategy.parallel.pipeline.schedules import Action, place, placement_of, stages_per_rank_of
+from ls_strategy.parallel.pipeline.stage import StageRunner
+from ls_strategy.parallel.pipeline.timeline import Recorder
+from ls_strategy.parallel.random import draw, generator_of, hash64, set_state
+from ls_strategy.zero.share import Share
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+class Pipeline:
+    """The stages of one module on this rank, and the way from Lightning's steps to them."""
+
+    def __init__(
+        self, config: ParallelConfig, module: pl.LightningModule, mesh: Mesh, device: torch.device, *, recomputes: bool
+    ) -> None:
+        """Divide the module: what other ranks hold goes to the meta device here. Collective.
+
+        Args:
+            config: options.
+            module: whole.
+            mesh: the ranks.
+            device: where it will be.
+            recomputes: blocks are computed again in backward, which then is not divided into inputs and weights: they
+                would be computed again for each.
+
+        Raises:
+            PlanError: the module cannot be divided so.
+        """
+        size = mesh.pipeline.world_size
+        stages = stages_per_rank_of(config.pipeline_schedule, config.pipeline_stages_per_rank)
+        rank_of = place(size, stages, placement_of(config.pipeline_schedule))
+        self.config, self.mesh, self.device = config, mesh, device
+        self.cut = make_cut(module, rank_of, method=config.pipeline_partition, stack=config.pipeline_blocks)
+        rank_zero_info(f"ZeROStrategy: {config.pipeline_schedule} over {size} ranks\n{self.cut.table()}")
+        norms = [name for name, m in module.named_modules() if isinstance(m, _BATCH_NORMS)]
+        if norms:
+            rank_zero_warn(
+                f"{norms[0]} and others are batch norms: in a pipeline they see one micro-batch at a time, so that "
+                "statistics are those of smaller batches. Group norm does not depend on it."
+            )
+        self._names = {id(p): name for name, p in module.named_parameters()}
+        keep_own(module, self.cut, mesh.pipeline.rank)
+        self._names |= {id(p): name for name, p in module.named_parameters()}
+        self._links = links = make_links(mesh.pipeline, [list(group) for group in mesh.shape.groups("pipeline")])
+        self.recorder = Recorder(device)
+        self.runner = PipelineRunner(
+            StageRunner(module, self.cut, device),
+            links,
+            config.pipeline_schedule,
+            callbacks=Callbacks(before=self._before, after=self._after, on_last_backward=self._on_last_backward),
+            recorder=self.recorder,
+            split_backward=not recomputes,
+        )
+        self._tied_group = self._make_tied_group()
+        self._engine: Engine | None = None
+        self._last = False
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the user's steps run to their end on this rank."""
+        return self.mesh.pipeline.rank == self.runner.last_rank
+
+    def break_connections(self) -> None:
+        """Make the ranks that wait for this one fail at once. Not collective."""
+        self._links.break_connections()
+
+    # what the engine needs -------------------------------------------------------------------------------------------
+
+    def _make_tied_group(self) -> dist.ProcessGroup | None:
+        """Of the ranks that hold what is tied, next to each other in every pipeline. Collective over all ranks."""
+        members = {tied.ranks for tied in self.cut.tied if len(tied.ranks) > 1}
+        if len(members) > 1:
+            raise PlanError(f"parameters are tied over different sets of stages: {sorted(members)}. Cut elsewhere.")
+        mine = None
+        for ranks in self.mesh.shape.groups("pipeline") if members else ():
+            group = dist.new_group([ranks[i] for i in next(iter(members))])
+            if self.mesh.world.rank in ranks and self.mesh.pipeline.rank in next(iter(members)):
+                assert isinstance(group, dist.ProcessGroup)
+                mine = group
+        self.mesh.world.own_open_sockets()
+        return mine
+
+    def share(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> Share:
+        """What this rank holds; takes what it does not out of the optimizers' groups."""
+        here = self.cut.names_of(self.mesh.pipeline.rank)
+        params = dict(module.named_parameters(remove_duplicate=False))
+        absent = frozenset(id(p) for name, p in params.items() if name not in here)
+        tied = [t for t in self.cut.tied if len(t.ranks) > 1 and t.names[0] in here]
+        twins = [t for t in tied if self.mesh.pipeline.rank != t.ranks[0]]
+        group_names: list[list[list[str]]] = []
+        for optimizer in optimizers:
+            group_names.append([[self._names[id(p)] for p in group["params"]] for group in optimizer.param_groups])
+            for group in optimizer.param_groups:
+                group["params"] = [p for p in group["params"] if id(p) not in absent]
+        stages = [s for s, rank in enumerate(self.cut.rank_of) if rank == self.mesh.pipeline.rank]
+        mine = [b for s in stages for b in self.cut.blocks[self.cut.bounds[s] : self.cut.bounds[s + 1]]]
+        return Share(
+            absent=absent,
+            tied=frozenset(id(params[t.names[0]]) for t in tied),
+            twins=frozenset(id(params[t.names[0]]) for t in twins),
+            blocks=tuple(f"{name}." for name in mine),
+            all_blocks=tuple(f"{name}." for name in self.cut.blocks),
+            pipeline=self.mesh.pipeline,
+            group_names=group_names,
+            tied_group=self._tied_group,
+        )
+
+    # training --------------------------------------------------------------------------------------------------------
+
+    def train(
+        self, module: pl.LightningModule, engine: Engine, step: Callable[..., Any], args: Sequence[Any], *, last: bool
+    ) -> Tensor:
+        """All micro-batches of one batch, forward and backward. Collective.
+
+        Args:
+            module: whose ``training_step`` it is.
+            engine: of its parameters.
+            step: takes ``args`` with a micro-batch for the batch.
+            args: of ``training_step``.
+            last: gradients are complete afterwards, and are sent.
+
+        Returns:
+            the mean loss, on every rank, without a graph.
+        """
+        trainer = module.trainer
+        parts, sizes = self._split(args[0])
+        accumulate = trainer.accumulate_grad_batches
+        if args[1] % accumulate == 0:
+            engine.keeps_gradients = False
+            for index in range(len(engine.optimizers)):
+                engine.zero_grad(index)
+        scale = engine.scaler.scale if engine.scaler is not None else 1.0
+        shares = [size / sum(sizes) for size in sizes]
+        self._engine, self._last = engine, last
+        logged = Logged(module)
+        engine.begin_micro_batches()
+        with self._own_random_numbers(), logged.recording():
+            report = self.runner.train(
+                lambda part: step(part, *args[1:]), parts, [share * scale / accumulate for share in shares]
+            )
+        engine.end_micro_batches(reduce=last)
+        engine.keeps_gradients = True  # the loop zeroes them next, before its own, empty, backward
+        loss = sum(loss.item() * share for loss, share in zip(report.losses, shares, strict=self.is_last))
+        loss, told = self.runner.from_last((loss, logged.summary(shares, sizes) if self.is_last else None))
+        logged.replay(told)
+        return torch.tensor(loss, device=self.device, requires_grad=True)
+
+    def _before(self, action: Action) -> None:
+        if action.kind != "F":
+            assert self._engine is not None
+            self._engine.begin_backward(eager=False)
+
+    def _after(self, action: Action) -> None:
+        if action.kind != "F":
+            assert self._engine is not None
+            self._engine.end_backward()
+
+    def _on_last_backward(self, stage: int) -> None:
+        """With one stage per rank, the last backward sends what it completes, beside what other ranks still compute."""
+        assert self._engine is not None
+        if self._last and self.cut.rank_of.count(self.mesh.pipeline.rank) == 1:
+            self._engine.begin_backward(eager=True)
+
+    # evaluation ------------------------------------------------------------------------------------------------------
+
+    def evaluate(self, module: pl.LightningModule, step: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """A validation, test or predict step; what it returns is on every rank. Collective."""
+        parts, sizes = self._split(args[0])
+        logged = Logged(module)
+        with self._own_random_numbers(), logged.recording():
+            results = self.runner.evaluate(lambda part: step(part, *args[1:]), parts)
+        shares = [size / sum(sizes) for size in sizes]
+        merged = _merged(results, shares) if self.is_last else None
+        merged, told = self.runner.from_last((merged, logged.summary(shares, sizes) if self.is_last else None))
+        logged.replay(told)
+        return merged
+
+    # batches ---------------------------------------------------------------------------------------------------------
+
+    def _split(self, batch: Any) -> tuple[list[Any], list[int]]:
+        """Micro-batches of as equal sizes as can be, and their sizes.
+
+        Raises:
+            StateError: the batch has fewer samples than the pipeline has ranks in it.
+        """
+        samples = extract_batch_size(batch)
+        wanted = self.config.micro_batches or 4 * self.mesh.pipeline.world_size
+        count = min(wanted, samples)
+        if self.config.micro_batches and samples < wanted:
+            rank_zero_warn(
+                f"a batch of {samples} samples makes {count} micro-batches in place of micro_batches={wanted}."
+            )
+
+        def cut(leaf: Any) -> list[Any]:
+            whole = isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == samples
+            return list(leaf.tensor_split(count)) if whole else [leaf] * count
+
+        if not any(isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == samples for leaf in tree_iter(batch)):
+            raise StateError(
+                "a pipeline divides batches along the first dimension of their tensors, and this one has no tensor "
+                f"with {samples} rows."
+            )
+        columns: list[list[Any]] = []
+        tree_map(lambda leaf: columns.append(cut(leaf)), batch)
+        parts = []
+        for i in range(count):
+            leaves = iter(columns)
+            parts.append(tree_map(lambda _, i=i, leaves=leaves: next(leaves)[i], batch))
+        sizes = [len(part) for part in torch.empty(samples, device="meta").tensor_split(count)]
+        return parts, sizes
+
+    @contextmanager
+    def _own_random_numbers(self) -> Generator[None, None, None]:
+        """Inside, every stage draws its own numbers; afterwards all go on alike."""
+        generators = {generator_of(torch.device("cpu")), generator_of(self.device)}
+        kept = []
+        for generator in generators:
+            number, after = draw(generator)
+            kept.append((generator, after))
+            generator.manual_seed(hash64(number << 16 | self.mesh.pipeline.rank) >> 32)
+        try:
+            yield
+        finally:
+            for generator, after in kept:
+                set_state(generator, after)
+
+
+# --- what steps log --------------------------------------------------------------------------------------------------
+
+
+class Logged:
+    """What a module logs while its step runs once per micro-batch, to be logged once."""
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        """Record nothing yet."""
+        self._module = module
+        self._values: dict[str, tuple[list[Any], dict[str, Any]]] = {}
+        self._metrics = {name: m for name, m in module.named_modules() if hasattr(m, "metric_state")}
+        self._counts = {name: metric_state(m)[0] for name, m in self._metrics.items()}
+
+    @contextmanager
+    def recording(self) -> Generator[None, None, None]:
+        """Inside, ``self.log`` and ``self.log_dict`` of the module note what they are given."""
+        module: Any = self._module
+
+        def log(name: str, value: Any, **options: Any) -> None:
+            self._values.setdefault(name, ([], options))[0].append(value)
+
+        def log_dict(values: Any, **options: Any) -> None:
+            for name, value in values.items():
+                log(name, value, **options)
+
+        module.log, module.log_dict = log, log_dict
+        try:
+            yield
+        finally:
+            del module.log, module.log_dict
+
+    def summary(self, shares: Sequence[float], sizes: Sequence[int]) -> Any:
+        """What to log, and the metrics' states: small, on the CPU."""
+        told: list[tuple[str, Any, dict[str, Any]]] = []
+        for name, (values, options) in self._values.items():
+            options = dict(options)
+            if isinstance(options.get("batch_size"), int):
+                options["batch_size"] = sum(sizes)
+            metric = next((n for n, m in self._metrics.items() if m is values[0]), None)
+            if metric is not None:
+                told.append((name, ("metric", metric), options))
+            else:
+                told.append((name, ("value", _reduced(values, shares, options.get("reduce_fx", "mean"))), options))
+        states = {
+            name: metric_state(m) for name, m in self._metrics.items() if metric_state(m)[0] != self._counts[name]
+        }
+        return told, states
+
+    def replay(self, told: Any) -> None:
+        """Log it, on every rank alike."""
+        values, states = told
+        for name, state in states.items():
+            set_metric_state(self._metrics[name], state)
+        for name, (kind, value), options in values:
+            shown: Any = self._metrics[value] if kind == "metric" else value
+            self._module.log(name, shown, **options)
+
+
+def _reduced(values: Sequence[Any], shares: Sequence[float], how: Any) -> Tensor:
+    stacked = torch.stack([torch.as_tensor(v).detach().float().cpu() for v in values])
+    how = getattr(how, "__name__", how)
+    if how in ("sum", "max", "min"):
+        return getattr(torch, str(how if how == "sum" else f"a{how}"))(stacked, dim=0)
+    if len(values) != len(shares):  # logged in some micro-batches only
+        return stacked.mean(dim=0)
+    return (stacked * torch.tensor(shares).view(-1, *[1] * (stacked.dim() - 1))).sum(dim=0)
+
+
+def _merged(results: Sequence[Any], shares: Sequence[float]) -> Any:
+    """What the micro-batches' steps returned, as one step would have: rows together, numbers averaged. On the CPU."""
+    if not results or results[0] is None:
+        return None
+    leaves: list[Iterator[Any]] = [iter(tree_iter(result)) for result in results]
+
+    def merge(first: Any) -> Any:
+        column = [next(leaf) for leaf in leaves]
+        if not isinstance(first, Tensor):
+            return first
+        column = [t.detach().cpu() for t in column]
+        if first.dim():
+            return torch.cat(column)
+        return sum(t * share for t, share in zip(column, shares, strict=True))
+
+    return tree_map(merge, results[0])
+
+
+def refuse(module: pl.LightningModule, config: ParallelConfig) -> None:
+    """What a pipeline cannot do, before anything is divided.
+
+    Raises:
+        PlanError: with the cure.
+    """
+    if not module.automatic_optimization:
+        raise PlanError(
+            "a pipeline runs all forwards and backwards of a batch together, so manual optimization has no place in "
+            "it, nor have several optimizers: use automatic_optimization=True, or pipeline_parallel_size=1."
+        )
+    for name, given in (
+        ("sequence_parallel_size", config.sequence_parallel_size > 1),
+        ("tensor_parallel_sequence", config.tensor_parallel_sequence),
+    ):
+        if given:
+            raise PlanError(
+                f"{name} and pipeline_parallel_size do not go together: blocks that divide tokens must be on one rank "
+                "from the first to the last. Leave one of them out."
+            )

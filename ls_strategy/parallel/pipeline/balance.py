@@ -1,0 +1,59 @@
+"""Divides a row of blocks into contiguous parts of about the same weight. Numbers only: no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+
+from ls_strategy.errors import PlanError
+
+
+def balance(weights: Sequence[float], parts: int) -> tuple[int, ...]:
+    """Bounds of the parts: part ``i`` is ``weights[bounds[i]:bounds[i + 1]]``, never empty.
+
+    The heaviest part is as light as possible, exactly; among such divisions the sum of squares is the smallest, which
+    evens out the other parts. Dynamic programming, ``parts * len(weights) ** 2`` steps.
+
+    >>> balance([1] * 10, 4), balance([4, 1, 1, 1, 1], 2)
+    ((0, 3, 6, 8, 10), (0, 1, 5))
+
+    Raises:
+        PlanError: there are fewer weights than parts.
+    """
+    count = len(weights)
+    if not 1 <= parts <= count:
+        raise PlanError(f"{count} blocks cannot be divided into {parts} parts of one block or more.")
+    sums = [0, *accumulate(weights)]
+    limit = _smallest_maximum(sums, parts)
+    best: list[float] = [0.0] + [math.inf] * count
+    starts: list[list[int]] = []
+    for part in range(1, parts + 1):
+        row, start = [math.inf] * (count + 1), [0] * (count + 1)
+        for stop in range(part, count - (parts - part) + 1):
+            for begin in reversed(range(part - 1, stop)):
+                weight = sums[stop] - sums[begin]
+                if weight > limit:
+                    break
+                if best[begin] + weight * weight < row[stop]:
+                    row[stop], start[stop] = best[begin] + weight * weight, begin
+        best = row
+        starts.append(start)
+    bounds = [count]
+    for start in reversed(starts):
+        bounds.append(start[bounds[-1]])
+    return tuple(reversed(bounds))
+
+
+def _smallest_maximum(sums: Sequence[float], parts: int) -> float:
+    """Weight of the heaviest part, at its smallest; one of the differences of ``sums``, so that no rounding enters."""
+    count = len(sums) - 1
+    best = [sums[stop] - sums[0] for stop in range(count + 1)]
+    for part in range(2, parts + 1):
+        best = [
+            min((max(best[begin], sums[stop] - sums[begin]) for begin in range(part - 1, stop)), default=math.inf)
+            if stop >= part
+            else math.inf
+            for stop in range(count + 1)
+        ]
+    return best[count]

@@ -1,0 +1,348 @@
+"""Which rank holds what of a model: the stack of blocks, its division into stages, and what lies around it.
+
+::
+
+    embedding ─ block 0 ─ block 1 ─ ... ─ block 11 ─ norm ─ head
+    └──── stage 0 ────────────┘ └─ 1 ─┘ └──── stage 2 ─────────┘
+
+Parameters that are in no block belong to the first stage if they are used before the blocks, and to the last if after.
+A parameter that is used on several stages (tied embeddings) exists on each of them: `Cut.tied` names it, and its
+gradients must be summed over those ranks once per step.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from ls_strategy.errors import PlanError
+from ls_strategy.parallel.pipeline.balance import balance
+
+
+@dataclass(frozen=True)
+class Tied:
+    """A parameter that several stages use."""
+
+    names: tuple[str, ...]
+    """All its names in the model."""
+
+    stages: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a dry run of the user's function saw, see `trace.observe`."""
+
+    flops: tuple[int, ...]
+    """Of the forward of every block."""
+
+    flops_before: int
+    flops_after: int
+    before: frozenset[str]
+    """Parameters used before the blocks."""
+
+    after: frozenset[str]
+    """Parameters used after the blocks, or between two of them."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The division of a model."""
+
+    blocks: tuple[str, ...]
+    """Name of every block of the stack."""
+
+    bounds: tuple[int, ...]
+    """Stage ``s`` holds ``blocks[bounds[s]:bounds[s + 1]]``."""
+
+    rank_of: tuple[int, ...]
+    """Rank of every stage."""
+
+    stages_of: Mapping[str, tuple[int, ...]]
+    """Stages of every parameter, by name; all names of a tied one."""
+
+    tied: tuple[Tied, ...]
+    numel: tuple[int, ...]
+    """Parameters of every stage; a tied one counts on each."""
+
+    weights: tuple[float, ...]
+    """What was balanced, by block."""
+
+    def names_of(self, rank: int) -> frozenset[str]:
+        """Parameters that ``rank`` holds."""
+        mine = {s for s, r in enumerate(self.rank_of) if r == rank}
+        return frozenset(name for name, stages in self.stages_of.items() if mine.intersection(stages))
+
+    def table(self) -> str:
+        """Stage, rank, blocks, parameters and their share: one line per stage."""
+        total = sum(self.numel) or 1
+        lines = ["stage  rank  blocks                                    parameters   share"]
+        for s, (rank, numel) in enumerate(zip(self.rank_of, self.numel, strict=True)):
+            first, last = self.blocks[self.bounds[s]], self.blocks[self.bounds[s + 1] - 1]
+            blocks = first if first == last else f"{first} .. {last}"
+            lines.append(f"{s:5d}  {rank:4d}  {blocks:40s}  {numel:>10,d}  {numel / total:5.1%}")
+        lines += [f"{' = '.join(tied.names)}: on stages {', '.join(map(str, tied.stages))}" for tied in self.tied]
+        return "\n".join(lines)
+
+
+# --- the stack -------------------------------------------------------------------------------------------------------
+
+
+def find_blocks(model: nn.Module, least: int, stack: str | None = None) -> dict[str, nn.Module]:
+    """The row of modules that is cut, by name.
+
+    Args:
+        model: has ``to_layers()`` (itself, or a child), which returns its layers in order, modules and functions; or a
+            ModuleList or Sequential of them.
+        least: number of stages; shorter rows are no candidates.
+        stack: name of the ModuleList or Sequential. None: ``to_layers()``, or else the longest one that is not inside
+            another.
+
+    Raises:
+        PlanError: there is no such row, or two of the same length, or it is too short.
+    """
+    names = {id(module): name for name, module in reversed(list(model.named_modules()))}
+    if stack is not None:
+        return _checked(_named_stack(model, stack), least)
+    for owner in (model, *model.children()):
+        layers_of: Any = getattr(owner, "to_layers", None)
+        if callable(layers_of):
+            modules = [layer for layer in cast("list[Any]", layers_of()) if isinstance(layer, nn.Module)]
+            unknown = [type(m).__name__ for m in modules if id(m) not in names]
+            if unknown:
+                raise PlanError(f"to_layers() returns {unknown[0]}, which is no submodule of {type(model).__name__}.")
+            return _checked([(names[id(m)], m) for m in modules], least)
+    return _checked(_longest(model, least), least)
+
+
+def _named_stack(model: nn.Module, stack: str) -> list[tuple[str, nn.Module]]:
+    try:
+        container = model.get_submodule(stack)
+    except AttributeError:
+        container = None
+    if not isinstance(container, nn.ModuleList | nn.Sequential):
+        found = ", ".join(repr(name) for name, _ in _candidates(model, 2)) or "none"
+        raise PlanError(f"stack={stack!r} names no ModuleList or Sequential of the model. There is: {found}.")
+    return _members(stack, container)
+
+
+def _members(name: str, container: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(f"{name}.{child}" if name else child, module) for child, module in container._modules.items() if module]
+
+
+def _candidates(model: nn.Module, least: int) -> Iterator[tuple[str, nn.Module]]:
+    """Rows of ``least`` modules or more that are not inside another."""
+    inside: set[int] = set()
+    for name, module in model.named_modules():
+        if id(module) in inside or not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < least:
+            continue
+        inside.update(map(id, module.modules()))
+        yield name, module
+
+
+def _longest(model: nn.Module, least: int) -> list[tuple[str, nn.Module]]:
+    found = sorted(_candidates(model, max(least, 2)), key=lambda pair: -len(pair[1]))  # type: ignore[arg-type]
+    if not found:
+        raise PlanError(
+            f"{type(model).__name__} has no ModuleList or Sequential of {least} modules or more to cut into {least} "
+            "stages. Give it to_layers(), which returns its layers in order, or use fewer stages."
+        )
+    if len(found) > 1 and len(found[0][1]) == len(found[1][1]):  # type: ignore[arg-type]
+        raise PlanError(
+            f"{found[0][0]!r} and {found[1][0]!r} have {len(found[0][1])} modules each: "  # type: ignore[arg-type]
+            "name the one to cut (stack=...), or give the model to_layers()."
+        )
+    return _members(*found[0])
+
+
+def _checked(members: Sequence[tuple[str, nn.Module]], least: int) -> dict[str, nn.Module]:
+    if len(members) < least:
+        raise PlanError(f"{len(members)} blocks are too few for {least} stages: use fewer stages, or finer blocks.")
+    first: dict[int, str] = {}
+    for name, module in members:
+        if id(module) in first:
+            raise PlanError(f"{first[id(module)]!r} and {name!r} are one module, which cannot be on two stages.")
+        first[id(module)] = name
+    return dict(members)
+
+
+# --- weights ---------------------------------------------------------------------------------------------------------
+
+
+def weigh(
+    blocks: Mapping[str, nn.Module], method: str, outside: tuple[float, float], usage: Usage | None
+) -> list[float]:
+    """How much every block counts.
+
+    Args:
+        blocks: by name.
+        method: ``uniform``, ``parameters``, ``flops`` (of the forward; needs ``usage``), or ``type:regex``: blocks
+            whose class name matches count 1, others 0, as in DeepSpeed.
+        outside: parameters before and after the blocks, which count with the first and the last one.
+        usage: of a dry run.
+
+    Raises:
+        PlanError: there is no such method, or nothing matches.
+    """
+    if method == "uniform":
+        return [1.0] * len(blocks)
+    if method == "parameters":
+        weights = [float(sum(p.numel() for p in block.parameters())) for block in blocks.values()]
+        return _add_ends(weights, *outside)
+    if method == "flops":
+        if usage is None:
+            raise PlanError("method='flops' needs a dry run: pass usage=observe(model, blocks, step, micro_batch).")
+        return _add_ends([float(n) for n in usage.flops], usage.flops_before, usage.flops_after)
+    if method.startswith("type:"):
+        pattern = re.compile(method[len("type:") :], re.IGNORECASE)
+        weights = [float(bool(pattern.search(type(block).__name__))) for block in blocks.values()]
+        if not any(weights):
+            kinds = ", ".join(sorted({type(block).__name__ for block in blocks.values()}))
+            raise PlanError(f"method={method!r} matches no class among the blocks: {kinds}.")
+        return weights
+    raise PlanError(f"method={method!r}: there is uniform, parameters, flops and type:regex.")
+
+
+def _add_ends(weights: list[float], before: float, after: float) -> list[float]:
+    weights[0] += before
+    weights[-1] += after
+    return weights
+
+
+# --- the cut ---------------------------------------------------------------------------------------------------------
+
+
+def make_cut(
+    model: nn.Module,
+    rank_of: Sequence[int],
+    *,
+    method: str = "parameters",
+    stack: str | None = None,
+    usage: Usage | None = None,
+    bounds: Sequence[int] | None = None,
+) -> Cut:
+    """Divide the model into ``len(rank_of)`` stages. The same on every rank.
+
+    Args:
+        model: whole, on any device (meta, too).
+        rank_of: rank of every stage, see `schedules.place`.
+        method: see `weigh`.
+        stack: see `find_blocks`.
+        usage: of a dry run (`trace.observe`). Without it, what is registered before the blocks is taken to be used
+            before them, and what is registered after them, after.
+        bounds: of the stages, in blocks, in place of balance.
+
+    Raises:
+        PlanError: the model cannot be cut so.
+    """
+    stages = len(rank_of)
+    blocks = find_blocks(model, stages, stack)
+    ends = _ends(model, blocks, usage)
+    numel = {name: p.numel() for name, p in model.named_parameters()}
+    outside = tuple(float(sum(numel.get(name, 0) for name, end in ends.items() if end == e)) for e in (0, 1))
+    weights = weigh(blocks, method, (outside[0], outside[1]), usage)
+    bounds = tuple(bounds) if bounds is not None else balance(weights, stages)
+    if len(bounds) != stages + 1 or bounds[0] or bounds[-1] != len(blocks) or sorted(set(bounds)) != list(bounds):
+        raise PlanError(f"bounds={list(bounds)} must rise from 0 to {len(blocks)} in {stages} steps, one per stage.")
+    stages_of, tied = _stages_of(model, blocks, ends, bounds, rank_of)
+    sizes = {id(p): p.numel() for p in model.parameters()}
+    held: list[dict[int, int]] = [{} for _ in range(stages)]
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        for s in stages_of[name]:
+            held[s][id(parameter)] = sizes[id(parameter)]
+    return Cut(
+        tuple(blocks),
+        bounds,
+        tuple(rank_of),
+        stages_of,
+        tied,
+        tuple(sum(each.values()) for each in held),
+        tuple(weights),
+    )
+
+
+def _ends(model: nn.Module, blocks: Mapping[str, nn.Module], usage: Usage | None) -> dict[str, int]:
+    """For every parameter that is in no block: 0 where it is used before the blocks, 1 where after, by name."""
+    in_blocks = {id(p) for block in blocks.values() for p in block.parameters()}
+    prefixes = tuple(f"{name}." for name in blocks)
+    passed = False
+    result: dict[str, int] = {}
+    # Parameters come in the order of modules, those of the blocks in between; a stack without any has no place there.
+    order = list(model.named_parameters(remove_duplicate=False))
+    has_any = any(name.startswith(prefixes) for name, _ in order)
+    for name, parameter in order:
+        passed = passed or name.startswith(prefixes)
+        if id(parameter) in in_blocks and name.startswith(prefixes):
+            continue
+        result[name] = int(passed and has_any)
+        if usage is not None and (name in usage.before) != (name in usage.after):
+            result[name] = int(name in usage.after)
+    return result
+
+
+def _stages_of(
+    model: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    ends: Mapping[str, int],
+    bounds: Sequence[int],
+    rank_of: Sequence[int],
+) -> tuple[dict[str, tuple[int, ...]], tuple[Tied, ...]]:
+    last = len(bounds) - 2
+    stage_of_block = {name: s for s in range(last + 1) for name in list(blocks)[bounds[s] : bounds[s + 1]]}
+    names: dict[int, list[str]] = {}
+    stages: dict[int, set[int]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+        mine = stages.setdefault(id(parameter), set())
+        if name in ends:
+            mine.add(last if ends[name] else 0)
+        else:
+            mine.add(next(s for block, s in stage_of_block.items() if name.startswith(f"{block}.")))
+    by_name = {name: tuple(sorted(stages[key])) for key, group in names.items() for name in group}
+    tied = tuple(
+        Tied(tuple(group), by_name[group[0]], tuple(sorted({rank_of[s] for s in stages[key]})))
+        for key, group in names.items()
+        if len(stages[key]) > 1
+    )
+    return by_name, tied
+
+
+def keep_own(model: nn.Module, cut: Cut, rank: int) -> None:
+    """Replace every parameter that ``rank`` does not hold by one on the meta device, of the same name and shape.
+
+    Buffers of absent blocks go to meta, too; others stay. What is shared by several names stays shared.
+    """
+    held = cut.names_of(rank)
+    replaced: dict[int, nn.Parameter] = {}
+    for prefix, module in model.named_modules():
+        for child, parameter in module._parameters.items():
+            name = f"{prefix}.{child}" if prefix else child
+            if parameter is None or name in held:
+                continue
+            if id(parameter) not in replaced:
+                empty = torch.empty_like(parameter, device="meta", requires_grad=False)
+                replaced[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            module._parameters[child] = replaced[id(parameter)]
+    for name, block in _absent_blocks(model, cut, rank):
+        del name
+        for module in block.modules():
+            for child, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[child] = torch.empty_like(buffer, device="meta")
+
+
+def _absent_blocks(model: nn.Module, cut: Cut, rank: int) -> Iterable[tuple[str, nn.Module]]:
+    for s, r in enumerate(cut.rank_of):
+        if r != rank:
+            for name in cut.blocks[cut.bounds[s] : cut.bounds[s + 1]]:
+                yield name, model.get_submodule(name)
+
+
+Step = Callable[[Any], Any]
+"""The user's function: a micro-batch in, its loss (or a mapping with "loss") out."""

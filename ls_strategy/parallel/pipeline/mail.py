@@ -1,0 +1,374 @@
+"""Messages between the ranks of a pipeline: activations forward, their gradients back.
+
+All ranks know all tables, and so every rank knows what each of its peers sends it, in which order. Receives are posted
+in that order, a few actions before they are needed; sends are asynchronous. What must be agreed on is the shapes: the
+first time that micro-batches have new shapes, a header with the shapes of the activation goes ahead of it, over the
+side group (gloo), so that the GPU is not waited for. Gradients have the shapes of what was sent.
+
+NCCL runs the operations of one communicator in order, and a receive that waits there would hold up a send behind it. So
+every pair of neighbours has one for each direction (`Links`). gloo needs no more than the group itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ls_strategy.comm import Comm
+from ls_strategy.errors import PlanError, StateError
+from ls_strategy.parallel.pipeline.schedules import Action, Table
+from ls_strategy.parallel.pipeline.stage import Handover
+
+LOOKAHEAD = 2
+"""Actions ahead of its use at which a receive is posted."""
+
+_TENSORS, _DIMENSIONS = 16, 8
+_DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
+
+
+@dataclass(frozen=True)
+class Message:
+    """What an action gives an action of another rank."""
+
+    source: Action
+    """F: an activation; B or I: the gradient of one."""
+
+    target: Action
+    to: int
+    """Rank."""
+
+    sent_at: int
+    """Index of the source in its rank's row."""
+
+    used_at: int
+    """Index of the target in its rank's row."""
+
+    @property
+    def boundary(self) -> int:
+        """The stage on the near side of the cut that it crosses."""
+        return self.source.stage if self.source.kind == "F" else self.source.stage - 1
+
+
+def plan_messages(table: Table) -> dict[tuple[int, int], list[Message]]:
+    """All messages from one rank to another, by the two, in the order in which they are sent."""
+    where = {action: (r, i) for r, row in enumerate(table.rows) for i, action in enumerate(row)}
+    result: dict[tuple[int, int], list[Message]] = {}
+    for action, (rank, i) in where.items():
+        target = _target(action, table, where)
+        if target is None:
+            continue
+        peer, j = where[target]
+        if peer != rank:
+            result.setdefault((rank, peer), []).append(Message(action, target, peer, i, j))
+    return {pair: sorted(messages, key=lambda m: m.sent_at) for pair, messages in result.items()}
+
+
+def _target(action: Action, table: Table, where: dict[Action, tuple[int, int]]) -> Action | None:
+    """The action of the neighbouring stage that needs the result."""
+    kind, s, m = action
+    if kind == "F":
+        return Action("F", s + 1, m) if s < table.stages - 1 else None
+    if kind == "W" or s == 0:
+        return None
+    whole = Action("B", s - 1, m)
+    return whole if whole in where else Action("I", s - 1, m)
+
+
+# --- shapes ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TensorShape:
+    """One tensor of a message."""
+
+    place: int
+    """Among the arguments of the block, see `Handover`."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """All tensors of one activation."""
+
+    tensors: tuple[TensorShape, ...]
+    leaves: int
+
+    @classmethod
+    def of(cls, handover: Handover) -> Shapes:
+        """Describe what is sent."""
+        found = [TensorShape(i, tuple(t.shape), t.dtype, t.requires_grad) for i, t in handover.tensors.items()]
+        return cls(tuple(found), handover.leaves)
+
+    def differentiable(self) -> list[TensorShape]:
+        """The tensors that get a gradient."""
+        return [t for t in self.tensors if t.requires_grad]
+
+    def encode(self) -> Tensor:
+        """As integers, always as many.
+
+        Raises:
+            PlanError: too many tensors or dimensions, or a dtype that is not sent.
+        """
+        numbers = [self.leaves, len(self.tensors)]
+        for t in self.tensors:
+            if len(t.shape) > _DIMENSIONS or t.dtype not in _DTYPES or len(self.tensors) > _TENSORS:
+                raise PlanError(
+                    f"between two stages pass at most {_TENSORS} tensors of at most {_DIMENSIONS} dimensions, of the "
+                    f"usual dtypes; here are {len(self.tensors)}, one of {t.dtype} and shape {t.shape}. Cut elsewhere."
+                )
+            padded = [*t.shape, *[0] * (_DIMENSIONS - len(t.shape))]
+            numbers += [t.place, _DTYPES.index(t.dtype), int(t.requires_grad), len(t.shape), *padded]
+        header = empty_header()
+        header[: len(numbers)] = torch.tensor(numbers)
+        return header
+
+    @classmethod
+    def decode(cls, header: Tensor) -> Shapes:
+        """The inverse of `encode`."""
+        leaves, count, *rest = header.tolist()
+        width = 4 + _DIMENSIONS
+        tensors: list[TensorShape] = []
+        for i in range(count):
+            place, dtype, requires_grad, dimensions, *shape = rest[i * width : (i + 1) * width]
+            tensors.append(TensorShape(place, tuple(shape[:dimensions]), _DTYPES[dtype], bool(requires_grad)))
+        return cls(tuple(tensors), leaves)
+
+
+def empty_header() -> Tensor:
+    """Room for one header, int64 on the CPU."""
+    return torch.zeros(2 + _TENSORS * (4 + _DIMENSIONS), dtype=torch.int64)
+
+
+# --- transport -------------------------------------------------------------------------------------------------------
+
+
+class Links:
+    """Point-to-point connections of one rank of a pipeline. Use `make_links`."""
+
+    def __init__(self, comm: Comm, groups: dict[tuple[int, int], Any]) -> None:
+        """``groups``: by source and target rank of the pipeline; without: that of ``comm``."""
+        self.comm = comm
+        self._groups = groups
+
+    def send(self, tensors: Sequence[Tensor], to: int, kind: str) -> list[Any]:
+        """Start sending; the tensors must stay as they are until the works are waited for."""
+        works: list[Any] = []
+        with self.comm.naming_failures():
+            for tensor in tensors:
+                if tensor.numel():
+                    self.comm.traffic.count(kind, tensor)
+                    works.append(self._start(dist.isend, tensor, self.comm.rank, to, to))
+        return works
+
+    def receive(self, tensors: Sequence[Tensor], source: int) -> list[Any]:
+        """Start receiving."""
+        with self.comm.naming_failures():
+            return [self._start(dist.irecv, t, source, self.comm.rank, source) for t in tensors if t.numel()]
+
+    def _start(self, operation: Any, tensor: Tensor, source: int, to: int, peer: int) -> Any:
+        group = self._groups.get((source, to), self.comm.group)
+        among = _among(group, self.comm, peer)
+        if operation is dist.isend:
+            return operation(tensor, group=group, group_dst=among)
+        return operation(tensor, group=group, group_src=among)
+
+    def send_header(self, header: Tensor, to: int) -> Any:
+        """Start sending a header."""
+        self.comm.traffic.count("control", header)
+        with self.comm.naming_failures():
+            return dist.isend(header, group=self.comm.control, group_dst=to)
+
+    def receive_header(self, source: int) -> Tensor:
+        """The next header from ``source``. Blocking."""
+        header = empty_header()
+        with self.comm.naming_failures():
+            work = dist.irecv(header, group=self.comm.control, group_src=source)
+        self.comm.wait([work])
+        return header
+
+    def break_connections(self) -> None:
+        """Make the peers that wait for this rank fail at once, see `Comm.break_connections`."""
+        for group in self._groups.values():
+            group.abort()
+
+
+def _among(group: Any, comm: Comm, peer: int) -> int:
+    """Rank of ``peer``, a rank of the pipeline, in ``group``."""
+    if group is comm.group:
+        return peer
+    assert comm.group is not None
+    return dist.get_group_rank(group, dist.get_global_rank(comm.group, peer))
+
+
+def make_links(comm: Comm, pipelines: Sequence[Sequence[int]]) -> Links:
+    """Connect the ranks of every pipeline with their neighbours in a ring. Collective over all ranks of the run.
+
+    Args:
+        comm: of this rank's pipeline.
+        pipelines: global ranks of all pipelines, in order; the same on every rank.
+    """
+    groups: dict[tuple[int, int], Any] = {}
+    if not comm.native:
+        return Links(comm, groups)
+    for ranks in pipelines:
+        size = len(ranks)
+        pairs = {(i, (i + 1) % size) for i in range(size)} | {((i + 1) % size, i) for i in range(size)}
+        for i, j in sorted(pair for pair in pairs if pair[0] != pair[1]):
+            group = dist.new_group(sorted((ranks[i], ranks[j])))
+            if dist.get_rank() in (ranks[i], ranks[j]):
+                assert isinstance(group, dist.ProcessGroup)
+                groups[i, j] = group
+                # NCCL connects at the first use, and waits for the peer there: now, while all do this in one order.
+                dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+    return Links(comm, groups)
+
+
+@dataclass
+class _Receiving:
+    """A receive that was posted."""
+
+    message: Message
+    tensors: list[Tensor]
+    works: list[Any]
+    shapes: Shapes
+
+
+@dataclass
+class _Sending:
+    """A send that was started."""
+
+    used_at: int
+    works: list[Any]
+    tensors: list[Tensor]
+
+
+class Mail:
+    """The messages of one rank in one run through a table."""
+
+    def __init__(self, links: Links, table: Table, keys: Sequence[Any], known: dict[Any, Shapes], device: Any) -> None:
+        """Start with nothing posted.
+
+        Args:
+            links: of this rank.
+            table: of this run.
+            keys: of every micro-batch: what the shapes of activations depend on.
+            known: shapes by boundary and key, from earlier runs; is added to.
+            device: of received tensors.
+        """
+        self._links, self._keys, self._known, self._device = links, keys, known, device
+        rank = links.comm.rank
+        plan = plan_messages(table)
+        self._coming = {source: messages for (source, to), messages in plan.items() if to == rank}
+        self._leaving = {m.source: m for (source, _), messages in plan.items() if source == rank for m in messages}
+        self._posted = dict.fromkeys(self._coming, 0)
+        self._waiting: dict[Action, tuple[int, _Receiving]] = {}
+        self._by_target = {m.target: (source, m) for source, messages in self._coming.items() for m in messages}
+        self._sending: dict[int, list[_Sending]] = {}
+        self._headers: list[Any] = []
+        self.shapes: dict[tuple[int, int], Shapes] = {}
+        """Of what crossed a boundary for a micro-batch."""
+
+    def expects(self, action: Action) -> bool:
+        """Whether ``action`` needs a message from another rank."""
+        return action in self._by_target
+
+    def look_ahead(self, at: int) -> None:
+        """Post what is used soon after action ``at`` and whose shapes are known."""
+        for source, messages in self._coming.items():
+            while (i := self._posted[source]) < len(messages) and messages[i].used_at <= at + LOOKAHEAD:
+                shapes = self._shapes_of(messages[i])
+                if shapes is None:
+                    break
+                self._post(source, messages[i], shapes)
+
+    def take(self, action: Action) -> tuple[list[Tensor], Shapes]:
+        """The message that ``action`` needs. Blocking: on NCCL only the current stream waits."""
+        source, message = self._by_target[action]
+        messages = self._coming[source]
+        while action not in self._waiting:
+            due = messages[self._posted[source]]
+            shapes = self._shapes_of(due)
+            if shapes is None:
+                shapes = self._learn(source, due)
+            self._post(source, due, shapes)
+        _, receiving = self._waiting.pop(action)
+        self._links.comm.wait(receiving.works)
+        self._forget_sends(source, message.sent_at)
+        return receiving.tensors, receiving.shapes
+
+    def give(self, action: Action, tensors: Sequence[Tensor], shapes: Shapes) -> bool:
+        """Send the result of ``action`` on. False: nobody of another rank needs it."""
+        message = self._leaving.get(action)
+        if message is None:
+            return False
+        if action.kind == "F":
+            self._announce(message, shapes)
+        tensors = [t.detach().contiguous() for t in tensors]
+        works = self._links.send(tensors, message.to, "pipeline")
+        self._sending.setdefault(message.to, []).append(_Sending(message.used_at, works, tensors))
+        return True
+
+    def drain(self) -> None:
+        """Wait until all sends are done."""
+        for sends in self._sending.values():
+            for sending in sends:
+                self._links.comm.wait(sending.works)
+        self._links.comm.wait(self._headers)
+        self._sending, self._headers = {}, []
+
+    def _forget_sends(self, peer: int, at: int) -> None:
+        """What ``peer`` used up to its action ``at``, of which a result is here, has arrived there: let go of it."""
+        sends = self._sending.get(peer, [])
+        for sending in [s for s in sends if s.used_at <= at]:
+            self._links.comm.wait(sending.works)
+            sends.remove(sending)
+
+    def _shapes_of(self, message: Message) -> Shapes | None:
+        m = message.source.micro_batch
+        if message.source.kind == "F":
+            return self._known.get((message.boundary, self._keys[m]))
+        return self.shapes.get((message.boundary, m))
+
+    def _learn(self, source: int, message: Message) -> Shapes:
+        assert message.source.kind == "F"
+        shapes = Shapes.decode(self._links.receive_header(source))
+        self._known[message.boundary, self._keys[message.source.micro_batch]] = shapes
+        return shapes
+
+    def _announce(self, message: Message, shapes: Shapes) -> None:
+        """Send a header if these shapes are new, and see to it that what is known holds."""
+        key = (message.boundary, self._keys[message.source.micro_batch])
+        if key not in self._known:
+            self._headers.append(self._links.send_header(shapes.encode(), message.to))
+            self._known[key] = shapes
+        elif self._known[key] != shapes:
+            raise StateError(
+                f"stage {message.boundary} hands on {shapes}, but for another micro-batch of the same shapes it was "
+                f"{self._known[key]}. In a pipeline the shapes between stages must follow from those of the batch."
+            )
+
+    def _post(self, source: int, message: Message, shapes: Shapes) -> None:
+        wanted = shapes.tensors if message.source.kind == "F" else shapes.differentiable()
+        tensors = [torch.empty(t.shape, dtype=t.dtype, device=self._device) for t in wanted]
+        works = self._links.receive(tensors, source)
+        self._waiting[message.target] = (source, _Receiving(message, tensors, works, shapes))
+        self._posted[source] += 1

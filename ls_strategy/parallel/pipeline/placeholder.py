@@ -1,0 +1,219 @@
+"""Tensors that have a shape, a dtype and a device, and no values.
+
+What a model computes before a rank's own blocks is not known on that rank. It is carried out nevertheless, on
+placeholders, so that the user's code runs unchanged up to those blocks and sees right shapes and dtypes:
+
+=====================================  ==============================================================================
+a function gets                        and gives
+=====================================  ==============================================================================
+real tensors only                      what it always gives
+a placeholder, or a tensor on meta     a placeholder: it ran on meta copies of its arguments
+a parameter (inside `Absent`)          a placeholder: the parameter may be on another rank
+nothing but a placeholder's shape      what it always gives: ``zeros_like``, ``new_ones``, ...
+=====================================  ==============================================================================
+
+What needs a value (``item``, ``bool``, a shape that depends on values) raises a PlanError that names the function.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from ls_strategy._compat import tree_iter, tree_map, without_torch_functions
+from ls_strategy.errors import LSError, PlanError
+
+_META = torch.device("meta")
+_FILLED = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "new_tensor")
+_MOVES = ("to", "cpu", "cuda", "pin_memory")
+_HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
+_READS = (
+    "item",
+    "tolist",
+    "numpy",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+    "__complex__",
+    "equal",
+    "allclose",
+)
+_IN_PLACE = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__", "__ixor__")
+
+
+class Placeholder(Tensor):
+    """A meta tensor that says it is on the device where its values would be. Use `placeholder`."""
+
+    _device: torch.device
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        options = kwargs or {}
+        return _on_meta(func, args, options, _device_among(args, options))
+
+
+class Absent(TorchFunctionMode):
+    """Inside, every function that gets a placeholder, a meta tensor or a parameter runs on meta.
+
+    With ``parameters=False`` a real parameter is a tensor like any other: after this rank's blocks.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """``device``: where values would be; takes the place of ``meta`` where the model was asked for its device."""
+        super().__init__()
+        self.device = device
+        self.parameters = True
+        self.known: dict[int, tuple[Tensor, Tensor]] = {}
+        """Placeholders whose values have arrived since, with them, by the placeholder's id."""
+
+        self.missing: nn.Parameter | None = None
+        """The first parameter that was asked for with ``parameters=False`` and is not here."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _name_of(func) == "__get__":  # an attribute: a parameter's shape, device, ...
+            asked = isinstance(args[0], Placeholder)
+            return _on_meta(func, args, kwargs, self.device) if asked else func(*args, **kwargs)
+        if self.known and any(id(leaf) in self.known for leaf in tree_iter((args, kwargs))):
+            args = tree_map(self._if_known, args)
+            kwargs = {name: tree_map(self._if_known, value) for name, value in kwargs.items()}
+        if any(self._is_absent(leaf) for leaf in tree_iter((args, kwargs))):
+            return _on_meta(func, args, kwargs, self.device)
+        if any(leaf == _META for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.device)):
+            args = tree_map(self._real_device, args)
+            kwargs = {name: tree_map(self._real_device, value) for name, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+    def _if_known(self, leaf: Any) -> Any:
+        return self.known[id(leaf)][1] if id(leaf) in self.known else leaf
+
+    def _is_absent(self, leaf: Any) -> bool:
+        if not isinstance(leaf, Tensor):
+            return False
+        if isinstance(leaf, nn.Parameter):
+            return self.parameters or self._is_missing(leaf)
+        return isinstance(leaf, Placeholder) or is_meta(leaf)
+
+    def _is_missing(self, parameter: nn.Parameter) -> bool:
+        if not is_meta(parameter):
+            return False
+        self.missing = parameter if self.missing is None else self.missing
+        return True
+
+    def _real_device(self, leaf: Any) -> Any:
+        return self.device if leaf == _META and isinstance(leaf, torch.device) else leaf
+
+
+def placeholder(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Placeholder:
+    """A tensor without values."""
+    with without_torch_functions():
+        return _wrap(torch.empty(shape, dtype=dtype, device=_META), device)
+
+
+def is_meta(tensor: Tensor) -> bool:
+    """Whether a tensor has no values, whatever it says about its device."""
+    with without_torch_functions():
+        return tensor.device == _META
+
+
+def _wrap(tensor: Tensor, device: torch.device) -> Placeholder:
+    result = tensor.as_subclass(Placeholder)
+    result._device = device
+    return result
+
+
+def _name_of(func: Callable[..., Any]) -> str:
+    return getattr(func, "__name__", str(func))
+
+
+def _device_among(args: Any, kwargs: Any) -> torch.device:
+    return next(leaf._device for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Placeholder))
+
+
+def _on_meta(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:
+    """Run ``func`` on meta copies of its tensors; its tensors are placeholders on ``device``."""
+    name = _name_of(func)
+    if name == "__get__":
+        return _attribute(func, args, device)
+    if name in _READS:
+        raise PlanError(
+            f"{name}() asks for the value of a tensor that is computed on another rank of the pipeline. Before the "
+            "model's blocks only shapes are known there: read values after the blocks, or inside them."
+        )
+    if name in _HOOKS:
+        return RemovableHandle(OrderedDict())
+    if name in _FILLED:
+        return _filled(func, args, kwargs, device)
+    if name in _MOVES:
+        args, kwargs = tree_map(_meta_for_device, (args, kwargs))
+    _refuse_in_place(name, args, kwargs)
+    try:
+        with without_torch_functions(), torch.no_grad():
+            args, kwargs = tree_map(_to_meta, (args, kwargs))
+            result = args[0] if name in _MOVES[1:] else func(*args, **kwargs)
+            return tree_map(lambda leaf: _wrap(leaf, device) if isinstance(leaf, Tensor) else leaf, result)
+    except LSError:
+        raise
+    except Exception as error:
+        raise PlanError(
+            f"{name}() failed on tensors whose values are on another rank of the pipeline: {type(error).__name__}: "
+            f"{error}. What comes before the blocks must have shapes that do not depend on values, and no device but "
+            "the rank's own; move the call into the first block."
+        ) from error
+
+
+def _attribute(func: Callable[..., Any], args: tuple[Any, ...], device: torch.device) -> Any:
+    name = getattr(getattr(func, "__self__", None), "__name__", "")
+    if name == "device":
+        return device
+    if name in ("is_cpu", "is_cuda", "is_meta"):
+        return name == f"is_{device.type}"
+    with without_torch_functions():
+        result = func(*args)
+        return _wrap(result, device) if isinstance(result, Tensor) else result
+
+
+def _filled(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Tensor:
+    """Values that do not come from the placeholder: a real tensor."""
+    kwargs = {**kwargs, "device": device if kwargs.get("device") in (None, _META) else kwargs["device"]}
+    with without_torch_functions():
+        return func(*args, **kwargs)
+
+
+def _refuse_in_place(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+    target = args[0] if in_place and args else kwargs.get("out")
+    if isinstance(target, Tensor) and not is_meta(target):
+        raise PlanError(
+            f"{name}() writes a value that is computed on another rank of the pipeline into a tensor of this rank. "
+            "Use the version that returns a new tensor, or move the call into the first block."
+        )
+
+
+def _meta_for_device(leaf: Any) -> Any:
+    if not isinstance(leaf, str):
+        return leaf
+    torch.device(leaf)  # or an error, as without placeholders
+    return "meta"
+
+
+def _to_meta(leaf: Any) -> Any:
+    if isinstance(leaf, torch.device):
+        return _META
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if leaf.device == _META:
+        # In-place functions must change the placeholder itself.
+        return leaf
+    return torch.empty_like(leaf, device=_META)

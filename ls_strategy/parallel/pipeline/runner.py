@@ -1,0 +1,354 @@
+"""Carries out this rank's row of a table: forward and backward of micro-batches, and what passes between ranks.
+
+::
+
+    F   receive activation ─> StageRunner.run ─> send activation        until its backward are kept: inputs, roots
+    B   receive gradient ─> autograd ─> send gradient of the inputs     kept things are let go of
+    I   the same for the inputs alone                                   what is left for the weights is kept
+    W   gradients of the weights
+
+The loss of every micro-batch is multiplied by its factor, ``1 / micro-batches`` unless given, before its backward.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from ls_strategy._compat import tree_flatten
+from ls_strategy.errors import PlanError, StateError
+from ls_strategy.parallel.pipeline.cut import Step
+from ls_strategy.parallel.pipeline.mail import Links, Mail, Shapes
+from ls_strategy.parallel.pipeline.schedules import Action, Table, forward_table, make_table
+from ls_strategy.parallel.pipeline.simulate import simulate
+from ls_strategy.parallel.pipeline.split import WeightBackward, backward_inputs
+from ls_strategy.parallel.pipeline.stage import Handover, StageRunner
+from ls_strategy.parallel.pipeline.timeline import Recorder
+
+
+def _nothing(*_: Any) -> None:
+    """No callback."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Callbacks:
+    """Called on this rank around its actions, in the order of its row."""
+
+    before: Callable[[Action], None] = _nothing
+    """What the action needs from other ranks has arrived."""
+
+    after: Callable[[Action], None] = _nothing
+    """Its result is on its way."""
+
+    on_last_backward: Callable[[int], None] = _nothing
+    """Before the action that completes the gradients of a stage's parameters for this step."""
+
+
+@dataclass(kw_only=True)
+class _Kept:
+    """What lives from a forward to its backward."""
+
+    received: Handover | None
+    roots: list[GradientEdge]
+    seed: list[Tensor]
+    """Gradients of the roots, where no other stage sends them: 1 for the loss."""
+
+    weights: WeightBackward | None = None
+
+    def inputs(self) -> list[Tensor]:
+        """Received tensors whose gradients go back."""
+        return [] if self.received is None else [t for t in self.received.tensors.values() if t.requires_grad]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a training step gave on this rank."""
+
+    losses: list[Tensor]
+    """Of every micro-batch, before scaling, detached; empty where the last stage is not."""
+
+    most_alive: int
+    """Most activations (of one stage and one micro-batch) held at a time."""
+
+
+@dataclass
+class _Progress:
+    """One run through a table."""
+
+    table: Table
+    step: Step
+    micro_batches: Sequence[Any]
+    mail: Mail
+    training: bool
+    factors: Sequence[float | Tensor] = ()
+    kept: dict[tuple[int, int], _Kept] = field(default_factory=dict)
+    local: dict[Action, Any] = field(default_factory=dict)
+    """From one stage to another of the same rank, by the action that needs it."""
+
+    results: dict[int, Any] = field(default_factory=dict)
+    most_alive: int = 0
+
+
+class PipelineRunner:
+    """Runs batches through the pipeline, with the other ranks of it."""
+
+    def __init__(
+        self,
+        stages: StageRunner,
+        links: Links,
+        schedule: str,
+        *,
+        callbacks: Callbacks | None = None,
+        split_backward: bool = True,
+        recorder: Recorder | None = None,
+    ) -> None:
+        """The same on every rank of the pipeline.
+
+        Args:
+            stages: of this rank; its cut has ``rank_of`` of the schedule.
+            links: of this rank.
+            schedule: one of `schedules.SCHEDULES`.
+            callbacks: around actions.
+            split_backward: False: I computes all gradients and W none. For activation checkpointing, which would
+                compute a block again for every group of its weights.
+            recorder: notes start and end of every action.
+
+        Raises:
+            PlanError: the cut has not the stages that the schedule needs.
+        """
+        self.stages, self.links, self.schedule = stages, links, schedule
+        self.callbacks = callbacks or Callbacks()
+        self.split_backward = split_backward
+        self.recorder = recorder
+        self.rank = links.comm.rank
+        self.rank_of = stages.cut.rank_of
+        self.last_rank = self.rank_of[-1]
+        self._per_rank = len(self.rank_of) // links.comm.world_size
+        self._tables: dict[tuple[int, bool], Table] = {}
+        self._known: dict[Any, Shapes] = {}
+        self.table(2 * links.comm.world_size)
+
+    def table(self, micro_batches: int, *, forward_only: bool = False) -> Table:
+        """The table for so many micro-batches, checked once.
+
+        Raises:
+            PlanError: the schedule cannot do that, or needs other stages than the cut has.
+        """
+        key = (micro_batches, forward_only)
+        if key not in self._tables:
+            if forward_only:
+                table = forward_table(self.rank_of, micro_batches)
+            else:
+                table = make_table(self.schedule, self.links.comm.world_size, micro_batches, self._per_rank)
+            if table.rank_of != self.rank_of:
+                raise PlanError(
+                    f"{self.schedule} on {table.ranks} ranks has its stages on ranks {table.rank_of}, the model was "
+                    f"cut for {self.rank_of}. Cut it with rank_of=place(ranks, per_rank, placement_of(schedule))."
+                )
+            simulate(table)
+            self._tables[key] = table
+        return self._tables[key]
+
+    def train(
+        self, step: Step, micro_batches: Sequence[Any], factors: Sequence[float | Tensor] | None = None
+    ) -> Report:
+        """Forward and backward of one batch; gradients are added to those of the parameters. Collective.
+
+        Args:
+            step: the user's function.
+            micro_batches: of the same shapes on every rank of the pipeline.
+            factors: of the losses; ``1 / len(micro_batches)`` each without.
+
+        Raises:
+            PlanError: see `StageRunner.run`; or the shapes of batches differ between ranks.
+            StateError: see `StageRunner.run`.
+            RankFailedError: another rank failed.
+        """
+        count = len(micro_batches)
+        progress = self._start(self.table(count), step, micro_batches, training=True)
+        progress.factors = factors if factors is not None else [1 / count] * count
+        with torch.enable_grad():
+            self._run(progress)
+        losses = [_loss_of(result).detach() for _, result in sorted(progress.results.items())]
+        return Report(losses, progress.most_alive)
+
+    @torch.no_grad()
+    def evaluate(self, step: Step, micro_batches: Sequence[Any]) -> list[Any]:
+        """Forward alone: what ``step`` returned for every micro-batch, on the rank of the last stage. Collective.
+
+        Raises:
+            PlanError: see `train`.
+        """
+        table = self.table(len(micro_batches), forward_only=True)
+        progress = self._start(table, step, micro_batches, training=False)
+        self._run(progress)
+        return [result for _, result in sorted(progress.results.items())]
+
+    def from_last(self, value: Any) -> Any:
+        """The value that the rank of the last stage gives, on every rank. Small; pickled. Collective."""
+        comm = self.links.comm
+        if comm.world_size == 1:
+            return value
+        box = [value]
+        with comm.naming_failures():
+            dist.broadcast_object_list(box, group=comm.control, group_src=self.last_rank)
+        return box[0]
+
+    def _start(self, table: Table, step: Step, micro_batches: Sequence[Any], *, training: bool) -> _Progress:
+        keys = [(training, _signature(batch)) for batch in micro_batches]
+        self._agree(keys)
+        mail = Mail(self.links, table, keys, self._known, self.stages.device)
+        return _Progress(table, step, micro_batches, mail, training)
+
+    def _agree(self, keys: Sequence[Any]) -> None:
+        """All ranks expect the same messages of the same shapes, or none starts."""
+        digest = hashlib.blake2b(repr(keys).encode(), digest_size=7).digest()
+        number = int.from_bytes(digest, "little")
+        extremes = self.links.comm.agree(torch.tensor([number, -number]))
+        if extremes[0] != -extremes[1]:
+            raise PlanError(
+                f"the ranks of a pipeline have different micro-batches; those here are {keys}. All must get the same "
+                "batch: use no distributed sampler along the pipeline."
+            )
+
+    def _run(self, progress: _Progress) -> None:
+        row = progress.table.rows[self.rank]
+        final = {action.stage: i for i, action in enumerate(row) if self._gives_weights(action)}
+        for i, action in enumerate(row):
+            progress.mail.look_ahead(i)
+            arrived = self._arrived(progress, action)
+            self.callbacks.before(action)
+            if final.get(action.stage) == i:
+                self.callbacks.on_last_backward(action.stage)
+            start = self.recorder.mark() if self.recorder else None
+            result = getattr(self, f"_{action.kind}")(progress, action, arrived)
+            if self.recorder:
+                self.recorder.add(action, start, self.recorder.mark())
+            if result is not None:
+                self._pass_on(progress, action, *result)
+            self.callbacks.after(action)
+        progress.mail.drain()
+
+    def _gives_weights(self, action: Action) -> bool:
+        return action.kind in (("B", "W") if self.split_backward else ("B", "I"))
+
+    # from and to neighbours ------------------------------------------------------------------------------------------
+
+    def _arrived(self, progress: _Progress, action: Action) -> Any:
+        """A `Handover` for F, gradients for B and I; None where nothing comes in."""
+        if action in progress.local:
+            return progress.local.pop(action)
+        if not progress.mail.expects(action):
+            return None
+        tensors, shapes = progress.mail.take(action)
+        return tensors if action.kind != "F" else _received(tensors, shapes)
+
+    def _pass_on(self, progress: _Progress, action: Action, tensors: list[Tensor], shapes: Shapes) -> None:
+        if progress.mail.give(action, tensors, shapes):
+            return
+        kind, s, m = action
+        if kind == "F":
+            progress.local[Action("F", s + 1, m)] = _received([t.detach() for t in tensors], shapes)
+        else:
+            for each in ("B", "I"):
+                target = Action(each, s - 1, m)
+                if target in progress.table.rows[self.rank]:
+                    progress.local[target] = tensors
+
+    # actions ---------------------------------------------------------------------------------------------------------
+
+    def _F(  # noqa: N802
+        self, progress: _Progress, action: Action, received: Handover | None
+    ) -> tuple[list[Tensor], Shapes] | None:
+        _, s, m = action
+        result = self.stages.run(s, progress.step, progress.micro_batches[m], received)
+        shapes = Shapes.of(result) if isinstance(result, Handover) else None
+        if shapes is None:
+            progress.results[m] = result if not progress.training else _loss_of(result).detach()
+        else:
+            progress.mail.shapes[s, m] = shapes
+        if progress.training:
+            outputs = list(result.tensors.values()) if shapes else [_loss_of(result) * progress.factors[m]]
+            roots = [get_gradient_edge(t) for t in outputs if t.requires_grad]
+            seed = [] if shapes else [torch.ones_like(t) for t in outputs]
+            progress.kept[s, m] = _Kept(received=received, roots=roots, seed=seed)
+            progress.most_alive = max(progress.most_alive, len(progress.kept))
+        return (list(result.tensors.values()), shapes) if shapes else None
+
+    def _B(  # noqa: N802
+        self, progress: _Progress, action: Action, gradients: list[Tensor] | None
+    ) -> tuple[list[Tensor], Shapes] | None:
+        _, s, m = action
+        kept = progress.kept.pop((s, m))
+        with self.stages.recomputing(s, kept.received):
+            torch.autograd.backward(kept.roots, kept.seed or gradients)
+        return self._input_gradients(progress, action, kept, [t.grad for t in kept.inputs()])
+
+    def _I(  # noqa: N802
+        self, progress: _Progress, action: Action, gradients: list[Tensor] | None
+    ) -> tuple[list[Tensor], Shapes] | None:
+        if not self.split_backward:
+            return self._B(progress, action, gradients)
+        _, s, m = action
+        kept = progress.kept[s, m]
+        with self.stages.recomputing(s, kept.received):
+            found, kept.weights = backward_inputs(kept.roots, kept.seed or gradients or [], kept.inputs())
+        result = self._input_gradients(progress, action, kept, found)
+        kept.roots = []
+        return result
+
+    def _W(self, progress: _Progress, action: Action, _: Any) -> None:  # noqa: N802
+        if self.split_backward:
+            kept = progress.kept.pop((action.stage, action.micro_batch))
+            assert kept.weights is not None
+            with self.stages.recomputing(action.stage, kept.received):
+                kept.weights.run()
+
+    def _input_gradients(
+        self, progress: _Progress, action: Action, kept: _Kept, found: Sequence[Tensor | None]
+    ) -> tuple[list[Tensor], Shapes] | None:
+        if kept.received is None:
+            return None
+        full = [torch.zeros_like(t) if g is None else g for t, g in zip(kept.inputs(), found, strict=True)]
+        for tensor in kept.inputs():
+            tensor.grad = None
+        shapes = progress.mail.shapes.get((action.stage - 1, action.micro_batch))
+        return full, shapes or Shapes((), 0)
+
+
+def _received(tensors: Sequence[Tensor], shapes: Shapes) -> Handover:
+    wanted = torch.is_grad_enabled()
+    placed = {
+        shape.place: tensor.requires_grad_(wanted and shape.requires_grad)
+        for shape, tensor in zip(shapes.tensors, tensors, strict=True)
+    }
+    return Handover(placed, shapes.leaves)
+
+
+def _loss_of(result: Any) -> Tensor:
+    loss = result.get("loss") if isinstance(result, Mapping) else result
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise StateError(
+            f"step returned {type(loss).__name__}; in a pipeline it must return a loss of one element, or a mapping "
+            'with one as "loss", for every micro-batch.'
+        )
+    return loss
+
+
+def _signature(batch: Any) -> Any:
+    leaves, structure = tree_flatten(batch)
+    described = [
+        (tuple(leaf.shape), str(leaf.dtype)) if isinstance(leaf, Tensor) else _describe(leaf) for leaf in leaves
+    ]
+    return (str(structure), tuple(described))
+
+
+def _describe(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, int | float | bool | None) else type(leaf).__name__

@@ -1,0 +1,155 @@
+"""Runs a table on paper: is it complete, does it end, how large is its bubble, how many activations are alive.
+
+Sends are asynchronous and receives block, as in `runner`. Integers and floats only: no torch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from ls_strategy.errors import PlanError
+from ls_strategy.parallel.pipeline.schedules import Action, Table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """How long actions of one stage take, in any unit."""
+
+    forward: float = 1.0
+    inputs: float = 1.0
+    weights: float = 1.0
+    message: float = 0.0
+    """From the end of an action to the moment another rank may use its result."""
+
+    def of(self, action: Action) -> float:
+        """Length of one action."""
+        return {
+            "F": self.forward,
+            "I": self.inputs,
+            "W": self.weights,
+            "B": self.inputs + self.weights,
+        }[action.kind]
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What came of a table."""
+
+    spans: tuple[tuple[tuple[Action, float, float], ...], ...]
+    """For every rank, each action with its start and its end."""
+
+    length: float
+    """From the first start to the last end."""
+
+    bubble: float
+    """Part of ``ranks * length`` in which ranks do nothing."""
+
+    alive: tuple[int, ...]
+    """Most activations (of one stage and one micro-batch) that each rank holds at a time."""
+
+
+def check(table: Table) -> None:
+    """Every forward, and every backward, whole or in two parts, once, where the stage is.
+
+    Raises:
+        PlanError: the table lacks or repeats an action, or has it on the wrong rank.
+    """
+    forward_only = table.schedule == "forward"
+    seen: Counter[Action] = Counter()
+    for rank, row in enumerate(table.rows):
+        for action in row:
+            if table.rank_of[action.stage] != rank:
+                raise PlanError(f"{table.schedule}: {action} is on rank {rank}, stage {action.stage} is not.")
+            seen[action] += 1
+    for stage in range(table.stages):
+        for m in range(table.micro_batches):
+            counts = tuple(seen.pop(Action(kind, stage, m), 0) for kind in ("F", "B", "I", "W"))
+            if counts not in ({(1, 0, 0, 0)} if forward_only else {(1, 1, 0, 0), (1, 0, 1, 1)}):
+                raise PlanError(
+                    f"{table.schedule}: stage {stage}, micro-batch {m}: F, B, I and W come {counts} times; "
+                    "F must come once, and either B or both I and W."
+                )
+    if seen:
+        raise PlanError(f"{table.schedule}: {next(iter(seen))} belongs to no stage or micro-batch.")
+
+
+class _Run:
+    def __init__(self, table: Table, costs: Costs) -> None:
+        self.table, self.costs = table, costs
+        self.ended: dict[tuple[str, int, int], float] = {}
+        """End by kind (B counts as I, for its inputs' gradients), stage and micro-batch."""
+
+    def needs(self, action: Action) -> list[tuple[str, int, int]]:
+        kind, s, m = action
+        if kind == "F":
+            return [("F", s - 1, m)] if s else []
+        if kind == "W":
+            return [("I", s, m)]
+        return [("F", s, m)] + ([("I", s + 1, m)] if s < self.table.stages - 1 else [])
+
+    def ready_at(self, rank: int, action: Action) -> float | None:
+        """When all that ``action`` needs is there; None: not known yet."""
+        times = [0.0]
+        for need in self.needs(action):
+            if need not in self.ended:
+                return None
+            message = 0.0 if self.table.rank_of[need[1]] == rank else self.costs.message
+            times.append(self.ended[need] + message)
+        return max(times)
+
+    def run(self) -> list[list[tuple[Action, float, float]]]:
+        rows = self.table.rows
+        spans: list[list[tuple[Action, float, float]]] = [[] for _ in rows]
+        moved = True
+        while moved:
+            moved = False
+            for rank, row in enumerate(rows):
+                while len(spans[rank]) < len(row):
+                    action = row[len(spans[rank])]
+                    ready = self.ready_at(rank, action)
+                    if ready is None:
+                        break
+                    start = max(ready, spans[rank][-1][2] if spans[rank] else 0.0)
+                    end = start + self.costs.of(action)
+                    spans[rank].append((action, start, end))
+                    self.ended["I" if action.kind == "B" else action.kind, action.stage, action.micro_batch] = end
+                    moved = True
+        stuck = [str(row[len(s)]) for row, s in zip(rows, spans, strict=True) if len(s) < len(row)]
+        if stuck:
+            raise PlanError(f"{self.table.schedule} never ends: {', '.join(stuck)} wait for each other.")
+        return spans
+
+
+def simulate(table: Table, costs: Costs | None = None) -> Simulation:
+    """Check the table, and time it.
+
+    Raises:
+        PlanError: it is not complete, or ranks would wait for each other for ever.
+    """
+    check(table)
+    costs = costs or Costs()
+    spans = _Run(table, costs).run()
+    length = max(row[-1][2] for row in spans) - min(row[0][1] for row in spans)
+    busy = sum(end - start for row in spans for _, start, end in row)
+    return Simulation(
+        tuple(map(tuple, spans)), length, 1 - busy / (len(spans) * length), tuple(map(most_alive, table.rows))
+    )
+
+
+def most_alive(row: tuple[Action, ...]) -> int:
+    """Most activations that a rank with these actions holds: from F to B, or from F to W."""
+    alive = most = 0
+    for action in row:
+        alive += {"F": 1, "B": -1, "W": -1, "I": 0}[action.kind]
+        most = max(most, alive)
+    return most
+
+
+def gpipe_bubble(ranks: int, micro_batches: int) -> float:
+    """Of gpipe and of 1f1b: ``(p - 1) / (m + p - 1)``.
+
+    >>> gpipe_bubble(4, 12)
+    0.2
+    """
+    return (ranks - 1) / (micro_batches + ranks - 1)

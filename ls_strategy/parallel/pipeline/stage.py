@@ -1,0 +1,364 @@
+"""One stage of one micro-batch: runs the user's function so that only this stage's blocks do real work.
+
+::
+
+    step(micro_batch)
+      ├─ before the stage's first block   placeholders (`placeholder.Absent`); stage 0: real
+      ├─ the stage's blocks               real; the first gets what the previous stage sent
+      └─ the next stage's first block     the call ends here (`_Leave`): its arguments are what this stage sends on
+                                          last stage: real to the end, the result is the loss
+
+What lies between two blocks runs where the earlier block is. Blocks are recognised by their call, however it is
+reached.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ls_strategy._compat import (
+    route_calls,
+    tree_flatten,
+    tree_iter,
+    tree_unflatten,
+    unroute_calls,
+    without_function_mode,
+    without_torch_functions,
+)
+from ls_strategy.errors import PlanError, StateError
+from ls_strategy.parallel.pipeline.cut import Cut, Step
+from ls_strategy.parallel.pipeline.placeholder import Absent, Placeholder, is_meta, placeholder
+
+
+class _Leave(BaseException):
+    """Ends the user's function where the next stage begins; user code that catches Exception lets it pass."""
+
+
+@dataclass(frozen=True)
+class Handover:
+    """What one stage gives the next: the tensors among the arguments of the next block, by place."""
+
+    tensors: dict[int, Tensor]
+    """By place among all leaves of the arguments, in their order."""
+
+    leaves: int
+    """Leaves of the arguments, tensors or not."""
+
+    known: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False)
+    """Filled by the stage that gets it: placeholders with what was received for them, by the placeholder's id. Later
+    blocks may be given the same placeholder, and activation checkpointing gives it to them again."""
+
+
+class _Alias(torch.autograd.Function):
+    """The same memory, as the output of an operation: unlike a leaf, it may be changed in place."""
+
+    @staticmethod
+    def forward(_: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient
+
+
+@dataclass
+class _Call:
+    """A call of the user's function that is under way."""
+
+    stage: int
+    first: int
+    stop: int
+    received: Handover | None
+    mode: Absent
+    next: int = 0
+    """The block that must come next."""
+
+    handed: Handover | None = None
+
+
+@dataclass
+class _Memory:
+    """Shapes of an absent block's outputs, by those of its inputs."""
+
+    outputs: dict[Any, Any] = field(default_factory=dict)
+
+
+class StageRunner:
+    """Runs the stages of one rank. Routes the calls of all blocks until `remove`."""
+
+    def __init__(self, model: nn.Module, cut: Cut, device: torch.device) -> None:
+        """Before hooks of other parts (ZeRO, tensor parallelism) are on the blocks: absent ones run without any."""
+        self.cut = cut
+        self.device = device
+        self.last = len(cut.bounds) - 2
+        self._blocks = [model.get_submodule(name) for name in cut.blocks]
+        self._names = {id(p): name for name, p in model.named_parameters()}
+        self._twins = list(meta_twins(model, self._blocks))
+        self._memory = [_Memory() for _ in self._blocks]
+        self._call: _Call | None = None
+        self._again: _Call | None = None
+        self._sent: dict[int, frozenset[int]] = {}
+        """Places of what every stage hands over in training."""
+
+        self._sent_evaluating: dict[int, frozenset[int]] = {}
+        """Likewise in evaluation."""
+
+        self._around = _around(model, cut.blocks)
+        parameters = {id(p): _on_meta_copy(p) for p in model.parameters()}
+        for module in self._around:
+            # Buffers stay real: what does not depend on parameters is known on every rank.
+            twin = copy.deepcopy(module, {**parameters, **{id(b): b for b in module.buffers()}})
+            route_calls(module, partial(self._route_around, module, twin))
+        for i, block in enumerate(self._blocks):
+            route_calls(block, partial(self._route, i))
+
+    def remove(self) -> None:
+        """Undo the routes."""
+        for module in (*self._blocks, *self._around):
+            unroute_calls(module)
+
+    def run(self, stage: int, step: Step, micro_batch: Any, received: Handover | None) -> Any:
+        """The forward action.
+
+        Args:
+            stage: one of this rank's.
+            step: the user's function.
+            micro_batch: on every rank of the pipeline the same.
+            received: from the previous stage.
+
+        Returns:
+            A `Handover`, or on the last stage what ``step`` returned.
+
+        Raises:
+            PlanError: a value is needed that only another rank has.
+            StateError: blocks were not called in order, each once.
+        """
+        mode = Absent(self.device)
+        mode.parameters = stage > 0
+        mode.known = received.known if received is not None else {}
+        call = self._call = _Call(stage, self.cut.bounds[stage], self.cut.bounds[stage + 1], received, mode)
+        try:
+            with mode:
+                result = step(micro_batch)
+        except _Leave:
+            assert call.handed is not None
+            return call.handed
+        finally:
+            self._call = None
+        if call.next != len(self._blocks):
+            missing = self.cut.blocks[call.next]
+            raise StateError(
+                f"step returned without having called block {missing!r} (or it caught BaseException). In a pipeline "
+                "every block is called once for every micro-batch."
+            )
+        self._refuse_placeholders(result, "the result of step", mode)
+        return result
+
+    @contextmanager
+    def recomputing(self, stage: int, received: Handover | None) -> Generator[None, None, None]:
+        """Inside, blocks that activation checkpointing runs again get what they got in `run`."""
+        first, stop = self.cut.bounds[stage], self.cut.bounds[stage + 1]
+        self._again = _Call(stage, first, stop, received, Absent(self.device))
+        try:
+            yield
+        finally:
+            self._again = None
+
+    # calls of blocks -------------------------------------------------------------------------------------------------
+
+    def _route(self, i: int, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = self._call
+        if call is None:
+            if self._again is not None:
+                args, kwargs = self._substitute(i, self._again, args, kwargs)
+            else:
+                _require_values(self._blocks[i])
+            return inner(*args, **kwargs)
+        self._advance(call, i)
+        if i < call.first:
+            return self._on_shapes(i, args, kwargs)
+        if i == call.stop and call.stage < self.last:
+            call.handed = self._hand_over(call, args, kwargs)
+            raise _Leave
+        args, kwargs = self._substitute(i, call, args, kwargs)
+        call.mode.parameters = False
+        self._refuse_placeholders((args, kwargs), f"block {self.cut.blocks[i]!r}", call.mode)
+        with without_function_mode(call.mode):
+            return inner(*args, **kwargs)
+
+    def _route_around(
+        self,
+        module: nn.Module,
+        twin: nn.Module,
+        inner: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """A module that is in no block: before this stage's blocks its parameters and its hooks count as absent."""
+        if self._call is not None and self._call.mode.parameters:
+            return twin(*args, **kwargs)
+        if self._call is None and self._again is None:
+            _require_values(module)
+        return inner(*args, **kwargs)
+
+    def _advance(self, call: _Call, i: int) -> None:
+        if i != call.next:
+            must = self.cut.blocks[call.next] if call.next < len(self._blocks) else "none"
+            raise StateError(
+                f"block {self.cut.blocks[i]!r} is called where {must!r} must come. In a pipeline every block is called "
+                "once for every micro-batch, in the order of the stack."
+            )
+        call.next += 1
+
+    def _on_shapes(self, i: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an absent block returns, without values."""
+        memory = self._memory[i].outputs
+        with without_torch_functions():  # which would cost more than all the rest
+            leaves, structure = tree_flatten((args, kwargs))
+            key = (structure, torch.is_autocast_enabled(self.device.type), *map(_signature, leaves))
+            if key in memory:
+                shapes, outside = memory[key]
+                made = [leaf.make(self.device) if isinstance(leaf, _Shape) else leaf for leaf in shapes]
+                return made[0] if outside is None else tree_unflatten(made, outside)
+        result = self._twins[i](*args, **kwargs)
+        leaves, structure = tree_flatten(result)
+        memory[key] = ([_shape_of(leaf) for leaf in leaves], None if isinstance(result, Tensor) else structure)
+        return self._on_shapes(i, args, kwargs)
+
+    def _hand_over(self, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Handover:
+        args, kwargs = self._substitute(call.stop, call, args, kwargs)
+        leaves = tree_flatten((args, kwargs))[0]
+        name = self.cut.blocks[call.stop]
+        self._refuse_placeholders((args, kwargs), f"block {name!r}", call.mode)
+        tensors = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+        first = _first_tensors((args, kwargs))
+        if not first:
+            raise PlanError(f"block {name!r} gets no tensor, so that nothing can be sent to it.")
+        if torch.is_grad_enabled():
+            chosen = {i for i, t in tensors.items() if t.requires_grad} | first
+            self._sent[call.stage] = frozenset(chosen)
+        else:
+            # Whether a later argument needs this stage's parameters shows in training only. What the first evaluation
+            # hands over, the others do: the next stage expects it.
+            known = self._sent.get(call.stage, frozenset(tensors))
+            chosen = self._sent_evaluating.setdefault(call.stage, known)
+        return Handover({i: t for i, t in tensors.items() if i in chosen}, len(leaves))
+
+    def _substitute(
+        self, i: int, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A block's arguments with what was received in place of placeholders."""
+        received = call.received
+        if received is None:
+            return args, kwargs
+        leaves, structure = tree_flatten((args, kwargs))
+        if i == call.first:
+            self._place(i, leaves, received)
+        else:
+            leaves = [received.known[id(leaf)][1] if id(leaf) in received.known else leaf for leaf in leaves]
+        return tree_unflatten(leaves, structure)
+
+    def _place(self, i: int, leaves: list[Any], received: Handover) -> None:
+        if len(leaves) != received.leaves:
+            raise PlanError(
+                f"block {self.cut.blocks[i]!r} is called with {len(leaves)} values on this rank and with "
+                f"{received.leaves} on that of the previous stage. Its call must not depend on the rank."
+            )
+        for place, tensor in received.tensors.items():
+            real = _Alias.apply(tensor) if tensor.requires_grad else tensor
+            received.known[id(leaves[place])] = (leaves[place], real)
+            leaves[place] = real
+
+    def _refuse_placeholders(self, value: Any, where: str, mode: Absent) -> None:
+        if not any(isinstance(leaf, Tensor) and is_meta(leaf) for leaf in tree_iter(value)):
+            return
+        absent = self._names.get(id(mode.missing))
+        if absent is not None:
+            raise PlanError(
+                f"{where} depends on the parameter {absent!r}, which is on another rank (stages "
+                f"{self.cut.stages_of[absent]}). Let a dry run say where it is used (usage=observe(...)), or register "
+                "it before the blocks if it is used before them, and after them otherwise."
+            )
+        raise PlanError(
+            f"{where} depends on a tensor that is computed on an earlier stage and not handed on from block to block. "
+            "Pass it through the blocks (a tuple as their first argument will do), or compute it from buffers."
+        )
+
+
+def _require_values(module: nn.Module) -> None:
+    """Outside of a step nobody computes what other ranks hold.
+
+    Raises:
+        StateError: some of the module's parameters are on another rank.
+    """
+    if any(p.is_meta for p in module.parameters()):
+        raise StateError(
+            f"a {type(module).__name__} of another rank of the pipeline is called outside of training_step, "
+            "validation_step, test_step and predict_step. Call the model in these steps alone."
+        )
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """A tensor's outside."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def make(self, device: torch.device) -> Placeholder:
+        return placeholder(self.shape, self.dtype, device)
+
+
+def _shape_of(leaf: Any) -> Any:
+    return _Shape(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
+
+
+def _signature(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype
+    return leaf if isinstance(leaf, int | float | str | bool | None) else type(leaf)
+
+
+def _first_tensors(arguments: tuple[tuple[Any, ...], Mapping[str, Any]]) -> set[int]:
+    """Places of the tensors of the first argument that has any."""
+    place = 0
+    for argument in (*arguments[0], *arguments[1].values()):
+        leaves = tree_flatten(argument)[0]
+        found = {place + i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+        if found:
+            return found
+        place += len(leaves)
+    return set()
+
+
+def _around(model: nn.Module, blocks: Sequence[str]) -> list[nn.Module]:
+    """The outermost modules with parameters that neither are in a block nor hold one."""
+    above = {"", *(name[:i] for name in blocks for i, letter in enumerate(name) if letter == ".")}
+    found: dict[int, nn.Module] = {}
+    for name in above:
+        for child, module in model.get_submodule(name).named_children():
+            path = f"{name}.{child}" if name else child
+            if path not in above and path not in blocks and any(True for _ in module.parameters()):
+                found[id(module)] = module
+    return list(found.values())
+
+
+def meta_twins(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterable[nn.Module]:
+    """A copy of every block on meta, without the hooks that will be on the block itself."""
+    tensors = [*model.parameters(), *model.buffers()]
+    for block in blocks:
+        memo: dict[int, Any] = {id(t): _on_meta_copy(t) for t in tensors}
+        yield copy.deepcopy(block, memo)
+
+
+def _on_meta_copy(tensor: Tensor) -> Tensor:
+    empty = torch.empty_like(tensor, device="meta", requires_grad=False)
+    return nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty

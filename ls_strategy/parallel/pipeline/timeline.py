@@ -1,0 +1,131 @@
+"""What happened when: measured times of all actions, their bubble, a Chrome trace and a picture."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ls_strategy.parallel.pipeline.schedules import Action
+
+Span = tuple[Action, float, float]
+"""An action, its start and its end, seconds."""
+
+_COLOURS = {"F": (66, 133, 244), "B": (52, 168, 83), "I": (120, 200, 120), "W": (251, 188, 4)}
+_BACKGROUND = 240
+
+
+@dataclass
+class _Mark:
+    """A moment: on the host, or in the queue of a GPU."""
+
+    host_s: float
+    event: Any = None
+
+
+class Recorder:
+    """Notes start and end of a rank's actions. On CUDA times are those of the current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        """``device``: where actions run."""
+        self._cuda = device.type == "cuda"
+        self._marks: list[tuple[Action, _Mark, _Mark]] = []
+
+    def mark(self) -> _Mark:
+        """This moment."""
+        event = None
+        if self._cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+        return _Mark(time.time(), event)
+
+    def add(self, action: Action, start: Any, end: Any) -> None:
+        """Note one action."""
+        self._marks.append((action, start, end))
+
+    def take(self) -> list[Span]:
+        """All actions since the last call, and forget them. On CUDA waits for the last one.
+
+        Times are those of the system clock, which hosts must have in step for a common picture.
+        """
+        marks, self._marks = self._marks, []
+        if not self._cuda or not marks:
+            return [(action, start.host_s, end.host_s) for action, start, end in marks]
+        marks[-1][2].event.synchronize()
+        # The host was at this moment when the GPU may have been behind: the last end is known on both.
+        origin = marks[0][1].event
+        shift = time.time() - origin.elapsed_time(marks[-1][2].event) / 1000
+        return [
+            (a, shift + origin.elapsed_time(s.event) / 1000, shift + origin.elapsed_time(e.event) / 1000)
+            for a, s, e in marks
+        ]
+
+
+def bubble(spans: Sequence[Sequence[Span]]) -> float:
+    """Part of the time from the first start to the last end in which ranks do nothing; spans by rank."""
+    busy = sum(end - start for row in spans for _, start, end in row)
+    start = min(start for row in spans for _, start, _ in row)
+    end = max(end for row in spans for _, _, end in row)
+    return 1 - busy / (len(spans) * (end - start))
+
+
+def chrome_trace(spans: Sequence[Sequence[Span]]) -> str:
+    """JSON for chrome://tracing or ui.perfetto.dev: one line per rank, microseconds from the first start."""
+    zero = min((start for row in spans for _, start, _ in row), default=0.0)
+    events: list[dict[str, Any]] = []
+    for rank, row in enumerate(spans):
+        events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"stage rank {rank}"}})
+        for action, start, end in row:
+            times = {"ts": round((start - zero) * 1e6, 3), "dur": round((end - start) * 1e6, 3)}
+            arguments = {"stage": action.stage, "micro_batch": action.micro_batch}
+            events.append(
+                {"ph": "X", "name": str(action), "cat": action.kind, "pid": 0, "tid": rank, "args": arguments, **times}
+            )
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+def picture(spans: Sequence[Sequence[Span]], *, width: int = 1200, height: int = 24) -> Tensor:
+    """The schedule as an image, ``(3, ranks * (height + 4) + 4, width)`` uint8, for TensorBoard's ``add_image``.
+
+    One line per rank: F blue, B green, I light green, W yellow, lighter for later stages of the rank; bubbles grey.
+    """
+    image = torch.full((3, len(spans) * (height + 4) + 4, width), _BACKGROUND, dtype=torch.uint8)
+    zero = min((start for row in spans for _, start, _ in row), default=0.0)
+    length = max((end for row in spans for _, _, end in row), default=1.0) - zero
+    for rank, row in enumerate(spans):
+        top = 4 + rank * (height + 4)
+        stages = sorted({action.stage for action, _, _ in row})
+        for action, start, end in row:
+            left = int((start - zero) / length * width)
+            right = max(int((end - zero) / length * width), left + 1)
+            light = stages.index(action.stage) / (2 * len(stages))
+            colour = torch.tensor([round(c + (255 - c) * light) for c in _COLOURS[action.kind]], dtype=torch.uint8)
+            image[:, top : top + height, left:right] = colour[:, None, None]
+            image[:, top : top + height, left] = 90  # where one action ends and the next begins
+    return image
+
+
+def svg(spans: Sequence[Sequence[Span]], *, width: int = 1200, height: int = 24) -> str:
+    """The same picture as SVG, with the name of every action as a tooltip."""
+    zero = min((start for row in spans for _, start, _ in row), default=0.0)
+    length = max((end for row in spans for _, _, end in row), default=1.0) - zero
+    total = len(spans) * (height + 4) + 4
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{total}">']
+    parts.append(
+        f'<rect width="{width}" height="{total}" fill="#{_BACKGROUND:02x}{_BACKGROUND:02x}{_BACKGROUND:02x}"/>'
+    )
+    for rank, row in enumerate(spans):
+        y = 4 + rank * (height + 4)
+        for action, start, end in row:
+            x, w = (start - zero) / length * width, (end - start) / length * width
+            colour = "#{:02x}{:02x}{:02x}".format(*_COLOURS[action.kind])
+            parts.append(
+                f'<rect x="{x:.2f}" y="{y}" width="{w:.2f}" height="{height}" fill="{colour}" stroke="#5a5a5a">'
+                f"<title>{action}: {(end - start) * 1e3:.3f} ms</title></rect>"
+            )
+    return "".join([*parts, "</svg>"])

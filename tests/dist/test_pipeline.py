@@ -1,0 +1,270 @@
+"""Blocks divided over ranks, under real Trainers: the numbers, the logs and the files are those of one process."""
+
+from __future__ import annotations
+
+import time
+from functools import cache
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
+
+from ls_strategy.errors import ConfigError, LSError, PlanError
+from ls_strategy.strategy import ZeROStrategy
+from ls_strategy.testing import spawn
+from tests.dist.parallel_runs import Outcome, Run, train_all, unequal
+from tests.dist.ranks import on_ranks, trainer_of
+
+pytestmark = pytest.mark.dist
+
+STEPS = 10
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipe_v")
+FOUR = {"num_layers": 4}
+
+
+@cache
+def trusted(accumulate: int = 1, clip: float = 0.0, **shape: Any) -> Outcome:
+    run = Run(shape=shape, steps=STEPS, trainer=trainer_options(accumulate, clip))
+    return spawn(train_all, 1, [run], init_process_group=False)[0][0]
+
+
+def trainer_options(accumulate: int, clip: float) -> dict[str, Any]:
+    return {"accumulate_grad_batches": accumulate, "gradient_clip_val": clip or None}
+
+
+def compare(
+    world: int, choices: list[dict[str, Any]], accumulate: int = 1, clip: float = 0.0, **shape: Any
+) -> list[Outcome]:
+    options = trainer_options(accumulate, clip)
+    runs = [Run({"pipeline_parallel_size": 2, **c}, shape, steps=STEPS, trainer=options) for c in choices]
+    found = spawn(train_all, world, runs, init_process_group=False, timeout_s=170)[0]
+    assert not unequal(trusted(accumulate, clip, **shape), runs, found, losses=1e-6, norms=1e-6)
+    return found
+
+
+def test_every_schedule():
+    """With clipping, tied embeddings, and gradients added up over two batches."""
+    choices = [{"stage": 2, "micro_batches": 4, "pipeline_schedule": schedule} for schedule in SCHEDULES]
+    compare(2, choices, 2, 0.5, **FOUR)
+
+
+def test_every_stage_with_two_replicas():
+    found = compare(4, [{"stage": stage, "micro_batches": 2} for stage in (0, 1, 2, 3)])
+    for outcome in found[1:]:  # stage against stage: bit for bit
+        assert outcome.losses == found[0].losses
+        assert all(torch.equal(v, found[0].weights[k]) for k, v in outcome.weights.items())
+
+
+def test_four_stages_and_two_chunks_with_replicas():
+    compare(4, [{"stage": 1, "pipeline_parallel_size": 4, "micro_batches": 4}], **FOUR)
+    several = {"pipeline_schedule": "interleaved_1f1b", "micro_batches": 2}
+    compare(4, [{"stage": stage, **several} for stage in (2, 3)], 2, **FOUR)
+
+
+def test_with_divided_layers_recompute_and_offload():
+    tensor = {"tensor_parallel_size": 2}
+    choices: list[dict[str, Any]] = [
+        {"stage": 1, **tensor},
+        {"stage": 3, **tensor},
+        {"stage": 3, "activation_checkpointing": "full", "pipeline_schedule": "zero_bubble"},
+        {"stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu", "activation_offload": "cpu"},
+    ]
+    compare(4, choices, tied_embeddings=False)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("world", "size"), [(2, 2), (4, 2), (4, 4)])
+def test_the_whole_product(world, size, schedule, accumulate):
+    """Pipelines of 2 and 4, 1 and 2 replicas, stages 1 to 3, every schedule, accumulation 1 and 2."""
+    shared = {"pipeline_parallel_size": size, "pipeline_schedule": schedule, "micro_batches": 4 * size // world}
+    shared["micro_batches"] = max(shared["micro_batches"], 2) if world == 2 * size else 4
+    layers = {"num_layers": 2 * size}
+    compare(world, [{"stage": stage, **shared} for stage in (1, 2, 3)], accumulate, 0.5, **layers)
+
+
+def test_a_checkpoint_goes_on_with_any_pipeline(tmp_path):
+    steps, half = 8, 4
+    whole = spawn(train_all, 1, [Run(steps=steps)], init_process_group=False)[0][0]
+    two = {"stage": 2, "pipeline_parallel_size": 2}
+    sources = {"pp2": (2, two), "dp2": (2, {"stage": 3})}
+    path = {name: str(tmp_path / f"{name}.ckpt") for name in sources}
+    for name, (world, options) in sources.items():
+        spawn(train_all, world, [Run(options, steps=steps, save=(half, path[name]))], init_process_group=False)
+    layouts: dict[int, list[dict[str, Any]]] = {
+        2: [two, {"stage": 1}, {"stage": 1, "tensor_parallel_size": 2}],
+        4: [{**two, "stage": 3}, {**two, "tensor_parallel_size": 2}],
+    }
+    for world, choices in layouts.items():
+        runs = [Run(options, steps=steps, resume=path["pp2"]) for options in choices]
+        runs += [Run({**two, "stage": 1}, steps=steps, resume=path["dp2"])]
+        found = spawn(train_all, world, runs, init_process_group=False)[0]
+        for outcome in found:
+            outcome.losses = whole.losses[:half] + outcome.losses
+            outcome.norms = whole.norms[:half] + outcome.norms
+        assert not unequal(whole, runs, found)
+
+
+# --- what Lightning sees ---------------------------------------------------------------------------------------------
+
+
+class AlexNetLike(pl.LightningModule):
+    """A plain Sequential, a metric, and everything that is logged."""
+
+    def __init__(self, fail_at: int | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(
+            nn.Conv2d(1, 4, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(4, 8, 3, padding=1),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(8 * 4 * 4, 16),
+            nn.ReLU(),
+            nn.Linear(16, 3),
+        )
+        self.accuracy = MeanMetric()
+        self.fail_at = fail_at
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        logits = self.net(x)
+        loss = functional.cross_entropy(logits, y)
+        if self.fail_at == batch_idx:
+            raise ValueError("this stage cannot go on")
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("samples", float(len(x)), reduce_fx="sum", on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        logits = self.net(x)
+        self.accuracy.update((logits.argmax(1) == y).float())
+        self.log_dict(
+            {"val_loss": functional.cross_entropy(logits, y), "val_accuracy": self.accuracy}, batch_size=len(x)
+        )
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=5e-3, eps=1e-4, fused=True)
+
+
+def images(numel: int = 40, batch_size: int = 8) -> DataLoader:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(numel, 1, 8, 8, generator=generator)
+    return DataLoader(TensorDataset(x, (x.mean((1, 2, 3)) * 9).long().clamp(-1, 1) + 1), batch_size=batch_size)
+
+
+class Seen(Callback):
+    """What callbacks get to see."""
+
+    def __init__(self) -> None:
+        self.outputs: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.outputs.append(outputs["loss"].item())
+
+
+def observe(rank: int, world_size: int, folder: str, pipelined: bool) -> dict[str, Any]:
+    checkpoint = ModelCheckpoint(folder, monitor="val_loss", filename="best")
+    stopping = EarlyStopping("val_loss", patience=1, min_delta=10.0)
+    seen = Seen()
+    options = {"pipeline_parallel_size": 2, "micro_batches": 4} if pipelined else {}
+    trainer = trainer_of(
+        ZeROStrategy(1, min_unit_numel=0, **options) if pipelined else "auto",  # type: ignore[arg-type]
+        max_epochs=5,
+        callbacks=[checkpoint, stopping, seen],
+        enable_checkpointing=True,
+        use_distributed_sampler=False,
+        num_sanity_val_steps=2,
+    )
+    module = AlexNetLike()
+    trainer.fit(module, images(44), images(20))
+    metrics = {k: v.item() for k, v in trainer.callback_metrics.items()}
+    predicted = trainer.predict(module, images(12))
+    return {
+        "metrics": metrics,
+        "outputs": seen.outputs,
+        "best": checkpoint.best_model_score.item(),
+        "stopped": (stopping.stopped_epoch, trainer.current_epoch, trainer.global_step),
+        "predicted": [p.tolist() for p in predicted],
+    }
+
+
+def test_callbacks_and_logs_are_the_same_on_every_stage_as_on_one_process(tmp_path):
+    """Batches of 8, 8, 8, 8, 8 and 4 samples in 4 micro-batches; a pipeline of a plain Sequential."""
+    expected = spawn(observe, 1, str(tmp_path / "one"), False, init_process_group=False)[0]
+    found = spawn(observe, 2, str(tmp_path / "two"), True, init_process_group=False)
+    for key, value in found[0].items():
+        assert found[1][key] == value, key
+    assert found[0]["stopped"] == expected["stopped"]
+    assert found[0]["metrics"].keys() == expected["metrics"].keys()
+    for key, value in expected["metrics"].items():
+        factor = 4 if key == "samples" else 1
+        assert found[0]["metrics"][key] == pytest.approx(value, rel=2e-6 * factor), key
+    assert found[0]["outputs"] == pytest.approx(expected["outputs"], rel=2e-6)
+    assert found[0]["best"] == pytest.approx(expected["best"], rel=2e-6)
+    for ours, theirs in zip(found[0]["predicted"], expected["predicted"], strict=True):
+        torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-4, atol=1e-5)
+
+
+def fail(rank: int, world_size: int) -> tuple[str, float]:
+    trainer = trainer_of(ZeROStrategy(1, pipeline_parallel_size=2, micro_batches=2), max_epochs=1)
+    started = time.monotonic()
+    try:
+        trainer.fit(AlexNetLike(fail_at=2), images())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - started
+    return "", 0.0
+
+
+def test_a_stage_that_raises_ends_the_run_on_all():
+    (first, seconds), (last, _) = spawn(fail, 2, init_process_group=False, timeout_s=60)
+    assert last == "ValueError: this stage cannot go on"
+    assert first.startswith("RankFailedError")
+    assert "this stage cannot go on" in first
+    assert seconds < 30
+
+
+class Manual(AlexNetLike):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Short(AlexNetLike):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Flatten())
+
+
+@on_ranks(2)
+def test_refusals(rank, world_size):
+    size = {"pipeline_parallel_size": 2}
+    cases: list[tuple[type[LSError], str, type[AlexNetLike], dict[str, Any]]] = [
+        (PlanError, "does not divide the 2 ranks", AlexNetLike, {"pipeline_parallel_size": 3}),
+        (PlanError, "no ModuleList or Sequential of 2 modules", Short, size),
+        (PlanError, "automatic_optimization=True", Manual, size),
+    ]
+    for error, words, module, options in cases:
+        with pytest.raises(error, match=words):
+            trainer_of(ZeROStrategy(1, **options), max_epochs=1).fit(module(), images())
+    for words, options in {
+        "consolidate": {**size, "save_as": "file"},
+        "at least one part": {**size, "micro_batches": 0},
+        "accumulate_grad_batches": {"micro_batches": 4},
+    }.items():
+        with pytest.raises(ConfigError, match=words):
+            ZeROStrategy(1, **options)

@@ -1,0 +1,545 @@
+"""A model that is cut into stages computes what the whole one does: losses, gradients, errors, time, memory.
+
+Trusted run: the same model, whole, in the process of the test; micro-batch by micro-batch, ``(loss / m).backward()``.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from ls_strategy.comm import make_comm
+from ls_strategy.errors import PlanError, RankFailedError
+from ls_strategy.parallel.pipeline.cut import keep_own, make_cut
+from ls_strategy.parallel.pipeline.mail import make_links
+from ls_strategy.parallel.pipeline.runner import Callbacks, PipelineRunner
+from ls_strategy.parallel.pipeline.schedules import SCHEDULES, place, placement_of, stages_per_rank_of
+from ls_strategy.parallel.pipeline.simulate import gpipe_bubble, simulate
+from ls_strategy.parallel.pipeline.stage import StageRunner
+from ls_strategy.parallel.pipeline.timeline import Recorder, bubble
+from ls_strategy.testing import spawn
+from recipes.gpt.network import GPT, GPTConfig
+
+pytestmark = pytest.mark.dist
+
+EXACT = 1e-6
+CPU = torch.device("cpu")
+
+# --- models: (model, step, batch of a number of samples) --------------------------------------------------------------
+
+
+def gpt(tied: bool, positions: str, blocks: int) -> tuple[nn.Module, Any, Callable[[int], Any]]:
+    torch.manual_seed(0)
+    config = GPTConfig(
+        vocab_size=19,
+        block_size=6,
+        num_layers=blocks,
+        num_heads=2,
+        width=8,
+        positions=positions,  # type: ignore[arg-type]
+        tied_embeddings=tied,
+    )
+    model = GPT(config)
+
+    def step(batch: Any) -> Any:
+        tokens, targets = batch
+        return {"loss": functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())}
+
+    def batch(samples: int) -> Any:
+        generator = torch.Generator().manual_seed(samples)
+        tokens = torch.randint(19, (samples, 7), generator=generator)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    return model, step, batch
+
+
+class Lambda(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+class ConvNet(nn.Module):
+    """Two rows of layers with a function between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(3, 4, 3, padding=1),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(2),
+            nn.Conv2d(4, 6, 3, padding=1),
+            nn.ReLU(inplace=True),
+            nn.AdaptiveAvgPool2d(2),
+        )
+        self.classifier = nn.Sequential(nn.Linear(24, 16), nn.ReLU(inplace=True), nn.Linear(16, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(torch.flatten(self.features(x), 1) * 1.5)
+
+    def to_layers(self) -> list[Any]:
+        return [*self.features, lambda x: torch.flatten(x, 1), *self.classifier]
+
+
+def conv(kind: str) -> tuple[nn.Module, Any, Callable[[int], Any]]:
+    torch.manual_seed(0)
+    model: nn.Module = ConvNet()
+    if kind == "sequential":
+        model = nn.Sequential(*model.features, Lambda(lambda x: torch.flatten(x, 1) * 1.5), *model.classifier)
+
+    def step(batch: Any) -> Tensor:
+        return functional.cross_entropy(model(batch["x"]), batch["y"])
+
+    def batch(samples: int) -> Any:
+        generator = torch.Generator().manual_seed(samples)
+        x = torch.randn(samples, 3, 8, 8, generator=generator)
+        return {"x": x, "y": torch.randint(5, (samples,), generator=generator)}
+
+    return model, step, batch
+
+
+class PairBlock(nn.Module):
+    """Gets and gives two activations, and a third value that depends on a parameter of the first stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, pair: tuple[Tensor, Tensor], *, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        x, total = pair
+        x = torch.tanh(self.linear(x) + bias) * scale
+        return x, total + x
+
+
+class Pairs(nn.Module):
+    """Blocks with tuples, keywords, a learned bias for all blocks, and work between blocks."""
+
+    def __init__(self, recompute: bool = False) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(4))
+        self.stem = nn.Linear(3, 4)
+        self.layers = nn.ModuleList(PairBlock() for _ in range(8))
+        self.head = nn.Linear(4, 1)
+        self.recompute = recompute
+
+    def forward(self, x: Tensor) -> Tensor:
+        pair = (self.stem(x), torch.zeros_like(self.stem(x)))
+        bias = self.bias * 2
+        for layer in self.layers:
+            if self.recompute:
+                pair = checkpoint(layer, pair, bias=bias, scale=1.1, use_reentrant=False)
+            else:
+                pair = layer(pair, bias=bias, scale=1.1)
+            pair = (pair[0] * 0.9, pair[1])
+        return self.head(pair[0] + pair[1])
+
+
+def pairs(recompute: bool) -> tuple[nn.Module, Any, Callable[[int], Any]]:
+    torch.manual_seed(0)
+    model = Pairs(recompute)
+
+    def step(batch: Any) -> Tensor:
+        return functional.mse_loss(model(batch[0]), batch[1])
+
+    def batch(samples: int) -> Any:
+        generator = torch.Generator().manual_seed(samples)
+        return torch.randn(samples, 3, generator=generator), torch.randn(samples, 1, generator=generator)
+
+    return model, step, batch
+
+
+CASES: dict[str, Callable[[], tuple[nn.Module, Any, Callable[[int], Any]]]] = {
+    "gpt_tied_rotary": lambda: gpt(True, "rotary", 8),
+    "gpt_untied_learned": lambda: gpt(False, "learned", 8),
+    "conv_layers": lambda: conv("to_layers"),
+    "conv_sequential": lambda: conv("sequential"),
+    "pairs": lambda: pairs(False),
+    "pairs_recomputed": lambda: pairs(True),
+}
+
+
+def chunks(batch: Any, count: int) -> list[Any]:
+    if isinstance(batch, dict):
+        parts = [value.chunk(count) for value in batch.values()]
+        return [dict(zip(batch, part, strict=True)) for part in zip(*parts, strict=True)]
+    return [tuple(part) for part in zip(*(value.chunk(count) for value in batch), strict=True)]
+
+
+def whole(case: str, micro_batches: int, samples: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """The trusted run."""
+    model, step, batch = CASES[case.removesuffix("_recomputed")]()
+    losses = []
+    for part in chunks(batch(samples), micro_batches):
+        result = step(part)
+        loss = result["loss"] if isinstance(result, dict) else result
+        (loss / micro_batches).backward()
+        losses.append(loss.detach())
+    return losses, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+# --- set-up -----------------------------------------------------------------------------------------------------------
+
+
+def build(model: nn.Module, schedule: str, world_size: int, comm: Any, **options: Any) -> PipelineRunner:
+    method = options.pop("method", "uniform")
+    rank_of = place(world_size, stages_per_rank_of(schedule), placement_of(schedule))
+    cut = make_cut(model, rank_of, method=method)
+    keep_own(model, cut, comm.rank)
+    links = make_links(comm, [range(world_size)])
+    return PipelineRunner(StageRunner(model, cut, CPU), links, schedule, **options)
+
+
+def gradients(model: nn.Module, runner: PipelineRunner, comm: Any) -> dict[str, Tensor]:
+    """Of all ranks; those of tied parameters summed over the stages that hold them."""
+    mine = {n: p.grad for n, p in model.named_parameters(remove_duplicate=False) if p.grad is not None}
+    everywhere = comm.exchange_objects(mine)
+    result: dict[str, Tensor] = {}
+    for name in dict(model.named_parameters()):
+        found = [each[name] for each in everywhere if name in each]
+        assert len(found) <= len(runner.stages.cut.stages_of[name])
+        if found:
+            result[name] = sum(found[1:], found[0])
+    return result
+
+
+def error_of(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    assert sorted(actual) == sorted(expected)
+    return max(((actual[n] - e).abs().max() / e.abs().max()).item() for n, e in expected.items())
+
+
+# --- parity -----------------------------------------------------------------------------------------------------------
+
+
+def train_all(rank: int, world_size: int, case: str, expected: list[Any]) -> dict[str, Any]:
+    """Every schedule; two numbers of micro-batches and sizes, and the first again, with the same runner."""
+    comm = make_comm()
+    worst: dict[str, Any] = {}
+    for schedule in SCHEDULES:
+        model, step, batch = CASES[case]()
+        recompute = case.endswith("recomputed")
+        runner = build(model, schedule, world_size, comm, split_backward=not recompute)
+        for (count, samples), (losses, grads) in expected:
+            if schedule == "dualpipe_v" and count < 2 * world_size:
+                continue
+            model.zero_grad()
+            report = runner.train(step, chunks(batch(samples), count))
+            assert (rank == runner.last_rank) == bool(report.losses)
+            found = runner.from_last(report.losses)
+            key = f"{schedule}, {count} micro-batches, {samples} samples"
+            worst[key] = (
+                error_of({"loss": torch.stack(found)}, {"loss": torch.stack(losses)}),
+                error_of(gradients(model, runner, comm), grads),
+            )
+            alive = simulate(runner.table(count)).alive[rank]
+            assert report.most_alive <= alive, key
+            assert recompute or report.most_alive == alive, key  # recomputed, I lets go of what W would
+        runner.stages.remove()
+    return worst
+
+
+@pytest.mark.parametrize(
+    ("case", "world_size"), [*((case, 2) for case in CASES), ("gpt_tied_rotary", 4), ("conv_layers", 4), ("pairs", 4)]
+)
+def test_losses_and_gradients_are_those_of_one_process(case: str, world_size: int) -> None:
+    expected = [((count, samples), whole(case, count, samples)) for count, samples in ((4, 8), (8, 16), (4, 8))]
+    worst = spawn(train_all, world_size, case, expected)[0]
+    assert len(worst) == 2 * len(SCHEDULES) - (world_size == 4)  # dualpipe_v: not 4 micro-batches on 4 ranks
+    for key, (loss_error, gradient_error) in worst.items():
+        assert loss_error <= EXACT, key
+        assert gradient_error <= EXACT, key
+        if not key.startswith("dualpipe") and "tied" not in case.replace("untied", ""):
+            assert (loss_error, gradient_error) == (0, 0), key
+
+
+# --- evaluation, agreement, callbacks ---------------------------------------------------------------------------------
+
+
+def evaluate(rank: int, world_size: int, expected: list[float]) -> None:
+    comm = make_comm()
+    for schedule in SCHEDULES:
+        for order in ("evaluate first", "train first"):
+            model, step, batch = CASES["pairs"]()
+            runner = build(model, schedule, world_size, comm)
+            if order == "train first":
+                runner.train(step, chunks(batch(8), 4))
+            model.eval()
+            for _ in range(2):
+                with torch.inference_mode(order == "train first"):
+                    found = runner.evaluate(step, chunks(batch(9), 3))
+                assert len(found) == (3 if rank == runner.last_rank else 0)
+                assert runner.from_last([loss.item() for loss in found]) == expected, (schedule, order)
+            assert all((p.grad is None) == (order == "evaluate first" or p.is_meta) for p in model.parameters())
+
+
+def test_evaluation_returns_what_step_returns() -> None:
+    _, step, batch = CASES["pairs"]()
+    spawn(evaluate, 2, [step(part).item() for part in chunks(batch(9), 3)])
+
+
+def different_batches(rank: int, world_size: int) -> None:
+    model, step, batch = CASES["pairs"]()
+    runner = build(model, "1f1b", world_size, make_comm())
+    with pytest.raises(PlanError, match="different micro-batches"):
+        runner.train(step, chunks(batch(8 + 4 * rank), 4))
+    with pytest.raises(PlanError, match="different micro-batches"):
+        runner.train(step, chunks(batch(8), 4 + 4 * rank))
+    runner.train(step, chunks(batch(8), 4))
+
+
+def test_ranks_with_different_batches_are_refused_before_anything_is_sent() -> None:
+    spawn(different_batches, 2)
+
+
+def callbacks(rank: int, world_size: int) -> None:
+    comm = make_comm()
+    for schedule in SCHEDULES:
+        events: list[Any] = []
+        calls = Callbacks(
+            before=lambda action, events=events: events.append(("before", action)),
+            after=lambda action, events=events: events.append(("after", action)),
+            on_last_backward=lambda stage, events=events: events.append(("last", stage)),
+        )
+        model, step, batch = CASES["pairs"]()
+        runner = build(model, schedule, world_size, comm, callbacks=calls)
+        runner.train(step, chunks(batch(8), 8))
+        row = runner.table(8).rows[rank]
+        assert [e for e in events if e[0] != "last"] == [(w, a) for a in row for w in ("before", "after")]
+        for stage in runner.table(8).stages_of(rank):
+            place_of_last = events.index(("last", stage))
+            gives = [i for i, (w, a) in enumerate(events) if w == "after" and a.stage == stage and a.kind in "BW"]
+            assert place_of_last == gives[-1] - 1 > max(gives[:-1])
+
+
+def test_callbacks_come_around_every_action_and_before_the_last_gradient() -> None:
+    spawn(callbacks, 2)
+
+
+def leftovers(rank: int, world_size: int) -> None:
+    """Tensors alive after a step, by reference counts alone."""
+    comm = make_comm()
+    for schedule in ("1f1b", "zero_bubble", "dualpipe_v"):
+        model, step, batch = CASES["pairs"]()
+        runner = build(model, schedule, world_size, comm)
+        parts = chunks(batch(8), 4)
+        runner.train(step, parts)  # gradients are there from now on
+        gc.collect()
+        gc.disable()
+        alive = {id(o) for o in gc.get_objects() if isinstance(o, Tensor)}
+        for _ in range(2):
+            runner.train(step, parts)
+            runner.evaluate(step, parts)
+        left = [tuple(o.shape) for o in gc.get_objects() if isinstance(o, Tensor) and id(o) not in alive]
+        gc.enable()
+        assert not left, (schedule, left)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_nothing_is_left_of_a_step() -> None:
+    spawn(leftovers, 2)
+
+
+class Factors(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False))
+
+
+def factors(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model = Factors()
+    twin = copy.deepcopy(model)
+    x = torch.randn(3, 2)
+    runner = build(model, "gpipe", world_size, make_comm())
+    scale = [1.0, torch.tensor(2.0), 0.5]
+    report = runner.train(lambda part: model.layers(part).sum(), list(x.split(1)), scale)
+    expected = [twin.layers(part).sum() for part in x.split(1)]
+    sum(loss * float(f) for loss, f in zip(expected, scale, strict=True)).backward()  # type: ignore[union-attr]
+    if rank == 1:
+        assert torch.equal(torch.stack(report.losses), torch.stack(expected).detach())
+    grad, trusted = model.layers[rank].weight.grad, twin.layers[rank].weight.grad
+    assert grad is not None
+    torch.testing.assert_close(grad, trusted, rtol=EXACT, atol=0)
+
+
+def test_losses_are_scaled_before_backward_only() -> None:
+    spawn(factors, 2)
+
+
+# --- failure ----------------------------------------------------------------------------------------------------------
+
+
+class Breaks(nn.Module):
+    """Identity that raises in the given call of forward, or of backward."""
+
+    def __init__(self, at: int, where: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.left, self.where = at, where
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if self.where == "backward":
+            y.register_hook(lambda _: self.count())
+        else:
+            self.count()
+        return y
+
+    def count(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise ValueError("this layer breaks")
+
+
+def breaks(rank: int, world_size: int, where: str, schedule: str) -> tuple[str, str, float]:
+    """Name of the error, its text, and seconds until it was there."""
+    comm = make_comm(set())  # all sockets are of process groups
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
+    model[3] = Breaks(3, where)
+    runner = build(model, schedule, world_size, comm)
+    x = torch.randn(8, 4)
+    start = time.monotonic()
+    try:
+        runner.train(lambda part: model(part).sum(), list(x.split(1)))
+    except Exception as error:  # what the strategy does
+        seconds = time.monotonic() - start
+        if not comm.failures.announce(error, patience_s=0.5):
+            comm.break_connections()
+        return type(error).__name__, str(error), seconds
+    return "", "", time.monotonic() - start
+
+
+@pytest.mark.parametrize(("where", "schedule"), [("forward", "1f1b"), ("backward", "1f1b"), ("forward", "zbv")])
+def test_an_error_on_one_stage_ends_all_ranks_soon(where: str, schedule: str) -> None:
+    results = spawn(breaks, 4, where, schedule, timeout_s=40)
+    assert [name for name, _, _ in results].count("ValueError") == 1
+    for name, text, seconds in results:
+        assert seconds < 10
+        assert "this layer breaks" in text
+        assert name in ("ValueError", RankFailedError.__name__)
+
+
+# --- time -------------------------------------------------------------------------------------------------------------
+
+LIMIT = 1.15  # times the formula: what messages and this process cost
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        time.sleep(seconds)
+        ctx.seconds = seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        time.sleep(2 * ctx.seconds)
+        return gradient.clone(), None
+
+
+class SleepBlock(nn.Module):
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Only where the block is real: a copy on meta runs once, to learn shapes.
+        return _Sleep.apply(x * self.weight, self.seconds)  # type: ignore[return-value]
+
+
+def bubbles(rank: int, world_size: int, counts: tuple[int, ...]) -> dict[tuple[str, int], float]:
+    """The smallest of up to eight measurements: other work on this host makes bubbles, never removes them."""
+    comm = make_comm()
+    found: dict[tuple[str, int], float] = {}
+    for schedule in ("gpipe", "1f1b"):
+        for count in counts:
+            # What messages and other work on the host cost is fixed; of many micro-batches the bubble is a small part.
+            model = nn.Sequential(*(SleepBlock(0.005 * count) for _ in range(2)))
+            recorder = Recorder(CPU)
+            runner = build(model, schedule, world_size, comm, recorder=recorder)
+            parts = list(torch.randn(count, 4).split(1))
+            tries: list[float] = []
+            while len(tries) < 8 and min(tries, default=1.0) > LIMIT * gpipe_bubble(2, count):
+                report = runner.train(lambda part, model=model: model(part).sum(), parts)
+                assert report.most_alive == (count if schedule == "gpipe" else min(count, world_size - rank))
+                tries.append(bubble(comm.exchange_objects(recorder.take())))
+            found[schedule, count] = min(tries)
+    return found
+
+
+@pytest.mark.parametrize("counts", [(4, 8), pytest.param((16,), marks=pytest.mark.slow)])
+def test_the_bubble_is_that_of_the_formula(counts: tuple[int, ...]) -> None:
+    for (schedule, count), measured in spawn(bubbles, 2, counts)[0].items():
+        assert measured <= LIMIT * gpipe_bubble(2, count), (schedule, count, measured, gpipe_bubble(2, count))
+
+
+# --- models of others -------------------------------------------------------------------------------------------------
+
+
+def foreign(kind: str) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    if kind == "vit":
+        from torchvision import models
+
+        model = models.VisionTransformer(32, 8, 4, 2, 16, 32, num_classes=5)
+        nn.init.normal_(model.heads.head.weight)
+        return model, lambda batch: functional.cross_entropy(model(batch[0]), batch[1])
+    import transformers as hf
+
+    if kind == "t5":
+        config = hf.T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_layers=4, num_heads=2, dropout_rate=0.0)
+        model = hf.T5EncoderModel(config)
+        return model, lambda batch: model(input_ids=batch[0], attention_mask=batch[1]).last_hidden_state.square().mean()
+    if kind == "gpt2":
+        off = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0, "use_cache": False}
+        model = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=50, n_positions=16, n_embd=16, n_layer=4, n_head=2, **off))
+    else:
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
+        model = hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=50, num_key_value_heads=1, use_cache=False, **sizes))
+    return model, lambda batch: model(input_ids=batch[0], labels=batch[0], attention_mask=batch[1]).loss
+
+
+def foreign_batch(kind: str) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    if kind == "vit":
+        return torch.randn(8, 3, 32, 32, generator=generator), torch.randint(5, (8,), generator=generator)
+    mask = torch.ones(8, 12, dtype=torch.int64)
+    mask[1, 9:] = 0
+    return torch.randint(50, (8, 12), generator=generator), mask
+
+
+def train_foreign(rank: int, world_size: int, kind: str) -> dict[str, float]:
+    comm = make_comm()
+    trusted, trusted_step = foreign(kind)
+    for part in chunks(foreign_batch(kind), 4):
+        (trusted_step(part) / 4).backward()
+    expected = {name: p.grad for name, p in trusted.named_parameters() if p.grad is not None}
+    worst: dict[str, float] = {}
+    for schedule in SCHEDULES:
+        model, step = foreign(kind)
+        runner = build(model, schedule, world_size, comm)
+        runner.train(step, chunks(foreign_batch(kind), 4))
+        worst[schedule] = error_of(gradients(model, runner, comm), expected)
+    return worst
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "t5", "vit"])
+def test_models_of_others_need_no_change(kind: str) -> None:
+    """T5 hands a bias that its first block computes on to all others; Llama asks its input for its device."""
+    pytest.importorskip("torchvision" if kind == "vit" else "transformers")
+    for schedule, error in spawn(train_foreign, 2, kind)[0].items():
+        assert error <= EXACT, schedule
+        assert error == 0 or kind == "gpt2", schedule  # tied: summed in another order
