@@ -19,8 +19,14 @@ from typing import TYPE_CHECKING
 from ls_strategy.autoload import install as _install
 
 if TYPE_CHECKING:
-    from ls_strategy.callbacks import Monitor, ShardedEMA
-    from ls_strategy.config import LossScaleConfig, NVMeIOConfig, OffloadConfig
+    from ls_strategy.callbacks import Monitor, PipelineTimeline, ShardedEMA
+    from ls_strategy.config import (
+        ActivationOffloadConfig,
+        LossScaleConfig,
+        NVMeIOConfig,
+        OffloadConfig,
+        RecomputeConfig,
+    )
     from ls_strategy.errors import CheckpointError, ConfigError, LSError, PlanError, StateError
     from ls_strategy.loading import load_from_checkpoint
     from ls_strategy.ops.lion import Lion
@@ -31,6 +37,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "ActivationOffloadConfig",
     "CheckpointError",
     "ConfigError",
     "LSError",
@@ -39,8 +46,10 @@ __all__ = [
     "Monitor",
     "NVMeIOConfig",
     "OffloadConfig",
+    "PipelineTimeline",
     "PlanError",
     "PreemptionHandler",
+    "RecomputeConfig",
     "ShardedEMA",
     "StateError",
     "ZeROPrecision",
@@ -50,6 +59,9 @@ __all__ = [
 ]
 
 _HOME = {
+    "ActivationOffloadConfig": "config",
+    "PipelineTimeline": "callbacks",
+    "RecomputeConfig": "config",
     "CheckpointError": "errors",
     "ConfigError": "errors",
     "LSError": "errors",

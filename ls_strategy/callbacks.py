@@ -1,9 +1,10 @@
-"""Callbacks that know about shards: what to watch (`Monitor`), and an average of the weights (`ShardedEMA`)."""
+"""Callbacks that know what is where: what to watch (`Monitor`, `PipelineTimeline`), an average (`ShardedEMA`)."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,6 +19,8 @@ from typing_extensions import override
 from ls_strategy._compat import tree_iter
 from ls_strategy.checkpoint.full import full_state_dict, masters_from_state_dict
 from ls_strategy.errors import ConfigError, PlanError, StateError
+from ls_strategy.lightning_pipeline import Pipeline
+from ls_strategy.parallel.pipeline import timeline
 from ls_strategy.strategy import ZeROStrategy
 
 _GIB = 1 << 30
@@ -185,6 +188,71 @@ def _memory(strategy: ZeROStrategy) -> dict[str, float]:
         result["memory_gib/activations"] = max(peak - sum(states.values()), 0) / _GIB
         torch.cuda.reset_peak_memory_stats(device)
     return result
+
+
+class PipelineTimeline(Callback):
+    """Shows what every stage of a pipeline did when, every so many steps.
+
+    Loggers with TensorBoard's interface get a picture, ``pipeline/timeline``, with one line per rank: forwards blue,
+    backwards green, bubbles grey; and all loggers the share of bubbles, ``pipeline/bubble``. Beside the logs comes
+    ``pipeline_step<N>.json``, for chrome://tracing or ui.perfetto.dev.
+    """
+
+    reads_weights = False
+    reads_gradients = False
+
+    def __init__(self, every_n_steps: int = 100) -> None:
+        """Choose how often.
+
+        Args:
+            every_n_steps: optimizer steps between two pictures; the first one is of the second step.
+        """
+        if every_n_steps < 1:
+            raise ConfigError(f"PipelineTimeline(every_n_steps={every_n_steps}): at least 1.")
+        self.every_n_steps = every_n_steps
+
+    def _pipeline(self, trainer: pl.Trainer) -> Pipeline:
+        pipeline = _zero_strategy(trainer, self).parallel.pipeline
+        if pipeline is None:
+            raise PlanError(
+                "PipelineTimeline shows the stages of a pipeline, and there is none: set pipeline_parallel_size, or "
+                "leave the callback out."
+            )
+        return pipeline
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Refuse a run without a pipeline."""
+        self._pipeline(trainer)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Begin to note, if the step that begins is to be shown."""
+        due = trainer.global_step % self.every_n_steps == min(1, self.every_n_steps - 1)
+        self._pipeline(trainer).record(on=due)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log what was noted. Collective over the pipeline, at the same steps on every rank."""
+        pipeline = self._pipeline(trainer)
+        if pipeline.runner.recorder is None:
+            return
+        pipeline.record(on=False)
+        spans = pipeline.spans()
+        folder = Path(trainer.log_dir or trainer.default_root_dir)  # broadcast, so on all ranks
+        if not trainer.is_global_zero:
+            return
+        step = trainer.global_step
+        for logger in trainer.loggers:
+            logger.log_metrics({"pipeline/bubble": timeline.bubble(spans)}, step=step)
+            if hasattr(logger.experiment, "add_image"):
+                logger.experiment.add_image("pipeline/timeline", timeline.picture(spans), step)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"pipeline_step{step}.json").write_text(timeline.chrome_trace(spans))
 
 
 class ShardedEMA(Callback):

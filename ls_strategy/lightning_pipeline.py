@@ -35,7 +35,7 @@ from ls_strategy.parallel.pipeline.mail import make_links
 from ls_strategy.parallel.pipeline.runner import Callbacks, PipelineRunner
 from ls_strategy.parallel.pipeline.schedules import Action, place, placement_of, stages_per_rank_of
 from ls_strategy.parallel.pipeline.stage import StageRunner
-from ls_strategy.parallel.pipeline.timeline import Recorder
+from ls_strategy.parallel.pipeline.timeline import Recorder, Span
 from ls_strategy.parallel.random import draw, generator_of, hash64, set_state
 from ls_strategy.zero.share import Share
 
@@ -83,12 +83,19 @@ class Pipeline:
             links,
             config.pipeline_schedule,
             callbacks=Callbacks(before=self._before, after=self._after, on_last_backward=self._on_last_backward),
-            recorder=self.recorder,
             split_backward=not recomputes,
         )
         self._tied_group = self._make_tied_group()
         self._engine: Engine | None = None
         self._last = False
+
+    def record(self, *, on: bool) -> None:
+        """Note start and end of every action from now on, or no longer."""
+        self.runner.recorder = self.recorder if on else None
+
+    def spans(self) -> list[list[Span]]:
+        """What all ranks of the pipeline have noted, by rank; forgotten then. Collective over the pipeline."""
+        return self.mesh.pipeline.exchange_objects(self.recorder.take())
 
     @property
     def is_last(self) -> bool:

@@ -116,6 +116,15 @@ def _checkpoint(record: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def _activations(record: dict[str, Any]) -> list[list[str]]:
+    """One row per choice."""
+    rows = [["choice", "step, times that of none", "kept at the end of forward"]]
+    for name, result in record["results"].items():
+        q1, median, q3 = result["time"]
+        rows.append([name, f"{median:.2f} [{q1:.2f}, {q3:.2f}]", f"{result['kept_bytes'] / 2**20:.0f} MiB"])
+    return rows
+
+
 _TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "step_time": _ratios,
     "trainer_time": _ratios,
@@ -125,6 +134,7 @@ _TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "host_memory": _host_memory,
     "moments": _moments,
     "exposed_update": _exposed,
+    "activations": _activations,
     "checkpoint": _checkpoint,
 }
 

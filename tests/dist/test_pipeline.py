@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from functools import cache
 from typing import Any
@@ -10,11 +11,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
+from ls_strategy.callbacks import PipelineTimeline
 from ls_strategy.errors import ConfigError, LSError, PlanError
 from ls_strategy.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
@@ -268,3 +272,23 @@ def test_refusals(rank, world_size):
     }.items():
         with pytest.raises(ConfigError, match=words):
             ZeROStrategy(1, **options)
+
+
+@on_ranks(2)
+def test_a_picture_and_a_trace_of_the_stages(rank, world_size, tmp_path):
+    logger = TensorBoardLogger(str(tmp_path), name="run", version="")
+    strategy = ZeROStrategy(0, pipeline_parallel_size=2, micro_batches=4)
+    callbacks = [PipelineTimeline(every_n_steps=3)]
+    trainer = trainer_of(strategy, max_epochs=1, logger=logger, callbacks=callbacks, log_every_n_steps=1)
+    trainer.fit(AlexNetLike(), images())
+    assert strategy.parallel.pipeline.recorder.take() == []  # nothing is noted between pictures
+    if rank == 0:
+        logger.experiment.flush()
+        events = EventAccumulator(str(tmp_path / "run"), size_guidance={"images": 0}).Reload()
+        assert [e.step for e in events.Images("pipeline/timeline")] == [2, 5]
+        assert all(0 < e.value < 1 for e in events.Scalars("pipeline/bubble"))
+        events = json.loads((tmp_path / "run" / "pipeline_step2.json").read_text())["traceEvents"]
+        names = [e["name"] for e in events if e["ph"] == "X"]
+        assert sorted(names) == sorted(f"{s}{kind}{m}" for s in range(2) for kind in "FB" for m in range(4))
+    with pytest.raises(PlanError, match="there is none"):
+        trainer_of(ZeROStrategy(1), max_epochs=1, callbacks=callbacks).fit(AlexNetLike(), images())
