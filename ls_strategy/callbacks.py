@@ -249,8 +249,9 @@ class PipelineTimeline(Callback):
         step = trainer.global_step
         for logger in trainer.loggers:
             logger.log_metrics({"pipeline/bubble": timeline.bubble(spans)}, step=step)
-            if hasattr(logger.experiment, "add_image"):
-                logger.experiment.add_image("pipeline/timeline", timeline.picture(spans), step)
+            experiment: Any = getattr(logger, "experiment", None)
+            if hasattr(experiment, "add_image"):
+                experiment.add_image("pipeline/timeline", timeline.picture(spans), step)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"pipeline_step{step}.json").write_text(timeline.chrome_trace(spans))
 
