@@ -259,6 +259,12 @@ class ParallelConfig:
                 f"tensor_parallel_plan={plan!r}: give 'auto', or module names and styles, for example "
                 "{'blocks.*.up': 'column', 'blocks.*.down': 'row'}."
             )
+        partition = self.pipeline_partition
+        if partition not in ("parameters", "uniform") and not partition.startswith("type:"):
+            raise ConfigError(
+                f"pipeline_partition={partition!r}: balance 'parameters', or numbers of blocks ('uniform'), or of blocks "
+                "whose class matches ('type:Block')."
+            )
         if self.micro_batches is not None and self.micro_batches < 1:
             raise ConfigError(f"micro_batches={self.micro_batches}: at least one part of a batch is under way.")
         if self.pipeline_parallel_size == 1 and self.micro_batches is not None:

@@ -167,7 +167,7 @@ class Pipeline:
         trainer = module.trainer
         parts, sizes = self._split(args[0])
         accumulate = trainer.accumulate_grad_batches
-        if args[1] % accumulate == 0:
+        if trainer.fit_loop.epoch_loop.batch_idx % accumulate == 0:
             engine.keeps_gradients = False
             for index in range(len(engine.optimizers)):
                 engine.zero_grad(index)

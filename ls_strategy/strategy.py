@@ -483,7 +483,10 @@ class ZeROStrategy(DDPStrategy):
         )
         self.engine.private_gradients = fitting and not guards.reads_gradients(trainer, module, self.engine)
         self.engine.early_step = (
-            self.engine.private_gradients and self.config.overlap_step and not trainer.gradient_clip_val
+            self.engine.private_gradients
+            and self.config.overlap_step
+            and not trainer.gradient_clip_val
+            and self.parallel.pipeline is None  # what is tied over stages has to be summed first
         )
         if fitting:
             guards.watch_methods(module, self.engine)
