@@ -262,8 +262,8 @@ class ParallelConfig:
         partition = self.pipeline_partition
         if partition not in ("parameters", "uniform") and not partition.startswith("type:"):
             raise ConfigError(
-                f"pipeline_partition={partition!r}: balance 'parameters', or numbers of blocks ('uniform'), or of blocks "
-                "whose class matches ('type:Block')."
+                f"pipeline_partition={partition!r}: balance 'parameters', or numbers of blocks ('uniform'), or "
+                "of blocks whose class matches ('type:Block')."
             )
         if self.micro_batches is not None and self.micro_batches < 1:
             raise ConfigError(f"micro_batches={self.micro_batches}: at least one part of a batch is under way.")
