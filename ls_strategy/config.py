@@ -236,6 +236,9 @@ class ParallelConfig:
     micro_batches: int | None = None
     """Parts of every batch that are under way in the pipeline. None: four per rank of it."""
 
+    micro_batch_size: int | None = None
+    """Samples of each of them, in place of their number."""
+
     pipeline_schedule: str = "1f1b"
     """Order of forwards and backwards, see `ls_strategy.parallel.pipeline.schedules`."""
 
@@ -267,7 +270,9 @@ class ParallelConfig:
             )
         if self.micro_batches is not None and self.micro_batches < 1:
             raise ConfigError(f"micro_batches={self.micro_batches}: at least one part of a batch is under way.")
-        if self.pipeline_parallel_size == 1 and self.micro_batches is not None:
+        if self.micro_batch_size is not None and self.micro_batch_size < 1:
+            raise ConfigError(f"micro_batch_size={self.micro_batch_size}: at least one sample at a time.")
+        if self.pipeline_parallel_size == 1 and (self.micro_batches or self.micro_batch_size):
             raise ConfigError(
                 "micro_batches divides a batch for a pipeline, and pipeline_parallel_size is 1. To add up gradients of "
                 "several batches, use Trainer(accumulate_grad_batches=...)."

@@ -223,15 +223,10 @@ class Pipeline:
         """Micro-batches of as equal sizes as can be, and their sizes.
 
         Raises:
-            StateError: the batch has fewer samples than the pipeline has ranks in it.
+            StateError: no tensor of the batch has its samples as rows, or there are too many of them.
         """
         samples = extract_batch_size(batch)
-        wanted = self.config.micro_batches or 4 * self.mesh.pipeline.world_size
-        count = min(wanted, samples)
-        if self.config.micro_batches and samples < wanted:
-            rank_zero_warn(
-                f"a batch of {samples} samples makes {count} micro-batches in place of micro_batches={wanted}."
-            )
+        count = self._count(samples)
 
         def cut(leaf: Any) -> list[Any]:
             whole = isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == samples
@@ -250,6 +245,23 @@ class Pipeline:
             parts.append(tree_map(lambda _, i=i, leaves=leaves: next(leaves)[i], batch))
         sizes = [len(part) for part in torch.empty(samples, device="meta").tensor_split(count)]
         return parts, sizes
+
+    def _count(self, samples: int) -> int:
+        """Micro-batches of a batch.
+
+        Raises:
+            StateError: the batch is larger than both options allow.
+        """
+        number, size = self.config.micro_batches, self.config.micro_batch_size
+        if number and size and samples > number * size:
+            raise StateError(
+                f"a batch of {samples} samples is more than micro_batches={number} of micro_batch_size={size}. Leave "
+                "one of the two out, or make the batches smaller."
+            )
+        wanted = -(-samples // size) if size else number or 4 * self.mesh.pipeline.world_size
+        if wanted > samples and number:
+            rank_zero_warn(f"a batch of {samples} samples makes as many micro-batches, not micro_batches={number}.")
+        return min(wanted, samples)
 
     @contextmanager
     def _own_random_numbers(self) -> Generator[None, None, None]:

@@ -140,6 +140,8 @@ class ZeROStrategy(DDPStrategy):
         pipeline_parallel_size: ranks that divide the blocks of the model among them, and work on micro-batches of the
             same batch. ``training_step`` stays as it is.
         micro_batches: parts of every batch that are under way in the pipeline. Default: four per rank of it.
+        micro_batch_size: samples of a micro-batch, in place of their number; with both, the largest batch is their
+            product.
         pipeline_schedule: ``gpipe``, ``1f1b``, ``interleaved_1f1b``, ``zero_bubble``, ``zbv`` or ``dualpipe_v``.
         pipeline_partition: what is balanced over stages: ``parameters``, ``uniform`` (numbers of blocks) or
             ``type:REGEX`` (blocks of classes whose name matches).
@@ -195,6 +197,7 @@ class ZeROStrategy(DDPStrategy):
         sequence_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
         micro_batches: int | None = None,
+        micro_batch_size: int | None = None,
         pipeline_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipe_v"] = "1f1b",
         pipeline_partition: str = "parameters",
         pipeline_stages_per_rank: int | None = None,
@@ -242,6 +245,7 @@ class ZeROStrategy(DDPStrategy):
                 sequence_parallel_size=sequence_parallel_size,
                 pipeline_parallel_size=pipeline_parallel_size,
                 micro_batches=micro_batches,
+                micro_batch_size=micro_batch_size,
                 pipeline_schedule=pipeline_schedule,
                 pipeline_partition=pipeline_partition,
                 pipeline_stages_per_rank=pipeline_stages_per_rank,

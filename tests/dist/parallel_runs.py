@@ -23,7 +23,7 @@ SHAPE: dict[str, Any] = {
     "width": 32,
 }
 BATCH = 4
-"""Sequences of a step, of all ranks together."""
+"""Sequences of a step, of all ranks together, unless said otherwise."""
 
 
 @dataclass
@@ -35,6 +35,7 @@ class Run:
 
     shape: dict[str, Any] = field(default_factory=dict)
     steps: int = 20
+    batch: int = BATCH
     trainer: dict[str, Any] = field(default_factory=dict)
     resume: str | None = None
     save: tuple[int, str] | None = None
@@ -92,10 +93,10 @@ class Module(pl.LightningModule):
     def train_dataloader(self) -> DataLoader:
         """Batch ``i`` of all replicas together holds the same sequences, however many replicas there are."""
         generator = torch.Generator().manual_seed(1)
-        shape = (self.run.steps * BATCH, SHAPE["block_size"] + 1)
+        shape = (self.run.steps * self.run.batch, SHAPE["block_size"] + 1)
         text = torch.randint(0, SHAPE["vocab_size"], shape, generator=generator)
         shard = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
-        mine = BATCH // shard["num_replicas"]
+        mine = self.run.batch // shard["num_replicas"]
         index = torch.arange(len(text)).view(-1, shard["num_replicas"], mine)[:, shard["rank"]].flatten()
         return DataLoader(TensorDataset(text[index, :-1], text[index, 1:]), batch_size=mine)
 

@@ -19,10 +19,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from ls_strategy.callbacks import PipelineTimeline
-from ls_strategy.errors import ConfigError, LSError, PlanError
+from ls_strategy.errors import ConfigError, LSError, PlanError, StateError
 from ls_strategy.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
-from tests.dist.parallel_runs import Outcome, Run, train_all, unequal
+from tests.dist.parallel_runs import BATCH, Outcome, Run, train_all, unequal
 from tests.dist.ranks import on_ranks, trainer_of
 
 pytestmark = pytest.mark.dist
@@ -33,8 +33,8 @@ FOUR = {"num_layers": 4}
 
 
 @cache
-def trusted(accumulate: int = 1, clip: float = 0.0, **shape: Any) -> Outcome:
-    run = Run(shape=shape, steps=STEPS, trainer=trainer_options(accumulate, clip))
+def trusted(accumulate: int = 1, clip: float = 0.0, batch: int = BATCH, **shape: Any) -> Outcome:
+    run = Run(shape=shape, steps=STEPS, batch=batch, trainer=trainer_options(accumulate, clip))
     return spawn(train_all, 1, [run], init_process_group=False)[0][0]
 
 
@@ -43,12 +43,17 @@ def trainer_options(accumulate: int, clip: float) -> dict[str, Any]:
 
 
 def compare(
-    world: int, choices: list[dict[str, Any]], accumulate: int = 1, clip: float = 0.0, **shape: Any
+    world: int,
+    choices: list[dict[str, Any]],
+    accumulate: int = 1,
+    clip: float = 0.0,
+    batch: int = BATCH,
+    **shape: Any,
 ) -> list[Outcome]:
     options = trainer_options(accumulate, clip)
-    runs = [Run({"pipeline_parallel_size": 2, **c}, shape, steps=STEPS, trainer=options) for c in choices]
+    runs = [Run({"pipeline_parallel_size": 2, **c}, shape, STEPS, batch, trainer=options) for c in choices]
     found = spawn(train_all, world, runs, init_process_group=False, timeout_s=170)[0]
-    assert not unequal(trusted(accumulate, clip, **shape), runs, found, losses=1e-6, norms=1e-6)
+    assert not unequal(trusted(accumulate, clip, batch, **shape), runs, found, losses=1e-6, norms=1e-6)
     return found
 
 
@@ -77,6 +82,7 @@ def test_with_divided_layers_recompute_and_offload():
         {"stage": 1, **tensor},
         {"stage": 3, **tensor},
         {"stage": 3, "activation_checkpointing": "full", "pipeline_schedule": "zero_bubble"},
+        {"stage": 2, "micro_batch_size": 1},
         {"stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu", "activation_offload": "cpu"},
     ]
     compare(4, choices, tied_embeddings=False)
@@ -86,13 +92,12 @@ def test_with_divided_layers_recompute_and_offload():
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(("world", "size"), [(2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize(("world", "size"), [(2, 2), (4, 2), (4, 4), (8, 4)])
 def test_the_whole_product(world, size, schedule, accumulate):
     """Pipelines of 2 and 4, 1 and 2 replicas, stages 1 to 3, every schedule, accumulation 1 and 2."""
-    shared = {"pipeline_parallel_size": size, "pipeline_schedule": schedule, "micro_batches": 4 * size // world}
-    shared["micro_batches"] = max(shared["micro_batches"], 2) if world == 2 * size else 4
+    shared = {"pipeline_parallel_size": size, "pipeline_schedule": schedule, "micro_batches": 8}
     layers = {"num_layers": 2 * size}
-    compare(world, [{"stage": stage, **shared} for stage in (1, 2, 3)], accumulate, 0.5, **layers)
+    compare(world, [{"stage": stage, **shared} for stage in (1, 2, 3)], accumulate, 0.5, 16, **layers)
 
 
 def test_a_checkpoint_goes_on_with_any_pipeline(tmp_path):
@@ -310,6 +315,7 @@ def test_refusals(rank, world_size):
         (PlanError, "does not divide the 2 ranks", AlexNetLike, {"pipeline_parallel_size": 3}),
         (PlanError, "no ModuleList or Sequential of 2 modules", Short, size),
         (PlanError, "automatic_optimization=True", Manual, size),
+        (StateError, "8 samples is more than", AlexNetLike, {**size, "micro_batches": 2, "micro_batch_size": 3}),
     ]
     for error, words, module, options in cases:
         with pytest.raises(error, match=words):
@@ -318,7 +324,8 @@ def test_refusals(rank, world_size):
         "consolidate": {**size, "save_as": "file"},
         "at least one part": {**size, "micro_batches": 0},
         "pipeline_partition='flops'": {**size, "pipeline_partition": "flops"},
-        "accumulate_grad_batches": {"micro_batches": 4},
+        "accumulate_grad_batches": {"micro_batch_size": 4},
+        "at least one sample": {**size, "micro_batch_size": 0},
     }.items():
         with pytest.raises(ConfigError, match=words):
             ZeROStrategy(1, **options)
