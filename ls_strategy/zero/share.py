@@ -33,14 +33,11 @@ class Share:
     pipeline: Comm | None = None
     """The ranks of the pipeline."""
 
-    tied_ranks: tuple[int, ...] = ()
-    """Those among them that hold what is tied."""
-
     group_names: Sequence[Sequence[Sequence[str]]] = ()
     """Names of all parameters, here or not, by optimizer and group."""
 
     tied_group: dist.ProcessGroup | None = None
-    """Of ``tied_ranks``; None on ranks that hold nothing tied."""
+    """The ranks that hold what is tied; None on the others."""
 
     def sum_tied(self, gradients: Tensor) -> None:
         """Sum in place over the stages that hold a tied parameter. Collective over them.
