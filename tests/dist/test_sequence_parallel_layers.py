@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ from ls_strategy.testing import spawn
 from recipes.gpt.network import GPT, GPTConfig
 
 B, T, V = 2, 16, 29
+HUGGING_FACE = importlib.util.find_spec("transformers") is not None
 TORCH_ATTENTION = functional.scaled_dot_product_attention
 
 
@@ -128,11 +130,15 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[..., Any], Callable[..., Tens
     "one kv head": (functools.partial(gpt, num_kv_heads=1), gpt_parts, gpt_loss),
     "checkpoint of blocks": (functools.partial(gpt, CheckpointedGPT), gpt_parts, gpt_loss),
     "no head": (gpt, lambda model: (model.blocks, None), gpt_loss),
+    "encoder": (Encoder, encoder_parts, encoder_loss),
+}
+LLAMAS: dict[str, tuple[Callable[[], Any], Callable[..., Any], Callable[..., Tensor]]] = {
     "llama": (llama, llama_parts, llama_loss),
     "llama, padded": (llama, llama_parts, padded_llama_loss),
     "llama, checkpointing": (hf_checkpointing, llama_parts, llama_loss),
-    "encoder": (Encoder, encoder_parts, encoder_loss),
 }
+if HUGGING_FACE:
+    CASES |= LLAMAS
 
 
 def step(model: nn.Module, loss: Callable[..., Tensor], axis: Axis | None) -> dict[str, Tensor]:
@@ -284,14 +290,15 @@ def refused(rank: int, world_size: int) -> list[str]:
     model = gpt()
     model.blocks = nn.ModuleList([Eager()])
     attempt(model, tokens(), check=False)
-    hf: Any = llama(attn_implementation="eager")
-    with pytest.raises(PlanError, match='attn_implementation="sdpa"'):
-        apply_sequence_parallel(hf, axis, blocks=hf.model.layers, head=hf.lm_head)
-    hf = llama()
-    parallel = apply_sequence_parallel(hf, axis, blocks=hf.model.layers, head=hf.lm_head)
-    with pytest.raises(PlanError, match="logits_to_keep"):
-        hf(input_ids=tokens(), logits_to_keep=1)
-    parallel.remove()
+    if HUGGING_FACE:
+        hf: Any = llama(attn_implementation="eager")
+        with pytest.raises(PlanError, match='attn_implementation="sdpa"'):
+            apply_sequence_parallel(hf, axis, blocks=hf.model.layers, head=hf.lm_head)
+        hf = llama()
+        parallel = apply_sequence_parallel(hf, axis, blocks=hf.model.layers, head=hf.lm_head)
+        with pytest.raises(PlanError, match="logits_to_keep"):
+            hf(input_ids=tokens(), logits_to_keep=1)
+        parallel.remove()
     with pytest.raises(PlanError, match="none were given"):
         apply_sequence_parallel(model, axis, blocks=[], head=None)
     return messages
@@ -411,6 +418,8 @@ def evaluation(rank: int, world_size: int) -> None:
     assert functional.scaled_dot_product_attention is TORCH_ATTENTION
     torch.testing.assert_close(model(tokens()), plain(tokens()), rtol=1e-6, atol=1e-6)
 
+    if not HUGGING_FACE:
+        return
     hf, own = (m.eval() for m in (llama(), llama()))
     apply_sequence_parallel(own, axis, blocks=own.model.layers, head=own.lm_head)
     prompt = tokens()[:, :4]

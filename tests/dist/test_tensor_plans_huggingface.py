@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from typing import Any
 
@@ -16,7 +17,7 @@ from ls_strategy.parallel.tensor import apply_tensor_parallel
 from ls_strategy.testing import spawn
 from ls_strategy.zero.parts import whole_of
 
-transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 
 VOCABULARY, LENGTH = 66, 12
 SIZES = {
@@ -79,6 +80,8 @@ def limit(name: str) -> float:
 
 def build(name: str, attention: str) -> nn.Module:
     """A random model in training mode and fp64, the same on every rank."""
+    import transformers
+
     logging.getLogger("transformers").setLevel(logging.ERROR)
     model_class, config_class, options = MODELS[name]
     ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}  # all in the small vocabulary
