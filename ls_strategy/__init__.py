@@ -28,7 +28,13 @@ if TYPE_CHECKING:
         RecomputeConfig,
     )
     from ls_strategy.errors import CheckpointError, ConfigError, LSError, PlanError, StateError
+    from ls_strategy.expert_monitor import ExpertMonitor
     from ls_strategy.loading import load_from_checkpoint
+    from ls_strategy.moe.balance import update_router_bias
+    from ls_strategy.moe.convert import convert_moe
+    from ls_strategy.moe.feed_forward import FeedForward, GatedFeedForward
+    from ls_strategy.moe.layer import MoE
+    from ls_strategy.moe.losses import moe_losses
     from ls_strategy.ops.lion import Lion
     from ls_strategy.precision_plugin import ZeROPrecision
     from ls_strategy.preemption import PreemptionHandler
@@ -40,9 +46,13 @@ __all__ = [
     "ActivationOffloadConfig",
     "CheckpointError",
     "ConfigError",
+    "ExpertMonitor",
+    "FeedForward",
+    "GatedFeedForward",
     "LSError",
     "Lion",
     "LossScaleConfig",
+    "MoE",
     "Monitor",
     "NVMeIOConfig",
     "OffloadConfig",
@@ -55,7 +65,10 @@ __all__ = [
     "ZeROPrecision",
     "ZeROStrategy",
     "__version__",
+    "convert_moe",
     "load_from_checkpoint",
+    "moe_losses",
+    "update_router_bias",
 ]
 
 _HOME = {
@@ -64,6 +77,13 @@ _HOME = {
     "RecomputeConfig": "config",
     "CheckpointError": "errors",
     "ConfigError": "errors",
+    "ExpertMonitor": "expert_monitor",
+    "FeedForward": "moe.feed_forward",
+    "GatedFeedForward": "moe.feed_forward",
+    "MoE": "moe.layer",
+    "convert_moe": "moe.convert",
+    "moe_losses": "moe.losses",
+    "update_router_bias": "moe.balance",
     "LSError": "errors",
     "Lion": "ops.lion",
     "LossScaleConfig": "config",

@@ -12,7 +12,7 @@ import stat
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +22,32 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_iter, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 __all__ = [
     "StorageInfo",
     "StorageWeakRef",
+    "TorchDispatchMode",
     "around_data_setup",
     "around_dumps",
+    "batches_of",
     "checkpoint_folder",
     "checkpoint_options",
+    "compiled_code",
     "current_backward_pass",
     "default_store",
+    "fake_tensors",
     "forget_step_hooks",
     "free_main_port",
+    "give_data",
     "give_signals_back",
     "has_step_hooks",
+    "intercept_cli",
     "is_compiled",
+    "is_compiled_function",
+    "is_hooked",
     "is_mock_optimizer",
     "load_state",
     "make_wrapper",
@@ -57,12 +65,14 @@ __all__ = [
     "storage_key",
     "sync_batch_norm_error",
     "take_signals_over",
+    "training_data",
     "training_loaders",
     "tree_flatten",
     "tree_iter",
     "tree_map",
     "tree_unflatten",
     "uncompiled",
+    "uncompiled_code",
     "unroute_calls",
     "unwrap_optimizer",
     "version_of",
@@ -217,10 +227,27 @@ def plain_checkpoint_io(checkpoint_io: Any) -> Any:
     return checkpoint_io
 
 
+def training_data(trainer: Any) -> Any:
+    """What ``train_dataloader`` returns for the fit that is about to begin: made anew."""
+    return trainer.fit_loop._data_source.dataloader()
+
+
 def training_loaders(trainer: Any) -> list[Any]:
     """The loaders of the fit that runs, without what combines them."""
     combined = trainer.fit_loop._combined_loader
     return [] if combined is None else list(combined.flattened)
+
+
+def batches_of(trainer: Any) -> Any:
+    """What the Trainer will loop over, before it prepares it: a loader, or a collection of some."""
+    loops = {
+        "fit": trainer.fit_loop,
+        "validate": trainer.validate_loop,
+        "test": trainer.test_loop,
+        "predict": trainer.predict_loop,
+    }
+    loaders = loops[str(trainer.state.fn.value)]._data_source.dataloader()
+    return getattr(loaders, "iterables", loaders)
 
 
 # --- saved tensors ---------------------------------------------------------------------------------------------------
@@ -244,6 +271,13 @@ def without_dispatch_modes() -> AbstractContextManager[Any]:
     return _disable_current_modes()
 
 
+def fake_tensors() -> AbstractContextManager[Any]:
+    """Inside, tensors have shapes, dtypes and devices, and no memory; others that meet them are taken for such."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
 def uncompiled(module: nn.Module) -> nn.Module:
     """The module that ``torch.compile(module)`` wraps; any other as it is."""
     while "_orig_mod" in module._modules:
@@ -255,6 +289,27 @@ def is_compiled(module: nn.Module) -> bool:
     """Whether ``torch.compile(module)`` or ``module.compile()`` was called."""
     call = getattr(module, "_compiled_call_impl", None)
     return "_orig_mod" in module._modules or (call.compiled if isinstance(call, _Route) else call) is not None
+
+
+def is_compiled_function(function: Any) -> bool:
+    """Whether a function or method is what ``torch.compile`` made of one."""
+    return hasattr(function, "_torchdynamo_orig_callable")
+
+
+def uncompiled_code() -> AbstractContextManager[Any]:
+    """Inside, what ``torch.compile`` made runs as it was written. Imports no compiler where none was used."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+def compiled_code() -> AbstractContextManager[Any]:
+    """Inside of `uncompiled_code`, undoes it."""
+    return torch.compiler.set_stance("default") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether a call of the module does more than the ``forward`` of its class."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks) or "forward" in vars(module)
 
 
 class _Route:
@@ -390,3 +445,29 @@ def free_main_port(environment: Any, choose: Callable[[], int]) -> None:
         return
     if environment._main_port == -1 and "MASTER_PORT" not in os.environ and "STANDALONE_PORT" not in os.environ:
         environment._main_port = choose()
+
+
+def give_data(trainer: Any, source: Any) -> None:
+    """Let a Trainer that runs nothing take its training data from ``source``, to count the steps of a fit."""
+    trainer.fit_loop._data_source.instance = source
+    trainer.fit_loop.max_epochs = trainer.fit_loop.max_epochs or (-1 if trainer.max_steps > 0 else 1000)
+
+
+@contextmanager
+def intercept_cli(stop: Callable[[Any], None], make_trainer: Callable[[Any], Any]) -> Generator[None, None, None]:
+    """Inside, a LightningCLI makes its Trainer by ``make_trainer`` and calls ``stop`` where it would begin to train.
+
+    Args:
+        stop: takes the LightningCLI.
+        make_trainer: takes the options of the Trainer.
+    """
+    from lightning.pytorch.cli import LightningCLI
+
+    cli: Any = LightningCLI
+    run, instantiate = cli._run_subcommand, cli.instantiate_trainer
+    cli._run_subcommand = lambda self, _name: stop(self)
+    cli.instantiate_trainer = lambda self, **_: make_trainer(self._get(self.config_init, "trainer", default={}))
+    try:
+        yield
+    finally:
+        cli._run_subcommand, cli.instantiate_trainer = run, instantiate

@@ -1,8 +1,8 @@
 """Collectives on tensors of activations, along one axis of the mesh: the ranks that share a layer, or a sequence.
 
-Blocking, because what follows needs the result. Sums are taken in rank order, and every rank gets the same bits, so
-that what is replicated over the axis stays so. NCCL uses its own collectives; everything else exchanges pieces point
-to point, as `Comm` does.
+Blocking, because what follows needs the result; `Axis.start_all_to_all` is not. Sums are taken in rank order, and every
+rank gets the same bits, so that what is replicated over the axis stays so. NCCL uses its own collectives; everything
+else exchanges pieces point to point, as `Comm` does.
 
 Every call is collective: all ranks of the axis make the same calls in the same order.
 """
@@ -10,6 +10,7 @@ Every call is collective: all ranks of the axis make the same calls in the same 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -124,6 +125,22 @@ class Axis:
         self._exchange(parts, received, "all_to_all")
         return received
 
+    def start_all_to_all(
+        self, parts: Sequence[Tensor], received: Sequence[Tensor], kind: str = "all_to_all"
+    ) -> PendingExchange:
+        """Start sending ``parts[r]`` to rank ``r``, and receiving ``received[r]`` from it.
+
+        Args:
+            parts: one contiguous tensor per rank; unchanged until `PendingExchange.wait`.
+            received: one contiguous tensor per rank, of the shape of what arrives; not to be read until then.
+            kind: under which the bytes are counted.
+
+        Traffic:
+            every part but this rank's own.
+        """
+        received[self.rank].copy_(parts[self.rank])
+        return PendingExchange(self.comm, self._start(parts, received, kind), parts)
+
     def broadcast_(self, tensor: Tensor, source: int = 0) -> None:
         """Overwrite ``tensor`` (contiguous) by that of rank ``source`` of the axis."""
         self.comm.broadcast_(tensor, source)
@@ -148,6 +165,11 @@ class Axis:
 
     def _exchange(self, sends: list[Tensor], receives: list[Tensor], kind: str) -> None:
         """Every rank sends ``sends[r]`` to rank ``r`` and gets ``receives[r]`` from it; its own stays where it is."""
+        works = self._start(sends, receives, kind)
+        if works:
+            self.comm.wait(works)
+
+    def _start(self, sends: Sequence[Tensor], receives: Sequence[Tensor], kind: str) -> list[Any]:
         operations: list[dist.P2POp] = []
         group = self.comm.group
         for distance in range(1, self.size):
@@ -157,5 +179,19 @@ class Axis:
                 operations.append(dist.P2POp(dist.isend, sends[to], group=group, group_peer=to))
             if receives[frm].numel():
                 operations.append(dist.P2POp(dist.irecv, receives[frm], group=group, group_peer=frm))
-        if operations:
-            self.comm.wait(dist.batch_isend_irecv(operations))
+        return dist.batch_isend_irecv(operations) if operations else []
+
+
+class PendingExchange:
+    """An exchange that was started. What it reads and writes must live until `wait`."""
+
+    def __init__(self, comm: Comm, works: Sequence[Any], sends: Sequence[Tensor]) -> None:
+        """Remember what must be waited for, and what is being read."""
+        self._comm = comm
+        self._works = works
+        self._sends = sends
+
+    def wait(self) -> None:
+        """Block until the parts are there (on CUDA: until the current stream may read them)."""
+        self._comm.wait(self._works)
+        self._works, self._sends = (), ()

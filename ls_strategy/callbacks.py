@@ -345,7 +345,7 @@ class ShardedEMA(Callback):
         self._swap(trainer, publish=False)
         try:
             checkpoint["ema_state_dict"] = full_state_dict(
-                strategy.raw_state_dict(), strategy.require_engine().units, strategy.require_engine().comm
+                strategy.raw_state_dict(), strategy.require_engine().units, strategy.require_engine().mesh
             )
         finally:
             self._swap(trainer, publish=False)

@@ -230,6 +230,9 @@ class ParallelConfig:
     sequence_parallel_size: int = 1
     """Ranks that divide the tokens of every sequence among them."""
 
+    expert_parallel_size: int = 1
+    """Neighbouring ranks that divide the experts of every MoE layer among them, whatever else they share."""
+
     pipeline_parallel_size: int = 1
     """Ranks that divide the blocks of the model among them, one after the other."""
 
@@ -243,7 +246,7 @@ class ParallelConfig:
     """Order of forwards and backwards, see `ls_strategy.parallel.pipeline.schedules`."""
 
     pipeline_partition: str = "parameters"
-    """What is balanced over stages: ``parameters``, ``uniform`` or ``type:REGEX`` of class names."""
+    """What is balanced over stages: ``parameters``, ``flops``, ``uniform`` or ``type:REGEX`` of class names."""
 
     pipeline_stages_per_rank: int | None = None
     """Stages that every rank holds. None: as few as the schedule takes."""
@@ -253,7 +256,7 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         """Refuse values outside their sets."""
-        for name in ("tensor_parallel_size", "sequence_parallel_size", "pipeline_parallel_size"):
+        for name in (f"{axis}_parallel_size" for axis in ("tensor", "sequence", "expert", "pipeline")):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: 1 is without, 2 divides by two, and so on.")
         plan = self.tensor_parallel_plan
@@ -263,9 +266,9 @@ class ParallelConfig:
                 "{'blocks.*.up': 'column', 'blocks.*.down': 'row'}."
             )
         partition = self.pipeline_partition
-        if partition not in ("parameters", "uniform") and not partition.startswith("type:"):
+        if partition not in ("parameters", "uniform", "flops") and not partition.startswith("type:"):
             raise ConfigError(
-                f"pipeline_partition={partition!r}: balance 'parameters', or numbers of blocks ('uniform'), or "
+                f"pipeline_partition={partition!r}: balance 'parameters', 'flops', numbers of blocks ('uniform'), or "
                 "of blocks whose class matches ('type:Block')."
             )
         if self.micro_batches is not None and self.micro_batches < 1:

@@ -32,6 +32,7 @@ from ls_strategy.config import LossScaleConfig, ZeROConfig
 from ls_strategy.errors import StateError
 from ls_strategy.layout import TensorPart
 from ls_strategy.mesh import Mesh
+from ls_strategy.moe.router import RoutingAccounts
 from ls_strategy.precision import LossScaler, PrecisionPolicy
 from ls_strategy.tiers.link import trim_heap
 from ls_strategy.zero import materialize as materials
@@ -91,7 +92,7 @@ class Engine:
             mesh: the ranks.
             device: where the buffers live.
             loss_scale: knobs of the loss scale, for the modes that have one.
-            parts: ``id(parameter)`` -> what of it is here, for parameters that tensor parallelism has cut.
+            parts: ``id(parameter)`` -> what of it is here, for parameters that are divided over ranks.
             share: what of the parameters this rank of a pipeline holds.
 
         Raises:
@@ -136,10 +137,13 @@ class Engine:
         self.units = draft.build(self.plan, mesh, device, held, self.offload)
         if previous is not None:
             previous.offload.close()
-        materials.place_buffers(model, device, precision.compute, {id(m) for m in draft.kept_fp32})
+        routers = [m for m in model.modules() if isinstance(m, RoutingAccounts)]  # biases move in small steps
+        kept = {id(m) for m in (*draft.kept_fp32, *routers)}
+        materials.place_buffers(model, device, precision.compute, kept)
         self.gatherer = Gatherer(self.units, sharded=self.policy.parameters, prefetch_units=config.prefetch_units)
+        together = mesh.zero if mesh.shape.expert == 1 else mesh.stage
         self.reducer = Reducer(
-            self.units, policy=self.policy, comm=comm, reduce_in_fp32=precision.reduce_in_fp32
+            self.units, policy=self.policy, comm=together, reduce_in_fp32=precision.reduce_in_fp32
         )  # fmt: skip
         self.reducer.selective = len(optimizers) > 1
         self.optimizers = [self._adopt(i, optimizer) for i, optimizer in enumerate(optimizers)]
@@ -174,7 +178,7 @@ class Engine:
     def _adopt(self, index: int, optimizer: Optimizer) -> _OptimizerState:
         flats = [f for f in self.flats if f.optimizer_index == index]
         names = self.share.group_names[index] if self.share.group_names else None
-        sharded = ShardedOptimizer(optimizer, flats, self.comm, self.config.moments, names)
+        sharded = ShardedOptimizer(optimizer, flats, self.mesh, self.config.moments, names)
         state = _OptimizerState(sharded, flats)
         optimizer.register_step_pre_hook(self._on_step)
         optimizer.zero_grad = lambda set_to_none=True: self.zero_grad(index, set_to_none=set_to_none)  # type: ignore[method-assign]
@@ -548,5 +552,5 @@ class Engine:
             "masters": sum(size(f.master) for f in self.flats),
             "gradients": sum(size(f.grad, f.averages.values, *(p.grad for p in f.params)) for f in self.flats),
             "optimizer": sum(s.sharded.state_bytes() for s in self.optimizers),
-            "communication": self.comm.pool.bytes,
+            "communication": sum(pool.bytes for pool in {f.comm.pool for f in self.flats} | {self.comm.pool}),
         }

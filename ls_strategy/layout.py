@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 ALIGN = 16
 """Elements. 64 bytes in fp32: one cache line, one AVX-512 register, four 128-bit GPU loads."""
@@ -40,7 +41,7 @@ def shard_numel(numel: int, world_size: int, *, align: int = ALIGN) -> int:
 
 @dataclass(frozen=True)
 class TensorPart:
-    """What of a parameter a rank of the tensor-parallel axis holds: along one dimension, some runs of indices."""
+    """What of a parameter a rank of the tensor- or expert-parallel axis holds: along one dimension, runs of indices."""
 
     full_shape: tuple[int, ...]
     dim: int
@@ -49,6 +50,9 @@ class TensorPart:
 
     copies: int = 1
     """Ranks of the axis, side by side, that hold this same part."""
+
+    axis: Literal["tensor", "expert"] = "tensor"
+    """The ranks that hold the other parts."""
 
     @classmethod
     def cut(

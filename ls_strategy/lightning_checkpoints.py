@@ -114,8 +114,7 @@ def _writes(engine: Engine, path: tuple[str, ...]) -> bool:
     """Whether this rank writes a value that is not sharded: rank 0, but for buffers of blocks that others hold."""
     own = engine.share.blocks
     in_blocks = path[0] == "model" and path[1].startswith(engine.share.all_blocks)
-    first = engine.mesh.zero.rank == 0 and engine.mesh.tensor.rank == 0
-    return first and (path[1].startswith(own) if in_blocks else engine.mesh.world.rank == 0)
+    return engine.mesh.stage.rank == 0 and (path[1].startswith(own) if in_blocks else engine.mesh.world.rank == 0)
 
 
 def _layout(engine: Engine) -> dict[str, Any]:
@@ -125,6 +124,7 @@ def _layout(engine: Engine) -> dict[str, Any]:
         "tensor_parallel_size": engine.mesh.shape.tensor,
         "sequence_parallel_size": engine.mesh.shape.sequence,
         "pipeline_parallel_size": engine.mesh.shape.pipeline,
+        "expert_parallel_size": engine.mesh.shape.expert,
         "stage": config.stage,
         "optimizer_tier": config.offload_optimizer.tier if config.offload_optimizer else "device",
         "param_tier": config.offload_param.tier if config.offload_param else "device",

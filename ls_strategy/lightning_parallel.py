@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 
 from ls_strategy.activations.apply import Activations
 from ls_strategy.activations.places import Drive
+from ls_strategy.axis import Axis
 from ls_strategy.checkpoint.random import random_states, restore_random_states
 from ls_strategy.comm import Comm
 from ls_strategy.config import ActivationOffloadConfig, ParallelConfig, RecomputeConfig
@@ -30,6 +31,9 @@ from ls_strategy.errors import ConfigError, PlanError, StateError
 from ls_strategy.layout import TensorPart
 from ls_strategy.lightning_pipeline import Pipeline, refuse
 from ls_strategy.mesh import Mesh, MeshShape, make_mesh
+from ls_strategy.moe.balance import update_router_bias
+from ls_strategy.moe.parallel import apply_expert_parallel, expert_parameters
+from ls_strategy.moe.router import Router
 from ls_strategy.parallel import logits
 from ls_strategy.parallel.dtensor import has_dtensors, localize, parallelize
 from ls_strategy.parallel.plans import resolve_tensor_plan
@@ -66,6 +70,8 @@ class ModelParallel:
         self.mesh: Mesh | None = None
         self.pipeline: Pipeline | None = None
         self._device_mesh: Any = None
+        self._balanced: tuple[weakref.ref[nn.Module], bool] | None = None
+        """The last module, and whether some of its routers have a bias."""
         self._batches = 0
 
     # ranks -----------------------------------------------------------------------------------------------------------
@@ -88,6 +94,7 @@ class ModelParallel:
             tensor=config.tensor_parallel_size,
             sequence=config.sequence_parallel_size,
             pipeline=config.pipeline_parallel_size,
+            expert=config.expert_parallel_size,
         )
         self.mesh = make_mesh(shape, world)
         if shape.tensor > 1:
@@ -143,7 +150,7 @@ class ModelParallel:
                 )
             self.pipeline = done.pipeline
             return done.parts
-        if self.replica_ranks == 1:
+        if self.replica_ranks == self.config.expert_parallel_size == 1:
             return {}
         if self.config.pipeline_parallel_size > 1:
             refuse(module, self.config)
@@ -153,6 +160,7 @@ class ModelParallel:
             done.pipeline = self.pipeline = Pipeline(self.config, module, self.mesh, device, recomputes=recomputes)
         self._divide_layers(module, done)
         self._divide_sequences(module, done)
+        self._divide_experts(module, done)
         self._average_metrics_over_replicas(module)
         _DIVIDED[module] = done
         return done.parts
@@ -196,7 +204,10 @@ class ModelParallel:
         if plan.torch_styles:
             tensor = parallelize(module, plan.torch_styles, self._device_mesh["tensor_parallel"], axis)
         else:
-            tensor = apply_tensor_parallel(module, plan.styles, axis, sequence=sequence, blocks=plan.blocks)
+            experts = expert_parameters(module) if self.mesh.expert.size > 1 else []
+            tensor = apply_tensor_parallel(
+                module, plan.styles, axis, sequence=sequence, blocks=plan.blocks, elsewhere={id(p) for p in experts}
+            )
         done.parts |= tensor.parts
         done.handles.append(tensor)
 
@@ -208,6 +219,35 @@ class ModelParallel:
         sequence = apply_sequence_parallel(module, self.mesh.sequence, blocks=blocks, head=_head(module, blocks))
         done.handles.append(sequence)
         rank_zero_info(f"ZeROStrategy: {sequence.describe()}")
+
+    def _divide_experts(self, module: nn.Module, done: _Divided) -> None:
+        assert self.mesh is not None
+        mesh, config = self.mesh, self.config
+        if mesh.expert.size == 1:
+            return
+        done.parts |= apply_expert_parallel(
+            module,
+            mesh.expert,
+            tensor_axis=mesh.tensor,
+            tokens_divided=config.tensor_parallel_sequence,
+            # An expert's gradient, summed over its group, is averaged over the groups: stage / expert ranks. The loss
+            # is a mean over zero = stage / tensor ranks.
+            gradient_scale=mesh.tensor.size / mesh.expert.size,
+        )
+        rank_zero_info(f"ZeROStrategy: the experts of every MoE layer were divided over {mesh.expert.size} ranks.")
+
+    def balance_experts(self, module: nn.Module) -> None:
+        """Let routers that balance loads without a loss see those of all ranks, after an optimizer step.
+
+        Collective over the ranks that see different tokens.
+        """
+        assert self.mesh is not None
+        if self._balanced is None or self._balanced[0]() is not module:
+            has_bias = any(isinstance(m, Router) and m.bias is not None for m in module.modules())
+            self._balanced = (weakref.ref(module), has_bias)
+        if self._balanced[1]:
+            comm = self.mesh.stage if self.config.tensor_parallel_sequence else self.mesh.zero
+            update_router_bias(module, Axis("tokens", comm).all_reduce)
 
     @staticmethod
     def _one_stack(module: nn.Module) -> list[nn.Module]:

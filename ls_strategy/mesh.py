@@ -15,7 +15,13 @@ tensor     hold different parts of the same layers, and see the same tokens
 pipeline   hold different layers, and see the same batch one after the other
 zero       data and sequence together: hold copies of the same parameters, over which ZeRO divides states
 model      pipeline, sequence and tensor together: see the same batch
+stage      data, sequence and tensor together: hold the same layers of a pipeline, or parts of them
 =========  ==============================================================================================
+
+Experts of a Mixture of Experts are folded over the ranks of a stage, whatever axes these have: ``expert_size``
+neighbours hold different experts (``expert``), and the ranks at the same place among their neighbours hold the same
+ones, over which ZeRO divides their states (``expert_zero``). As in Megatron's parallel folding (Liu et al. 2025,
+arXiv:2504.14960).
 """
 
 from __future__ import annotations
@@ -28,8 +34,12 @@ import torch.distributed as dist
 from ls_strategy.axis import Axis
 from ls_strategy.comm import Comm
 from ls_strategy.errors import PlanError
+from ls_strategy.layout import TensorPart
 
-_FREE = {"pipeline": (0,), "data": (1,), "sequence": (2,), "tensor": (3,), "zero": (1, 2), "model": (0, 2, 3)}
+_FREE = {
+    "pipeline": (0,), "data": (1,), "sequence": (2,), "tensor": (3,),
+    "zero": (1, 2), "model": (0, 2, 3), "stage": (1, 2, 3),
+}  # fmt: skip
 """Coordinates that differ along each axis."""
 
 
@@ -47,9 +57,13 @@ class MeshShape:
     data: int = 1
     sequence: int = 1
     tensor: int = 1
+    expert: int = 1
+    """Ranks of a stage that hold different experts; no axis of its own."""
 
     @classmethod
-    def of(cls, world_size: int, *, tensor: int = 1, sequence: int = 1, pipeline: int = 1) -> MeshShape:
+    def of(
+        cls, world_size: int, *, tensor: int = 1, sequence: int = 1, pipeline: int = 1, expert: int = 1
+    ) -> MeshShape:
         """Give what the other axes leave to the data axis.
 
         Raises:
@@ -63,7 +77,13 @@ class MeshShape:
                 f"{told} is {ranks} ranks for one batch, which does not divide the {world_size} ranks of this run. "
                 "Change a size, or devices."
             )
-        return cls(pipeline, world_size // ranks, sequence, tensor)
+        if (world_size // pipeline) % expert:
+            among = "ranks" if pipeline == 1 else f"ranks of each of the {pipeline} pipeline stages"
+            raise PlanError(
+                f"expert_parallel_size={expert} does not divide the {world_size // pipeline} {among}, over which "
+                "experts are spread. Change it, or devices."
+            )
+        return cls(pipeline, world_size // ranks, sequence, tensor, expert)
 
     @property
     def world_size(self) -> int:
@@ -83,12 +103,22 @@ class MeshShape:
 
     def groups(self, axis: str) -> Iterator[tuple[int, ...]]:
         """The ranks of every group along ``axis``, in order."""
+        if axis in ("expert", "expert_zero"):
+            yield from self._expert_groups(axis)
+            return
         free = _FREE[axis]
         members: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
             fixed = tuple(c for i, c in enumerate(self.coordinates(rank)) if i not in free)
             members.setdefault(fixed, []).append(rank)
         yield from (tuple(group) for group in members.values())
+
+    def _expert_groups(self, axis: str) -> Iterator[tuple[int, ...]]:
+        for stage in self.groups("stage"):
+            if axis == "expert":
+                yield from (stage[i : i + self.expert] for i in range(0, len(stage), self.expert))
+            else:
+                yield from (stage[i :: self.expert] for i in range(self.expert))
 
 
 class Mesh:
@@ -102,6 +132,10 @@ class Mesh:
         self.data = axes["data"]
         self.model = axes["model"]
         self.pipeline = axes["pipeline"]
+        self.stage = axes["stage"]
+        self.expert_zero = axes["expert_zero"]
+        self.expert_zero.traffic = self.zero.traffic  # ZeRO's, too
+        self.expert = Axis("expert", axes["expert"])
         self.sequence = Axis("sequence", axes["sequence"])
         self.tensor = Axis("tensor", axes["tensor"])
 
@@ -110,12 +144,21 @@ class Mesh:
         """All ranks along the data axis."""
         alone = Comm(None, None)
         shape = MeshShape(data=world.world_size)
-        return cls(shape, world, zero=world, data=world, sequence=alone, tensor=alone, model=alone, pipeline=alone)
+        return cls(
+            shape, world, zero=world, data=world, stage=world, expert_zero=world,
+            sequence=alone, tensor=alone, model=alone, pipeline=alone, expert=alone,
+        )  # fmt: skip
+
+    def holders(self, part: TensorPart | None) -> tuple[Comm, Axis]:
+        """The ranks that hold the same part of a parameter, and divide its states; and those of its other parts."""
+        if part is not None and part.axis == "expert":
+            return self.expert_zero, self.expert
+        return self.zero, self.tensor
 
 
 def make_mesh(shape: MeshShape, world: Comm) -> Mesh:
     """Make the process groups. Collective over all ranks."""
-    if shape.model_ranks == 1:
+    if shape.model_ranks == shape.expert == 1:
         return Mesh.data_only(world)
     made: dict[tuple[tuple[int, ...], ...], Comm] = {}
 
@@ -126,7 +169,7 @@ def make_mesh(shape: MeshShape, world: Comm) -> Mesh:
         same = made[groups]  # with a traffic meter of its own
         return Comm(same.group, same.control, failures=world.failures)
 
-    axes = {axis: along(axis) for axis in _FREE}
+    axes = {axis: along(axis) for axis in (*_FREE, "expert", "expert_zero")}
     world.own_open_sockets()
     return Mesh(shape, world, **axes)
 

@@ -34,7 +34,7 @@ class ParamFacts:
     optimizer: int = FROZEN
     group: int = 0
     part: TensorPart | None = None
-    """What of it is on this rank, with tensor parallelism; ``shape`` is then the part's."""
+    """What of it is on this rank, with tensor or expert parallelism; ``shape`` is then the part's."""
 
     tied: bool = False
     """Whether another stage of the pipeline holds it, too."""
@@ -74,6 +74,11 @@ class FlatPlan:
         """Whether an optimizer updates it."""
         return self.optimizer != FROZEN
 
+    @property
+    def others_numel(self) -> int:
+        """Elements that are other ranks' shards, padding included: what a gather or a reduction sends."""
+        return self.layout.numel - self.layout.shard
+
     def has_own_shard(self, policy: StagePolicy) -> bool:
         """Stage 3: whether this rank's part of the parameters is kept beside the masters, in the forward's dtype.
 
@@ -97,14 +102,9 @@ class UnitPlan:
         return sum(f.layout.param_numel for f in self.flats)
 
     @property
-    def padded_numel(self) -> int:
-        """Elements of all buffers, padding included."""
-        return sum(f.layout.numel for f in self.flats)
-
-    @property
-    def trainable_padded_numel(self) -> int:
-        """Elements of the buffers that have gradients, padding included."""
-        return sum(f.layout.numel for f in self.flats if f.trainable)
+    def others_numel(self) -> int:
+        """Elements of all buffers that are other ranks' shards, padding included."""
+        return sum(f.others_numel for f in self.flats)
 
 
 @dataclass(frozen=True)
@@ -128,15 +128,13 @@ class Plan:
         ZeRO section 7, less what stage 3 need not gather again: root units stay from their first use until the step,
         and the unit whose backward comes first stays from forward to backward.
         """
-        trainable = sum(u.trainable_padded_numel for u in self.units)
+        trainable = sum(f.others_numel for u in self.units for f in u.flats if f.trainable)
         if not self.policy.parameters:
-            volume = trainable * (1 + (micro_batches if self.policy.gradients else 1))
-        else:
-            blocks = [u.padded_numel for u in self.units if not u.is_root]
-            roots = sum(u.padded_numel for u in self.units if u.is_root)
-            again = 2 * sum(blocks) - (blocks[-1] if blocks else 0)
-            volume = roots + micro_batches * (again + trainable)
-        return volume * (self.world_size - 1) // self.world_size
+            return trainable * (1 + (micro_batches if self.policy.gradients else 1))
+        blocks = [u.others_numel for u in self.units if not u.is_root]
+        roots = sum(u.others_numel for u in self.units if u.is_root)
+        again = 2 * sum(blocks) - (blocks[-1] if blocks else 0)
+        return roots + micro_batches * (again + trainable)
 
     def bytes_by_tier(self) -> dict[TierName, dict[str, int]]:
         """Bytes of model state on one rank between two steps, by tier and kind, with AdamW's two moments.
@@ -223,7 +221,7 @@ class Plan:
         return "\n".join(lines)
 
 
-def resolve_plan(
+def resolve_plan(  # noqa: PLR0913  (sizes of groups, one by one)
     units: Iterable[tuple[str, bool, Sequence[ParamFacts]]],
     *,
     policy: StagePolicy,
@@ -232,6 +230,7 @@ def resolve_plan(
     compute_dtype: torch.dtype,
     config: ZeROConfig | None = None,
     tensor_size: int = 1,
+    expert_world_size: int = 1,
 ) -> Plan:
     """Lay out every unit's buffers.
 
@@ -244,22 +243,25 @@ def resolve_plan(
         config: what is offloaded, and how moments are stored.
         tensor_size: ranks of the tensor-parallel axis. Parameters that it replicates get buffers of their own, so that
             a norm can count them once.
+        expert_world_size: ranks over which the states of experts are divided, with expert parallelism.
     """
     config = config or ZeROConfig()
     # A block of an 8-bit moment belongs to one parameter, so that two updates never share its scale.
     align = MOMENT_BLOCK if config.moments == "int8" else ALIGN
     plans: list[UnitPlan] = []
     for name, is_root, params in units:
-        classes: defaultdict[tuple[int, torch.dtype, int, bool, bool], list[ParamFacts]] = defaultdict(list)
+        classes: defaultdict[tuple[int, torch.dtype, int, bool, bool, bool], list[ParamFacts]] = defaultdict(list)
         for p in params:
             copies = tensor_size if p.part is None else p.part.copies
-            classes[p.optimizer, p.dtype, copies, p.tied, p.twin].append(p)
+            expert = p.part is not None and p.part.axis == "expert"
+            classes[p.optimizer, p.dtype, copies, p.tied, p.twin, expert].append(p)
         flats: list[FlatPlan] = []
-        for (optimizer, dtype, copies, tied, twin), members in classes.items():
+        for (optimizer, dtype, copies, tied, twin, expert), members in classes.items():
             # Groups side by side: decay and no-decay make two runs per unit instead of one per parameter.
             members.sort(key=lambda p: p.group)
             parts = {p.name: p.part for p in members if p.part is not None}
-            layout = FlatLayout.pack(((p.name, p.shape) for p in members), world_size, align=align, parts=parts)
+            ranks = expert_world_size if expert else world_size
+            layout = FlatLayout.pack(((p.name, p.shape) for p in members), ranks, align=align, parts=parts)
             own = optimizer == FROZEN or dtype != compute_dtype
             kept = dtype if own else master_dtype
             flats.append(FlatPlan(layout, dtype, kept, optimizer, copies=copies, tied=tied, twin=twin))

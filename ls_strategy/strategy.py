@@ -137,6 +137,8 @@ class ZeROStrategy(DDPStrategy):
             has done by ``parallelize_module``, or Hugging Face's plan, or what names and shapes tell.
             ``{"blocks.*.up": "column", "blocks.*.down": "row", ...}`` says it by module names.
         tensor_parallel_sequence: also divide what lies between divided layers (norms, dropout), along the tokens.
+        expert_parallel_size: ranks that divide the experts of every `MoE` layer among them and send each other tokens.
+            They keep batches of their own; the states of an expert are divided over the ranks that hold it.
         pipeline_parallel_size: ranks that divide the blocks of the model among them, and work on micro-batches of the
             same batch. ``training_step`` stays as it is.
         micro_batches: parts of every batch that are under way in the pipeline. Default: four per rank of it.
@@ -195,6 +197,7 @@ class ZeROStrategy(DDPStrategy):
         tensor_parallel_plan: Literal["auto"] | dict[str, Any] = "auto",
         tensor_parallel_sequence: bool = False,
         sequence_parallel_size: int = 1,
+        expert_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
         micro_batches: int | None = None,
         micro_batch_size: int | None = None,
@@ -243,6 +246,7 @@ class ZeROStrategy(DDPStrategy):
                 tensor_parallel_plan=tensor_parallel_plan,
                 tensor_parallel_sequence=tensor_parallel_sequence,
                 sequence_parallel_size=sequence_parallel_size,
+                expert_parallel_size=expert_parallel_size,
                 pipeline_parallel_size=pipeline_parallel_size,
                 micro_batches=micro_batches,
                 micro_batch_size=micro_batch_size,
@@ -335,6 +339,11 @@ class ZeROStrategy(DDPStrategy):
     def sequence_parallel_traffic(self) -> Traffic:
         """What this rank sent so far to the others that divide its sequences."""
         return self.require_engine().mesh.sequence.traffic
+
+    @property
+    def expert_parallel_traffic(self) -> Traffic:
+        """What this rank sent so far to the others that divide its experts: tokens, and their gradients."""
+        return self.require_engine().mesh.expert.traffic
 
     @property
     def data_parallel_size(self) -> int:
@@ -546,7 +555,7 @@ class ZeROStrategy(DDPStrategy):
             share=self.parallel.share(module, optimizers),
         )
         if self.engine.policy.parameters or parts:
-            self._state_dict_hooks = StateDictHooks(module, self.engine.units, self.engine.comm)
+            self._state_dict_hooks = StateDictHooks(module, self.engine.units, self.engine.mesh)
             self.engine.on_detach.append(self._state_dict_hooks.remove)
         rank_zero_info(f"ZeROStrategy(stage={self.config.stage}): {self.engine.describe()}")
         plugin.attach(self.engine)
@@ -631,7 +640,9 @@ class ZeROStrategy(DDPStrategy):
         module = model or self.lightning_module
         assert isinstance(module, pl.LightningModule)
         with self.require_engine().comm.naming_failures():
-            return self._precision().optimizer_step(optimizer, model=module, closure=closure, **kwargs)
+            result = self._precision().optimizer_step(optimizer, model=module, closure=closure, **kwargs)
+            self.parallel.balance_experts(module)
+            return result
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -837,7 +848,7 @@ class ZeROStrategy(DDPStrategy):
             return self.collection.weights(self.raw_state_dict())
         self.engine.check_whole()
         raw = self.raw_state_dict()
-        full = full_state_dict(raw, self.engine.units, self.engine.comm)
+        full = full_state_dict(raw, self.engine.units, self.engine.mesh)
         full = {k: v for part in self.engine.mesh.pipeline.exchange_objects(full) for k, v in part.items()}
         return full or ({} if self._state_dict_hooks is not None else raw)
 

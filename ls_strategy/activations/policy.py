@@ -82,6 +82,9 @@ class SelectivePolicy:
 
     def keeps(self, operation: Any) -> bool:
         """Whether the output of ``operation`` (an ``OpOverload``, or a higher-order operation) is kept."""
+        schema = getattr(operation, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            return False  # it writes into a tensor that others write into as well (``mm.out`` into rows of a result)
         if self._operations and ({str(operation), str(operation).rpartition(".")[0]} & self._operations):
             return True
         names = _namespace_and_name(operation)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ls_strategy._compat import persistent_buffer_names
-from ls_strategy.comm import Comm
 from ls_strategy.errors import StateError
+from ls_strategy.mesh import Mesh
 from ls_strategy.zero.lazy import parts_of
 from ls_strategy.zero.parts import part_of, whole_of
 from ls_strategy.zero.units import Flat, Unit
@@ -28,14 +28,14 @@ def _places(units: list[Unit]) -> dict[int, tuple[Flat, int]]:
 
 
 def full_state_dict(
-    raw: Mapping[str, Any], units: list[Unit], comm: Comm, *, all_ranks: bool = False, master: bool = True
+    raw: Mapping[str, Any], units: list[Unit], mesh: Mesh, *, all_ranks: bool = False, master: bool = True
 ) -> dict[str, Any]:
     """The module's state dict with every parameter in full, on the CPU. Collective.
 
     Args:
         raw: ``module.state_dict()`` as the module gives it: its keys are kept, its sharded tensors are replaced.
         units: where the parameters are.
-        comm: the ranks over which ZeRO divides.
+        mesh: the ranks.
         all_ranks: fill it on every rank instead of on rank 0 alone (others get an empty dict).
         master: in master precision; otherwise in the dtype the forward reads.
     """
@@ -50,20 +50,20 @@ def full_state_dict(
         else:
             result[key] = None
             wanted.setdefault(id(place[0]), []).append((key, place[1]))
-    tensor = units[0].flats[0].tensor if units else None
-    first = comm.rank == 0 and (tensor is None or tensor.rank == 0)
-    keep = all_ranks or comm.rank == 0  # on all ranks of its tensor-parallel axis, which put the parts together
+    first = mesh.stage.rank == 0
     for unit in units:
         for flat in unit.flats:
             if id(flat) not in wanted:
                 continue
             whole = flat.full_master()
             copies: dict[int, Tensor] = {}
+            # On all ranks that hold a part of what the first rank wants: they put the parts together.
+            keep = all_ranks or mesh.zero.rank == 0 or flat.axis is mesh.expert
             for key, i in wanted.get(id(flat), []) if keep else []:
                 if i not in copies:  # tied entries stay one tensor, as torch.save keeps them
                     slot = flat.layout.slots[i]
                     mine = whole[slot.offset : slot.end].view(slot.shape)
-                    full = whole_of(mine, slot.part, flat.tensor)
+                    full = whole_of(mine, slot.part, flat.axis)
                     copies[i] = full.to("cpu", dtype=None if master else flat.full.dtype, copy=True)
                 result[key] = copies[i]
     return result if all_ranks or first else {}
@@ -154,10 +154,10 @@ def _extra_names(model: nn.Module) -> set[str]:
 class StateDictHooks:
     """Stage 3: makes ``state_dict()`` of any module return full tensors. Collective: call it on all ranks."""
 
-    def __init__(self, model: nn.Module, units: list[Unit], comm: Comm) -> None:
+    def __init__(self, model: nn.Module, units: list[Unit], mesh: Mesh) -> None:
         """Attach to every module, because users call ``state_dict()`` on any of them."""
         self._units = units
-        self._comm = comm
+        self._mesh = mesh
         self._enabled = True
         self._handles = [m.register_state_dict_post_hook(self) for m in model.modules()]
 
@@ -165,7 +165,7 @@ class StateDictHooks:
         """Replace what the call collected, once, at its outermost module."""
         if prefix or not self._enabled:
             return
-        state.update(full_state_dict(state, self._units, self._comm, all_ranks=True, master=False))
+        state.update(full_state_dict(state, self._units, self._mesh, all_ranks=True, master=False))
 
     @contextmanager
     def disabled(self) -> Any:

@@ -111,8 +111,14 @@ class GradientSums:
         self._hooks = hooks
         self._summed: dict[int, nn.Parameter] = {}
 
-    def add(self, owned: Owned, reduce: Map) -> None:
-        """Sum the gradient of a parameter by ``reduce``; a parameter that was added before stays as it is."""
+    def add(self, owned: Owned, reduce: Map, caller: nn.Module | None = None) -> None:
+        """Sum the gradient of a parameter by ``reduce``; a parameter that was added before stays as it is.
+
+        Args:
+            owned: the parameter.
+            reduce: sums a gradient over ranks.
+            caller: a module that runs whenever the parameter is used, if its own may not be called.
+        """
         if not owned.parameter.is_meta:
             self._attach(owned.parameter, reduce)
             return
@@ -121,7 +127,7 @@ class GradientSums:
             if not owned.parameter.is_meta:
                 self._attach(owned.parameter, reduce)
 
-        self._hooks.before(owned.module, attach)
+        self._hooks.before(caller or owned.module, attach)
 
     def _attach(self, parameter: nn.Parameter, reduce: Map) -> None:
         if id(parameter) in self._summed:

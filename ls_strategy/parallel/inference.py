@@ -15,6 +15,7 @@ from typing import TypeAlias
 from torch import nn
 
 from ls_strategy.errors import PlanError
+from ls_strategy.moe.sparse import SparseLayer
 from ls_strategy.parallel import families
 from ls_strategy.parallel.cuts import is_conv1d, plain_name
 from ls_strategy.parallel.families import Role
@@ -189,7 +190,10 @@ class _Block:
     roles: dict[str, Role] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.modules = {self._full(name): m for name, m in self.module.named_modules()}
+        # Experts are divided by expert parallelism, or not at all.
+        whole = tuple(f"{name}." for name, m in self.module.named_modules() if isinstance(m, SparseLayer))
+        named = ((name, m) for name, m in self.module.named_modules() if not f"{name}.".startswith(whole))
+        self.modules = {self._full(name): m for name, m in named}
 
     def _full(self, name: str) -> str:
         return plain_name(f"{self.name}.{name}" if name else self.name)

@@ -14,7 +14,7 @@ Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Mode
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,13 +34,16 @@ NAMES = ("hidden_states", "input", "x", "src", "tgt")
 class TokenBlocks:
     """The blocks of a model whose activations are divided along the tokens, and the modules in them that gather."""
 
-    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], resolved: Resolved) -> None:
+    def __init__(
+        self, model: nn.Module, blocks: Sequence[nn.Module], resolved: Resolved, elsewhere: Collection[int] = ()
+    ) -> None:
         """Check that it can be done.
 
         Args:
             model: all of it.
             blocks: in the order of their calls; those of one ``nn.ModuleList`` are a stack with its own entry and exit.
             resolved: the plan, checked against the model.
+            elsewhere: ``id`` of parameters that are no rank's of this axis alone, and are left alone.
 
         Raises:
             PlanError: there are no blocks, or the plan does not suit.
@@ -57,7 +60,7 @@ class TokenBlocks:
         for layer in self.layers:
             _check(layer)
         self.parents = self._find_parents(model)
-        self.partial = self._find_partial(model, resolved)
+        self.partial = self._find_partial(model, resolved, elsewhere)
 
     def holds(self, module: nn.Module) -> bool:
         """Whether the module is in one of the blocks."""
@@ -88,11 +91,15 @@ class TokenBlocks:
             parents[id(parent)] = parent
         return list(parents.values())
 
-    def _find_partial(self, model: nn.Module, resolved: Resolved) -> list[Owned]:
-        """Parameters in the blocks that are whole on every rank, but see only some tokens or heads."""
+    def _find_partial(
+        self, model: nn.Module, resolved: Resolved, elsewhere: Collection[int]
+    ) -> list[tuple[Owned, nn.Module]]:
+        """Parameters in the blocks, and their blocks, that are whole on every rank but see only some tokens."""
+        block_of = {id(m): block for block in self.blocks for m in block.modules()}
         kept = {id(layer.module) for layer in self.layers if isinstance(layer.style, Replicate)}
         done = {id(owned.parameter) for owned, _ in resolved.cuts()}
         done |= {id(owned.parameter) for owned, style, _ in resolved.parameters if isinstance(style, Replicate)}
+        done |= set(elsewhere)
         found: dict[int, Owned] = {}
         for module in model.modules():
             for key, parameter in module.named_parameters(recurse=False):
@@ -105,7 +112,7 @@ class TokenBlocks:
                     f"sequence=True: {owned.name} in a block and {outside[ident]} outside of the blocks are one "
                     "parameter, which would get its gradient from some tokens and from all of them. Set sequence=False."
                 )
-        return list(found.values())
+        return [(owned, block_of[id(owned.module)]) for owned in found.values()]
 
     def _outside(self, model: nn.Module) -> dict[int, str]:
         """Parameters that are reached without entering a block, by id."""

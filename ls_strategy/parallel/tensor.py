@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import types
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +39,13 @@ from ls_strategy.parallel.styles import Column, Features, PartialGradient, Plan,
 
 
 def apply_tensor_parallel(
-    model: nn.Module, plan: Plan, axis: Axis, *, sequence: bool = False, blocks: Sequence[nn.Module] = ()
+    model: nn.Module,
+    plan: Plan,
+    axis: Axis,
+    *,
+    sequence: bool = False,
+    blocks: Sequence[nn.Module] = (),
+    elsewhere: Collection[int] = (),
 ) -> TensorParallel:
     """Divide a model over the ranks of ``axis``, in place. Collective.
 
@@ -52,12 +58,13 @@ def apply_tensor_parallel(
         axis: the ranks. With a single one everything is checked, and nothing but attributes is changed.
         sequence: divide activations between ``blocks`` along the tokens, dimension 1 of ``(B, T, D)``.
         blocks: with ``sequence``, the repeated blocks. All that mixes tokens in them must have column and row layers.
+        elsewhere: ``id`` of parameters that another kind of parallelism divides over these ranks and others: experts.
 
     Raises:
         PlanError: the plan does not fit the model; before anything is changed or sent, on all ranks alike.
     """
     resolved = resolve(model, plan, axis.size)
-    tokens = TokenBlocks(model, blocks, resolved) if sequence else None
+    tokens = TokenBlocks(model, blocks, resolved, elsewhere) if sequence else None
     for module, name, value in resolved.attributes.values():
         setattr(module, name, value)
     return TensorParallel(model, resolved, axis, tokens)
@@ -94,8 +101,8 @@ class TensorParallel:
             self._attach(layer)
         self._attach_parents(model, resolved)
         if tokens is not None:
-            for owned in tokens.partial:
-                self._gradients.add(owned, axis.all_reduce)
+            for owned, block in tokens.partial:
+                self._gradients.add(owned, axis.all_reduce, block)
             tokens.attach(model, axis, self._hooks, self._streams, self._draws)
         self._hooks.keep(model.register_forward_pre_hook(NoPickle()))
 

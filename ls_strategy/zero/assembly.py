@@ -48,7 +48,7 @@ class Draft:
             config: options.
             precision: dtypes.
             policy: what is sharded.
-            parts: ``id(parameter)`` -> what of it is here, for parameters that tensor parallelism has cut.
+            parts: ``id(parameter)`` -> what of it is here, for parameters that are divided over ranks.
             share: what of the parameters this rank of a pipeline holds.
         """
         self.model = model
@@ -116,6 +116,7 @@ class Draft:
             [(spec.name, spec.is_root, [facts(n, p) for n, p in spec.params]) for spec in self.specs],
             policy=self.policy,
             world_size=mesh.zero.world_size,
+            expert_world_size=mesh.expert_zero.world_size,
             tensor_size=mesh.tensor.size,
             master_dtype=self.precision.master,
             compute_dtype=self.precision.compute,
@@ -136,14 +137,10 @@ class Draft:
             flats: list[Flat] = []
             for flat_plan in planned.flats:
                 members = [params[slot.name] for slot in flat_plan.layout.slots]
+                comm, axis = mesh.holders(flat_plan.layout.slots[0].part)
                 flat = Flat(
-                    flat_plan,
-                    members,
-                    policy=self.policy,
-                    comm=mesh.zero,
-                    rest=offload.rest(number),
-                    tensor=mesh.tensor,
-                )
+                    flat_plan, members, policy=self.policy, comm=comm, rest=offload.rest(number), axis=axis
+                )  # fmt: skip
                 number += 1
                 flat.load([values[id(p)] for p in members], device)
                 flats.append(flat)

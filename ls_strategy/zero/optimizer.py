@@ -28,10 +28,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ls_strategy.axis import Axis
-from ls_strategy.comm import Comm
 from ls_strategy.config import MomentFormat
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.layout import Slot
+from ls_strategy.mesh import Mesh
 from ls_strategy.ops.update import native_available
 from ls_strategy.zero.elementwise import is_elementwise
 from ls_strategy.zero.kernels import kernel_for
@@ -73,7 +73,7 @@ class ShardedOptimizer:
         self,
         optimizer: Optimizer,
         flats: list[Flat],
-        comm: Comm,
+        mesh: Mesh,
         moment_format: MomentFormat = "fp32",
         group_names: Sequence[Sequence[str]] | None = None,
     ) -> None:
@@ -81,7 +81,7 @@ class ShardedOptimizer:
         self.optimizer = optimizer
         self._group_names = group_names
         self.flats = flats
-        self.comm = comm
+        self.mesh = mesh
         self.kernel = kernel_for(optimizer)
         self._fused_flats = [self._takes_fused_update(flat, moment_format) for flat in flats]
         for flat, fused in zip(flats, self._fused_flats, strict=True):
@@ -467,10 +467,12 @@ class ShardedOptimizer:
     def full_state_dict(self) -> dict[str, Any]:
         """State in torch's own format, with full tensors on the CPU of rank 0; other ranks get no state. Collective.
 
+        Rank 0 of those over which ZeRO divides; with tensor parallelism each of the ranks that work with it.
+
         A plain optimizer over the unsharded parameters loads it.
         """
         self.dissolve()
-        by_rank = self.comm.exchange_objects((self._state, [store.dtypes() for store in self._store]))
+        by_rank = self.mesh.stage.exchange_objects((self._state, [store.dtypes() for store in self._store]))
         scalars: dict[int, dict[str, Any]] = {}
         for state, _ in by_rank:
             for number, entries in state.items():
@@ -486,16 +488,19 @@ class ShardedOptimizer:
             members = range(position, position + len(group["params"]))
             groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": list(members)})
             position += len(group["params"])
-        if self.comm.rank == 0:
-            for index, number in enumerate(self.order):
-                n, i = self._locate(number)
-                slot = self.flats[n].layout.slots[i]
-                if number in scalars:
-                    packed[index] = {
-                        k: _full_value(full[n].get(k), slot, v, self.flats[n].tensor)
-                        for k, v in sorted(scalars[number].items())
-                    }
+        for index, number in enumerate(self.order):
+            n, i = self._locate(number)
+            flat = self.flats[n]
+            if number in scalars and self._puts_together(flat):
+                slot, values = flat.layout.slots[i], sorted(scalars[number].items())
+                whole = {k: _full_value(full[n].get(k), slot, v, flat.axis) for k, v in values}
+                if self.mesh.zero.rank == 0:
+                    packed[index] = whole
         return {"state": packed, "param_groups": groups}
+
+    def _puts_together(self, flat: Flat) -> bool:
+        """Whether this rank joins those that make whole parameters of parts: all that hold one which rank 0 wants."""
+        return self.mesh.zero.rank == 0 or flat.axis is self.mesh.expert
 
     def _gather(self, flat_number: int, flat: Flat, key: str, dtype: torch.dtype) -> Tensor:
         mine = self._store[flat_number].read(key, dtype)
@@ -503,8 +508,8 @@ class ShardedOptimizer:
             return mine.cpu()
         whole = torch.zeros(flat.layout.numel, dtype=dtype, device=flat.full.device)
         whole[slice(*flat.owned)].copy_(mine)
-        self.comm.all_gather(whole).wait()
-        return whole.cpu() if self.comm.rank == 0 else torch.empty(0)
+        flat.comm.all_gather(whole).wait()
+        return whole.cpu() if self._puts_together(flat) else torch.empty(0)
 
     def named_state(
         self, stand_in: Callable[[Flat, int, Callable[[int, int], Tensor], torch.dtype], Any]
@@ -521,7 +526,7 @@ class ShardedOptimizer:
             n, i = self._locate(number)
             flat, store = self.flats[n], self._store[n]
             dtypes, piece = store.dtypes(), flat.pieces[i]
-            owner = self._owns(flat, i) and flat.tensor.rank == 0
+            owner = self._owns(flat, i) and flat.axis.rank == 0
             kept: dict[str, Any] = {}
             for key, value in entries.items():
                 if isinstance(value, str) and value == _ELEMENTWISE:
@@ -631,11 +636,11 @@ class ShardedOptimizer:
         self._state[number] = kept
 
 
-def _full_value(whole: Tensor | None, slot: Slot, value: Any, tensor: Axis) -> Any:
+def _full_value(whole: Tensor | None, slot: Slot, value: Any, axis: Axis) -> Any:
     if isinstance(value, Tensor):
         return value.clone()
     if value == _ELEMENTWISE and whole is not None:
-        return whole_of(whole[slot.offset : slot.end].view(slot.shape), slot.part, tensor).clone()
+        return whole_of(whole[slot.offset : slot.end].view(slot.shape), slot.part, axis).clone()
     return value
 
 

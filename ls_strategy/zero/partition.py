@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from ls_strategy.errors import PlanError
+from ls_strategy.moe.sparse import SparseLayer
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
 
@@ -35,9 +36,9 @@ def partition(
 ) -> list[UnitSpec]:
     """Cut a model into units, in order of registration.
 
-    By default every child of a ``ModuleList`` or ``Sequential`` is a unit (nested containers are opened first), or
-    every instance of ``unit_classes``. Parameters of no block, of blocks below ``min_unit_numel`` elements, and
-    parameters shared between blocks go to root units: one for each stretch between blocks, so that the gradients of an
+    By default every child of a ``ModuleList`` or ``Sequential`` is a unit (nested containers are opened first), and
+    every layer of experts outside of them; or every instance of ``unit_classes``. Parameters of no block, of blocks
+    below ``min_unit_numel`` elements, and parameters shared between blocks go to root units: one for each stretch between blocks, so that the gradients of an
     output head are reduced while the blocks still run backward.
 
     Args:
@@ -122,7 +123,9 @@ def _named_blocks(model: nn.Module, unit_classes: tuple[str, ...]) -> Iterator[t
 def _container_children(module: nn.Module, prefix: str, *, inside_container: bool) -> Iterator[tuple[str, nn.Module]]:
     for child_name, child in module.named_children():
         name = f"{prefix}{child_name}"
-        if isinstance(child, _CONTAINERS):
+        if isinstance(child, SparseLayer):
+            yield name, child  # its experts are no blocks: they are not called as modules
+        elif isinstance(child, _CONTAINERS):
             yield from _container_children(child, f"{name}.", inside_container=True)
         elif inside_container:
             yield name, child

@@ -1,4 +1,4 @@
-"""Between whole parameters and what a rank of the tensor-parallel axis holds of them."""
+"""Between whole parameters and what a rank of the tensor- or expert-parallel axis holds of them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def part_of(value: Tensor, part: TensorPart | None) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, part.dim)
 
 
-def whole_of(mine: Tensor, part: TensorPart | None, tensor: Axis) -> Tensor:
-    """The whole value from every rank's part of it. Collective over the tensor-parallel axis."""
-    if part is None or tensor.size == 1:
+def whole_of(mine: Tensor, part: TensorPart | None, axis: Axis) -> Tensor:
+    """The whole value from every rank's part of it. Collective over the axis."""
+    if part is None or axis.size == 1:
         return mine
-    parts: list[TensorPart] = tensor.comm.exchange_objects(part)
+    parts: list[TensorPart] = axis.comm.exchange_objects(part)
     whole = mine.new_zeros(part.full_shape)
-    for value, its in zip(_everyones(mine, parts, tensor), parts, strict=True):
+    for value, its in zip(_everyones(mine, parts, axis), parts, strict=True):
         at = 0
         for first, length in its.runs:
             whole.narrow(its.dim, first, length).copy_(value.narrow(its.dim, at, length))
@@ -37,10 +37,10 @@ def whole_of(mine: Tensor, part: TensorPart | None, tensor: Axis) -> Tensor:
     return whole
 
 
-def _everyones(mine: Tensor, parts: list[TensorPart], tensor: Axis) -> list[Tensor]:
+def _everyones(mine: Tensor, parts: list[TensorPart], axis: Axis) -> list[Tensor]:
     dim = parts[0].dim
     lengths = [its.shape[dim] for its in parts]
-    return list(tensor.all_gather(mine, dim, lengths).split(lengths, dim))
+    return list(axis.all_gather(mine, dim, lengths).split(lengths, dim))
 
 
 class LazyPart(LazyTensor):

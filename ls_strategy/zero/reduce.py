@@ -35,7 +35,14 @@ class Reducer:
     """Collects gradients of all units and averages them over ranks."""
 
     def __init__(self, units: list[Unit], *, policy: StagePolicy, comm: Comm, reduce_in_fp32: bool) -> None:
-        """``units`` in order of registration."""
+        """Expect gradients.
+
+        Args:
+            units: in order of registration.
+            policy: what is sharded.
+            comm: the ranks that must agree on what has gradients: all with whom some unit is averaged.
+            reduce_in_fp32: the dtype of sums, where the transport sums.
+        """
         self.order = [u for u in reversed(units) if u.trainable_flats]
         self.policy = policy
         self.comm = comm
@@ -164,14 +171,14 @@ class Reducer:
         else:
             self._fill_resident(flat)
         flat.dirty = False
-        if self.comm.world_size == 1 and not self.policy.optimizer:  # averaging in place over one rank
+        if flat.comm.world_size == 1 and not self.policy.optimizer:  # averaging in place over one rank
             flat.averages.unscaled = False
             return
         if not self.policy.gradients:
             flat.held_here = [p.grad is not None for p in flat.params]
             for p in flat.params:
                 p.grad = None  # autograd must not add to what is being sent
-        flat.reducing = self.comm.reduce_scatter(flat.grad, self.wire_dtype)
+        flat.reducing = flat.comm.reduce_scatter(flat.grad, self.wire_dtype)
         self._in_flight.append(flat)
         while self._too_much_in_flight():
             self._finish(self._in_flight.popleft())
@@ -207,11 +214,11 @@ class Reducer:
         assert flat.reducing is not None
         if not self.policy.optimizer:
             assert flat.grad is not None
-            shard = self.comm.pool.take(flat.layout.shard, flat.grad.dtype, flat.grad.device)
+            shard = flat.comm.pool.take(flat.layout.shard, flat.grad.dtype, flat.grad.device)
             flat.reducing.finish(shard, accumulate=False)
             flat.grad[slice(*flat.owned)].copy_(shard)
-            self.comm.pool.give([shard])
-            flat.gathering_grads = self.comm.all_gather(flat.grad)
+            flat.comm.pool.give([shard])
+            flat.gathering_grads = flat.comm.all_gather(flat.grad)
             self._gathers.append(flat)
         else:
             if not self.policy.gradients:

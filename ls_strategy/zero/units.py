@@ -59,7 +59,7 @@ class Flat:
         policy: StagePolicy,
         comm: Comm,
         rest: Rest | None = None,
-        tensor: Axis | None = None,
+        axis: Axis | None = None,
     ) -> None:
         """Only records; `load` moves the values in.
 
@@ -69,7 +69,7 @@ class Flat:
             policy: what is sharded.
             comm: the ranks over which it is.
             rest: its place on the tiers; on the device without.
-            tensor: the tensor-parallel ranks, which hold other parts of the parameters, or copies.
+            axis: the tensor- or expert-parallel ranks, which hold other parts of the parameters, or copies.
         """
         layout = plan.layout
         self.plan = plan
@@ -81,7 +81,7 @@ class Flat:
         self.optimizer_index = plan.optimizer
         self.policy = policy
         self.comm = comm
-        self.tensor = tensor or Axis("tensor")
+        self.axis = axis or Axis("tensor")
         self.trainable = plan.trainable
         self.owned = layout.shard_range(comm.rank)
         """Range of the buffer whose gradients this rank averages, and from stage 1 on steps."""
@@ -124,11 +124,11 @@ class Flat:
 
     @property
     def counted(self) -> bool:
-        """Whether this rank is the first one, of its stage's tensor-parallel axis and of the stages, that holds these.
+        """Whether this rank is the first one, along its axis and of the pipeline's stages, that holds these.
 
         That one counts them in norms, and saves them.
         """
-        return self.tensor.rank % self.plan.copies == 0 and not self.plan.twin
+        return self.axis.rank % self.plan.copies == 0 and not self.plan.twin
 
     @property
     def optimizer_tier(self) -> TierName:

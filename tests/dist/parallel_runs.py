@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import torch
@@ -11,6 +13,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
+from ls_strategy.moe.feed_forward import GatedFeedForward
+from ls_strategy.moe.layer import MoE
+from ls_strategy.moe.losses import moe_losses
 from ls_strategy.strategy import ZeROStrategy
 from recipes.gpt.network import GPT, GPTConfig
 from tests.dist.ranks import mean_over_ranks, quiet
@@ -34,6 +39,9 @@ class Run:
     """Arguments of `ZeROStrategy`."""
 
     shape: dict[str, Any] = field(default_factory=dict)
+    experts: dict[str, Any] | None = None
+    """Arguments of `MoE`, which takes the place of every feed-forward then."""
+
     steps: int = 20
     batch: int = BATCH
     trainer: dict[str, Any] = field(default_factory=dict)
@@ -42,7 +50,8 @@ class Run:
     """After which step, and where."""
 
     def __str__(self) -> str:
-        return ",".join(f"{k}={v}" for k, v in {**(self.options or {}), **self.shape, **self.trainer}.items())
+        parts = {**(self.options or {}), **self.shape, **(self.experts or {}), **self.trainer}
+        return ",".join(f"{k}={v}" for k, v in parts.items())
 
 
 @dataclass
@@ -62,15 +71,17 @@ class Module(pl.LightningModule):
         super().__init__()
         self.run = run
         self.outcome = Outcome()
-        self.model: GPT | None = None
+        self.model: Any = None
 
     def configure_model(self) -> None:
         if self.model is None:
-            self.model = GPT(GPTConfig(**{**SHAPE, **self.run.shape}))
+            with nullcontext() if self.run.experts is None else with_experts(**self.run.experts):
+                self.model = GPT(GPTConfig(**{**SHAPE, **self.run.shape}))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         tokens_BT, targets_BT = batch
-        return functional.cross_entropy(self.model(tokens_BT).float().flatten(0, 1), targets_BT.flatten())
+        loss = functional.cross_entropy(self.model(tokens_BT).float().flatten(0, 1), targets_BT.flatten())
+        return loss if self.run.experts is None else loss + moe_losses(self)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.outcome.losses.append(outputs["loss"].item())
@@ -101,6 +112,15 @@ class Module(pl.LightningModule):
         return DataLoader(TensorDataset(text[index, :-1], text[index, 1:]), batch_size=mine)
 
 
+def with_experts(num_experts: int = 4, ffn: int = 40, **options: Any) -> AbstractContextManager[Any]:
+    """Inside, a GPT gets a Mixture of Experts in the place of every feed-forward."""
+
+    def build(config: GPTConfig) -> MoE:
+        return MoE(config.width, lambda: GatedFeedForward(config.width, ffn), num_experts, **options)
+
+    return mock.patch("recipes.gpt.network.SwiGLU", build)
+
+
 def train(rank: int, world_size: int, run: Run) -> Outcome:
     """One run; collective."""
     quiet()
@@ -125,6 +145,9 @@ def train(rank: int, world_size: int, run: Run) -> Outcome:
     if isinstance(trainer.strategy, ZeROStrategy):
         outcome.notes["tensor"] = dict(trainer.strategy.tensor_parallel_traffic.elements)
         outcome.notes["sequence"] = dict(trainer.strategy.sequence_parallel_traffic.elements)
+        outcome.notes["expert"] = dict(trainer.strategy.expert_parallel_traffic.elements)
+        outcome.notes["zero"] = dict(trainer.strategy.traffic.elements)
+        outcome.notes["plan"] = trainer.strategy.require_engine().plan
     weights = trainer.strategy.lightning_module_state_dict()
     if rank == 0:
         outcome.weights = {k: v.detach().clone() for k, v in weights.items()}

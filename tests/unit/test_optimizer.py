@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from ls_strategy.comm import Comm
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.layout import FlatLayout
+from ls_strategy.mesh import Mesh
 from ls_strategy.plan import FlatPlan
 from ls_strategy.zero.elementwise import require_elementwise
 from ls_strategy.zero.optimizer import ShardedOptimizer
@@ -159,7 +160,7 @@ class Sharded:
             flat = Flat(FlatPlan(layout, dtype, dtype, 0), members, policy=POLICIES[1], comm=comm)
             flat.load([p.detach() for p in members], torch.device("cpu"))
             self.flats.append(flat)
-        self.sharded = ShardedOptimizer(self.optimizer, self.flats, comm)
+        self.sharded = ShardedOptimizer(self.optimizer, self.flats, Mesh.data_only(comm))
 
     def step(self, grads: list[Tensor | None]) -> None:
         used: list[bool] = []

@@ -6,6 +6,7 @@ import pytest
 from torch import nn
 
 from ls_strategy.errors import PlanError
+from ls_strategy.moe.layer import MoE
 from ls_strategy.zero.partition import partition
 
 
@@ -54,6 +55,13 @@ def test_units_hold_the_parameters_themselves() -> None:
     model = Model()
     params = dict(model.named_parameters())
     assert all(params[n] is p for u in partition(model, (), 0) for n, p in u.params)
+
+
+def test_a_layer_of_experts_is_one_unit() -> None:
+    """Its expert may be a Sequential, of which each layer holds those of all experts."""
+    experts = MoE(3, nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3)), 2)
+    model = nn.ModuleDict({"first": nn.Linear(2, 3), "moe": experts})
+    assert list(cut(model)) == ["root.0", "moe"]
 
 
 def test_nested_containers_are_opened() -> None:

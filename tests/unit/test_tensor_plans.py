@@ -12,6 +12,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional
 
 from ls_strategy.errors import PlanError
+from ls_strategy.moe.feed_forward import GatedFeedForward
+from ls_strategy.moe.layer import MoE
 from ls_strategy.parallel.families import role_of
 from ls_strategy.parallel.inference import repeated_blocks
 from ls_strategy.parallel.plans import resolve_tensor_plan
@@ -238,6 +240,15 @@ def test_experts() -> None:
             self.up = nn.Parameter(torch.ones(2, 3, 4))
 
     assert "mixture of experts" in refused(with_part("moe", SparseExperts))
+
+
+def test_layers_of_experts_stay_whole() -> None:
+    model = Decoder()
+    for layer in model.layers:
+        layer.feed_forward = MoE(WIDTH, lambda: GatedFeedForward(WIDTH, HIDDEN), 4, use_residual=True)
+    plan = resolve_tensor_plan(model, "auto", 2)
+    assert "layers.0.attention.wo" in plan.styles
+    assert not [name for name in plan.styles if "feed_forward" in name]
 
 
 def test_quantised_weights() -> None:

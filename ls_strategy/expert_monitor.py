@@ -1,0 +1,267 @@
+"""`ExpertMonitor`: which experts are busy, in numbers, histograms and one picture, for TensorBoard."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from typing_extensions import override
+
+from ls_strategy.errors import ConfigError
+from ls_strategy.moe.sparse import SparseLayer
+from ls_strategy.strategy import ZeROStrategy
+
+_BUSY, _EVEN, _IDLE = (219, 68, 55), (245, 245, 245), (66, 133, 244)
+_UNUSED, _BACKGROUND = (40, 40, 40), 255
+
+
+@dataclass(frozen=True)
+class LayerLoad:
+    """What the experts of one layer did in an interval, over all ranks; on the CPU."""
+
+    routed: Tensor
+    """``(E,)`` fp64: pairs of token and expert, before any was dropped."""
+
+    kept: Tensor
+    """``(E,)`` fp64: those that were computed."""
+
+    entropy: float
+    """Of the router's probabilities, nats, mean over tokens."""
+
+    balance_loss: float
+    """Not weighted: 1 when loads are even."""
+
+    z_loss: float
+    """Not weighted."""
+
+    @property
+    def largest(self) -> float:
+        """Pairs routed to the busiest expert, over those of the mean one; 1 when loads are even."""
+        return float(self.routed.max() / self.routed.mean()) if self.routed.any() else 0.0
+
+    @property
+    def dropped(self) -> float:
+        """Part of the pairs that found their expert full."""
+        routed = float(self.routed.sum())
+        return 1 - float(self.kept.sum()) / routed if routed else 0.0
+
+    @property
+    def unused(self) -> float:
+        """Part of the experts that no token chose."""
+        return float((self.routed == 0).double().mean())
+
+
+class ExpertMonitor(Callback):
+    """Logs what routers and experts of all `MoE` layers do, summed over all ranks. Works under every strategy.
+
+    =============================  ==================================================================================
+    scalar                         meaning
+    =============================  ==================================================================================
+    ``experts/largest_load``       tokens routed to the busiest expert over those of the mean one, of the worst layer
+    ``experts/unused``             part of all experts that no token chose
+    ``experts/dropped``            part of the choices that found their expert full
+    ``experts/entropy``            of the routers' probabilities, nats, mean over layers; log(E) without a preference
+    ``experts/balance_loss``       mean over layers, not weighted; 1 when loads are even
+    ``experts/z_loss``             likewise
+    ``experts/sent_mib_per_step``  MiB that a rank sent to others with experts, mean over ranks
+    ``expert_largest_load/*``      and ``expert_unused``, ``expert_dropped``, ``expert_entropy``,
+                                   ``expert_balance_loss``: the same by layer
+    =============================  ==================================================================================
+
+    Loggers with TensorBoard's interface also get the tokens of each expert as a histogram per layer,
+    ``expert_tokens/*``, and a picture of all layers, ``experts/load``: see `picture`.
+
+    Of a step that trains, nothing changes. Ranks add up their counts once per interval, in one all-reduce of a few
+    numbers per expert.
+    """
+
+    reads_weights = False
+    reads_gradients = False
+
+    def __init__(self, every_n_steps: int | None = None, picture_every_n_steps: int = 100) -> None:
+        """Choose how often.
+
+        Args:
+            every_n_steps: optimizer steps over which scalars count. None: the Trainer's ``log_every_n_steps``.
+            picture_every_n_steps: optimizer steps between two pictures, and between two histograms, at least.
+
+        Raises:
+            ConfigError: a number below 1.
+        """
+        if picture_every_n_steps < 1 or (every_n_steps is not None and every_n_steps < 1):
+            raise ConfigError(
+                f"ExpertMonitor(every_n_steps={every_n_steps}, picture_every_n_steps={picture_every_n_steps}): "
+                "at least 1 each."
+            )
+        self.every_n_steps = every_n_steps
+        self.picture_every_n_steps = picture_every_n_steps
+        self._layers: dict[str, SparseLayer] = {}
+        self._since_step = 0
+        self._picture_step: int | None = None
+        self._sent_before = 0
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Find the layers."""
+        self._layers = {name: m for name, m in pl_module.named_modules() if isinstance(m, SparseLayer)}
+        self._picture_step = None
+        if not self._layers:
+            rank_zero_info("ExpertMonitor: the model has no MoE layer, so there is nothing to log.")
+        self._restart(trainer)
+
+    def _restart(self, trainer: pl.Trainer) -> None:
+        for layer in self._layers.values():
+            layer.reset_statistics()
+        self._since_step = trainer.global_step
+        self._sent_before = _sent_bytes(trainer)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log when it is time. Collective, at the same steps on every rank."""
+        every: int = self.every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
+        steps = trainer.global_step - self._since_step
+        if not self._layers or not trainer.loggers or every < 1 or steps < every:
+            return
+        loads, sent = self._over_all_ranks(trainer, pl_module.device)
+        step = trainer.global_step
+        draw = self._picture_step is None or step >= self._picture_step + self.picture_every_n_steps
+        if draw:
+            self._picture_step = step
+        if trainer.is_global_zero:
+            metrics = scalars(loads)
+            if _is_divided(trainer):
+                metrics["experts/sent_mib_per_step"] = sent / steps / (1 << 20)
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step=step)
+                if draw:
+                    _show(getattr(logger, "experiment", None), loads, step)
+        self._restart(trainer)
+
+    def _over_all_ranks(self, trainer: pl.Trainer, device: torch.device) -> tuple[dict[str, LayerLoad], float]:
+        """Loads by layer, and bytes sent per rank since the last time.
+
+        A layer that is on other ranks of a pipeline, and on meta here, adds nothing.
+        """
+        rows: list[Tensor] = []
+        for layer in self._layers.values():
+            s = layer.statistics()
+            values = torch.stack([s.entropy, s.balance_loss, s.z_loss, torch.ones_like(s.entropy)]) * s.calls
+            for row in (s.routed, s.kept, values):
+                here = torch.zeros_like(row, device=device) if row.is_meta else row.to(device)
+                rows.append(here.double())
+        sent = _sent_bytes(trainer) - self._sent_before
+        mine = torch.cat([*rows, torch.tensor([sent, 1.0], dtype=torch.double, device=device)])
+        group: Any = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        total: Any = trainer.strategy.reduce(mine, group=group, reduce_op="sum")
+        return self._split(total.cpu(), _copies(trainer)), float(total[-2] / total[-1])
+
+    def _split(self, total: Tensor, copies: int) -> dict[str, LayerLoad]:
+        """By layer, of sums over all ranks; every token was counted on ``copies`` of them."""
+        sizes = [size for layer in self._layers.values() for size in (layer.num_experts, layer.num_experts, 4)]
+        parts = iter(total[:-2].split(sizes))
+        loads: dict[str, LayerLoad] = {}
+        for name, routed, kept, values in zip(self._layers, parts, parts, parts, strict=False):
+            calls = max(float(values[3]), 1.0)
+            entropy, balance, z = (values[:3] / calls).tolist()
+            loads[name] = LayerLoad(routed / copies, kept / copies, entropy, balance, z)
+        return loads
+
+
+def _sent_bytes(trainer: pl.Trainer) -> int:
+    """What this rank has sent so far to others with experts."""
+    strategy = trainer.strategy
+    return sum(strategy.expert_parallel_traffic.bytes.values()) if isinstance(strategy, ZeROStrategy) else 0
+
+
+def _is_divided(trainer: pl.Trainer) -> bool:
+    """Whether experts are divided over ranks."""
+    strategy = trainer.strategy
+    return isinstance(strategy, ZeROStrategy) and strategy.parallel.config.expert_parallel_size > 1
+
+
+def _copies(trainer: pl.Trainer) -> int:
+    """Ranks on which every token is counted: tensor-parallel ranks route the same tokens, unless these are divided."""
+    strategy = trainer.strategy
+    if not isinstance(strategy, ZeROStrategy) or strategy.parallel.config.tensor_parallel_sequence:
+        return 1
+    return strategy.parallel.config.tensor_parallel_size
+
+
+def scalars(loads: dict[str, LayerLoad]) -> dict[str, float]:
+    """What `ExpertMonitor` logs of the layers, by tag."""
+    layers = list(loads.values())
+    routed, kept = (torch.cat([getattr(load, key) for load in layers]) for key in ("routed", "kept"))
+    values = ("entropy", "balance_loss", "z_loss")
+    means = {key: statistics.fmean(getattr(load, key) for load in layers) for key in values}
+    whole = LayerLoad(routed, kept, **means)
+    result = {f"experts/{key}": getattr(whole, key) for key in ("unused", "dropped", *means)}
+    result["experts/largest_load"] = max(load.largest for load in layers)
+    for name, load in loads.items():
+        result[f"expert_largest_load/{name}"] = load.largest
+        for key in ("unused", "dropped", "entropy", "balance_loss"):
+            result[f"expert_{key}/{name}"] = getattr(load, key)
+    return result
+
+
+def _show(experiment: Any, loads: dict[str, LayerLoad], step: int) -> None:
+    """Give a logger's ``experiment`` histograms and the picture, if it takes such."""
+    if hasattr(experiment, "add_image"):
+        experiment.add_image("experts/load", picture([load.routed for load in loads.values()]), step)
+    if not hasattr(experiment, "add_histogram_raw"):
+        return
+    for name, load in loads.items():
+        tokens = load.routed
+        number = torch.arange(len(tokens), dtype=torch.double)
+        experiment.add_histogram_raw(
+            f"expert_tokens/{name}",
+            min=-0.5,
+            max=len(tokens) - 0.5,
+            num=float(tokens.sum()),
+            sum=float((tokens * number).sum()),
+            sum_squares=float((tokens * number.square()).sum()),
+            bucket_limits=(number + 0.5).tolist(),
+            bucket_counts=tokens.tolist(),
+            global_step=step,
+        )
+
+
+def picture(loads: Sequence[Tensor], *, width: int = 960, height: int = 24) -> Tensor:
+    """Loads as an image, ``(3, layers * (height + 4) + 4, width)`` uint8, for TensorBoard's ``add_image``.
+
+    One line per layer, from the first at the top; one cell per expert, as wide as the layer has room for. White is the
+    mean load of the layer, red twice that or more, blue less; black is an expert that no token chose.
+
+    Args:
+        loads: ``(E,)`` tokens per expert, for each layer; E may differ.
+        width: pixels.
+        height: of a line, pixels.
+    """
+    image = torch.full((3, len(loads) * (height + 4) + 4, width), _BACKGROUND, dtype=torch.uint8)
+    for line, load in enumerate(loads):
+        top = 4 + line * (height + 4)
+        expert = torch.arange(width) * len(load) // width
+        image[:, top : top + height] = _colours(load)[expert].t()[:, None, :]
+        begins = expert.diff(prepend=expert[:1] - 1) > 0
+        if 8 * len(load) <= width:  # room for lines between cells
+            image[:, top : top + height, begins] = _BACKGROUND
+    return image
+
+
+def _colours(load: Tensor) -> Tensor:
+    """``(E, 3)`` uint8."""
+    mean = load.double().mean().clamp(min=1e-9)
+    above = (load.double() / mean - 1).clamp(-1, 1)[:, None]
+    even, busy, idle = (torch.tensor(c, dtype=torch.double) for c in (_EVEN, _BUSY, _IDLE))
+    colours = torch.where(above > 0, even + (busy - even) * above, even + (even - idle) * above)
+    colours[load == 0] = torch.tensor(_UNUSED, dtype=torch.double)
+    return colours.round().to(torch.uint8)

@@ -1,0 +1,54 @@
+"""Experts as most models have them."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+
+class FeedForward(nn.Module):
+    """``down(activation(up(x)))``: ``(..., hidden)`` to the same shape."""
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, *, activation: nn.Module | None = None, bias: bool = True
+    ) -> None:
+        """Two linear layers.
+
+        Args:
+            hidden_size: features that enter and leave.
+            intermediate_size: features in between.
+            activation: works on each row by itself; GELU without.
+            bias: whether both layers have one.
+        """
+        super().__init__()
+        self.up = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.activation = nn.GELU() if activation is None else activation
+        self.down = nn.Linear(intermediate_size, hidden_size, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(..., hidden)``."""
+        return self.down(self.activation(self.up(x)))
+
+
+class GatedFeedForward(nn.Module):
+    """``down(activation(gate(x)) * up(x))``, SwiGLU with the default (Shazeer 2020, arXiv:2002.05202)."""
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, *, activation: nn.Module | None = None, bias: bool = False
+    ) -> None:
+        """Three linear layers.
+
+        Args:
+            hidden_size: features that enter and leave.
+            intermediate_size: features in between.
+            activation: works on each row by itself; SiLU without.
+            bias: whether the layers have one.
+        """
+        super().__init__()
+        self.gate = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.up = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.activation = nn.SiLU() if activation is None else activation
+        self.down = nn.Linear(intermediate_size, hidden_size, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(..., hidden)``."""
+        return self.down(self.activation(self.gate(x)) * self.up(x))

@@ -1,0 +1,116 @@
+"""Products of rows with the weight of their group, one group after the other: ``nn.Linear`` of every expert at once.
+
+On CUDA one kernel does all groups (``torch.nn.functional.grouped_mm``, bf16); elsewhere, and where its rules on
+strides do not hold, each group's product is written to its place in the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+
+def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, counts: Sequence[int]) -> Tensor:
+    """``x[i] @ weight[g].T + bias[g]`` for every row i of each group g.
+
+    Args:
+        x: ``(T, in)``, ordered by group.
+        weight: ``(G, out, in)``.
+        bias: ``(G, out)`` or None.
+        counts: rows of each group; 0 is fine, and then the gradient of the group's weight is 0.
+
+    Returns:
+        ``(T, out)``, of the dtype that ``nn.Linear`` would give it, also under autocast.
+
+    Raises:
+        ValueError: the counts are not those of the groups, or do not sum to T.
+    """
+    if len(counts) != len(weight) or sum(counts) != len(x):
+        raise ValueError(f"{len(counts)} groups of {sum(counts)} rows in all: got {len(weight)} weights, {len(x)} rows")
+    device = x.device.type
+    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+        x, weight = x.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    return _GroupedLinear.apply(x, weight, bias, tuple(counts))  # type: ignore[no-any-return]
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, counts: tuple[int, ...]) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.counts = counts
+        return _multiply(x, weight.transpose(1, 2), bias, counts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        counts: tuple[int, ...] = ctx.counts
+        grad = grad.contiguous()  # that of a sum is expanded, for one
+        d_x = _multiply(grad, weight, None, counts) if ctx.needs_input_grad[0] else None
+        d_weight = _outer(grad, x, counts) if ctx.needs_input_grad[1] else None
+        d_bias = _sums(grad, counts) if ctx.needs_input_grad[2] else None
+        return d_x, d_weight, d_bias, None
+
+
+def _fits_kernel(x: Tensor, other: Tensor) -> bool:
+    """Whether the kernel for all groups takes these: on CUDA, rows of whole 16 bytes, and some.
+
+    For other dtypes torch loops over the groups itself, and waits for the device to learn their sizes.
+    """
+    if x.device.type != "cuda" or x.dtype != torch.bfloat16 or not len(x):
+        return False
+    return all(n * x.element_size() % 16 == 0 for n in (x.shape[-1], other.shape[-1]))
+
+
+def _lengths(counts: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(counts).to(device, non_blocking=True)
+
+
+def _ends(counts: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(counts).cumsum(0).to(device, torch.int32, non_blocking=True)
+
+
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, counts: tuple[int, ...]) -> Tensor:
+    """``(T, n)`` by ``(G, n, m)``, group by group: ``(T, m)``."""
+    if _fits_kernel(x, weight):
+        out = functional.grouped_mm(x.contiguous(), weight, offs=_ends(counts, x.device))
+        return out if bias is None else out.add_(bias.repeat_interleave(_lengths(counts, x.device), 0))
+    out = x.new_empty(len(x), weight.shape[-1])
+    for group, (rows, place) in enumerate(zip(x.split(counts), out.split(counts), strict=True)):
+        if not len(rows):
+            continue
+        if bias is None:
+            torch.mm(rows, weight[group], out=place)
+        else:
+            torch.addmm(bias[group], rows, weight[group], out=place)
+    return out
+
+
+def _outer(grad: Tensor, x: Tensor, counts: tuple[int, ...]) -> Tensor:
+    """``grad.T @ x`` group by group: ``(G, out, in)``, 0 where a group is empty."""
+    if kernel := _fits_kernel(x, grad.unsqueeze(0)):
+        result = functional.grouped_mm(grad.t(), x.contiguous(), offs=_ends(counts, x.device))
+    else:
+        result = x.new_empty(len(counts), grad.shape[-1], x.shape[-1])
+    for place, gradient, rows in zip(result, grad.split(counts), x.split(counts), strict=True):
+        if not len(rows):
+            place.zero_()
+        elif not kernel:
+            torch.mm(gradient.t(), rows, out=place)
+    return result
+
+
+def _sums(grad: Tensor, counts: tuple[int, ...]) -> Tensor:
+    """``(G, out)``: of each group's rows."""
+    result = grad.new_zeros(len(counts), grad.shape[-1])
+    for place, rows in zip(result, grad.split(counts), strict=True):
+        if len(rows):
+            torch.sum(rows, 0, out=place)
+    return result

@@ -1,0 +1,319 @@
+"""Rows of tokens to their experts and back: sorting, permuting, combining, and their gradients.
+
+A token ``s`` of ``S`` has ``k`` choices of an expert; choice ``j`` is pair ``s * k + j``. ``order``, ``(P,)`` int64,
+names the pairs that are kept, each once, in the order in which the experts get their rows; pairs that it does not name
+are dropped, and count nothing.
+
+`permute`, `combine` and `pair_dots` are the three derivatives of one form, the sum of ``weights[s, j] * (x[s] . y[p])``
+over the kept pairs: by ``y``, by ``x`` and by ``weights``. So each has the other two as its gradients, of every order.
+
+A function here runs the kernel where there is one, else its reference, which defines the result to the last bit:
+products and sums are rounded to fp32 (fp64 for fp64) each by itself, in a fixed order, and the result once. No atomic
+additions: the same bits on every device, with any number of threads.
+
+Mixture of experts: Shazeer et al., arXiv:1701.06538.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ls_strategy.ops import routing_library
+
+DOT_LANES = 128
+"""Sums of a dot product that run side by side: a warp that takes four numbers per lane."""
+
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def sort_by_expert(indices: Tensor, kept: Tensor | None, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Pairs in the order of their experts; those of one expert in their own order.
+
+    Args:
+        indices: ``(S, k)`` int64, the expert of every pair.
+        kept: ``(S, k)`` bool, False where a pair is dropped; None keeps all. Counting them, the host waits for a GPU.
+        num_experts: number of experts, ``E``.
+
+    Returns:
+        ``order``, ``(P,)`` int64, and how many of its pairs go to each expert, ``(E,)`` int64.
+
+    Raises:
+        ValueError: shapes or dtypes are other than that.
+        RuntimeError: the expert of a kept pair is not in ``[0, E)``. On a GPU the device asserts; without a kernel, it
+            is not checked there.
+    """
+    if indices.dim() != 2 or indices.dtype != torch.int64:
+        raise ValueError(f"indices of {indices.dtype}, {tuple(indices.shape)}: they must be int64, (S, k)")
+    if kept is not None and (kept.shape != indices.shape or kept.dtype != torch.bool):
+        raise ValueError(f"kept of {kept.dtype}, {tuple(kept.shape)}: it must be bool, {tuple(indices.shape)}")
+    if _kernels(indices.device.type):
+        return torch.ops.ls_strategy.sort_by_expert(indices, kept, num_experts)
+    return sort_by_expert_reference(indices, kept, num_experts)
+
+
+def permute(x: Tensor, order: Tensor, k: int, weights: Tensor | None = None) -> Tensor:
+    """Row of its token for every kept pair, times its weight if there are weights.
+
+    Args:
+        x: ``(S, h)``, rows of the tokens.
+        order: ``(P,)`` int64, see above.
+        k: choices of a token.
+        weights: ``(S, k)``, used in fp32.
+
+    Returns:
+        ``(P, h)`` in the dtype of ``x``.
+
+    Raises:
+        ValueError: shapes do not fit.
+        RuntimeError: ``order`` names a pair that there is not; on a GPU the device asserts.
+    """
+    _check(x, order, weights, x.shape[:1].numel(), k)
+    weights = _weights_for(x, weights)
+    if _has_kernel(x):
+        return torch.ops.ls_strategy.permute(x, order, weights, k)
+    return _Permute.apply(x, order, weights, k)
+
+
+def combine(y: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+    """Sum of the rows of every token, each times its weight: what `permute` took apart.
+
+    Args:
+        y: ``(P, h)``, rows of the kept pairs.
+        order: ``(P,)`` int64, see above.
+        weights: ``(S, k)``, used in fp32.
+
+    Returns:
+        ``(S, h)`` in the dtype of ``y``; zero for a token without kept pairs. Summed in the order of the choices.
+
+    Raises:
+        ValueError: shapes do not fit.
+        RuntimeError: ``order`` names a pair that there is not, or on a CPU one twice; on a GPU the device asserts.
+    """
+    if weights.dim() != 2:
+        raise ValueError(f"weights of shape {tuple(weights.shape)}: they must be (S, k)")
+    return _combine(y, order, weights, *weights.shape)
+
+
+def sum_pairs(y: Tensor, order: Tensor, tokens: int, k: int) -> Tensor:
+    """`combine` with all weights one: the gradient of `permute`; ``(tokens, h)`` from ``(P, h)``."""
+    return _combine(y, order, None, tokens, k)
+
+
+def pair_dots(x: Tensor, y: Tensor, order: Tensor, k: int) -> Tensor:
+    """Dot product of a pair's row and the row of its token: the gradient of `combine` by the weights.
+
+    Args:
+        x: ``(S, h)``, rows of the tokens.
+        y: ``(P, h)``, rows of the kept pairs, in the dtype of ``x``.
+        order: ``(P,)`` int64, see above.
+        k: choices of a token.
+
+    Returns:
+        ``(S, k)`` fp32 (fp64 for fp64), zero for dropped pairs. Product ``i`` of a row goes to lane ``i % DOT_LANES``;
+        a lane is summed from left to right; the lanes are then folded in halves, upper onto lower.
+
+    Raises:
+        ValueError: shapes do not fit.
+        RuntimeError: ``order`` names a pair that there is not; on a GPU the device asserts.
+    """
+    _check(x, order, None, x.shape[:1].numel(), k)
+    if y.shape != (order.numel(), *x.shape[1:]) or y.dtype != x.dtype:
+        raise ValueError(f"y of {y.dtype}, {tuple(y.shape)}: it must be {x.dtype}, ({order.numel()}, {x.shape[1]})")
+    if _has_kernel(x):
+        return torch.ops.ls_strategy.pair_dots(x, y, order, k)
+    return _PairDots.apply(x, y, order, k)
+
+
+def _combine(y: Tensor, order: Tensor, weights: Tensor | None, tokens: int, k: int) -> Tensor:
+    _check(y, order, weights, tokens, k)
+    if y.shape[0] != order.numel():
+        raise ValueError(f"y of {tuple(y.shape)}: it must have a row for each of the {order.numel()} pairs in order")
+    weights = _weights_for(y, weights)
+    if _has_kernel(y):
+        return torch.ops.ls_strategy.combine(y, order, weights, tokens, k)
+    return _Combine.apply(y, order, weights, tokens, k)
+
+
+def _check(rows: Tensor, order: Tensor, weights: Tensor | None, tokens: int, k: int) -> None:
+    if rows.dim() != 2 or not rows.is_floating_point():
+        raise ValueError(f"rows of {rows.dtype}, {tuple(rows.shape)}: they must be floating point, of two dimensions")
+    if order.dim() != 1 or order.dtype != torch.int64:
+        raise ValueError(f"order of {order.dtype}, {tuple(order.shape)}: it must be int64, (P,)")
+    if weights is not None and weights.shape != (tokens, k):
+        raise ValueError(f"weights of {tuple(weights.shape)}: they must be ({tokens}, {k}), tokens by choices")
+
+
+def _weights_for(rows: Tensor, weights: Tensor | None) -> Tensor | None:
+    return None if weights is None else weights.to(_sums_in(rows))
+
+
+def _has_kernel(rows: Tensor) -> bool:
+    return rows.dtype in _KERNEL_DTYPES and _kernels(rows.device.type)
+
+
+def _sums_in(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+# --- references -----------------------------------------------------------------------------------------------------
+
+
+def sort_by_expert_reference(indices: Tensor, kept: Tensor | None, num_experts: int) -> tuple[Tensor, Tensor]:
+    """The definition of `sort_by_expert`."""
+    flat = indices.reshape(-1)
+    pairs = None if kept is None else kept.reshape(-1).nonzero().view(-1)
+    experts, order = torch.sort(flat if pairs is None else flat[pairs], stable=True)
+    bounds = torch.searchsorted(experts, torch.arange(num_experts + 1, device=flat.device))
+    if flat.device.type == "cpu" and not torch.compiler.is_compiling() and bounds.diff().sum() < experts.numel():
+        raise RuntimeError(f"indices must be below the number of experts, {num_experts}, and not negative")
+    return order if pairs is None else pairs[order], bounds.diff()
+
+
+def permute_reference(x: Tensor, order: Tensor, weights: Tensor | None, k: int) -> Tensor:
+    """The definition of `permute`."""
+    rows = x.index_select(0, order // k)
+    if weights is None:
+        return rows
+    scale = weights.reshape(-1).index_select(0, order)
+    return rows.to(_sums_in(x)).mul_(scale[:, None]).to(x.dtype)
+
+
+def combine_reference(y: Tensor, order: Tensor, weights: Tensor | None, tokens: int, k: int) -> Tensor:
+    """The definition of `combine`."""
+    total = torch.zeros(tokens, y.shape[1], dtype=_sums_in(y), device=y.device)
+    if not order.numel():
+        return total.to(y.dtype)
+    position = torch.full((tokens * k,), -1, device=y.device)
+    position[order] = torch.arange(order.numel(), device=y.device)
+    for j, row in enumerate(position.view(tokens, k).unbind(1)):
+        term = y.index_select(0, row.clamp(min=0)).to(total.dtype)
+        if weights is not None:
+            term.mul_(weights[:, j, None])
+        if order.numel() < position.numel():
+            term.masked_fill_(row[:, None] < 0, 0.0)
+        total += term
+    return total.to(y.dtype)
+
+
+def pair_dots_reference(x: Tensor, y: Tensor, order: Tensor, k: int) -> Tensor:
+    """The definition of `pair_dots`."""
+    products = x.index_select(0, order // k).to(_sums_in(x)).mul_(y)
+    lanes = products.new_zeros(order.numel(), DOT_LANES)
+    for part in products.split(DOT_LANES, dim=1):
+        lanes[:, : part.shape[1]] += part
+    width = DOT_LANES
+    while width > 1:
+        width //= 2
+        lanes = lanes[:, :width] + lanes[:, width : 2 * width]
+    result = products.new_zeros(x.shape[0] * k)
+    result[order] = lanes[:, 0]
+    return result.view(-1, k)
+
+
+# --- gradients ------------------------------------------------------------------------------------------------------
+
+
+class _Permute(torch.autograd.Function):
+    forward = staticmethod(permute_reference)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, order, weights, k = inputs
+        ctx.save_for_backward(None if weights is None else x, order, weights)
+        ctx.tokens, ctx.k = x.shape[0], k
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grad_outputs
+        x, order, weights = ctx.saved_tensors
+        of_x, _, of_weights, _ = ctx.needs_input_grad
+        return (
+            _combine(grad, order, weights, ctx.tokens, ctx.k) if of_x else None,
+            None,
+            pair_dots(x, grad, order, ctx.k) if of_weights else None,
+            None,
+        )
+
+
+class _Combine(torch.autograd.Function):
+    forward = staticmethod(combine_reference)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        y, order, weights, _, k = inputs
+        ctx.save_for_backward(None if weights is None else y, order, weights)
+        ctx.k = k
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grad_outputs
+        y, order, weights = ctx.saved_tensors
+        of_y, _, of_weights, *_ = ctx.needs_input_grad
+        return (
+            permute(grad, order, ctx.k, weights) if of_y else None,
+            None,
+            pair_dots(grad, y, order, ctx.k) if of_weights else None,
+            None,
+            None,
+        )
+
+
+class _PairDots(torch.autograd.Function):
+    forward = staticmethod(pair_dots_reference)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        *tensors, ctx.k = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grad_outputs
+        x, y, order = ctx.saved_tensors
+        of_x, of_y, *_ = ctx.needs_input_grad
+        return (
+            combine(y, order, grad) if of_x else None,
+            permute(x, order, ctx.k, grad) if of_y else None,
+            None,
+            None,
+        )
+
+
+# --- kernels --------------------------------------------------------------------------------------------------------
+
+
+@torch.compiler.assume_constant_result
+def _kernels(device_type: str) -> bool:
+    if not routing_library.available(device_type):
+        return False
+    _register()
+    return True
+
+
+@functools.cache
+def _register() -> None:
+    """Shapes and dtypes of the results for tracing, and gradients."""
+
+    @torch.library.register_fake("ls_strategy::sort_by_expert")
+    def _(indices: Tensor, kept: Tensor | None, num_experts: int) -> tuple[Tensor, Tensor]:
+        pairs = indices.numel() if kept is None else torch.library.get_ctx().new_dynamic_size()
+        return indices.new_empty(pairs), indices.new_empty(num_experts)
+
+    @torch.library.register_fake("ls_strategy::permute")
+    def _(x: Tensor, order: Tensor, weights: Tensor | None, k: int) -> Tensor:
+        return x.new_empty(order.shape[0], x.shape[1])
+
+    @torch.library.register_fake("ls_strategy::combine")
+    def _(y: Tensor, order: Tensor, weights: Tensor | None, tokens: int, k: int) -> Tensor:
+        return y.new_empty(tokens, y.shape[1])
+
+    @torch.library.register_fake("ls_strategy::pair_dots")
+    def _(x: Tensor, y: Tensor, order: Tensor, k: int) -> Tensor:
+        return x.new_empty(x.shape[0], k, dtype=torch.float32)
+
+    for name, function in {"permute": _Permute, "combine": _Combine, "pair_dots": _PairDots}.items():
+        torch.library.register_autograd(f"ls_strategy::{name}", function.backward, setup_context=function.setup_context)

@@ -1,0 +1,60 @@
+"""The best k of every row of scores, the lowest index first among equals."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from ls_strategy.ops import routing_library
+
+
+def stable_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """As `torch.topk`, but the same experts on every device where scores are equal.
+
+    Args:
+        scores: ``(S, E)`` fp32, bf16 or fp16. A NaN is above all numbers, as torch has it.
+        k: choices of a row, up to ``E``.
+
+    Returns:
+        ``(S, k)`` each: the values in the dtype of ``scores``, differentiable, the highest first; their indices, int64.
+
+    Raises:
+        ValueError: shape, dtype or ``k`` are other than that.
+    """
+    if scores.dim() != 2 or scores.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"scores of {scores.dtype}, {tuple(scores.shape)}: they must be fp32, bf16 or fp16, of two dimensions"
+        )
+    if not 0 < k <= scores.shape[1]:
+        raise ValueError(f"k={k}: it must be from 1 to the number of experts, {scores.shape[1]}")
+    numbers = scores.detach().to(torch.float32)
+    if _kernels(scores.device.type):
+        indices = torch.ops.ls_strategy.topk_indices(numbers, k)
+    else:
+        indices = topk_indices_reference(numbers, k)
+    return scores.gather(1, indices), indices
+
+
+def topk_indices_reference(scores: Tensor, k: int) -> Tensor:
+    """The definition of the indices: no two keys are equal, so that any correct `torch.topk` finds the same."""
+    bits = (scores + 0.0).view(torch.int32)  # -0.0 becomes 0.0
+    keys = torch.where(scores.isnan(), 0x7FFFFFFF, torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)).to(torch.int64)
+    experts = torch.arange(scores.shape[1], device=scores.device)
+    return ((keys << 32) - experts).topk(k, dim=1).indices
+
+
+@torch.compiler.assume_constant_result
+def _kernels(device_type: str) -> bool:
+    if not routing_library.available(device_type):
+        return False
+    _register()
+    return True
+
+
+@functools.cache
+def _register() -> None:
+    @torch.library.register_fake("ls_strategy::topk_indices")
+    def _(scores: Tensor, k: int) -> Tensor:
+        return scores.new_empty(scores.shape[0], k, dtype=torch.int64)

@@ -1,0 +1,171 @@
+"""Experts divided over ranks: losses, gradient norms and weights are those of DDP, where every rank has all experts."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from ls_strategy.cli import main
+from ls_strategy.testing import spawn
+from recipes.gpt.network import GPT, GPTConfig
+from tests.dist.parallel_runs import SHAPE, Outcome, Run, train_all, unequal
+
+pytestmark = pytest.mark.dist
+
+CAPACITY = {"drop_tokens": True, "capacity_factor": 1.0, "min_capacity": 2}
+DROPLESS = {"drop_tokens": False}
+ROUTINGS: dict[str, dict[str, Any]] = {
+    "capacity, k=1": {**CAPACITY, "k": 1},
+    "capacity, k=2": {**CAPACITY, "k": 2},
+    "dropless, k=1": {**DROPLESS, "k": 1},
+    "dropless, k=2": {**DROPLESS, "k": 2},
+}
+STAGES = (1, 2, 3)
+
+
+@cache
+def trusted(world: int, routing: str, **more: Any) -> Outcome:
+    """DDP, or one process."""
+    run = Run(experts=ROUTINGS[routing] | more)
+    return spawn(train_all, world, [run], init_process_group=False)[0][0]
+
+
+ALONE = {"balance_loss": 0.0, "second_expert_sampling": False}
+"""Without what sees a rank's tokens alone, or draws by rank."""
+
+
+def bitwise(one: Outcome, other: Outcome) -> bool:
+    return one.losses == other.losses and all(torch.equal(v, other.weights[k]) for k, v in one.weights.items())
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize(
+    ("world", "size"),
+    [pytest.param(2, 1, marks=pytest.mark.slow), (2, 2), (4, 2), pytest.param(4, 4, marks=pytest.mark.slow)],
+)
+def test_losses_norms_and_weights_are_those_of_ddp(world, size, routing):
+    """Stage against stage bit for bit. Random token selection and sampling draw the same numbers in all runs."""
+    runs = [Run({"stage": s, "expert_parallel_size": size}, experts=ROUTINGS[routing]) for s in STAGES]
+    found = spawn(train_all, world, runs, init_process_group=False, timeout_s=150)[0]
+    assert not unequal(trusted(world, routing), runs, found)
+    assert all(bitwise(found[0], outcome) for outcome in found[1:])
+
+
+def test_batches_on_four_ranks_are_one_batch_on_one():
+    """Nothing depends on the number of ranks, if nothing sees a rank's tokens alone."""
+    run = Run({"stage": 2, "expert_parallel_size": 4}, experts=ROUTINGS["dropless, k=2"] | ALONE)
+    found = spawn(train_all, 4, [run], init_process_group=False)[0]
+    assert not unequal(trusted(1, "dropless, k=2", **ALONE), [run], found)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "residual": {"use_residual": True},
+    "sigmoid, groups, bias": {
+        "score": "sigmoid", "groups": 2, "top_groups": 1, "bias_update_rate": 1e-3, "balance_loss": 0.0, "k": 2,
+    },
+    "z": {"z_loss": 1e-3},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_of_the_layer(variant):
+    experts = ROUTINGS["dropless, k=1"] | VARIANTS[variant]
+    run = Run({"stage": 3, "expert_parallel_size": 2}, experts=experts)
+    plain = Run({"stage": 1}, experts=experts)
+    expected = spawn(train_all, 2, [plain], init_process_group=False)[0][0]
+    assert not unequal(expected, [run], spawn(train_all, 2, [run], init_process_group=False)[0])
+    if "bias_update_rate" in experts:
+        biases = [v for k, v in expected.weights.items() if k.endswith("router.bias")]
+        assert len(biases) == 2
+        assert all(b.abs().max() > 0 for b in biases)
+
+
+def test_with_offload_recompute_clipping_and_accumulation():
+    experts = ROUTINGS["capacity, k=2"]
+    shared: dict[str, Any] = {"expert_parallel_size": 2}
+    runs = [
+        Run({**shared, "stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"}, experts=experts),
+        Run({**shared, "stage": 2, "activation_checkpointing": "full"}, experts=experts),
+        Run({**shared, "stage": 3, "activation_checkpointing": "selective"}, experts=experts),
+        Run({**shared, "stage": 1}, experts=experts, trainer={"gradient_clip_val": 0.5}),
+        Run({**shared, "stage": 2}, experts=experts, trainer={"accumulate_grad_batches": 2}),
+        Run({**shared, "stage": 0}, experts=experts, trainer={"accumulate_grad_batches": 2}),
+    ]
+    plain = [Run(experts=experts, trainer=run.trainer) for run in runs]
+    expected = spawn(train_all, 2, plain, init_process_group=False)[0]
+    found = spawn(train_all, 2, runs, init_process_group=False, timeout_s=150)[0]
+    assert not [p for e, r, f in zip(expected, runs, found, strict=True) for p in unequal(e, [r], [f])]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_with_divided_layers(size):
+    """Experts are folded over data- and tensor-parallel ranks: each of these sends a part of the tokens."""
+    experts = ROUTINGS["dropless, k=2"]
+    plan = {f"model.{k}": v for k, v in GPT(GPTConfig(**SHAPE)).tensor_parallel_plan().items() if ".mlp" not in k}
+    options = {"tensor_parallel_size": 2, "tensor_parallel_plan": plan, "expert_parallel_size": size}
+    runs = [Run({"stage": s, **options}, experts=experts) for s in STAGES]
+    tokens = {"tensor_parallel_sequence": True}
+    runs.append(Run({"stage": 2, **options, **tokens}, experts=experts | ALONE))
+    runs.append(Run({"stage": 3, **options, **tokens, "expert_parallel_size": 1}, experts=experts | ALONE))
+    expected = [trusted(2, "dropless, k=2")] * 3 + [trusted(2, "dropless, k=2", **ALONE)] * 2
+    found = spawn(train_all, 4, runs, init_process_group=False, timeout_s=150)[0]
+    assert not [p for e, r, f in zip(expected, runs, found, strict=True) for p in unequal(e, [r], [f])]
+
+
+def test_with_divided_sequences():
+    experts = ROUTINGS["dropless, k=1"] | ALONE
+    run = Run({"stage": 2, "sequence_parallel_size": 2, "expert_parallel_size": 2}, experts=experts)
+    found = spawn(train_all, 2, [run], init_process_group=False)[0]
+    assert not unequal(trusted(1, "dropless, k=1", **ALONE), [run], found)
+
+
+def test_the_plan_counts_what_is_sent():
+    """Dense states go over all ranks, an expert's over those that hold it."""
+    steps, experts = 5, ROUTINGS["dropless, k=1"]
+    runs = [Run({"stage": s, "expert_parallel_size": 2}, experts=experts, steps=steps) for s in STAGES]
+    for rank in spawn(train_all, 4, runs, init_process_group=False):
+        for outcome in rank:
+            sent = sum(outcome.notes["zero"][kind] for kind in ("all_gather", "reduce_scatter"))
+            assert sent == steps * outcome.notes["plan"].elements_sent()
+
+
+CHECKPOINT_STEPS = 8
+
+
+@pytest.mark.parametrize("save_as", ["sharded", "file"])
+def test_a_checkpoint_goes_on_at_any_size(tmp_path, save_as):
+    """Saved after 4 of 8 steps with experts over 2 ranks, resumed over 1, 2 and 4."""
+    experts = ROUTINGS["dropless, k=2"] | ALONE
+    whole = spawn(train_all, 1, [Run(experts=experts, steps=CHECKPOINT_STEPS)], init_process_group=False)[0][0]
+    half, path = CHECKPOINT_STEPS // 2, str(tmp_path / "saved.ckpt")
+    run = Run(
+        {"stage": 2, "expert_parallel_size": 2, "save_as": save_as},
+        experts=experts, steps=CHECKPOINT_STEPS, save=(half, path),
+    )  # fmt: skip
+    spawn(train_all, 4, [run], init_process_group=False)
+    for world, options in (
+        (2, {"stage": 3}), (4, {"stage": 1, "expert_parallel_size": 4}), (4, {"stage": 3, "expert_parallel_size": 2}),
+    ):  # fmt: skip
+        run = Run(options, experts=experts, steps=CHECKPOINT_STEPS, resume=path)
+        found = spawn(train_all, world, [run], init_process_group=False)[0]
+        found[0].losses = whole.losses[:half] + found[0].losses
+        found[0].norms = whole.norms[:half] + found[0].norms
+        assert not unequal(whole, [run], found)
+
+
+def test_a_folder_saved_in_parts_consolidates_to_the_single_file(tmp_path):
+    path = {kind: str(tmp_path / f"{kind}.ckpt") for kind in ("sharded", "file", "consolidated")}
+    options = {"stage": 2, "expert_parallel_size": 2}
+    for kind in ("sharded", "file"):
+        run = Run({**options, "save_as": kind}, experts=ROUTINGS["capacity, k=1"], steps=2, save=(2, path[kind]))
+        spawn(train_all, 4, [run], init_process_group=False)
+    assert main(["consolidate", path["sharded"], path["consolidated"]]) == 0
+    expected = torch.load(path["file"], weights_only=True)
+    found = torch.load(path["consolidated"], weights_only=True)
+    assert found["state_dict"].keys() == expected["state_dict"].keys()
+    assert all(torch.equal(found["state_dict"][k], v) for k, v in expected["state_dict"].items())
+    theirs, ours = expected["optimizer_states"][0]["state"], found["optimizer_states"][0]["state"]
+    assert all(torch.equal(ours[i][k], v) for i, state in theirs.items() for k, v in state.items())

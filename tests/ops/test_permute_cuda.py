@@ -1,0 +1,71 @@
+"""The CUDA kernels of routing: that they compile, without a GPU; that they are the references, with one."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from ls_strategy.ops import _build, permute, routing_library, topk
+from ls_strategy.ops.permute import combine_reference, pair_dots_reference, permute_reference
+from tests.ops.test_cuda import recipe
+from tests.ops.test_permute import DTYPES, SHAPES, Routed, assert_same_bits
+from tests.ops.test_topk import EXPERTS, scores_of
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
+def test_compiles_without_spills_or_fused_operations(capability, tmp_path):
+    (unit,) = routing_library.recipe(recipe(capability)).units
+    result = subprocess.run(
+        [*unit.command, "-Xptxas", "-v", "--keep", f"--keep-dir={tmp_path}", "-o", str(tmp_path / "object.o")],
+        capture_output=True, text=True, timeout=170, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    spills = re.findall(r"(\d+) bytes spill", result.stderr)
+    assert spills
+    assert set(spills) == {"0"}
+    assert not re.search(r"\bfma\.", (tmp_path / "routing.ptx").read_text())
+
+
+@pytest.mark.slow
+def test_links_and_loads(tmp_path, monkeypatch, compiled):
+    """The library finds all it needs in torch and in that of the CPU; its kernels are not run."""
+    monkeypatch.setattr(_build, "cache_dir", lambda: tmp_path)
+    cpu = _build.library(routing_library.recipe(_build.cpu_recipe()))
+    cuda = _build.library(routing_library.recipe(recipe((9, 0))))
+    code = f"import torch; torch.ops.load_library({str(cpu)!r}); torch.ops.load_library({str(cuda)!r})"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dropped", [0, 0.3, 1.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernel_is_the_reference(dtype, dropped):
+    assert routing_library.available("cuda"), _build.status()
+    for shape in [*SHAPES, (3000, 2, 300, 130)]:
+        r = Routed(shape, dtype, dropped)
+        kept = None if r.kept is None else r.kept.cuda()
+        order, counts = permute.sort_by_expert(r.indices.cuda(), kept, r.experts)
+        assert torch.equal(order.cpu(), r.order)
+        assert torch.equal(counts.cpu(), r.counts)
+        x, y = r.x.cuda(), r.y.cuda()
+        for weights in (None, r.weights):
+            w = None if weights is None else weights.cuda()
+            result = permute.permute(x, order, r.k, w).cpu()
+            assert_same_bits(result, permute_reference(r.x, r.order, weights, r.k))
+            result = permute._combine(y, order, w, len(x), r.k).cpu()
+            assert_same_bits(result, combine_reference(r.y, r.order, weights, len(x), r.k))
+        dots = permute.pair_dots(x, y, order, r.k).cpu()
+        assert_same_bits(dots, pair_dots_reference(r.x, r.y, r.order, r.k))
+
+
+@pytest.mark.gpu
+def test_topk_is_the_reference():
+    assert routing_library.available("cuda"), _build.status()
+    for experts in EXPERTS:
+        scores = scores_of(200, experts)
+        for k in {1, min(8, experts), experts}:
+            expected = topk.topk_indices_reference(scores, k)
+            assert torch.equal(topk.stable_topk(scores.cuda(), k)[1].cpu(), expected)
