@@ -188,7 +188,7 @@ def refuse_loading_into_meta() -> Generator[None, None, None]:
             yield
         except UserWarning as warning:
             raise PlanError(
-                "configure_model loads weights into a module that has no memory yet: at stage 3 it runs on the meta "
-                "device, so that no rank ever holds the whole model, and the weights would be lost. Load them by "
-                "trainer.fit(ckpt_path=...), or build the module under `with torch.device('cpu'):`."
+                "configure_model loads weights into a module that has no memory yet: at stage 3 and in pipelines it "
+                "runs on the meta device, so that no rank ever holds the whole model, and the weights would be lost. "
+                "Load them by trainer.fit(ckpt_path=...), or build the module under `with torch.device('cpu'):`."
             ) from warning

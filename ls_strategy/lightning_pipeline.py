@@ -13,29 +13,39 @@ bar and checkpoints see the same everywhere; states of torchmetrics follow it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import cache
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ls_strategy._compat import metric_state, set_metric_state, tree_iter, tree_map
+from ls_strategy._compat import batches_of, is_compiled_function, metric_state, set_metric_state, tree_map
+from ls_strategy.checkpoint.random import random_states, restore_random_states
 from ls_strategy.config import ParallelConfig
 from ls_strategy.engine import Engine
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.mesh import Mesh
-from ls_strategy.parallel.pipeline.cut import keep_own, make_cut
+from ls_strategy.moe.losses import LossKeeper
+from ls_strategy.parallel.pipeline.batches import has_rows, mean_of, merge, split
+from ls_strategy.parallel.pipeline.cut import Usage, find_blocks, keep_own, make_cut
+from ls_strategy.parallel.pipeline.handover import SideLoss
 from ls_strategy.parallel.pipeline.mail import make_links
 from ls_strategy.parallel.pipeline.runner import Callbacks, PipelineRunner
-from ls_strategy.parallel.pipeline.schedules import Action, place, placement_of, stages_per_rank_of
+from ls_strategy.parallel.pipeline.sample import sample_batch
+from ls_strategy.parallel.pipeline.schedules import Action, least_micro_batches, place, placement_of, stages_per_rank_of
 from ls_strategy.parallel.pipeline.stage import StageRunner
 from ls_strategy.parallel.pipeline.timeline import Recorder, Span
+from ls_strategy.parallel.pipeline.trace import observe, stand_in
 from ls_strategy.parallel.random import draw, generator_of, hash64, set_state
 from ls_strategy.zero.share import Share
 
@@ -65,7 +75,10 @@ class Pipeline:
         stages = stages_per_rank_of(config.pipeline_schedule, config.pipeline_stages_per_rank)
         rank_of = place(size, stages, placement_of(config.pipeline_schedule))
         self.config, self.mesh, self.device = config, mesh, device
-        self.cut = make_cut(module, rank_of, method=config.pipeline_partition, stack=config.pipeline_blocks)
+        self._ranks = size
+        method, stack = config.pipeline_partition, config.pipeline_blocks
+        usage = self._dry_run(module, len(rank_of)) if method == "flops" else None
+        self.cut = make_cut(module, rank_of, method=method, stack=stack, usage=usage)
         rank_zero_info(f"ZeROStrategy: {config.pipeline_schedule} over {size} ranks\n{self.cut.table()}")
         norms = [name for name, m in module.named_modules() if isinstance(m, _BATCH_NORMS)]
         if norms:
@@ -79,7 +92,7 @@ class Pipeline:
         self._links = links = make_links(mesh.pipeline, [list(group) for group in mesh.shape.groups("pipeline")])
         self.recorder = Recorder(device)
         self.runner = PipelineRunner(
-            StageRunner(module, self.cut, device),
+            StageRunner(module, self.cut, device, side=_side_loss(module)),
             links,
             config.pipeline_schedule,
             callbacks=Callbacks(before=self._before, after=self._after, on_last_backward=self._on_last_backward),
@@ -88,6 +101,52 @@ class Pipeline:
         self._tied_group = self._make_tied_group()
         self._engine: Engine | None = None
         self._last = False
+
+    def _dry_run(self, module: pl.LightningModule, stages: int) -> Usage:
+        """The user's step once, on the shapes of a batch, on a copy of the module. Collective over all ranks.
+
+        Raises:
+            PlanError: it failed on some rank; on all.
+        """
+        states = random_states()
+        outcome: Usage | str
+        try:
+            outcome = self._observed(module, stages)
+        except Exception as error:
+            outcome = f"{type(error).__name__}: {error}"
+        finally:
+            restore_random_states(states)
+        outcomes = self.mesh.world.exchange_objects(outcome)
+        for each in outcomes:
+            if isinstance(each, str):
+                raise PlanError(
+                    "pipeline_partition='flops' calls the step once, without values, on a batch, to count operations. "
+                    f"That failed: {each} Balance 'parameters' instead."
+                )
+        return outcomes[0]  # batches of other replicas may have other shapes
+
+    def _observed(self, module: pl.LightningModule, stages: int) -> Usage:
+        trainer = module.trainer
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        loaders = batches_of(trainer)
+        if fitting:
+            batch = tree_map(sample_batch, loaders)
+        else:
+            batch = sample_batch(next(iter(loaders)) if isinstance(loaders, list | tuple) else loaders)
+        # The class's own: ours compares the batches of a replica, which are still to come.
+        micro_batch = self._split(Strategy.batch_to_device(trainer.strategy, batch))[0][0]
+        twin = cast("pl.LightningModule", stand_in(module))
+        twin.trainer = trainer
+        step = {
+            TrainerFn.FITTING: twin.training_step,
+            TrainerFn.VALIDATING: twin.validation_step,
+            TrainerFn.TESTING: twin.test_step,
+            TrainerFn.PREDICTING: twin.predict_step,
+        }[cast("TrainerFn", trainer.state.fn)]
+        more = [name for name in ("batch_idx", "dataloader_idx") if is_param_in_hook_signature(step, name)]
+        with Logged(twin).recording():
+            blocks = find_blocks(twin, stages, self.config.pipeline_blocks)
+            return observe(twin, blocks, lambda part: step(part, *[0] * len(more)), micro_batch, self.device)
 
     def record(self, *, on: bool) -> None:
         """Note start and end of every action from now on, or no longer."""
@@ -212,7 +271,7 @@ class Pipeline:
         with self._own_random_numbers(), logged.recording():
             results = self.runner.evaluate(lambda part: step(part, *args[1:]), parts)
         shares = [size / sum(sizes) for size in sizes]
-        merged = _merged(results, shares) if self.is_last else None
+        merged = merge(results, shares) if self.is_last else None
         merged, told = self.runner.from_last((merged, logged.summary(shares, sizes) if self.is_last else None))
         logged.replay(told)
         return merged
@@ -228,23 +287,12 @@ class Pipeline:
         samples = extract_batch_size(batch)
         count = self._count(samples)
 
-        def cut(leaf: Any) -> list[Any]:
-            whole = isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == samples
-            return list(leaf.tensor_split(count)) if whole else [leaf] * count
-
-        if not any(isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == samples for leaf in tree_iter(batch)):
+        if not has_rows(batch, samples):
             raise StateError(
                 "a pipeline divides batches along the first dimension of their tensors, and this one has no tensor "
                 f"with {samples} rows."
             )
-        columns: list[list[Any]] = []
-        tree_map(lambda leaf: columns.append(cut(leaf)), batch)
-        parts = []
-        for i in range(count):
-            leaves = iter(columns)
-            parts.append(tree_map(lambda _, i=i, leaves=leaves: next(leaves)[i], batch))
-        sizes = [len(part) for part in torch.empty(samples, device="meta").tensor_split(count)]
-        return parts, sizes
+        return split(batch, samples, count)
 
     def _count(self, samples: int) -> int:
         """Micro-batches of a batch.
@@ -258,10 +306,16 @@ class Pipeline:
                 f"a batch of {samples} samples is more than micro_batches={number} of micro_batch_size={size}. Leave "
                 "one of the two out, or make the batches smaller."
             )
-        wanted = -(-samples // size) if size else number or 4 * self.mesh.pipeline.world_size
+        wanted = -(-samples // size) if size else number or 4 * self._ranks
         if wanted > samples and number:
             rank_zero_warn(f"a batch of {samples} samples makes as many micro-batches, not micro_batches={number}.")
-        return min(wanted, samples)
+        found, least = min(wanted, samples), least_micro_batches(self.config.pipeline_schedule, self._ranks)
+        if found < least:
+            rank_zero_warn(
+                f"a batch of {samples} samples makes {found} micro-batches, {self.config.pipeline_schedule} needs "
+                f"{least}: it goes by zbv."
+            )
+        return found
 
     @contextmanager
     def _own_random_numbers(self) -> Generator[None, None, None]:
@@ -277,6 +331,24 @@ class Pipeline:
         finally:
             for generator, after in kept:
                 set_state(generator, after)
+
+
+def _side_loss(module: nn.Module) -> SideLoss:
+    """What MoE layers of earlier stages leave for ``moe_losses(self)``, which users call on the last one."""
+
+    @cache  # at the first call, when all that changes layers has done so
+    def keepers() -> list[LossKeeper]:
+        return [m for m in module.modules() if isinstance(m, LossKeeper)]
+
+    def give() -> Tensor | None:
+        losses = [loss for keeper in keepers() for loss in keeper.take()]
+        return torch.stack(losses).sum() if losses else None
+
+    def receive(loss: Tensor | None) -> None:
+        if loss is not None:
+            keepers()[-1].leave(loss)  # whose it is does not matter
+
+    return SideLoss(give=give, receive=receive)
 
 
 # --- what steps log --------------------------------------------------------------------------------------------------
@@ -321,7 +393,7 @@ class Logged:
             if metric is not None:
                 told.append((name, ("metric", metric), options))
             else:
-                told.append((name, ("value", _reduced(values, shares, options.get("reduce_fx", "mean"))), options))
+                told.append((name, ("value", mean_of(values, shares, options.get("reduce_fx", "mean"))), options))
         states = {
             name: metric_state(m) for name, m in self._metrics.items() if metric_state(m)[0] != self._counts[name]
         }
@@ -337,34 +409,6 @@ class Logged:
             self._module.log(name, shown, **options)
 
 
-def _reduced(values: Sequence[Any], shares: Sequence[float], how: Any) -> Tensor:
-    stacked = torch.stack([torch.as_tensor(v).detach().float().cpu() for v in values])
-    how = getattr(how, "__name__", how)
-    if how in ("sum", "max", "min"):
-        return getattr(torch, str(how if how == "sum" else f"a{how}"))(stacked, dim=0)
-    if len(values) != len(shares):  # logged in some micro-batches only
-        return stacked.mean(dim=0)
-    return (stacked * torch.tensor(shares).view(-1, *[1] * (stacked.dim() - 1))).sum(dim=0)
-
-
-def _merged(results: Sequence[Any], shares: Sequence[float]) -> Any:
-    """What the micro-batches' steps returned, as one step would have: rows together, numbers averaged. On the CPU."""
-    if not results or results[0] is None:
-        return None
-    leaves: list[Iterator[Any]] = [iter(tree_iter(result)) for result in results]
-
-    def merge(first: Any) -> Any:
-        column = [next(leaf) for leaf in leaves]
-        if not isinstance(first, Tensor):
-            return first
-        column = [t.detach().cpu() for t in column]
-        if first.dim():
-            return torch.cat(column)
-        return sum(t * share for t, share in zip(column, shares, strict=True))
-
-    return tree_map(merge, results[0])
-
-
 def refuse(module: pl.LightningModule, config: ParallelConfig) -> None:
     """What a pipeline cannot do, before anything is divided.
 
@@ -376,6 +420,18 @@ def refuse(module: pl.LightningModule, config: ParallelConfig) -> None:
             "a pipeline runs all forwards and backwards of a batch together, so manual optimization has no place in "
             "it, nor have several optimizers: use automatic_optimization=True, or pipeline_parallel_size=1."
         )
+    least = least_micro_batches(config.pipeline_schedule, config.pipeline_parallel_size)
+    if (config.micro_batches or least) < least:
+        raise PlanError(
+            f"micro_batches={config.micro_batches}: {config.pipeline_schedule} over {config.pipeline_parallel_size} "
+            f"ranks needs {least} or more. Take as many, or pipeline_schedule='zbv'."
+        )
+    for name in ("forward", "training_step", "validation_step", "test_step", "predict_step"):
+        if is_compiled_function(getattr(module, name)):
+            raise PlanError(
+                f"{name} is compiled (torch.compile(module) compiles all steps), and a pipeline leaves it in the "
+                "middle on every stage but the last. Compile the blocks instead: for block in blocks: block.compile()."
+            )
     for name, given in (
         ("sequence_parallel_size", config.sequence_parallel_size > 1),
         ("tensor_parallel_sequence", config.tensor_parallel_sequence),

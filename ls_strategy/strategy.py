@@ -145,8 +145,8 @@ class ZeROStrategy(DDPStrategy):
         micro_batch_size: samples of a micro-batch, in place of their number; with both, the largest batch is their
             product.
         pipeline_schedule: ``gpipe``, ``1f1b``, ``interleaved_1f1b``, ``zero_bubble``, ``zbv`` or ``dualpipe_v``.
-        pipeline_partition: what is balanced over stages: ``parameters``, ``uniform`` (numbers of blocks) or
-            ``type:REGEX`` (blocks of classes whose name matches).
+        pipeline_partition: what is balanced over stages: ``parameters``, ``flops`` (of the forward, counted in a dry
+            run on one batch), ``uniform`` (numbers of blocks) or ``type:REGEX`` (blocks of classes whose name matches).
         pipeline_stages_per_rank: of the schedules that have several. Default: two for ``interleaved_1f1b``.
         pipeline_blocks: name of the ModuleList or Sequential that is divided. Default: what the model's ``to_layers()``
             returns, or the longest one.
@@ -453,8 +453,9 @@ class ZeROStrategy(DDPStrategy):
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Stage 3 builds ``configure_model`` on the meta device: no rank ever holds the whole model."""
-        on_meta = POLICIES[self.config.stage].parameters and (
+        """Stage 3, and any stage in a pipeline, builds ``configure_model`` on the meta device: nobody holds it whole."""
+        divided = self.parallel.config.pipeline_parallel_size > 1
+        on_meta = (POLICIES[self.config.stage].parameters or divided) and (
             empty_init or (empty_init is None and (dist.is_initialized() or self.config.offload_param is not None))
         )
         if not on_meta:

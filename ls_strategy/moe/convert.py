@@ -293,6 +293,14 @@ class ConvertedMoE(RoutingAccounts, SparseLayer):
         out = (out + dense[0] if dense else out).view(x.shape)
         return (out, weights) if self.family.returns_weights else out
 
+    def forward_shapes(self, hidden_states: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """In place of `forward` where another rank of a pipeline computes it: nothing is routed without values."""
+        out = torch.empty_like(hidden_states)
+        if not self.family.returns_weights:
+            return out
+        tokens = hidden_states.numel() // hidden_states.shape[-1]
+        return out, hidden_states.new_empty(tokens, self.options.k)
+
     def statistics(self) -> MoEStatistics:
         """Of the forwards in training since `reset_statistics`, on this rank; does not wait for the device."""
         return self.counts.statistics(next(self.parameters()).device)

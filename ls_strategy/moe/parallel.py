@@ -69,7 +69,8 @@ def apply_expert_parallel(
     if not layers:
         raise PlanError(
             f"expert parallelism over {size} ranks: the model has no ls_strategy.MoE layer, nothing to divide. "
-            "Use MoE in place of feed-forward layers, or expert_parallel_size=1."
+            "Use MoE in place of feed-forward layers, convert_moe(model) on a model of transformers, or "
+            "expert_parallel_size=1."
         )
     for name, layer in layers:
         if layer.num_experts % size:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 from ls_strategy.errors import PlanError
+from ls_strategy.moe.sparse import SparseLayer
 from ls_strategy.parallel import families
 from ls_strategy.parallel.cuts import plain_name
 from ls_strategy.parallel.families import Role
@@ -49,7 +50,9 @@ def styles_of(prefix: str, model: nn.Module, plan: Mapping[str, str], size: int)
     """
     found: Found = {}
     modules: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
+    # Layers of experts stay whole here; expert parallelism divides them.
+    whole = tuple(f"{name}." for name, m in model.named_modules() if isinstance(m, SparseLayer))
+    for name, module in ((n, m) for n, m in model.named_modules() if not f"{n}.".startswith(whole)):
         full = plain_name(f"{prefix}.{name}" if prefix and name else prefix or name)
         modules[full] = module
         style = plan.get(_LAYER_NUMBER.sub(".*", name))

@@ -38,8 +38,8 @@ def partition(
 
     By default every child of a ``ModuleList`` or ``Sequential`` is a unit (nested containers are opened first), and
     every layer of experts outside of them; or every instance of ``unit_classes``. Parameters of no block, of blocks
-    below ``min_unit_numel`` elements, and parameters shared between blocks go to root units: one for each stretch between blocks, so that the gradients of an
-    output head are reduced while the blocks still run backward.
+    below ``min_unit_numel`` elements, and parameters shared between blocks go to root units: one for each stretch
+    between blocks, so that the gradients of an output head are reduced while the blocks still run backward.
 
     Args:
         model: the model.

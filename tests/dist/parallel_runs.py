@@ -121,11 +121,11 @@ def with_experts(num_experts: int = 4, ffn: int = 40, **options: Any) -> Abstrac
     return mock.patch("recipes.gpt.network.SwiGLU", build)
 
 
-def train(rank: int, world_size: int, run: Run) -> Outcome:
+def train(rank: int, world_size: int, run: Run, kind: type[Module] = Module) -> Outcome:
     """One run; collective."""
     quiet()
     torch.manual_seed(0)
-    module = Module(run)
+    module = kind(run)
     strategy: Any = "auto" if run.options is None else ZeROStrategy(**{"min_unit_numel": 0, **run.options})
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -154,9 +154,9 @@ def train(rank: int, world_size: int, run: Run) -> Outcome:
     return outcome
 
 
-def train_all(rank: int, world_size: int, runs: list[Run]) -> list[Outcome]:
+def train_all(rank: int, world_size: int, runs: list[Run], kind: type[Module] = Module) -> list[Outcome]:
     """One run after the other."""
-    return [train(rank, world_size, run) for run in runs]
+    return [train(rank, world_size, run, kind) for run in runs]
 
 
 def differences(trusted: Outcome, ours: Outcome) -> dict[str, float]:

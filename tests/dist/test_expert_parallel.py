@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
+from ls_strategy import convert_moe
 from ls_strategy.cli import main
 from ls_strategy.testing import spawn
 from recipes.gpt.network import GPT, GPTConfig
-from tests.dist.parallel_runs import SHAPE, Outcome, Run, train_all, unequal
+from tests.dist.parallel_runs import SHAPE, Module, Outcome, Run, train_all, unequal
 
 pytestmark = pytest.mark.dist
 
@@ -41,10 +44,16 @@ def bitwise(one: Outcome, other: Outcome) -> bool:
     return one.losses == other.losses and all(torch.equal(v, other.weights[k]) for k, v in one.weights.items())
 
 
-@pytest.mark.parametrize("routing", ROUTINGS)
+QUICK = {(2, 2, "capacity, k=1"), (4, 2, "dropless, k=2")}
+
+
 @pytest.mark.parametrize(
-    ("world", "size"),
-    [pytest.param(2, 1, marks=pytest.mark.slow), (2, 2), (4, 2), pytest.param(4, 4, marks=pytest.mark.slow)],
+    ("world", "size", "routing"),
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+        for case in product((2, 4), (1, 2, 4), ROUTINGS)
+        if case[0] >= case[1]
+    ],
 )
 def test_losses_norms_and_weights_are_those_of_ddp(world, size, routing):
     """Stage against stage bit for bit. Random token selection and sampling draw the same numbers in all runs."""
@@ -100,7 +109,7 @@ def test_with_offload_recompute_clipping_and_accumulation():
     assert not [p for e, r, f in zip(expected, runs, found, strict=True) for p in unequal(e, [r], [f])]
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_with_divided_layers(size):
     """Experts are folded over data- and tensor-parallel ranks: each of these sends a part of the tokens."""
     experts = ROUTINGS["dropless, k=2"]
@@ -135,7 +144,7 @@ def test_the_plan_counts_what_is_sent():
 CHECKPOINT_STEPS = 8
 
 
-@pytest.mark.parametrize("save_as", ["sharded", "file"])
+@pytest.mark.parametrize("save_as", ["sharded", pytest.param("file", marks=pytest.mark.slow)])
 def test_a_checkpoint_goes_on_at_any_size(tmp_path, save_as):
     """Saved after 4 of 8 steps with experts over 2 ranks, resumed over 1, 2 and 4."""
     experts = ROUTINGS["dropless, k=2"] | ALONE
@@ -169,3 +178,42 @@ def test_a_folder_saved_in_parts_consolidates_to_the_single_file(tmp_path):
     assert all(torch.equal(found["state_dict"][k], v) for k, v in expected["state_dict"].items())
     theirs, ours = expected["optimizer_states"][0]["state"], found["optimizer_states"][0]["state"]
     assert all(torch.equal(ours[i][k], v) for i, state in theirs.items() for k, v in state.items())
+
+
+# --- a model of transformers -----------------------------------------------------------------------------------------
+
+
+class Mixtral(Module):
+    """Built whole by every rank, converted unless the run is the trusted one."""
+
+    def __init__(self, run: Run) -> None:
+        from transformers import MixtralConfig, MixtralForCausalLM
+
+        super().__init__(run)
+        config = MixtralConfig(
+            vocab_size=SHAPE["vocab_size"], hidden_size=32, intermediate_size=40, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, use_cache=False,
+        )  # fmt: skip
+        self.model = MixtralForCausalLM(config)
+        if run.options is not None:
+            convert_moe(self.model)
+
+    def configure_model(self) -> None:
+        """It is there."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        tokens_BT, targets_BT = batch
+        logits = self.model(input_ids=tokens_BT).logits
+        return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets_BT.flatten())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
+def test_a_converted_model():
+    expected = spawn(train_all, 1, [Run()], Mixtral, init_process_group=False, timeout_s=120)[0][0]
+    runs = [
+        Run({"stage": 3, "expert_parallel_size": 2}),
+        Run({"stage": 2, "expert_parallel_size": 4}),
+        Run({"stage": 1, "expert_parallel_size": 2, "tensor_parallel_size": 2}),
+    ]
+    found = spawn(train_all, 4, runs, Mixtral, init_process_group=False, timeout_s=150)[0]
+    assert not unequal(expected, runs, found)

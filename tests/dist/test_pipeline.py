@@ -51,7 +51,7 @@ def compare(
     **shape: Any,
 ) -> list[Outcome]:
     options = trainer_options(accumulate, clip)
-    runs = [Run({"pipeline_parallel_size": 2, **c}, shape, STEPS, batch, trainer=options) for c in choices]
+    runs = [Run({"pipeline_parallel_size": 2, **c}, shape, steps=STEPS, batch=batch, trainer=options) for c in choices]
     found = spawn(train_all, world, runs, init_process_group=False, timeout_s=170)[0]
     assert not unequal(trusted(accumulate, clip, batch, **shape), runs, found, losses=1e-6, norms=1e-6)
     return found
@@ -70,6 +70,7 @@ def test_every_stage_with_two_replicas():
         assert all(torch.equal(v, found[0].weights[k]) for k, v in outcome.weights.items())
 
 
+@pytest.mark.slow
 def test_four_stages_and_two_chunks_with_replicas():
     compare(4, [{"stage": 1, "pipeline_parallel_size": 4, "micro_batches": 4}], **FOUR)
     several = {"pipeline_schedule": "interleaved_1f1b", "micro_batches": 2}
@@ -86,6 +87,33 @@ def test_with_divided_layers_recompute_and_offload():
         {"stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu", "activation_offload": "cpu"},
     ]
     compare(4, choices, tied_embeddings=False)
+
+
+def test_losses_of_experts_on_earlier_stages():
+    """Trusted run: as many small batches, whose gradients add up, since a loss of balance is one of a micro-batch."""
+    parts, steps = 4, 4
+    experts = {
+        "num_experts": 4,
+        "k": 2,
+        "balance_loss": 0.5,
+        "z_loss": 0.1,
+        "drop_tokens": False,
+        "second_expert_sampling": False,
+    }
+    one = Run(shape=FOUR, experts=experts, steps=parts * steps, batch=1, trainer=trainer_options(parts, 0.5))
+    expected = spawn(train_all, 1, [one], init_process_group=False)[0][0]
+    expected.losses = torch.tensor(expected.losses).view(-1, parts).sum(1).tolist()  # of each the part
+    shared = {"stage": 2, "pipeline_parallel_size": 2, "micro_batches": parts}
+    runs = [
+        Run({**shared, **choice}, FOUR, experts, steps, trainer=trainer_options(1, 0.5))
+        for choice in (
+            {"pipeline_schedule": "1f1b", "activation_checkpointing": "full"},
+            {"pipeline_schedule": "interleaved_1f1b"},
+            {"pipeline_schedule": "zbv"},
+        )
+    ]
+    found = spawn(train_all, 2, runs, init_process_group=False)[0]
+    assert not unequal(expected, runs, found)
 
 
 @pytest.mark.slow
@@ -269,18 +297,22 @@ class Tied(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4, fused=True)
 
 
-def train_tied(rank: int, world_size: int, options: dict[str, Any] | None, precision: str) -> dict[str, Tensor]:
+def words() -> DataLoader:
     generator = torch.Generator().manual_seed(1)
-    words = torch.randint(0, 11, (48,), generator=generator)
-    data = DataLoader(TensorDataset(words, words.roll(1)), batch_size=8)
+    text = torch.randint(0, 11, (48,), generator=generator)
+    return DataLoader(TensorDataset(text, text.roll(1)), batch_size=8)
+
+
+def train_tied(rank: int, world_size: int, options: dict[str, Any] | None, precision: str) -> dict[str, Tensor]:
     strategy: Any = "auto" if options is None else ZeROStrategy(min_unit_numel=0, **options)  # type: ignore[arg-type]
     trainer = trainer_of(
         strategy, max_epochs=2, use_distributed_sampler=False, accumulate_grad_batches=2, precision=precision
     )
-    trainer.fit(Tied(), data)
+    trainer.fit(Tied(), words())
     return {k: v.clone() for k, v in trainer.strategy.lightning_module_state_dict().items()}
 
 
+@pytest.mark.slow
 def test_tied_weights_with_offloaded_updates_in_two_precisions():
     expected = spawn(train_tied, 1, None, "32-true", init_process_group=False)[0]
     pipeline = {"pipeline_parallel_size": 2, "micro_batches": 4}
@@ -296,10 +328,65 @@ def test_tied_weights_with_offloaded_updates_in_two_precisions():
         assert (found[key] - value).abs().max() <= 2 * (flat[key] - value).abs().max() + 1e-6, key
 
 
+COMPILED: list[int] = []
+"""Nodes of every graph that was compiled in this process."""
+
+
+def counting(graph: Any, inputs: Any) -> Any:
+    """A backend of ``torch.compile`` that changes nothing."""
+    COMPILED.append(len(graph.graph.nodes))
+    return graph.forward
+
+
+class CompiledParts(Tied):
+    """Blocks and what lies around them compiled, in place or in wrappers."""
+
+    def __init__(self, wrapped: bool) -> None:
+        super().__init__()
+        parts: list[Any] = [self.table, *self.blocks, self.head]
+        if wrapped:
+            parts = [torch.compile(part, backend=counting) for part in parts]
+            self.table, self.blocks, self.head = parts[0], nn.Sequential(*parts[1:-1]), parts[-1]
+        for part in () if wrapped else parts:
+            part.compile(backend=counting)
+
+
+def train_compiled(rank: int, world_size: int, wrapped: bool) -> tuple[dict[str, Tensor], int]:
+    COMPILED.clear()
+    strategy = ZeROStrategy(1, min_unit_numel=0, pipeline_parallel_size=2, micro_batches=4)
+    trainer = trainer_of(strategy, max_epochs=2, use_distributed_sampler=False, accumulate_grad_batches=2)
+    trainer.fit(CompiledParts(wrapped), words())
+    weights = trainer.strategy.lightning_module_state_dict()
+    return {k.replace("_orig_mod.", ""): v.clone() for k, v in weights.items()}, len(COMPILED)
+
+
+@pytest.mark.parametrize("wrapped", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_compiled_blocks_and_layers_around_them(wrapped):
+    expected = spawn(train_tied, 1, None, "32-true", init_process_group=False)[0]
+    found = spawn(train_compiled, 2, wrapped, init_process_group=False)
+    for weights, compiled in found:
+        assert compiled >= 2  # a block, and what comes before or after all blocks
+        for key, value in expected.items() if weights else ():
+            torch.testing.assert_close(weights[key], value, rtol=2e-6, atol=2e-6)
+    assert found[0][0].keys() == expected.keys()
+
+
 class Manual(AlexNetLike):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
+
+
+class CompiledWhole(AlexNetLike):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.compile(self.net, backend=counting)  # type: ignore[assignment]
+
+
+class CompiledStep(AlexNetLike):
+    def __init__(self) -> None:
+        super().__init__()
+        self.training_step = torch.compile(self.training_step, backend=counting)  # type: ignore[method-assign]
 
 
 class Short(AlexNetLike):
@@ -315,20 +402,86 @@ def test_refusals(rank, world_size):
         (PlanError, "does not divide the 2 ranks", AlexNetLike, {"pipeline_parallel_size": 3}),
         (PlanError, "no ModuleList or Sequential of 2 modules", Short, size),
         (PlanError, "automatic_optimization=True", Manual, size),
+        (PlanError, "needs 4 or more", AlexNetLike, {**size, "micro_batches": 3, "pipeline_schedule": "dualpipe_v"}),
+        (PlanError, r"'net' is compiled as a whole.*block.compile\(\)", CompiledWhole, size),
+        (PlanError, r"training_step is compiled.*block.compile\(\)", CompiledStep, size),
         (StateError, "8 samples is more than", AlexNetLike, {**size, "micro_batches": 2, "micro_batch_size": 3}),
     ]
-    for error, words, module, options in cases:
-        with pytest.raises(error, match=words):
+    for error, pattern, module, options in cases:
+        with pytest.raises(error, match=pattern):
             trainer_of(ZeROStrategy(1, **options), max_epochs=1).fit(module(), images())
-    for words, options in {
+    for pattern, options in {
         "consolidate": {**size, "save_as": "file"},
         "at least one part": {**size, "micro_batches": 0},
-        "pipeline_partition='flops'": {**size, "pipeline_partition": "flops"},
+        "pipeline_partition='time'": {**size, "pipeline_partition": "time"},
         "accumulate_grad_batches": {"micro_batch_size": 4},
         "at least one sample": {**size, "micro_batch_size": 0},
     }.items():
-        with pytest.raises(ConfigError, match=words):
+        with pytest.raises(ConfigError, match=pattern):
             ZeROStrategy(1, **options)
+    whole: Any = torch.compile(AlexNetLike(), backend=counting)
+    with pytest.raises(PlanError, match="forward is compiled"):
+        trainer_of(ZeROStrategy(1, **size), max_epochs=1).fit(whole, images())
+
+
+class Measured(AlexNetLike):
+    """Early layers have most operations, late ones most parameters. Its steps do more than compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+        self.mean = MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.steps += 1
+        loss = super().training_step(batch, batch_idx)
+        self.mean(loss.detach())
+        return loss
+
+
+class Samples(torch.utils.data.Dataset):
+    """Samples that are changed at random; a quarter of the size on every second replica."""
+
+    def __init__(self, small: bool) -> None:
+        self.side = 4 if small else 8
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.rand(1, self.side, self.side), index % 3
+
+
+class OnMaps(Measured):
+    """Of any size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*self.net[:5], nn.AdaptiveAvgPool2d(4), *self.net[5:])
+
+
+def balance(rank: int, world_size: int, methods: list[str]) -> list[tuple[Any, list[int], list[float]]]:
+    found: list[Any] = []
+    for method in methods:
+        strategy = ZeROStrategy(1, pipeline_parallel_size=2, micro_batches=4, pipeline_partition=method)
+        module, seen = OnMaps(), Seen()
+        trainer = trainer_of(strategy, max_epochs=1, callbacks=[seen])
+        trainer.fit(module, DataLoader(Samples(rank % 2 == 1), batch_size=8, shuffle=True))
+        assert strategy.parallel.pipeline is not None
+        cut = strategy.parallel.pipeline.cut
+        assert method in cut.table()
+        found.append((cut.bounds, [module.steps, module.mean.update_count], seen.outputs))
+    return found
+
+
+def test_operations_are_balanced_alike_on_all_ranks_and_without_a_trace():
+    """The batches of one replica have other shapes, for which the other division would be best."""
+    found = spawn(balance, 4, ["flops", "parameters"], init_process_group=False)
+    for flops, parameters in found:
+        assert flops[0] == (0, 3, 10)
+        assert parameters[0] == (0, 7, 10)
+        assert flops[1] == parameters[1] == [4, 4]  # one batch of 8 samples on each of two replicas
+        assert flops[2] == pytest.approx(parameters[2], rel=1e-6)  # the same random numbers
 
 
 @on_ranks(2)

@@ -341,6 +341,25 @@ def test_accuracy_over_ranks_is_that_of_one_rank(
     assert first["metrics"]["val/loss"] == pytest.approx(float(trusted["test/loss"]), rel=1e-5)
 
 
+def test_two_stages_of_a_pipeline_train_as_one_process(data_dir: Path, tmp_path: Path) -> None:
+    """Trusted run: plain Lightning, which adds up gradients of as many small batches, since norms see one at a time."""
+    # A seed for which no activation is so near a kink (a ReLU's zero, two equal maxima) that rounding decides.
+    common = [*RUNS["bf16-mixed"], "--trainer.precision=32-true", "--trainer.max_epochs=1", "--seed_everything=2"]
+    steps, parts, size = 3, 4, 4
+    pipeline = [f"--data.batch_size={parts * size}", f"--trainer.limit_train_batches={steps}"]
+    one = [f"--data.batch_size={size}", f"--trainer.limit_train_batches={steps * parts}"]
+    one += [f"--trainer.accumulate_grad_batches={parts}", "--trainer.devices=1"]
+    runs = [small_run("pp2", data_dir, tmp_path, *common, *pipeline)]
+    (first,), (last,) = spawn(fit_and_follow, 2, runs, init_process_group=False, timeout_s=100)
+    runs = [small_run("ddp", data_dir, tmp_path, *common, *one)]
+    ((trusted,),) = spawn(fit_and_follow, 1, runs, init_process_group=False, timeout_s=100)
+    assert first["losses"] == []  # its steps end where the second stage begins
+    assert last["losses"] == pytest.approx(trusted["losses"], rel=1e-6)
+    assert first["metrics"] == last["metrics"]
+    assert last["metrics"]["val/accuracy"] == trusted["metrics"]["val/accuracy"]
+    assert last["metrics"]["val/loss"] == pytest.approx(trusted["metrics"]["val/loss"], rel=1e-5)
+
+
 def test_the_readme_quotes_the_record() -> None:
     record = json.loads((ROOT / "tests" / "bench" / "records" / "cifar_accuracy.json").read_text())
     assert accuracy.table(record) in (ROOT / "recipes" / "cifar" / "README.md").read_text()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ls_strategy.errors import PlanError
 from ls_strategy.parallel.pipeline.balance import balance
 from ls_strategy.parallel.pipeline.cut import find_blocks, keep_own, make_cut
+from ls_strategy.parallel.pipeline.sample import sample_batch
 from ls_strategy.parallel.pipeline.schedules import place
-from ls_strategy.parallel.pipeline.trace import observe
+from ls_strategy.parallel.pipeline.trace import observe, stand_in
 from recipes.gpt.network import GPT, GPTConfig
 
 CPU = torch.device("cpu")
@@ -192,6 +196,92 @@ def test_a_dry_run_knows_better_than_the_order_of_registration() -> None:
     assert right.stages_of["stem.weight"] == (0,)
 
 
+def test_a_stand_in_is_observed_and_the_model_stays_as_it_is() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+            self.norm = nn.BatchNorm1d(4)
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return self.norm(self.blocks(x)).sum()
+
+    model = Counting()
+    twin = stand_in(model)
+    assert all(p.is_meta for p in twin.parameters())
+    assert not any(p.is_meta for p in model.parameters())
+    observe(twin, find_blocks(twin, 2), twin, torch.ones(3, 4), CPU)
+    assert (model.calls, twin.calls) == (0, 1)
+    assert model.norm.num_batches_tracked == 0
+    model.lock = threading.Lock()  # type: ignore[assignment]
+    with pytest.raises(PlanError, match=r"Counting cannot be copied.*lock"):
+        stand_in(model)
+
+
+def test_what_is_compiled_with_its_blocks_is_refused() -> None:
+    model = Wrapper(gpt())
+    model.model.compile(backend="eager")
+    with pytest.raises(PlanError, match=r"'model' is compiled as a whole.*block.compile\(\)"):
+        make_cut(model, (0, 1))
+    inner = torch.compile(nn.Sequential(*(nn.Linear(1, 1) for _ in range(4))), backend="eager")
+    with pytest.raises(PlanError, match="'model' is compiled as a whole"):
+        make_cut(Wrapper(inner), (0, 1))  # type: ignore[arg-type]
+    blocks = gpt()
+    for block in blocks.blocks:
+        block.compile(backend="eager")
+    assert make_cut(blocks, (0, 1)).blocks == make_cut(gpt(), (0, 1)).blocks
+
+
+# --- a batch to observe with ------------------------------------------------------------------------------------------
+
+
+class Rows(Dataset):
+    def __init__(self, at_once: bool) -> None:
+        if at_once:
+            self.__getitems__ = lambda indices: [(i, i) for i in indices]
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        return index, index
+
+
+class Stream(IterableDataset):
+    def __init__(self, once: bool) -> None:
+        self.begun = iter(range(9)) if once else None
+
+    def __iter__(self) -> Iterator[int]:
+        return self if self.begun else iter(range(9))  # type: ignore[return-value]
+
+    def __next__(self) -> int:
+        assert self.begun is not None
+        return next(self.begun)
+
+
+def test_a_sample_batch_is_the_first_and_takes_nothing_away() -> None:
+    for at_once in (False, True):
+        loader = DataLoader(Rows(at_once), batch_size=3, shuffle=True, num_workers=2)
+        states = torch.random.get_rng_state()
+        assert [t.tolist() for t in sample_batch(loader)] == [[0, 1, 2]] * 2
+        assert torch.equal(torch.random.get_rng_state(), states)
+    assert sample_batch(DataLoader(Rows(False), batch_size=9))[0].tolist() == [0, 1, 2, 3, 4]
+    assert sample_batch(DataLoader(Rows(False), batch_sampler=[[4, 2], [1]]))[0].tolist() == [4, 2]  # type: ignore[arg-type]
+    assert sample_batch(DataLoader(Rows(False), batch_size=None)) == [0, 0]
+    loader = DataLoader(Stream(once=False), batch_size=4)
+    for _ in range(2):
+        assert sample_batch(loader).tolist() == next(iter(loader)).tolist() == [0, 1, 2, 3]
+    assert sample_batch([7, 8]) == 7
+
+
+@pytest.mark.parametrize("source", [DataLoader(Stream(once=True), batch_size=4), iter([1, 2]), []])
+def test_what_would_be_missing_later_is_not_taken(source: Any) -> None:
+    with pytest.raises(PlanError, match=r"gives every batch once|has no batch"):
+        sample_batch(source)
+
+
 def test_tied_parameters_are_named_with_their_stages() -> None:
     cut = make_cut(gpt(), place(2, 2, "loop"), method="uniform")
     (tied,) = cut.tied
@@ -210,6 +300,8 @@ def test_the_table_names_blocks_and_shares() -> None:
     assert "blocks.3 .. blocks.5" in lines[2]
     assert f"{cut.numel[0]:,d}" in lines[1]
     assert "on stages 0, 1" in lines[3]
+    assert lines[0].endswith("balanced: uniform")
+    assert lines[1].endswith("50.0%")
     tied = model.head.weight.numel()
     assert sum(cut.numel) == sum(p.numel() for p in model.parameters()) + tied
 

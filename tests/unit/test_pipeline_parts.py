@@ -16,6 +16,7 @@ from ls_strategy._compat import is_compiled, route_calls, unroute_calls
 from ls_strategy.comm import Comm
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.parallel.pipeline.cut import keep_own, make_cut
+from ls_strategy.parallel.pipeline.handover import SIDE, Handover, SideLoss
 from ls_strategy.parallel.pipeline.mail import Shapes, TensorShape, make_links
 from ls_strategy.parallel.pipeline.placeholder import Absent, Placeholder, is_meta, placeholder
 from ls_strategy.parallel.pipeline.runner import PipelineRunner
@@ -29,7 +30,7 @@ from ls_strategy.parallel.pipeline.schedules import (
 )
 from ls_strategy.parallel.pipeline.simulate import gpipe_bubble, simulate
 from ls_strategy.parallel.pipeline.split import backward_inputs
-from ls_strategy.parallel.pipeline.stage import Handover, StageRunner
+from ls_strategy.parallel.pipeline.stage import StageRunner
 from ls_strategy.parallel.pipeline.timeline import bubble, chrome_trace, picture, svg
 
 CPU = torch.device("cpu")
@@ -259,6 +260,56 @@ def test_a_cut_for_another_schedule_is_refused() -> None:
     cut = make_cut(model, (0, 0))
     with pytest.raises(PlanError, match=r"stages_per_rank=2: gpipe needs 1"):
         PipelineRunner(StageRunner(model, cut, CPU), make_links(Comm(None, None), [[0]]), "gpipe")
+
+
+class Sorting(nn.Module):
+    """Computes by values: how many rows are positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.linear(x).split([int((x.sum(1) > 0).sum()), int((x.sum(1) <= 0).sum())])
+        return torch.cat([first, -second])
+
+
+class SortingByShapes(Sorting):
+    def forward_shapes(self, x: Tensor) -> Tensor:
+        return torch.empty_like(x)
+
+
+@pytest.mark.parametrize("layer", [Sorting, SortingByShapes])
+def test_a_layer_that_computes_by_values_says_its_shapes(layer: type[Sorting]) -> None:
+    model = Net()
+    model.blocks[0] = nn.Sequential(layer(), nn.ReLU())
+    stages = second_stage(model)
+    received = Handover({0: torch.ones(3, 4)}, 1)
+    if layer is Sorting:
+        with pytest.raises(PlanError, match=r"__int__\(\) asks for the value"):
+            stages.run(1, lambda x: model(x).sum(), torch.ones(3, 2), received)
+    else:
+        assert stages.run(1, lambda x: model(x).sum(), torch.ones(3, 2), received).isfinite()
+
+
+# --- the side loss ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [torch.ones(2), torch.tensor(1)])
+def test_a_side_loss_is_a_scalar(given: Tensor) -> None:
+    model = Net()
+    side = SideLoss(give=lambda: given, receive=lambda _: None)
+    stages = StageRunner(model, make_cut(model, (0, 1), method="uniform"), CPU, side=side)
+    with pytest.raises(StateError, match="floating-point scalar"):
+        stages.run(0, lambda x: model(x).sum(), torch.ones(3, 2), None)
+
+
+def test_a_side_loss_that_nobody_takes_is_not_lost_in_silence() -> None:
+    model = Net()
+    stages = second_stage(model)
+    received = Handover({0: torch.ones(3, 4), SIDE: torch.ones(())}, 1)
+    with pytest.raises(StateError, match="this rank has no SideLoss"):
+        stages.run(1, lambda x: model(x).sum(), torch.ones(3, 2), received)
 
 
 # --- backward in two parts --------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from ls_strategy._compat import is_compiled, uncompiled
 from ls_strategy.errors import PlanError
 from ls_strategy.parallel.pipeline.balance import balance
 
@@ -74,19 +75,23 @@ class Cut:
     weights: tuple[float, ...]
     """What was balanced, by block."""
 
+    method: str
+    """What that is, see `weigh`."""
+
     def names_of(self, rank: int) -> frozenset[str]:
         """Parameters that ``rank`` holds."""
         mine = {s for s, r in enumerate(self.rank_of) if r == rank}
         return frozenset(name for name, stages in self.stages_of.items() if mine.intersection(stages))
 
     def table(self) -> str:
-        """Stage, rank, blocks, parameters and their share: one line per stage."""
-        total = sum(self.numel) or 1
-        lines = ["stage  rank  blocks                                    parameters   share"]
+        """Stage, rank, blocks, parameters and their share, share of what was balanced: one line per stage."""
+        total, load = sum(self.numel) or 1, sum(self.weights) or 1
+        lines = [f"stage  rank  blocks                                    parameters   share  balanced: {self.method}"]
         for s, (rank, numel) in enumerate(zip(self.rank_of, self.numel, strict=True)):
             first, last = self.blocks[self.bounds[s]], self.blocks[self.bounds[s + 1] - 1]
             blocks = first if first == last else f"{first} .. {last}"
-            lines.append(f"{s:5d}  {rank:4d}  {blocks:40s}  {numel:>10,d}  {numel / total:5.1%}")
+            part = sum(self.weights[self.bounds[s] : self.bounds[s + 1]]) / load
+            lines.append(f"{s:5d}  {rank:4d}  {blocks:40s}  {numel:>10,d}  {numel / total:6.1%}  {part:8.1%}")
         lines += [f"{' = '.join(tied.names)}: on stages {', '.join(map(str, tied.stages))}" for tied in self.tied]
         return "\n".join(lines)
 
@@ -133,7 +138,11 @@ def _named_stack(model: nn.Module, stack: str) -> list[tuple[str, nn.Module]]:
 
 
 def _members(name: str, container: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [(f"{name}.{child}" if name else child, module) for child, module in container._modules.items() if module]
+    return [
+        (f"{name}.{child}" if name else child, module)
+        for child, module in container._modules.items()
+        if module is not None
+    ]
 
 
 def _candidates(model: nn.Module, least: int) -> Iterator[tuple[str, nn.Module]]:
@@ -170,6 +179,26 @@ def _checked(members: Sequence[tuple[str, nn.Module]], least: int) -> dict[str, 
             raise PlanError(f"{first[id(module)]!r} and {name!r} are one module, which cannot be on two stages.")
         first[id(module)] = name
     return dict(members)
+
+
+def names_above(blocks: Iterable[str]) -> list[str]:
+    """Names of the modules that hold blocks, the outermost first; the model's own is empty.
+
+    >>> names_above(["net.blocks.0", "net.blocks.1"])
+    ['', 'net', 'net.blocks']
+    """
+    return sorted({"", *(name[:i] for name in blocks for i, letter in enumerate(name) if letter == ".")})
+
+
+def _refuse_compiled(model: nn.Module, blocks: Iterable[str]) -> None:
+    for name in names_above(blocks):
+        module = model.get_submodule(name)
+        if is_compiled(module):
+            raise PlanError(
+                f"{name or type(uncompiled(module)).__name__!r} is compiled as a whole, with the blocks that a "
+                "pipeline divides and calls one by one. Compile the blocks instead: for block in blocks: "
+                "block.compile()."
+            )
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------
@@ -243,6 +272,7 @@ def make_cut(
     """
     stages = len(rank_of)
     blocks = find_blocks(model, stages, stack)
+    _refuse_compiled(model, blocks)
     ends = _ends(model, blocks, usage)
     numel = {name: p.numel() for name, p in model.named_parameters()}
     outside = tuple(float(sum(numel.get(name, 0) for name, end in ends.items() if end == e)) for e in (0, 1))
@@ -264,6 +294,7 @@ def make_cut(
         tied,
         tuple(sum(each.values()) for each in held),
         tuple(weights),
+        method,
     )
 
 

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from ls_strategy.comm import Comm
 from ls_strategy.errors import PlanError, StateError
+from ls_strategy.parallel.pipeline.handover import Handover
 from ls_strategy.parallel.pipeline.schedules import Action, Table
-from ls_strategy.parallel.pipeline.stage import Handover
 
 LOOKAHEAD = 2
 """Actions ahead of its use at which a receive is posted."""

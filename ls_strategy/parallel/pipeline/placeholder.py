@@ -86,8 +86,8 @@ class Absent(TorchFunctionMode):
             asked = isinstance(args[0], Placeholder)
             return _on_meta(func, args, kwargs, self.device) if asked else func(*args, **kwargs)
         if self.known and any(id(leaf) in self.known for leaf in tree_iter((args, kwargs))):
-            args = tree_map(self._if_known, args)
-            kwargs = {name: tree_map(self._if_known, value) for name, value in kwargs.items()}
+            args = tree_map(self.if_known, args)
+            kwargs = {name: tree_map(self.if_known, value) for name, value in kwargs.items()}
         if any(self._is_absent(leaf) for leaf in tree_iter((args, kwargs))):
             return _on_meta(func, args, kwargs, self.device)
         if any(leaf == _META for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.device)):
@@ -95,7 +95,8 @@ class Absent(TorchFunctionMode):
             kwargs = {name: tree_map(self._real_device, value) for name, value in kwargs.items()}
         return func(*args, **kwargs)
 
-    def _if_known(self, leaf: Any) -> Any:
+    def if_known(self, leaf: Any) -> Any:
+        """What has arrived for a placeholder, or the leaf as it is."""
         return self.known[id(leaf)][1] if id(leaf) in self.known else leaf
 
     def _is_absent(self, leaf: Any) -> bool:

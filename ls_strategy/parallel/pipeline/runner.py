@@ -25,11 +25,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ls_strategy._compat import tree_flatten
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.parallel.pipeline.cut import Step
+from ls_strategy.parallel.pipeline.handover import Handover
 from ls_strategy.parallel.pipeline.mail import Links, Mail, Shapes
-from ls_strategy.parallel.pipeline.schedules import Action, Table, forward_table, make_table
+from ls_strategy.parallel.pipeline.schedules import Action, Table, forward_table, least_micro_batches, make_table
 from ls_strategy.parallel.pipeline.simulate import simulate
 from ls_strategy.parallel.pipeline.split import WeightBackward, backward_inputs
-from ls_strategy.parallel.pipeline.stage import Handover, StageRunner
+from ls_strategy.parallel.pipeline.stage import StageRunner
 from ls_strategy.parallel.pipeline.timeline import Recorder
 
 
@@ -138,6 +139,9 @@ class PipelineRunner:
     def table(self, micro_batches: int, *, forward_only: bool = False) -> Table:
         """The table for so many micro-batches, checked once.
 
+        Batches of too few micro-batches for dualpipe_v, as the last of an epoch may be, go by zbv: stages of both lie
+        on the ranks alike.
+
         Raises:
             PlanError: the schedule cannot do that, or needs other stages than the cut has.
         """
@@ -146,7 +150,9 @@ class PipelineRunner:
             if forward_only:
                 table = forward_table(self.rank_of, micro_batches)
             else:
-                table = make_table(self.schedule, self.links.comm.world_size, micro_batches, self._per_rank)
+                ranks = self.links.comm.world_size
+                schedule = self.schedule if micro_batches >= least_micro_batches(self.schedule, ranks) else "zbv"
+                table = make_table(schedule, ranks, micro_batches, self._per_rank)
             if table.rank_of != self.rank_of:
                 raise PlanError(
                     f"{self.schedule} on {table.ranks} ranks has its stages on ranks {table.rank_of}, the model was "

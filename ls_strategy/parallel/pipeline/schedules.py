@@ -103,6 +103,11 @@ def placement_of(schedule: str) -> Placement:
     return "v" if schedule in ("zbv", "dualpipe_v") else "loop"
 
 
+def least_micro_batches(schedule: str, ranks: int) -> int:
+    """Fewest micro-batches of a batch that a schedule takes."""
+    return 2 * ranks if schedule == "dualpipe_v" else 1
+
+
 def make_table(schedule: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None) -> Table:
     """The table of one step.
 
@@ -118,9 +123,9 @@ def make_table(schedule: str, ranks: int, micro_batches: int, stages_per_rank: i
     held = stages_per_rank_of(schedule, stages_per_rank)
     if ranks < 1 or micro_batches < 1:
         raise PlanError(f"{micro_batches} micro-batches on {ranks} ranks: both must be at least 1.")
-    if schedule == "dualpipe_v" and micro_batches < 2 * ranks:
+    if micro_batches < least_micro_batches(schedule, ranks):
         raise PlanError(
-            f"dualpipe_v needs two micro-batches per rank or more: {micro_batches} are too few for {ranks} ranks. "
+            f"{schedule} needs two micro-batches per rank or more: {micro_batches} are too few for {ranks} ranks. "
             "Take more micro-batches, or schedule zbv."
         )
     rank_of = place(ranks, held, placement_of(schedule))

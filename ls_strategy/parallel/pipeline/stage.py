@@ -25,48 +25,26 @@ import torch
 from torch import Tensor, nn
 
 from ls_strategy._compat import (
+    compiled_code,
+    is_compiled,
     route_calls,
     tree_flatten,
     tree_iter,
+    tree_map,
     tree_unflatten,
+    uncompiled_code,
     unroute_calls,
     without_function_mode,
     without_torch_functions,
 )
 from ls_strategy.errors import PlanError, StateError
-from ls_strategy.parallel.pipeline.cut import Cut, Step
+from ls_strategy.parallel.pipeline.cut import Cut, Step, names_above
+from ls_strategy.parallel.pipeline.handover import SIDE, Handover, SideLoss, add_side, alias, side_of
 from ls_strategy.parallel.pipeline.placeholder import Absent, Placeholder, is_meta, placeholder
 
 
 class _Leave(BaseException):
     """Ends the user's function where the next stage begins; user code that catches Exception lets it pass."""
-
-
-@dataclass(frozen=True)
-class Handover:
-    """What one stage gives the next: the tensors among the arguments of the next block, by place."""
-
-    tensors: dict[int, Tensor]
-    """By place among all leaves of the arguments, in their order."""
-
-    leaves: int
-    """Leaves of the arguments, tensors or not."""
-
-    known: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False)
-    """Filled by the stage that gets it: placeholders with what was received for them, by the placeholder's id. Later
-    blocks may be given the same placeholder, and activation checkpointing gives it to them again."""
-
-
-class _Alias(torch.autograd.Function):
-    """The same memory, as the output of an operation: unlike a leaf, it may be changed in place."""
-
-    @staticmethod
-    def forward(_: Any, tensor: Tensor) -> Tensor:
-        return tensor.detach()
-
-    @staticmethod
-    def backward(_: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return gradient
 
 
 @dataclass
@@ -82,6 +60,8 @@ class _Call:
     """The block that must come next."""
 
     handed: Handover | None = None
+    side: Tensor | None = None
+    """What earlier stages gave, see `SideLoss`."""
 
 
 @dataclass
@@ -94,9 +74,17 @@ class _Memory:
 class StageRunner:
     """Runs the stages of one rank. Routes the calls of all blocks until `remove`."""
 
-    def __init__(self, model: nn.Module, cut: Cut, device: torch.device) -> None:
-        """Before hooks of other parts (ZeRO, tensor parallelism) are on the blocks: absent ones run without any."""
+    def __init__(self, model: nn.Module, cut: Cut, device: torch.device, *, side: SideLoss | None = None) -> None:
+        """Before hooks of other parts (ZeRO, tensor parallelism) are on the blocks: absent ones run without any.
+
+        Args:
+            model: with this rank's parameters, see `cut.keep_own`.
+            cut: of the model.
+            device: of this rank.
+            side: on all ranks of the pipeline, or on none: then nothing passes but activations.
+        """
         self.cut = cut
+        self.side = side
         self.device = device
         self.last = len(cut.bounds) - 2
         self._blocks = [model.get_submodule(name) for name in cut.blocks]
@@ -112,7 +100,7 @@ class StageRunner:
         """Likewise in evaluation."""
 
         self._around = _around(model, cut.blocks)
-        parameters = {id(p): _on_meta_copy(p) for p in model.parameters()}
+        parameters = {id(p): meta_copy(p) for p in model.parameters()}
         for module in self._around:
             # Buffers stay real: what does not depend on parameters is known on every rank.
             twin = copy.deepcopy(module, {**parameters, **{id(b): b for b in module.buffers()}})
@@ -139,17 +127,19 @@ class StageRunner:
 
         Raises:
             PlanError: a value is needed that only another rank has.
-            StateError: blocks were not called in order, each once.
+            StateError: blocks were not called in order, each once; or see `SideLoss`.
         """
         mode = Absent(self.device)
         mode.parameters = stage > 0
         mode.known = received.known if received is not None else {}
         call = self._call = _Call(stage, self.cut.bounds[stage], self.cut.bounds[stage + 1], received, mode)
+        call.side = side_of(received, self.side)
         try:
-            with mode:
+            with uncompiled_code(), mode:  # what is compiled cannot be told of placeholders
                 result = step(micro_batch)
         except _Leave:
             assert call.handed is not None
+            add_side(call.handed, call.side, self.side)
             return call.handed
         finally:
             self._call = None
@@ -191,8 +181,11 @@ class StageRunner:
         args, kwargs = self._substitute(i, call, args, kwargs)
         call.mode.parameters = False
         self._refuse_placeholders((args, kwargs), f"block {self.cut.blocks[i]!r}", call.mode)
-        with without_function_mode(call.mode):
-            return inner(*args, **kwargs)
+        with without_function_mode(call.mode), compiled_code():
+            result = inner(*args, **kwargs)
+        if call.next == len(self._blocks) and self.side is not None:
+            self.side.receive(call.side)
+        return result
 
     def _route_around(
         self,
@@ -205,9 +198,19 @@ class StageRunner:
         """A module that is in no block: before this stage's blocks its parameters and its hooks count as absent."""
         if self._call is not None and self._call.mode.parameters:
             return twin(*args, **kwargs)
-        if self._call is None and self._again is None:
-            _require_values(module)
-        return inner(*args, **kwargs)
+        if self._call is None:
+            if self._again is None:
+                _require_values(module)
+            return inner(*args, **kwargs)
+        if not any(is_compiled(m) for m in module.modules()):
+            return inner(*args, **kwargs)
+        # The compiler cannot look through the mode; where all values are here, nothing needs it.
+        args, kwargs = tree_map(self._call.mode.if_known, (args, kwargs))
+        tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+        if any(is_meta(tensor) for tensor in (*tensors, *module.parameters())):
+            return inner(*args, **kwargs)
+        with without_function_mode(self._call.mode), compiled_code():
+            return inner(*args, **kwargs)
 
     def _advance(self, call: _Call, i: int) -> None:
         if i != call.next:
@@ -273,7 +276,9 @@ class StageRunner:
                 f"{received.leaves} on that of the previous stage. Its call must not depend on the rank."
             )
         for place, tensor in received.tensors.items():
-            real = _Alias.apply(tensor) if tensor.requires_grad else tensor
+            if place == SIDE:
+                continue
+            real = alias(tensor)
             received.known[id(leaves[place])] = (leaves[place], real)
             leaves[place] = real
 
@@ -341,7 +346,7 @@ def _first_tensors(arguments: tuple[tuple[Any, ...], Mapping[str, Any]]) -> set[
 
 def _around(model: nn.Module, blocks: Sequence[str]) -> list[nn.Module]:
     """The outermost modules with parameters that neither are in a block nor hold one."""
-    above = {"", *(name[:i] for name in blocks for i, letter in enumerate(name) if letter == ".")}
+    above = names_above(blocks)
     found: dict[int, nn.Module] = {}
     for name in above:
         for child, module in model.get_submodule(name).named_children():
@@ -352,13 +357,23 @@ def _around(model: nn.Module, blocks: Sequence[str]) -> list[nn.Module]:
 
 
 def meta_twins(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterable[nn.Module]:
-    """A copy of every block on meta, without the hooks that will be on the block itself."""
+    """A copy of every block on meta, without the hooks that will be on the block itself.
+
+    A module whose forward needs values (to sort tokens by experts, say) has a method ``forward_shapes``, of the same
+    arguments, which is called in its place and gives tensors of the shapes that forward would give.
+    """
     tensors = [*model.parameters(), *model.buffers()]
     for block in blocks:
-        memo: dict[int, Any] = {id(t): _on_meta_copy(t) for t in tensors}
-        yield copy.deepcopy(block, memo)
+        memo: dict[int, Any] = {id(t): meta_copy(t) for t in tensors}
+        twin = copy.deepcopy(block, memo)
+        for module in twin.modules():
+            of_shapes: Any = getattr(module, "forward_shapes", None)
+            if callable(of_shapes):
+                module.forward = of_shapes  # type: ignore[method-assign]
+        yield twin
 
 
-def _on_meta_copy(tensor: Tensor) -> Tensor:
+def meta_copy(tensor: Tensor) -> Tensor:
+    """A tensor, or parameter, of the same shape on meta."""
     empty = torch.empty_like(tensor, device="meta", requires_grad=False)
     return nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -10,11 +11,11 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ls_strategy._compat import route_calls, tree_iter, unroute_calls
+from ls_strategy._compat import route_calls, tree_iter, uncompiled_code, unroute_calls
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.parallel.pipeline.cut import Step, Usage
 from ls_strategy.parallel.pipeline.placeholder import Absent
-from ls_strategy.parallel.pipeline.stage import meta_twins
+from ls_strategy.parallel.pipeline.stage import meta_copy, meta_twins
 
 
 class _Noting(Absent):
@@ -59,13 +60,27 @@ class _Observer:
         return result
 
 
+def stand_in(model: nn.Module) -> nn.Module:
+    """A copy with all parameters on meta, for user code that changes more than tensors (counters, metrics).
+
+    Raises:
+        PlanError: something in the model cannot be copied.
+    """
+    try:
+        return copy.deepcopy(model, {id(p): meta_copy(p) for p in model.parameters()})
+    except Exception as error:
+        raise PlanError(
+            f"{type(model).__name__} cannot be copied, to count operations with: {type(error).__name__}: {error}."
+        ) from error
+
+
 def observe(
     model: nn.Module, blocks: Mapping[str, nn.Module], step: Step, micro_batch: Any, device: torch.device
 ) -> Usage:
     """Call ``step(micro_batch)`` once, without values: nothing is computed, nothing is trained.
 
-    The call has the side effects of user code (counters, logging). It may end early, where the code reads a value; what
-    comes after that is not seen.
+    The call has the side effects of user code (counters, logging) on what it uses; see `stand_in`. It may end early,
+    where the code reads a value; what comes after that is not seen.
 
     Args:
         model: whole; parameters may be on meta.
@@ -84,7 +99,7 @@ def observe(
         route_calls(block, partial(observer.route, i))
     seen = False
     try:
-        with observer.counter, mode:
+        with uncompiled_code(), observer.counter, mode:
             step(micro_batch)
         seen = True
     except PlanError:

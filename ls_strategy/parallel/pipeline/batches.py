@@ -1,0 +1,63 @@
+"""A batch into micro-batches, and what their steps gave into what one step would have given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ls_strategy._compat import tree_iter, tree_map
+
+
+def has_rows(batch: Any, samples: int) -> bool:
+    """Whether some tensor of the batch has a row per sample."""
+    return any(isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == samples for leaf in tree_iter(batch))
+
+
+def split(batch: Any, samples: int, count: int) -> tuple[list[Any], list[int]]:
+    """``count`` micro-batches of as equal sizes as can be, and their sizes. Leaves without rows are in each."""
+
+    def cut(leaf: Any) -> list[Any]:
+        return list(leaf.tensor_split(count)) if has_rows(leaf, samples) else [leaf] * count
+
+    columns: list[list[Any]] = []
+    tree_map(lambda leaf: columns.append(cut(leaf)), batch)
+    parts = []
+    for i in range(count):
+        leaves = iter(columns)
+        parts.append(tree_map(lambda _, i=i, leaves=leaves: next(leaves)[i], batch))
+    sizes = [len(part) for part in torch.empty(samples, device="meta").tensor_split(count)]
+    return parts, sizes
+
+
+def mean_of(values: Sequence[Any], shares: Sequence[float], how: Any) -> Tensor:
+    """What was logged in every micro-batch as one value, on the CPU: the mean by shares of samples, or as ``how`` says
+    (``sum``, ``max`` or ``min``, or the function of torch).
+    """  # noqa: D205
+    stacked = torch.stack([torch.as_tensor(v).detach().float().cpu() for v in values])
+    how = getattr(how, "__name__", how)
+    if how in ("sum", "max", "min"):
+        return getattr(torch, str(how if how == "sum" else f"a{how}"))(stacked, dim=0)
+    if len(values) != len(shares):  # logged in some micro-batches only
+        return stacked.mean(dim=0)
+    return (stacked * torch.tensor(shares).view(-1, *[1] * (stacked.dim() - 1))).sum(dim=0)
+
+
+def merge(results: Sequence[Any], shares: Sequence[float]) -> Any:
+    """What the micro-batches' steps returned, as one step would have: rows together, numbers averaged. On the CPU."""
+    if not results or results[0] is None:
+        return None
+    leaves: list[Iterator[Any]] = [iter(tree_iter(result)) for result in results]
+
+    def together(first: Any) -> Any:
+        column = [next(leaf) for leaf in leaves]
+        if not isinstance(first, Tensor):
+            return first
+        column = [t.detach().cpu() for t in column]
+        if first.dim():
+            return torch.cat(column)
+        return sum(t * share for t, share in zip(column, shares, strict=True))
+
+    return tree_map(together, results[0])
