@@ -37,6 +37,8 @@ ALIASES: dict[str, dict[str, object]] = {
     "zero1": {"stage": 1},
     "zero2": {"stage": 2},
     "zero3": {"stage": 3},
+    # The lightest of all that fits, counted when a fit begins.
+    "zero_auto": {"stage": "auto"},
     # Master weights and optimizer states in host memory; at stage 3 the parameters too, unless the name says what.
     "zero1_offload": {"stage": 1, "offload_optimizer": "cpu"},
     "zero2_offload": {"stage": 2, "offload_optimizer": "cpu"},

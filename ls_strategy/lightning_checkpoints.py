@@ -30,6 +30,7 @@ from ls_strategy.checkpoint.commit import META, Manifest, Place
 from ls_strategy.checkpoint.files import Reader
 from ls_strategy.checkpoint.random import random_states
 from ls_strategy.checkpoint.sharded import Contents, Source, assemble, separate
+from ls_strategy.deepspeed.checkpoint import is_deepspeed, read_deepspeed
 from ls_strategy.engine import Engine
 from ls_strategy.errors import CheckpointError
 
@@ -167,6 +168,8 @@ def read(path: Any, checkpoint_io: CheckpointIO, weights_only: bool | None) -> d
     Raises:
         CheckpointError: the folder is not a committed checkpoint, or damaged.
     """
+    if is_deepspeed(path):
+        return {**read_deepspeed(path, by_name=True, weights_only=weights_only), OURS: {"left_out": []}}
     place = Place(path)
     manifest = None
     if place.exists(commit.MANIFEST) or not place.exists(META) or not place.exists(commit.METADATA):

@@ -93,7 +93,7 @@ def reads_weights_between_steps(trainer: pl.Trainer, module: pl.LightningModule)
     return False
 
 
-def reads_gradients(trainer: pl.Trainer, module: pl.LightningModule, engine: Engine) -> bool:
+def reads_gradients(trainer: pl.Trainer, module: pl.LightningModule, engine: Engine | None) -> bool:
     """Whether user code might read or change gradients between backward and the step, or leave the step out.
 
     As `reads_weights_between_steps`; a module or a callback that does not says so by ``reads_gradients = False``.

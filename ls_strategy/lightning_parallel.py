@@ -111,6 +111,11 @@ class ModelParallel:
             module._device_mesh = self._device_mesh
 
     @property
+    def divides(self) -> bool:
+        """Whether anything but batches is divided over ranks."""
+        return self.replica_ranks > 1 or self.config.expert_parallel_size > 1
+
+    @property
     def data_rank(self) -> tuple[int, int]:
         """Which of how many replicas this rank belongs to."""
         assert self.mesh is not None
@@ -404,6 +409,11 @@ class ActivationMemory:
             drive=drive,
         )
         rank_zero_info(f"ZeROStrategy: {self.active.describe()}")
+
+    @property
+    def chosen(self) -> tuple[RecomputeConfig | None, ActivationOffloadConfig | None]:
+        """What is recomputed, and what is offloaded."""
+        return self._recompute, self._offload
 
     @property
     def recomputes(self) -> bool:

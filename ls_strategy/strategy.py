@@ -68,11 +68,18 @@ from ls_strategy.config import (
     RecomputeConfig,
     ZeROConfig,
 )
+from ls_strategy.deepspeed.config import Translation
+from ls_strategy.deepspeed.options import takes_deepspeed_config
 from ls_strategy.engine import Engine
 from ls_strategy.errors import CheckpointError, ConfigError, PlanError, RankFailedError, StateError
 from ls_strategy.layout import TensorPart
 from ls_strategy.lightning_checkpoints import Collection
+from ls_strategy.lightning_deepspeed import DeepSpeedConfiguration
 from ls_strategy.parallel.dtensor import has_dtensors
+from ls_strategy.planner.choice import Question, candidate_of, choose, explain, smallest
+from ls_strategy.planner.fit import before_sharding, question_of_fit
+from ls_strategy.planner.hardware import Hardware
+from ls_strategy.planner.out_of_memory import explaining
 from ls_strategy.precision import PrecisionPolicy, resolve_precision
 from ls_strategy.precision_plugin import ZeROPrecision
 from ls_strategy.slurm import preflight
@@ -97,7 +104,8 @@ class ZeROStrategy(DDPStrategy):
 
     Args:
         stage: 0 replicates everything (DDP on this engine), 1 shards optimizer states, 2 also gradients, 3 also
-            parameters.
+            parameters. ``"auto"`` plans when a fit begins, and takes the lightest that fits: stage, recomputation and
+            offload.
         unit_classes: class names (``["Block"]``) of the modules that are gathered and reduced as one unit. Default: the
             children of every ``ModuleList`` and ``Sequential``.
         min_unit_numel: blocks with fewer parameters than this join the root unit, which at stage 3 stays gathered
@@ -159,6 +167,9 @@ class ZeROStrategy(DDPStrategy):
         save_frozen: put parameters that do not train into checkpoint folders too.
         on_save_error: ``raise``, or ``continue`` training when a checkpoint folder cannot be written (a full disk); the
             error is logged, and no earlier checkpoint is removed then.
+        deepspeed_config: a DeepSpeed configuration, as JSON file or dictionary. It sets the options above, what the
+            Trainer leaves at its default (precision, clipping, accumulation), and optimizer and schedule where the
+            module has none. What contradicts it, or has no counterpart here, is an error; the log shows every key.
         accelerator: set by the Trainer.
         parallel_devices: set by the Trainer.
         cluster_environment: set by the Trainer.
@@ -169,9 +180,10 @@ class ZeROStrategy(DDPStrategy):
         start_method: how ranks are started when no launcher did: ``popen``, ``spawn``, ``fork``, ``forkserver``.
     """
 
+    @takes_deepspeed_config
     def __init__(
         self,
-        stage: Literal[0, 1, 2, 3] = 3,
+        stage: Literal[0, 1, 2, 3, "auto"] = 3,
         *,
         unit_classes: list[str] | None = None,
         min_unit_numel: int = 100_000,
@@ -209,6 +221,7 @@ class ZeROStrategy(DDPStrategy):
         async_save: bool = False,
         save_frozen: bool = True,
         on_save_error: Literal["raise", "continue"] = "raise",
+        deepspeed_config: str | Path | dict[str, Any] | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -218,11 +231,16 @@ class ZeROStrategy(DDPStrategy):
         timeout: timedelta | None = timedelta(minutes=30),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
+        self._deepspeed = (
+            DeepSpeedConfiguration(deepspeed_config) if isinstance(deepspeed_config, Translation) else None
+        )
         for name, value in (("unit_classes", unit_classes), ("fp32_modules", fp32_modules)):
             if isinstance(value, str):
                 raise ConfigError(f"{name}={value!r}: give a list of class names, for example [{value!r}].")
+        self.auto = stage == "auto"
+        """Whether `setup` is still to choose; until then this is stage 3, which builds on the meta device."""
         self.config = ZeROConfig(
-            stage=stage,
+            stage=3 if stage == "auto" else stage,
             unit_classes=tuple(unit_classes or ()),
             min_unit_numel=min_unit_numel,
             prefetch_units=prefetch_units,
@@ -265,6 +283,11 @@ class ZeROStrategy(DDPStrategy):
             else activation_offload,
             partition=activation_partitioning,
         )
+        if self.auto and (self.config.offloads or activation_offload or self.parallel.divides):
+            raise ConfigError(
+                'stage="auto" chooses offload by itself, and does not plan for layers, sequences, experts or blocks '
+                "that are divided over ranks. Leave those options out, or name a stage."
+            )
         for option, given, known in (
             ("save_as", save_as, ("sharded", "file")),
             ("on_save_error", on_save_error, ("raise", "continue")),
@@ -290,6 +313,8 @@ class ZeROStrategy(DDPStrategy):
         self._loss_scale = loss_scale
         self.engine: Engine | None = None
         self._comm: Comm | None = None
+        self._hardware: Hardware | None = None
+        self._unsharded: list[Optimizer] = []
         self._state_dict_hooks: StateDictHooks | None = None
         self._pending_weights: Callable[[Engine], None] | None = None
         self._pending_random: dict[str, Any] | None = None
@@ -305,6 +330,19 @@ class ZeROStrategy(DDPStrategy):
             timeout=timeout,
             start_method=start_method,
         )
+
+    @classmethod
+    def from_deepspeed_config(cls, config: str | Path | dict[str, Any], **options: Any) -> ZeROStrategy:
+        """The strategy that a DeepSpeed configuration describes, a JSON file or a dictionary.
+
+        Args:
+            config: see ``deepspeed_config``.
+            options: further options, which the configuration says nothing about.
+
+        Raises:
+            ConfigError: an unknown key, or one whose absence would change results; the message has the cure.
+        """
+        return cls(deepspeed_config=config, **options)
 
     # what users ask --------------------------------------------------------------------------------------------------
 
@@ -402,7 +440,10 @@ class ZeROStrategy(DDPStrategy):
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         """The Trainer's plugin, made ours: a plain ``GradScaler`` would let ranks disagree on skipping a step."""
-        self._precision_plugin = None if precision_plugin is None else ZeROPrecision.from_plugin(precision_plugin)
+        plugin = None if precision_plugin is None else ZeROPrecision.from_plugin(precision_plugin)
+        if plugin is not None and self._deepspeed is not None:
+            plugin = self._deepspeed.precision(plugin)
+        self._precision_plugin = plugin
 
     @override
     def _configure_launcher(self) -> None:
@@ -429,6 +470,12 @@ class ZeROStrategy(DDPStrategy):
         """Aliases are registered by `ls_strategy.autoload`; DDP's must not be registered again under this class."""
 
     @override
+    def connect(self, model: pl.LightningModule) -> None:
+        super().connect(model)
+        if self._deepspeed is not None:
+            self._deepspeed.connect(model)
+
+    @override
     def setup_environment(self) -> None:
         before = open_sockets()
         environment = self.cluster_environment
@@ -453,7 +500,7 @@ class ZeROStrategy(DDPStrategy):
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Stage 3, and any stage in a pipeline, builds ``configure_model`` on the meta device: nobody holds it whole."""
+        """Stage 3, and every stage in a pipeline, builds ``configure_model`` on meta: no rank ever holds the model."""
         divided = self.parallel.config.pipeline_parallel_size > 1
         on_meta = (POLICIES[self.config.stage].parameters or divided) and (
             empty_init or (empty_init is None and (dist.is_initialized() or self.config.offload_param is not None))
@@ -483,6 +530,8 @@ class ZeROStrategy(DDPStrategy):
             parts = self.parallel.divide(module, self.root_device, recomputes=self.activations.recomputes)
             if fitting:
                 self.setup_optimizers(trainer)
+            if fitting:
+                self._plan(trainer, module)
             self._choose_nvme_path(trainer)
             self._build_engine(module, parts)
         self.model = module
@@ -512,6 +561,61 @@ class ZeROStrategy(DDPStrategy):
             # A gathered inference tensor could not take part in autograd later.
             for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
                 loop.inference_mode = False
+
+    def _plan(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Look at the hardware, and choose what fits on it if that is asked for. Collective."""
+        assert self._comm is not None
+        self._unsharded = before_sharding(self.optimizers)
+        if self._hardware is None:
+            path = self.config.nvme_path or os.environ.get("LS_STRATEGY_NVME_PATH", "")
+            self._hardware = smallest(self._comm, self.root_device, path)
+        if not self.auto:
+            return
+        choice = choose(lambda: self._question(trainer, module), self._comm, self._hardware)
+        rank_zero_info(f"ZeROStrategy(stage='auto'): {choice.words}")
+        self.auto = False
+        self.config = choice.candidate.config(self.config)
+        self.activations = parallel.ActivationMemory(
+            choice.candidate.recompute, choice.candidate.activation_offload, partition=False
+        )
+
+    def _question(self, trainer: pl.Trainer, module: pl.LightningModule) -> Question:
+        policy = resolve_precision(
+            str(self._precision().precision),
+            master_weights=self.config.master_weights,
+            reduce_dtype=self.config.reduce_dtype,
+        )
+        return question_of_fit(
+            trainer,
+            module,
+            self._unsharded,
+            config=self.config,
+            precision=policy,
+            recompute=self.activations.chosen[0],
+            reads_gradients=guards.reads_gradients(trainer, module, self.engine),
+        )
+
+    @contextmanager
+    def _explaining_memory(self) -> Generator[None, None, None]:
+        """Inside, an allocation that fails says what takes how much, and what takes less."""
+
+        def describe() -> str:
+            module, hardware = self.lightning_module, self._hardware
+            assert module is not None
+            assert hardware is not None
+            question = self._question(module.trainer, module)
+            return explain(question, hardware, candidate_of(self.config, *self.activations.chosen))()
+
+        with explaining(describe):
+            yield
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        if self._deepspeed is not None:
+            self._deepspeed.settle(trainer, self.data_parallel_size)
+        super().setup_optimizers(trainer)
+        if self._deepspeed is not None:
+            self._deepspeed.watch(self.lr_scheduler_configs, partial(getattr, self, "skipped_steps"))
 
     def _choose_nvme_path(self, trainer: pl.Trainer) -> None:
         wanted = "nvme" in self.config.tiers or self.activations.needs_drive
@@ -573,7 +677,7 @@ class ZeROStrategy(DDPStrategy):
         assert self.lightning_module is not None
         # DDP takes rank 0's buffers before a forward whose predecessor synchronised gradients.
         synchronises = self.lightning_module.automatic_optimization and not self._accumulating
-        with engine.comm.naming_failures():
+        with engine.comm.naming_failures(), self._explaining_memory():
             self.restore_random_states()
             engine.begin_step(sync_buffers_after=synchronises)
             if self.parallel.pipeline is not None:
@@ -625,7 +729,7 @@ class ZeROStrategy(DDPStrategy):
             engine.keeps_gradients = False
             return plugin.post_backward(closure_loss, module)
         engine.begin_backward(eager=module.automatic_optimization and not self._accumulating)
-        with guards.explain_released_parameters(), engine.comm.naming_failures():
+        with guards.explain_released_parameters(), engine.comm.naming_failures(), self._explaining_memory():
             plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         engine.end_backward()
         return plugin.post_backward(closure_loss, module)
@@ -640,7 +744,7 @@ class ZeROStrategy(DDPStrategy):
     ) -> Any:
         module = model or self.lightning_module
         assert isinstance(module, pl.LightningModule)
-        with self.require_engine().comm.naming_failures():
+        with self.require_engine().comm.naming_failures(), self._explaining_memory():
             result = self._precision().optimizer_step(optimizer, model=module, closure=closure, **kwargs)
             self.parallel.balance_experts(module)
             return result
@@ -676,6 +780,11 @@ class ZeROStrategy(DDPStrategy):
     def _wait_for_weights(self) -> None:
         if self.engine is not None:
             self.engine.wait()
+
+    @override
+    def on_train_start(self) -> None:
+        if self._deepspeed is not None and self.lightning_module is not None:
+            self._deepspeed.check_loaders(self.lightning_module.trainer)
 
     @override
     def on_validation_start(self) -> None:
@@ -1003,6 +1112,8 @@ class ZeROStrategy(DDPStrategy):
             if self._state_dict_hooks is None:  # every rank has whole parameters
                 self.engine.detach()
         if module is not None:
+            if self._deepspeed is not None:
+                self._deepspeed.disconnect(module)
             guards.unwatch_methods(module)
             self.activations.remove()
             if self._layer_sync and module._trainer is not None and module._trainer.state.fn == TrainerFn.FITTING:

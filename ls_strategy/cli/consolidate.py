@@ -16,10 +16,10 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     """``consolidate``: one file, or safetensors."""
     parser = subcommands.add_parser(
         "consolidate",
-        help="write a sharded checkpoint as one file, or as safetensors",
-        description="Write a sharded checkpoint as one .ckpt file that every strategy resumes from, or its weights as "
-        "safetensors. Needs memory for a part of one tensor. --format ckpt builds the objects in the checkpoint, as "
-        "torch.load(weights_only=False) does: only for checkpoints that you trust.",
+        help="write a sharded checkpoint, ours or DeepSpeed's, as one file, or as safetensors",
+        description="Write a sharded checkpoint, ours or DeepSpeed's, as one .ckpt file that every strategy resumes "
+        "from, or its weights as safetensors. Needs memory for a part of one tensor. --format ckpt builds the objects "
+        "in the checkpoint, as torch.load(weights_only=False) does: only for checkpoints that you trust.",
     )
     parser.add_argument("source", metavar="DIR", help="checkpoint folder (or file)")
     parser.add_argument("target", metavar="OUT", type=Path, help="file; with --format safetensors, folder")
@@ -36,7 +36,8 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         nargs="+",
         default=[],
         metavar="OLD=NEW",
-        help="safetensors: replace the beginning of names; --rename model.= removes a leading 'model.'",
+        help="safetensors, and DeepSpeed's checkpoints: replace the beginning of names; --rename model.= removes a "
+        "leading 'model.', --rename =model. adds it",
     )
     parser.add_argument("--ema", action="store_true", help="safetensors: the average of the weights (ShardedEMA)")
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
@@ -45,7 +46,12 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 def run(args: argparse.Namespace) -> int:
     """Write, and say how long it took."""
-    if args.format == "ckpt" and (args.dtype != "keep" or args.rename or args.ema):
+    from ls_strategy.deepspeed.checkpoint import consolidate_deepspeed, is_deepspeed
+
+    theirs = is_deepspeed(args.source)
+    if theirs and args.format != "ckpt":
+        raise ConfigError(f"{args.source} is DeepSpeed's: make a .ckpt of it first (--format ckpt), and export that.")
+    if args.format == "ckpt" and (args.dtype != "keep" or (args.rename and not theirs) or args.ema):
         raise ConfigError("--dtype, --rename and --ema need --format safetensors; a .ckpt keeps all as it was saved.")
     if args.format == "safetensors" and args.weights_only:
         raise ConfigError("--weights-only is an option of --format ckpt; safetensors hold nothing but weights.")
@@ -55,7 +61,16 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--max-shard-gb {args.max_shard_gb:g}: a file's size is above 0.")
 
     progress = ProgressLine(str(args.target))
-    if args.format == "ckpt":
+    if theirs:
+        consolidate_deepspeed(
+            args.source,
+            args.target,
+            weights_only=args.weights_only,
+            rename=[(old, new) for old, new in (pair.split("=", 1) for pair in args.rename)],
+            force=args.force,
+            progress=progress,
+        )
+    elif args.format == "ckpt":
         from ls_strategy.checkpoint.consolidate import consolidate
 
         consolidate(args.source, args.target, weights_only=args.weights_only, force=args.force, progress=progress)

@@ -88,8 +88,8 @@ class Materializer:
         if not callable(getattr(module, "reset_parameters", None)):
             raise PlanError(
                 f"module {name!r} ({type(module).__name__}) was built without memory (configure_model runs on the meta "
-                "device at stage 3 and in pipelines) and has no reset_parameters() to fill its parameters and buffers. Add that method, "
-                "or build the module in configure_model under `with torch.device('cpu'):`."
+                "device at stage 3 and in pipelines) and has no reset_parameters() to fill its parameters and buffers. "
+                "Add that method, or build the module in configure_model under `with torch.device('cpu'):`."
             )
         # On another rank, shared with a module that was filled before, or made with values by the user: stays as it is.
         kept = {k: p for k, p in module.named_parameters(recurse=False) if id(p) in self._absent or not p.is_meta}

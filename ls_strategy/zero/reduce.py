@@ -28,7 +28,10 @@ from ls_strategy.zero.units import Flat, Unit
 from ls_strategy.zero_stages import StagePolicy
 
 IN_FLIGHT_BYTES = 64 << 20
-"""Stages 2 and 3: gradient buffers under way at a time; beyond that (and two units) the oldest is waited for."""
+"""Stages 2 and 3, and all on NCCL: gradient buffers under way at a time.
+
+Beyond that, and two units, the oldest is waited for.
+"""
 
 
 class Reducer:
@@ -186,7 +189,9 @@ class Reducer:
     def _too_much_in_flight(self) -> bool:
         if self.on_complete is not None:
             return len(self._in_flight) > 1  # what is complete is waited for: its update can begin
-        return self.policy.gradients and len(self._in_flight) > 2 and self._bytes_in_flight() > IN_FLIGHT_BYTES
+        # Resident gradients are sent from where they are, but NCCL sums copies of them in `wire_dtype`.
+        bounded = self.policy.gradients or self.comm.native
+        return bounded and len(self._in_flight) > 2 and self._bytes_in_flight() > IN_FLIGHT_BYTES
 
     def _fill_transient(self, flat: Flat) -> None:
         """Make every slot of the buffer valid: late gradients added, zeros where there was none."""

@@ -1,0 +1,291 @@
+"""``ls-strategy plan CONFIG...``: what a recipe will take, before there is a GPU to try it on."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import runpy
+import sys
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ls_strategy.cli.submit import infer_module, trainer_options
+from ls_strategy.errors import ConfigError, PlanError
+
+
+def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """``plan``: what a recipe will take."""
+    parser = subcommands.add_parser(
+        "plan",
+        help="memory, traffic and time of every strategy for a recipe, without a GPU",
+        description="Count what a LightningCLI program will take per rank with every strategy, and recommend the "
+        "lightest that fits. One training step runs on tensors without memory: the model's weights are never built, "
+        "and of the first batch only shapes are read. Activations are counted as the CPU's operations keep them; "
+        "attention is taken to be fused. Sizes of tensor, sequence, expert and pipeline parallelism in the recipe are "
+        "not counted into memory: the model is taken to be whole on every rank.",
+    )
+    parser.add_argument("config", nargs="*", help="YAML files of the program, the later one counts")
+    parser.add_argument("--config", action="append", dest="more", default=[], metavar="FILE", help="likewise")
+    parser.add_argument(
+        "--module", help="the program, for python -m. Default: recipes.gpt for recipes/gpt/configs/x.yaml"
+    )
+    parser.add_argument("--gpus", type=int, default=0, metavar="N", help="ranks. Default: the recipe's, on the CPU")
+    parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="default: %(default)s")
+    parser.add_argument("--gpu-memory", metavar="SIZE", help="of each GPU: 80GB, 141GB")
+    parser.add_argument("--host-memory", metavar="SIZE", help="of each node: 1TB")
+    parser.add_argument("--nvme", metavar="SIZE", help="free on the drive of each node: 4TB")
+    parser.add_argument("--tflops", type=float, help="what a GPU computes at best, for the time of a step")
+    parser.add_argument("--link", type=float, metavar="GB/S", help="what a rank can send to the others")
+    parser.add_argument("--bus", type=float, metavar="GB/S", help="between a GPU and its host")
+    parser.add_argument("--drive", type=float, metavar="GB/S", help="of the NVMe drive, for each rank")
+    parser.add_argument("--scaling", action="store_true", help="also states and traffic on 8 to 4,096 ranks")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Count, and print. The status is 1 if nothing fits."""
+    from ls_strategy.planner.forecast import lightest, reason, table
+    from ls_strategy.planner.scaling import scale, scaling_table
+
+    configs = [Path(c) for c in (*args.config, *args.more)]
+    for config in configs:
+        if not config.is_file():
+            raise ConfigError(f"{str(config)!r} is no file. Give the program's YAML files, as seen from {Path.cwd()}.")
+    if not configs:
+        raise ConfigError("no YAML file: ls-strategy plan recipes/gpt/configs/base.yaml")
+    module = args.module or infer_module(configs[0])
+    trainer = trainer_options(configs)
+    hardware = hardware_of(args, trainer)
+    cli = build(module, configs)
+    question = question_of(cli, trainer)
+    numel = sum(p.numel() for p in question.module.parameters())
+    forecasts = question.forecasts(hardware)
+    compute = question.precision.compute.itemsize
+    masters = question.precision.master != question.precision.compute
+    counted = {"parameter_bytes": compute, "gradient_bytes": 4, "state_bytes": 8 + 4 * masters}
+    rows = scale(numel, **counted) if args.scaling else []
+    bubbles = pipeline_bubbles(strategy_options(trainer))
+    chosen = lightest(forecasts)
+    if args.json:
+        result: dict[str, Any] = {
+            "parameters": numel,
+            "ranks": hardware.ranks,
+            "batch": _shapes(question.batch),
+            "strategies": [f.to_dict() for f in forecasts],
+            "lightest": None if chosen is None else chosen.candidate.name,
+            "reason": reason(forecasts),
+            "pipeline_bubbles": bubbles,
+            "scaling": [vars(row) for row in rows],
+        }
+        print(json.dumps(result, indent=2))
+        return 0 if chosen is not None else 1
+    print(f"{module}: {numel:,} parameters in {question.precision.name}, batch of one rank: {_shapes(question.batch)}")
+    print(table(forecasts, hardware))
+    print(reason(forecasts))
+    if bubbles:
+        print("pipeline bubble: " + ", ".join(f"{name} {bubble:.1%}" for name, bubble in bubbles.items()))
+    if rows:
+        print(scaling_table(rows))
+    return 0 if chosen is not None else 1
+
+
+def hardware_of(args: argparse.Namespace, trainer: dict[str, Any]) -> Any:
+    """From the arguments; ranks of a run on the CPU from the recipe.
+
+    Raises:
+        ConfigError: a size is none.
+    """
+    from ls_strategy.planner.hardware import Hardware, parse_bytes
+
+    def size(text: str | None) -> int | None:
+        return None if text is None else parse_bytes(text)
+
+    devices, nodes = trainer.get("devices", 1), trainer.get("num_nodes", 1)
+    per_node = devices if isinstance(devices, int) and devices > 0 else args.gpus_per_node
+    return Hardware(
+        ranks=args.gpus or per_node * (nodes if isinstance(nodes, int) else 1),
+        ranks_per_node=args.gpus_per_node if args.gpus else per_node,
+        device="cuda" if args.gpus or trainer.get("accelerator") in ("gpu", "cuda") else "cpu",
+        device_memory=size(args.gpu_memory),
+        host_memory=size(args.host_memory),
+        drive=0 if args.nvme is None else size(args.nvme),
+        tflops=args.tflops,
+        link_gbs=args.link,
+        bus_gbs=args.bus,
+        drive_gbs=args.drive,
+    )
+
+
+class _Built(BaseException):
+    """Carries the program's LightningCLI out of it, past whatever the program catches."""
+
+    def __init__(self, cli: Any) -> None:
+        super().__init__()
+        self.cli = cli
+
+
+def build(module: str, configs: Sequence[Path]) -> Any:
+    """The LightningCLI of a program, with model and data, on a Trainer for the CPU that will not train.
+
+    The program is run as ``python -m module fit --config ...`` up to where training would begin.
+
+    Raises:
+        ConfigError: it is no LightningCLI program, or does not take the files.
+    """
+    from ls_strategy._compat import intercept_cli
+
+    def stop(cli: Any) -> None:
+        raise _Built(cli)
+
+    words, argv, here = [module, "fit", *(f"--config={c}" for c in configs)], sys.argv, str(Path.cwd())
+    sys.path.insert(0, here)
+    try:
+        sys.argv = words
+        with weightless(), intercept_cli(stop, _bare_trainer), contextlib.redirect_stdout(sys.stderr):
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except _Built as built:
+        return built.cli
+    except SystemExit as error:
+        raise ConfigError(f"`python -m {' '.join(words)}` ended with status {error.code}; it says why above.") from None
+    finally:
+        sys.path.remove(here)
+        sys.argv = argv
+    raise ConfigError(f"`python -m {module} fit` made no LightningCLI: give a program that does, by --module.")
+
+
+def _bare_trainer(options: Any) -> Any:
+    """A Trainer with what a module may ask of it: steps, epochs, accumulation, precision."""
+    import lightning.pytorch as pl
+
+    kept = ("max_steps", "max_epochs", "accumulate_grad_batches", "limit_train_batches", "val_check_interval")
+    given = {name: options[name] for name in kept if options.get(name) is not None}
+    return pl.Trainer(
+        accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, check_val_every_n_epoch=options.get("check_val_every_n_epoch", 1), **given,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def weightless() -> Generator[None, None, None]:
+    """Inside, parameters of new modules have no memory: each goes to the meta device as it is registered."""
+    from torch import nn
+
+    plain = nn.Module.register_parameter
+
+    def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        plain(module, name, param)
+        if param is not None and not param.is_meta:
+            module._parameters[name] = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = plain  # type: ignore[method-assign]
+
+
+def question_of(cli: Any, trainer_section: dict[str, Any]) -> Any:
+    """Module, optimizers and first batch of a program.
+
+    Raises:
+        PlanError: there is no training data.
+    """
+    import torch
+
+    from ls_strategy._compat import give_data
+    from ls_strategy.planner.choice import Question
+    from ls_strategy.planner.forecast import Run
+    from ls_strategy.planner.step import first_batch
+    from ls_strategy.precision import resolve_precision
+
+    module, data, trainer = cli.model, cli.datamodule, cli.trainer
+    source = data if data is not None else module
+    trainer.strategy.connect(module)
+    module.trainer = trainer
+    trainer.datamodule = data
+    give_data(trainer, source)
+    with contextlib.redirect_stdout(sys.stderr):
+        if data is not None:
+            data.trainer = trainer
+            data.prepare_data()
+            data.setup("fit")
+        module.setup("fit")
+        with weightless(), torch.device("meta"):
+            module.configure_model()
+        batch = first_batch(source.train_dataloader())
+        optimizers = list(optimizers_in(module.configure_optimizers()))
+    options = strategy_options(trainer_section)
+    precision = resolve_precision(_precision_name(trainer_section.get("precision")))
+    run_ = Run(
+        config=base_config(options),
+        micro_batches=int(trainer_section.get("accumulate_grad_batches") or 1),
+        clips=bool(trainer_section.get("gradient_clip_val")),
+    )
+    return Question(module, optimizers, precision, batch, run_)
+
+
+def _precision_name(given: Any) -> str:
+    names = {"bf16": "bf16-mixed", "16": "16-mixed", "32": "32-true", "None": "32-true"}
+    return names.get(str(given), str(given))
+
+
+def strategy_options(trainer: dict[str, Any]) -> dict[str, Any]:
+    """``init_args`` of the recipe's strategy."""
+    strategy = trainer.get("strategy")
+    return dict(strategy.get("init_args") or {}) if isinstance(strategy, dict) else {}
+
+
+def base_config(options: dict[str, Any]) -> Any:
+    """The options that every candidate keeps."""
+    from ls_strategy.config import ZeROConfig
+
+    kept = ("min_unit_numel", "prefetch_units", "master_weights", "reduce_dtype", "moments", "overlap_step")
+    given = {name: options[name] for name in kept if name in options}
+    for name in ("unit_classes", "fp32_modules"):
+        if options.get(name):
+            given[name] = tuple(options[name])
+    return replace(ZeROConfig(), **given)
+
+
+def optimizers_in(configured: Any) -> Iterator[Any]:
+    """The optimizers in what ``configure_optimizers`` may return."""
+    from torch.optim import Optimizer
+
+    if isinstance(configured, Optimizer):
+        yield configured
+    elif isinstance(configured, dict):
+        yield from optimizers_in(configured.get("optimizer"))
+    elif isinstance(configured, (list, tuple)):
+        for each in configured:
+            yield from optimizers_in(each)
+
+
+def pipeline_bubbles(options: dict[str, Any]) -> dict[str, float]:
+    """Part of the time in which ranks of the recipe's pipeline wait, by schedule; empty without a pipeline."""
+    from ls_strategy.parallel.pipeline.schedules import SCHEDULES, make_table
+    from ls_strategy.parallel.pipeline.simulate import simulate
+
+    ranks = int(options.get("pipeline_parallel_size") or 1)
+    if ranks == 1:
+        return {}
+    micro_batches = int(options.get("micro_batches") or 4 * ranks)
+    result: dict[str, float] = {}
+    for schedule in SCHEDULES:
+        try:
+            result[schedule] = simulate(make_table(schedule, ranks, micro_batches)).bubble
+        except PlanError:
+            continue  # too few micro-batches for this one
+    return result
+
+
+def _shapes(batch: Any) -> str:
+    from torch import Tensor
+
+    from ls_strategy._compat import tree_iter
+
+    tensors = [leaf for leaf in tree_iter(batch) if isinstance(leaf, Tensor)]
+    return ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors) or "no tensors"

@@ -1,0 +1,21 @@
+"""Moving over from DeepSpeed: its configuration, its learning-rate schedules, its checkpoints. Needs no DeepSpeed.
+
+from ls_strategy.deepspeed import translate
+
+print(translate("ds_config.json").report())
+"""
+
+from __future__ import annotations
+
+from ls_strategy.deepspeed.config import Translation, translate
+from ls_strategy.deepspeed.schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+
+__all__ = [
+    "LRRangeTest",
+    "OneCycle",
+    "Translation",
+    "WarmupCosineLR",
+    "WarmupDecayLR",
+    "WarmupLR",
+    "translate",
+]

@@ -1,0 +1,355 @@
+"""A DeepSpeed configuration, translated: options of the strategy, settings of the Trainer, optimizer, schedule.
+
+`translate` is a pure function: nothing is imported from DeepSpeed, no process group is needed, no Trainer is touched.
+Every key of the configuration ends in one row of the report: mapped, left to others ("auto"), or ignored with the
+reason. What would change results if it were ignored, and what is unknown, raises.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ls_strategy.config import LossScaleConfig, NVMeIOConfig, OffloadConfig
+from ls_strategy.deepspeed.found import Found, Row
+from ls_strategy.deepspeed.keys import KEYS
+from ls_strategy.deepspeed.optimizers import OptimizerBlock, SchedulerBlock
+from ls_strategy.deepspeed.trainer import TrainerSettings
+from ls_strategy.errors import ConfigError
+
+PathOrDict = str | os.PathLike[str] | Mapping[str, Any]
+
+_WITHOUT_PREFIX = (
+    "prefetch_bucket_size",
+    "param_persistence_threshold",
+    "model_persistence_threshold",
+    "max_live_parameters",
+    "max_reuse_distance",
+    "gather_16bit_weights_on_model_save",
+    "module_granularity_threshold",
+    "use_all_reduce_for_fetch_params",
+    "allgather_sequential",
+)
+"""Keys of ``zero_optimization`` that DeepSpeed also takes without their ``stage3_``."""
+
+
+@dataclass(frozen=True)
+class Translation:
+    """A DeepSpeed configuration in the words of this package."""
+
+    strategy: dict[str, Any]
+    """Arguments of ``ZeROStrategy``."""
+
+    trainer: TrainerSettings
+    """What the configuration says about the Trainer and the batches."""
+
+    optimizer: OptimizerBlock | None
+    scheduler: SchedulerBlock | None
+    rows: tuple[Row, ...]
+
+    def report(self) -> str:
+        """Every key, its value, and what became of it: one line each, mapped keys first."""
+        order = {"mapped": 0, "auto": 1, "ignored": 2}
+        rows = sorted(self.rows, key=lambda row: order[row.outcome])
+        cells = [(row.key, _short(row.value), row.outcome, row.text) for row in rows]
+        widths = [max((len(cell[i]) for cell in cells), default=0) for i in range(3)]
+        lines = ["  ".join([*(c.ljust(w) for c, w in zip(cell, widths, strict=False)), cell[3]]) for cell in cells]
+        return "\n".join(["DeepSpeed configuration:", *(f"  {line}" for line in lines)])
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def load(source: PathOrDict) -> dict[str, Any]:
+    """The configuration as a dictionary.
+
+    Raises:
+        ConfigError: no such file, or it is not JSON.
+    """
+    if isinstance(source, Mapping):
+        return dict(source)
+    path = Path(source)
+    try:
+        config = json.loads(path.read_text(), object_pairs_hook=_without_duplicates)
+    except OSError as error:
+        raise ConfigError(
+            f"deepspeed_config={str(path)!r} cannot be read: {error}. Give a JSON file, or a dict."
+        ) from error
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}: not JSON ({error}). Comments and trailing commas are not part of JSON.") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path}: the outermost value is not a JSON object ({{...}}).")
+    return config
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"the DeepSpeed configuration has {name!r} twice in one block. Delete one of them.")
+    return dict(pairs)
+
+
+def translate(source: PathOrDict) -> Translation:
+    """Translate a DeepSpeed configuration.
+
+    Args:
+        source: path of a JSON file, or the dictionary.
+
+    Raises:
+        ConfigError: an unknown key (with the closest known one), a value out of range, or a feature whose absence
+            would change results; with the cure.
+    """
+    found = Found()
+    found.read(_normal(load(source)), KEYS, "")
+    strategy = {
+        **_zero(found),
+        **_offload(found),
+        **_precision_options(found),
+        **_activations(found),
+        **_parallel(found),
+    }
+    return Translation(
+        strategy=strategy,
+        trainer=_trainer(found),
+        optimizer=_block(found, "optimizer", OptimizerBlock),
+        scheduler=_block(found, "scheduler", SchedulerBlock),
+        rows=tuple(found.rows.values()),
+    )
+
+
+def _normal(config: dict[str, Any]) -> dict[str, Any]:
+    """Bring older and shorter spellings into the one that the table has."""
+    config = dict(config)
+    zero = config.get("zero_optimization")
+    if isinstance(zero, bool):
+        config["zero_optimization"] = {"stage": int(zero)}
+    elif isinstance(zero, Mapping):
+        names = {name: f"stage3_{name}" if name in _WITHOUT_PREFIX else name for name in zero}
+        config["zero_optimization"] = {names[name]: value for name, value in zero.items()}
+    return config
+
+
+# --- sections --------------------------------------------------------------------------------------------------------
+
+
+def _zero(found: Found) -> dict[str, Any]:
+    stage = found.number("zero_optimization.stage", least=0, whole=True) or 0
+    if stage > 3:
+        raise ConfigError(f"zero_optimization.stage={stage}: the stages are 0, 1, 2 and 3.")
+    options: dict[str, Any] = {"stage": stage}
+    if found.number("zero_optimization.stage3_prefetch_bucket_size", least=0) == 0:
+        options["prefetch_units"] = 0
+    return options
+
+
+def _offload(found: Found) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    for option, older in (
+        ("offload_optimizer", ("cpu_offload",)),
+        ("offload_param", ("cpu_offload_param", "cpu_offload_params")),
+    ):
+        tier = found.values.get(f"zero_optimization.{option}.device", "none")
+        if tier not in ("none", "cpu", "nvme"):
+            raise ConfigError(f"zero_optimization.{option}.device={tier!r}: use 'none', 'cpu' or 'nvme'.")
+        if any(found.flag(f"zero_optimization.{name}") for name in older):
+            tier = "cpu" if tier == "none" else tier
+        ratio = found.number("zero_optimization.offload_optimizer.ratio", least=0)
+        partly = option == "offload_optimizer" and ratio is not None and ratio < 1
+        if tier != "none" and not (partly and ratio == 0):
+            options[option] = OffloadConfig(tier=tier, ratio=ratio) if partly and ratio is not None else tier
+    return {**options, **_nvme(found, options)}
+
+
+def _nvme(found: Found, offload: dict[str, Any]) -> dict[str, Any]:
+    paths = {}
+    for option in ("offload_optimizer", "offload_param"):
+        key = f"zero_optimization.{option}.nvme_path"
+        tier = getattr(offload.get(option), "tier", offload.get(option))
+        if tier == "nvme" and key in found.values:
+            paths[key] = str(found.values[key])
+        else:
+            found.note(key, "nothing of this kind rests on NVMe", ignored=True)
+    if len(set(paths.values())) > 1:
+        raise ConfigError(
+            f"{' and '.join(f'{k}={v!r}' for k, v in paths.items())}: there is one folder for all states. Use the same "
+            "path for both."
+        )
+    options: dict[str, Any] = {"nvme_path": next(iter(paths.values()))} if paths else {}
+    threads = "aio.intra_op_parallelism" if "aio.intra_op_parallelism" in found.values else "aio.thread_count"
+    io = {
+        "block_bytes": found.number("aio.block_size", least=4096, whole=True),
+        "queue_depth": found.number("aio.queue_depth", least=1, whole=True),
+        "parallelism": found.number(threads, least=1, whole=True),
+    }
+    io = {name: value for name, value in io.items() if value is not None}
+    if "nvme" in (getattr(tier, "tier", tier) for tier in offload.values()):
+        return {**options, **({"nvme_io": NVMeIOConfig(**io)} if io else {})}
+    for key in ("aio.block_size", "aio.queue_depth", "aio.intra_op_parallelism", "aio.thread_count"):
+        found.note(key, "nothing rests on NVMe", ignored=True)
+    return options
+
+
+def _bf16(found: Found) -> str:
+    return "bf16" if any(key.startswith("bf16.") for key in found.rows) else "bfloat16"
+
+
+def _precision_options(found: Found) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    half, brain = found.flag("fp16.enabled"), _bf16(found)
+    masters = found.flag(f"{brain}.bf16_master_weights_and_grads") or False
+    states = found.flag(f"{brain}.bf16_optimizer_states") or False
+    if masters != states:
+        raise ConfigError(
+            f"{brain}.bf16_master_weights_and_grads={masters}, bf16_optimizer_states={states}: here both are in 16 bit "
+            "or neither. Switch both on, or both off; moments='bf16' stores the moments alone in 16 bit."
+        )
+    if masters:
+        options["master_weights"] = False
+    scale = _loss_scale(found)
+    if scale is not None and half is not False:
+        options["loss_scale"] = scale
+    elif scale is not None:
+        for name in KEYS["fp16"]:  # type: ignore[union-attr]
+            if name != "enabled":
+                found.note(f"fp16.{name}", "fp16 is off", ignored=True)
+    return {**options, **_reduce_dtype(found, fp16=half, bf16=found.flag(f"{brain}.enabled"))}
+
+
+def _loss_scale(found: Found) -> LossScaleConfig | None:
+    static = found.number("fp16.loss_scale", least=0)
+    values = {
+        "static": static or None,
+        "initial_power": found.number("fp16.initial_scale_power", least=0, whole=True),
+        "window": found.number("fp16.loss_scale_window", least=0, whole=True),
+        "hysteresis": found.number("fp16.hysteresis", least=1, whole=True),
+        "consecutive_hysteresis": found.flag("fp16.consecutive_hysteresis"),
+        "min_scale": found.number("fp16.min_loss_scale", least=0),
+    }
+    values = {name: value for name, value in values.items() if value is not None}
+    return LossScaleConfig(**values) if values or static is not None else None
+
+
+def _reduce_dtype(found: Found, *, fp16: bool | None, bf16: bool | None) -> dict[str, Any]:
+    wanted = found.values.get("communication_data_type")
+    if wanted is None:
+        return {}
+    known = {"fp32": "fp32", "fp16": "compute", "bf16": "compute"}
+    other = (wanted == "fp16" and (fp16 is False or bf16)) or (wanted == "bf16" and (bf16 is False or fp16))
+    if wanted not in known or other:
+        raise ConfigError(
+            f"communication_data_type={wanted!r}: gradients are summed in 'fp32', or in the 16-bit dtype of the "
+            "parameters. Use 'fp32', or delete it."
+        )
+    return {"reduce_dtype": known[wanted]}
+
+
+def _activations(found: Found) -> dict[str, Any]:
+    block = "activation_checkpointing."
+    partition = found.flag(f"{block}partition_activations") or found.flag("zero_optimization.partition_activations")
+    to_cpu = found.flag(f"{block}cpu_checkpointing")
+    interval = found.number("pipeline.activation_checkpoint_interval", least=0, whole=True)
+    options: dict[str, Any] = {}
+    if partition or to_cpu or interval:
+        options["activation_checkpointing"] = "full"
+    if to_cpu:
+        options["activation_offload"] = "cpu"
+    if partition and _tensor_ranks(found) > 1:
+        options["activation_partitioning"] = True
+    elif partition:
+        for key in (f"{block}partition_activations", "zero_optimization.partition_activations"):
+            found.note(key, "`activation_checkpointing='full'`; one tensor-parallel rank has nothing to divide among")
+    return options
+
+
+def _tensor_ranks(found: Found) -> int:
+    sizes = [found.number(f"tensor_parallel.{name}", least=0, whole=True) for name in ("autotp_size", "tp_size")]
+    return max(1, *(size or 0 for size in sizes))
+
+
+def _parallel(found: Found) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    if _tensor_ranks(found) > 1:
+        options["tensor_parallel_size"] = _tensor_ranks(found)
+    sequence = found.number("sequence_parallel_size", least=1, whole=True) or 1
+    if sequence > 1:
+        options["sequence_parallel_size"] = sequence
+    stages = found.number("pipeline.stages", least=1, whole=True) or 1
+    if stages > 1:
+        partition = found.values.get("pipeline.partition", "best")
+        options["pipeline_parallel_size"] = stages
+        options["pipeline_partition"] = "parameters" if partition == "best" else partition
+        micro, accumulation, _ = _batches(found)
+        options.update({"micro_batch_size": micro} if micro else {})
+        options.update({"micro_batches": accumulation} if accumulation else {})
+    else:
+        found.note("pipeline.partition", "there is one pipeline stage", ignored=True)
+    return options
+
+
+def _batches(found: Found) -> tuple[int | None, int | None, int | None]:
+    """Samples of a micro-batch, micro-batches of a step, samples of a step over all ranks."""
+    micro = found.number("train_micro_batch_size_per_gpu", least=1, whole=True)
+    accumulation = found.number("gradient_accumulation_steps", least=1, whole=True)
+    return micro, accumulation, found.number("train_batch_size", least=1, whole=True)
+
+
+def _trainer(found: Found) -> TrainerSettings:
+    micro, accumulation, whole = _batches(found)
+    precision, accepted = _precision(found)
+    if "gradient_clipping" not in found.rows:
+        text = "not there: DeepSpeed clips at 1.0 or not at all, by version; here `Trainer(gradient_clip_val=...)` says"
+        found.rows["gradient_clipping"] = Row("gradient_clipping", None, "auto", text)
+    if (found.number("pipeline.stages", least=1) or 1) > 1:
+        micro = micro * accumulation if micro and accumulation else None  # a batch of the DataLoader holds them all
+        accumulation, whole = 1, whole if micro else None
+    return TrainerSettings(
+        precision=precision,
+        accepted_precisions=accepted,
+        gradient_clip_val=found.number("gradient_clipping", least=0),
+        accumulate_grad_batches=accumulation,
+        micro_batch_size=micro,
+        train_batch_size=whole,
+    )
+
+
+def _precision(found: Found) -> tuple[str | None, tuple[str, ...]]:
+    half, brain = found.flag("fp16.enabled"), found.flag(f"{_bf16(found)}.enabled")
+    autocast = found.flag("torch_autocast.enabled")
+    if sum(map(bool, (half, brain, autocast))) > 1:
+        raise ConfigError("fp16, bf16 and torch_autocast: more than one is enabled. Enable one of them.")
+    if half:
+        return "16-true", ("16-true", "16-mixed")
+    if brain:
+        return "bf16-true", ("bf16-true", "bf16-mixed")
+    if autocast:
+        dtype = str(found.values.get("torch_autocast.dtype", "")).removeprefix("torch.")
+        known = {"fp16": "16-mixed", "float16": "16-mixed", "half": "16-mixed", "bf16": "bf16-mixed"}
+        known["bfloat16"] = "bf16-mixed"
+        if dtype not in known:
+            raise ConfigError(f"torch_autocast.dtype={dtype!r}: use 'bfloat16' or 'float16'.")
+        return known[dtype], (known[dtype],)
+    accepted = ["32-true"]
+    accepted += [] if half is False else ["16-true", "16-mixed"]
+    accepted += [] if brain is False else ["bf16-true", "bf16-mixed"]
+    return None, tuple(accepted)
+
+
+def _block(found: Found, name: str, kind: type[Any]) -> Any:
+    given = found.values.get(f"{name}.type")
+    if given is None:
+        if f"{name}.params" in found.rows:
+            found.note(f"{name}.params", f"there is no {name}.type", ignored=True)
+        return None
+    params = found.values.get(f"{name}.params") or {}
+    if not isinstance(given, str) or not isinstance(params, Mapping):
+        raise ConfigError(f'{name}: give {{"type": "name", "params": {{...}}}}; it is {given!r}, {params!r}.')
+    block = kind(given, dict(params))
+    found.note(f"{name}.type", f"{block.describe()}, where `configure_optimizers` gives none")
+    return block

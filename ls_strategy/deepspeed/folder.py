@@ -1,0 +1,147 @@
+"""The files of one save of DeepSpeed, opened without DeepSpeed.
+
+::
+
+    DIR/latest                                          the name of the newest save
+    DIR/TAG/mp_rank_00_model_states.pt                  stages 0 to 2: names, shapes, buffers, what the caller added
+    DIR/TAG/zero_pp_rank_R_mp_rank_00_model_states.pt   stage 3: the same, from every rank
+    DIR/TAG/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt   rank R's part of fp32 weights and moments
+
+Files are mapped into memory. Objects of DeepSpeed's classes, of which only the loss scaler is looked at, are read as
+plain holders of their attributes.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from ls_strategy.errors import CheckpointError
+
+
+def is_deepspeed(path: str | os.PathLike[str]) -> bool:
+    """Whether DeepSpeed wrote this folder. Not collective."""
+    return ":/" not in str(path) and _folder(Path(path)) is not None
+
+
+def _folder(path: Path) -> Path | None:
+    """The folder of one save: ``path`` itself, or the newest in it."""
+    latest = path / "latest"
+    tags = [latest.read_text().strip()] if latest.is_file() else []
+    for folder in (path, *(path / tag for tag in (*tags, "checkpoint"))):
+        if folder.is_dir() and any(folder.glob("*mp_rank_*_model_states.pt")):
+            return folder
+    return None
+
+
+@dataclass
+class Files:
+    """One save."""
+
+    folder: Path
+    models: list[dict[str, Any]] = field(default_factory=list)
+    parts: list[dict[str, Any]] = field(default_factory=list)
+    """Per rank: its part of the optimizer. Empty: no ZeRO."""
+
+    @property
+    def stage(self) -> int:
+        """0, 2 (which stage 1 looks like) or 3."""
+        if not self.parts:
+            return 0
+        return 3 if "fp32_flat_groups" in self.parts[0] else 2
+
+
+def open_save(path: str | os.PathLike[str]) -> Files:
+    """All files of a save.
+
+    Raises:
+        CheckpointError: there is none, files are missing, or they were written under model parallelism.
+    """
+    folder = _folder(Path(path))
+    if folder is None:
+        raise CheckpointError(f"{path} is no checkpoint of DeepSpeed: there are no *_model_states.pt in it.")
+    models, parts = (_by_rank(folder, f"*_{kind}_states.pt") for kind in ("model", "optim"))
+    _check_parallel(folder, [*models, *parts])
+    files = Files(folder, [_load(file) for file in models])
+    files.parts = [_load(file)["optimizer_state_dict"] for file in parts]
+    _check_whole(files)
+    return files
+
+
+def _by_rank(folder: Path, pattern: str) -> list[Path]:
+    return sorted(folder.glob(pattern), key=lambda p: [int(number) for number in re.findall(r"\d+", p.name)])
+
+
+def _check_parallel(folder: Path, files: Sequence[Path]) -> None:
+    experts = [p.name for p in files if "expert" in p.name or "expp_rank" in p.name]
+    divided = [p.name for p in files if "mp_rank_00" not in p.name]
+    if experts or divided or any(folder.glob("layer_*")):
+        raise CheckpointError(
+            f"{folder} was written with pipeline, tensor or expert parallelism, whose files differ from model to "
+            "model. Load it into DeepSpeed without that, and save it again."
+        )
+
+
+def _check_whole(files: Files) -> None:
+    if not files.parts:
+        return
+    count = files.parts[0].get("partition_count", len(files.parts))
+    ranks = max(count) if isinstance(count, (list, tuple)) else count
+    if ranks != len(files.parts) or (files.stage == 3 and ranks != len(files.models)):
+        raise CheckpointError(
+            f"{files.folder} was written by {ranks} ranks and has the files of {len(files.parts)}. Copy the missing "
+            "*_optim_states.pt and *_model_states.pt into it."
+        )
+    if any("param_shapes" not in model for model in files.models):
+        raise CheckpointError(f"{files.folder}: the files of model states have no param_shapes, as older DeepSpeeds.")
+
+
+class _Holder:
+    """In place of an object of DeepSpeed: its attributes, and what it was made from."""
+
+    made_from: tuple[Any, ...]
+
+    def __new__(cls, *args: Any) -> _Holder:
+        self = super().__new__(cls)
+        self.made_from = args
+        return self
+
+    def __init__(self, *args: Any) -> None:
+        """Arguments have been noted."""
+
+
+class _Unpickler(pickle.Unpickler):
+    @override
+    def find_class(self, module: str, name: str) -> Any:
+        """Objects of DeepSpeed become holders."""
+        return _Holder if module.split(".")[0] == "deepspeed" else super().find_class(module, name)
+
+
+class _Pickle:
+    """What ``torch.load`` needs of a pickle module."""
+
+    Unpickler = _Unpickler
+    load = staticmethod(lambda file, **kwargs: _Unpickler(file, **kwargs).load())
+
+
+def _load(file: Path) -> dict[str, Any]:
+    try:
+        return torch.load(
+            file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=False, pickle_module=_Pickle
+        )
+    except (ImportError, AttributeError) as error:
+        raise CheckpointError(
+            f"{file} has an object whose class cannot be imported here: {error}. Run where the training's own modules "
+            "can be imported (PYTHONPATH)."
+        ) from error
+    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error

@@ -1,0 +1,300 @@
+"""Every key of a DeepSpeed configuration, and what becomes of it: mapped, ignored with the reason, or refused.
+
+A key that is not here is refused as unknown. ``docs/migration.md`` shows this table; a test compares the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Outcome = Literal["mapped", "ignored", "refused"]
+
+
+@dataclass(frozen=True)
+class Key:
+    """What becomes of one key."""
+
+    outcome: Outcome
+    text: str
+    """Mapped: to what. Ignored: why that changes no result. Refused: why, and the cure."""
+
+    off: tuple[Any, ...] = ()
+    """Refused: values that switch the feature off; with one of them the key is ignored."""
+
+
+@dataclass(frozen=True)
+class AnyBlock:
+    """A block whose inner keys are not looked at one by one."""
+
+    key: Key
+    switch: str = ""
+    """Refused: the inner key that switches the block on. Empty: the block's presence does."""
+
+
+def to(text: str) -> Key:
+    """Mapped to ``text``."""
+    return Key("mapped", text)
+
+
+def ignored(text: str) -> Key:
+    """Ignored because of ``text``."""
+    return Key("ignored", text)
+
+
+def refused(text: str, *off: Any) -> Key:
+    """Refused because of ``text``, but for the values ``off``."""
+    return Key("refused", text, off or (False, None))
+
+
+Table = dict[str, "Key | AnyBlock | Table"]
+
+_UNITS = ignored("gradients and parameters travel unit by unit: `unit_classes`, `min_unit_numel`")
+_MODES = ignored("there is one way to do it here, and it needs no switch")
+_CHECKS = ignored("debugging of DeepSpeed itself")
+_LOGGER = ignored("logs go where `Trainer(logger=...)` says")
+_REPORTS = ignored("`ls_strategy.Monitor` reports times, memory and bytes sent")
+_PINNED = ignored("host memory is pinned wherever there is CUDA")
+_NVME_BUFFERS = ignored("buffers of the NVMe tier have the sizes of the model's units")
+_REMOVED = "DeepSpeed itself has removed it. Delete the block"
+_ZEROPP = "it quantises what is sent, which changes the numbers. Delete it: what is sent stays exact"
+
+_LOSS_SCALE: Table = {
+    "loss_scale": to("`loss_scale.static`; 0 is a dynamic scale"),
+    "initial_scale_power": to("`loss_scale.initial_power`"),
+    "loss_scale_window": to("`loss_scale.window`"),
+    "hysteresis": to("`loss_scale.hysteresis`"),
+    "consecutive_hysteresis": to("`loss_scale.consecutive_hysteresis`"),
+    "min_loss_scale": to("`loss_scale.min_scale`"),
+}
+
+_BF16: Table = {
+    "enabled": to("`Trainer(precision='bf16-true')`, which is what DeepSpeed computes; `bf16-mixed` is accepted"),
+    "immediate_grad_update": _MODES,
+    "check_grad_overflow": ignored("bf16 has the range of fp32: a step with inf or nan is not skipped, it is seen"),
+    "check_overflow": ignored("older name of check_grad_overflow"),
+    "bf16_master_weights_and_grads": to("`master_weights=False`, together with bf16_optimizer_states"),
+    "bf16_optimizer_states": to("`master_weights=False`, together with bf16_master_weights_and_grads"),
+    **{name: ignored("bf16 needs no loss scale") for name in _LOSS_SCALE},
+}
+
+_ZERO: Table = {
+    "stage": to("`stage`"),
+    "contiguous_gradients": _MODES,
+    "reduce_scatter": ignored("sharded gradients are always reduce-scattered"),
+    "reduce_bucket_size": _UNITS,
+    "use_multi_rank_bucket_allreduce": _MODES,
+    "allgather_partitions": ignored("parameters are always all-gathered"),
+    "allgather_bucket_size": _UNITS,
+    "overlap_comm": ignored("communication always overlaps with computation"),
+    "compute_grad_norm": ignored("the norm is computed when clipping or `strategy.grad_norm()` asks for it"),
+    "load_from_fp32_weights": ignored("master weights always come from the unrounded fp32 weights"),
+    "elastic_checkpoint": ignored("any number of ranks loads any checkpoint"),
+    "offload_param": {
+        "device": to("`offload_param`"),
+        "nvme_path": to("`nvme_path`"),
+        "buffer_count": _NVME_BUFFERS,
+        "buffer_size": _NVME_BUFFERS,
+        "max_in_cpu": _NVME_BUFFERS,
+        "pin_memory": _PINNED,
+    },
+    "offload_optimizer": {
+        "device": to("`offload_optimizer`"),
+        "nvme_path": to("`nvme_path`"),
+        "ratio": to("`OffloadConfig(ratio=...)`"),
+        "buffer_count": _NVME_BUFFERS,
+        "pin_memory": _PINNED,
+        "pipeline": ignored("reads, updates and writes always overlap"),
+        "pipeline_read": ignored("reads always overlap with updates"),
+        "pipeline_write": ignored("writes always overlap with updates"),
+        "fast_init": ignored("states on NVMe are never made in memory first"),
+        "super_offload": ignored("updates overlap with backward wherever there is no clipping: `overlap_step`"),
+        "cpuadam_cores_perc": ignored("`OMP_NUM_THREADS` gives the number of threads"),
+    },
+    "zenflow": AnyBlock(
+        refused("it updates with old gradients. Delete it; `delayed_update_after` delays by one step and no more")
+    ),
+    "sub_group_size": ignored("states are updated unit by unit"),
+    "cpu_offload": to("`offload_optimizer='cpu'`"),
+    "cpu_offload_param": to("`offload_param='cpu'`"),
+    "cpu_offload_params": to("`offload_param='cpu'`"),
+    "cpu_offload_use_pin_memory": _PINNED,
+    "stage3_prefetch_bucket_size": to("`prefetch_units`: 0 if it is 0, else the default of 1"),
+    "stage3_param_persistence_threshold": ignored("small blocks share one unit: `min_unit_numel`"),
+    "stage3_model_persistence_threshold": ignored("small blocks share one unit: `min_unit_numel`"),
+    "stage3_max_live_parameters": ignored("live are the unit that computes and those prefetched: `prefetch_units`"),
+    "stage3_max_reuse_distance": ignored("live are the unit that computes and those prefetched: `prefetch_units`"),
+    "stage3_gather_16bit_weights_on_model_save": ignored(
+        "checkpoints hold fp32 weights; `ls-strategy consolidate --dtype bf16` exports 16-bit ones"
+    ),
+    "stage3_gather_fp16_weights_on_model_save": ignored("older name of stage3_gather_16bit_weights_on_model_save"),
+    "stage3_module_granularity_threshold": _UNITS,
+    "stage3_use_all_reduce_for_fetch_params": _MODES,
+    "stage3_allgather_sequential": _MODES,
+    "ignore_unused_parameters": ignored("unused parameters are always allowed"),
+    "legacy_stage1": _MODES,
+    "round_robin_gradients": _MODES,
+    "parameter_alignment": _MODES,
+    "zero_hpz_partition_size": ignored("there is no second copy of the shards in a node; the numbers are the same"),
+    "zero_quantized_weights": refused(_ZEROPP),
+    "zero_quantized_nontrainable_weights": refused(_ZEROPP),
+    "zero_quantized_gradients": refused(_ZEROPP),
+    "zeropp_loco_param": AnyBlock(refused(_ZEROPP)),
+    "mics_shard_size": ignored("shards go over all ranks; the numbers are the same"),
+    "mics_hierarchical_params_gather": ignored("shards go over all ranks; the numbers are the same"),
+    "memory_efficient_linear": _MODES,
+    "pipeline_loading_checkpoint": _MODES,
+    "override_module_apply": _MODES,
+    "log_trace_cache_warnings": _CHECKS,
+    "enable_sanity_checks": _CHECKS,
+    "save_muon_momentum_buffer_in_memory": ignored("offload moves all states of an optimizer"),
+    "leaf_module": AnyBlock(ignored("a unit is always gathered whole, experts included")),
+    "partition_activations": to("read as activation_checkpointing.partition_activations, where DeepSpeed has it"),
+}
+
+KEYS: Table = {
+    "train_batch_size": to("checked: micro-batch x accumulation x data-parallel ranks; gives what is left out"),
+    "train_micro_batch_size_per_gpu": to("checked against the training DataLoader's batch_size"),
+    "gradient_accumulation_steps": to("`Trainer(accumulate_grad_batches=...)`"),
+    "managed_gradient_accumulation": ignored("every backward before a step counts"),
+    "gradient_clipping": to("`Trainer(gradient_clip_val=...)`, by norm"),
+    "optimizer": {
+        "type": to("the optimizer, where `configure_optimizers` gives none"),
+        "params": AnyBlock(to("its arguments, with DeepSpeed's defaults")),
+        "legacy_fusion": _MODES,
+    },
+    "scheduler": {
+        "type": to("the schedule, one step per optimizer step, where `configure_optimizers` gives none"),
+        "params": AnyBlock(to("its arguments, with DeepSpeed's defaults")),
+    },
+    "fp16": {
+        "enabled": to("`Trainer(precision='16-true')`, which is what DeepSpeed computes; `16-mixed` is accepted"),
+        "auto_cast": ignored("inputs are always cast to the parameters' dtype"),
+        **_LOSS_SCALE,
+        "fp16_master_weights_and_grads": refused(
+            "the optimizer's eps of 1e-8 is 0 in fp16. Delete it; `moments='int8'` saves more memory"
+        ),
+    },
+    "bf16": dict(_BF16),
+    "bfloat16": dict(_BF16),
+    "torch_autocast": {
+        "enabled": to("`Trainer(precision='bf16-mixed')` or `'16-mixed'`, by dtype"),
+        "dtype": to("which of the two"),
+        "lower_precision_safe_modules": ignored("gradients of autocast modules are summed in fp32: `reduce_dtype`"),
+    },
+    "amp": AnyBlock(refused(f"{_REMOVED}, and choose Trainer(precision='16-mixed')"), "enabled"),
+    "data_types": {
+        "grad_accum_dtype": ignored("gradients are accumulated at least as exactly"),
+        "param_dtype": ignored("fp16 and bf16 say it"),
+        "buffer_dtype": refused("buffers keep their dtypes, or follow the precision. Delete it"),
+        "keep_in_fp32_modules": refused(
+            "it names patterns of parameter names. Give class names: ZeROStrategy(fp32_modules=[...])",
+            "auto",
+            None,
+            [],
+        ),
+    },
+    "zero_optimization": _ZERO,
+    "zero_allow_untested_optimizer": ignored("any optimizer of torch that works element by element is allowed"),
+    "zero_force_ds_cpu_optimizer": ignored("the optimizer you chose is the one that runs, on the CPU too"),
+    "communication_data_type": to("`reduce_dtype`: `fp32`, or `compute` for the parameters' own dtype"),
+    "seq_parallel_communication_data_type": ignored("the sequence-parallel ranks' gradients are summed with the rest"),
+    "prescale_gradients": ignored("the mean is the same, whichever way it is divided"),
+    "gradient_predivide_factor": ignored("the mean is the same, whichever way it is divided"),
+    "gradient_allreduce_op": refused("gradients are averaged. Multiply the loss by the number of ranks", "mean", None),
+    "sparse_gradients": ignored("gradients are reduced dense; the numbers are the same"),
+    "disable_allgather": _MODES,
+    "aio": {
+        "block_size": to("`nvme_io.block_bytes`"),
+        "queue_depth": to("`nvme_io.queue_depth`"),
+        "intra_op_parallelism": to("`nvme_io.parallelism`"),
+        "thread_count": to("`nvme_io.parallelism`; the older name"),
+        "single_submit": _MODES,
+        "overlap_events": _MODES,
+        "use_gds": ignored("files go through host memory"),
+    },
+    "activation_checkpointing": {
+        "partition_activations": to("`activation_checkpointing='full'`, `activation_partitioning` over tensor ranks"),
+        "cpu_checkpointing": to("`activation_checkpointing='full'`, `activation_offload='cpu'`"),
+        "contiguous_memory_optimization": _MODES,
+        "number_checkpoints": ignored("buffers need no count"),
+        "synchronize_checkpoint_boundary": _CHECKS,
+        "profile": _REPORTS,
+    },
+    "pipeline": {
+        "stages": to("`pipeline_parallel_size`; gradient_accumulation_steps become `micro_batches`"),
+        "partition": to("`pipeline_partition`; best is parameters"),
+        "activation_checkpoint_interval": to("`activation_checkpointing='full'` if above 0"),
+        "seed_layers": refused("layers are initialised as without a pipeline. Delete it"),
+        "pipe_partitioned": _MODES,
+        "grad_partitioned": _MODES,
+        "use_reentrant": _MODES,
+    },
+    "tensor_parallel": {
+        "autotp_size": to("`tensor_parallel_size`"),
+        "tp_size": to("`tensor_parallel_size`"),
+        "tp_overlap_comm": _MODES,
+        "preset_model": ignored("`tensor_parallel_plan='auto'` finds out how the layers are divided"),
+        "partition_config": AnyBlock(
+            refused("say it as ZeROStrategy(tensor_parallel_plan={'blocks.*.up': 'column', ...})")
+        ),
+        "vocab_parallel_lm_head": _MODES,
+        "vocab_parallel_ce_backend": _MODES,
+    },
+    "sequence_parallel_size": to("`sequence_parallel_size`"),
+    "expert_parallel": AnyBlock(
+        refused("it swaps Hugging Face's layers. Build the model with ls_strategy's MoE, and set expert_parallel_size"),
+        "enabled",
+    ),
+    "use_data_before_expert_parallelism": _MODES,
+    "checkpoint": {
+        "tag_validation": ignored("all ranks write one checkpoint, or none"),
+        "load_universal": ignored("any checkpoint loads into any layout; `ls-strategy consolidate` reads DeepSpeed's"),
+        "use_node_local_storage": refused("a checkpoint is one folder that all ranks see. Use a shared path"),
+        "parallel_write": AnyBlock(ignored("every rank writes its own part")),
+        "checkpoint_serialization": _MODES,
+        "writer": AnyBlock(ignored("`async_save=True` writes in the background")),
+    },
+    "datastates_ckpt": AnyBlock(ignored("`async_save=True` writes in the background")),
+    "nebula": AnyBlock(ignored("`async_save=True` writes in the background")),
+    "dataloader_drop_last": ignored("the DataLoader says it: `DataLoader(drop_last=True)`"),
+    "compile": AnyBlock(ignored("compile the module: `torch.compile(module)`")),
+    "steps_per_print": _LOGGER,
+    "wall_clock_breakdown": _REPORTS,
+    "memory_breakdown": _REPORTS,
+    "timers": AnyBlock(_REPORTS),
+    "dump_state": _CHECKS,
+    "log_level": ignored("logging is Python's"),
+    "disable_python_gc": ignored("Python's garbage collector is left alone"),
+    "vocabulary_size": ignored("DeepSpeed only warns with it"),
+    "tensorboard": AnyBlock(_LOGGER),
+    "wandb": AnyBlock(_LOGGER),
+    "csv_monitor": AnyBlock(_LOGGER),
+    "comet": AnyBlock(_LOGGER),
+    "flops_profiler": AnyBlock(ignored("use `Trainer(profiler=...)`")),
+    "comms_logger": AnyBlock(_REPORTS),
+    "autotuning": AnyBlock(ignored("it belongs to DeepSpeed's launcher")),
+    "hybrid_engine": AnyBlock(refused("there is no inference engine here. Delete the block"), "enabled"),
+    "weight_quantization": AnyBlock(refused("weights are not quantised here. Delete the block")),
+    "data_efficiency": AnyBlock(refused("it chooses other data and tokens. Do it in the DataModule"), "enabled"),
+    "curriculum_learning": AnyBlock(refused("it shortens sequences. Do it in the DataModule"), "enabled"),
+    "progressive_layer_drop": AnyBlock(refused(f"{_REMOVED}; drop layers in the model's forward"), "enabled"),
+    "eigenvalue": AnyBlock(refused(_REMOVED), "enabled"),
+    "compression_training": AnyBlock(refused(_REMOVED)),
+    "quantize_training": AnyBlock(refused(_REMOVED), "enabled"),
+    "sparse_attention": AnyBlock(refused(f"{_REMOVED}; use flex_attention in the model")),
+    "elasticity": AnyBlock(refused(f"{_REMOVED}, and set the batch sizes"), "enabled"),
+    "graph_harvesting": refused(_REMOVED),
+}
+
+
+def documented(table: Table = KEYS, prefix: str = "") -> Iterator[tuple[str, Key]]:
+    """Every key with its dotted name, as ``docs/migration.md`` shows them; a block that is not looked into is one."""
+    for name, entry in table.items():
+        if isinstance(entry, Key):
+            yield prefix + name, entry
+        elif isinstance(entry, AnyBlock):
+            yield f"{prefix}{name}.*", entry.key
+        else:
+            yield from documented(entry, f"{prefix}{name}.")

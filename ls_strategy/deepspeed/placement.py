@@ -1,0 +1,125 @@
+"""Where in DeepSpeed's flat buffers the elements of a parameter lie, and a tensor that reads them from there.
+
+Stages 1 and 2 lay all parameters of an optimizer group end to end and cut the whole into one part per rank; stage 3
+cuts every parameter into one part per rank, and lays the parts end to end, in sub-groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from ls_strategy.deepspeed.folder import Files
+from ls_strategy.errors import CheckpointError
+from ls_strategy.zero.lazy import LazyTensor
+
+
+class InParts(LazyTensor):
+    """A tensor whose elements lie end to end in portions of other tensors."""
+
+    portions: list[Tensor]
+
+    @staticmethod
+    def __new__(  # noqa: D102
+        cls: Any, portions: list[Tensor], shape: Sequence[int], dtype: torch.dtype
+    ) -> InParts:
+        self = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)  # type: ignore[attr-defined]
+        self.portions = portions
+        return self
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"InParts(shape={tuple(self.shape)}, dtype={self.dtype}, portions={len(self.portions)})"
+
+    @override
+    def bring(self, start: int, stop: int) -> Tensor:
+        found, at = [], 0
+        for portion in self.portions:
+            first, last = max(start - at, 0), min(stop - at, portion.numel())
+            if first < last:
+                found.append(portion[first:last].to(self.dtype))
+            at += portion.numel()
+        return torch.cat(found) if found else torch.empty(0, dtype=self.dtype)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the elements of one parameter lie: ranges of one number of elements in buffers of each rank."""
+
+    shape: tuple[int, ...]
+    group: int
+    """Optimizer group."""
+
+    ranges: tuple[tuple[int, int, int, int], ...]
+    """``(rank, buffer, start, stop)``, in the order of the elements."""
+
+    def portions(self, buffers: Callable[[int, int], Tensor]) -> list[Tensor]:
+        """Views of the elements, in order; ``buffers(rank, number)`` is a flat tensor."""
+        return [buffers(rank, number).reshape(-1)[start:stop] for rank, number, start, stop in self.ranges]
+
+
+def numel_of(shape: Sequence[int]) -> int:
+    """Elements of a tensor of this shape."""
+    return prod(int(n) for n in shape)
+
+
+def places(files: Files) -> dict[str, Place]:
+    """Of every trainable parameter, by name, in the optimizer's order."""
+    groups: list[Mapping[str, Any]] = files.models[0]["param_shapes"]
+    groups = [groups] if isinstance(groups, Mapping) else groups
+    return _places_in_slices(files, groups) if files.stage == 3 else _places_end_to_end(files, groups)
+
+
+def _places_end_to_end(files: Files, groups: Sequence[Mapping[str, Any]]) -> dict[str, Place]:
+    found = {}
+    paddings = files.parts[0].get("param_alignment_paddings")
+    for number, shapes in enumerate(groups):
+        sizes = [part["single_partition_of_fp32_groups"][number].numel() for part in files.parts]
+        starts = [sum(sizes[:rank]) for rank in range(len(sizes))]
+        at = 0
+        for i, (name, shape) in enumerate(shapes.items()):
+            stop = at + numel_of(shape)
+            ranges = [
+                (rank, number, max(at - first, 0), min(stop - first, size))
+                for rank, (first, size) in enumerate(zip(starts, sizes, strict=True))
+                if at < first + size and first < stop
+            ]
+            found[name] = Place(tuple(shape), number, tuple(ranges))
+            at = stop + (paddings[number][i] if paddings is not None else 0)
+        if at > sum(sizes):
+            raise CheckpointError(
+                f"{files.folder}: the parameters of group {number} have {at} elements, and the ranks' files "
+                f"{sum(sizes)}. A file belongs to another save."
+            )
+    return found
+
+
+def _places_in_slices(files: Files, groups: Sequence[Mapping[str, Any]]) -> dict[str, Place]:
+    sizes = [buffer.numel() for buffer in files.parts[0]["fp32_flat_groups"]]
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    ranks, found, at = len(files.parts), {}, 0
+    for number, shapes in enumerate(groups):
+        for name, shape in shapes.items():
+            numel = numel_of(shape)
+            each = -(-numel // ranks)
+            ranges = []
+            for rank in range(ranks):
+                stop = at + min(each, max(numel - rank * each, 0))
+                ranges += [
+                    (rank, i, max(at - first, 0), min(stop - first, size))
+                    for i, (first, size) in enumerate(zip(starts, sizes, strict=True))
+                    if at < first + size and first < stop and at < stop
+                ]
+            found[name] = Place(tuple(shape), number, tuple(ranges))
+            at += each
+    if at != sum(sizes):
+        raise CheckpointError(
+            f"{files.folder}: parameters have {at} elements per rank, and the files {sum(sizes)}. States on NVMe "
+            "are not in a checkpoint's own files: save once more with offload_optimizer.device = cpu."
+        )
+    return found

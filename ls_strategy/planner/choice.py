@@ -1,0 +1,145 @@
+"""The lightest strategy that fits, for a module that is about to be trained; the same on all ranks."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ls_strategy.comm import Comm
+from ls_strategy.config import RecomputeConfig
+from ls_strategy.errors import PlanError
+from ls_strategy.planner.candidates import Candidate
+from ls_strategy.planner.forecast import (
+    Forecast,
+    Forecaster,
+    Run,
+    lightest,
+    next_lighter_in_memory,
+    reason,
+    table,
+)
+from ls_strategy.planner.hardware import Hardware, found_here, show_bytes
+from ls_strategy.planner.paper import on_paper
+from ls_strategy.planner.step import training_step
+from ls_strategy.precision import PrecisionPolicy
+
+
+@dataclass(frozen=True)
+class Question:
+    """A run of one module."""
+
+    module: nn.Module
+    """With a ``training_step``; on any device."""
+
+    optimizers: Sequence[Optimizer]
+    precision: PrecisionPolicy
+    batch: Any
+    """Of one rank."""
+
+    run: Run
+
+    def forecasts(self, hardware: Hardware) -> list[Forecast]:
+        """Every candidate. Not collective; the module is what it was when this returns.
+
+        Raises:
+            PlanError: the step cannot be counted.
+        """
+        with on_paper(self.module, self.precision, self.run.config.fp32_modules, torch.device("cpu")) as paper:
+            optimizers = [paper.optimizer(o) for o in self.optimizers]
+            return Forecaster(
+                self.module,
+                optimizers,
+                paper=paper,
+                precision=self.precision,
+                step=training_step(self.module, optimizers),
+                batch=self.batch,
+                run=self.run,
+            ).all(hardware)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was decided."""
+
+    candidate: Candidate
+    words: str
+    """The table, and why."""
+
+
+def choose(ask: Callable[[], Question], world: Comm, hardware: Hardware) -> Choice:
+    """The lightest strategy that fits. Collective.
+
+    Args:
+        ask: what is to run; called on rank 0 alone.
+        world: all ranks.
+        hardware: from `smallest`.
+
+    Raises:
+        PlanError: on every rank: nothing fits, or the step cannot be counted.
+    """
+    answer: Choice | str | None = None
+    if world.rank == 0:
+        try:
+            answer = _decide(ask().forecasts(hardware), hardware)
+        except Exception as error:  # the others wait
+            answer = str(error) if isinstance(error, PlanError) else f"{type(error).__name__}: {error}"
+    answer = world.exchange_objects(answer)[0]
+    if isinstance(answer, Choice):
+        return answer
+    raise PlanError(f'strategy="zero_auto": {answer} Name a strategy to go without a plan.')
+
+
+def _decide(forecasts: list[Forecast], hardware: Hardware) -> Choice:
+    chosen = lightest(forecasts)
+    if chosen is None:
+        raise PlanError(f"{reason(forecasts)}\n{table(forecasts, hardware)}\n")
+    return Choice(chosen.candidate, f"{table(forecasts, hardware)}\n{reason(forecasts)}")
+
+
+def smallest(world: Comm, device: torch.device, nvme_path: str = "") -> Hardware:
+    """What every rank has at least. Collective."""
+    hosts = world.exchange_objects(socket.gethostname())
+    per_node = max(hosts.count(host) for host in hosts)
+    here = found_here(device, ranks=world.world_size, ranks_per_node=per_node, nvme_path=nvme_path)
+    everyones: list[Hardware] = world.exchange_objects(here)
+
+    def least(name: str) -> int | None:
+        known = [value for value in (getattr(each, name) for each in everyones) if value is not None]
+        return min(known) if known else None
+
+    return replace(
+        here, device_memory=least("device_memory"), host_memory=least("host_memory"), drive=least("drive")
+    )  # fmt: skip
+
+
+def explain(question: Question, hardware: Hardware, running: Candidate) -> Callable[[], str]:
+    """For `out_of_memory.explaining`: the table, and the next candidate that takes less. Not collective."""
+
+    def describe() -> str:
+        forecasts = question.forecasts(hardware)
+        mine = next((f for f in forecasts if f.candidate == running), None)
+        device = mine.peak.device if mine is not None else min(f.peak.device for f in forecasts)
+        better = next_lighter_in_memory(forecasts, device)
+        now = f"{running.name} takes {show_bytes(device)} on each device. " if mine is not None else ""
+        if better is None:
+            advice = "No other strategy takes less. Use a smaller batch (and accumulate_grad_batches), or more ranks."
+        else:
+            arguments = ", ".join(f"{k}={v!r}" for k, v in better.candidate.arguments().items())
+            advice = (
+                f"{better.candidate.name} takes {show_bytes(better.peak.device)}: "
+                f"ZeROStrategy({arguments}), or a smaller batch with accumulate_grad_batches."
+            )
+        return f"{now}{advice}\n{table(forecasts, hardware)}"
+
+    return describe
+
+
+def candidate_of(config: Any, recompute: RecomputeConfig | None, activation_offload: Any = None) -> Candidate:
+    """The candidate that a configuration is."""
+    return Candidate(config.stage, config.offload_optimizer, config.offload_param, recompute, activation_offload)

@@ -1,0 +1,65 @@
+"""A fit that a Trainer runs, or is about to, as a question to the planner. By the names that Trainers have."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch.optim import Optimizer
+
+from ls_strategy._compat import is_mock_optimizer, training_data
+from ls_strategy.config import RecomputeConfig, ZeROConfig
+from ls_strategy.planner.choice import Question
+from ls_strategy.planner.forecast import Run
+from ls_strategy.planner.step import first_batch
+from ls_strategy.precision import PrecisionPolicy
+
+
+def before_sharding(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    """Copies of optimizers on the module's own parameters, which an engine takes out of their groups. Without mocks."""
+    copies: list[Optimizer] = []
+    for optimizer in optimizers:
+        if is_mock_optimizer(optimizer):
+            continue
+        copy = type(optimizer).__new__(type(optimizer))
+        copy.__dict__.update(optimizer.__dict__)
+        copy.param_groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
+        copies.append(copy)
+    return copies
+
+
+def question_of_fit(
+    trainer: Any,
+    module: Any,
+    optimizers: Sequence[Optimizer],
+    *,
+    config: ZeROConfig,
+    precision: PrecisionPolicy,
+    recompute: RecomputeConfig | None,
+    reads_gradients: bool,
+) -> Question:
+    """What is about to be trained. Not collective; makes the training data's loader once more, and takes one batch.
+
+    Args:
+        trainer: of the fit.
+        module: its module, set up.
+        optimizers: from `before_sharding`.
+        config: options that no candidate changes.
+        precision: dtypes.
+        recompute: what the user has chosen, if anything.
+        reads_gradients: user code may look at gradients between backward and step.
+
+    Raises:
+        PlanError: there is no training data.
+    """
+    path = config.nvme_path or os.environ.get("LS_STRATEGY_NVME_PATH", "")
+    run = Run(
+        config=replace(config, nvme_path=path),
+        micro_batches=max(int(trainer.accumulate_grad_batches), 1),
+        clips=bool(trainer.gradient_clip_val) or reads_gradients,
+        recompute=recompute,
+    )
+    batch = first_batch(training_data(trainer))
+    return Question(module, optimizers, precision, batch, run)

@@ -1,0 +1,291 @@
+"""Forecasts of every candidate for one model, batch and machine, as a table, and the lightest one that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ls_strategy.config import RecomputeConfig, ZeROConfig
+from ls_strategy.errors import PlanError
+from ls_strategy.plan import Plan
+from ls_strategy.planner.buffers import Setting
+from ls_strategy.planner.candidates import Candidate, ladder
+from ls_strategy.planner.hardware import Hardware, show_bytes
+from ls_strategy.planner.paper import Paper
+from ls_strategy.planner.replay import Peak, replay
+from ls_strategy.planner.states import ModelStates
+from ls_strategy.planner.trace import Step, Trace, Tracer
+from ls_strategy.planner.traffic import Traffic, traffic
+from ls_strategy.precision import PrecisionPolicy
+
+_EFFICIENCY = 0.4
+"""Part of a device's best speed that training of large models reaches, for the upper bound of the time of a step."""
+
+_HOST_BYTES_OF_NVME = 80 << 20
+"""Staging buffers of the NVMe tier on each rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What every candidate has in common."""
+
+    config: ZeROConfig = field(default_factory=ZeROConfig)
+    """Options that no candidate changes: units, prefetch, precision of the states."""
+
+    micro_batches: int = 1
+    """Batches whose gradients are added up before a step."""
+
+    clips: bool = False
+    """Gradients are clipped, or read between backward and step: no update begins before all are there."""
+
+    recompute: RecomputeConfig | None = None
+    """What the user has chosen; candidates leave it as it is."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What one candidate takes."""
+
+    candidate: Candidate
+    peak: Peak
+    traffic: Traffic
+    flops: int
+    """Of one rank and step."""
+
+    seconds: tuple[float, float] | None
+    """Of one step: everything at once at full speed, and one after the other at the speed that is usual. None where no
+    speeds are known."""
+
+    lacks: tuple[str, ...]
+    """What it needs more of than there is."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether it can run, as far as is known."""
+        return not self.lacks
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON; bytes and seconds."""
+        return {
+            "name": self.candidate.name,
+            "arguments": self.candidate.arguments(),
+            "device_bytes": self.peak.device,
+            "device_bytes_at_peak": self.peak.at_peak,
+            "host_bytes": self.peak.cpu,
+            "drive_bytes": self.peak.nvme,
+            "states": self.peak.states,
+            "sent_bytes_per_step": self.traffic.sent,
+            "bus_bytes_per_step": self.traffic.bus,
+            "drive_bytes_per_step": self.traffic.drive,
+            "flops_per_step": self.flops,
+            "seconds_per_step": self.seconds,
+            "fits": self.fits,
+            "lacks": list(self.lacks),
+        }
+
+
+class Forecaster:
+    """Forecasts for one model that is on paper."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        *,
+        paper: Paper,
+        precision: PrecisionPolicy,
+        step: Step,
+        batch: Any,
+        run: Run,
+    ) -> None:
+        """Cut the model into units; steps are traced when they are asked for.
+
+        Args:
+            model: inside `on_paper`.
+            optimizers: on its parameters there.
+            paper: what `on_paper` yields.
+            precision: dtypes of training.
+            step: the training step.
+            batch: of one rank.
+            run: what all candidates have in common.
+
+        Raises:
+            PlanError: model, optimizers and options do not fit together.
+        """
+        self._states = ModelStates(model, optimizers, precision)
+        self._run = run
+        self._batch = batch
+        config = replace(run.config, stage=0, offload_optimizer=None, offload_param=None, offload_gradient=None)
+        specs = self._states.draft(replace(config, delayed_update_after=None), 1).specs
+        self._names = [[name for name, _ in spec.params] for spec in specs]
+        self._trained = {name for name, p in model.named_parameters() if p.requires_grad}
+        self._buffers = sum(b.nbytes for b in model.buffers())
+        self.numel = sum(p.numel() for p in model.parameters())
+        classes = run.config.fp32_modules
+        self._tracer = Tracer(model, specs, step, precision, classes, torch.device("cpu"), paper.mode)
+        self._traces: dict[RecomputeConfig | None, Trace] = {}
+        self._plans: dict[tuple[ZeROConfig, int], Plan] = {}
+        self._optimizer_bytes = self._states.optimizer_bytes(run.config)
+
+    @property
+    def recomputable(self) -> bool:
+        """Whether there are blocks to recompute."""
+        try:
+            self.trace(RecomputeConfig())
+        except PlanError:
+            return False
+        return True
+
+    def trace(self, recompute: RecomputeConfig | None = None) -> Trace:
+        """The step with this way of recomputing; traced once.
+
+        Raises:
+            PlanError: it cannot run on tensors without values, or there is nothing to recompute.
+        """
+        if recompute not in self._traces:
+            self._traces[recompute] = self._tracer.run(self._batch, recompute)
+        return self._traces[recompute]
+
+    def plan(self, config: ZeROConfig, ranks: int) -> Plan:
+        """The engine's plan; made once."""
+        key = (config, ranks)
+        if key not in self._plans:
+            self._plans[key] = self._states.plan(config, ranks)
+        return self._plans[key]
+
+    def setting(self, config: ZeROConfig, candidate: Candidate, device: str) -> Setting:
+        """What a replay needs to know."""
+        scales = self._states.precision.loss_scaling
+        single = len(self._states.optimizers) == 1
+        return Setting(
+            optimizer_bytes=self._optimizer_bytes,
+            micro_batches=self._run.micro_batches,
+            prefetch_units=config.prefetch_units,
+            early_step=config.overlap_step and single and not self._run.clips and not scales,
+            native=device == "cuda",
+            wire_fp32=self._states.precision.reduce_in_fp32,
+            cuda=device == "cuda",
+            step_temporaries=self._states.has_temporaries,
+            activation_offload=candidate.activation_offload,
+            buffers=self._buffers,
+        )
+
+    def peak(self, candidate: Candidate, ranks: int, device: str) -> Peak:
+        """Memory of one rank."""
+        config = candidate.config(self._run.config)
+        setting = self.setting(config, candidate, device)
+        plan = self.plan(config, ranks)
+        return replay(self.trace(candidate.recompute), plan, setting, trained=self._trained, names=self._names)
+
+    def forecast(self, candidate: Candidate, hardware: Hardware) -> Forecast:
+        """Memory, traffic and time of one candidate."""
+        config = candidate.config(self._run.config)
+        peak = self.peak(candidate, hardware.ranks, hardware.device)
+        moved = traffic(
+            self.plan(config, hardware.ranks),
+            self._optimizer_bytes,
+            micro_batches=self._run.micro_batches,
+            native_fp32=hardware.device == "cuda" and self._states.precision.reduce_in_fp32,
+            cuda=hardware.device == "cuda",
+            gradients_rest=self._run.clips,
+        )
+        flops = self.trace(candidate.recompute).flops * self._run.micro_batches
+        return Forecast(candidate, peak, moved, flops, _seconds(moved, flops, hardware), _lacks(peak, hardware))
+
+    def all(self, hardware: Hardware) -> list[Forecast]:
+        """Every candidate, the lightest first."""
+        candidates = ladder(
+            ranks=hardware.ranks,
+            recompute=self._run.recompute,
+            recomputable=self._run.recompute is not None or self.recomputable,
+            drive=hardware.drive != 0,
+        )
+        return [self.forecast(candidate, hardware) for candidate in candidates]
+
+
+def _seconds(moved: Traffic, flops: int, hardware: Hardware) -> tuple[float, float] | None:
+    if hardware.tflops is None:
+        return None
+    compute = flops / (hardware.tflops * 1e12)
+    ways = ((moved.sent, hardware.link_gbs), (moved.bus, hardware.bus_gbs), (moved.drive, hardware.drive_gbs))
+    others = [nbytes / (speed * 1e9) for nbytes, speed in ways if speed is not None]
+    return max(compute, *others, 0.0), compute / _EFFICIENCY + sum(others)
+
+
+def _lacks(peak: Peak, hardware: Hardware) -> tuple[str, ...]:
+    host = peak.cpu + (_HOST_BYTES_OF_NVME if peak.nvme else 0)
+    if hardware.device == "cpu":
+        needs = [("host memory", peak.device + host, hardware.device_room), ("drive", peak.nvme, hardware.drive_room)]
+    else:
+        needs = [
+            ("device memory", peak.device, hardware.device_room),
+            ("host memory", host, hardware.host_room),
+            ("drive", peak.nvme, hardware.drive_room),
+        ]
+    return tuple(
+        f"{show_bytes(need)} of {show_bytes(max(room, 0))} {what}"
+        for what, need, room in needs
+        if room is not None and need > room
+    )
+
+
+def on_hardware(forecasts: Sequence[Forecast], hardware: Hardware) -> list[Forecast]:
+    """The same forecasts on as many ranks with other memory."""
+    return [replace(f, lacks=_lacks(f.peak, hardware)) for f in forecasts]
+
+
+def lightest(forecasts: Sequence[Forecast]) -> Forecast | None:
+    """The first that fits."""
+    return next((f for f in forecasts if f.fits), None)
+
+
+def table(forecasts: Sequence[Forecast], hardware: Hardware) -> str:
+    """One line per candidate, the lightest first; the first that fits is marked."""
+    chosen = lightest(forecasts)
+    timed = any(f.seconds for f in forecasts)
+    head = ["", "device", "of that: states", "activations", "other", "host", "drive", "sent per step"]
+    rows = [[*head, *(["s per step"] if timed else []), "fits"]]
+    for f in forecasts:
+        at = f.peak.at_peak
+        states = sum(at.get(kind, 0) for kind in ("parameters", "masters", "gradients", "optimizer"))
+        activations = at.get("activations", 0)
+        sizes = (f.peak.device, states, activations, f.peak.device - states - activations, f.peak.cpu, f.peak.nvme)
+        seconds = [f"{f.seconds[0]:.3g} to {f.seconds[1]:.3g}"] if f.seconds else [""] if timed else []
+        verdict = "<- lightest that fits" if f is chosen else "yes" if f.fits else "no: needs " + "; ".join(f.lacks)
+        cells = [show_bytes(n) if n else "-" for n in (*sizes, f.traffic.sent)]
+        rows.append([f.candidate.name, *cells, *seconds, verdict])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=False))
+        ]
+        lines.append("  ".join([*cells, row[-1]]).rstrip())
+    return "\n".join([f"per rank, {hardware.describe()}:", *lines])
+
+
+def reason(forecasts: Sequence[Forecast]) -> str:
+    """Why the lightest one that fits is what it is, in a sentence or two."""
+    chosen = lightest(forecasts)
+    if chosen is None:
+        closest = min(forecasts, key=lambda f: f.peak.device)
+        return (
+            f"nothing fits. {closest.candidate.name} comes closest and needs {'; '.join(closest.lacks)}. Use a smaller "
+            "batch or more ranks; longer sequences and single layers that are too large need "
+            "sequence_parallel_size or tensor_parallel_size."
+        )
+    lighter = forecasts[: list(forecasts).index(chosen)]
+    if not lighter:
+        return f"{chosen.candidate.name}: the lightest of all fits."
+    last = lighter[-1]
+    return f"{chosen.candidate.name}: the lightest that fits. {last.candidate.name} needs {'; '.join(last.lacks)}."
+
+
+def next_lighter_in_memory(forecasts: Sequence[Forecast], device_bytes: int) -> Forecast | None:
+    """The lightest candidate that takes less of the device than ``device_bytes``, by a tenth at least."""
+    return next((f for f in forecasts if f.peak.device < 0.9 * device_bytes and f.fits), None)

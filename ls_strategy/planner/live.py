@@ -1,0 +1,141 @@
+"""How many bytes of tensors are alive: every storage that an operation makes, until nothing refers to it any more.
+
+Counted by storages and not by what the process or the device has taken: an allocator keeps memory that nobody uses, so
+that its numbers depend on what came before.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ls_strategy._compat import TorchDispatchMode, tree_iter
+
+Changed = Callable[[int, int], None]
+"""Called with the number of a storage and by how many bytes it has grown, or shrunk."""
+
+
+class StorageWatch(TorchDispatchMode):
+    """While it is entered, tells of every storage that operations make, and of its end whenever that comes.
+
+    In the thread that entered it, and in backward passes on the CPU, which run in the same thread.
+    """
+
+    def __init__(self, changed: Changed) -> None:
+        """``changed``: told of every change."""
+        super().__init__()
+        self._changed = changed
+        self._known: dict[int, tuple[Any, int, list[int]]] = {}
+        self._next = 0
+
+    def number_of(self, tensor: Tensor) -> int | None:
+        """The number of a tensor's storage; None: no operation has made it."""
+        entry = self._known.get(id(tensor.untyped_storage()))
+        return None if entry is None else entry[1]
+
+    def note(self, tensor: Tensor) -> None:
+        """Count a tensor's storage from now on, if it is not counted yet."""
+        storage = tensor.untyped_storage()
+        key = id(storage)  # Python keeps one object for a storage as long as that lives
+        if key in self._known:
+            return
+        number, size = self._next, [storage.nbytes()]
+        self._next += 1
+
+        def gone(_: Any) -> None:
+            self._known.pop(key, None)
+            self._changed(number, -size[0])
+
+        self._known[key] = (weakref.ref(storage, gone), number, size)
+        self._changed(number, size[0])
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage has got another size."""
+        entry = self._known.get(id(storage))
+        if entry is not None:
+            _, number, size = entry
+            before, size[0] = size[0], storage.nbytes()
+            self._changed(number, size[0] - before)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation, and count what it made."""
+        output = func(*args, **(kwargs or {}))
+        self.note_all(output)
+        return output
+
+    def note_all(self, value: Any) -> None:
+        """Count every tensor in nested containers."""
+        for leaf in tree_iter(value):
+            if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
+                self.note(leaf)
+
+
+class LiveBytes(StorageWatch):
+    """Measures: `now` and `peak` of the storages that operations of this thread have made or met.
+
+    ::
+
+        with LiveBytes(ignore=data) as live:
+            trainer.fit(module, loader)
+        live.peak
+    """
+
+    def __init__(self, ignore: list[Tensor] | None = None) -> None:
+        """``ignore``: tensors that are not counted (the data set)."""
+        super().__init__(self._count)
+        self.now = 0
+        self.peak = 0
+        self._ignored = ignore or []
+        self._ignored_keys = {id(t.untyped_storage()) for t in self._ignored}
+        self._resize: Any = None
+
+    def _count(self, _number: int, change: int) -> None:
+        self.now += change
+        self.peak = max(self.peak, self.now)
+
+    def reset_peak(self) -> None:
+        """Measure the peak from now on."""
+        self.peak = self.now
+
+    def note(self, tensor: Tensor) -> None:
+        """See `StorageWatch`."""
+        if not tensor.is_meta and id(tensor.untyped_storage()) not in self._ignored_keys:
+            super().note(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count also what the operation reads: it may have been made out of sight."""
+        self.note_all((args, kwargs))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def __enter__(self) -> LiveBytes:
+        """Begin. Resizes of storages are no operations, and seen by another way."""
+        self._resize = self._watch_resizes()
+        self._resize.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        """End; storages that live on are still told of when they go."""
+        super().__exit__(*error)
+        self._resize.__exit__(*error)
+
+    @contextmanager
+    def _watch_resizes(self) -> Generator[None, None, None]:
+        plain: Any = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            result = plain(storage, size)
+            self.resized(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[assignment, method-assign]
+        try:
+            yield
+        finally:
+            del torch.UntypedStorage.resize_
+            if torch.UntypedStorage.resize_ is not plain:
+                torch.UntypedStorage.resize_ = plain

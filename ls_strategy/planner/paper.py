@@ -1,0 +1,112 @@
+"""A model on paper: parameters and buffers without memory in place of its own, for as long as it is looked at."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ls_strategy._compat import fake_tensors, tree_map
+from ls_strategy.precision import PrecisionPolicy
+from ls_strategy.zero.materialize import fp32_modules
+
+
+@dataclass(frozen=True)
+class Paper:
+    """What `on_paper` has made."""
+
+    mode: Any
+    """In which new tensors have no memory."""
+
+    made: dict[int, Any]
+    """By ``id`` of the parameter or buffer for which it stands."""
+
+    def optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """A copy of an optimizer of the model, on the parameters on paper; the original is not touched."""
+        other = type(optimizer).__new__(type(optimizer))
+        other.__dict__.update(optimizer.__dict__)
+        other.param_groups = [
+            {**group, "params": [self.made.get(id(p), p) for p in group["params"]]} for group in optimizer.param_groups
+        ]
+        return other
+
+
+@contextmanager
+def on_paper(
+    model: nn.Module, precision: PrecisionPolicy, fp32_classes: tuple[str, ...], device: torch.device
+) -> Generator[Paper, None, None]:
+    """Inside, the model's parameters and buffers have shapes and the dtypes of training, and take no memory.
+
+    Shared ones stay shared. Afterwards the model is what it was: buffers, too, and attributes of modules that hold
+    tensors (metrics), or lists of them; what lies deeper, in objects of the user's, stays as the steps left it.
+
+    Args:
+        model: on any device, also on meta.
+        precision: dtypes of training.
+        fp32_classes: classes that stay in fp32 in the 16-bit modes.
+        device: that the tensors say they are on.
+
+    Yields:
+        The mode in which new tensors are of this kind, and what stands for what.
+    """
+    mode = fake_tensors()
+    kept = {id(m) for m in fp32_modules(model, fp32_classes)}
+    made: dict[int, Any] = {}
+    for module in model.modules():
+        dtype = torch.float32 if id(module) in kept or precision.compute == torch.float32 else precision.compute
+        whole = (*module.parameters(), *module.buffers()) if id(module) in kept else ()
+        for tensor in (*whole, *module.parameters(recurse=False), *module.buffers(recurse=False)):
+            if id(tensor) not in made:
+                made[id(tensor)] = _like(mode, tensor, dtype if _is_cast(tensor, precision) else tensor.dtype, device)
+    before = [(module, dict(module.__dict__)) for module in model.modules()]
+    contents = [(c, copy.copy(c)) for _, attributes in before for c in attributes.values() if _is_container(c)]
+    swapped: list[tuple[nn.Module, str, Any]] = []
+    try:
+        for module in model.modules():
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    swapped.append((module, name, tensor))
+                    setattr(module, name, made[id(tensor)])
+        yield Paper(mode, made)
+    finally:
+        for module, name, tensor in swapped:
+            setattr(module, name, tensor)
+        for module, attributes in before:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+        for container, content in contents:  # lists of outputs, say
+            container.clear()
+            (container.extend if isinstance(container, list) else container.update)(content)
+
+
+def _is_container(value: Any) -> bool:
+    return type(value) in (list, dict, set)
+
+
+def _is_cast(tensor: Tensor, precision: PrecisionPolicy) -> bool:
+    return tensor.is_floating_point() and precision.compute != torch.float32
+
+
+def _like(mode: Any, tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    with mode, torch.no_grad():
+        empty = torch.empty(tensor.shape, dtype=dtype, device=device)
+    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def batch_on_paper(batch: Any, precision: PrecisionPolicy, device: torch.device) -> Any:
+    """A batch of the same shapes, floating tensors in the dtype in which training gets them. Inside the mode."""
+
+    def empty(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return torch.zeros(
+            value.shape, dtype=precision.compute if _is_cast(value, precision) else value.dtype, device=device
+        )
+
+    return tree_map(empty, batch)

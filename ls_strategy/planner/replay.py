@@ -1,0 +1,185 @@
+"""A traced step, run through the engine's rules on paper: what is in memory when, on each tier.
+
+Gathering follows `zero.gather.Gatherer` itself; buffers and averaging are those of `planner.buffers`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ls_strategy.config import TierName
+from ls_strategy.plan import FlatPlan, Plan
+from ls_strategy.planner.buffers import PaperFlat, PaperLedger, PaperReducer, PaperUnit, Setting
+from ls_strategy.planner.states import flat_states
+from ls_strategy.planner.trace import Event, Trace
+from ls_strategy.zero.gather import Gatherer
+
+_STEPS = 2
+"""Steps that are replayed: in the second one everything is there that the first one has made."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes on one rank."""
+
+    device: int
+    """The most on the device at a time."""
+
+    at_peak: dict[str, int]
+    """What that is made of: ``parameters masters gradients optimizer activations communication buffers``."""
+
+    cpu: int
+    """In host memory: states, gradients and activations that rest there, and staging buffers."""
+
+    nvme: int
+    """On the drive."""
+
+    states: dict[TierName, dict[str, int]]
+    """Between two steps, by tier and kind, as `Plan.bytes_by_tier`."""
+
+
+class _Replay:
+    """One run."""
+
+    def __init__(self, trace: Trace, plan: Plan, setting: Setting, trained: set[str]) -> None:
+        self.trace, self.plan, self.setting = trace, plan, setting
+        self.ledger = PaperLedger()
+        self.units = [PaperUnit([self._flat(f) for f in u.flats], is_root=u.is_root) for u in plan.units]
+        units: Any = self.units
+        self.gatherer = Gatherer(units, sharded=plan.policy.parameters, prefetch_units=setting.prefetch_units)
+        self.reducer = PaperReducer(self.units, plan, setting, self.ledger, trained)
+        self.slots = [{s.name: (f, s.numel) for f in u.flats for s in f.plan.layout.slots} for u in self.units]
+        self.saved: dict[int, int] = {}
+        self.saved_bytes = 0
+        self.sizes: defaultdict[int, int] = defaultdict(int)
+        self.most_away = 0
+
+    def _flat(self, plan: FlatPlan) -> PaperFlat:
+        ahead = plan.param_tier == "nvme" or (plan.param_tier == "cpu" and self.setting.cuda)
+        return PaperFlat(plan, self.ledger, ahead)
+
+    def states(self) -> dict[TierName, dict[str, int]]:
+        """Between two steps."""
+        result: dict[TierName, dict[str, int]] = {
+            tier: dict.fromkeys(("parameters", "masters", "gradients", "optimizer"), 0)
+            for tier in ("device", "cpu", "nvme")
+        }
+        for flat in (f for u in self.plan.units for f in u.flats):
+            each = flat_states(flat, self.plan, self.setting.optimizer_bytes)
+            result["device"]["parameters"] += each.parameters
+            result[flat.param_tier]["parameters"] += each.own_shard
+            result[flat.optimizer_tier]["masters"] += each.masters
+            result[flat.optimizer_tier]["optimizer"] += each.optimizer
+            result[flat.gradient_tier]["gradients"] += each.averages
+            result["device"]["gradients"] += each.local_gradients
+        return result
+
+    def run(self, names: Sequence[Sequence[str]]) -> Peak:
+        states = self.states()
+        for kind, nbytes in states["device"].items():
+            self.ledger.add(kind, nbytes)
+        self.ledger.add("buffers", self.setting.buffers)
+        for _ in range(_STEPS):
+            for micro_batch in range(self.setting.micro_batches):
+                last = micro_batch == self.setting.micro_batches - 1
+                for event in self.trace.events:
+                    self._on(event, names, last=last)
+                self._forget_activations()
+            self._step()
+        at_peak = {k: v for k, v in self.ledger.at_peak.items() if v}
+        cpu = self._host_bytes(states["cpu"])
+        return Peak(self.ledger.peak, at_peak, cpu, sum(states["nvme"].values()), states)
+
+    def _on(self, event: Event, names: Sequence[Sequence[str]], *, last: bool) -> None:
+        kind, number, amount = event
+        if kind == "bytes":
+            self.sizes[number] += amount
+            if number in self.saved:
+                self.saved[number] += amount
+                self._relieve(amount)
+            self.ledger.add("activations", amount)
+        elif kind == "saved":
+            self._save(number)
+        elif kind in ("fetch", "refetch"):
+            self.gatherer.fetch(self._unit(number), backward=kind == "refetch")
+        elif kind == "release":
+            self.gatherer.release(self._unit(number))
+        elif kind == "grad":
+            name = names[number][amount]
+            flat, numel = self.slots[number][name]
+            self.reducer.on_grad(self.units[number], flat, name, numel)
+        else:
+            self._on_phase(kind, last=last)
+
+    def _unit(self, number: int) -> Any:
+        return self.units[number]
+
+    def _on_phase(self, kind: str, *, last: bool) -> None:
+        if kind == "begin":
+            self.gatherer.fetch_root()
+        elif kind == "end_forward":
+            self.gatherer.end_forward()
+            self.reducer.begin_backward(eager=last)
+        else:
+            self.reducer.end_backward()
+            for unit in self.units:
+                if not unit.is_root:
+                    self.gatherer.release(unit)  # type: ignore[arg-type]
+
+    def _save(self, number: int) -> None:
+        offload = self.setting.activation_offload
+        if offload is not None and number not in self.saved and self.sizes[number] >= offload.min_bytes:
+            self.saved[number] = self.sizes[number]
+            self._relieve(self.sizes[number])
+
+    def _relieve(self, change: int) -> None:
+        assert self.setting.activation_offload is not None
+        self.saved_bytes += change
+        away = max(self.saved_bytes - self.setting.activation_offload.in_flight_bytes, 0)
+        self.ledger.relief = away
+        self.most_away = max(self.most_away, away)
+
+    def _forget_activations(self) -> None:
+        self.ledger.add("activations", -self.ledger.now["activations"])
+        self.saved.clear()
+        self.saved_bytes = 0
+        self.sizes.clear()
+        self.ledger.relief = 0
+
+    def _step(self) -> None:
+        self.reducer.finish_in_flight()
+        if self.setting.step_temporaries:
+            shards = [
+                (f.layout.shard if self.plan.policy.optimizer else f.layout.numel) * f.master_dtype.itemsize
+                for u in self.plan.units for f in u.flats if f.trainable and f.optimizer_tier == "device"
+            ]  # fmt: skip
+            temporary = 2 * (sum(shards) if self.setting.cuda else max(shards, default=0))
+            self.ledger.add("optimizer", temporary)
+            self.ledger.add("optimizer", -temporary)
+        self.gatherer.release_all()
+        for unit in self.units:
+            for flat in unit.flats:
+                flat.used.clear()
+
+    def _host_bytes(self, states: dict[str, int]) -> int:
+        away = self.most_away
+        offload = self.setting.activation_offload
+        if offload is not None and offload.tier == "nvme":
+            away = min(away, offload.staging_bytes)
+        return sum(states.values()) + away
+
+
+def replay(trace: Trace, plan: Plan, setting: Setting, *, trained: set[str], names: Sequence[Sequence[str]]) -> Peak:
+    """Bytes of a run.
+
+    Args:
+        trace: of one micro-batch.
+        plan: of the same model.
+        setting: everything else.
+        trained: names of the parameters that get gradients.
+        names: of the parameters of every unit, in the order in which the trace counts them.
+    """
+    return _Replay(trace, plan, setting, trained).run(names)

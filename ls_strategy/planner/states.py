@@ -1,0 +1,140 @@
+"""The engine's own plan, for any options and any number of ranks, and what optimizers keep per element."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ls_strategy._compat import forget_step_hooks
+from ls_strategy.comm import Comm
+from ls_strategy.config import ZeROConfig
+from ls_strategy.ops.moments import BLOCK
+from ls_strategy.plan import FlatPlan, Plan
+from ls_strategy.precision import PrecisionPolicy
+from ls_strategy.zero.assembly import Draft
+from ls_strategy.zero.kernels import kernel_for
+from ls_strategy.zero.share import Share
+from ls_strategy.zero_stages import POLICIES
+
+_PROBED = 64
+"""Elements of the parameter that an optimizer is tried out on."""
+
+_TORCH_FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad)
+"""Optimizers whose step is one pass over memory; others take temporaries as large as what they step."""
+
+
+@dataclass(frozen=True)
+class ModelStates:
+    """A model and its optimizers, on paper or not; nothing is moved."""
+
+    model: nn.Module
+    optimizers: Sequence[Optimizer]
+    precision: PrecisionPolicy
+
+    def draft(self, config: ZeROConfig, world_size: int) -> Draft:
+        """What one rank would build.
+
+        Raises:
+            PlanError: model, optimizers and options do not fit together.
+        """
+        draft = Draft(
+            self.model,
+            self.optimizers,
+            config=config,
+            precision=self.precision,
+            policy=POLICIES[config.stage if world_size > 1 or config.offloads else 0],
+            parts={},
+            share=Share(),
+        )
+        draft.agree(Comm(None, None))
+        return draft
+
+    def plan(self, config: ZeROConfig, world_size: int) -> Plan:
+        """The plan of an engine on ``world_size`` ranks."""
+        sizes: Any = SimpleNamespace(
+            zero=SimpleNamespace(world_size=world_size),
+            expert_zero=SimpleNamespace(world_size=world_size),
+            tensor=SimpleNamespace(size=1),
+        )
+        return self.draft(config, world_size).resolve(sizes, {})
+
+    def optimizer_bytes(self, config: ZeROConfig) -> tuple[float, ...]:
+        """Bytes that each optimizer keeps per element that it steps."""
+        return tuple(moment_bytes(o, config) for o in self.optimizers)
+
+    @property
+    def has_temporaries(self) -> bool:
+        """Whether some optimizer's step needs memory beside its states."""
+        return any(kernel_for(o) is None and type(o) not in _TORCH_FUSED for o in self.optimizers)
+
+
+def moment_bytes(optimizer: Optimizer, config: ZeROConfig) -> float:
+    """Bytes that an optimizer keeps per element, in the format of ``config.moments`` where a fused update steps it.
+
+    Other optimizers are tried out on a vector: what they keep element by element is counted.
+    """
+    kernel = kernel_for(optimizer)
+    if kernel is not None:
+        names = {name for group in optimizer.param_groups for name in kernel.moments(group)}
+        per_name = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 4 / BLOCK}[config.moments]
+        return per_name * len(names)
+    most = 0.0
+    for group in optimizer.param_groups:
+        state = _state_after_a_step(optimizer, {k: v for k, v in group.items() if k != "params"})
+        kept = [v for v in state.values() if isinstance(v, Tensor) and v.numel() == _PROBED]
+        most = max(most, float(sum(v.element_size() for v in kept)))
+    return most
+
+
+def _state_after_a_step(optimizer: Optimizer, settings: dict[str, Any]) -> dict[str, Any]:
+    value = torch.ones(_PROBED, requires_grad=True)
+    value.grad = torch.ones(_PROBED)
+    settings = {k: (v.detach().cpu() if isinstance(v, Tensor) and not v.is_meta else v) for k, v in settings.items()}
+    fresh = type(optimizer).__new__(type(optimizer))
+    fresh.__dict__.update(optimizer.__dict__)
+    forget_step_hooks(fresh)
+    fresh.state = defaultdict(dict)
+    fresh.param_groups = [{**settings, "params": [value]}]
+    if any(optimizer.state.values()):  # Adagrad makes its state before the first step
+        return next({k: torch.zeros(_PROBED) if isinstance(v, Tensor) and v.ndim else v for k, v in s.items()}
+                    for s in optimizer.state.values() if s)  # fmt: skip
+    fresh.step()
+    return dict(fresh.state[value])
+
+
+@dataclass(frozen=True)
+class FlatStates:
+    """Bytes of one flat buffer on one rank between two steps, padding included."""
+
+    parameters: int
+    own_shard: int
+    masters: int
+    optimizer: int
+    averages: int
+    """In fp32; stage 0: of the whole buffer, in place."""
+
+    local_gradients: int
+    """Stage 1: this rank's own gradients, in the parameters' dtype."""
+
+
+def flat_states(flat: FlatPlan, plan: Plan, optimizer_bytes: Sequence[float]) -> FlatStates:
+    """As `Plan.bytes_by_tier`, buffer by buffer and with what the optimizer really keeps."""
+    policy, whole = plan.policy, flat.layout.numel
+    stepped = flat.layout.shard if policy.optimizer else whole
+    apart = flat.trainable and (flat.master_dtype != flat.dtype or flat.optimizer_tier != "device")
+    trained = flat.trainable
+    return FlatStates(
+        parameters=0 if policy.parameters else whole * flat.dtype.itemsize,
+        own_shard=stepped * flat.dtype.itemsize if flat.has_own_shard(policy) else 0,
+        masters=stepped * flat.master_dtype.itemsize if policy.parameters or apart else 0,
+        optimizer=round(stepped * optimizer_bytes[flat.optimizer]) if trained else 0,
+        averages=stepped * 4 if trained else 0,
+        local_gradients=whole * flat.dtype.itemsize if trained and policy.optimizer and not policy.gradients else 0,
+    )

@@ -1,0 +1,126 @@
+"""A module's ``training_step``, run without its Trainer: what it would log is dropped, its backward is the caller's.
+
+By the methods' names alone, so that this works with any module that has them, a LightningModule above all.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ls_strategy.errors import PlanError
+from ls_strategy.planner.trace import Step
+
+
+class _StandIn:
+    """For an optimizer or a scheduler in manual optimization: does nothing."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def step(self, *_: Any, **__: Any) -> None:
+        """Nothing."""
+
+    zero_grad = toggle_model = step
+
+
+@contextmanager
+def without_trainer(module: nn.Module, optimizers: list[Optimizer]) -> Generator[None, None, None]:
+    """Inside, what the module tells its Trainer goes nowhere."""
+
+    def nothing(*_: Any, **__: Any) -> None:
+        return None
+
+    stand_ins: list[Any] = [_StandIn(o) for o in optimizers]
+    first = stand_ins[0] if len(stand_ins) == 1 else stand_ins
+    replaced: dict[str, Callable[..., Any]] = dict.fromkeys(
+        ("log", "log_dict", "print", "clip_gradients", "toggle_optimizer", "untoggle_optimizer"), nothing
+    )
+    replaced |= {"optimizers": lambda *_, **__: first, "lr_schedulers": lambda *_: _StandIn(None)}
+    try:
+        for name, stand_in in replaced.items():
+            if hasattr(type(module), name):
+                object.__setattr__(module, name, stand_in)
+        yield
+    finally:
+        for name in replaced:
+            module.__dict__.pop(name, None)
+
+
+def training_step(module: Any, optimizers: list[Optimizer]) -> Step:
+    """``module.training_step``, with backward on the loss it returns, or where it calls ``manual_backward``."""
+
+    def step(batch: Any, backward: Callable[[Tensor], None]) -> None:
+        module.train()
+        with without_trainer(module, optimizers):
+            if not getattr(module, "automatic_optimization", True):
+                object.__setattr__(module, "manual_backward", lambda loss, *_, **__: backward(loss))
+                try:
+                    module.training_step(batch, 0)
+                finally:
+                    del module.manual_backward
+                return
+            backward(_loss_of(module.training_step(batch, 0)))
+
+    return step
+
+
+def _loss_of(output: Any) -> Tensor:
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor):
+        raise PlanError(
+            f"training_step returned {type(output).__name__} for the first batch. A step is counted that returns a "
+            "loss, or a mapping with one under 'loss'."
+        )
+    return loss
+
+
+def first_batch(loader: Any) -> Any:
+    """A batch as the loader makes them: its first samples, collated, in this process. Nothing is drawn from samplers.
+
+    Random numbers that augmentations draw are given back.
+
+    Raises:
+        PlanError: the loader is empty.
+    """
+    loader = getattr(loader, "iterables", loader)  # of a CombinedLoader
+    if isinstance(loader, Mapping):
+        return {name: first_batch(each) for name, each in loader.items()}
+    if isinstance(loader, (list, tuple)):
+        return [first_batch(each) for each in loader]
+    states = (torch.get_rng_state(), [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])
+    try:
+        samples = _samples(loader)
+        return next(iter(loader)) if samples is None else samples
+    except StopIteration:
+        raise PlanError("the training data has no batch to plan for.") from None
+    finally:
+        torch.set_rng_state(states[0])
+        for state in states[1]:
+            torch.cuda.set_rng_state(state)
+
+
+def _samples(loader: Any) -> Any:
+    """None: the loader is none of torch's, or makes batches in a way of its own."""
+    data, collate = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
+    size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    if data is None or collate is None or not isinstance(size, int):
+        return None
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        size = min(size, len(data))
+        if not size:
+            raise StopIteration
+        return collate([data[i] for i in range(size)])
+    samples = list(itertools.islice(iter(data), size))
+    if not samples:
+        raise StopIteration
+    return collate(samples)

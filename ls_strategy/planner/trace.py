@@ -1,0 +1,266 @@
+"""One training step as a list of events: memory that is taken and given back, units that begin and end, gradients.
+
+The step runs for real, forward and backward, on tensors without memory, in seconds for a model of any size. What the
+engine does around it (gathering units, averaging gradients, stepping) is not in the list but in `replay`, so that
+one trace serves every ZeRO stage, tier and number of ranks. Only recomputation of activations changes the step itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from ls_strategy.activations.recompute import apply_recompute
+from ls_strategy.config import RecomputeConfig
+from ls_strategy.errors import PlanError
+from ls_strategy.planner.live import StorageWatch
+from ls_strategy.planner.paper import batch_on_paper
+from ls_strategy.precision import PrecisionPolicy
+from ls_strategy.zero.hooks import UnitHooks
+from ls_strategy.zero.materialize import Fp32Boundary, fp32_modules
+from ls_strategy.zero.partition import UnitSpec
+from ls_strategy.zero.units import Unit
+
+Kind = Literal["bytes", "saved", "fetch", "refetch", "release", "grad", "begin", "end_forward", "end_backward"]
+
+Step = Callable[[Any, Callable[[Tensor], None]], None]
+"""A training step: takes a batch, and a function that runs backward on its loss."""
+
+
+class Event(NamedTuple):
+    """What happened next."""
+
+    kind: Kind
+    """``bytes``: storage ``number`` grew by ``amount``. ``saved``: autograd keeps it for backward. ``fetch``: unit
+    ``number`` is about to run forward; ``refetch``: in backward. ``release``: its use is over. ``grad``: unit
+    ``number`` got the gradient of its parameter ``amount``."""
+
+    number: int = 0
+    amount: int = 0
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One micro-batch of one rank, without the engine."""
+
+    events: tuple[Event, ...]
+    flops: int
+    """Of forward and backward, recomputation included."""
+
+    batch_bytes: int
+    recompute: RecomputeConfig | None
+    activation_bytes: int
+    """The most that forward and backward hold at a time, without parameters and without their gradients."""
+
+
+@dataclass
+class _Flat:
+    """All of a unit's parameters, as far as `UnitHooks` asks."""
+
+    params: list[nn.Parameter]
+    trainable: bool = True
+
+
+class _Recorder:
+    """Stands where gatherer and reducer stand in the engine, and writes down what they are asked."""
+
+    def __init__(self, units: list[Unit], watch: StorageWatch, events: list[Event]) -> None:
+        self._number = {id(u): i for i, u in enumerate(units)}
+        self._units = units
+        self._events = events
+        self._watch = watch
+        self._seen: list[Unit] = []
+        self._gradients: dict[int, int] = {}
+        for unit in units:
+            unit.waiting_for = sum(p.requires_grad and p.numel() > 0 for f in unit.flats for p in f.params)
+
+    def fetch(self, unit: Unit, *, backward: bool = False) -> None:
+        """See `Gatherer`."""
+        if not backward and not unit.is_root and unit not in self._seen:
+            self._seen.append(unit)
+        self._events.append(Event("refetch" if backward else "fetch", self._number[id(unit)]))
+
+    def release(self, unit: Unit) -> None:
+        """See `Gatherer`."""
+        if not unit.pinned:
+            self._events.append(Event("release", self._number[id(unit)]))
+
+    def is_last(self, unit: Unit) -> bool:
+        """See `Gatherer`."""
+        blocks = [u for u in self._units if not u.is_root]
+        return bool(blocks) and (self._seen if len(self._seen) == len(blocks) else blocks)[-1] is unit
+
+    def on_grad(self, unit: Unit, flat: _Flat, index: int, param: nn.Parameter) -> None:
+        """See `Reducer`: the gradient goes elsewhere at once."""
+        if param.grad is None:
+            return
+        if param.numel():
+            unit.waiting_for -= 1
+        self._events.append(Event("grad", self._number[id(unit)], index))
+        param.grad = None
+
+
+class _Watch(StorageWatch):
+    """Also counts operations, and answers for numbers that nobody knows."""
+
+    def __init__(self, events: list[Event], model: nn.Module) -> None:
+        super().__init__(lambda number, change: events.append(Event("bytes", number, change)))
+        self._own = [t.untyped_storage() for t in (*model.parameters(), *model.buffers())]
+        self._own_ids = {id(storage) for storage in self._own}
+        self.flops = 0
+
+    def note(self, tensor: Tensor) -> None:
+        """Views of parameters are no activations."""
+        if id(tensor.untyped_storage()) not in self._own_ids:
+            super().note(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """A number that the step asks for is 0; other operations run."""
+        if func is torch.ops.aten._local_scalar_dense.default and type(args[0]) is not Tensor:
+            return _zero(args[0])
+        output = super().__torch_dispatch__(func, types, args, kwargs)
+        self.flops += _flops(func, args, kwargs or {}, output)
+        return output
+
+
+def _zero(tensor: Tensor) -> float | int | bool:
+    if tensor.dtype == torch.bool:
+        return False
+    return 0.0 if tensor.is_floating_point() else 0
+
+
+def _flops(func: Any, args: Any, kwargs: Any, output: Any) -> int:
+    packet = func.overloadpacket
+    if packet in flop_registry:
+        return int(flop_registry[packet](*args, **kwargs, out_val=output))
+    if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
+        return int(sdpa_flop_count(*(t.shape for t in args[:3])))
+    if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
+        return int(sdpa_backward_flop_count(*(t.shape for t in args[:4])))
+    return 0
+
+
+@dataclass
+class Tracer:
+    """Runs steps of one model that is on paper (`paper.on_paper`)."""
+
+    model: nn.Module
+    specs: Sequence[UnitSpec]
+    """The model's units."""
+
+    step: Step
+    precision: PrecisionPolicy
+    fp32_classes: tuple[str, ...]
+    device: torch.device
+    mode: Any
+    """From `on_paper`."""
+
+    _events: list[Event] = field(default_factory=list)
+
+    def run(self, batch: Any, recompute: RecomputeConfig | None = None) -> Trace:
+        """Trace one step.
+
+        Args:
+            batch: of one rank; only shapes and dtypes are read.
+            recompute: which modules are computed again in backward.
+
+        Raises:
+            PlanError: the step cannot run on tensors without values; with the cause.
+        """
+        self._events = events = []
+        watch = _Watch(events, self.model)
+        units = [Unit(s.name, s.modules, [_paper_flat(s)], is_root=s.is_root) for s in self.specs]
+        modules = [list(s.modules) for s in self.specs]
+        recorder: Any = _Recorder(units, watch, events)
+        hooks = UnitHooks(units, recorder, recorder, sharded=True)
+        boundaries = [
+            Fp32Boundary(m, self.precision.compute)
+            for m in fp32_modules(self.model, self.fp32_classes)
+            if self.precision.compute != torch.float32 and type(m).__name__ in self.fp32_classes
+        ]
+        saving = _saving(watch, events)
+        applied = None if recompute is None else apply_recompute(self.model, recompute, saving)
+        try:
+            batch_bytes = self._run_step(watch, batch, saving if recompute is None else nullcontext)
+        except PlanError:
+            raise
+        except Exception as error:
+            raise PlanError(
+                f"the training step cannot be counted on tensors without values: {type(error).__name__}: {error}. A "
+                "step that turns tensors into numbers or lists (tolist, numpy), or whose shapes depend on values, has "
+                "to be given a stand-in, or its strategy has to be chosen by hand."
+            ) from error
+        finally:
+            if applied is not None:
+                applied.remove()
+            hooks.detach()
+            for boundary in boundaries:
+                boundary.remove()
+            for spec, its in zip(self.specs, modules, strict=True):
+                spec.modules[:] = its  # `UnitHooks` lets go of them
+        return Trace(tuple(events), watch.flops, batch_bytes, recompute, _most_activations(events))
+
+    def _run_step(self, watch: _Watch, batch: Any, around: Callable[[], AbstractContextManager[None]]) -> int:
+        events = self._events
+
+        def backward(loss: Tensor) -> None:
+            events.append(Event("end_forward"))
+            loss.backward()
+            events.append(Event("end_backward"))
+
+        with self.mode, watch:
+            on_paper = batch_on_paper(batch, self.precision, self.device)
+            batch_bytes = sum(e.amount for e in events if e.kind == "bytes")
+            events.append(Event("begin"))
+            with self._forward_context(), around():
+                self.step(on_paper, backward)
+            del on_paper
+        return batch_bytes
+
+    @contextmanager
+    def _forward_context(self) -> Generator[None, None, None]:
+        """As the precision plugin's."""
+        if self.precision.autocast is not None:
+            with torch.autocast(self.device.type, dtype=self.precision.autocast, cache_enabled=False):
+                yield
+            return
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(self.precision.compute)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
+
+
+def _paper_flat(spec: UnitSpec) -> Any:
+    return _Flat([p for _, p in spec.params])
+
+
+def _saving(watch: StorageWatch, events: list[Event]) -> Callable[[], AbstractContextManager[None]]:
+    """Hooks that note what autograd saves."""
+
+    def pack(tensor: Tensor) -> Tensor:
+        number = watch.number_of(tensor)
+        if number is not None:
+            events.append(Event("saved", number))
+        return tensor.detach()  # the tensor itself would hold the node that it is saved in
+
+    def around() -> AbstractContextManager[None]:
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)  # type: ignore[return-value]
+
+    return around
+
+
+def _most_activations(events: Sequence[Event]) -> int:
+    now = most = 0
+    for event in events:
+        if event.kind == "bytes":
+            now += event.amount
+            most = max(most, now)
+    return most

@@ -1,0 +1,55 @@
+"""Foretold and measured peaks of memory, side by side.
+
+``python -m tests.bench.planner --record tests/bench/records/planner.json``
+
+Two ranks on the CPU train the model of `tests.dist.test_planner` with every combination there of stage, tier,
+recomputation and precision. *measured* is the largest sum of live tensor storages of a rank, counted by a dispatch mode
+and not by the process' size, which depends on the allocator. *foretold* is the planner's, without running anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.bench.step_time import environment
+from tests.dist.test_planner import IDS, foretell, measured
+
+
+def bench(ranks: int) -> dict[str, Any]:
+    """Bytes and ratios by combination."""
+    everyones = measured(ranks)
+    results: dict[str, Any] = {}
+    for index, name in enumerate(IDS):
+        forecast = foretell(index, ranks)
+        foretold = forecast.peak.device + forecast.peak.cpu
+        peak = max(rank[index][0] for rank in everyones)
+        results[name] = {
+            "foretold_bytes": foretold,
+            "measured_bytes": peak,
+            "ratio": round(foretold / peak, 4),
+            "sent_bytes_foretold": forecast.traffic.sent,
+            "sent_bytes_measured": everyones[0][index][1],
+        }
+    return results
+
+
+def main() -> None:
+    """Parse, measure, print, write the record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--record", type=Path, default=None, help="JSON file to write")
+    args = parser.parse_args()
+    results = bench(args.ranks)
+    print(f"{'':60}{'foretold':>12}{'measured':>12}{'ratio':>8}")
+    for name, row in results.items():
+        print(f"{name:60}{row['foretold_bytes']:>12,}{row['measured_bytes']:>12,}{row['ratio']:>8.3f}")
+    if args.record is not None:
+        record = {"benchmark": "planner", **environment("planner"), "ranks": args.ranks, "results": results}
+        args.record.write_text(json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

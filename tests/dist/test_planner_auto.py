@@ -1,0 +1,115 @@
+"""``strategy="zero_auto"``: planned when a fit begins, the same on all ranks; and what a failed allocation says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+
+from ls_strategy import strategy as strategies
+from ls_strategy.errors import ConfigError, PlanError
+from ls_strategy.planner.hardware import Hardware
+from ls_strategy.planner.out_of_memory import OutOfMemory
+from ls_strategy.strategy import ZeROStrategy
+from ls_strategy.testing import spawn
+from tests.dist.models import Case, PrivateNet, loader, quiet
+
+CASE = Case(stage=3, traits=("private",), width=64, blocks=4, steps=2, fused=None)
+
+
+def trainer(strategy: Any, world_size: int) -> pl.Trainer:
+    return pl.Trainer(
+        accelerator="cpu", devices=world_size, strategy=strategy, max_epochs=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+
+
+def fit_on(rooms: list[int], world_size: int, stage: Any = "auto") -> tuple[Any, PrivateNet]:
+    """Train on ranks with so much room each: the smallest counts."""
+    plain = strategies.smallest
+
+    def smallest(world: Any, device: torch.device, path: str) -> Hardware:
+        everyones = world.exchange_objects(rooms[world.rank])
+        found = plain(world, device, path)
+        assert found.host_memory
+        return Hardware(
+            ranks=found.ranks, ranks_per_node=found.ranks_per_node, device="cpu", device_memory=min(everyones),
+            reserved_share=0, reserved_bytes=0,
+        )  # fmt: skip
+
+    strategies.smallest = smallest
+    try:
+        chosen = ZeROStrategy(stage, min_unit_numel=0)
+        module = PrivateNet(CASE)
+        trainer(chosen, world_size).fit(module, loader(CASE, world_size))
+        return chosen, module
+    finally:
+        strategies.smallest = plain
+
+
+def choose_many(rank: int, world_size: int) -> list[Any]:
+    quiet()
+    result: list[Any] = []
+    for rooms in ([10**9] * 2, [10**9, 1_900_000], [1_500_000] * 2):
+        strategy, module = fit_on(rooms, world_size)
+        offload = strategy.config.offload_optimizer
+        recompute = strategy.activations.chosen[0]
+        result.append(
+            (strategy.config.stage, offload, recompute, module.result.losses[-CASE.steps :])
+        )  # planning ran steps, too
+    with pytest.raises(PlanError, match=r"nothing fits\..* comes closest and needs"):
+        fit_on([1000] * 2, world_size)
+    _, trusted = fit_on([10**9] * 2, world_size, stage=0)
+    result.append(trusted.result.losses)
+    return result
+
+
+def test_the_smallest_rank_decides_for_all_and_the_losses_are_the_same() -> None:
+    first, second = spawn(choose_many, 2, init_process_group=False, timeout_s=170)
+    *chosen, trusted = first
+    assert [c[:3] for c in chosen] == [c[:3] for c in second[:-1]]
+    assert chosen[0][:3] == (0, None, None)
+    assert chosen[1][:3] == (1, None, None)
+    assert (chosen[2][0], chosen[2][2].policy) == (2, "full")
+    assert all(losses == trusted for *_, losses in chosen)
+
+
+class Hungry(PrivateNet):
+    """Wants more than there is, in its second batch."""
+
+    def loss(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx:
+            torch.empty(1 << 60, dtype=torch.uint8)
+        return super().loss(batch, batch_idx)
+
+
+def starve(rank: int, world_size: int) -> str:
+    quiet()
+    with pytest.raises(OutOfMemory) as caught:
+        trainer(ZeROStrategy(0, min_unit_numel=0), world_size).fit(Hungry(CASE), loader(CASE, world_size))
+    return str(caught.value)
+
+
+def test_a_failed_allocation_names_what_takes_less() -> None:
+    for words in spawn(starve, 2, init_process_group=False, timeout_s=120):
+        assert words.startswith("out of memory: ")
+        assert "zero0 takes " in words
+        assert "ZeROStrategy(stage=" in words
+        assert "per rank, 2 ranks" in words
+
+
+@pytest.mark.parametrize(
+    "options", [{"offload_optimizer": "cpu"}, {"activation_offload": "cpu"}, {"tensor_parallel_size": 2}]
+)
+def test_what_auto_chooses_or_does_not_plan_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match='stage="auto"'):
+        ZeROStrategy("auto", **options)
+
+
+def test_the_alias() -> None:
+    strategy = trainer("zero_auto", 1).strategy
+    assert isinstance(strategy, ZeROStrategy)
+    assert strategy.auto

@@ -1,0 +1,434 @@
+"""The planner without ranks: sizes, the paper's figure, candidates, traces, tables, errors."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from ls_strategy.comm import Comm
+from ls_strategy.config import ActivationOffloadConfig, OffloadConfig, RecomputeConfig, ZeROConfig
+from ls_strategy.errors import ConfigError, PlanError
+from ls_strategy.planner.candidates import Candidate, ladder
+from ls_strategy.planner.choice import Question, choose, explain, smallest
+from ls_strategy.planner.forecast import Forecaster, Run, lightest, on_hardware, reason, table
+from ls_strategy.planner.hardware import Hardware, parse_bytes, show_bytes
+from ls_strategy.planner.live import LiveBytes
+from ls_strategy.planner.out_of_memory import OutOfMemory, explaining
+from ls_strategy.planner.paper import on_paper
+from ls_strategy.planner.scaling import scale, scaling_table
+from ls_strategy.planner.states import ModelStates, moment_bytes
+from ls_strategy.planner.step import first_batch, training_step
+from ls_strategy.precision import resolve_precision
+
+CPU = torch.device("cpu")
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(functional.gelu(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, width=16, blocks=3):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.register_buffer("seen", torch.zeros(3))
+        self.outputs = []
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0]
+        for block in self.blocks:
+            x = block(x)
+        self.seen = self.seen + 1
+        loss = x.square().mean()
+        self.last = loss.item()  # a number that nobody knows on paper
+        self.outputs.append(loss)
+        return loss
+
+
+def question(**run):
+    module = Net()
+    return Question(
+        module,
+        [torch.optim.AdamW(module.parameters())],
+        resolve_precision("32-true"),
+        [torch.randn(5, 16)],
+        Run(config=ZeROConfig(min_unit_numel=0), **run),
+    )
+
+
+# sizes ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["80 bananas", "", "GB", "-1GB"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(ConfigError, match="is no size"):
+        parse_bytes(text)
+
+
+def test_sizes_are_shown_and_read():
+    assert [parse_bytes(t) for t in ("12", "1kB", "1.5GiB", "2T")] == [12, 1000, 1610612736, 2 * 10**12]
+    assert [show_bytes(n) for n in (0, 999, 1e6, 7.5e10)] == ["0 B", "999 B", "1 MB", "75 GB"]
+
+
+def test_figure_1_of_the_paper():
+    """7.5 B parameters, 64 ranks, 16-bit training with Adam: 120, 31.4, 16.6 and 1.9 GB."""
+    rows = scale(7_500_000_000, [64])
+    assert [round(row.state_bytes / 1e9, 1) for row in rows] == [120.0, 31.4, 16.6, 1.9]
+    assert [row.sent_bytes / (2 * 7.5e9 * 63 / 64) for row in rows] == pytest.approx([2, 2, 2, 3])
+
+
+def test_the_scaling_table_has_a_line_per_stage():
+    lines = scaling_table(scale(10**9)).splitlines()
+    assert lines[1].split() == ["8", "ranks", "64", "ranks", "512", "ranks", "4,096", "ranks"]
+    assert [line.split()[0] for line in lines[2:]] == ["zero0", "zero1", "zero2", "zero3"]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("ranks", [8, 64, 512])
+def test_the_plan_scales_as_the_formula(stage, ranks):
+    """A plan counts padding, too: below 5 % of a model of this size."""
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+    states = ModelStates(model, [torch.optim.AdamW(model.parameters())], resolve_precision("bf16-true"))
+    plan = states.plan(ZeROConfig(stage=stage, min_unit_numel=0), ranks)
+    numel = sum(p.numel() for p in model.parameters())
+    row = next(r for r in scale(numel, [ranks], gradient_bytes=4) if r.stage == stage)
+    counted = sum(plan.state_bytes().values())
+    if stage == 1:  # has gradients of its own beside the averages, which are divided
+        counted += 4 * numel - 2 * numel - 4 * numel // ranks
+    if stage == 3:  # gathered straight from the masters
+        counted += 2 * numel // ranks
+    assert counted == pytest.approx(row.state_bytes, rel=0.05)
+
+
+# optimizers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda p: torch.optim.AdamW(p), 8),
+        (lambda p: torch.optim.SGD(p, lr=0.1), 0),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 4),
+        (lambda p: torch.optim.Adagrad(p), 4),
+        (lambda p: torch.optim.RMSprop(p, centered=True, momentum=0.9), 12),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), 12),
+    ],
+)
+def test_bytes_that_an_optimizer_keeps_per_element(make, expected):
+    params = [nn.Parameter(torch.zeros(3, 5))]
+    assert moment_bytes(make(params), ZeROConfig()) == expected
+
+
+def test_moments_in_fewer_bits():
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(3))])
+    assert moment_bytes(optimizer, ZeROConfig(moments="bf16")) == 4
+    assert 2 < moment_bytes(optimizer, ZeROConfig(moments="int8")) < 2.1
+
+
+# candidates ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_ladder_begins_with_nothing_and_ends_with_everything():
+    names = [c.name for c in ladder(ranks=8, drive=True)]
+    assert names[:4] == ["zero0", "zero1", "zero2", "zero3"]
+    assert names[-1] == "zero3_nvme, full recompute, activations on the host"
+    assert len(set(names)) == len(names)
+
+
+def test_one_rank_divides_nothing_and_a_choice_of_the_user_stays():
+    assert [c.stage for c in ladder(ranks=1) if c.offload_optimizer is None] == [0, 0, 0]
+    chosen = RecomputeConfig(every=2)
+    assert {c.recompute for c in ladder(ranks=4, recompute=chosen, drive=True)} == {chosen}
+
+
+def test_every_candidate_is_a_configuration():
+    for candidate in ladder(ranks=4, drive=True):
+        assert candidate.config(ZeROConfig(min_unit_numel=7)).min_unit_numel == 7
+
+
+def test_aliases_of_candidates_mean_what_they_say():
+    from ls_strategy.autoload import ALIASES
+
+    for candidate in ladder(ranks=4, drive=True):
+        given = {k: v for k, v in candidate.arguments().items() if not k.startswith("activation")}
+        assert ALIASES[candidate.strategy] == given
+
+
+# on paper ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_forecast_leaves_the_module_as_it_was():
+    asked = question()
+    module = asked.module
+    before = {name: (id(t), t.clone()) for name, t in module.state_dict(keep_vars=True).items()}
+    state = torch.get_rng_state()
+    asked.forecasts(Hardware(ranks=4, device="cpu"))
+    after = module.state_dict(keep_vars=True)
+    assert all(id(after[n]) == i and torch.equal(after[n], t) for n, (i, t) in before.items())
+    assert not hasattr(module, "last")
+    assert module.outputs == []
+    assert all(p.grad is None for p in module.parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
+    assert asked.optimizers[0].param_groups[0]["params"][0] is module.blocks[0].up.weight
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_activations_are_what_a_real_step_holds():
+    module, batch = Net(), [torch.randn(5, 16)]
+    asked = question()
+    for recompute in (None, RecomputeConfig()):
+        with on_paper(asked.module, asked.precision, (), CPU) as paper:
+            forecaster = Forecaster(
+                asked.module, [], paper=paper, precision=asked.precision,
+                step=training_step(asked.module, []), batch=batch, run=asked.run,
+            )  # fmt: skip
+            trace = forecaster.trace(recompute)
+        from ls_strategy.activations.recompute import apply_recompute
+
+        applied = None if recompute is None else apply_recompute(module, recompute)
+
+        def drop(p):
+            p.grad = None
+
+        handles = [p.register_post_accumulate_grad_hook(drop) for p in module.parameters()]
+        with LiveBytes(ignore=[*module.parameters(), *module.buffers()]) as live:
+            real = [torch.zeros(5, 16)]
+            module.training_step(real, 0).backward()
+        for handle in handles:
+            handle.remove()
+        if applied is not None:
+            applied.remove()
+        assert trace.activation_bytes == live.peak
+
+
+def test_recompute_takes_less_memory_and_more_operations():
+    asked = question()
+    by_name = {f.candidate.name: f for f in asked.forecasts(Hardware(ranks=2, device="cpu"))}
+    plain, full = by_name["zero2"], by_name["zero2, full recompute"]
+    assert full.peak.device < plain.peak.device
+    assert full.flops > plain.flops == 6 * 5 * 3 * 2 * 16 * 64 - 2 * 5 * 16 * 64  # the batch needs no gradient
+
+
+def test_stages_need_less_and_less_and_send_more():
+    asked = question()
+    forecasts = asked.forecasts(Hardware(ranks=4, device="cuda"))[:4]
+    states = [sum(f.peak.states["device"].values()) for f in forecasts]
+    assert states == sorted(states, reverse=True)
+    assert len(set(states)) == 4
+    assert forecasts[3].traffic.sent > forecasts[2].traffic.sent
+
+
+def test_offload_moves_states_from_tier_to_tier():
+    by_name = {f.candidate.name: f for f in question().forecasts(Hardware(ranks=2, device="cuda", drive=None))}
+    for name, tier in (("zero2", "device"), ("zero2_offload", "cpu"), ("zero3_nvme, full recompute", "nvme")):
+        assert by_name[name].peak.states[tier]["optimizer"] > 0
+        assert sum(s["optimizer"] > 0 for s in by_name[name].peak.states.values()) == 1
+    assert by_name["zero2_offload"].traffic.bus > by_name["zero2"].traffic.bus == 0
+    assert by_name["zero3_nvme, full recompute"].traffic.drive > 0
+
+
+def test_offloaded_activations_are_bounded_by_what_is_in_flight():
+    asked = question()
+    offload = ActivationOffloadConfig(min_bytes=0, in_flight_bytes=100)
+    with on_paper(asked.module, asked.precision, (), CPU) as paper:
+        optimizers = [paper.optimizer(o) for o in asked.optimizers]
+        forecaster = Forecaster(
+            asked.module, optimizers, paper=paper, precision=asked.precision,
+            step=training_step(asked.module, optimizers), batch=asked.batch, run=asked.run,
+        )  # fmt: skip
+        here = forecaster.peak(Candidate(2), 2, "cuda")
+        away = forecaster.peak(Candidate(2, activation_offload=offload), 2, "cuda")
+    assert away.at_peak["activations"] < here.at_peak["activations"]
+    assert away.cpu > here.cpu
+
+
+def test_a_step_that_cannot_be_counted_says_so():
+    asked = question()
+    asked.module.training_step = lambda batch, i: batch[0][batch[0] > 0].sum()
+    with pytest.raises(PlanError, match=r"cannot be counted .* shapes depend on values"):
+        asked.forecasts(Hardware(ranks=2))
+
+
+def test_manual_optimization():
+    class Manual(Net):
+        automatic_optimization = False
+
+        def optimizers(self):
+            raise RuntimeError("no trainer")
+
+        def log(self, *args):
+            raise RuntimeError("no trainer")
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            loss = super().training_step(batch, batch_idx)
+            self.log("loss", loss)
+            self.manual_backward(loss)
+            optimizer.step()
+
+    module = Manual()
+    optimizers = [torch.optim.AdamW(module.parameters())]
+    run = Run(config=ZeROConfig(min_unit_numel=0))
+    asked = Question(module, optimizers, resolve_precision("32-true"), [torch.randn(5, 16)], run)
+    manual = asked.forecasts(Hardware(ranks=2, device="cpu"))
+    automatic = question().forecasts(Hardware(ranks=2, device="cpu"))
+    assert [f.peak for f in manual] == [f.peak for f in automatic]
+    assert "manual_backward" not in vars(module)
+
+
+# choice --------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def forecasts_of():
+    return question().forecasts(exact(None))
+
+
+def exact(room, **options):
+    return Hardware(ranks=4, device_memory=room, reserved_share=0, reserved_bytes=0, **options)
+
+
+def test_the_lightest_that_fits_is_chosen_for_every_room():
+    forecasts = forecasts_of()
+    for f in forecasts:
+        chosen = lightest(on_hardware(forecasts, exact(f.peak.device)))
+        assert chosen is not None
+        assert chosen.peak.device <= f.peak.device
+        before = forecasts[: [g.candidate for g in forecasts].index(chosen.candidate)]
+        assert all(g.peak.device > f.peak.device for g in before)
+
+
+def test_the_table_marks_it_and_the_reason_names_what_the_one_before_lacks():
+    forecasts = forecasts_of()
+    room = exact(forecasts[0].peak.device - 1)
+    forecasts = on_hardware(forecasts, room)
+    marked = [line for line in table(forecasts, room).splitlines() if line.endswith("<- lightest that fits")]
+    assert len(marked) == 1
+    assert marked[0].split()[0] == lightest(forecasts).candidate.name
+    assert "zero0 needs" in reason(forecasts)
+    assert "device memory" in reason(forecasts)
+
+
+def test_nothing_fits():
+    forecasts = on_hardware(forecasts_of(), exact(10))
+    assert lightest(forecasts) is None
+    assert reason(forecasts).startswith("nothing fits.")
+
+
+def test_one_process_chooses_for_itself():
+    world = Comm(None, None)
+    hardware = smallest(world, CPU)
+    assert hardware.ranks == hardware.ranks_per_node == 1
+    assert hardware.host_memory > 0
+    choice = choose(question, world, hardware)
+    assert choice.candidate.name == "zero0"
+    assert "lightest of all fits" in choice.words
+
+
+def test_times_need_speeds():
+    assert all(f.seconds is None for f in forecasts_of())
+    fast = question().forecasts(exact(None, tflops=1.0, link_gbs=1.0, bus_gbs=1.0))
+    for f in fast:
+        assert f.seconds is not None
+        assert 0 < f.seconds[0] < f.seconds[1]
+        assert f.seconds[0] >= f.traffic.sent / 1e9
+
+
+# out of memory -------------------------------------------------------------------------------------------------------
+
+
+def test_a_real_failed_allocation_is_explained():
+    with pytest.raises(OutOfMemory, match="use less") as caught, explaining(lambda: "use less"):
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_the_devices_error_is_explained_and_others_pass():
+    with pytest.raises(OutOfMemory, match="CUDA out of memory"), explaining(lambda: "words"):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nstatistics")
+    with pytest.raises(RuntimeError, match=r"^shape$"), explaining(lambda: "words"):
+        raise RuntimeError("shape")
+
+
+def test_an_explanation_that_fails_leaves_the_first_error():
+    def fails():
+        raise ValueError("no words")
+
+    with pytest.raises(torch.OutOfMemoryError), explaining(fails):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_the_explanation_names_something_smaller():
+    asked = question()
+    words = explain(asked, exact(None), Candidate(0))()
+    assert words.startswith("zero0 takes ")
+    assert "ZeROStrategy(stage=" in words
+    assert "per rank, 4 ranks" in words
+
+
+# batches -------------------------------------------------------------------------------------------------------------
+
+
+class Random(torch.utils.data.Dataset):
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return torch.rand(3)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(torch.arange(7.0))
+
+
+def test_first_batches_draw_no_random_numbers():
+    state = torch.get_rng_state()
+    assert first_batch(DataLoader(Random(), batch_size=4, shuffle=True)).shape == (4, 3)
+    assert first_batch(DataLoader(Stream(), batch_size=3)).shape == (3,)
+    both = {"a": DataLoader(Random(), batch_size=2), "b": [torch.ones(5)]}
+    assert first_batch(both)["a"].shape == (2, 3)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_an_empty_loader_is_refused():
+    with pytest.raises(PlanError, match="no batch"):
+        first_batch(DataLoader(TensorDataset(torch.empty(0, 3)), batch_size=4))
+
+
+# live bytes ----------------------------------------------------------------------------------------------------------
+
+
+def test_live_bytes_follow_views_resizes_and_ends():
+    plain = torch.UntypedStorage.resize_
+    with LiveBytes() as live:
+        a = torch.zeros(1000)
+        view = a[3:]
+        del a
+        assert live.now == 4000
+        view.untyped_storage().resize_(0)
+        assert live.now == 0
+        view.untyped_storage().resize_(800)
+        assert (live.now, live.peak) == (800, 4000)
+        del view
+        assert live.now == 0
+    assert torch.UntypedStorage.resize_ is plain
+
+
+def test_a_plan_for_offload_is_the_engines():
+    module = Net()
+    states = ModelStates(module, [torch.optim.AdamW(module.parameters())], resolve_precision("32-true"))
+    config = ZeROConfig(stage=3, offload_optimizer=OffloadConfig(), min_unit_numel=0)
+    assert states.plan(config, 2).bytes_by_tier()["cpu"]["optimizer"] > 0

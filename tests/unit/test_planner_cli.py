@@ -1,0 +1,125 @@
+"""``ls-strategy plan`` on a small LightningCLI program."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+
+import pytest
+
+from ls_strategy.cli import plan
+from ls_strategy.errors import ConfigError
+
+pytest.importorskip("jsonargparse")
+PROGRAM = """
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.cli import LightningCLI
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Model(pl.LightningModule):
+    def __init__(self, width: int = 64):
+        super().__init__()
+        self.early = nn.Linear(8, width)
+        assert self.early.weight.is_meta  # never built
+        self.width = width
+
+    def configure_model(self):
+        block = lambda: nn.Sequential(nn.Linear(self.width, self.width), nn.Tanh())
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+        assert next(self.blocks.parameters()).is_meta
+
+    def training_step(self, batch, batch_idx):
+        x = self.early(batch[0])
+        for block in self.blocks:
+            x = block(x)
+        loss = x.square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        steps = self.trainer.estimated_stepping_batches
+        optimizer = torch.optim.AdamW(self.parameters())
+        return [optimizer], [torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=steps)]
+
+
+class Data(pl.LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.zeros(40, 8)), batch_size=4)
+
+
+if __name__ == "__main__":
+    LightningCLI(Model, Data)
+"""
+CONFIG = """
+trainer:
+  accelerator: gpu
+  devices: 2
+  max_steps: 7
+  precision: bf16-true
+  strategy:
+    class_path: ls_strategy.ZeROStrategy
+    init_args: {stage: 3, min_unit_numel: 0, pipeline_parallel_size: 2, micro_batches: 6}
+model:
+  width: 128
+"""
+
+
+def run(*words):
+    parser = argparse.ArgumentParser()
+    plan.add(parser.add_subparsers())
+    args = parser.parse_args(["plan", *map(str, words)])
+    return args.run(args)
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prog").mkdir()
+    (tmp_path / "prog" / "__init__.py").touch()
+    (tmp_path / "prog" / "__main__.py").write_text(PROGRAM)
+    (tmp_path / "prog" / "base.yaml").write_text(CONFIG)
+    variables = dict(os.environ)
+    yield "prog/base.yaml"
+    for name in [name for name in sys.modules if name.split(".")[0] == "prog"]:
+        del sys.modules[name]
+    for name in os.environ.keys() - variables.keys():  # Lightning's
+        del os.environ[name]
+
+
+def test_a_plan_in_json(config, capsys):
+    assert run(config, "--gpus", 8, "--gpu-memory", "2GB", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["parameters"] == 8 * 128 + 128 + 3 * (128 * 128 + 128)
+    assert told["ranks"] == 8
+    assert told["batch"] == "(4, 8) float32"
+    assert told["lightest"] == "zero0"
+    assert told["pipeline_bubbles"]["1f1b"] == pytest.approx(1 / 7)
+    first = told["strategies"][0]
+    assert first["fits"]
+    assert first["states"]["device"]["optimizer"] >= 8 * told["parameters"]
+
+
+def test_a_plan_for_too_small_a_machine(config, capsys):
+    assert run("--config", config, "--gpus", 8, "--gpu-memory", "1GB", "--scaling") == 1
+    text = capsys.readouterr().out
+    assert "nothing fits." in text
+    assert "prog: 50,688 parameters in bf16-true" in text
+    assert "4,096 ranks" in text
+
+
+def test_what_is_no_program(config, tmp_path):
+    with pytest.raises(ConfigError, match="is no file"):
+        run("nowhere.yaml")
+    with pytest.raises(ConfigError, match="no YAML file"):
+        run()
+    (tmp_path / "prog" / "other.py").write_text("print('hello')")
+    with pytest.raises(ConfigError, match="made no LightningCLI"):
+        run(config, "--module", "prog.other")
+    (tmp_path / "prog" / "base.yaml").write_text("model: {height: 3}")
+    with pytest.raises(ConfigError, match="ended with status"):
+        run(config)
