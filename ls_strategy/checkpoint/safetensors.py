@@ -54,6 +54,9 @@ class Part:
     rows: tuple[int, int] | None = None
     """First row and one past the last; None: the whole tensor."""
 
+    alone: bool = False
+    """A single row, without the dimension of rows: one of several tensors that were stacked."""
+
 
 Rename = Callable[[str, tuple[int, ...]], Sequence[Part]]
 """``(name, shape)`` of a tensor, to the parts that are written of it; none leaves it out."""
@@ -66,10 +69,15 @@ class _Entry:
     name: str
     tensor: Tensor
     dtype: torch.dtype
+    alone: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)[1:] if self.alone else tuple(self.tensor.shape)
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.tensor.shape) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def export_safetensors(  # noqa: PLR0913 - options of an export, keyword-only
@@ -148,13 +156,36 @@ def rename_prefixes(prefixes: Sequence[tuple[str, str]]) -> Rename:
     return rename
 
 
+def split_experts(rename: Rename | None = None) -> Rename:
+    """A mapping that takes stacked experts apart, before ``rename``: as most readers of such files name them.
+
+    >>> [part.name for part in split_experts()("mlp.experts.up.weight", (2, 8, 4))]
+    ['mlp.experts.0.up.weight', 'mlp.experts.1.up.weight']
+    """
+
+    def split(name: str, shape: tuple[int, ...]) -> Sequence[Part]:
+        before, found, after = f".{name}".rpartition(".experts.")
+        if not found or not shape or after.split(".")[0].isdigit():
+            return [Part(name)] if rename is None else rename(name, shape)
+        parts: list[Part] = []
+        for i in range(shape[0]):
+            own = f"{before}.experts.{i}.{after}".removeprefix(".")
+            named = [Part(own)] if rename is None else rename(own, shape[1:])
+            if any(part.rows is not None for part in named):
+                raise ConfigError(f"{name}: an expert is written as a whole, and the mapping takes it apart.")
+            parts += [Part(part.name, (i, i + 1), alone=True) for part in named]
+        return parts
+
+    return split
+
+
 def _entries(tensors: Mapping[str, Tensor], dtype: torch.dtype | None, rename: Rename | None) -> list[_Entry]:
     entries: dict[str, _Entry] = {}
     for name, tensor in tensors.items():
         for part in [Part(name)] if rename is None else rename(name, tuple(tensor.shape)):
             taken = tensor if part.rows is None else rows_of(tensor, *part.rows)
             cast = dtype is not None and tensor.is_floating_point()
-            entry = _Entry(part.name, taken, dtype if cast and dtype is not None else tensor.dtype)
+            entry = _Entry(part.name, taken, dtype if cast and dtype is not None else tensor.dtype, part.alone)
             if part.name in entries:
                 raise ConfigError(
                     f"two tensors are to be named {part.name!r}, the second is {name!r}. Give them different names."
@@ -194,7 +225,7 @@ def _write(path: Path, entries: Sequence[_Entry]) -> Iterator[int]:
         end = position + entry.nbytes
         header[entry.name] = {
             "dtype": DTYPES[entry.dtype],
-            "shape": list(entry.tensor.shape),
+            "shape": list(entry.shape),
             "data_offsets": [position, end],
         }
         position = end

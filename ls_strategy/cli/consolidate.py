@@ -40,6 +40,11 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "leading 'model.', --rename =model. adds it",
     )
     parser.add_argument("--ema", action="store_true", help="safetensors: the average of the weights (ShardedEMA)")
+    parser.add_argument(
+        "--split-experts",
+        action="store_true",
+        help="safetensors: write stacked experts one by one, experts.up.weight as experts.0.up.weight and so on",
+    )
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
     parser.set_defaults(run=run)
 
@@ -53,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{args.source} is DeepSpeed's: make a .ckpt of it first (--format ckpt), and export that.")
     if args.format == "ckpt" and (args.dtype != "keep" or (args.rename and not theirs) or args.ema):
         raise ConfigError("--dtype, --rename and --ema need --format safetensors; a .ckpt keeps all as it was saved.")
+    if args.format == "ckpt" and args.split_experts:
+        raise ConfigError("--split-experts needs --format safetensors: a .ckpt is for the module that was saved.")
     if args.format == "safetensors" and args.weights_only:
         raise ConfigError("--weights-only is an option of --format ckpt; safetensors hold nothing but weights.")
     if not all("=" in pair for pair in args.rename):
@@ -77,15 +84,16 @@ def run(args: argparse.Namespace) -> int:
     else:
         import torch
 
-        from ls_strategy.checkpoint.safetensors import export_safetensors, rename_prefixes
+        from ls_strategy.checkpoint.safetensors import export_safetensors, rename_prefixes, split_experts
 
         pairs = [pair.split("=", 1) for pair in args.rename]
+        renamed = rename_prefixes([(old, new) for old, new in pairs])
         export_safetensors(
             args.source,
             args.target,
             dtype=None if args.dtype == "keep" else getattr(torch, DTYPES[args.dtype]),
             max_shard_bytes=max(int(args.max_shard_gb * 1e9), 1),
-            rename=rename_prefixes([(old, new) for old, new in pairs]),
+            rename=split_experts(renamed) if args.split_experts else renamed,
             average=args.ema,
             force=args.force,
             progress=progress,

@@ -58,6 +58,23 @@ def test_every_tensor_once_under_its_first_name(tmp_path: Path, single: bool) ->
         assert dtype == {torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64"}[value.dtype]
 
 
+@pytest.mark.parametrize("single", [False, True])
+def test_experts_one_by_one(tmp_path: Path, single: bool) -> None:
+    up, bias, head = torch.randn(3, 4, 2), torch.randn(3, 4), torch.randn(2, 2)
+    names = {"model.mlp.experts.up.weight": up, "model.mlp.experts.up.bias": bias, "model.head.weight": head}
+    source = write_folder(tmp_path / "x.ckpt", {("model", k): v for k, v in names.items()}, {}, {}, chunk=5)
+    if single:
+        consolidate(source, tmp_path / "one.ckpt")
+        source = tmp_path / "one.ckpt"
+    options = ["--format", "safetensors", "--split-experts", "--rename", "model.="]
+    assert cli.main(["consolidate", str(source), str(tmp_path / "out"), *options]) == 0
+    found = read(tmp_path / "out" / "model.safetensors")
+    expected = {"head.weight": head}
+    for i in range(3):
+        expected |= {f"mlp.experts.{i}.up.weight": up[i], f"mlp.experts.{i}.up.bias": bias[i]}
+    assert found == {name: ("F32", list(value.shape), raw(value)) for name, value in expected.items()}
+
+
 def test_the_package_reads_it(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     dtypes = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
