@@ -17,9 +17,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.flop_counter import FlopCounterMode
 from torchmetrics.classification import MulticlassAccuracy
 
+from ls_strategy.moe.losses import moe_losses
 from recipes.cifar.augment import augment
 from recipes.cifar.data import NO_LABEL
-from recipes.cifar.network import IMAGE_SIZE, NUM_CLASSES, ResNet9, TutorialNet
+from recipes.cifar.network import IMAGE_SIZE, NUM_CLASSES, MoEConfig, ResNet9, TutorialNet
 
 Network = Literal["resnet", "tutorial"]
 
@@ -68,6 +69,7 @@ class CIFARModule(pl.LightningModule):
         width: int | None = None,
         optim: OptimConfig = OptimConfig(),
         augmentation: bool = True,
+        moe: MoEConfig | None = None,
     ) -> None:
         """Build the network; it is small enough for every rank to hold it until the strategy shards it.
 
@@ -76,9 +78,10 @@ class CIFARModule(pl.LightningModule):
             width: channels after the first layer of ``resnet``. None: 64, or the fixed ones of ``tutorial``.
             optim: how it learns.
             augmentation: shift and mirror training images at random.
+            moe: layers of experts before the last one, for ``tutorial``.
 
         Raises:
-            ValueError: a width for ``tutorial``, or one below 1.
+            ValueError: a width for ``tutorial``, or one below 1; experts for ``resnet``.
         """
         super().__init__()
         if width is not None and (network == "tutorial" or width < 1):
@@ -86,14 +89,16 @@ class CIFARModule(pl.LightningModule):
                 f"network={network!r} with width={width}: the width is an option of 'resnet', and at least 1. "
                 "Leave model.width out (null) for 'tutorial'."
             )
+        if moe is not None and network != "tutorial":
+            raise ValueError(f"network={network!r} has no experts: set model.network: tutorial for model.moe.")
         self.network: Network = network
         self.width = width
+        self.moe = MoEConfig(**moe) if isinstance(moe, dict) else moe  # a checkpoint holds plain values
         self.optim = optim
         self.augmentation = augmentation
         # As plain values: torch.load(weights_only=True), the default for resuming, refuses other classes.
-        self.save_hyperparameters(
-            {"network": network, "width": width, "optim": asdict(optim), "augmentation": augmentation}
-        )
+        plain = {"network": network, "width": width, "optim": asdict(optim), "augmentation": augmentation}
+        self.save_hyperparameters(plain | ({"moe": asdict(self.moe)} if self.moe else {}))
         self.net = self._build()
         self.register_buffer("pixel_mean", torch.tensor(PIXEL_MEAN).view(3, 1, 1), persistent=False)
         self.register_buffer("pixel_std", torch.tensor(PIXEL_STD).view(3, 1, 1), persistent=False)
@@ -104,7 +109,7 @@ class CIFARModule(pl.LightningModule):
 
     def _build(self) -> nn.Module:
         if self.network == "tutorial":
-            return TutorialNet()
+            return TutorialNet(self.moe)
         return ResNet9(64 if self.width is None else self.width)
 
     def forward(self, images_NCHW: Tensor) -> Tensor:
@@ -121,7 +126,11 @@ class CIFARModule(pl.LightningModule):
         self.log("train/loss", loss, prog_bar=True)  # this rank's; a mean over ranks would be one collective per step
         self.train_accuracy(logits_NK, labels_N)
         self.log("train/accuracy", self.train_accuracy, on_step=False, on_epoch=True, prog_bar=True)
-        return loss
+        if self.moe is None:
+            return loss
+        experts = moe_losses(self)
+        self.log("train/expert_loss", experts)
+        return loss + experts
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         """Log loss and accuracy over all images of all ranks."""
@@ -147,9 +156,11 @@ class CIFARModule(pl.LightningModule):
 
     @cached_property
     def _flops_per_sample(self) -> int:
-        with torch.device("meta"):
+        # Without memory; but an image's way through experts depends on values, whose drawing must leave no trace.
+        device = "meta" if self.moe is None else "cpu"
+        with torch.device(device), torch.random.fork_rng(devices=[]):
             network = self._build().eval()
-            image = torch.empty(1, 3, IMAGE_SIZE, IMAGE_SIZE)
+            image = torch.ones(1, 3, IMAGE_SIZE, IMAGE_SIZE)
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             network(image)
         return 3 * counter.get_total_flops()  # backward: gradients of activations and of weights

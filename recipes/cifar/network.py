@@ -5,34 +5,91 @@ Both take normalised images. Shapes: N images, C channels, H rows, W columns, K 
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from ls_strategy.moe.layer import MoE
 
 NUM_CLASSES = 10
 IMAGE_SIZE = 32
 
 
-class TutorialNet(nn.Module):
-    """DeepSpeed's CIFAR-10 tutorial network, a LeNet with 62,006 parameters.
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """The tutorial's layers of experts, with its names and defaults; the balance loss, which it leaves out, is ours."""
 
-    Source: ``Net`` in DeepSpeedExamples, training/cifar/cifar10_deepspeed.py, without its mixture of experts.
+    num_experts: list[int] = field(default_factory=lambda: [2])
+    """Experts of each layer, one layer per number."""
+
+    mlp_type: Literal["standard", "residual"] = "standard"
+    """``residual``: every image also goes through one dense expert (PR-MoE, arXiv:2201.05596)."""
+
+    top_k: int = 1
+    """Experts that an image visits."""
+
+    min_capacity: int = 0
+    """Images that every expert takes, whatever its equal share is."""
+
+    noisy_gate_policy: Literal["RSample", "Jitter"] | None = None
+    """Noise on the choice of experts in training, with ``top_k: 1``."""
+
+    balance_loss: float = 0.01
+    """Weight of the loss that is least when experts are equally busy. The tutorial throws it away: 0."""
+
+    def __post_init__(self) -> None:
+        if not self.num_experts or min(self.num_experts) < 1:
+            raise ValueError(f"num_experts={self.num_experts}: give at least one number, each at least 1.")
+
+
+class TutorialNet(nn.Module):
+    """DeepSpeed's CIFAR-10 tutorial network, a LeNet with 62,006 parameters; with ``moe`` its mixture of experts.
+
+    Source: ``Net`` in DeepSpeedExamples, training/cifar/cifar10_deepspeed.py. There as here ``fc3`` becomes the expert,
+    84 to 84, of every layer in turn, and ``fc4`` makes the logits.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, moe: MoEConfig | None = None) -> None:
+        """Without ``moe`` the plain one."""
         super().__init__()
         self.conv1 = nn.Conv2d(3, 6, 5)
         self.conv2 = nn.Conv2d(6, 16, 5)
         self.fc1 = nn.Linear(16 * 5 * 5, 120)
         self.fc2 = nn.Linear(120, 84)
-        self.fc3 = nn.Linear(84, NUM_CLASSES)
+        if moe is None:
+            self.fc3 = nn.Linear(84, NUM_CLASSES)
+            return
+        self.moe_layer_list = nn.ModuleList(_moe_layer(moe, num_experts) for num_experts in moe.num_experts)
+        self.fc4 = nn.Linear(84, NUM_CLASSES)
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
         """Logits (N, K)."""
         x_NCHW = functional.max_pool2d(functional.relu(self.conv1(x_NCHW)), 2)
         x_NCHW = functional.max_pool2d(functional.relu(self.conv2(x_NCHW)), 2)
         x_NC = functional.relu(self.fc1(x_NCHW.flatten(1)))
-        return self.fc3(functional.relu(self.fc2(x_NC)))
+        x_NC = functional.relu(self.fc2(x_NC))
+        if not hasattr(self, "moe_layer_list"):
+            return self.fc3(x_NC)
+        for layer in self.moe_layer_list:
+            x_NC = layer(x_NC)
+        return self.fc4(x_NC)
+
+
+def _moe_layer(moe: MoEConfig, num_experts: int) -> MoE:
+    """One layer: every image of the batch is a token."""
+    return MoE(
+        84,
+        lambda: nn.Linear(84, 84),
+        num_experts,
+        k=moe.top_k,
+        min_capacity=moe.min_capacity,
+        noisy_gate_policy=moe.noisy_gate_policy,
+        use_residual=moe.mlp_type == "residual",
+        balance_loss=moe.balance_loss,
+    )
 
 
 class ConvBlock(nn.Module):
