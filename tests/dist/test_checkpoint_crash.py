@@ -36,6 +36,7 @@ from ls_strategy.checkpoint.sharded import Entry
 from ls_strategy.errors import CheckpointError, RankFailedError
 from ls_strategy.testing import RankDiedError, spawn
 from tests.dist.ranks import Net, assert_equal, batches, fit, on_ranks, quiet, saved, trainer_of, weights
+from tests.marks import slow
 
 # --- every step of a save ---------------------------------------------------------------------------------------------
 
@@ -204,7 +205,7 @@ def number_in(path: Path) -> int | None:
 
 @pytest.mark.parametrize(
     ("rank", "alone", "exchange"),
-    [(0, False, True), (0, False, False), (0, True, True), (1, False, True), (1, True, True)],
+    [slow(0, False, True), (0, False, False), slow(0, True, True), slow(1, False, True), (1, True, True)],
 )
 def test_a_death_at_any_step_leaves_the_save_before_or_this_one(
     tmp_path: Path, rank: int, alone: bool, exchange: bool
@@ -371,7 +372,9 @@ WAYS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("options", WAYS, ids=lambda o: "-".join(map(str, o.values())))
+@pytest.mark.parametrize(
+    "options", [slow(WAYS[0]), WAYS[1], slow(WAYS[2]), WAYS[3]], ids=lambda o: "-".join(map(str, o.values()))
+)
 def test_a_killed_run_goes_on_from_a_whole_checkpoint(tmp_path: Path, options: dict[str, Any]) -> None:
     kill_again_and_again(tmp_path, 2, random.randrange(1 << 30), options)
 
@@ -534,7 +537,7 @@ def test_a_full_disk_is_an_error_on_all_ranks(rank: int, world_size: int, backgr
     assert commit.is_committed(small_disk / "second.ckpt")
 
 
-@pytest.mark.parametrize("save_last", [None, True, "link"])
+@pytest.mark.parametrize("save_last", [slow(None), slow(True), "link"])
 @pytest.mark.parametrize("background", [False, True])
 @on_ranks(2)
 def test_training_goes_on_and_removes_nothing_when_the_disk_is_full(
@@ -572,7 +575,7 @@ def files_of_at_most(nbytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize("limited", [0, 1])
+@pytest.mark.parametrize("limited", [slow(0), 1])
 @on_ranks(2)
 def test_a_file_that_may_not_grow_is_an_error_on_all_ranks(
     rank: int, world_size: int, limited: int, tmp_path: Path

@@ -45,6 +45,7 @@ from tests.dist.ranks import (
     weights,
 )
 from tests.dist.test_checkpoint_file import TEN_STEPS, Mixed
+from tests.marks import slow
 
 WORLDS, STAGES, TIERS = (1, 2, 3, 4), (1, 2, 3), ("device", "cpu", "nvme")
 TEN = 10
@@ -257,7 +258,7 @@ def moments(trainer: pl.Trainer) -> dict[str, Tensor]:
     return dict(sorted(result.items()))
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "16-mixed"])
+@pytest.mark.parametrize("precision", ["32-true", slow("bf16-true"), slow("16-mixed")])
 @on_ranks(2)
 def test_ten_steps_and_ten_more_are_twenty_bit_for_bit(
     rank: int, world_size: int, precision: str, tmp_path: Path
@@ -618,7 +619,7 @@ def nested(checkpoint: dict[str, Any]) -> None:
     checkpoint["own"] = {"deep": [checkpoint["state_dict"]["blocks.1.wide.weight"].half()]}
 
 
-@pytest.mark.parametrize(("hook", "key"), [(scaled, "scaled"), (copied, "copied"), (nested, "own")])
+@pytest.mark.parametrize(("hook", "key"), [(scaled, "scaled"), slow(copied, "copied"), slow(nested, "own")])
 @on_ranks(2)
 def test_a_hook_that_computes_with_what_is_sharded_is_told_so(
     rank: int, world_size: int, hook: Any, key: str, tmp_path: Path
@@ -651,7 +652,7 @@ def deep(checkpoint: dict[str, Any]) -> None:
     checkpoint["mine"] = {"a": {"b": checkpoint["state_dict"]["blocks.1.wide.weight"]}}
 
 
-@pytest.mark.parametrize("hook", [under_a_name, in_a_list, deep])
+@pytest.mark.parametrize("hook", [under_a_name, slow(in_a_list), deep])
 @on_ranks(2)
 def test_a_sharded_value_in_any_place_is_saved_or_refused(
     rank: int, world_size: int, hook: Any, tmp_path: Path
@@ -747,7 +748,7 @@ class Monitored(Net):
         return super().training_step(batch, i)
 
 
-@pytest.mark.parametrize("save_last", [True, "link", None])
+@pytest.mark.parametrize("save_last", [slow(True), "link", slow(None)])
 @pytest.mark.parametrize("background", [False, True])
 @on_ranks(2)
 def test_only_the_best_and_the_last_remain(
@@ -897,7 +898,7 @@ def test_torchs_own_tools_read_the_folder(rank: int, world_size: int, tmp_path: 
 
 
 @pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("where", ["__init__", "add_tensor", "close"])
+@pytest.mark.parametrize("where", [slow("__init__"), "add_tensor", slow("close")])
 @on_ranks(2)
 def test_an_error_on_one_rank_is_raised_on_all(
     rank: int, world_size: int, where: str, background: bool, tmp_path: Path, monkeypatch: Any
@@ -943,7 +944,7 @@ class FailTogether(FailsAlone):
     ranks = (0, 1)
 
 
-@pytest.mark.parametrize(("stage", "background"), [(3, False), (1, True)])
+@pytest.mark.parametrize(("stage", "background"), [slow(3, False), (1, True)])
 @on_ranks(2, timeout_s=60)
 def test_an_exception_on_one_rank_does_not_hang_in_its_checkpoint(
     rank: int, world_size: int, stage: int, background: bool, tmp_path: Path
@@ -958,7 +959,7 @@ def test_an_exception_on_one_rank_does_not_hang_in_its_checkpoint(
         assert verify_all(path) == []
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [slow(1), 3])
 @on_ranks(2, timeout_s=60)
 def test_an_exception_on_all_ranks_is_followed_by_a_checkpoint(
     rank: int, world_size: int, stage: int, tmp_path: Path

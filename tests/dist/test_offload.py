@@ -11,6 +11,7 @@ import pytest
 from ls_strategy.config import OffloadConfig
 from ls_strategy.testing import spawn
 from tests.dist.models import Case, Result, run_all, same_bits
+from tests.marks import slow
 
 STAGES = (1, 2, 3)
 TIMEOUT_S = 170
@@ -72,8 +73,8 @@ def results(world_size: int, stage: int, rows: tuple[str, ...]) -> dict[tuple[st
     return dict(zip(keys, zip(*ranks, strict=True), strict=True))
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("stage", [slow(1), slow(2), 3])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 @pytest.mark.parametrize("row", ROWS)
 def test_every_tier_trains_to_the_same_bits(world_size: int, stage: int, row: str) -> None:
     """Losses of all ranks, weights and gradient norms; trusted run: the same stage without offload."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -34,6 +35,7 @@ ROWS = {
     "i": Case(optimizer="adamw", traits=("empty", "tied"), accumulate=3),
 }
 COVERING = {1: "abcdefghi", 2: "abcdefghi", 3: "beg", 4: "dfi"}
+MORE: dict[int, Any] = {1: (), 2: (), 3: pytest.mark.slow, 4: ()}
 TIMEOUT_S = 170
 
 Group = tuple[Result, ...]
@@ -64,7 +66,7 @@ def check_parity(case: Case, trusted: Group, ours: Group) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
     ("world_size", "row"),
-    [pytest.param(w, row, id=f"{w}-{ROWS[row]}") for w, rows in COVERING.items() for row in rows],
+    [pytest.param(w, row, id=f"{w}-{ROWS[row]}", marks=MORE[w]) for w, rows in COVERING.items() for row in rows],
 )
 def test_training_is_ddp_up_to_the_order_of_sums(world_size: int, row: str, stage: int) -> None:
     """Losses of all ranks, weights and gradient norms; trusted run: DDP."""
@@ -74,7 +76,7 @@ def test_training_is_ddp_up_to_the_order_of_sums(world_size: int, row: str, stag
 
 @pytest.mark.parametrize(
     ("world_size", "row"),
-    [pytest.param(w, row, id=f"{w}-{ROWS[row]}") for w, rows in COVERING.items() for row in rows],
+    [pytest.param(w, row, id=f"{w}-{ROWS[row]}", marks=MORE[w]) for w, rows in COVERING.items() for row in rows],
 )
 def test_stages_are_equal_bit_for_bit(world_size: int, row: str) -> None:
     """All four without accumulation (and on one rank, which has nothing to shard); with it, 0 and 1, and 2 and 3.

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from ls_strategy.errors import ConfigError
 from ls_strategy.preemption import Preempted, PreemptionHandler
 from tests.dist.ranks import Net, assert_close, on_ranks, samples, trainer_of, weights
+from tests.marks import slow
 
 pytestmark = pytest.mark.dist
 
@@ -104,7 +105,7 @@ def saved(folder: Path) -> list[str]:
     return sorted(str(p.relative_to(folder)) for p in folder.glob("preemption/*/*"))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", 0, 2, 3])
+@pytest.mark.parametrize("strategy", ["ddp", slow(0), slow(2), 3])
 @on_ranks(2)
 def test_the_run_ends_on_all_ranks_and_goes_on_to_the_same_weights(rank, world_size, tmp_path, strategy):
     _, whole, _ = run(strategy, tmp_path / "whole", rank, world_size)
@@ -157,7 +158,7 @@ def test_a_signal_in_validation_waits_for_one_more_step(rank, world_size, tmp_pa
     assert len(module.losses) == 3
 
 
-@pytest.mark.parametrize("strategy", ["ddp", 2])
+@pytest.mark.parametrize("strategy", [slow("ddp"), 2])
 @on_ranks(2)
 def test_the_last_step_of_an_epoch(rank, world_size, tmp_path, strategy):
     """Two epochs of eight steps: the run that follows starts with the second."""

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.marks import slow
+
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = "['zero0', 'zero1', 'zero2', 'zero3', 'zero2_notebook', 'zerostrategy', 'ls_strategy.zerostrategy']"
 ALL_THERE = f"""
@@ -100,7 +102,9 @@ ls_strategy.autoload.register()
     )
 
 
-@pytest.mark.parametrize("imports", ["import ls_strategy, torch, lightning as L", "import lightning as L, ls_strategy"])
+@pytest.mark.parametrize(
+    "imports", ["import ls_strategy, torch, lightning as L", slow("import lightning as L, ls_strategy")]
+)
 def test_an_explicit_import_registers_in_any_order(imports: str) -> None:
     check(imports + ALL_THERE, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
 
@@ -234,7 +238,7 @@ def test_cli_takes_a_class_path_from_yaml_without_any_registration(tmp_path: Pat
     assert "ZeROStrategy" in out
 
 
-@pytest.mark.parametrize(("init_args", "word"), [("stage: 5", "stage"), ("typo: 1", "typo")])
+@pytest.mark.parametrize(("init_args", "word"), [slow("stage: 5", "stage"), ("typo: 1", "typo")])
 def test_cli_refuses_a_bad_value(tmp_path: Path, init_args: str, word: str) -> None:
     pytest.importorskip("jsonargparse")
     config = tmp_path / "config.yaml"
@@ -250,7 +254,7 @@ def test_cli_refuses_a_bad_value(tmp_path: Path, init_args: str, word: str) -> N
     "flags",
     [
         ("--trainer.strategy=zero1",),
-        ("--trainer.strategy=ls_strategy.ZeROStrategy",),
+        slow(("--trainer.strategy=ls_strategy.ZeROStrategy",)),
         ("--trainer.strategy=ls_strategy.ZeROStrategy", "--trainer.strategy.stage=2"),
     ],
 )

@@ -1,0 +1,14 @@
+"""The command line: every option of the model, the data and the Trainer, by ``--help`` or in YAML."""
+
+from __future__ import annotations
+
+from lightning.pytorch.cli import ArgsType
+
+from recipes.gpt.data import TextData
+from recipes.gpt.main import GPTCLI
+from recipes.moe.model import MoEGPTModule
+
+
+def main(args: ArgsType = None, *, run: bool = True) -> GPTCLI:
+    """Run the subcommand in ``args`` (default: of the process), or with ``run=False`` only build the objects."""
+    return GPTCLI(MoEGPTModule, TextData, args=args, run=run, seed_everything_default=1)

@@ -1,0 +1,216 @@
+"""The GPT recipe's network with a Mixture of Experts in place of the MLP of some blocks.
+
+A dense twin computes as much per token: an expert is as large as the twin's MLP, divided by the experts that a token
+visits. What experts add is parameters, not work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import nn
+
+from ls_strategy.moe.feed_forward import GatedFeedForward
+from ls_strategy.moe.layer import MoE
+from recipes.gpt.network import GPT, INIT_STD, Block, GPTConfig, Linear
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """Which blocks have experts, how many, and how tokens come to them."""
+
+    every: int = 1
+    """Every so manieth block has experts, the last one of each such group. 0: none, which is the dense twin."""
+
+    num_experts: list[int] = field(default_factory=lambda: [8])
+    """Experts of every such block: one number for all, or one for each from the first to the last, as a pyramid."""
+
+    k: int = 2
+    """Experts that a token visits."""
+
+    expert_width: int | None = None
+    """Hidden units of an expert. None: those of the dense MLP, divided among the experts that a token visits."""
+
+    shared_experts: int = 0
+    """Experts that every token visits, made as one (DeepSeekMoE, Dai et al., arXiv:2401.06066)."""
+
+    residual: bool = False
+    """Every token also visits one dense expert, and a learned coefficient mixes the two (PR-MoE, arXiv:2201.05596)."""
+
+    drop_tokens: bool = True
+    """An expert takes no more tokens than its capacity; the others pass the layer by. False: it takes all."""
+
+    capacity_factor: float = 1.25
+    """Capacity in training, as a multiple of an equal share of tokens."""
+
+    eval_capacity_factor: float = 2.0
+    """Capacity in validation."""
+
+    min_capacity: int = 4
+    """Tokens that every expert takes, whatever the factor."""
+
+    noisy_gate_policy: Literal["RSample", "Jitter"] | None = None
+    """Noise on the choice of experts in training; ``RSample`` needs ``k: 1``."""
+
+    second_expert_sampling: bool = False
+    """Draw the second expert in training, with ``k: 2``, as GShard does."""
+
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    """From logits of the router to weights of experts."""
+
+    scale: float = 1.0
+    """Multiplies the weights."""
+
+    groups: int = 1
+    """Groups of experts, of which a token visits ``top_groups`` (DeepSeek-V3)."""
+
+    top_groups: int = 1
+    """Groups that a token may visit."""
+
+    balance_loss: float = 0.01
+    """Weight of the loss that is least when experts are equally busy."""
+
+    z_loss: float = 0.0
+    """Weight of the squared log-partition of the router (ST-MoE, Zoph et al., arXiv:2202.08906)."""
+
+    bias_update_rate: float = 0.0
+    """Per step, how far the bias of an expert's score moves against its load; balances without a loss (DeepSeek-V3)."""
+
+    def __post_init__(self) -> None:
+        if self.every < 0 or self.shared_experts < 0:
+            raise ValueError(f"every={self.every}, shared_experts={self.shared_experts}: neither can be negative.")
+        if not self.num_experts or min(self.num_experts) < 1:
+            raise ValueError(f"num_experts={self.num_experts}: give at least one number, each at least 1.")
+        if self.residual and self.shared_experts:
+            raise ValueError("residual and shared_experts both add an expert that every token visits: choose one.")
+
+    def experts_of(self, num_layers: int) -> list[int]:
+        """Experts of each of ``num_layers`` blocks, 0 where it keeps its MLP.
+
+        >>> MoEConfig(every=2, num_experts=[4, 8]).experts_of(4)
+        [0, 4, 0, 8]
+
+        Raises:
+            ValueError: there are not as many numbers as blocks with experts.
+        """
+        chosen = [i for i in range(num_layers) if self.every and (i + 1) % self.every == 0]
+        counts = self.num_experts * len(chosen) if len(self.num_experts) == 1 else self.num_experts
+        if len(counts) != len(chosen) and chosen:
+            raise ValueError(
+                f"num_experts={self.num_experts} has {len(counts)} numbers, and with num_layers={num_layers} and "
+                f"every={self.every} there are {len(chosen)} blocks with experts. Give one number for all, or as many."
+            )
+        by_block = dict(zip(chosen, counts, strict=False))
+        return [by_block.get(i, 0) for i in range(num_layers)]
+
+    @property
+    def visited(self) -> int:
+        """Experts' worth of work per token: those chosen, and those that every token visits."""
+        return self.k + self.shared_experts + self.residual
+
+
+def dense_width(config: GPTConfig) -> int:
+    """Hidden units of the dense SwiGLU MLP."""
+    return -(-8 * config.width // (3 * 64)) * 64
+
+
+def expert_width(config: GPTConfig, moe: MoEConfig) -> int:
+    """Hidden units of an expert: what a token visits is as wide as the dense MLP, rounded up to a multiple of 8."""
+    if moe.expert_width is not None:
+        return moe.expert_width
+    return -(-dense_width(config) // (8 * moe.visited)) * 8
+
+
+class DenseExpert(GatedFeedForward):
+    """The expert that every token visits, whose weights start as those of the dense MLP."""
+
+    def __init__(self, width: int, hidden: int, *, residual_std: float) -> None:
+        """``residual_std``: deviation of what is added to the residual stream."""
+        super().__init__(width, hidden)
+        self.gate, self.up = Linear(width, hidden), Linear(width, hidden)
+        self.down = Linear(hidden, width, std=residual_std)
+
+
+def moe_layer(config: GPTConfig, moe: MoEConfig, num_experts: int) -> MoE:
+    """The layer that stands in for a block's MLP."""
+    hidden = expert_width(config, moe)
+
+    def expert() -> nn.Module:
+        # Of torch's own linear layers, which the layer computes for all experts at once. It draws their weights by this
+        # function, also when memory comes later.
+        made = GatedFeedForward(config.width, hidden)
+        for layer, std in ((made.gate, INIT_STD), (made.up, INIT_STD), (made.down, config.residual_std)):
+            nn.init.normal_(layer.weight, std=std)
+        return made
+
+    def dense(experts: int) -> DenseExpert | None:
+        return DenseExpert(config.width, experts * hidden, residual_std=config.residual_std) if experts else None
+
+    layer = MoE(
+        config.width,
+        expert,
+        num_experts,
+        k=moe.k,
+        capacity_factor=moe.capacity_factor,
+        eval_capacity_factor=moe.eval_capacity_factor,
+        min_capacity=moe.min_capacity,
+        drop_tokens=moe.drop_tokens,
+        noisy_gate_policy=moe.noisy_gate_policy,
+        second_expert_sampling=moe.second_expert_sampling,
+        use_residual=moe.residual,
+        shared_expert=dense(moe.shared_experts),
+        score=moe.score,
+        scale=moe.scale,
+        groups=moe.groups,
+        top_groups=moe.top_groups,
+        balance_loss=moe.balance_loss,
+        z_loss=moe.z_loss,
+        bias_update_rate=moe.bias_update_rate,
+    )
+    if moe.residual:
+        layer.residual_expert = dense(1)
+    return layer
+
+
+class MoEGPT(GPT):
+    """Tokens in, logits of each next token out."""
+
+    def __init__(self, config: GPTConfig, moe: MoEConfig) -> None:
+        """``config`` is the network's shape, ``moe`` that of its experts.
+
+        Raises:
+            ValueError: an MLP other than SwiGLU, which experts have.
+        """
+        if config.mlp != "swiglu":
+            raise ValueError(f"mlp={config.mlp!r}: experts are SwiGLU, so set mlp: swiglu for the blocks without, too.")
+        super().__init__(config)
+        self.moe = moe
+        self.experts_per_block = moe.experts_of(config.num_layers)
+        for block, num_experts in zip(self.blocks, self.experts_per_block, strict=True):
+            if num_experts:
+                assert isinstance(block, Block)
+                block.mlp = moe_layer(config, moe, num_experts)  # type: ignore[assignment]
+
+    def tensor_parallel_plan(self) -> dict[str, Any]:
+        """As `GPT`'s, for attention, words and the dense MLPs; experts stay whole on every tensor-parallel rank."""
+        plan = super().tensor_parallel_plan()
+        mlp = {pattern: plan.pop(pattern) for pattern in list(plan) if pattern.startswith("blocks.*.mlp.")}
+        for i, num_experts in enumerate(self.experts_per_block):
+            if not num_experts:
+                plan |= {pattern.replace("*", str(i), 1): style for pattern, style in mlp.items()}
+        return plan
+
+    def flops_per_token(self) -> int:
+        """As `GPT.flops_per_token`, with the weights that a token meets: of the experts only those it visits."""
+        config, moe = self.config, self.moe
+        D, hidden = config.width, expert_width(config, moe)
+        attention = (config.num_heads + 2 * config.kv_heads) * config.head_width * D + D * D
+        weights = D * config.vocab_size
+        for num_experts in self.experts_per_block:
+            if num_experts:
+                coefficients = 2 * D if moe.residual else 0
+                weights += attention + 3 * D * hidden * moe.visited + D * num_experts + coefficients
+            else:
+                weights += attention + 3 * D * dense_width(config)
+        return 6 * weights + 12 * config.num_layers * config.num_heads * config.head_width * config.block_size

@@ -1,0 +1,131 @@
+"""Validation loss of the MoE recipe against its dense twin: equal work per token, equal tokens, several seeds each.
+
+``python -m tests.bench.moe_quality --record tests/bench/records/moe_quality.json``
+
+A seed decides initial weights and order of the text, so losses are compared in pairs. What a difference is worth is
+judged by its own spread over seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import statistics
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+
+from ls_strategy.strategy import ZeROStrategy
+from recipes.gpt.corpus import CorpusConfig
+from recipes.gpt.data import TextData
+from recipes.gpt.model import OptimConfig, SampleConfig
+from recipes.gpt.network import GPTConfig
+from recipes.moe.model import MoEGPTModule
+from recipes.moe.network import MoEConfig
+from tests.bench.step_time import environment
+
+NETWORK = {"num_layers": 4, "num_heads": 4, "width": 64}
+BLOCK, BATCH = 128, 16
+CONTENDERS: dict[str, dict[str, Any]] = {
+    "dense": {"every": 0},
+    "top2": {},
+    "dropless": {"drop_tokens": False},
+    "deepseek": {
+        "num_experts": [16], "k": 3, "shared_experts": 1, "drop_tokens": False, "score": "sigmoid",
+        "balance_loss": 0.0, "bias_update_rate": 1e-3,
+    },
+}  # fmt: skip
+"""Options of `MoEConfig`. By any of them a token meets as many weights as in the dense network, and the router's."""
+
+
+def train(contender: str, seed: int, steps: int, cache: Path) -> dict[str, float]:
+    """One run; validation loss in nats per byte, parameters, FLOPs per token and seconds."""
+    pl.seed_everything(seed, verbose=False)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=ZeROStrategy(1),
+        max_steps=steps,
+        val_check_interval=steps,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        gradient_clip_val=1.0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    data = TextData(
+        corpus=CorpusConfig(cache_dir=str(cache)), block_size=BLOCK, batch_size=BATCH, val_crops=512, seed=seed
+    )
+    module = MoEGPTModule(
+        GPTConfig(vocab_size=256, block_size=BLOCK, **NETWORK),
+        MoEConfig(**CONTENDERS[contender]),
+        OptimConfig(lr=3e-3, warmup_steps=100),
+        SampleConfig(max_new_tokens=0),
+    )
+    start = time.perf_counter()
+    trainer.fit(module, data)
+    return {
+        "val": float(trainer.callback_metrics["val/loss"]),
+        "parameters": sum(p.numel() for p in module.parameters()),
+        "flops_per_token": module.flops_per_token(),
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+
+
+def compare(runs: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """Per contender: means over seeds, and how far its loss is below the dense one's, in pairs, with the spread."""
+    result: dict[str, dict[str, float]] = {}
+    for contender, losses in runs.items():
+        margins = [d["val"] - r["val"] for r, d in zip(losses, runs["dense"], strict=True)]
+        result[contender] = {
+            "val": round(statistics.fmean(r["val"] for r in losses), 4),
+            "margin": round(statistics.fmean(margins), 4),
+            "margin_spread": round(statistics.stdev(margins), 4) if len(margins) > 1 else 0.0,
+            "smallest_margin": round(min(margins), 4),
+            "parameters": losses[0]["parameters"],
+            "flops_per_token": losses[0]["flops_per_token"],
+            "seconds": round(statistics.median(r["seconds"] for r in losses), 1),
+        }
+    return result
+
+
+def main() -> None:
+    """Parse, measure, print a table, write the record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each contender")
+    parser.add_argument("--steps", type=int, default=1000, help="optimizer steps")
+    parser.add_argument("--record", type=Path, default=None, help="JSON file to write")
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    contenders = ["dense", *(c for c in args.contenders if c != "dense")]
+    runs: dict[str, list[dict[str, float]]] = {c: [] for c in contenders}
+    with tempfile.TemporaryDirectory() as cache:
+        for seed in range(1, args.seeds + 1):
+            for contender in contenders:
+                runs[contender].append(train(contender, seed, args.steps, Path(cache)))
+                print(f"{contender} seed {seed}: {runs[contender][-1]}", flush=True)
+    table = compare(runs)
+    columns = ("val", "margin", "margin_spread", "parameters", "flops_per_token", "seconds")
+    print(f"{'':10}" + "".join(f"{c:>17}" for c in columns))
+    for contender, row in table.items():
+        print(f"{contender:10}" + "".join(f"{row[c]:>17}" for c in columns))
+    if args.record is not None:
+        record = {
+            "benchmark": "moe_quality", **environment("moe_quality"), "network": NETWORK, "steps": args.steps,
+            "tokens": args.steps * BATCH * BLOCK, "contenders": CONTENDERS, "results": table, "runs": runs,
+        }  # fmt: skip
+        args.record.write_text(json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
