@@ -9,7 +9,9 @@ Every call is collective: all ranks of the axis make the same calls in the same 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +28,8 @@ class Axis:
         """``comm``: the ranks; None stands for this rank alone."""
         self.name = name
         self.comm = comm or Comm(None, None)
+        self.waits: Waits | None = None
+        """Set, and taken from, by who wants to know how long `start_all_to_all` is waited for."""
         self.rank = self.comm.rank
         self.size = self.comm.world_size
 
@@ -139,7 +143,7 @@ class Axis:
             every part but this rank's own.
         """
         received[self.rank].copy_(parts[self.rank])
-        return PendingExchange(self.comm, self._start(parts, received, kind), parts)
+        return PendingExchange(self, self._start(parts, received, kind), parts)
 
     def broadcast_(self, tensor: Tensor, source: int = 0) -> None:
         """Overwrite ``tensor`` (contiguous) by that of rank ``source`` of the axis."""
@@ -182,16 +186,49 @@ class Axis:
         return dist.batch_isend_irecv(operations) if operations else []
 
 
+class Waits:
+    """How long computation has stood still for exchanges: the host's thread, or on CUDA the stream."""
+
+    def __init__(self) -> None:
+        """Nothing so far."""
+        self._seconds = 0.0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def measured(self, device: torch.device) -> Iterator[None]:
+        """Around waiting for what arrives on ``device``."""
+        if device.type != "cuda":
+            started = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - started
+            return
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before.record()
+        yield
+        after.record()
+        self._events.append((before, after))
+
+    def take(self) -> float:
+        """Seconds since the last call. Waits for the device."""
+        for before, after in self._events:
+            after.synchronize()
+            self._seconds += before.elapsed_time(after) / 1e3  # milliseconds
+        seconds, self._seconds, self._events = self._seconds, 0.0, []
+        return seconds
+
+
 class PendingExchange:
     """An exchange that was started. What it reads and writes must live until `wait`."""
 
-    def __init__(self, comm: Comm, works: Sequence[Any], sends: Sequence[Tensor]) -> None:
+    def __init__(self, axis: Axis, works: Sequence[Any], sends: Sequence[Tensor]) -> None:
         """Remember what must be waited for, and what is being read."""
-        self._comm = comm
-        self._works = works
-        self._sends = sends
+        self._axis = axis
+        self._works: Sequence[Any] = works
+        self._sends: Sequence[Tensor] = sends
 
     def wait(self) -> None:
         """Block until the parts are there (on CUDA: until the current stream may read them)."""
-        self._comm.wait(self._works)
+        waits = self._axis.waits
+        with nullcontext() if waits is None else waits.measured(self._sends[0].device):
+            self._axis.comm.wait(self._works)
         self._works, self._sends = (), ()

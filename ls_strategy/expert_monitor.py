@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
+from ls_strategy.axis import Axis, Waits
 from ls_strategy.errors import ConfigError
 from ls_strategy.moe.sparse import SparseLayer
 from ls_strategy.strategy import ZeROStrategy
@@ -72,6 +73,7 @@ class ExpertMonitor(Callback):
     ``experts/balance_loss``       mean over layers, not weighted; 1 when loads are even
     ``experts/z_loss``             likewise
     ``experts/sent_mib_per_step``  MiB that a rank sent to others with experts, mean over ranks
+    ``experts/wait_ms_per_step``   ms that computation stood still for these exchanges, mean over ranks
     ``expert_largest_load/*``      and ``expert_unused``, ``expert_dropped``, ``expert_entropy``,
                                    ``expert_balance_loss``: the same by layer
     =============================  ==================================================================================
@@ -122,6 +124,14 @@ class ExpertMonitor(Callback):
             layer.reset_statistics()
         self._since_step = trainer.global_step
         self._sent_before = _sent_bytes(trainer)
+        if _is_divided(trainer):
+            _axis(trainer).waits = Waits()
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Measure no more."""
+        if _is_divided(trainer):
+            _axis(trainer).waits = None
 
     @override
     def on_train_batch_end(
@@ -132,7 +142,7 @@ class ExpertMonitor(Callback):
         steps = trainer.global_step - self._since_step
         if not self._layers or not trainer.loggers or every < 1 or steps < every:
             return
-        loads, sent = self._over_all_ranks(trainer, pl_module.device)
+        loads, sent, waited = self._over_all_ranks(trainer, pl_module.device)
         step = trainer.global_step
         draw = self._picture_step is None or step >= self._picture_step + self.picture_every_n_steps
         if draw:
@@ -141,14 +151,15 @@ class ExpertMonitor(Callback):
             metrics = scalars(loads)
             if _is_divided(trainer):
                 metrics["experts/sent_mib_per_step"] = sent / steps / (1 << 20)
+                metrics["experts/wait_ms_per_step"] = waited / steps * 1e3
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, step=step)
                 if draw:
                     _show(getattr(logger, "experiment", None), loads, step)
         self._restart(trainer)
 
-    def _over_all_ranks(self, trainer: pl.Trainer, device: torch.device) -> tuple[dict[str, LayerLoad], float]:
-        """Loads by layer, and bytes sent per rank since the last time.
+    def _over_all_ranks(self, trainer: pl.Trainer, device: torch.device) -> tuple[dict[str, LayerLoad], float, float]:
+        """Loads by layer; and bytes sent, and seconds waited, per rank since the last time.
 
         A layer that is on other ranks of a pipeline, and on meta here, adds nothing.
         """
@@ -160,15 +171,18 @@ class ExpertMonitor(Callback):
                 here = torch.zeros_like(row, device=device) if row.is_meta else row.to(device)
                 rows.append(here.double())
         sent = _sent_bytes(trainer) - self._sent_before
-        mine = torch.cat([*rows, torch.tensor([sent, 1.0], dtype=torch.double, device=device)])
+        waits = _axis(trainer).waits if _is_divided(trainer) else None
+        waited = 0.0 if waits is None else waits.take()
+        mine = torch.cat([*rows, torch.tensor([sent, waited, 1.0], dtype=torch.double, device=device)])
         group: Any = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         total: Any = trainer.strategy.reduce(mine, group=group, reduce_op="sum")
-        return self._split(total.cpu(), _copies(trainer)), float(total[-2] / total[-1])
+        sent, waited = (total[-3:-1] / total[-1]).tolist()
+        return self._split(total.cpu(), _copies(trainer)), sent, waited
 
     def _split(self, total: Tensor, copies: int) -> dict[str, LayerLoad]:
         """By layer, of sums over all ranks; every token was counted on ``copies`` of them."""
         sizes = [size for layer in self._layers.values() for size in (layer.num_experts, layer.num_experts, 4)]
-        parts = iter(total[:-2].split(sizes))
+        parts = iter(total[:-3].split(sizes))
         loads: dict[str, LayerLoad] = {}
         for name, routed, kept, values in zip(self._layers, parts, parts, parts, strict=False):
             calls = max(float(values[3]), 1.0)
@@ -181,6 +195,13 @@ def _sent_bytes(trainer: pl.Trainer) -> int:
     """What this rank has sent so far to others with experts."""
     strategy = trainer.strategy
     return sum(strategy.expert_parallel_traffic.bytes.values()) if isinstance(strategy, ZeROStrategy) else 0
+
+
+def _axis(trainer: pl.Trainer) -> Axis:
+    """The ranks that hold different experts."""
+    strategy = trainer.strategy
+    assert isinstance(strategy, ZeROStrategy)
+    return strategy.require_engine().mesh.expert
 
 
 def _is_divided(trainer: pl.Trainer) -> bool:

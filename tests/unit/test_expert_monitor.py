@@ -201,6 +201,8 @@ def test_sums_over_all_ranks_under_ddp_and_expert_parallelism(tmp_path: Path) ->
             assert row["expert_dropped/layers.1"] == pytest.approx(second)
             assert ("experts/sent_mib_per_step" in row) == (name == "ep2")
             assert row.get("experts/sent_mib_per_step", 1) > 0
+            assert ("experts/wait_ms_per_step" in row) == (name == "ep2")
+            assert row.get("experts/wait_ms_per_step", 1) > 0
     # The same tokens and weights at first, however states and experts are divided.
     assert rows(tmp_path / "ep1")[0]["experts/largest_load"] == rows(tmp_path / "ddp")[0]["experts/largest_load"]
 
