@@ -42,7 +42,7 @@ __all__ = ["RankDiedError", "RankTimeoutError", "RankTraceback", "free_port", "s
 
 T = TypeVar("T")
 
-_PRELOAD = ["torch", "torch.distributed", "lightning.pytorch"]
+_PRELOAD = ["torch", "torch.distributed", "lightning.pytorch", "ls_strategy.strategy"]
 _KILL_GRACE_S = 10.0
 _STACK_LEAD_S = 0.5  # ranks write where they stand this long before the deadline
 

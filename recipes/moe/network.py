@@ -9,11 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from torch import nn
-
 from ls_strategy.moe.feed_forward import GatedFeedForward
 from ls_strategy.moe.layer import MoE
-from recipes.gpt.network import GPT, INIT_STD, Block, GPTConfig, Linear
+from recipes.gpt.network import GPT, Block, GPTConfig, Linear
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +120,8 @@ def expert_width(config: GPTConfig, moe: MoEConfig) -> int:
     return -(-dense_width(config) // (8 * moe.visited)) * 8
 
 
-class DenseExpert(GatedFeedForward):
-    """The expert that every token visits, whose weights start as those of the dense MLP."""
+class Expert(GatedFeedForward):
+    """SwiGLU whose weights start as those of the dense MLP."""
 
     def __init__(self, width: int, hidden: int, *, residual_std: float) -> None:
         """``residual_std``: deviation of what is added to the residual stream."""
@@ -134,22 +132,11 @@ class DenseExpert(GatedFeedForward):
 
 def moe_layer(config: GPTConfig, moe: MoEConfig, num_experts: int) -> MoE:
     """The layer that stands in for a block's MLP."""
-    hidden = expert_width(config, moe)
-
-    def expert() -> nn.Module:
-        # Of torch's own linear layers, which the layer computes for all experts at once. It draws their weights by this
-        # function, also when memory comes later.
-        made = GatedFeedForward(config.width, hidden)
-        for layer, std in ((made.gate, INIT_STD), (made.up, INIT_STD), (made.down, config.residual_std)):
-            nn.init.normal_(layer.weight, std=std)
-        return made
-
-    def dense(experts: int) -> DenseExpert | None:
-        return DenseExpert(config.width, experts * hidden, residual_std=config.residual_std) if experts else None
-
-    layer = MoE(
+    hidden, std = expert_width(config, moe), config.residual_std
+    shared = moe.shared_experts * hidden
+    return MoE(
         config.width,
-        expert,
+        lambda: Expert(config.width, hidden, residual_std=std),
         num_experts,
         k=moe.k,
         capacity_factor=moe.capacity_factor,
@@ -159,7 +146,7 @@ def moe_layer(config: GPTConfig, moe: MoEConfig, num_experts: int) -> MoE:
         noisy_gate_policy=moe.noisy_gate_policy,
         second_expert_sampling=moe.second_expert_sampling,
         use_residual=moe.residual,
-        shared_expert=dense(moe.shared_experts),
+        shared_expert=Expert(config.width, shared, residual_std=std) if shared else None,
         score=moe.score,
         scale=moe.scale,
         groups=moe.groups,
@@ -168,9 +155,6 @@ def moe_layer(config: GPTConfig, moe: MoEConfig, num_experts: int) -> MoE:
         z_loss=moe.z_loss,
         bias_update_rate=moe.bias_update_rate,
     )
-    if moe.residual:
-        layer.residual_expert = dense(1)
-    return layer
 
 
 class MoEGPT(GPT):
