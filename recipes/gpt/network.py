@@ -11,6 +11,7 @@ Shapes end the names of tensors::
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -205,12 +206,14 @@ class SwiGLU(nn.Module):
 class Block(nn.Module):
     """Attention and MLP, each on a normalised copy of the residual stream it adds to."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, mlp: Callable[[], nn.Module] | None = None) -> None:
+        """``mlp`` builds another layer in the place of the MLP."""
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.width, eps=1e-5)
         self.attention = Attention(config)
         self.mlp_norm = nn.RMSNorm(config.width, eps=1e-5)
-        self.mlp = SwiGLU(config) if config.mlp == "swiglu" else GeluMLP(config)
+        own = SwiGLU if config.mlp == "swiglu" else GeluMLP
+        self.mlp = own(config) if mlp is None else mlp()
 
     def forward(self, x_BTD: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
         """One layer. Shapes: ``x`` and result (B, T, D)."""
@@ -229,11 +232,15 @@ class GPT(nn.Module):
         self.position_embedding = Embedding(config.block_size, config.width) if learned else None
         self.rotary = None if learned else Rotary(config.block_size, config.head_width, config.rotary_base)
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(self.block(layer) for layer in range(config.num_layers))
         self.norm = nn.RMSNorm(config.width, eps=1e-5)
         self.head = Linear(config.width, config.vocab_size)
         if config.tied_embeddings:
             self.head.weight = self.token_embedding.weight
+
+    def block(self, layer: int) -> Block:
+        """Block number ``layer``, built in its turn: initial weights are drawn in the order of registration."""
+        return Block(self.config)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         """Logits (B, T, V) of the token after each one of ``tokens`` (B, T).

@@ -7,6 +7,7 @@ visits. What experts add is parameters, not work.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from ls_strategy.moe.feed_forward import GatedFeedForward
@@ -168,13 +169,14 @@ class MoEGPT(GPT):
         """
         if config.mlp != "swiglu":
             raise ValueError(f"mlp={config.mlp!r}: experts are SwiGLU, so set mlp: swiglu for the blocks without, too.")
-        super().__init__(config)
         self.moe = moe
         self.experts_per_block = moe.experts_of(config.num_layers)
-        for block, num_experts in zip(self.blocks, self.experts_per_block, strict=True):
-            if num_experts:
-                assert isinstance(block, Block)
-                block.mlp = moe_layer(config, moe, num_experts)  # type: ignore[assignment]
+        super().__init__(config)
+
+    def block(self, layer: int) -> Block:
+        """With experts, or dense."""
+        num_experts = self.experts_per_block[layer]
+        return Block(self.config, partial(moe_layer, self.config, self.moe, num_experts) if num_experts else None)
 
     def tensor_parallel_plan(self) -> dict[str, Any]:
         """As `GPT`'s, for attention, words and the dense MLPs; experts stay whole on every tensor-parallel rank."""

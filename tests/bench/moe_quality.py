@@ -3,7 +3,7 @@
 ``python -m tests.bench.moe_quality --record tests/bench/records/moe_quality.json``
 
 A seed decides initial weights and order of the text, so losses are compared in pairs. What a difference is worth is
-judged by its own spread over seeds.
+judged by its own spread over seeds. The record is written after every run: started again, the same command goes on.
 """
 
 from __future__ import annotations
@@ -79,21 +79,48 @@ def train(contender: str, seed: int, steps: int, cache: Path) -> dict[str, float
     }
 
 
-def compare(runs: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
+Runs = dict[str, dict[str, dict[str, float]]]
+"""By contender and seed."""
+
+
+def compare(runs: Runs) -> dict[str, dict[str, float]]:
     """Per contender: means over seeds, and how far its loss is below the dense one's, in pairs, with the spread."""
     result: dict[str, dict[str, float]] = {}
-    for contender, losses in runs.items():
-        margins = [d["val"] - r["val"] for r, d in zip(losses, runs["dense"], strict=True)]
+    for contender, by_seed in runs.items():
+        mine = list(by_seed.values())
+        margins = [runs["dense"][seed]["val"] - run["val"] for seed, run in by_seed.items()]
         result[contender] = {
-            "val": round(statistics.fmean(r["val"] for r in losses), 4),
+            "seeds": len(mine),
+            "val": round(statistics.fmean(r["val"] for r in mine), 4),
             "margin": round(statistics.fmean(margins), 4),
             "margin_spread": round(statistics.stdev(margins), 4) if len(margins) > 1 else 0.0,
             "smallest_margin": round(min(margins), 4),
-            "parameters": losses[0]["parameters"],
-            "flops_per_token": losses[0]["flops_per_token"],
-            "seconds": round(statistics.median(r["seconds"] for r in losses), 1),
+            "parameters": mine[0]["parameters"],
+            "flops_per_token": mine[0]["flops_per_token"],
+            "seconds": round(statistics.median(r["seconds"] for r in mine), 1),
         }
     return result
+
+
+def show(table: dict[str, dict[str, float]]) -> None:
+    """Print one line per contender."""
+    columns = ("seeds", "val", "margin", "margin_spread", "parameters", "flops_per_token", "seconds")
+    print(f"{'':10}" + "".join(f"{c:>17}" for c in columns))
+    for contender, row in table.items():
+        print(f"{contender:10}" + "".join(f"{row[c]:>17}" for c in columns))
+
+
+def begin(path: Path | None, steps: int) -> dict[str, Any]:
+    """A new record, or the one at ``path`` if the same command made it from the same commit, versions and machine."""
+    new: dict[str, Any] = {
+        "benchmark": "moe_quality", **environment("moe_quality"), "network": NETWORK, "steps": steps,
+        "tokens": steps * BATCH * BLOCK, "contenders": CONTENDERS, "results": {}, "runs": {},
+    }  # fmt: skip
+    if path is None or not path.exists():
+        return new
+    before = json.loads(path.read_text())
+    same = all(before.get(key) == value for key, value in new.items() if key not in ("results", "runs"))
+    return before if same else new
 
 
 def main() -> None:
@@ -102,29 +129,24 @@ def main() -> None:
     parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
     parser.add_argument("--seeds", type=int, default=3, help="runs of each contender")
     parser.add_argument("--steps", type=int, default=1000, help="optimizer steps")
-    parser.add_argument("--record", type=Path, default=None, help="JSON file to write")
+    parser.add_argument("--record", type=Path, default=None, help="JSON file to write, or to add to")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    contenders = ["dense", *(c for c in args.contenders if c != "dense")]
-    runs: dict[str, list[dict[str, float]]] = {c: [] for c in contenders}
+    record = begin(args.record, args.steps)
+    runs: Runs = record["runs"]
     with tempfile.TemporaryDirectory() as cache:
-        for seed in range(1, args.seeds + 1):
-            for contender in contenders:
-                runs[contender].append(train(contender, seed, args.steps, Path(cache)))
-                print(f"{contender} seed {seed}: {runs[contender][-1]}", flush=True)
-    table = compare(runs)
-    columns = ("val", "margin", "margin_spread", "parameters", "flops_per_token", "seconds")
-    print(f"{'':10}" + "".join(f"{c:>17}" for c in columns))
-    for contender, row in table.items():
-        print(f"{contender:10}" + "".join(f"{row[c]:>17}" for c in columns))
-    if args.record is not None:
-        record = {
-            "benchmark": "moe_quality", **environment("moe_quality"), "network": NETWORK, "steps": args.steps,
-            "tokens": args.steps * BATCH * BLOCK, "contenders": CONTENDERS, "results": table, "runs": runs,
-        }  # fmt: skip
-        args.record.write_text(json.dumps(record, indent=2) + "\n")
+        for seed in map(str, range(1, args.seeds + 1)):
+            for contender in dict.fromkeys(["dense", *args.contenders]):
+                by_seed = runs.setdefault(contender, {})
+                if seed not in by_seed:
+                    by_seed[seed] = train(contender, int(seed), args.steps, Path(cache))
+                    print(f"{contender} seed {seed}: {by_seed[seed]}", flush=True)
+                record["results"] = compare(runs)
+                if args.record is not None:
+                    args.record.write_text(json.dumps(record, indent=2) + "\n")
+    show(record["results"])
 
 
 if __name__ == "__main__":

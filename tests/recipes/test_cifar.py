@@ -96,7 +96,7 @@ def test_configuration_builds_what_it_names(file: Path, tmp_path: Path, no_argum
     names = [type(c).__name__ for c in cli.trainer.callbacks]  # type: ignore[attr-defined]
     assert {"LearningRateMonitor", "ModelCheckpoint"} <= set(names)
     assert ("Monitor" in names) == (not says_ddp)  # it reads shards, and refuses other strategies
-    assert cli.model.network == ("tutorial" if file.stem == "tutorial" else "resnet")
+    assert cli.model.network == ("tutorial" if file.stem in ("tutorial", "moe") else "resnet")
 
 
 @pytest.mark.parametrize("file", OVERLAYS, ids=stem)
