@@ -35,7 +35,7 @@ ROWS = {
     "i": Case(optimizer="adamw", traits=("empty", "tied"), accumulate=3),
 }
 COVERING = {1: "abcdefghi", 2: "abcdefghi", 3: "beg", 4: "dfi"}
-MORE: dict[int, Any] = {1: (), 2: (), 3: pytest.mark.slow, 4: ()}
+MORE: dict[int, Any] = {1: (), 2: (), 3: pytest.mark.slow, 4: pytest.mark.slow}
 TIMEOUT_S = 170
 
 Group = tuple[Result, ...]

@@ -142,6 +142,7 @@ class Augmented(Dataset):
 
 
 @on_ranks(4, timeout_s=90)
+@pytest.mark.slow
 def test_workers_of_a_replica_draw_alike(rank, world_size):
     module, trainer = MLP(), trainer_of(tensor_parallel(), max_epochs=1)
     trainer.fit(module, DataLoader(Augmented(), batch_size=2, num_workers=1))

@@ -390,6 +390,7 @@ def test_the_tutorials_experts_learn_real_images() -> None:
 
 
 @pytest.mark.skipif(DATA is None, reason="no images of CIFAR-10 here")
+@pytest.mark.slow
 def test_the_tutorials_experts_are_divided_over_two_ranks(tmp_path: Path) -> None:
     pytest.importorskip("torchvision")
     options = [

@@ -77,6 +77,7 @@ assert type(trainer.strategy).__name__ == "ZeROStrategy"
 
 
 @needs_entry_point
+@pytest.mark.slow
 def test_the_entry_point_can_be_switched_off(tmp_path: Path) -> None:
     check(
         """
@@ -89,6 +90,7 @@ assert "zero3" not in StrategyRegistry.available_strategies()
     )
 
 
+@pytest.mark.slow
 def test_switched_off_leaves_registration_by_hand() -> None:
     check(
         f"""
@@ -166,6 +168,7 @@ assert "ddp" in strategies.StrategyRegistry.available_strategies()
     )
 
 
+@pytest.mark.slow
 def test_an_error_in_install_is_one_warning() -> None:
     done = run(
         """
@@ -179,6 +182,7 @@ ls_strategy.autoload.install()
     assert 1 <= done.stderr.count("UserWarning: ls_strategy could not register") <= 2
 
 
+@pytest.mark.slow
 def test_an_alias_that_is_taken_is_left_alone() -> None:
     check(
         """
@@ -192,10 +196,12 @@ assert StrategyRegistry.get("zero1") == {}
     )
 
 
+@pytest.mark.slow
 def test_a_reloaded_registry_is_filled_again() -> None:
     check(f"import ls_strategy, importlib, lightning.pytorch.strategies as s\nimportlib.reload(s)\n{ALL_THERE}")
 
 
+@pytest.mark.slow
 def test_aliases_are_lower_case_and_make_strategies() -> None:
     check(
         """
@@ -220,6 +226,7 @@ print(type(cli.trainer.strategy).__name__)
 QUIET = ("--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.logger=false")
 
 
+@pytest.mark.slow
 def test_cli_takes_an_alias_from_yaml(tmp_path: Path) -> None:
     pytest.importorskip("jsonargparse")
     config = tmp_path / "config.yaml"

@@ -217,7 +217,7 @@ def test_sequence_finds_what_gathers_and_whose_gradient_is_partial() -> None:
     resolved = resolve(model, {"*.qkv": QKV, "*.output": "row", "*.bias_table": "features"}, 2)
     tokens = TokenBlocks(model, list(model.blocks), resolved)
     assert tokens.parents == [block.attention for block in model.blocks]
-    assert [owned.name for owned in tokens.partial if owned.name.startswith("blocks.0")] == [
+    assert [owned.name for owned, _ in tokens.partial if owned.name.startswith("blocks.0")] == [
         "blocks.0.norm.weight",
         "blocks.0.norm.bias",
         "blocks.0.attention.output.bias",
