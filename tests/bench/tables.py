@@ -125,6 +125,18 @@ def _activations(record: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def _moe_quality(record: dict[str, Any]) -> list[list[str]]:
+    """One row per contender: validation loss, how far it is below the dense one's, and what that takes."""
+    rows = [["", "validation loss, nats per byte", "below the dense one, by seed", "parameters", "seconds per run"]]
+    runs = record["runs"]
+    for name, cells in record["results"].items():
+        below = (runs["dense"][seed]["val"] - run["val"] for seed, run in sorted(runs[name].items()))
+        margins = "" if name == "dense" else ", ".join(f"{margin:.3f}" for margin in below)
+        million = f"{cells['parameters'] / 1e6:.2f} M"
+        rows.append([f"`{name}`", f"{cells['val']:.3f}", margins, million, f"{cells['seconds']:.0f}"])
+    return rows
+
+
 _TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "step_time": _ratios,
     "trainer_time": _ratios,
@@ -136,6 +148,7 @@ _TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "exposed_update": _exposed,
     "activations": _activations,
     "checkpoint": _checkpoint,
+    "moe_quality": _moe_quality,
 }
 
 
