@@ -172,7 +172,7 @@ def main() -> None:
     print(json.dumps(results, indent=1))
     if args.record is not None:
         record = {
-            "benchmark": "moe", "command": "python -m tests.bench.moe", "environment": environment(),
+            "benchmark": "moe", "environment": environment("moe"),
             **sizes, "rounds": args.rounds, "results": results,
         }  # fmt: skip
         args.record.write_text(json.dumps(record, indent=1) + "\n")
