@@ -78,7 +78,7 @@ from ls_strategy.lightning_deepspeed import DeepSpeedConfiguration
 from ls_strategy.parallel.dtensor import has_dtensors
 from ls_strategy.planner.choice import Question, candidate_of, choose, explain, smallest
 from ls_strategy.planner.fit import before_sharding, question_of_fit
-from ls_strategy.planner.hardware import Hardware
+from ls_strategy.planner.hardware import Hardware, found_here
 from ls_strategy.planner.out_of_memory import explaining
 from ls_strategy.precision import PrecisionPolicy, resolve_precision
 from ls_strategy.precision_plugin import ZeROPrecision
@@ -563,14 +563,16 @@ class ZeROStrategy(DDPStrategy):
                 loop.inference_mode = False
 
     def _plan(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Look at the hardware, and choose what fits on it if that is asked for. Collective."""
+        """Note what is free before the fit takes it, for errors; if asked for, choose what fits: collective."""
         assert self._comm is not None
         self._unsharded = before_sharding(self.optimizers)
-        if self._hardware is None:
-            path = self.config.nvme_path or os.environ.get("LS_STRATEGY_NVME_PATH", "")
-            self._hardware = smallest(self._comm, self.root_device, path)
+        path = self.config.nvme_path or os.environ.get("LS_STRATEGY_NVME_PATH", "")
+        ranks = self._comm.world_size
         if not self.auto:
+            here = partial(found_here, self.root_device, ranks=ranks, ranks_per_node=min(self.num_processes, ranks))
+            self._hardware = self._hardware or here(nvme_path=path)
             return
+        self._hardware = smallest(self._comm, self.root_device, path)
         choice = choose(lambda: self._question(trainer, module), self._comm, self._hardware)
         rank_zero_info(f"ZeROStrategy(stage='auto'): {choice.words}")
         self.auto = False

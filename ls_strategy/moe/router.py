@@ -16,6 +16,7 @@ from ls_strategy.errors import ConfigError
 from ls_strategy.moe.capacity import capacity_of, kept_pairs
 from ls_strategy.moe.losses import LossKeeper, balance_loss, z_loss
 from ls_strategy.moe.statistics import Counts
+from ls_strategy.ops.topk import stable_topk
 
 JITTER = 1e-2
 """Relative width of the noise on the router's input."""
@@ -227,7 +228,8 @@ class Router(RoutingAccounts, nn.Module):
             noise = _same(gumbel(logits), replicas)
             choice = logits + noise if o.is_plain else choice.clamp(min=0).log() + noise
         if o.k > 2:
-            return choice.topk(o.k, -1).indices
+            # The first of equals, on every device; fp64 is for tests.
+            return stable_topk(choice, o.k)[1] if choice.dtype == torch.float32 else choice.topk(o.k, -1).indices
         first = choice.argmax(-1, keepdim=True)
         if o.k == 1:
             return first

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from dataclasses import dataclass
@@ -133,17 +132,24 @@ def found_here(device: torch.device, *, ranks: int, ranks_per_node: int, nvme_pa
         nvme_path: folder on the drive; empty: there is none.
     """
     memory = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) if device.type == "cuda" else None
-    folder = Path(nvme_path or os.devnull)
-    while nvme_path and not folder.exists():
-        folder = folder.parent
     return Hardware(
         ranks=ranks,
         ranks_per_node=ranks_per_node,
         device=device.type,
         device_memory=memory,
         host_memory=free_host_memory(),
-        drive=shutil.disk_usage(folder).free if nvme_path else 0,
+        drive=_free_on_drive(Path(nvme_path)) if nvme_path else 0,
     )
+
+
+def _free_on_drive(folder: Path) -> int | None:
+    """Bytes; None where nobody may look."""
+    try:
+        while not folder.exists():
+            folder = folder.parent
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return None
 
 
 def free_host_memory() -> int | None:
