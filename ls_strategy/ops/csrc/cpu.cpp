@@ -2,6 +2,7 @@
 #include <atomic>
 #include <vector>
 
+#include "instruction_set.h"
 #include "kernels.h"
 #include "ops.h"
 
@@ -11,19 +12,7 @@ namespace {
 // 32 Ki elements at least for each thread: 0.9 MB of AdamW's state, some 30 us, against some 5 us to start a thread's work.
 constexpr int64_t kGrain = (1 << 15) / kScaleBlock;
 
-int best() {
-#if defined(LS_X86)
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512dq")) {
-    return 2;
-  }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) return 1;
-#endif
-  return 0;
-}
-
-std::atomic<int> in_use{best()};
+std::atomic<int> in_use{best_instruction_set()};
 
 const Kernels& kernels() {
 #if defined(LS_X86)
@@ -74,7 +63,7 @@ void square_sums(const Buffers& b, const Tensor&, Tensor& result) {
 
 // For tests: use no better instruction set than 0 portable, 1 AVX2, 2 AVX-512. Returns the one in use from now on.
 extern "C" int ls_strategy_limit_isa(int limit) {
-  const int best = ls::best();
+  const int best = ls::best_instruction_set();
   ls::in_use = limit < best ? limit : best;
   return ls::in_use;
 }

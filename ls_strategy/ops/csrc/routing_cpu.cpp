@@ -3,6 +3,7 @@
 #include <atomic>
 #include <vector>
 
+#include "instruction_set.h"
 #include "routing_ops.h"
 
 namespace ls {
@@ -11,19 +12,7 @@ namespace {
 // Elements at least for each thread: some 10 us of work, against some 5 us to start it.
 constexpr int64_t kGrain = 1 << 15;
 
-int best() {
-#if defined(LS_X86)
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512dq")) {
-    return 2;
-  }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) return 1;
-#endif
-  return 0;
-}
-
-std::atomic<int> in_use{best()};
+std::atomic<int> in_use{best_instruction_set()};
 
 const RoutingKernels& kernels() {
 #if defined(LS_X86)
@@ -129,7 +118,7 @@ void run_topk(const Scores& scores, const Tensor&) {
 
 // For tests: use no better instruction set than 0 portable, 1 AVX2, 2 AVX-512. Returns the one in use from now on.
 extern "C" int ls_strategy_limit_routing_isa(int limit) {
-  const int best = ls::best();
+  const int best = ls::best_instruction_set();
   ls::in_use = limit < best ? limit : best;
   return ls::in_use;
 }
