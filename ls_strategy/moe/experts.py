@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from ls_strategy._compat import is_hooked
 from ls_strategy.errors import PlanError
 from ls_strategy.moe.feed_forward import FeedForward, GatedFeedForward
 from ls_strategy.moe.grouped import grouped_linear
+from ls_strategy.moe.grouped_feed_forward import Layer, grouped_feed_forward
 
 Expert = nn.Module | Callable[[], nn.Module]
 
@@ -21,6 +23,9 @@ _ELEMENTWISE = (
     nn.Sigmoid, nn.Tanh, nn.Softplus, nn.Softsign, nn.Hardswish, nn.Hardsigmoid, nn.Hardtanh, nn.LogSigmoid,
 )  # fmt: skip
 """What a Sequential may have between its linear layers for all experts to run at once."""
+
+_RECOMPUTED = (nn.GELU, nn.SiLU, nn.ReLU)
+"""Between the layers of a feed-forward network, computed once more in backward (on a CPU): cheap, and never cast."""
 
 
 class Drawing:
@@ -239,7 +244,9 @@ def _computes_as(module: nn.Module, kind: type[nn.Module]) -> bool:
 def _run_grouped(expert: nn.Module, stacked: nn.Module, x: Tensor, counts: Sequence[int]) -> Tensor:
     """The expert's forward, with the linear layers of all experts in place of its own."""
     if isinstance(expert, nn.Linear):
-        return grouped_linear(x, stacked.get_parameter("weight"), getattr(stacked, "bias", None), counts)
+        return grouped_linear(x, *_layer(stacked), counts)
+    if x.device.type == "cpu" and _is_plain_feed_forward(expert):
+        return _run_in_parts(expert, stacked, x, counts)
 
     def layer(name: str, rows: Tensor) -> Tensor:
         return _run_grouped(expert.get_submodule(name), stacked.get_submodule(name), rows, counts)
@@ -251,3 +258,30 @@ def _run_grouped(expert: nn.Module, stacked: nn.Module, x: Tensor, counts: Seque
     for name, child in expert.named_children():
         x = child(x) if type(child) in _ELEMENTWISE else layer(name, x)
     return x
+
+
+def _layer(stacked: nn.Module) -> Layer:
+    return Layer(stacked.get_parameter("weight"), getattr(stacked, "bias", None))
+
+
+def _is_plain_feed_forward(expert: nn.Module) -> TypeGuard[FeedForward | GatedFeedForward]:
+    """Whether it is two or three linear layers with a function between them that may be computed twice."""
+    if not isinstance(expert, FeedForward | GatedFeedForward):
+        return False
+    *layers, activation = sorted(expert.children(), key=lambda child: child is expert.activation)
+    plain = type(activation) in _RECOMPUTED and not is_hooked(activation) and not getattr(activation, "inplace", False)
+    return plain and all(isinstance(m, nn.Linear) for m in layers)
+
+
+def _run_in_parts(
+    expert: FeedForward | GatedFeedForward, stacked: nn.Module, x: Tensor, counts: Sequence[int]
+) -> Tensor:
+    """The same for networks of which every expert, or a few, can be run from end to end."""
+
+    def gated(gate: Tensor, up: Tensor) -> Tensor:
+        return expert.activation(gate) * up
+
+    names = ("gate", "up") if isinstance(expert, GatedFeedForward) else ("up",)
+    between = gated if len(names) > 1 else expert.activation
+    first = [_layer(stacked.get_submodule(name)) for name in names]
+    return grouped_feed_forward(x, first, between, _layer(stacked.get_submodule("down")), counts)

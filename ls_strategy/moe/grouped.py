@@ -32,12 +32,16 @@ def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, counts: Seque
     """
     if len(counts) != len(weight) or sum(counts) != len(x):
         raise ValueError(f"{len(counts)} groups of {sum(counts)} rows in all: got {len(weight)} weights, {len(x)} rows")
+    return _GroupedLinear.apply(*autocast(x, weight, bias), tuple(counts))  # type: ignore[no-any-return]
+
+
+def autocast(x: Tensor, *weights: Tensor | None) -> list[Tensor | None]:
+    """Rows and weights in the dtype in which ``nn.Linear`` multiplies them."""
     device = x.device.type
-    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
-        x, weight = x.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
-    return _GroupedLinear.apply(x, weight, bias, tuple(counts))  # type: ignore[no-any-return]
+    if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
+        return [x, *weights]
+    dtype = torch.get_autocast_dtype(device)
+    return [None if t is None else t.to(dtype) for t in (x, *weights)]
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -45,7 +49,7 @@ class _GroupedLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, counts: tuple[int, ...]) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.counts = counts
-        return _multiply(x, weight.transpose(1, 2), bias, counts)
+        return multiply(x, weight.transpose(1, 2), bias, counts)
 
     @staticmethod
     @once_differentiable
@@ -53,9 +57,9 @@ class _GroupedLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         counts: tuple[int, ...] = ctx.counts
         grad = grad.contiguous()  # that of a sum is expanded, for one
-        d_x = _multiply(grad, weight, None, counts) if ctx.needs_input_grad[0] else None
-        d_weight = _outer(grad, x, counts) if ctx.needs_input_grad[1] else None
-        d_bias = _sums(grad, counts) if ctx.needs_input_grad[2] else None
+        d_x = multiply(grad, weight, None, counts) if ctx.needs_input_grad[0] else None
+        d_weight = outer(grad, x, counts) if ctx.needs_input_grad[1] else None
+        d_bias = sums(grad, counts) if ctx.needs_input_grad[2] else None
         return d_x, d_weight, d_bias, None
 
 
@@ -77,12 +81,15 @@ def _ends(counts: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(counts).cumsum(0).to(device, torch.int32, non_blocking=True)
 
 
-def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, counts: tuple[int, ...]) -> Tensor:
-    """``(T, n)`` by ``(G, n, m)``, group by group: ``(T, m)``."""
-    if _fits_kernel(x, weight):
+def multiply(
+    x: Tensor, weight: Tensor, bias: Tensor | None, counts: tuple[int, ...], out: Tensor | None = None
+) -> Tensor:
+    """``(T, n)`` by ``(G, n, m)``, group by group: ``(T, m)``, written to ``out`` if that is given (on a CPU)."""
+    if out is None and _fits_kernel(x, weight):
         out = functional.grouped_mm(x.contiguous(), weight, offs=_ends(counts, x.device))
         return out if bias is None else out.add_(bias.repeat_interleave(_lengths(counts, x.device), 0))
-    out = x.new_empty(len(x), weight.shape[-1])
+    if out is None:
+        out = x.new_empty(len(x), weight.shape[-1])
     for group, (rows, place) in enumerate(zip(x.split(counts), out.split(counts), strict=True)):
         if not len(rows):
             continue
@@ -93,12 +100,12 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, counts: tuple[int,
     return out
 
 
-def _outer(grad: Tensor, x: Tensor, counts: tuple[int, ...]) -> Tensor:
-    """``grad.T @ x`` group by group: ``(G, out, in)``, 0 where a group is empty."""
-    if kernel := _fits_kernel(x, grad.unsqueeze(0)):
+def outer(grad: Tensor, x: Tensor, counts: tuple[int, ...], out: Tensor | None = None) -> Tensor:
+    """``grad.T @ x`` group by group: ``(G, out, in)``, 0 where a group is empty; ``out`` as for `multiply`."""
+    if kernel := out is None and _fits_kernel(x, grad.unsqueeze(0)):
         result = functional.grouped_mm(grad.t(), x.contiguous(), offs=_ends(counts, x.device))
     else:
-        result = x.new_empty(len(counts), grad.shape[-1], x.shape[-1])
+        result = x.new_empty(len(counts), grad.shape[-1], x.shape[-1]) if out is None else out
     for place, gradient, rows in zip(result, grad.split(counts), x.split(counts), strict=True):
         if not len(rows):
             place.zero_()
@@ -107,10 +114,9 @@ def _outer(grad: Tensor, x: Tensor, counts: tuple[int, ...]) -> Tensor:
     return result
 
 
-def _sums(grad: Tensor, counts: tuple[int, ...]) -> Tensor:
-    """``(G, out)``: of each group's rows."""
-    result = grad.new_zeros(len(counts), grad.shape[-1])
+def sums(grad: Tensor, counts: tuple[int, ...], out: Tensor | None = None) -> Tensor:
+    """``(G, out)``: of each group's rows; ``out`` as for `multiply`."""
+    result = grad.new_empty(len(counts), grad.shape[-1]) if out is None else out
     for place, rows in zip(result, grad.split(counts), strict=True):
-        if len(rows):
-            torch.sum(rows, 0, out=place)
+        torch.sum(rows, 0, out=place)  # 0 where there is none
     return result
