@@ -27,7 +27,7 @@ class Setting:
 
     prefetch_units: int = 1
     early_step: bool = True
-    """Updates begin while backward runs: no clipping, no loss scale, one optimizer, nobody reads gradients."""
+    """Updates begin while backward runs: offload, no clipping, no loss scale, one optimizer, nobody reads gradients."""
 
     native: bool = False
     """NCCL: the transport sums, in ``wire_bytes`` per element, and has buffers of its own."""

@@ -52,8 +52,13 @@ class UpdateSchedule:
 
     @property
     def allows_early(self) -> bool:
-        """Whether a unit may be updated before backward is over, as far as options and optimizers go."""
-        return len(self._optimizers) == 1 and self._offload.config.delayed_update_after is None
+        """Whether a unit may be updated before backward is over, as far as options and optimizers go.
+
+        States on the device are updated all at once: to wait for single gradients would only hold backward up.
+        """
+        config = self._offload.config
+        offloads = config.offload_optimizer is not None
+        return offloads and len(self._optimizers) == 1 and config.delayed_update_after is None
 
     def begin_early(self, flat: Flat) -> None:
         """A buffer's averages are complete while backward still runs: begin its update. Not collective."""
