@@ -13,6 +13,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ __all__ = [
     "TorchDispatchMode",
     "around_data_setup",
     "around_dumps",
+    "around_fetches",
     "batches_of",
     "checkpoint_folder",
     "checkpoint_options",
@@ -53,6 +55,7 @@ __all__ = [
     "make_wrapper",
     "metric_state",
     "migrate_checkpoint",
+    "onednn_linear",
     "open_sockets",
     "overwrite_saved_config",
     "persistent_buffer_names",
@@ -81,6 +84,15 @@ __all__ = [
     "without_function_mode",
     "without_torch_functions",
 ]
+
+
+@cache
+def onednn_linear() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
+    """``functional.linear`` by oneDNN, for fp32 tensors of the CPU without gradients; None in a torch without it."""
+    product = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
+    if product is None:
+        return None
+    return lambda x, weight: product(x, weight, None, "none", [], "")
 
 
 def current_backward_pass() -> int:
@@ -191,6 +203,32 @@ def around_data_setup(trainer: Any, context: Callable[[], AbstractContextManager
             loop.setup_data()
 
     loop.setup_data = setup_data
+
+
+def around_fetches(trainer: Any, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
+    """Let the fit loop call ``before()`` and ``after()`` around every batch that it fetches, from the next epoch on.
+
+    Returns:
+        what undoes it.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    begin, end = loop._on_before_fetch, loop._on_after_fetch
+
+    def on_before_fetch() -> None:
+        before()
+        begin()
+
+    def on_after_fetch() -> None:
+        end()
+        after()
+
+    loop._on_before_fetch, loop._on_after_fetch = on_before_fetch, on_after_fetch
+
+    def undo() -> None:
+        loop.__dict__.pop("_on_before_fetch", None)
+        loop.__dict__.pop("_on_after_fetch", None)
+
+    return undo
 
 
 def around_dumps(trainer: Any, context: Callable[[], AbstractContextManager[bool]]) -> None:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ls_strategy import spans
 from ls_strategy.comm import Comm, Traffic
 
 
@@ -52,7 +53,7 @@ class Axis:
             result = tensor.contiguous().clone()
             # What a ring sends; NCCL may choose another algorithm.
             self.traffic.count("all_reduce", result[:0].new_empty(2 * (self.size - 1) * result.numel() // self.size))
-            with self.comm.naming_failures():
+            with self.comm.naming_failures(), spans.waiting(spans.COMMUNICATION, f"{self.name} all_reduce"):
                 dist.all_reduce(result, group=self.comm.group)
             return result
         flat = tensor.contiguous().reshape(-1)
@@ -173,17 +174,19 @@ class Axis:
         if works:
             self.comm.wait(works)
 
-    def _start(self, sends: Sequence[Tensor], receives: Sequence[Tensor], kind: str) -> list[Any]:
+    def _start(self, sends: Sequence[Tensor], receives: Sequence[Tensor], kind: str) -> Sequence[Any]:
         operations: list[dist.P2POp] = []
-        group = self.comm.group
+        group, nbytes = self.comm.group, 0
         for distance in range(1, self.size):
             to, frm = (self.rank + distance) % self.size, (self.rank - distance) % self.size
             if sends[to].numel():
                 self.traffic.count(kind, sends[to])
+                nbytes += sends[to].nbytes
                 operations.append(dist.P2POp(dist.isend, sends[to], group=group, group_peer=to))
             if receives[frm].numel():
                 operations.append(dist.P2POp(dist.irecv, receives[frm], group=group, group_peer=frm))
-        return dist.batch_isend_irecv(operations) if operations else []
+        works = dist.batch_isend_irecv(operations) if operations else []
+        return spans.followed(works, f"{self.name} {kind}", nbytes)
 
 
 class Waits:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ls_strategy import spans
 from ls_strategy._compat import default_store, open_sockets, shut_sockets
 from ls_strategy.errors import LSError, RankFailedError
 
@@ -37,8 +38,10 @@ class Traffic:
 
     def count(self, kind: str, tensor: Tensor, times: int = 1) -> None:
         """Add ``times`` sends of ``tensor``."""
+        nbytes = tensor.numel() * tensor.element_size() * times
         self.elements[kind] += tensor.numel() * times
-        self.bytes[kind] += tensor.numel() * tensor.element_size() * times
+        self.bytes[kind] += nbytes
+        spans.sent(kind, nbytes)
 
     def reset(self) -> None:
         """Forget everything counted so far."""
@@ -184,11 +187,15 @@ class Comm:
         Raises:
             RankFailedError: the connection broke, and another rank had left word why.
         """
-        with self.naming_failures():
+        if not works:
+            return
+        with self.naming_failures(), spans.waiting(spans.COMMUNICATION):
             for work in works:
                 work.wait()
 
-    def _exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], kind: str) -> list[Any]:
+    def _exchange(
+        self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], kind: str, of: str
+    ) -> Sequence[Any]:
         """Start sending ``sends[r]`` to every other rank ``r`` and receiving ``receives[r]`` from it."""
         operations: list[dist.P2POp] = []
         for distance in range(1, self.world_size):
@@ -200,10 +207,14 @@ class Comm:
             self.traffic.count(kind, outgoing)
             operations.append(dist.P2POp(dist.isend, outgoing, group=self.group, group_peer=to))
             operations.append(dist.P2POp(dist.irecv, incoming, group=self.group, group_peer=frm))
-        return dist.batch_isend_irecv(operations)
+        return spans.followed(dist.batch_isend_irecv(operations), f"{kind} {of}", _sent_by(sends, self.rank))
 
-    def all_gather(self, full: Tensor) -> PendingGather:
+    def all_gather(self, full: Tensor, of: str = "") -> PendingGather:
         """Complete ``full``, ``(world_size * shard,)``, of which this rank has filled its own shard.
+
+        Args:
+            full: any dtype.
+            of: what it is, for traces.
 
         Traffic:
             ``(world_size - 1) * shard`` elements sent per rank.
@@ -215,16 +226,18 @@ class Comm:
         if self.native:
             self.traffic.count("all_gather", mine, self.world_size - 1)
             work = dist.all_gather_into_tensor(full, mine, group=self.group, async_op=True)
-            return PendingGather((work,), self)
-        return PendingGather(self._exchange([mine] * self.world_size, shards, "all_gather"), self)
+            works = spans.followed((work,), f"all_gather {of}", mine.nbytes * (self.world_size - 1))
+            return PendingGather(works, self)
+        return PendingGather(self._exchange([mine] * self.world_size, shards, "all_gather", of), self)
 
-    def reduce_scatter(self, full: Tensor, dtype: torch.dtype | None = None) -> PendingReduce:
+    def reduce_scatter(self, full: Tensor, dtype: torch.dtype | None = None, of: str = "") -> PendingReduce:
         """Average ``full``, ``(world_size * shard,)``, over ranks; this rank keeps its shard.
 
         Args:
             full: any floating dtype; must stay unchanged until `PendingReduce.finish`.
             dtype: of the sum where the transport sums (NCCL). The exchange sends ``full`` as it is and sums in the
                 result's dtype, which costs no bytes.
+            of: what it is, for traces.
 
         Traffic:
             ``(world_size - 1) * shard`` elements sent per rank.
@@ -238,12 +251,13 @@ class Comm:
             out = self.pool.take(mine.numel(), wire.dtype, wire.device)
             self.traffic.count("reduce_scatter", wire[: mine.numel()], self.world_size - 1)
             work = dist.reduce_scatter_tensor(out, wire, group=self.group, async_op=True)
-            return PendingReduce((work, _KeepAlive(wire)), [out], [out], self)
+            works = spans.followed((work,), f"reduce_scatter {of}", out.nbytes * (self.world_size - 1))
+            return PendingReduce((*works, _KeepAlive(wire)), [out], [out], self)
         parts = [
             mine if r == self.rank else self.pool.take(mine.numel(), mine.dtype, mine.device)
             for r in range(self.world_size)
         ]
-        works = self._exchange(shards, parts, "reduce_scatter")
+        works = self._exchange(shards, parts, "reduce_scatter", of)
         return PendingReduce(works, parts, [p for r, p in enumerate(parts) if r != self.rank], self)
 
     def broadcast_(self, tensor: Tensor, source: int = 0) -> None:
@@ -252,14 +266,14 @@ class Comm:
             assert self.group is not None
             if self.rank == source:
                 self.traffic.count("broadcast", tensor, self.world_size - 1)
-            with self.naming_failures():
+            with self.naming_failures(), spans.waiting(spans.COMMUNICATION, "broadcast"):
                 dist.broadcast(tensor, dist.get_global_rank(self.group, source), group=self.group)
 
     def agree(self, values: Tensor, op: Any = dist.ReduceOp.MAX) -> Tensor:
         """All-reduce a small CPU tensor over the side group, in place. Blocking; never waits for the GPU."""
         if self.world_size > 1 and values.numel():
             self.traffic.count("control", values)
-            with self.naming_failures():
+            with self.naming_failures(), spans.waiting(spans.COMMUNICATION, "control"):
                 dist.all_reduce(values, op=op, group=self.control)
         return values
 
@@ -268,8 +282,14 @@ class Comm:
         if self.world_size == 1:
             return [value]
         result: list[Any] = [None] * self.world_size
-        dist.all_gather_object(result, value, group=self.control)
+        with spans.waiting(spans.COMMUNICATION, "objects"):
+            dist.all_gather_object(result, value, group=self.control)
         return result
+
+
+def _sent_by(sends: Sequence[Tensor | None], rank: int) -> int:
+    """Bytes that go to other ranks."""
+    return sum(tensor.nbytes for to, tensor in enumerate(sends) if to != rank and tensor is not None)
 
 
 class _KeepAlive:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ls_strategy import spans
 from ls_strategy._compat import storage_key
 from ls_strategy.config import LossScaleConfig, ZeROConfig
 from ls_strategy.errors import StateError
@@ -285,6 +286,7 @@ class Engine:
 
     def begin_backward(self, *, eager: bool) -> None:
         """A backward pass begins. ``eager``: it is the last one before the step, so send what it completes."""
+        spans.enter(spans.BACKWARD)
         for state in self.optimizers:
             state.finished = False
             state.norm = None
@@ -300,6 +302,7 @@ class Engine:
         self.reducer.end_backward()
         if not self.reducer.holds:
             self._let_go()
+        spans.leave(spans.BACKWARD)
 
     def _let_go(self) -> None:
         for unit in self.units:

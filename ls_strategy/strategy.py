@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ls_strategy import data_position, rendezvous
+from ls_strategy import data_position, rendezvous, spans
 from ls_strategy import lightning_checkpoints as checkpoints
 from ls_strategy import lightning_guards as guards
 from ls_strategy import lightning_parallel as parallel
@@ -674,6 +674,7 @@ class ZeROStrategy(DDPStrategy):
     # steps -----------------------------------------------------------------------------------------------------------
 
     @override
+    @spans.phase(spans.FORWARD)
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         engine = self.require_engine()
         assert self.lightning_module is not None
@@ -737,6 +738,7 @@ class ZeROStrategy(DDPStrategy):
         return plugin.post_backward(closure_loss, module)
 
     @override
+    @spans.phase(spans.OPTIMIZER)
     def optimizer_step(
         self,
         optimizer: Optimizer,
@@ -768,7 +770,8 @@ class ZeROStrategy(DDPStrategy):
         result = tensor.detach().clone().contiguous().to(self.root_device)
         if mean and not result.is_floating_point():
             result = result.float()
-        dist.all_reduce(result, op=op, group=group)
+        with spans.waiting(spans.COMMUNICATION, "reduce"):
+            dist.all_reduce(result, op=op, group=group)
         return result / dist.get_world_size(group) if mean else result
 
     @override
@@ -1037,6 +1040,7 @@ class ZeROStrategy(DDPStrategy):
         return super().process_dataloader(dataloader)
 
     @override
+    @spans.phase(spans.DATA)
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Also compare it over the ranks that work on it together."""
         self.parallel.check_batch(batch)

@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
+from ls_strategy import spans
 from ls_strategy.config import NVMeIOConfig
 from ls_strategy.errors import LSError, StateError
 from ls_strategy.tiers.buffers import PAGE
@@ -272,8 +273,9 @@ class IOEngine:
             StateError: no block of any transfer has finished for `STALLED_S`.
         """
         since = time.monotonic()
-        while not finished.wait(timeout=min(5.0, STALLED_S)):
-            self._raise_if_stalled(since)
+        with spans.waiting(spans.COPY):
+            while not finished.wait(timeout=min(5.0, STALLED_S)):
+                self._raise_if_stalled(since)
 
     def close(self) -> None:
         """Finish what is queued and end the threads. Idempotent."""
@@ -326,7 +328,8 @@ class IOEngine:
         if transfer.error is not None:  # the rest of a failed request is of no use
             return None
         try:
-            (transfer.file.read if transfer.verb == "read" else transfer.file.write)(block.view, block.offset)
+            with spans.copying(f"drive {transfer.verb}", len(block.view)):
+                (transfer.file.read if transfer.verb == "read" else transfer.file.write)(block.view, block.offset)
         except BaseException as error:  # kept for whoever waits
             return error
         return None

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ls_strategy import spans
 from ls_strategy.tiers.buffers import AlignedBuffer
 
 
@@ -28,13 +29,15 @@ class Arrival:
     def wait_on_host(self) -> None:
         """Block this thread until the bytes are there."""
         if self._event is not None:
-            self._event.synchronize()
+            with spans.waiting(spans.COPY):
+                self._event.synchronize()
             self._event = self._source = None
 
     def wait_on_device(self) -> None:
         """Let the device's current stream wait; the host goes on."""
         if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
+            with spans.waiting(spans.COPY):
+                torch.cuda.current_stream().wait_event(self._event)
 
 
 DONE = Arrival()
@@ -67,14 +70,15 @@ class Link:
             return
         if after is not None:
             self._up.wait_event(after)
-        with torch.cuda.stream(self._up):
+        with torch.cuda.stream(self._up), spans.copying_on(self._up, "update on the device", 0):
             yield
         self._up.synchronize()
 
     def to_host(self, host: Tensor, source: Tensor) -> Arrival:
         """Start copying ``source`` (device, when what the current stream does to it is done) into ``host`` (pinned)."""
         if self._down is None:
-            host.copy_(source)
+            with spans.copying("to host", host.nbytes):
+                host.copy_(source)
             return DONE
         return self._copy(self._down, host, source)
 
@@ -95,7 +99,8 @@ class Link:
             after: from `mark`; without it, everything that the current stream was given so far.
         """
         if self._up is None:
-            target.copy_(source)
+            with spans.copying("to device", target.nbytes):
+                target.copy_(source)
             return DONE
         return self._copy(self._up, target, source, after)
 
@@ -104,7 +109,8 @@ class Link:
             stream.wait_stream(torch.cuda.current_stream(self.device))
         else:
             stream.wait_event(after)
-        with torch.cuda.stream(stream):
+        name = "to device" if target.is_cuda else "to host"
+        with torch.cuda.stream(stream), spans.copying_on(stream, name, target.nbytes):
             target.copy_(source, non_blocking=True)
             event = torch.cuda.Event()
             event.record(stream)

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from ls_strategy import spans
 from ls_strategy.errors import StateError
 
 _STALLED_S = 600.0
@@ -66,8 +67,9 @@ class Ticket:
             BaseException: what a job raised, also at every later call.
             StateError: no job has finished for ten minutes.
         """
-        while not self._done.wait(timeout=5.0):
-            self._stream.raise_if_stalled()
+        with spans.waiting(spans.COPY, "update"):
+            while not self._done.wait(timeout=5.0):
+                self._stream.raise_if_stalled()
         if self.error is not None:
             raise self.error
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ls_strategy import spans
 from ls_strategy.comm import PendingReduce
 from ls_strategy.ops.norm import sum_of_squares
 from ls_strategy.zero.rest import chunks
@@ -205,7 +206,8 @@ class Averages:
     def wait(self) -> None:
         """Wait until the averages are where they rest."""
         if self.landing is not None:
-            self.landing.result()
+            with spans.waiting(spans.COPY):
+                self.landing.result()
             self.landing = None
 
     def let_go(self) -> None:

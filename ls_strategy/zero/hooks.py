@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ls_strategy import spans
 from ls_strategy._compat import current_backward_pass, tree_iter
 from ls_strategy.errors import StateError
 from ls_strategy.zero.gather import Gatherer
@@ -103,6 +104,7 @@ class UnitHooks:
         def before(_module: nn.Module, _args: Any) -> None:
             # Inside a backward pass this is a recomputed forward, which runs through the model from its end.
             self.gatherer.fetch(unit, backward=current_backward_pass() >= 0)
+            spans.at_unit(unit.name)
 
         # Before all others, which may read parameters.
         self._handles.append(module.register_forward_pre_hook(_Hook(before, sharded=self.sharded), prepend=True))

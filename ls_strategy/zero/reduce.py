@@ -181,7 +181,7 @@ class Reducer:
             flat.held_here = [p.grad is not None for p in flat.params]
             for p in flat.params:
                 p.grad = None  # autograd must not add to what is being sent
-        flat.reducing = flat.comm.reduce_scatter(flat.grad, self.wire_dtype)
+        flat.reducing = flat.comm.reduce_scatter(flat.grad, self.wire_dtype, flat.name)
         self._in_flight.append(flat)
         while self._too_much_in_flight():
             self._finish(self._in_flight.popleft())
@@ -223,7 +223,7 @@ class Reducer:
             flat.reducing.finish(shard, accumulate=False)
             flat.grad[slice(*flat.owned)].copy_(shard)
             flat.comm.pool.give([shard])
-            flat.gathering_grads = flat.comm.all_gather(flat.grad)
+            flat.gathering_grads = flat.comm.all_gather(flat.grad, flat.name)
             self._gathers.append(flat)
         else:
             if not self.policy.gradients:

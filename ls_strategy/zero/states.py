@@ -151,4 +151,5 @@ class FlatStates:
 
     def tensors(self) -> list[Tensor]:
         """Everything that is in memory."""
-        return [t for m in self._resident.values() for t in (m.codes, m.scales) if t is not None]
+        held = list(self._resident.values())  # the first update, on its thread, may add some
+        return [t for m in held for t in (m.codes, m.scales) if t is not None]

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ls_strategy import spans
 from ls_strategy.comm import Comm
 from ls_strategy.errors import StateError
 from ls_strategy.zero.units import Flat
@@ -72,7 +73,8 @@ def _reduce(value: Tensor, comm: Comm, op: dist.ReduceOp.RedOpType) -> Tensor:
         return value
     if comm.native:  # on the device: the host does not wait
         comm.traffic.count("control", value)
-        dist.all_reduce(value, op=op, group=comm.group)
+        with spans.waiting(spans.COMMUNICATION, "control"):
+            dist.all_reduce(value, op=op, group=comm.group)
         return value
     return comm.agree(value, op)
 

@@ -24,6 +24,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from ls_strategy import spans
 from ls_strategy.axis import Axis
 from ls_strategy.comm import Comm, PendingGather, PendingReduce
 from ls_strategy.config import TierName
@@ -121,6 +122,11 @@ class Flat:
         """Whether this rank produced a gradient of each parameter since the last `zero_grad`."""
         self.dirty = False
         """Whether this rank has gradients that no reduction has seen yet."""
+
+    @property
+    def name(self) -> str:
+        """Of its first parameter."""
+        return self.layout.slots[0].name if self.layout.slots else ""
 
     @property
     def counted(self) -> bool:
@@ -319,7 +325,7 @@ class Flat:
         elif self.optimizer_tier == "device" and not self.master_is_slice:
             self.full[lo:hi].copy_(self.master)
         if self.policy.optimizer:
-            self.gathering = self.comm.all_gather(self.full)
+            self.gathering = self.comm.all_gather(self.full, self.name)
 
     @property
     def _reads_ahead(self) -> bool:
@@ -354,7 +360,9 @@ class Flat:
         if self.reading is None:
             out.copy_(self.master if self.shard is None else self.shard)
             return
-        self.reading.result().wait_on_device()
+        with spans.waiting(spans.COPY):
+            arrival = self.reading.result()
+        arrival.wait_on_device()
         self.reading = None
 
     def finish_gather(self) -> None:

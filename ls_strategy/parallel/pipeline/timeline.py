@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ls_strategy.chrome_trace import ChromeTrace
 from ls_strategy.parallel.pipeline.schedules import Action
 
 Span = tuple[Action, float, float]
@@ -76,17 +76,13 @@ def bubble(spans: Sequence[Sequence[Span]]) -> float:
 
 def chrome_trace(spans: Sequence[Sequence[Span]]) -> str:
     """JSON for chrome://tracing or ui.perfetto.dev: one line per rank, microseconds from the first start."""
-    zero = min((start for row in spans for _, start, _ in row), default=0.0)
-    events: list[dict[str, Any]] = []
+    trace = ChromeTrace(min((start for row in spans for _, start, _ in row), default=0.0))
     for rank, row in enumerate(spans):
-        events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"stage rank {rank}"}})
+        trace.name_row((0, rank), f"stage rank {rank}")
         for action, start, end in row:
-            times = {"ts": round((start - zero) * 1e6, 3), "dur": round((end - start) * 1e6, 3)}
-            arguments = {"stage": action.stage, "micro_batch": action.micro_batch}
-            events.append(
-                {"ph": "X", "name": str(action), "cat": action.kind, "pid": 0, "tid": rank, "args": arguments, **times}
-            )
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+            place = {"stage": action.stage, "micro_batch": action.micro_batch}
+            trace.slice((0, rank), str(action), action.kind, start, end, **place)
+    return trace.json()
 
 
 def picture(spans: Sequence[Sequence[Span]], *, width: int = 1200, height: int = 24) -> Tensor:

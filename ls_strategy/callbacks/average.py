@@ -1,0 +1,117 @@
+"""`ShardedEMA`: an average of the weights, shard by shard."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+from typing_extensions import override
+
+from ls_strategy.callbacks.sharded import zero_strategy
+from ls_strategy.checkpoint.full import full_state_dict, masters_from_state_dict
+from ls_strategy.errors import ConfigError
+
+
+class ShardedEMA(Callback):
+    """Exponential moving average of the weights, kept as fp32 shards: every stage, no communication.
+
+    The average replaces the weights during validation. Checkpoints carry it in full under ``ema_state_dict``, with the
+    names and shapes of ``state_dict``, so that ``module.load_state_dict(checkpoint["ema_state_dict"])`` works anywhere.
+    """
+
+    reads_weights = False
+    reads_gradients = False
+
+    def __init__(self, decay: float = 0.999, every_n_steps: int = 1, validate_with_average: bool = True) -> None:
+        """Choose the horizon.
+
+        Args:
+            decay: weight of the old average in each update: ``ema = decay * ema + (1 - decay) * weights``.
+            every_n_steps: optimizer steps between updates.
+            validate_with_average: run validation with the average in place of the weights.
+        """
+        if not 0.0 <= decay <= 1.0 or every_n_steps < 1:
+            raise ConfigError(
+                f"ShardedEMA(decay={decay}, every_n_steps={every_n_steps}): "
+                "decay must be in [0, 1] and every_n_steps at least 1."
+            )
+        self.decay = decay
+        self.every_n_steps = every_n_steps
+        self.validate_with_average = validate_with_average
+        self._average: list[Tensor] = []
+        self._last_step = 0
+        self._swapped = False
+        self._loaded: Mapping[str, Tensor] | None = None
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Start from the weights, or from the checkpoint's average."""
+        engine = zero_strategy(trainer, self).require_engine()
+        self._average = [m.detach().float().clone() for m in engine.trainable_masters()]
+        if self._loaded is not None:
+            masters_from_state_dict(pl_module, self._loaded, engine.units, self._average)
+            self._loaded = None
+        self._last_step = trainer.global_step
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Update after every ``every_n_steps`` optimizer steps."""
+        if trainer.global_step == self._last_step or trainer.global_step % self.every_n_steps:
+            return
+        self._last_step = trainer.global_step
+        engine = zero_strategy(trainer, self).require_engine()
+        for average, master in zip(self._average, engine.trainable_masters(), strict=True):
+            average.lerp_(master.detach().float(), 1.0 - self.decay)
+
+    def _swap(self, trainer: pl.Trainer, *, publish: bool) -> None:
+        zero_strategy(trainer, self).require_engine().exchange_masters(self._average, publish=publish)
+        self._swapped = not self._swapped
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Put the average in place."""
+        if self.validate_with_average and self._average and not self._swapped:
+            self._swap(trainer, publish=True)
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Put the weights back, before `ModelCheckpoint` saves."""
+        if self._swapped:
+            self._swap(trainer, publish=True)
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Nothing is collective here: only forget."""
+        self._swapped = False
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Add the average in full on rank 0. Collective."""
+        if not self._average:
+            return
+        strategy = zero_strategy(trainer, self)
+        if strategy.collection is not None:
+            raw = strategy.raw_state_dict()
+            checkpoint["ema_state_dict"] = strategy.collection.weights(raw, self._average)
+            return
+        self._swap(trainer, publish=False)
+        try:
+            checkpoint["ema_state_dict"] = full_state_dict(
+                strategy.raw_state_dict(), strategy.require_engine().units, strategy.require_engine().mesh
+            )
+        finally:
+            self._swap(trainer, publish=False)
+
+    @override
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Remember the average until the shards exist."""
+        self._loaded = checkpoint.get("ema_state_dict")

@@ -1,0 +1,183 @@
+"""Where the time of a number of steps went: as scalars for a logger, and added up over a fit as a table."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ls_strategy.spans import COMMUNICATION, COPY, PHASES, Record
+
+GIB, MIB = 1 << 30, 1 << 20
+
+BESIDE = {COMMUNICATION: "communication", COPY: "copies"}
+"""Categories of spans, and what they are called in tags."""
+
+SAMPLED_AFTER = ("forward", "backward", "optimizer")
+"""Phases after which memory is told."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What was recorded in full: one step, or as many as were taken at once."""
+
+    record: Record
+    steps: int
+
+    def metrics(self) -> dict[str, float]:
+        """Scalars of communication, copies and memory."""
+        record, result = self.record, {}
+        for category, name in BESIDE.items():
+            total, exposed = record.total_s(category), record.exposed_s(category)
+            result[f"time/{name}_ms"] = 1e3 * total / self.steps
+            result[f"time/{name}_exposed_ms"] = 1e3 * exposed / self.steps
+            result[f"time/{name}_hidden_ms"] = 1e3 * (total - exposed) / self.steps
+            result[f"time_share/{name}_exposed"] = exposed / record.seconds
+            moved = self.moved(category)
+            result[f"traffic/{name}_mib_per_step"] = moved / self.steps / MIB
+            if total and moved:
+                result[f"traffic/{name}_gb_per_s"] = moved / total / 1e9
+        result |= {f"traffic/{kind}_mib_per_step": n / self.steps / MIB for kind, n in record.sent.items()}
+        for where, held in self.memory().items():
+            result |= {f"memory_after_{where}_gib/{category}": n / GIB for category, n in held.items()}
+        return result
+
+    def moved(self, category: str) -> int:
+        """Bytes: sent by this rank, as its meters count them; or copied."""
+        return sum(self.record.sent.values()) if category == COMMUNICATION else self.record.nbytes(category)
+
+    def memory(self) -> dict[str, dict[str, int]]:
+        """The most bytes of each category after a forward, a backward, and the optimizer's step."""
+        result: dict[str, dict[str, int]] = {}
+        for _, where, held in self.record.memory:
+            if where in SAMPLED_AFTER:
+                most = result.setdefault(where, dict(held))
+                most |= {category: max(n, most.get(category, 0)) for category, n in held.items()}
+        return result
+
+
+@dataclass(frozen=True)
+class Interval:
+    """The steps from one time of logging to the next, on this rank."""
+
+    steps: int
+    seconds: Mapping[str, float]
+    """By phase; validation, which belongs to no step, may be among them."""
+
+    sample: Sample | None
+    samples_seen: int = 0
+    """On all ranks."""
+
+    tokens_seen: int = 0
+    utilisation: float | None = None
+    """Model FLOP utilisation."""
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of all steps together: those of all phases of a step."""
+        return sum(self.seconds.get(phase, 0.0) for phase in PHASES)
+
+    def metrics(self) -> dict[str, float]:
+        """Scalars of the phases, and of what was recorded in full."""
+        result = {"time/step_ms": 1e3 * self.step_s / self.steps}
+        for phase in PHASES:
+            seconds = self.seconds.get(phase, 0.0)
+            result[f"time/{phase}_ms"] = 1e3 * seconds / self.steps
+            result[f"time_share/{phase}"] = seconds / self.step_s if self.step_s else 0.0
+        return result | ({} if self.sample is None else self.sample.metrics())
+
+
+@dataclass
+class Sums:
+    """Intervals, added up."""
+
+    steps: int = 0
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    beside: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Over samples: of communication and copies, seconds (total, exposed) and bytes."""
+
+    sampled_steps: int = 0
+    seen: Counter[str] = field(default_factory=Counter)
+    flops: float = 0.0
+    """Utilisation times seconds."""
+
+    memory: Counter[str] = field(default_factory=Counter)
+    """The most bytes of each category."""
+
+    def add(self, interval: Interval) -> None:
+        """Count an interval."""
+        self.steps += interval.steps
+        for phase in PHASES:
+            self.seconds[phase] += interval.seconds.get(phase, 0.0)
+        self.seen.update(samples=interval.samples_seen, tokens=interval.tokens_seen)
+        self.flops += (interval.utilisation or 0.0) * interval.step_s
+        if interval.sample is not None:
+            self._add_sample(interval.sample)
+
+    def _add_sample(self, sample: Sample) -> None:
+        self.sampled_steps += sample.steps
+        for category, name in BESIDE.items():
+            self.beside[f"{name} total"] += sample.record.total_s(category)
+            self.beside[f"{name} exposed"] += sample.record.exposed_s(category)
+            self.beside[f"{name} bytes"] += sample.moved(category)
+        for held in sample.memory().values():
+            for category, nbytes in held.items():
+                self.memory[category] = max(self.memory[category], nbytes)
+
+    def text(self) -> str:
+        """A table; empty when nothing was counted."""
+        if not self.steps:
+            return ""
+        total = sum(self.seconds.values())
+        lines = [f"Monitor: {self.steps} steps on rank 0", _line("step", 1e3 * total / self.steps, 1.0)]
+        lines += [_line(f"  {p}", 1e3 * self.seconds[p] / self.steps, _part(self.seconds[p], total)) for p in PHASES]
+        lines += [line for name in BESIDE.values() for line in self._beside_lines(name, total)]
+        lines += self._speed_lines(total)
+        return "\n".join(lines)
+
+    def _beside_lines(self, name: str, total: float) -> list[str]:
+        under_way, exposed = self.beside[f"{name} total"], self.beside[f"{name} exposed"]
+        if not under_way:
+            return []
+        per_step, moved = 1e3 / self.sampled_steps, self.beside[f"{name} bytes"]
+        rate = f", {moved / under_way / 1e9:.2f} GB/s" if moved else ""
+        note = (
+            f"  + {(under_way - exposed) * per_step:.1f} ms hidden; "
+            f"{moved / self.sampled_steps / MIB:.1f} MiB per step{rate}"
+        )
+        share = _part(exposed * per_step, 1e3 * total / self.steps)
+        return [_line(f"of which waiting for {name}", exposed * per_step, share) + note]
+
+    def _speed_lines(self, total: float) -> list[str]:
+        words = [f"{self.seen[what] / total:.4g} {what}/s" for what in ("samples", "tokens") if self.seen[what]]
+        if self.flops:
+            words.append(f"MFU {100 * self.flops / total:.1f} %")
+        lines = ["  ".join(words)] if words else []
+        if self.memory:
+            held = ", ".join(f"{name} {n / GIB:.3g}" for name, n in self.memory.items() if n)
+            lines.append(f"memory, GiB: {held}")
+        return [f"  {line}" for line in lines]
+
+
+class FitTable:
+    """All intervals of a fit; those after the first one where there are several, since first steps compile."""
+
+    def __init__(self) -> None:
+        """None yet."""
+        self._first, self._others = Sums(), Sums()
+
+    def add(self, interval: Interval) -> None:
+        """Count an interval."""
+        (self._others if self._first.steps else self._first).add(interval)
+
+    def text(self) -> str:
+        """The table; empty when nothing was counted."""
+        return self._others.text() or self._first.text()
+
+
+def _line(name: str, milliseconds: float, share: float) -> str:
+    return f"  {name:<32}{milliseconds:10.2f} ms{100 * share:6.1f} %"
+
+
+def _part(some: float, total: float) -> float:
+    return some / total if total else 0.0

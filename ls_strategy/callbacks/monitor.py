@@ -1,0 +1,375 @@
+"""`Monitor`: how fast the run is, where its time goes, and where the memory is."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.throughput import get_available_flops
+from lightning.pytorch.callbacks import Callback, ModelSummary
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from ls_strategy._compat import around_fetches, tree_iter
+from ls_strategy.callbacks.intervals import GIB, MIB, FitTable, Interval, Sample
+from ls_strategy.callbacks.sharded import zero_strategy
+from ls_strategy.callbacks.step_trace import RankTrace, merged
+from ls_strategy.errors import ConfigError, PlanError, StateError
+from ls_strategy.spans import DATA, VALIDATION, Record, Recorder, Window
+from ls_strategy.strategy import ZeROStrategy
+
+_WITHOUT_LOGGING = 50
+"""Steps of an interval, where nothing is logged."""
+
+
+class Monitor(Callback):
+    """Logs how fast the run is, where its time goes and where the memory is, every ``trainer.log_every_n_steps`` steps.
+
+    ================================= ===============================================================================
+    scalar                            meaning
+    ================================= ===============================================================================
+    ``monitor/grad_norm``             global norm of the averaged gradients, before clipping
+    ``monitor/loss_scale``            loss scale (fp16 precisions)
+    ``monitor/skipped_steps``         steps skipped after an overflow so far
+    ``monitor/samples_per_s``         samples of all ranks per second, data loading included
+    ``monitor/tokens_per_s``          likewise tokens, where a batch's first tensor is (batch, tokens), int64 or int32
+    ``monitor/mfu``                   model FLOP utilisation, where the module has ``flops_per_token()`` or
+                                      ``flops_per_sample()`` and the peak of the device is known
+    ``monitor/sent_mib_per_step``     MiB this rank sent per step for sharded states, layers and sequences
+    ``monitor/exposed_update_ms``     milliseconds per step that training waited for updates of offloaded states
+    ``monitor/exposed_update``        the same as a share of the step
+    ``time/step_ms``                  milliseconds per optimizer step; validation between steps does not count
+    ``time/forward_ms``               of it, in ``training_step``; in a pipeline also the waits between its actions
+    ``time/backward_ms``              in backward passes
+    ``time/optimizer_ms``             in ``optimizer.step()``: gradients that are still under way, clipping, update
+    ``time/data_ms``                  waiting for the next batch, and bringing it to the device
+    ``time/other_ms``                 callbacks, logging, checkpoints, Lightning's own work: all the rest
+    ``time_share/*``                  the same as shares of the step, which add up to 1
+    ``time/communication_ms``         collectives and messages were under way, of one step of the interval
+    ``time/communication_exposed_ms`` of it, computation stood still for them
+    ``time/communication_hidden_ms``  of it, something was computed meanwhile
+    ``traffic/communication_*``       ``mib_per_step`` that this rank sent, for whatever; ``gb_per_s`` while under way
+    ``traffic/*_mib_per_step``        of it, by kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ...
+    ``time/copies*_ms``               likewise copies between device and host memory, and to and from drives
+    ``traffic/copies_*``              likewise
+    ``memory_gib/*``                  parameters, masters, gradients, optimizer, communication: model states on this
+                                      rank; on CUDA also ``peak`` and ``activations`` (peak less states)
+    ``memory_after_PHASE_gib/*``      the same when forward, backward, optimizer ends, of one step of the interval; also
+                                      ``allocated`` (CUDA), ``process`` (resident memory) and ``offloaded`` activations
+    ``activations/*``                 what was kept, offloaded, and waited for, of the tensors that backward needs
+    ================================= ===============================================================================
+
+    Phases are measured in every step and add up to it. What goes on beside them (communication, copies) is part of
+    them where it is exposed. It takes more notes, so that it is recorded in one step of an interval, in its middle.
+    Times are those of the computation: of the training thread on CPUs, of the current stream on CUDA.
+
+    At the end of a fit the log shows a table of it all; not with ``Trainer(enable_model_summary=False)``.
+    """
+
+    reads_weights = False
+    reads_gradients = False  # the norm comes from the strategy
+
+    def __init__(self, peak_tflops: float | None = None, *, trace_step: int | None = None) -> None:
+        """Nothing is needed.
+
+        Args:
+            peak_tflops: peak of one device in 10^12 FLOP/s, for MFU on devices that Lightning's table does not know.
+            trace_step: write ``trace_step<N>.json`` beside the logs: all that all ranks did in the step after which
+                ``trainer.global_step`` is N, and memory by category, for https://ui.perfetto.dev.
+        """
+        if peak_tflops is not None and not peak_tflops > 0:
+            raise ConfigError(f"peak_tflops={peak_tflops}: give the device's peak in 10^12 FLOP/s, above 0.")
+        if trace_step is not None and trace_step < 1:
+            raise ConfigError(f"trace_step={trace_step}: give the number of a step, from 1.")
+        self.peak_tflops = peak_tflops
+        self.trace_step = trace_step
+        self._recorder: Recorder | None = None
+        self._undo: Callable[[], None] | None = None
+        self._table = FitTable()
+        self._samples = 0
+        self._tokens = 0
+        self._since = 0.0
+        self._sent_before = 0
+        self._exposed_before = 0.0
+        self._step_before = 0
+        self._last_step = 0
+        self._stride = 1
+        """Steps that the last batch that stepped has taken: manual optimization may take several."""
+        self._window_from = 0
+        self._window: tuple[Window, int] | None = None
+        """Of this interval, and its steps."""
+        self._norms: dict[str, Tensor] = {}
+
+    # fit -------------------------------------------------------------------------------------------------------------
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Start the clock."""
+        strategy = zero_strategy(trainer, self)
+        monitors = [c for c in trainer.callbacks if isinstance(c, Monitor)]  # type: ignore[attr-defined]
+        if len(monitors) > 1:
+            raise PlanError(f"callbacks has {len(monitors)} Monitors, and there is one clock. Leave one of them.")
+        self._recorder = Recorder(strategy.root_device)
+        self._undo = around_fetches(
+            trainer, partial(self._recorder.enter, DATA), partial(self._recorder.leave, DATA)
+        )  # fmt: skip
+        self._table = FitTable()
+        self._last_step, self._stride = trainer.global_step, 1
+        self._recorder.start()
+        self._recorder.measure = partial(_bytes_in_use, strategy)
+        self._restart(trainer, strategy)
+        self._look_ahead(trainer)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Show the table."""
+        if self._recorder is not None and trainer.global_step > self._step_before:
+            strategy = zero_strategy(trainer, self)
+            self._table.add(self._interval(trainer, strategy, self._utilisation(pl_module, strategy)))
+        self._stop()
+        text = self._table.text()
+        if text and any(isinstance(c, ModelSummary) for c in trainer.callbacks):  # type: ignore[attr-defined]
+            rank_zero_info(text)
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Note no more."""
+        self._stop()
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Likewise."""
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._recorder is not None:
+            self._recorder.stop()
+            self._recorder = None
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
+        self._window = None
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """What follows is no part of a step."""
+        if self._recorder is not None:
+            self._recorder.enter(VALIDATION)
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """The steps go on."""
+        if self._recorder is None:
+            return
+        self._recorder.leave(VALIDATION)
+        if self._recorder.window_start is not None:
+            self._recorder.begin_window()
+
+    # intervals -------------------------------------------------------------------------------------------------------
+
+    def _restart(self, trainer: pl.Trainer, strategy: ZeROStrategy) -> None:
+        assert self._recorder is not None
+        self._recorder.take_phases()
+        self._samples = self._tokens = 0
+        self._since = time.perf_counter()
+        self._sent_before = _sent_bytes(strategy)
+        self._exposed_before = strategy.exposed_step_s
+        self._step_before = trainer.global_step
+        self._window = None
+
+    def _every(self, trainer: pl.Trainer) -> int:
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        return every if trainer.loggers and every > 0 else 0
+
+    def _due(self, trainer: pl.Trainer) -> bool:
+        every = self._every(trainer)
+        return every > 0 and (trainer.global_step + 1) % every == 0
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Take the gradient norm. Collective, at the same steps on every rank."""
+        if not self._due(trainer):
+            return
+        strategy = zero_strategy(trainer, self)
+        name = "monitor/grad_norm"
+        if len(trainer.optimizers) > 1:
+            name += f"_{next(i for i, o in enumerate(trainer.optimizers) if o is optimizer)}"
+        try:
+            self._norms[name] = strategy.grad_norm(optimizer=optimizer)
+        except StateError:
+            self._norms.pop(name, None)  # a step without gradients has no norm
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count, and log when it is time. Collective at the step that is traced."""
+        self._samples += extract_batch_size(batch)
+        self._tokens += _tokens(batch)
+        if self._recorder is None or trainer.global_step == self._last_step:
+            return
+        self._stride, self._last_step = trainer.global_step - self._last_step, trainer.global_step
+        self._end_window(trainer)
+        if trainer.global_step >= self._step_before + (self._every(trainer) or _WITHOUT_LOGGING):
+            self._end_interval(trainer, pl_module)
+        self._look_ahead(trainer)
+
+    def _end_interval(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        strategy = zero_strategy(trainer, self)
+        if strategy.root_device.type == "cuda":
+            torch.cuda.synchronize(strategy.root_device)  # otherwise the clock stops before the work does
+        utilisation = self._utilisation(module, strategy)
+        interval = self._interval(trainer, strategy, utilisation)
+        self._table.add(interval)
+        if self._every(trainer):
+            metrics = self._speed(trainer, strategy) | ({} if utilisation is None else {"monitor/mfu": utilisation})
+            metrics |= interval.metrics() | _memory(strategy) | strategy.activations.metrics()
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step=trainer.global_step)
+        self._norms.clear()
+        self._restart(trainer, strategy)
+
+    def _interval(self, trainer: pl.Trainer, strategy: ZeROStrategy, utilisation: float | None) -> Interval:
+        assert self._recorder is not None
+        window = self._window
+        return Interval(
+            trainer.global_step - self._step_before,
+            self._recorder.take_phases(),
+            None if window is None else Sample(window[0].resolve(), window[1]),
+            self._samples * strategy.data_parallel_size,
+            self._tokens * strategy.data_parallel_size,
+            utilisation,
+        )
+
+    def _speed(self, trainer: pl.Trainer, strategy: ZeROStrategy) -> dict[str, float]:
+        elapsed = time.perf_counter() - self._since
+        steps = trainer.global_step - self._step_before
+        metrics: dict[str, float] = {k: float(v) for k, v in self._norms.items()}
+        metrics["monitor/samples_per_s"] = self._samples * strategy.data_parallel_size / elapsed
+        if self._tokens:
+            metrics["monitor/tokens_per_s"] = self._tokens * strategy.data_parallel_size / elapsed
+        metrics["monitor/sent_mib_per_step"] = (_sent_bytes(strategy) - self._sent_before) / steps / MIB
+        if strategy.config.offload_optimizer is not None:
+            exposed = strategy.exposed_step_s - self._exposed_before
+            metrics["monitor/exposed_update_ms"] = 1e3 * exposed / steps
+            metrics["monitor/exposed_update"] = exposed / elapsed
+        if strategy.loss_scale is not None:
+            metrics["monitor/loss_scale"] = strategy.loss_scale
+            metrics["monitor/skipped_steps"] = strategy.skipped_steps
+        return metrics
+
+    def _utilisation(self, module: pl.LightningModule, strategy: ZeROStrategy) -> float | None:
+        device = strategy.root_device
+        policy = strategy.precision_policy
+        peak = self.peak_tflops * 1e12 if self.peak_tflops else None
+        if peak is None and device.type == "cuda":
+            peak = get_available_flops(device, policy.autocast or policy.compute)
+        per_token: Any = getattr(module, "flops_per_token", None)
+        per_sample: Any = getattr(module, "flops_per_sample", None)
+        flops = 0.0
+        if per_token is not None and self._tokens:
+            flops = float(per_token()) * self._tokens
+        elif per_sample is not None:
+            flops = float(per_sample()) * self._samples
+        return flops / (time.perf_counter() - self._since) / peak if flops and peak else None
+
+    # the step that is recorded in full -------------------------------------------------------------------------------
+
+    def _look_ahead(self, trainer: pl.Trainer) -> None:
+        """Begin to record, if the next step is to be; or to prepare, if the one after it is."""
+        assert self._recorder is not None
+        step = trainer.global_step
+        if self._wants(trainer, step):
+            self._recorder.prepare_window()
+            self._recorder.each_unit = self._is_traced(step)
+            self._recorder.begin_window()
+            self._window_from = step
+        elif self._wants(trainer, step + self._stride):
+            self._recorder.prepare_window()
+        else:
+            self._recorder.detail = False
+
+    def _wants(self, trainer: pl.Trainer, step: int) -> bool:
+        """Whether what begins when ``global_step`` is ``step`` is recorded in full."""
+        every = self._every(trainer) or _WITHOUT_LOGGING
+        ahead = step - self._step_before
+        again = ahead >= every  # the interval after this one
+        return self._is_traced(step) or ((self._window is None or again) and ahead % every >= every // 2)
+
+    def _is_traced(self, step: int) -> bool:
+        return self.trace_step is not None and step < self.trace_step <= step + self._stride
+
+    def _end_window(self, trainer: pl.Trainer) -> None:
+        recorder = self._recorder
+        assert recorder is not None
+        if recorder.window_start is None:
+            return
+        window = recorder.end_window()
+        if self._window is None:
+            self._window = (window, trainer.global_step - self._window_from)
+        if self.trace_step is not None and self._window_from < self.trace_step <= trainer.global_step:
+            self._write_trace(trainer, window.resolve())
+
+    def _write_trace(self, trainer: pl.Trainer, record: Record) -> None:
+        """Collective."""
+        strategy = zero_strategy(trainer, self)
+        ranks = strategy.require_engine().mesh.world.exchange_objects(RankTrace.of(record))
+        folder = Path(trainer.log_dir or trainer.default_root_dir)  # broadcast, so on all ranks
+        if trainer.is_global_zero:
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / f"trace_step{self.trace_step}.json"
+            path.write_text(merged(ranks))
+            rank_zero_info(f"Monitor: wrote {path}; open it at https://ui.perfetto.dev")
+
+
+def _tokens(batch: Any) -> int:
+    """Elements of a batch's first tensor if it holds token numbers, ``(batch, tokens)`` int64 or int32; else 0."""
+    for t in tree_iter(batch):
+        if isinstance(t, Tensor):
+            return t.numel() if t.dim() == 2 and t.dtype in (torch.int64, torch.int32) else 0
+    return 0
+
+
+def _sent_bytes(strategy: ZeROStrategy) -> int:
+    """What this rank has sent so far: for sharded states, and to those that divide its layers and sequences."""
+    meters = (strategy.traffic, strategy.tensor_parallel_traffic, strategy.sequence_parallel_traffic)
+    return sum(sum(meter.bytes.values()) for meter in {id(m): m for m in meters}.values())
+
+
+def _memory(strategy: ZeROStrategy) -> dict[str, float]:
+    states = strategy.memory_bytes()
+    result = {f"memory_gib/{k}": v / GIB for k, v in states.items()}
+    device = strategy.root_device
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+        result["memory_gib/peak"] = peak / GIB
+        result["memory_gib/activations"] = max(peak - sum(states.values()), 0) / GIB
+        torch.cuda.reset_peak_memory_stats(device)
+    return result
+
+
+def _bytes_in_use(strategy: ZeROStrategy) -> dict[str, int]:
+    """By category, now."""
+    held = dict(strategy.memory_bytes())
+    if strategy.root_device.type == "cuda":
+        allocated = torch.cuda.memory_allocated(strategy.root_device)
+        held["activations"] = max(allocated - sum(held.values()), 0)
+        held["allocated"] = allocated
+    offloaded = strategy.activations.metrics().get("activations/stored_bytes")
+    if offloaded is not None:
+        held["offloaded"] = int(offloaded)
+    statistics = Path("/proc/self/statm")  # Linux
+    if statistics.exists():
+        held["process"] = int(statistics.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return held

@@ -1,0 +1,81 @@
+"""`PipelineTimeline`: what every stage of a pipeline did when."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from typing_extensions import override
+
+from ls_strategy.callbacks.sharded import zero_strategy
+from ls_strategy.errors import ConfigError, PlanError
+from ls_strategy.lightning_pipeline import Pipeline
+from ls_strategy.parallel.pipeline import timeline
+
+
+class PipelineTimeline(Callback):
+    """Shows what every stage of a pipeline did when, every so many steps.
+
+    Loggers with TensorBoard's interface get a picture, ``pipeline/timeline``, with one line per rank: forwards blue,
+    backwards green, bubbles grey; and all loggers the share of bubbles, ``pipeline/bubble``. Beside the logs comes
+    ``pipeline_step<N>.json``, for chrome://tracing or ui.perfetto.dev.
+    """
+
+    reads_weights = False
+    reads_gradients = False
+
+    def __init__(self, every_n_steps: int = 100) -> None:
+        """Choose how often.
+
+        Args:
+            every_n_steps: optimizer steps between two pictures; the first one is of the second step.
+        """
+        if every_n_steps < 1:
+            raise ConfigError(f"PipelineTimeline(every_n_steps={every_n_steps}): at least 1.")
+        self.every_n_steps = every_n_steps
+
+    def _pipeline(self, trainer: pl.Trainer) -> Pipeline:
+        pipeline = zero_strategy(trainer, self).parallel.pipeline
+        if pipeline is None:
+            raise PlanError(
+                "PipelineTimeline shows the stages of a pipeline, and there is none: set pipeline_parallel_size, or "
+                "leave the callback out."
+            )
+        return pipeline
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Refuse a run without a pipeline."""
+        self._pipeline(trainer)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Begin to note, if the step that begins is to be shown."""
+        due = trainer.global_step % self.every_n_steps == min(1, self.every_n_steps - 1)
+        self._pipeline(trainer).record(on=due)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log what was noted. Collective over the pipeline, at the same steps on every rank."""
+        pipeline = self._pipeline(trainer)
+        if pipeline.runner.recorder is None:
+            return
+        pipeline.record(on=False)
+        spans = pipeline.spans()
+        folder = Path(trainer.log_dir or trainer.default_root_dir)  # broadcast, so on all ranks
+        if not trainer.is_global_zero:
+            return
+        step = trainer.global_step
+        for logger in trainer.loggers:
+            logger.log_metrics({"pipeline/bubble": timeline.bubble(spans)}, step=step)
+            experiment: Any = getattr(logger, "experiment", None)
+            if hasattr(experiment, "add_image"):
+                experiment.add_image("pipeline/timeline", timeline.picture(spans), step)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"pipeline_step{step}.json").write_text(timeline.chrome_trace(spans))

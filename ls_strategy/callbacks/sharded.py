@@ -1,0 +1,23 @@
+"""What all callbacks here need: a `ZeROStrategy`."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+
+from ls_strategy.errors import PlanError
+from ls_strategy.strategy import ZeROStrategy
+
+
+def zero_strategy(trainer: pl.Trainer, callback: Callback) -> ZeROStrategy:
+    """The Trainer's strategy.
+
+    Raises:
+        PlanError: it is another one.
+    """
+    if not isinstance(trainer.strategy, ZeROStrategy):
+        raise PlanError(
+            f"{type(callback).__name__} reads shards, and strategy={type(trainer.strategy).__name__} has none. "
+            'Use strategy="zero0" to "zero3", or leave the callback out.'
+        )
+    return trainer.strategy
