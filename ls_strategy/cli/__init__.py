@@ -9,10 +9,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ls_strategy.cli import consolidate, inspect, plan, submit, tune_io
+from ls_strategy.cli import bench_inference, consolidate, doctor, inspect, plan, submit, tune_io
 from ls_strategy.errors import LSError
 
-SUBCOMMANDS = (consolidate, inspect, plan, submit, tune_io)
+SUBCOMMANDS = (bench_inference, consolidate, doctor, inspect, plan, submit, tune_io)
 """Modules with ``add(subcommands)``, which adds a parser whose ``run`` takes the arguments and returns the status."""
 
 

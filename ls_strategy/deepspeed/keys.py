@@ -58,6 +58,11 @@ _REPORTS = ignored("`ls_strategy.Monitor` reports times, memory and bytes sent")
 _PINNED = ignored("host memory is pinned wherever there is CUDA")
 _NVME_BUFFERS = ignored("buffers of the NVMe tier have the sizes of the model's units")
 _REMOVED = "DeepSpeed itself has removed it. Delete the block"
+_DATA_EFFICIENCY = (
+    "it chooses other data and tokens. For `random_ltd` use the callback `RandomTokenDropping`, for a `seqlen` "
+    "curriculum `SequenceCurriculum`; sampling belongs into the DataModule"
+)
+_CURRICULUM = "it shortens sequences. Use the callback `SequenceCurriculum`"
 _ZEROPP = "it quantises what is sent, which changes the numbers. Delete it: what is sent stays exact"
 
 _LOSS_SCALE: Table = {
@@ -275,10 +280,14 @@ KEYS: Table = {
     "flops_profiler": AnyBlock(ignored("use `Trainer(profiler=...)`")),
     "comms_logger": AnyBlock(_REPORTS),
     "autotuning": AnyBlock(ignored("it belongs to DeepSpeed's launcher")),
-    "hybrid_engine": AnyBlock(refused("there is no inference engine here. Delete the block"), "enabled"),
-    "weight_quantization": AnyBlock(refused("weights are not quantised here. Delete the block")),
-    "data_efficiency": AnyBlock(refused("it chooses other data and tokens. Do it in the DataModule"), "enabled"),
-    "curriculum_learning": AnyBlock(refused("it shortens sequences. Do it in the DataModule"), "enabled"),
+    "hybrid_engine": AnyBlock(
+        refused("it generates while it trains. Use `init_inference` on a copy of the weights"), "enabled"
+    ),
+    "weight_quantization": AnyBlock(
+        refused("weights in training are not quantised. For inference, `init_inference(quantize=...)`")
+    ),
+    "data_efficiency": AnyBlock(refused(_DATA_EFFICIENCY), "enabled"),
+    "curriculum_learning": AnyBlock(refused(_CURRICULUM), "enabled"),
     "progressive_layer_drop": AnyBlock(refused(f"{_REMOVED}; drop layers in the model's forward"), "enabled"),
     "eigenvalue": AnyBlock(refused(_REMOVED), "enabled"),
     "compression_training": AnyBlock(refused(_REMOVED)),

@@ -1,0 +1,309 @@
+"""``ls-strategy bench-inference MODEL``: how fast a model generates, divided, quantised or streamed."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import resource
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ls_strategy.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from ls_strategy.inference.engine import InferenceEngine
+
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+
+
+def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """``bench-inference``: how fast a model generates."""
+    parser = subcommands.add_parser(
+        "bench-inference",
+        help="measure how fast a model generates, divided, quantised or streamed",
+        description="Generate from random prompts, and print the time to the first token and per token, memory, and "
+        "the share of what the memory's bandwidth allows. With --text, how well the model predicts a text before and "
+        "after quantisation. Several ranks: torchrun --nproc-per-node N -m ls_strategy.cli bench-inference ...",
+    )
+    parser.add_argument(
+        "model",
+        type=Path,
+        help="folder of transformers, with weights, or its config.json: random weights; or with --module a checkpoint",
+    )
+    parser.add_argument(
+        "--module", metavar="CLASS", help="LightningModule of a checkpoint: recipes.gpt.model.GPTModule"
+    )
+    parser.add_argument("--batch", type=int, default=1, help="rows (default: %(default)s)")
+    parser.add_argument("--prompt-length", type=int, default=32, metavar="N", help="tokens (default: %(default)s)")
+    parser.add_argument("--new-tokens", type=int, default=32, metavar="N", help="of each row (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="how often (default: %(default)s)")
+    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="of the weights (default: as they are)")
+    parser.add_argument("--quantize", choices=("int8", "int4"), help="linear layers in 8 or 4 bits")
+    parser.add_argument("--offload", choices=("cpu", "nvme"), help="where the weights of blocks rest")
+    parser.add_argument("--nvme-path", type=Path, metavar="DIR", help="folder on the drive, for --offload nvme")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="ranks (default: %(default)s)")
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda (default: %(default)s)")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 text, to measure perplexity on")
+    parser.add_argument("--context", type=int, metavar="N", help="tokens of a window (default: 128 at most)")
+    parser.add_argument("--windows", type=int, default=64, metavar="N", help="windows at most (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print, on rank 0."""
+    _check(args)
+    rank = _join()
+    import torch
+
+    device = _device(args.device)
+    with _Progress(rank) as progress:
+        progress("building the model")
+        on_meta = _fills_in_blocks(args)
+        model = _load(args.model, args.module, on_meta=on_meta)
+        model = model if on_meta else model.to(device)
+        vocabulary = _vocabulary(model)
+        _check_lengths(args, model)
+        text = None if args.text is None else _tokens(args, model, vocabulary).to(device)
+        before = None if text is None or args.quantize is None else _perplexity(model.eval(), text, args)
+        result = _measure(args, model, vocabulary, text, progress)
+    if before is not None:
+        result["perplexity_before"] = before
+        result["perplexity_change"] = result["perplexity"] / before - 1
+    if rank == 0:
+        print(json.dumps(result, indent=2) if args.json else _table(result))
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+    return 0
+
+
+def _measure(
+    args: argparse.Namespace, model: nn.Module, vocabulary: int, text: Tensor | None, progress: _Progress
+) -> dict[str, Any]:
+    from ls_strategy.inference.engine import init_inference
+    from ls_strategy.inference.measure import measure
+
+    progress("dividing, quantising, moving")
+    engine = init_inference(
+        model,
+        tensor_parallel_size=args.tensor_parallel_size,
+        dtype=args.dtype,
+        quantize=args.quantize,
+        offload=args.offload,
+        nvme_path=args.nvme_path,
+        fill_from=args.model if _fills_in_blocks(args) else None,
+    )
+    speed = measure(
+        engine,
+        batch=args.batch,
+        prompt_length=args.prompt_length,
+        new_tokens=args.new_tokens,
+        rounds=args.rounds,
+        vocabulary=vocabulary,
+        progress=progress,
+    )
+    result = {"model": str(args.model), "engine": engine.describe(), **speed.to_dict(), **_memory(engine)}
+    if text is not None:
+        progress("reading the text")
+        result["perplexity"] = _perplexity(engine, text, args)
+    engine.close()
+    return result
+
+
+# --- options and ranks -----------------------------------------------------------------------------------------------
+
+
+def _check(args: argparse.Namespace) -> None:
+    for path in (args.model, args.text, args.nvme_path):
+        if path is not None and not path.exists():
+            raise ConfigError(f"{str(path)!r} does not exist.")
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if args.tensor_parallel_size < 1 or ranks % args.tensor_parallel_size:
+        raise ConfigError(
+            f"--tensor-parallel-size {args.tensor_parallel_size} does not divide the {ranks} ranks of this run. Start "
+            f"it by torchrun --nproc-per-node {args.tensor_parallel_size} -m ls_strategy.cli bench-inference ..."
+        )
+
+
+def _join() -> int:
+    """Join the process group that torchrun has told of; this rank."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return 0
+    import torch
+    from torch import distributed as dist
+
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    return dist.get_rank()
+
+
+def _device(name: str) -> torch.device:
+    import torch
+
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch finds no GPU here. Leave it out to measure the CPU.")
+    return torch.device(name, int(os.environ.get("LOCAL_RANK", "0"))) if name == "cuda" else torch.device(name)
+
+
+class _Progress:
+    """A line on stderr of rank 0: overwritten on a terminal, one after the other elsewhere."""
+
+    def __init__(self, rank: int) -> None:
+        self._quiet = rank != 0
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __call__(self, line: str) -> None:
+        if self._quiet:
+            return
+        if sys.stderr.isatty():
+            print(f"\r{line:<79}", end="", file=sys.stderr, flush=True)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+    def __exit__(self, *_: object) -> None:
+        if not self._quiet and sys.stderr.isatty():
+            print(f"\r{'':<79}\r", end="", file=sys.stderr, flush=True)
+
+
+# --- the model and its text ------------------------------------------------------------------------------------------
+
+
+def _fills_in_blocks(args: argparse.Namespace) -> bool:
+    """Whether a folder of transformers is read block by block, since it may be larger than memory."""
+    whole = args.text is not None and args.quantize is not None  # the text is read before quantisation, too
+    from_folder = args.module is None and args.model.is_dir() and any(args.model.glob("*.safetensors"))
+    return args.offload is not None and from_folder and not whole and args.device == "cpu"
+
+
+def _load(path: Path, module: str | None, *, on_meta: bool = False) -> nn.Module:
+    """The model: of a checkpoint, or of transformers with weights or without; or without memory."""
+    if module is not None:
+        return _of_checkpoint(path, module)
+    folder = path if path.is_dir() else path.parent
+    if not (folder / "config.json").is_file() or (path.is_file() and path.name != "config.json"):
+        raise ConfigError(
+            f"{path} is no folder of transformers with a config.json, and no such file. For a checkpoint of a "
+            "LightningModule say which one: --module recipes.gpt.model.GPTModule."
+        )
+    import torch
+
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(f"{path} is a model of transformers: pip install 'ls_strategy[huggingface]'.") from error
+    transformers.logging.set_verbosity_error()
+    config: Any = transformers.AutoConfig.from_pretrained(folder)
+    auto = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+    if on_meta:
+        with torch.device("meta"):
+            return auto.from_config(config)
+    if path.is_dir() and any(any(folder.glob(pattern)) for pattern in _WEIGHTS):
+        return auto.from_pretrained(folder)
+    return auto.from_config(config)
+
+
+def _of_checkpoint(path: Path, name: str) -> nn.Module:
+    """The network in a LightningModule that reads with a cache, or the LightningModule."""
+    from ls_strategy.loading import load_from_checkpoint
+
+    owner, _, cls = name.rpartition(".")
+    try:
+        sys.path.insert(0, str(Path.cwd()))  # as python -m does, from where recipes are found
+        found = getattr(importlib.import_module(owner), cls)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"--module {name}: {error}. Give an importable class, package.module.Class.") from error
+    finally:
+        sys.path.pop(0)
+    module = load_from_checkpoint(found, path)
+    return next((m for m in module.modules() if callable(getattr(m, "make_cache", None))), module)
+
+
+def _vocabulary(model: nn.Module) -> int:
+    config = getattr(model, "config", None)
+    size = getattr(config, "vocab_size", None)
+    if not isinstance(size, int):
+        raise ConfigError(f"{type(model).__name__} does not tell its vocabulary: model.config.vocab_size.")
+    return size
+
+
+def _check_lengths(args: argparse.Namespace, model: nn.Module) -> None:
+    """Refuse what is longer than the model reads at once, and choose the context."""
+    config = getattr(model, "config", None)
+    limit = getattr(config, "block_size", None) or getattr(config, "max_position_embeddings", None)
+    limit = limit if isinstance(limit, int) else sys.maxsize
+    for option, length in (
+        ("--context", args.context or 0),
+        ("--prompt-length and --new-tokens", args.prompt_length + args.new_tokens),
+    ):
+        if length > limit:
+            raise ConfigError(f"{option}: {length} tokens, but the model reads {limit} at once. Ask for fewer.")
+    if args.context is None:
+        args.context = min(128, limit)
+
+
+def _tokens(args: argparse.Namespace, model: nn.Module, vocabulary: int) -> Tensor:
+    """The text by the model's own tokenizer, or byte by byte where it has none."""
+    import torch
+
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise ConfigError("--text: an encoder-decoder model continues no text. Leave it out.")
+    text = args.text.read_text(encoding="utf-8")
+    if args.module is None and args.model.is_dir() and any(args.model.glob("tokenizer*")):
+        import transformers
+
+        return torch.tensor(transformers.AutoTokenizer.from_pretrained(args.model)(text)["input_ids"])
+    if vocabulary < 256:
+        raise ConfigError(f"--text: a vocabulary of {vocabulary} tokens has none for every byte.")
+    return torch.tensor(list(text.encode()))
+
+
+def _perplexity(forward: Any, text: Tensor, args: argparse.Namespace) -> float:
+    from ls_strategy.inference.perplexity import perplexity
+
+    return perplexity(forward, text, context=args.context, windows=args.windows)
+
+
+# --- results ---------------------------------------------------------------------------------------------------------
+
+
+def _memory(engine: InferenceEngine) -> dict[str, int]:
+    import torch
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    found = {"peak_resident_bytes": peak}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        found["peak_device_bytes"] = torch.cuda.max_memory_allocated()
+    if engine.quantization is not None:
+        found["weight_bytes_before"] = engine.quantization.bytes_before
+        found["weight_bytes"] = engine.quantization.bytes_after
+    if engine.stream is not None:
+        found["resting_bytes"] = engine.stream.resting_nbytes
+    return found
+
+
+def _table(result: dict[str, Any]) -> str:
+    rows = [
+        ("batch, prompt, new tokens", f"{result['batch']}, {result['prompt_length']}, {result['new_tokens']}"),
+        ("time to first token", f"{1e3 * result['first_token_s']:.1f} ms"),
+        ("time per token", f"{1e3 * result['token_s']:.2f} ms"),
+        ("tokens per second", f"{result['tokens_per_s']:.1f}"),
+        ("weights read per token", f"{result['weights_read'] / 1e6:,.1f} MB"),
+        ("memory bandwidth (triad)", f"{result['triad_gbs']:.1f} GB/s"),
+        ("share of that limit", f"{100 * result['bandwidth_share']:.0f} %"),
+        ("peak resident memory", f"{result['peak_resident_bytes'] / 1e6:,.0f} MB"),
+    ]
+    if "perplexity" in result:
+        rows.append(("perplexity", f"{result['perplexity']:.3f}"))
+    if "perplexity_before" in result:
+        change = f"{result['perplexity_before']:.3f}, {100 * result['perplexity_change']:+.2f} %"
+        rows.append(("before quantisation, change", change))
+    return "\n".join([result["engine"], *(f"{name:<28}{value}" for name, value in rows)])

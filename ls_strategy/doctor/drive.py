@@ -1,0 +1,80 @@
+"""The folder of the NVMe tier: its file system, its room, and whether direct I/O works in it."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from ls_strategy.doctor.finding import Finding
+from ls_strategy.errors import LSError
+
+_PROBE_BYTES = 1 << 20
+
+
+def drive(path: str) -> Iterator[Finding]:
+    """Facts about the folder, and the verdict of `check_path`, which a run would meet, too.
+
+    Args:
+        path: the folder; empty: there is none.
+    """
+    from ls_strategy.planner.hardware import show_bytes
+    from ls_strategy.tiers.drive import check_path, in_memory, mount_of
+
+    if not path:
+        yield Finding("folder", "none given (LS_STRATEGY_NVME_PATH, --nvme-path): states stay in memory")
+        return
+    folder = Path(path)
+    if not folder.exists():
+        cure = f"Make it on a local NVMe drive (mkdir -p {path}), or correct the path."
+        yield Finding("folder", f"{path} does not exist", "problem", cure)
+        return
+    mount = mount_of(folder)
+    kind = f"{path}: {mount.kind} on {mount.point} ({mount.source})"
+    try:
+        check_path(folder, 0)
+    except LSError as error:
+        where = "memory" if in_memory(mount) else "a folder that cannot be used"
+        cure = "Give a folder on a local ext4 or XFS drive; for tests alone, nvme_allow_ram=True accepts memory."
+        yield Finding("folder", f"{kind}, which is {where}: {error}", "problem", cure)
+        return
+    yield Finding("folder", kind)
+    usage = shutil.disk_usage(folder)
+    value = f"{show_bytes(usage.free)} of {show_bytes(usage.total)} free"
+    if usage.free < 0.05 * usage.total:
+        yield Finding("room", value, "note", "Free some: drives write slowly when they are nearly full.")
+    else:
+        yield Finding("room", value)
+    yield direct_io(folder)
+
+
+def direct_io(folder: Path) -> Finding:
+    """Write a little past the page cache, and read it back."""
+    from ls_strategy.tiers.buffers import AlignedBuffer
+    from ls_strategy.tiers.drive import open_scratch
+
+    logger = logging.getLogger("ls_strategy.tiers")
+    quiet, logger.disabled = logger.disabled, True  # it would warn of what is found here
+    try:
+        file = open_scratch(folder, _PROBE_BYTES, rank=0, direct=True)
+        try:
+            written, read = AlignedBuffer(_PROBE_BYTES), AlignedBuffer(_PROBE_BYTES)
+            written.tensor.random_(256)
+            file.write(written.view, 0)
+            file.sync()
+            file.read(read.view, 0)
+            direct, same = file.direct, bool((written.tensor == read.tensor).all())
+        finally:
+            file.close()
+    except (LSError, OSError) as error:
+        return Finding("direct I/O", str(error), "problem", "Use another folder or drive; dmesg says what is wrong.")
+    finally:
+        logger.disabled = quiet
+    if not same:
+        cure = "The drive or its file system is broken: see dmesg and smartctl, and use another one."
+        return Finding("direct I/O", "bytes came back changed", "problem", cure)
+    if not direct:
+        cure = "A local ext4 or XFS has it. Without, I/O takes host memory (the page cache) and CPU time."
+        return Finding("direct I/O", "the file system refuses O_DIRECT", "note", cure)
+    return Finding("direct I/O", "works; `ls-strategy tune-io` measures how fast")

@@ -1,0 +1,114 @@
+"""GPUs: what torch sees of them, what the driver sees, and the NCCL that connects them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ls_strategy.doctor.finding import Finding, one_line
+
+_QUERY = ("index", "name", "driver_version", "memory.total", "memory.used")
+
+
+class Seen(NamedTuple):
+    """A GPU as ``nvidia-smi`` lists it; memory in MiB."""
+
+    number: str
+    name: str
+    driver: str
+    total: str
+    used: str
+
+
+def gpus() -> Iterator[Finding]:
+    """Devices, driver, NCCL."""
+    import torch
+
+    seen, failure = driver_list()
+    if failure:
+        cure = "The driver does not answer: see dmesg (NVRM), load the kernel module or restart the host."
+        yield Finding("driver", failure, "problem", cure)
+    elif seen:
+        yield Finding("driver", f"{seen[0].driver}, {len(seen)} GPUs")
+    if not torch.cuda.is_available():
+        yield unavailable(len(seen), torch.version.cuda, torch.__version__)
+        return
+    yield Finding("CUDA", f"{torch.version.cuda} (torch's)")
+    for index in range(torch.cuda.device_count()):
+        yield device(index)
+    yield nccl()
+
+
+def unavailable(seen: int, cuda: str | None, version: str) -> Finding:
+    """Why torch has no GPU.
+
+    Args:
+        seen: GPUs that the driver lists.
+        cuda: CUDA that torch is built with.
+        version: of torch.
+    """
+    if not seen:
+        return Finding("GPUs", "none; training runs on the CPU")
+    if cuda is None:
+        cure = "Install torch for CUDA, by the command of pytorch.org/get-started; this one is for the CPU alone."
+        return Finding("GPUs", f"{seen} in this host, and torch {version} is built without CUDA", "problem", cure)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.strip() in ("", "-1"):
+        cure = "Unset CUDA_VISIBLE_DEVICES, or list the GPUs to use."
+        return Finding("GPUs", f"{seen} in this host, hidden by CUDA_VISIBLE_DEVICES={visible!r}", "note", cure)
+    cure = f"Update the driver to one for CUDA {cuda}, or install a torch for an older CUDA. `nvidia-smi` shows both."
+    return Finding("GPUs", f"{seen} in this host, and torch with CUDA {cuda} can use none", "problem", cure)
+
+
+def driver_list() -> tuple[list[Seen], str]:
+    """What ``nvidia-smi`` lists, and why it failed. Empty, both, where there is no driver."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return [], ""
+    command = [program, f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [], f"nvidia-smi: {one_line(str(error))}"
+    if done.returncode:
+        return [], f"nvidia-smi ended with status {done.returncode}: {one_line(done.stdout + done.stderr)}"
+    rows = [[field.strip() for field in line.split(",")] for line in done.stdout.splitlines()]
+    return [Seen(*row) for row in rows if len(row) == len(Seen._fields)], ""
+
+
+def device(index: int) -> Finding:
+    """One GPU that torch sees."""
+    import torch
+
+    from ls_strategy.planner.hardware import show_bytes
+
+    properties = torch.cuda.get_device_properties(index)
+    name = f"GPU {index}"
+    try:
+        free, total = torch.cuda.mem_get_info(index)
+    except RuntimeError as error:
+        cure = "Another process may hold it alone (exclusive mode), or it failed: see nvidia-smi and dmesg."
+        return Finding(name, f"{properties.name} cannot be used: {one_line(str(error))}", "problem", cure)
+    value = (
+        f"{properties.name}, {properties.major}.{properties.minor}, {show_bytes(total)}, {show_bytes(free)} free, "
+        f"bf16 {'yes' if properties.major >= 8 else 'no: use 16-mixed'}"
+    )
+    if free < 0.9 * total:
+        cure = "Another process uses its memory: nvidia-smi shows which."
+        return Finding(name, value, "note", cure)
+    return Finding(name, value)
+
+
+def nccl() -> Finding:
+    """The library of collectives between GPUs."""
+    import torch
+    import torch.distributed as dist
+    from torch.cuda.nccl import version as nccl_version
+
+    if not dist.is_nccl_available():
+        cure = "Install torch from pytorch.org: this one lacks NCCL, without which GPUs cannot work together."
+        return Finding("NCCL", "not in this torch", "problem" if torch.cuda.device_count() > 1 else "note", cure)
+    return Finding("NCCL", ".".join(str(part) for part in nccl_version()))

@@ -1,0 +1,142 @@
+"""The host: processors, memory, limits of this process, and its name."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from ls_strategy.doctor.finding import Finding
+
+CGROUP = Path("/sys/fs/cgroup")
+OPEN_FILES = 4096
+"""Fewer are used up by loaders with many workers, which share tensors through open files, and by connections."""
+
+SHARED_MEMORY = 1 << 30
+"""Bytes; with less, loaders with several workers and NCCL run out of it. Containers have 64 MiB unless told."""
+
+_MIB = 1 << 20
+_GIB = 1 << 30
+
+
+def host() -> Iterator[Finding]:
+    """All of it."""
+    yield from processors()
+    yield from memory()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield open_files(soft, hard)
+    yield shared_memory(Path("/dev/shm"))
+    yield name_resolves(socket.gethostname())
+
+
+def processors() -> Iterator[Finding]:
+    """Cores that this process may use, instructions, threads of torch."""
+    import torch
+
+    cores = len(os.sched_getaffinity(0))
+    quota = cpu_quota(CGROUP)
+    usable = min(cores, quota) if quota else float(cores)
+    limited = "" if quota is None else f", {quota:g} by the control group"
+    system = f"{_cpu_name()}, {platform.machine()}"
+    yield Finding("cpu", f"{system}; {os.cpu_count()} cores, {cores} for this process{limited}")
+    yield Finding("instructions", f"torch uses {torch.backends.cpu.get_cpu_capability()}")
+    yield threads(torch.get_num_threads(), usable)
+
+
+def cpu_quota(folder: Path) -> float | None:
+    """Cores that the control group may use at a time; None without a limit."""
+    try:
+        most, period = (folder / "cpu.max").read_text().split()
+        return None if most == "max" else int(most) / int(period)
+    except (OSError, ValueError):
+        return None
+
+
+def threads(count: int, usable: float) -> Finding:
+    """Threads of torch in one process, against the cores that it may use."""
+    value = f"{count} per process (OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'unset')})"
+    if count > usable:
+        cure = f"Set OMP_NUM_THREADS to {usable:g} divided by the ranks of this host: more threads than cores wait."
+        return Finding("threads", f"{value}, more than {usable:g} cores", "note", cure)
+    return Finding("threads", value)
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.lower().startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or "unknown processor"
+
+
+def memory() -> Iterator[Finding]:
+    """Of the host, and what of it this process may still take."""
+    from ls_strategy.planner.hardware import free_host_memory, show_bytes
+
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = cgroup_limit(CGROUP)
+    limited = "" if limit is None else f", {show_bytes(limit)} for the control group"
+    free = free_host_memory()
+    value = f"{show_bytes(total)}{limited}, {'unknown' if free is None else show_bytes(free)} free"
+    if free is not None and free < _GIB:
+        cure = "End other processes, or raise the limit (docker run --memory=..., sbatch --mem=...)."
+        yield Finding("memory", value, "note", cure)
+    else:
+        yield Finding("memory", value)
+
+
+def cgroup_limit(folder: Path) -> int | None:
+    """Bytes that the control group may use; None without a limit."""
+    try:
+        most = (folder / "memory.max").read_text().strip()
+        return None if most == "max" else int(most)
+    except (OSError, ValueError):
+        return None
+
+
+def open_files(soft: int, hard: int) -> Finding:
+    """How many files this process may have open at a time."""
+    if soft == resource.RLIM_INFINITY or soft >= OPEN_FILES:
+        return Finding("open files", "unlimited" if soft == resource.RLIM_INFINITY else str(soft))
+    most = 65536 if hard == resource.RLIM_INFINITY else hard
+    cure = f"`ulimit -n {most}` before the start" if most > soft else "Let an administrator raise it in limits.conf"
+    return Finding("open files", f"{soft}, of at most {most}", "note", f"{cure}: workers of loaders need many.")
+
+
+def shared_memory(folder: Path) -> Finding:
+    """Room for tensors that processes of this host hand to each other."""
+    try:
+        usage = shutil.disk_usage(folder)
+    except OSError as error:
+        cure = "Mount it: mount -t tmpfs -o size=8g tmpfs /dev/shm. Loaders with workers fail without."
+        return Finding("shared memory", f"no {folder}: {error.strerror}", "problem", cure)
+    value = f"{folder}: {usage.total / _MIB:.0f} MiB, {usage.free / _MIB:.0f} free"
+    if usage.free < SHARED_MEMORY:
+        cure = "docker run --shm-size=8g (or --ipc=host), or mount -o remount,size=8g /dev/shm: loaders with workers, "
+        return Finding("shared memory", value, "note", f"{cure}and NCCL, run out of it.")
+    return Finding("shared memory", value)
+
+
+def name_resolves(name: str) -> Finding:
+    """Whether the host's own name has an address: gloo and NCCL connect to that one unless told an interface."""
+    try:
+        found = sorted({str(info[4][0]) for info in socket.getaddrinfo(name, None)})
+    except OSError as error:
+        cure = (
+            f"Add `127.0.0.1 {name}` to /etc/hosts, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to an interface."
+        )
+        return Finding("host name", f"{name} does not resolve: {error}", "problem", cure)
+    value = f"{name} is {', '.join(found)}"
+    if all(address.startswith("127.") or address == "::1" for address in found):
+        cure = (
+            "Enough for one node. For several, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface between "
+            "them, or give the name its address in /etc/hosts."
+        )
+        return Finding("host name", value, "note", cure)
+    return Finding("host name", value)

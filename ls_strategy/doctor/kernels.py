@@ -1,0 +1,108 @@
+"""Which of this package's operations run in a compiled kernel here, and why others do not."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ls_strategy.doctor.finding import Finding, one_line
+from ls_strategy.errors import ConfigError
+
+ROUTING = ("topk_indices", "sort_by_expert", "permute", "combine", "pair_dots")
+"""Operations of Mixture of Experts, in a library of their own."""
+
+_INSTRUCTION_SETS = ("portable code", "AVX2", "AVX-512")
+
+
+def kernels() -> Iterator[Finding]:
+    """Path of every operation on every kind of device; compiles what is not compiled yet."""
+    import torch
+
+    from ls_strategy.ops import native, routing_library
+
+    yield cache()
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    updates = (*native.NAMES, "sum_of_squares")
+    for device in devices:
+        yield library(device, "updates", updates, native.available, native.limit_isa)
+        yield library(device, "routing", ROUTING, routing_library.available, routing_library.limit_isa)
+
+
+def cache() -> Finding:
+    """Where compiled libraries are kept."""
+    from ls_strategy.ops import _build
+
+    path = _build.cache_dir()
+    chosen = os.environ.get("LS_STRATEGY_CACHE")
+    if not os.access(path, os.W_OK | os.X_OK) or (chosen and path != Path(chosen)):
+        return Finding(
+            "cache",
+            f"{chosen or path} cannot be written: every process compiles for itself",
+            "note",
+            "Set LS_STRATEGY_CACHE to a folder that this user may write to, on a file system that all nodes share.",
+        )
+    return Finding("cache", f"{path}, {len(list(path.glob('*.so')))} libraries")
+
+
+def library(
+    device: str,
+    name: str,
+    operations: tuple[str, ...],
+    available: Callable[[str], bool],
+    limit_isa: Callable[[int], int],
+) -> Finding:
+    """The path that the operations of one library take on a kind of device.
+
+    Args:
+        device: ``cpu`` or ``cuda``.
+        name: of the library.
+        operations: in it.
+        available: builds and loads it; whether it is there.
+        limit_isa: returns the instruction set in use of the CPU, given the best that is allowed.
+    """
+    title = f"{name} on {device}"
+    listed = " ".join(operations)
+    try:
+        with _warnings_of("ls_strategy.ops") as warnings:
+            found = available(device)
+    except ConfigError as error:
+        cure = "Make the compiler available, or unset LS_STRATEGY_OPS: the references in torch compute the same."
+        return Finding(title, f"{listed}: {one_line(str(error))}", "problem", cure)
+    if found:
+        code = f" with {_INSTRUCTION_SETS[limit_isa(len(_INSTRUCTION_SETS) - 1)]}" if device == "cpu" else ""
+        return Finding(title, f"{listed}: kernels{code}")
+    if os.environ.get("LS_STRATEGY_OPS") == "0":
+        cure = "Unset LS_STRATEGY_OPS to use the kernels."
+        return Finding(title, f"{listed}: references in torch, since LS_STRATEGY_OPS=0", "note", cure)
+    reason = one_line("; ".join(warnings)) or _known_reason(device)
+    cure = "See the compilers above; LS_STRATEGY_OPS=1 makes a missing kernel an error. Results are the same, slower."
+    return Finding(title, f"{listed}: references in torch. {reason}", "note", cure)
+
+
+def _known_reason(device: str) -> str:
+    from ls_strategy.ops import _build
+
+    return _build.status().get(device, "No kernel is written for this kind of device.")
+
+
+@contextmanager
+def _warnings_of(logger_name: str) -> Generator[list[str], None, None]:
+    """Inside, warnings of a logger are collected instead of printed."""
+    collected: list[str] = []
+    logger = logging.getLogger(logger_name)
+
+    class Collect(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            collected.append(record.getMessage())
+
+    handler, propagates = Collect(logging.WARNING), logger.propagate
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        yield collected
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = propagates
