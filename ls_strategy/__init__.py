@@ -27,8 +27,12 @@ if TYPE_CHECKING:
         OffloadConfig,
         RecomputeConfig,
     )
+    from ls_strategy.data_efficiency.curriculum import SequenceCurriculum
+    from ls_strategy.data_efficiency.token_dropping import RandomTokenDropping
     from ls_strategy.errors import CheckpointError, ConfigError, LSError, PlanError, StateError
     from ls_strategy.expert_monitor import ExpertMonitor
+    from ls_strategy.inference.engine import InferenceEngine, init_inference
+    from ls_strategy.inference.stream import stream_blocks
     from ls_strategy.loading import load_from_checkpoint
     from ls_strategy.moe.balance import update_router_bias
     from ls_strategy.moe.convert import convert_moe
@@ -49,6 +53,7 @@ __all__ = [
     "ExpertMonitor",
     "FeedForward",
     "GatedFeedForward",
+    "InferenceEngine",
     "LSError",
     "Lion",
     "LossScaleConfig",
@@ -59,15 +64,19 @@ __all__ = [
     "PipelineTimeline",
     "PlanError",
     "PreemptionHandler",
+    "RandomTokenDropping",
     "RecomputeConfig",
+    "SequenceCurriculum",
     "ShardedEMA",
     "StateError",
     "ZeROPrecision",
     "ZeROStrategy",
     "__version__",
     "convert_moe",
+    "init_inference",
     "load_from_checkpoint",
     "moe_losses",
+    "stream_blocks",
     "update_router_bias",
 ]
 
@@ -80,6 +89,9 @@ _HOME = {
     "ExpertMonitor": "expert_monitor",
     "FeedForward": "moe.feed_forward",
     "GatedFeedForward": "moe.feed_forward",
+    "InferenceEngine": "inference.engine",
+    "init_inference": "inference.engine",
+    "stream_blocks": "inference.stream",
     "MoE": "moe.layer",
     "convert_moe": "moe.convert",
     "moe_losses": "moe.losses",
@@ -92,6 +104,8 @@ _HOME = {
     "OffloadConfig": "config",
     "PlanError": "errors",
     "PreemptionHandler": "preemption",
+    "RandomTokenDropping": "data_efficiency.token_dropping",
+    "SequenceCurriculum": "data_efficiency.curriculum",
     "ShardedEMA": "callbacks",
     "StateError": "errors",
     "ZeROPrecision": "precision_plugin",

@@ -87,8 +87,8 @@ class PreemptionHandler(Callback):
             minutes_before_end: stop this long before the end of a SLURM job, in minutes, but never in the first three
                 quarters of its time; 0 leaves it to signals.
             requeue: under SLURM, put the job back into the queue after the save.
-            resume: start from the newest checkpoint in ``dirpath`` and the folders of the ``ModelCheckpoint``s, unless
-                ``trainer.fit`` got a ``ckpt_path``.
+            resume: start from the newest checkpoint in ``dirpath`` and the folders of every ``ModelCheckpoint``,
+                unless ``trainer.fit`` got a ``ckpt_path``.
 
         Raises:
             ConfigError: an unknown signal, or a negative time.

@@ -60,6 +60,9 @@ JOINT_WIDTHS = frozenset(("all_head_size", "inner_dim", "split_size", "q_size"))
 MODEL_WIDTHS = frozenset(("embed_dim", "hidden_size", "d_model", "n_embd", "dim", "width", "n_state"))
 """Attributes that hold the model's width, which often is the width of all heads too."""
 
+WHOLE_WIDTHS = {"BloomAttention": ("hidden_size",)}
+"""Class of the attention -> attributes of `MODEL_WIDTHS` that mean the model's width wherever its forward goes."""
+
 HEAD_NORMS = frozenset(("q_norm", "k_norm", "query_norm", "key_norm", "q_layernorm", "k_layernorm", "q_ln", "k_ln"))
 """Norms of query and key: over one head, shared by all heads."""
 
@@ -69,7 +72,7 @@ HEAD_TABLES = frozenset(("relative_attention_bias",))
 FUSED_PER_HEAD = {"GPTNeoXAttention": 3, "GPTNeoXJapaneseAttention": 3, "BloomAttention": 3}
 """Class of the attention -> parts that follow each other within every head: ``(heads, parts, head size)``."""
 
-FUSED_SECTIONS = {"GPT2Attention": (-1, -1, -1)}
+FUSED_SECTIONS = {"GPT2Attention": (-1, -1, -1), "MptAttention": (-1, -1, -1)}
 """Class of the attention -> sections of the fused layer, each divided over the heads."""
 
 TOKEN_EMBEDDINGS = frozenset(

@@ -109,6 +109,7 @@ class Heads:
             PlanError: its forward relies on widths that are not those of this rank's heads.
         """
         uses = _Uses.of(name, module)
+        whole = families.WHOLE_WIDTHS.get(type(module).__name__, ())
         local_key = max(self.key // ranks, 1)
         values: dict[str, int] = {}
         for key, value in vars(module).items():
@@ -122,7 +123,7 @@ class Heads:
                 values[key] = self.query // ranks // local_key
             elif value == self.query * self.size and uses.is_joint_width(key):
                 values[key] = value // ranks
-            elif key in families.MODEL_WIDTHS and uses.elsewhere(key):
+            elif key in families.MODEL_WIDTHS and uses.elsewhere(key) and key not in whole:
                 raise refusal(
                     name,
                     module,

@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from ls_strategy.axis import Axis
 from ls_strategy.layout import TensorPart
+from ls_strategy.parallel.alibi import cut_head_biases
 from ls_strategy.parallel.cuts import Layer, Owned, Resolved, is_conv1d, resolve
 from ls_strategy.parallel.hooks import GradientSums, Hooks, NoPickle, Undo, change_first
 from ls_strategy.parallel.logits import wrap_vocabulary
@@ -100,6 +101,7 @@ class TensorParallel:
         for layer in resolved.layers:
             self._attach(layer)
         self._attach_parents(model, resolved)
+        cut_head_biases(model, axis, self._hooks)
         if tokens is not None:
             for owned, block in tokens.partial:
                 self._gradients.add(owned, axis.all_reduce, block)

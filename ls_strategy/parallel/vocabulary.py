@@ -14,6 +14,7 @@ from torch import nn
 
 from ls_strategy.parallel import families
 from ls_strategy.parallel.cuts import plain_name
+from ls_strategy.parallel.inference import repeated_blocks
 from ls_strategy.parallel.styles import Features, Style, Vocab
 
 
@@ -51,6 +52,13 @@ def vocabulary(model: nn.Module, inside: set[int], size: int) -> dict[str, Style
                 name = place.name if not bare else f"{place.name}.{place.key}" if place.name else place.key
                 found[name] = cast("Style", style)
     return found
+
+
+def output_heads(model: nn.Module) -> list[nn.Linear]:
+    """The linear layers outside of repeated blocks that make logits of the vocabulary, each once."""
+    inside = {id(m) for _, block in repeated_blocks(model) for m in block.modules()}
+    names = {id(m): plain_name(name) for name, m in model.named_modules()}
+    return list({id(m): m for m in _candidates(model, names, inside)[1] if isinstance(m, nn.Linear)}.values())
 
 
 def _candidates(model: nn.Module, names: dict[int, str], inside: set[int]) -> tuple[list[nn.Module], list[nn.Module]]:

@@ -38,6 +38,10 @@ class Tokenizer(Protocol):
         """Text of ``tokens``; those that stand for nothing are left out."""
         ...
 
+    def to_bytes(self, tokens: Sequence[int]) -> bytes:
+        """UTF-8 of ``tokens``, which may begin or end inside of a character."""
+        ...
+
 
 class ByteTokenizer:
     """Every byte of UTF-8 is a token."""
@@ -48,7 +52,11 @@ class ByteTokenizer:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of the bytes, with a mark where they are no UTF-8."""
-        return bytes(t for t in tokens if t < 256).decode(errors="replace")
+        return self.to_bytes(tokens).decode(errors="replace")
+
+    def to_bytes(self, tokens: Sequence[int]) -> bytes:
+        """The bytes."""
+        return bytes(t for t in tokens if t < 256)
 
 
 class TiktokenTokenizer:
@@ -76,6 +84,10 @@ class TiktokenTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of ``tokens``."""
         return self._encoding.decode([t for t in tokens if t < self._encoding.n_vocab])
+
+    def to_bytes(self, tokens: Sequence[int]) -> bytes:
+        """UTF-8 of ``tokens``, which may begin or end inside of a character."""
+        return self._encoding.decode_bytes([t for t in tokens if t < self._encoding.n_vocab])
 
 
 def make_tokenizer(name: str) -> Tokenizer:

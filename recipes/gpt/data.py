@@ -14,7 +14,7 @@ batch, on any number of ranks, and whatever the Trainer calls an epoch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import lightning.pytorch as pl
 import torch
@@ -130,6 +130,18 @@ class ResumableLoader(DataLoader[tuple[Tensor, Tensor]]):
         self._handed_out = state["crops"]
 
 
+PromptBatch: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""Of prompts: their numbers (B,), their tokens (B, T) with zeros on the left, and how many tokens each has (B,)."""
+
+
+def pad_prompts(prompts: Sequence[tuple[int, list[int]]]) -> PromptBatch:
+    """A batch of numbered prompts of any lengths."""
+    longest = max(len(tokens) for _, tokens in prompts)
+    padded = [[0] * (longest - len(tokens)) + tokens for _, tokens in prompts]
+    numbers, lengths = [n for n, _ in prompts], [len(tokens) for _, tokens in prompts]
+    return torch.tensor(numbers), torch.tensor(padded), torch.tensor(lengths)
+
+
 class TextData(pl.LightningDataModule):
     """Text as batches of ``(tokens, targets)``, each (batch_size, block_size) integers."""
 
@@ -141,6 +153,7 @@ class TextData(pl.LightningDataModule):
         val_crops: int | None = 256,
         num_workers: int = 0,
         seed: int = 1,
+        prompts: list[str] | None = None,
     ) -> None:
         """Choose the text and the shape of a batch.
 
@@ -151,6 +164,7 @@ class TextData(pl.LightningDataModule):
             val_crops: validate on this many sequences, spread evenly over the validation text. None: on all.
             num_workers: processes that load batches, per rank; 0 loads them in the training process.
             seed: of the order of the training text.
+            prompts: what ``predict`` continues.
         """
         super().__init__()
         if min(block_size, batch_size) < 1 or (val_crops is not None and val_crops < 1):
@@ -163,6 +177,7 @@ class TextData(pl.LightningDataModule):
         self.val_crops = val_crops
         self.num_workers = num_workers
         self.seed = seed
+        self.prompts = list(prompts or [])
         self._tokens: tuple[Tokens, Tokens] | None = None
         self._loader: ResumableLoader | None = None
         self._loaded_state: dict[str, int] | None = None
@@ -188,7 +203,7 @@ class TextData(pl.LightningDataModule):
         Raises:
             ValueError: the text is shorter than a sequence.
         """
-        if self._tokens is not None:
+        if self._tokens is not None or stage == "predict":
             return
         train, val = self.corpus.open()
         # A crop may start anywhere in the first block, and needs the token after its last.
@@ -242,15 +257,42 @@ class TextData(pl.LightningDataModule):
             stride = max(stride, (len(val) - self.block_size - 1) // max(self.val_crops - 1, 1))
         return DataLoader(Crops(val, self.block_size, stride), batch_size=self.batch_size, num_workers=self.num_workers)
 
+    def predict_dataloader(self) -> DataLoader[PromptBatch]:
+        """The prompts, this rank's part: as many on every rank, for which the first ones may come again at the end.
+
+        Raises:
+            ValueError: there are none, or one is empty or longer than a sequence.
+        """
+        prompts = list(enumerate(map(self.tokenizer.encode, self.prompts)))
+        if not prompts:
+            raise ValueError("there is nothing to continue: give data.prompts, a list of texts.")
+        wrong = next((n for n, tokens in prompts if not 1 <= len(tokens) <= self.block_size), None)
+        if wrong is not None:
+            raise ValueError(
+                f"data.prompts: number {wrong + 1} has {len(prompts[wrong][1])} tokens, and must have between 1 and "
+                f"block_size={self.block_size}. Shorten it."
+            )
+        assert self.trainer is not None
+        shard = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        sampler = DistributedSampler(prompts, shuffle=False, **shard)  # type: ignore[arg-type]
+        return DataLoader(
+            prompts,  # type: ignore[arg-type]
+            batch_size=self.batch_size,
+            sampler=sampler,
+            collate_fn=pad_prompts,
+        )
+
     def state_dict(self) -> dict[str, Any]:
-        """Position in the training text. Lightning keeps a loader's own state only where it can still load it."""
-        return {} if self._loader is None else self._loader.state_dict()
+        """The tokenizer, and the position in the training text, which Lightning does not keep for every loader."""
+        position = {} if self._loader is None else self._loader.state_dict()
+        return {"tokenizer": self.corpus.config.tokenizer, **position}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from there: the loader's next iteration, or that of the loader to come."""
-        if not state_dict:
+        position = {key: value for key, value in state_dict.items() if key != "tokenizer"}
+        if not position:
             return
         if self._loader is None:
-            self._loaded_state = dict(state_dict)
+            self._loaded_state = position
         else:
-            self._loader.load_state_dict(state_dict)
+            self._loader.load_state_dict(position)

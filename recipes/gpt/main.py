@@ -13,6 +13,11 @@ from recipes.gpt.model import GPTModule
 # The docstring under a field of a configuration is its help text.
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
+ABOUT = {
+    "description": "Train and evaluate with Lightning's Trainer. `python -m recipes.gpt generate --help` is about "
+    "continuing texts from a checkpoint, without a Trainer."
+}
+
 
 class GPTCLI(LightningCLI):
     """LightningCLI in which the data decides the size of the vocabulary and the length of a sequence."""
@@ -25,4 +30,4 @@ class GPTCLI(LightningCLI):
 
 def main(args: ArgsType = None, *, run: bool = True) -> GPTCLI:
     """Run the subcommand in ``args`` (default: of the process), or with ``run=False`` only build the objects."""
-    return GPTCLI(GPTModule, TextData, args=args, run=run, seed_everything_default=1)
+    return GPTCLI(GPTModule, TextData, args=args, run=run, seed_everything_default=1, parser_kwargs=ABOUT)

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, cast
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 from torch.nn import functional
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
+from ls_strategy.errors import PlanError
+from ls_strategy.inference.cache import KVCache
+from ls_strategy.inference.generate import generate, refuse_absent
+from ls_strategy.inference.sampling import SamplingConfig, row_seed
 from recipes.gpt.network import GPT, GPTConfig
 
 if TYPE_CHECKING:
-    from recipes.gpt.data import TextData
+    from recipes.gpt.data import PromptBatch, TextData
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +55,13 @@ class OptimConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleConfig:
-    """The text written after every validation."""
+    """The text written after every validation, and what ``predict`` writes."""
 
     prompt: str = "def "
-    """How it starts."""
+    """How it starts; ``predict`` has data.prompts in its place."""
 
     max_new_tokens: int = 200
-    """How long it goes on, tokens. 0 writes none."""
+    """How long it goes on, tokens. 0 writes none after validations."""
 
     temperature: float = 0.8
     """Divides the logits: below 1 prefers likely tokens, 0 takes the most likely one."""
@@ -63,8 +69,34 @@ class SampleConfig:
     top_k: int | None = 50
     """Sample among this many most likely tokens. None: among all."""
 
+    top_p: float | None = None
+    """Sample among the most likely tokens that together have this probability. None: among all."""
+
+    stop: list[str] = field(default_factory=list)
+    """A text ends before the first of these."""
+
     seed: int = 1
     """Of the sampling. The same at every validation, so that samples differ by the weights alone."""
+
+    @property
+    def sampling(self) -> SamplingConfig:
+        """How tokens are chosen.
+
+        Raises:
+            ConfigError: a number is out of its range.
+        """
+        return SamplingConfig(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
+
+    def __post_init__(self) -> None:
+        self.sampling  # noqa: B018 - checks
+
+    def until_stop(self, text: str) -> str:
+        """``text`` up to the first of ``stop``.
+
+        >>> SampleConfig(stop=["ee", "!"]).until_stop("see!")
+        's'
+        """
+        return text[: min((found for s in self.stop if (found := text.find(s)) >= 0), default=len(text))]
 
 
 def warmup_cosine(step: int, *, warmup_steps: int, total_steps: int, final_ratio: float) -> float:
@@ -101,6 +133,8 @@ class GPTModule(pl.LightningModule):
         self.optim = optim if isinstance(optim, OptimConfig) else OptimConfig(**optim)
         self.sample = sample if isinstance(sample, SampleConfig) else SampleConfig(**sample)
         self.model: GPT | None = None
+        self._cache: KVCache | None = None
+        self._written: list[tuple[Tensor, Tensor]] = []
         parts = {"config": self.config, "optim": self.optim, "sample": self.sample}
         self.save_hyperparameters({name: asdict(part) for name, part in parts.items()})
 
@@ -150,6 +184,8 @@ class GPTModule(pl.LightningModule):
         data = getattr(self.trainer, "datamodule", None)
         return cast("TextData", data) if hasattr(data, "tokenizer") else None
 
+    # text ------------------------------------------------------------------------------------------------------------
+
     def on_validation_epoch_end(self) -> None:
         """Write a sample: to the terminal, and to TensorBoard.
 
@@ -159,20 +195,81 @@ class GPTModule(pl.LightningModule):
         data, sample = self._data(), self.sample
         if self.trainer.sanity_checking or data is None or not sample.max_new_tokens:
             return
-        prompt_T = torch.tensor(data.tokenizer.encode(sample.prompt), dtype=torch.long, device=self.device)
-        tokens_BT = self.generate(
-            prompt_T[None],
-            sample.max_new_tokens,
-            temperature=sample.temperature,
-            top_k=sample.top_k,
-            generator=torch.Generator().manual_seed(sample.seed),
-        )
-        text = data.tokenizer.decode(tokens_BT[0].tolist())
+        try:
+            refuse_absent(self.network)
+        except PlanError as reason:  # on all ranks alike: each of them lacks some blocks
+            rank_zero_warn(f"no sample is written (model.sample.max_new_tokens: 0 says so, too): {reason}")
+            return
+        prompt = data.tokenizer.encode(sample.prompt)
+        (new,) = self.continuations([prompt], [sample.seed])
+        text = sample.prompt + sample.until_stop(data.tokenizer.decode(new))
         rule = "-" * 20
         self.print(f"\n{rule} step {self.global_step} {rule}\n{text}\n{'-' * 50}")
         for logger in self.loggers:
             if isinstance(logger, TensorBoardLogger):
                 logger.experiment.add_text("sample", f"```\n{text}\n```", self.global_step)
+
+    def on_predict_start(self) -> None:
+        """See that there is something to predict with, before anything is computed.
+
+        Raises:
+            PlanError: no rank has the whole network.
+            RuntimeError: the Trainer has no data module of this recipe.
+        """
+        refuse_absent(self.network)
+        if self._data() is None:
+            raise RuntimeError(
+                "predict continues texts: call trainer.predict(module, datamodule=TextData(prompts=[...]))."
+            )
+        self._cache, self._written = self.network.make_cache(), []
+
+    def predict_step(self, batch: PromptBatch, batch_idx: int) -> list[str]:
+        """Continuations of this rank's prompts, as texts. Collective where forwards are, equally often on all ranks.
+
+        A prompt's text depends on ``sample.seed`` and its number, and not on the ranks or the batch it is in.
+        """
+        numbers_B, padded_BT, lengths_B = batch
+        data = self._data()
+        assert data is not None
+        rows = zip(padded_BT.tolist(), lengths_B.tolist(), strict=True)
+        prompts = [row[len(row) - length :] for row, length in rows]
+        found = self.continuations(prompts, [row_seed(self.sample.seed, n) for n in numbers_B.tolist()])
+        self._written.append((numbers_B, torch.tensor(found, dtype=torch.long, device=self.device)))
+        return [self.sample.until_stop(data.tokenizer.decode(tokens)) for tokens in found]
+
+    def on_predict_epoch_end(self) -> None:
+        """Write the continuations of all ranks. Collective over them."""
+        data = self._data()
+        if not self._written:  # limit_predict_batches=0
+            return
+        numbers, tokens = (torch.cat(parts) for parts in zip(*self._written, strict=True))
+        self._cache, self._written = None, []
+        # A prompt may come from several ranks: those of a replica, and those whose last batches were filled up.
+        gathered = [cast("Tensor", self.all_gather(t)) for t in (numbers, tokens)]
+        found = dict(zip(gathered[0].flatten().tolist(), gathered[1].flatten(0, -2).tolist(), strict=True))
+        assert data is not None
+        for number, new in sorted(found.items()):
+            text = data.prompts[number] + self.sample.until_stop(data.tokenizer.decode(new))
+            self.print(f"{'-' * 20} prompt {number + 1} of {len(data.prompts)} {'-' * 20}\n{text}")
+
+    def continuations(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[list[int]]:
+        """``sample.max_new_tokens`` tokens for each prompt, by its own seed. Collective where forwards are."""
+        return generate(
+            self.network,
+            prompts,
+            self.sample.max_new_tokens,
+            sampling=self.sample.sampling,
+            seed=seeds,
+            cache=self._cache,
+            device=self.device,
+            whole_sequences=self._ranks_of_sequences(),
+        )
+
+    def _ranks_of_sequences(self) -> int:
+        """Ranks over which blocks divide the tokens of a sequence, and so cannot read one alone; 0 if they do not."""
+        parallel = getattr(getattr(self._trainer, "strategy", None), "parallel", None)
+        config: Any = getattr(parallel, "config", None)
+        return config.tensor_parallel_size if getattr(config, "tensor_parallel_sequence", False) else 0
 
     def generate(
         self,
@@ -180,11 +277,12 @@ class GPTModule(pl.LightningModule):
         max_new_tokens: int,
         temperature: float = 1.0,
         top_k: int | None = None,
+        top_p: float | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """`GPT.generate`. Collective at stage 3: every rank must call it with prompts of the same shape."""
+        """`GPT.generate`. Collective at stage 3: every rank must ask for as many tokens."""
         return self.network.generate(
-            tokens_BT, max_new_tokens, temperature=temperature, top_k=top_k, generator=generator
+            tokens_BT, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator
         )
 
     def flops_per_token(self) -> int:

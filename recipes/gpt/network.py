@@ -13,12 +13,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ls_strategy.inference.cache import KVCache, LayerCache
+from ls_strategy.inference.few_rows import few_rows_linear
+from ls_strategy.inference.generate import generate
+from ls_strategy.inference.sampling import SamplingConfig, Uniforms
 from ls_strategy.parallel.styles import Column, Divide, Row, Vocab
 
 INIT_STD = 0.02
@@ -105,12 +109,33 @@ class Linear(nn.Linear):
         nn.init.normal_(self.weight, std=self.std)
 
 
+class Head(Linear):
+    """The output layer, which in a step of generation is the largest product by far."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The product; without gradients by a faster way where there are few rows: a step of generation."""
+        if torch.is_grad_enabled():
+            return super().forward(input)
+        return few_rows_linear(input, self.weight)
+
+
 class Embedding(nn.Embedding):
     """A table of vectors that start normal."""
 
     def reset_parameters(self) -> None:
         """Fill the table anew."""
         nn.init.normal_(self.weight, std=INIT_STD)
+
+
+Rotation: TypeAlias = tuple[Tensor, Tensor]
+"""Cosines and sines, ``(T, N/2)``, or ``(B, 1, T, N/2)`` where rows of the batch differ in their positions."""
+
+
+def rows_of(rotation: Rotation, positions: Tensor) -> Rotation:
+    """Those of a table's rows that ``positions``, ``(T,)`` or ``(B, T)``, name."""
+    if positions.dim() == 1:
+        return rotation[0].index_select(0, positions), rotation[1].index_select(0, positions)
+    return rotation[0][positions].unsqueeze(1), rotation[1][positions].unsqueeze(1)
 
 
 class Rotary(nn.Module):
@@ -138,16 +163,30 @@ class Rotary(nn.Module):
         self.cos.copy_(angle_TN.cos())
         self.sin.copy_(angle_TN.sin())
 
-    def forward(self, length: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the first ``length`` positions."""
-        return self.cos[:length], self.sin[:length]
+    def forward(self, positions: int | Tensor) -> Rotation:
+        """Cosines and sines of so many first positions, or of those in a tensor ``(T,)`` or ``(B, T)``."""
+        if isinstance(positions, int):
+            return self.cos[:positions], self.sin[:positions]
+        return rows_of((self.cos, self.sin), positions)
 
 
-def rotate(x_BHTN: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(x_BHTN: Tensor, rotation: Rotation) -> Tensor:
     """Turn the pair (i, i + N/2) of every head by its position's i-th angle; in the dtype of ``x``."""
     cos_TN, sin_TN = (table.to(x_BHTN.dtype) for table in rotation)
     left, right = x_BHTN.chunk(2, dim=-1)
     return torch.cat((left * cos_TN - right * sin_TN, right * cos_TN + left * sin_TN), dim=-1)
+
+
+def doubled(rotation: Rotation) -> Rotation:
+    """Tables for `rotate_doubled`: as wide as a head."""
+    cos, sin = rotation
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def rotate_doubled(x_BHTN: Tensor, rotation: Rotation) -> Tensor:
+    """The numbers of `rotate`, bit for bit, by half as many kernels, which for a single token is what takes time."""
+    cos_TN, sin_TN = (table.to(x_BHTN.dtype) for table in rotation)
+    return (x_BHTN * cos_TN).add_(x_BHTN.roll(x_BHTN.shape[-1] // 2, -1).mul_(sin_TN))
 
 
 class Attention(nn.Module):
@@ -160,10 +199,21 @@ class Attention(nn.Module):
         self.out = Linear(config.width, config.width, std=config.residual_std)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x_BTD: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Mix the tokens, each with those before it. Shapes: ``x`` and result (B, T, D)."""
+    def forward(
+        self,
+        x_BTD: Tensor,
+        rotation: Rotation | None,
+        *,
+        positions: Tensor | None = None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """Mix the tokens, each with those before it. Arguments as `Block.forward`'s."""
         B, T, _ = x_BTD.shape
         heads = self.query_key_value(x_BTD).view(B, T, -1, self.head_width).transpose(1, 2)
+        if rotation is not None and positions is not None:
+            rotation = rows_of(rotation, positions)
+        if cache is not None:
+            return self.out(self._cached(heads, rotation, cache).transpose(1, 2).reshape(B, T, -1))
         q_BHTN, k_BKTN, v_BKTN = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         if rotation is not None:
             q_BHTN, k_BKTN = rotate(q_BHTN, rotation), rotate(k_BKTN, rotation)
@@ -171,6 +221,15 @@ class Attention(nn.Module):
             q_BHTN, k_BKTN, v_BKTN, is_causal=True, enable_gqa=self.kv_heads != self.heads
         )
         return self.dropout(self.out(y_BHTN.transpose(1, 2).reshape(B, T, -1)))
+
+    def _cached(self, heads: Tensor, rotation: Rotation | None, cache: LayerCache) -> Tensor:
+        """Attention of new tokens to all in the cache, which queries and keys enter together, by `doubled` tables."""
+        if rotation is None:
+            q_BHTN, k_BKTN, v_BKTN = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        else:
+            turning, v_BKTN = heads.split((self.heads + self.kv_heads, self.kv_heads), dim=1)
+            q_BHTN, k_BKTN = rotate_doubled(turning, rotation).split((self.heads, self.kv_heads), dim=1)
+        return cache.attend(q_BHTN, k_BKTN, v_BKTN)
 
 
 class GeluMLP(nn.Module):
@@ -215,9 +274,24 @@ class Block(nn.Module):
         own = SwiGLU if config.mlp == "swiglu" else GeluMLP
         self.mlp = own(config) if mlp is None else mlp()
 
-    def forward(self, x_BTD: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
-        """One layer. Shapes: ``x`` and result (B, T, D)."""
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotation)
+    def forward(
+        self,
+        x_BTD: Tensor,
+        rotation: Rotation | None,
+        *,
+        positions: Tensor | None = None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """One layer.
+
+        Args:
+            x_BTD: the residual stream (B, T, D), as is the result.
+            rotation: of rotary positions, a row per token, `doubled` with a cache; None with learned ones.
+            positions: rows of ``rotation`` that the tokens have, (T,) or (B, T), ascending: where some tokens were left
+                out. Without, the tokens have its rows one after the other.
+            cache: keys and values of earlier tokens, to which those of ``x`` are added.
+        """
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotation, positions=positions, cache=cache)
         return x_BTD + self.mlp(self.mlp_norm(x_BTD))
 
 
@@ -234,7 +308,7 @@ class GPT(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(self.block(layer) for layer in range(config.num_layers))
         self.norm = nn.RMSNorm(config.width, eps=1e-5)
-        self.head = Linear(config.width, config.vocab_size)
+        self.head = Head(config.width, config.vocab_size)
         if config.tied_embeddings:
             self.head.weight = self.token_embedding.weight
 
@@ -242,23 +316,46 @@ class GPT(nn.Module):
         """Block number ``layer``, built in its turn: initial weights are drawn in the order of registration."""
         return Block(self.config)
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Logits (B, T, V) of the token after each one of ``tokens`` (B, T).
+    def forward(self, tokens_BT: Tensor, *, positions: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+        """Logits (B, T, V) of the token after each one of ``tokens`` (B, T); with a cache of the last alone, (B, 1, V).
+
+        Args:
+            tokens_BT: what the network reads.
+            positions: of the tokens, (T,) or (B, T). None: from 0 on, or from the cache's last on.
+            cache: what it has read already; the tokens follow it, and are added to it.
 
         Raises:
-            ValueError: ``T`` exceeds ``block_size``.
+            ValueError: there are more tokens than ``block_size``, or than the cache has room for.
         """
         T = tokens_BT.shape[1]
         if self.config.block_size < T:
             raise ValueError(f"{T} tokens do not fit into block_size={self.config.block_size}: crop them.")
+        if cache is not None:
+            following = cache.open(tokens_BT)
+            positions = following if positions is None else positions
         x_BTD = self.token_embedding(tokens_BT)
         if self.position_embedding is not None:
-            x_BTD = x_BTD + self.position_embedding(torch.arange(T, device=tokens_BT.device))
-        rotation = None if self.rotary is None else self.rotary(T)
+            at = torch.arange(T, device=tokens_BT.device) if positions is None else positions
+            x_BTD = x_BTD + self.position_embedding(at)
+        rotation = None if self.rotary is None else self.rotary(T if positions is None else positions)
         x_BTD = self.dropout(x_BTD)
+        if cache is not None:
+            return self.head(self.norm(self.cached_blocks(x_BTD, rotation, cache)[:, -1:]))
         for block in self.blocks:
             x_BTD = block(x_BTD, rotation)
         return self.head(self.norm(x_BTD))
+
+    def cached_blocks(self, x_BTD: Tensor, rotation: Rotation | None, cache: KVCache) -> Tensor:
+        """All layers, each with its part of the cache. Shapes: ``x`` and result (B, T, D)."""
+        tables = None if rotation is None else doubled(rotation)
+        for block, layer in zip(self.blocks, cache.layers, strict=True):
+            # By name: a strategy that divides sequences knows by it that these tokens are no whole sequence.
+            x_BTD = block(x_BTD, tables, cache=layer)
+        return x_BTD
+
+    def make_cache(self) -> KVCache:
+        """A cache for sequences of up to ``block_size`` tokens, which takes memory when it is first used."""
+        return KVCache(len(self.blocks), self.config.block_size)
 
     def tensor_parallel_plan(self) -> dict[str, Any]:
         """How layers are divided over tensor-parallel ranks: heads, hidden units of the MLP, words.
@@ -281,7 +378,6 @@ class GPT(nn.Module):
             plan["blocks.*.mlp.up"] = Column()
         return plan
 
-    @torch.no_grad()
     def generate(
         self,
         tokens_BT: Tensor,
@@ -289,31 +385,27 @@ class GPT(nn.Module):
         *,
         temperature: float = 1.0,
         top_k: int | None = None,
+        top_p: float | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
         """``tokens`` (B, T) followed by ``max_new_tokens`` sampled ones.
 
-        Runs exactly ``max_new_tokens`` forwards, whatever is sampled; each recomputes the last ``block_size`` tokens.
+        Rows of other lengths, stop tokens and streaming: see `ls_strategy.inference.generate.stream`. Makes exactly
+        ``max_new_tokens`` forwards, whatever is sampled. All but the first read one token per row, until there are
+        ``block_size``; from then on each reads the last ``block_size``.
 
         Args:
             tokens_BT: the prompt, at least one token.
             max_new_tokens: how many to add.
             temperature: divides the logits; 0 takes the most likely token.
             top_k: sample among this many most likely tokens. None: among all.
-            generator: of random numbers, on the CPU, so that every device samples alike.
+            top_p: sample among the most likely tokens that together have this probability. None: among all.
+            generator: of random numbers, on the CPU, so that every device samples alike. None: torch's own.
         """
-        for _ in range(max_new_tokens):
-            logits_BV = self(tokens_BT[:, -self.config.block_size :])[:, -1].float().cpu()
-            if temperature == 0:
-                next_B1 = logits_BV.argmax(dim=-1, keepdim=True)
-            else:
-                logits_BV = logits_BV / temperature
-                if top_k is not None and top_k < logits_BV.shape[-1]:
-                    smallest_B1 = logits_BV.topk(top_k).values[:, -1:]
-                    logits_BV = logits_BV.masked_fill(logits_BV < smallest_B1, -math.inf)
-                next_B1 = torch.multinomial(logits_BV.softmax(dim=-1), 1, generator=generator)
-            tokens_BT = torch.cat((tokens_BT, next_B1.to(tokens_BT.device)), dim=1)
-        return tokens_BT
+        uniforms = Uniforms([generator or torch.default_generator], len(tokens_BT))
+        sampling = SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p)
+        added = generate(self, tokens_BT, max_new_tokens, sampling=sampling, seed=uniforms)
+        return torch.cat((tokens_BT, torch.tensor(added, dtype=tokens_BT.dtype, device=tokens_BT.device)), dim=1)
 
     def flops_per_token(self) -> int:
         """FLOPs of forward and backward per token: 6 N + 12 L H Q T, N the weights that multiply (not the tables).

@@ -6,13 +6,19 @@ visits. What experts add is parameters, not work.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
+from torch import Tensor, nn
+
+from ls_strategy.inference.cache import KVCache
 from ls_strategy.moe.feed_forward import GatedFeedForward
 from ls_strategy.moe.layer import MoE
-from recipes.gpt.network import GPT, Block, GPTConfig, Linear
+from ls_strategy.moe.router import Router
+from recipes.gpt.network import GPT, Block, GPTConfig, Linear, Rotation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +164,24 @@ def moe_layer(config: GPTConfig, moe: MoEConfig, num_experts: int) -> MoE:
     )
 
 
+@contextmanager
+def nothing_dropped(network: nn.Module) -> Generator[None, None, None]:
+    """Inside, experts take all tokens.
+
+    What they have room for depends on how many tokens are read at once: on the batch, on padding, and on whether
+    earlier tokens are in a cache.
+    """
+    routers = [m for m in network.modules() if isinstance(m, Router) and m.options.drop_tokens]
+    kept = [router.options for router in routers]
+    for router in routers:
+        router.options = replace(router.options, drop_tokens=False)
+    try:
+        yield
+    finally:
+        for router, options in zip(routers, kept, strict=True):
+            router.options = options
+
+
 class MoEGPT(GPT):
     """Tokens in, logits of each next token out."""
 
@@ -177,6 +201,11 @@ class MoEGPT(GPT):
         """With experts, or dense."""
         num_experts = self.experts_per_block[layer]
         return Block(self.config, partial(moe_layer, self.config, self.moe, num_experts) if num_experts else None)
+
+    def cached_blocks(self, x_BTD: Tensor, rotation: Rotation | None, cache: KVCache) -> Tensor:
+        """As `GPT`'s. Experts drop no tokens here, whatever the options say: see `nothing_dropped`."""
+        with nothing_dropped(self):
+            return super().cached_blocks(x_BTD, rotation, cache)
 
     def tensor_parallel_plan(self) -> dict[str, Any]:
         """As `GPT`'s, for attention, words and the dense MLPs; experts stay whole on every tensor-parallel rank."""

@@ -1,0 +1,1 @@
+"""Running trained models: generation with a cache, divided, quantised and streamed weights."""

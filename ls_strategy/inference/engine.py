@@ -1,0 +1,376 @@
+"""`init_inference`: a trained model made ready to generate: divided over ranks, in fewer bits, resting elsewhere.
+
+::
+
+    whole model ── cast ── divide ── quantise ── offload ──► InferenceEngine ── forward, generate
+                   dtype   tp size   int8, int4   cpu, nvme
+
+Everything happens in place, in this order, so that each step sees what the one before it left. Nothing trains
+afterwards.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ls_strategy._compat import persistent_buffer_names
+from ls_strategy.axis import Axis
+from ls_strategy.comm import make_comm
+from ls_strategy.errors import ConfigError, PlanError, StateError
+from ls_strategy.inference.fill import Filler, has_meta
+from ls_strategy.inference.generate import generate
+from ls_strategy.inference.linear import FORMATS, Format
+from ls_strategy.inference.quantize import QuantizationReport, Quantizer
+from ls_strategy.inference.refused import refuse_known
+from ls_strategy.inference.stream import StreamedBlocks, stream_blocks
+from ls_strategy.mesh import MeshShape, make_mesh
+from ls_strategy.parallel.cuts import Resolved, resolve
+from ls_strategy.parallel.hooks import Hooks
+from ls_strategy.parallel.inference import repeated_blocks
+from ls_strategy.parallel.logits import gather
+from ls_strategy.parallel.plans import ResolvedPlan, resolve_tensor_plan
+from ls_strategy.parallel.policy import Policy, is_policy, styles_of_policy
+from ls_strategy.parallel.random import share_random_state
+from ls_strategy.parallel.styles import Plan, Row, Vocab
+from ls_strategy.parallel.tensor import TensorParallel, apply_tensor_parallel
+from ls_strategy.parallel.vocabulary import output_heads
+
+log = logging.getLogger(__name__)
+
+Tier = Literal["cpu", "nvme"]
+Injection: TypeAlias = "Policy | Plan | Literal['auto'] | None"
+
+DTYPES = {
+    "fp32": torch.float32, "float32": torch.float32,
+    "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
+    "fp16": torch.float16, "float16": torch.float16, "half": torch.float16,
+}  # fmt: skip
+"""Words for dtypes."""
+
+
+def init_inference(  # noqa: PLR0913 - one argument per option
+    model: nn.Module,
+    *,
+    tensor_parallel_size: int = 1,
+    dtype: torch.dtype | str | None = None,
+    quantize: Format | None = None,
+    injection_policy: Injection = None,
+    offload: Tier | None = None,
+    nvme_path: str | os.PathLike[str] | None = None,
+    fill_from: str | os.PathLike[str] | None = None,
+) -> InferenceEngine:
+    """Make a model ready to generate, in place. Collective over all ranks where there are several.
+
+    Hugging Face's causal and encoder-decoder models, and networks that read with a cache (`generate.CausalNetwork`),
+    both also inside of a LightningModule. With one rank no process group is needed; with several, start them by
+    ``torchrun`` and initialise the default group. Ranks beyond ``tensor_parallel_size`` hold further whole copies, by
+    neighbours: ranks 0 and 1 one copy, 2 and 3 the next.
+
+    Args:
+        model: whole, the same on every rank in structure. Rank 0's values count. Its device stays; what is on meta
+            gets memory on the CPU.
+        tensor_parallel_size: ranks that divide every layer among them.
+        dtype: of parameters, as dtype or as ``"fp32"``, ``"bf16"``, ``"fp16"``; None leaves them. Buffers that are not
+            saved with the model (tables of rotary positions) keep theirs.
+        quantize: ``"int8"`` or ``"int4"``: weights of linear layers in 8 or 4 bits, see `rounding`. Of output heads in
+            8 bits, unless they share their weight with the embedding.
+        injection_policy: which layers are divided how. None or ``"auto"``: what the model, or its layers, tell.
+            DeepSpeed's form, ``{T5Block: ("SelfAttention.o", "DenseReluDense.wo")}``: by class of block, or its name,
+            the linear layers whose outputs are summed. Or a whole plan, ``{"blocks.*.up": "column", ...}``.
+        offload: ``"cpu"`` or ``"nvme"``: where the weights of repeated blocks rest; they are read block by block.
+        nvme_path: folder on the drive, for ``offload="nvme"``; None: ``LS_STRATEGY_NVME_PATH``.
+        fill_from: weights of a model that was built on meta, file or folder: see `fill`. Each rank reads its part, and
+            quantises and offloads block by block, so that the whole is never in memory.
+
+    Returns:
+        A module with ``forward`` and ``generate``.
+
+    Raises:
+        ConfigError: an option makes no sense.
+        PlanError: the model cannot be divided, or quantised, so. On all ranks, before anything is sent.
+        CheckpointError: ``fill_from`` is not whole, or not of this model.
+    """
+    wanted = _check_options(tensor_parallel_size, dtype, quantize, offload, nvme_path)
+    plan = _plan(model, injection_policy, tensor_parallel_size)
+    model.eval().requires_grad_(False)
+    if wanted is not None:
+        _cast(model, wanted)
+    divided = _Division.of(model, plan, tensor_parallel_size)
+    quantizer = None
+    if quantize is not None:
+        quantizer = Quantizer(model, quantize, heads=output_heads(model), biases_later=divided.biases_later)
+    stream = _settle(model, divided, quantizer, fill_from, (offload, nvme_path))
+    report = None if quantizer is None else quantizer.report
+    engine = InferenceEngine(model, divided, report, stream)
+    log.info(engine.describe())
+    return engine
+
+
+class InferenceEngine(nn.Module):
+    """A model that is ready to generate. Other attributes than its own are those of the model."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        divided: _Division,
+        quantization: QuantizationReport | None,
+        stream: StreamedBlocks | None,
+    ) -> None:
+        """Made by `init_inference`."""
+        super().__init__()
+        self.module = module
+        self.quantization = quantization
+        """What was quantised; None if nothing."""
+
+        self.stream = stream
+        """Of ``offload``: the handle that `stream_blocks` returned; None without."""
+
+        self._divided = divided
+        self.eval()
+
+    @property
+    def axis(self) -> Axis:
+        """The ranks that divide the model."""
+        return self._divided.axis
+
+    @torch.no_grad()
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward, with whole logits. Collective over ``axis``: with the same input on every rank of it."""
+        return gather(self.module(*args, **kwargs))
+
+    @torch.no_grad()
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Continue texts: the model's own ``generate``, or `generate.generate` for a network that reads with a cache.
+
+        Collective over ``axis``: with the same input on every rank of it. Random numbers are rank 0's, so that all
+        ranks sample the same tokens.
+
+        Raises:
+            StateError: the model cannot generate; or the ranks of ``axis`` were given different input.
+        """
+        self._agree(args, kwargs)
+        if callable(getattr(self.module, "make_cache", None)):
+            return generate(self.module, *args, **kwargs)  # type: ignore[arg-type]
+        own = getattr(self.module, "generate", None)
+        if not callable(own):
+            raise StateError(
+                f"{type(self.module).__name__} has no method generate. Give a model of transformers with a head for "
+                "generation (AutoModelForCausalLM, AutoModelForSeq2SeqLM), or a network with make_cache()."
+            )
+        return own(*args, **kwargs)
+
+    def describe(self) -> str:
+        """What is divided, quantised and elsewhere, over a few lines."""
+        lines = [self._divided.describe()]
+        lines += [part.describe() for part in (self.quantization, self.stream) if part is not None]
+        return "\n".join(lines)
+
+    def close(self) -> None:
+        """Give back what ``offload`` holds: threads, buffers, files. The model cannot run afterwards, then."""
+        if self.stream is not None:
+            self.stream.close()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(super().__getattr__("module"), name)
+
+    def _agree(self, args: Any, kwargs: Any) -> None:
+        """Compare what the ranks were given, and give all of them rank 0's random state."""
+        axis = self.axis
+        if axis.size == 1:
+            return
+        given = [_Given.of(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor | list | int)]
+        for rank, others in enumerate(axis.comm.exchange_objects([*kwargs, *given])):
+            if others != [*kwargs, *given]:
+                raise StateError(
+                    f"generate was called with other arguments on rank {rank} of the {axis.size} that divide the "
+                    "model than on this one. Give all of them the same tokens and options: they compute one batch."
+                )
+        share_random_state(axis, torch.device("cpu"))
+        device = next((p.device for p in self.module.parameters() if p.device.type not in ("cpu", "meta")), None)
+        if device is not None:
+            share_random_state(axis, device)
+
+
+@dataclass(frozen=True)
+class _Given:
+    """One argument, as far as ranks compare it."""
+
+    shape: tuple[int, ...]
+    content: Any
+
+    @classmethod
+    def of(cls, value: Any) -> _Given:
+        if not isinstance(value, Tensor):
+            return cls((), value)
+        # A sum of numbers times their places: other tokens have another one, but for unlikely accidents.
+        flat = value.detach().reshape(-1).double()
+        places = torch.arange(1, flat.numel() + 1, device=flat.device, dtype=torch.float64)
+        return cls(tuple(value.shape), float((flat * places.sqrt()).sum()))
+
+
+class _Division:
+    """A model divided over the ranks of one axis, or not divided."""
+
+    def __init__(self, axis: Axis, parallel: TensorParallel | None, biases_later: frozenset[int]) -> None:
+        self.axis = axis
+        self.parallel = parallel
+        self.biases_later = biases_later
+        """``id`` of row layers whose bias is added after the sum over ranks."""
+
+        self.hooks = Hooks()
+
+    @classmethod
+    def of(cls, model: nn.Module, plan: ResolvedPlan | None, size: int) -> _Division:
+        """Divide in place. Collective."""
+        if plan is None:
+            return cls(Axis("tensor"), None, frozenset())
+        world = make_comm()
+        axis = make_mesh(MeshShape.of(world.world_size, tensor=size), world).tensor
+        resolved = resolve(model, plan.styles, size)
+        later = frozenset(
+            id(layer.module)
+            for layer in resolved.layers
+            if isinstance(layer.style, Row) and layer.module.bias is not None
+        )
+        parallel = apply_tensor_parallel(model, plan.styles, axis)
+        result = cls(axis, parallel, later)
+        result._gather_logits(model, resolved)
+        return result
+
+    def _gather_logits(self, model: nn.Module, resolved: Resolved) -> None:
+        """Whole logits for code that changes them in place, as transformers' does; our own samples from parts."""
+        if any(callable(getattr(m, "make_cache", None)) for m in model.modules()):
+            return
+        for layer in resolved.layers:
+            if isinstance(layer.style, Vocab) and isinstance(layer.module, nn.Linear):
+                self.hooks.after(layer.module, lambda _m, _args, logits: gather(logits))
+
+    def describe(self) -> str:
+        return "on one rank" if self.parallel is None else self.parallel.describe()
+
+
+# --- steps -----------------------------------------------------------------------------------------------------------
+
+
+def _check_options(
+    size: int, dtype: torch.dtype | str | None, quantize: str | None, offload: str | None, nvme_path: Any
+) -> torch.dtype | None:
+    """The dtype. Looks at nothing but the options, and the number of ranks.
+
+    Raises:
+        ConfigError: one of them makes no sense.
+    """
+    if size < 1:
+        raise ConfigError(f"tensor_parallel_size={size}: give the number of ranks that divide the model, at least 1.")
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if ranks % size:
+        how = "" if ranks > 1 else " Start them by torchrun, and call torch.distributed.init_process_group() first."
+        raise ConfigError(f"tensor_parallel_size={size} does not divide the {ranks} ranks that there are.{how}")
+    if quantize not in (None, *FORMATS):
+        raise ConfigError(f"quantize={quantize!r}: give one of {', '.join(map(repr, FORMATS))}, or None.")
+    if offload not in (None, "cpu", "nvme"):
+        raise ConfigError(f"offload={offload!r}: give 'cpu', 'nvme', or None.")
+    if nvme_path is not None and offload != "nvme":
+        raise ConfigError(f"nvme_path={nvme_path!r} is for offload='nvme', but offload={offload!r}. Change either.")
+    if isinstance(dtype, str):
+        if dtype not in DTYPES:
+            raise ConfigError(f"dtype={dtype!r}: give a torch.dtype, or one of {', '.join(DTYPES)}.")
+        return DTYPES[dtype]
+    if dtype is not None and not dtype.is_floating_point:
+        raise ConfigError(f"dtype={dtype}: weights are cast to it; for integers set quantize='int8' or 'int4'.")
+    return dtype
+
+
+def _plan(model: nn.Module, given: Injection, size: int) -> ResolvedPlan | None:
+    """How the model is divided; None for one rank, where a policy is checked all the same.
+
+    Raises:
+        PlanError: it cannot be divided so.
+    """
+    mapping: Mapping[Any, Any] | None = given if isinstance(given, Mapping) else None
+    if size > 1:
+        refuse_known(model)
+    try:
+        if mapping is not None and is_policy(model, mapping):
+            mapping = styles_of_policy(model, mapping, size)
+        if size == 1:
+            return None
+        plan = resolve_tensor_plan(model, "auto" if mapping is None else mapping, size)
+    except PlanError as error:
+        raise PlanError(f"{error} (In init_inference, tensor_parallel_plan is injection_policy.)") from error
+    if plan.torch_styles:
+        raise PlanError("injection_policy holds ParallelStyle objects of torch: name styles of this package instead.")
+    log.info(plan.describe())
+    return plan
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters, and buffers that are saved with the model; tables that are made anew keep their dtype."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    saved = persistent_buffer_names(model)
+    for name, buffer in list(model.named_buffers()):
+        if buffer.is_floating_point() and name in saved:
+            owner, _, key = name.rpartition(".")
+            setattr(model.get_submodule(owner), key, buffer.to(dtype))
+
+
+def _settle(
+    model: nn.Module,
+    divided: _Division,
+    quantizer: Quantizer | None,
+    fill_from: str | os.PathLike[str] | None,
+    offload: tuple[Tier | None, str | os.PathLike[str] | None],
+) -> StreamedBlocks | None:
+    """Fill what is on meta, quantise, and let blocks rest where they are to; block by block what is filled."""
+    tier, path = offload
+    parts = None if divided.parallel is None else divided.parallel.parts
+    on_meta = has_meta(model)
+    if fill_from is not None and not on_meta:
+        raise PlanError(
+            f"fill_from={os.fspath(fill_from)!r} for a model that has its weights already: build it under "
+            '`with torch.device("meta"):`, or leave fill_from out.'
+        )
+    if quantizer is not None and not on_meta:
+        quantizer.apply(model)
+    stream = None
+    if tier is not None:
+        stream = stream_blocks(
+            model,
+            tier,
+            None if path is None else Path(path),
+            fill_from=fill_from,
+            parts=parts if on_meta else None,
+            prepare=(lambda _name, block: quantizer.apply(block)) if on_meta and quantizer is not None else None,
+        )
+    elif on_meta:
+        _fill(model, Filler(model, fill_from, parts), quantizer)
+    if quantizer is not None and on_meta:
+        quantizer.apply(model)  # heads
+    return stream
+
+
+def _fill(model: nn.Module, filler: Filler, quantizer: Quantizer | None) -> None:
+    device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+    names = {id(m): name for name, m in model.named_modules()}
+    for root in (*(block for _, block in repeated_blocks(model)), model):
+        for module in root.modules():
+            if names.get(id(module)) is not None:
+                filler.fill(names.pop(id(module)), module, device)
+        if quantizer is not None and root is not model:
+            quantizer.apply(root)

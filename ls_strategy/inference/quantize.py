@@ -1,0 +1,164 @@
+"""Which layers of a model are quantised, and what that saves.
+
+Linear layers of the repeated blocks, and output heads to int8. Embeddings, norms, biases, routers and experts stay in
+their dtype. So does a head that shares its weight with an embedding, which needs it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from ls_strategy.errors import PlanError
+from ls_strategy.inference import rounding
+from ls_strategy.inference.linear import FORMATS, Format, quantize_linear
+from ls_strategy.moe.sparse import SparseLayer
+from ls_strategy.parallel.cuts import is_conv1d, plain_name
+from ls_strategy.parallel.heads import width_in
+from ls_strategy.parallel.inference import repeated_blocks
+
+_ROUTERS = ("gate", "router", "classifier", "shared_expert_gate")
+"""Layers that choose experts: small, and a rounding error of theirs is another expert."""
+
+
+@dataclass
+class QuantizationReport:
+    """What became of the linear layers of a model."""
+
+    format: Format
+    layers: dict[str, Format] = field(default_factory=dict)
+    """By name; int8 where no int4 group divides the input features, and for output heads."""
+
+    kept: dict[str, str] = field(default_factory=dict)
+    """Linear layers that stay as they were, and why."""
+
+    bytes_before: int = 0
+    """Of parameters and buffers on this rank, each storage once."""
+
+    bytes_after: int = 0
+
+    def describe(self) -> str:
+        """One line."""
+        counts = ", ".join(f"{list(self.layers.values()).count(f)} {f}" for f in FORMATS if f in self.layers.values())
+        kept = f", {len(self.kept)} kept" if self.kept else ""
+        return (
+            f"quantised linear layers: {counts or 'none'}{kept}; {self.bytes_before / 1e6:,.1f} MB of weights became "
+            f"{self.bytes_after / 1e6:,.1f} MB"
+        )
+
+
+class Quantizer:
+    """Knows the layers of one model that are to be quantised, and quantises them as they get their values."""
+
+    def __init__(
+        self, model: nn.Module, format: Format, *, heads: Collection[nn.Module] = (), biases_later: Collection[int] = ()
+    ) -> None:
+        """Choose; nothing is changed. Not collective.
+
+        Args:
+            model: on meta or not. If it is divided over ranks, each rank rounds what it has.
+            format: of the blocks' layers.
+            heads: linear layers outside of blocks.
+            biases_later: ``id`` of row layers whose bias is added after the sum over ranks.
+
+        Raises:
+            PlanError: there is nothing that can be quantised.
+        """
+        self.report = QuantizationReport(format, bytes_before=weight_bytes(model))
+        self.report.bytes_after = self.report.bytes_before
+        self._biases_later = biases_later
+        self._waiting: dict[int, tuple[str, Format]] = {}
+        candidates = _candidates(model, format, heads, biases_later)
+        for c in candidates:
+            if c.kept:
+                self.report.kept[c.name] = c.kept
+            else:
+                self._waiting[id(c.module)] = c.name, c.format
+        if not self._waiting:
+            kept = "; ".join(f"{name} {why}" for name, why in list(self.report.kept.items())[:3])
+            raise PlanError(
+                f"quantize={format!r}: the model has no linear layer in a list of repeated blocks that can be quantised"
+                + (f" ({kept})." if kept else ".")
+                + " Set quantize=None."
+            )
+
+    def apply(self, root: nn.Module) -> None:
+        """Quantise, in place, the chosen layers of ``root`` that have not been yet; they must have values."""
+        for module in root.modules():
+            name, wanted = self._waiting.pop(id(module), (None, None))
+            if name is None or wanted is None:
+                continue
+            before = module.weight.nbytes  # type: ignore[union-attr]
+            layer = quantize_linear(module, wanted, adds_bias=id(module) not in self._biases_later)
+            self.report.layers[name] = wanted
+            self.report.bytes_after += layer.weight.nbytes + layer.scales.nbytes - int(before)  # type: ignore[arg-type]
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of parameters and buffers: of storages, each once; on meta, of tensors."""
+    sizes: dict[int, int] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_meta:
+            sizes[id(tensor)] = tensor.nbytes
+        else:
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return sum(sizes.values())
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A linear layer that might be quantised."""
+
+    name: str
+    module: nn.Module
+    wanted: Format
+    kept: str | None
+    """Why it stays as it is."""
+
+    @property
+    def format(self) -> Format:
+        """What it becomes: int8 where no group divides its input features."""
+        return "int8" if rounding.group_size(width_in(self.module)) is None else self.wanted
+
+
+def _candidates(
+    model: nn.Module, format: Format, heads: Collection[nn.Module], biases_later: Collection[int]
+) -> list[_Candidate]:
+    """The linear layers of blocks, and the heads, each once."""
+    modules = dict(model.named_modules())
+    owners = Counter(id(p) for m in modules.values() for p in m.parameters(recurse=False))
+    with_experts = {id(m) for sparse in modules.values() if isinstance(sparse, SparseLayer) for m in sparse.modules()}
+    blocks = [m for _, block in repeated_blocks(model) for m in block.modules()]
+    wanted: dict[int, Format] = {id(head): "int8" for head in heads}
+    wanted.update((id(m), format) for m in blocks if isinstance(m, nn.Linear) or is_conv1d(m))
+    found: list[_Candidate] = []
+    for name, module in modules.items():
+        if id(module) not in wanted:
+            continue
+        weight = module._parameters["weight"]
+        assert weight is not None
+        parent, _, last = name.rpartition(".")
+        routes = last in _ROUTERS and any("expert" in n for n, _ in modules[parent].named_children())
+        if owners[id(weight)] > 1:
+            why = "shares its weight with another module"
+        elif id(module) in with_experts or routes:
+            why = "belongs to a layer with experts"
+        else:
+            why = _why_not(module, weight, bias_later=id(module) in biases_later)
+        found.append(_Candidate(plain_name(name), module, wanted[id(module)], why))
+    return found
+
+
+def _why_not(module: nn.Module, weight: Tensor, *, bias_later: bool) -> str | None:
+    """Why the layer by itself cannot be quantised; None if it can."""
+    if isinstance(module, NonDynamicallyQuantizableLinear):
+        return "is used by nn.MultiheadAttention without being called"
+    if not weight.is_floating_point():
+        return f"has {weight.dtype} weights"
+    if "forward" in vars(module) and not bias_later:
+        return "has a forward that was replaced"
+    return None

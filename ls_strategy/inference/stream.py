@@ -1,0 +1,359 @@
+"""Models that are larger than memory: the weights of each block rest on a tier, and come for its forward alone.
+
+::
+
+    compute   | 0     | 1     | 2     | ...  | 0     |          the last block is followed by the first: the next token
+    read      | 1 | 2 ...    | 3 ...         | 1 ...            as soon as a buffer is free
+
+ZeRO-Inference (Aminabadi et al., "DeepSpeed Inference", arXiv:2207.00032, section VI). Every pass reads all blocks
+once, whatever the batch: large batches make the most of it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ls_strategy._compat import tree_iter
+from ls_strategy.config import NVMeIOConfig
+from ls_strategy.errors import PlanError, StateError
+from ls_strategy.inference.away import RestingTensor, Target, targets_of
+from ls_strategy.inference.blocks import BlockModules, find_blocks, followers, with_own_weights
+from ls_strategy.inference.fill import Filler, has_meta
+from ls_strategy.inference.read_ahead import ReadAhead
+from ls_strategy.inference.rest import Place, Resting, Slot, pack
+from ls_strategy.inference.settle import Block, Settling, settle
+from ls_strategy.layout import TensorPart
+from ls_strategy.tiers.base import Loan
+
+
+def stream_blocks(  # noqa: PLR0913 - options, keyword-only
+    model: nn.Module,
+    tier: Literal["cpu", "nvme"] = "cpu",
+    path: str | Path | None = None,
+    *,
+    prefetch: int = 1,
+    blocks: Sequence[nn.Module] | None = None,
+    stream_all: bool = False,
+    device: torch.device | str | None = None,
+    fill_from: str | os.PathLike[str] | None = None,
+    parts: Mapping[int, TensorPart] | None = None,
+    prepare: Callable[[str, nn.Module], None] | None = None,
+    io: NVMeIOConfig | None = None,
+    allow_ram: bool = False,
+    verify: bool = False,
+) -> StreamedBlocks:
+    """Let the weights of a model's repeated blocks rest on a tier; from now on the model runs as before, in place.
+
+    For inference: parameters are frozen. Parameters and persistent buffers of a block rest, in their own dtypes;
+    other buffers stay, and so does what a block shares with other modules. Not collective: with tensor parallelism
+    every rank streams its own part.
+
+    Args:
+        model: any module; of encoder and decoder both are streamed. Some or all of it may be on meta: then it is filled
+            block by block, which takes two blocks of memory beside the buffers.
+        tier: where blocks rest: host memory, or a drive. On the CPU host memory saves nothing.
+        path: for ``nvme``: a folder on a local drive; without, the environment variable ``LS_STRATEGY_NVME_PATH``. The
+            file in it has no name, and is gone when the process ends, however it does.
+        prefetch: blocks that are read ahead; ``prefetch + 1`` times the largest block's bytes are taken for buffers.
+        blocks: the blocks, in the order in which they run. None: those of all lists of modules.
+        stream_all: stream the modules outside of blocks, too, one by one: embeddings, the last norm, the head. Only for
+            models that use their weights nowhere but in their own forward.
+        device: where the model computes. None: where its first parameter is, or the CPU.
+        fill_from: weights of a model on meta, see `fill`. None: the modules fill themselves with random ones.
+        parts: for `fill_from`: ``id(parameter)`` -> what of it belongs to this rank.
+        prepare: called with each block's name and module when it is filled, before it is stored: to quantise it. What
+            it makes of the block may not be larger.
+        io: how the drive is read.
+        allow_ram: accept a ``path`` that is in memory, for tests.
+        verify: compare every block that is read with a checksum; costs a pass over its bytes.
+
+    Raises:
+        PlanError: there are no blocks, or a tensor in one cannot be streamed.
+        ConfigError: an option is wrong.
+        CheckpointError: ``fill_from`` is not whole, or not of this model.
+    """
+    where = _device_of(model) if device is None else torch.device(device)
+    units = find_blocks(model, blocks, stream_all=stream_all)
+    filler = Filler(model, fill_from, parts) if has_meta(model) else None
+    if filler is None and fill_from is not None:
+        raise PlanError(
+            f"fill_from={os.fspath(fill_from)!r} for a model that has its weights already: build it under "
+            '`with torch.device("meta"):`, or leave fill_from out.'
+        )
+    units, shared = with_own_weights(model, units)
+    sizes = [pack(targets_of(unit.modules, where, shared)[1])[1] for unit in units]
+    resting = Resting(sizes, Place(tier, path, io, allow_ram, verify), where, prefetch)
+    try:
+        return StreamedBlocks(model, units, resting, Settling(shared, filler, prepare))
+    except BaseException:
+        resting.close()
+        raise
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+
+
+class _Hook:
+    """A callable on a module whose weights are elsewhere, so that a copy of the module would be a copy of nothing."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = torch.compiler.disable(call)
+
+    def __call__(self, *args: Any) -> None:
+        self._call(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise StateError(
+            "this model's blocks rest on a tier, so it cannot be pickled or copied. Take model.state_dict(), or bring "
+            "all weights back with restore() of what stream_blocks() returned."
+        )
+
+
+class StreamedBlocks:
+    """A model whose blocks come and go: what is where, and the way back. From `stream_blocks`.
+
+    One thread at a time may run the model. An exception in the middle of a forward leaves it usable.
+    """
+
+    def __init__(self, model: nn.Module, units: Sequence[BlockModules], resting: Resting, settling: Settling) -> None:
+        """Let all blocks rest, and attach to them."""
+        self._resting = resting
+        self._frozen = [p for p in model.parameters() if p.requires_grad]
+        self._running: Block | None = None
+        self._depth = 0
+        self._loan: Loan | None = None
+        self._thread = threading.current_thread()
+        self.waited_s = 0.0
+        """Seconds that forwards have waited for blocks so far."""
+        self._handles: list[Any] = []
+        self._blocks = settle(model, units, resting, settling)
+        self._ahead = ReadAhead(resting, [b.nbytes for b in self._blocks], followers(units))
+        for p in self._frozen:
+            p.requires_grad_(False)
+        for unit, block in zip(units, self._blocks, strict=True):
+            self._attach(unit, block)
+
+    @property
+    def names(self) -> list[str]:
+        """Of the blocks."""
+        return [block.name for block in self._blocks]
+
+    @property
+    def resting_nbytes(self) -> int:
+        """Bytes of all blocks."""
+        return sum(block.nbytes for block in self._blocks)
+
+    @property
+    def buffers_nbytes(self) -> int:
+        """Bytes of the buffers that they come to."""
+        return self._resting.buffers_nbytes
+
+    @property
+    def bytes_read(self) -> int:
+        """From the drive so far."""
+        return self._resting.bytes_read
+
+    @property
+    def trace(self) -> list[tuple[str, int]] | None:
+        """Set it to a list, and ``("read" | "compute" | "done", number of the block)`` is appended as it happens."""
+        return self._ahead.trace
+
+    @trace.setter
+    def trace(self, trace: list[tuple[str, int]] | None) -> None:
+        self._ahead.trace = trace
+
+    def describe(self) -> str:
+        """One line for a log."""
+        place = {"cpu": "in host memory", "nvme": "on NVMe"}[self._resting.tier.name]
+        buffers = f"buffers for {self._resting.capacity} of them take {self.buffers_nbytes / 2**20:.1f} MiB"
+        return (
+            f"{len(self._blocks)} blocks of together {self.resting_nbytes / 2**20:.1f} MiB rest {place}; "
+            f"{buffers if self.buffers_nbytes else 'they compute where they rest'}"
+        )
+
+    # forward ---------------------------------------------------------------------------------------------------------
+
+    def _attach(self, unit: BlockModules, block: Block) -> None:
+        def enter(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._enter(block, (args, kwargs))
+
+        def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
+            self._leave(block)
+
+        def refuse(*_: Any) -> None:
+            raise StateError(
+                f"weights are loaded into {block.name}, which rests on a tier and cannot be changed. Load them before "
+                "stream_blocks(), or build the model on meta and give fill_from."
+            )
+
+        for module in unit.modules.values():
+            # Before all other hooks, and after them, which may read parameters.
+            self._handles.append(module.register_forward_pre_hook(_Hook(enter), prepend=True, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(_Hook(leave), always_call=True))
+        keys: dict[nn.Module, dict[str, tuple[Target, Slot]]] = {}
+        for target, slot in zip(block.targets, block.slots, strict=True):
+            for owner, key in target.owners:
+                module = owner()
+                assert module is not None
+                keys.setdefault(module, {})[key] = (target, slot)
+        for module, mine in keys.items():
+            self._handles.append(module.register_state_dict_post_hook(self._saving(block, mine)))
+            self._handles.append(module.register_load_state_dict_pre_hook(_Hook(refuse)))
+
+    def _enter(self, block: Block, inputs: Any) -> None:
+        """Make a block's weights readable."""
+        if self._running is block:  # it calls itself
+            self._depth += 1
+            return
+        self._take_over()
+        self._refuse_gradients(block, inputs)
+        self._refuse_changes(block, "outside of its forward")
+        started = time.perf_counter()
+        with torch.inference_mode(mode=False):  # buffers outlive it
+            loan = self._ahead.take(block.index)
+            try:
+                block.show(loan.wait())
+            except BaseException:
+                loan.release()
+                block.hide()
+                raise
+        self.waited_s += time.perf_counter() - started
+        self._running, self._loan, self._depth = block, loan, 1
+        with torch.inference_mode(mode=False):
+            self._ahead.fill(running=True)
+        if self.trace is not None:
+            self.trace.append(("compute", block.index))
+
+    def _leave(self, block: Block) -> None:
+        """Let them go."""
+        if self._running is not block:
+            return  # an exception kept it from beginning
+        self._depth -= 1
+        if self._depth:
+            return
+        try:
+            self._refuse_changes(block, "in its forward")
+        finally:
+            self._release()
+        if self.trace is not None:
+            self.trace.append(("done", block.index))
+        with torch.inference_mode(mode=False):
+            self._ahead.fill(running=False)
+
+    def _release(self) -> None:
+        if self._running is not None and self._loan is not None:
+            self._running.hide()
+            self._loan.release()
+        self._running = self._loan = None
+        self._depth = 0
+
+    def _take_over(self) -> None:
+        """Clear up after a forward that was interrupted; another thread's may be under way."""
+        if self._resting.closed:
+            raise StateError(
+                "the weights of this model are gone: its StreamedBlocks were closed. Build it anew, or call restore() "
+                "in the place of close()."
+            )
+        here = threading.current_thread()
+        if self._running is not None and here is not self._thread and self._thread.is_alive():
+            raise StateError(
+                f"block {self._running.name} runs in thread {self._thread.name!r}, and thread {here.name!r} calls "
+                "another one: one thread at a time may run a streamed model. Use a lock, or a batch."
+            )
+        self._thread = here
+        self._release()
+
+    def _refuse_gradients(self, block: Block, inputs: Any) -> None:
+        if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tree_iter(inputs)):
+            raise StateError(
+                f"block {block.name} is called with inputs that need gradients, and its weights are gone by the time "
+                "of a backward pass. Run the model under torch.no_grad()."
+            )
+
+    def _refuse_changes(self, block: Block, when: str) -> None:
+        name = block.changed()
+        if name is not None:
+            raise StateError(
+                f"{name} was written to, or moved, {when}, and what rests on a tier cannot be changed: set "
+                "model.eval(), change dtype and device before stream_blocks(), or leave the block out: blocks=[...]."
+            )
+
+    def read_pass(self) -> None:
+        """Read every block once, as a forward does, and compute nothing: how fast passes can be at best."""
+        self._take_over()
+        with torch.inference_mode(mode=False):
+            for block in self._blocks:
+                loan = self._ahead.take(block.index)
+                try:
+                    loan.wait()
+                    self._ahead.fill(running=True)
+                finally:
+                    loan.release()
+                self._ahead.fill(running=False)
+
+    # the weights at rest ---------------------------------------------------------------------------------------------
+
+    def _saving(self, block: Block, mine: Mapping[str, tuple[Target, Slot]]) -> Callable[..., None]:
+        """A hook that gives a module's state dict tensors that are read when they are used."""
+
+        def save(_module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+            for key, (target, slot) in mine.items():
+                if prefix + key in state:
+                    state[prefix + key] = RestingTensor(target.like, self._reader(block, slot))
+
+        return _Hook(save)
+
+    def _reader(self, block: Block, slot: Slot) -> Callable[[int, int], Tensor]:
+        return lambda start, stop: self._read(block, slot, start, stop)
+
+    def _read(self, block: Block, slot: Slot, start: int, stop: int) -> Tensor:
+        """Elements ``[start, stop)`` of a resting tensor, in the order of its indices."""
+        if self._resting.closed:
+            raise StateError(f"a weight of {block.name} is read from a tier that is closed: its values are gone.")
+        self._ahead.drop()  # a buffer is needed
+        size = slot.dtype.itemsize
+        if slot.is_contiguous:
+            data = self._resting.read(block.index, slot.offset + start * size, slot.offset + stop * size)
+            return data.view(slot.dtype)
+        data = self._resting.read(block.index, slot.offset, slot.offset + slot.nbytes)
+        whole = data.view(slot.dtype).as_strided(slot.shape, slot.stride)
+        return whole.reshape(-1)[start:stop]
+
+    def restore(self) -> None:
+        """Bring all weights back, and be done: the model is an ordinary one again.
+
+        Raises:
+            StateError: they are gone.
+        """
+        if self._resting.closed:
+            raise StateError("the weights of this model are gone: its StreamedBlocks were closed before.")
+        self._release()
+        self._ahead.drop()
+        with torch.inference_mode(mode=False):
+            for block in self._blocks:
+                loan = self._resting.start(block.index, block.nbytes)
+                block.keep(loan.wait())
+                loan.release()
+        for handle in self._handles:
+            handle.remove()
+        for p in self._frozen:
+            p.requires_grad_(True)
+        self.close()
+
+    def close(self) -> None:
+        """End the threads, free buffers and file. The weights are gone, unless `restore` was called. Idempotent."""
+        if not self._resting.closed:
+            self._release()
+            self._ahead.drop()
+            for block in self._blocks:
+                block.forget()
+            self._resting.close()
