@@ -16,9 +16,7 @@ end of the forward: what autograd and the selective policy hold, without paramet
 
 from __future__ import annotations
 
-import argparse
 import json
-import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -31,9 +29,16 @@ from ls_strategy.activations.apply import Activations
 from ls_strategy.activations.places import Drive
 from ls_strategy.config import ActivationOffloadConfig, RecomputeConfig
 from ls_strategy.tiers.link import trim_heap
-from tests.bench.step_time import environment, loss_of
+from tests.bench import record
+from tests.bench.contest import quartiles, ratios, turns
+from tests.bench.step_time import loss_of
+
+MINUTES = 4
+QUICK = ("--width", "64", "--layers", "2", "--length", "64", "--batch", "1", "--rounds", "2")
 
 CPU = torch.device("cpu")
+UNCOUNTED = 2
+"""Rounds that allocate."""
 
 
 def build(width: int, layers: int, length: int) -> nn.Module:
@@ -102,20 +107,19 @@ def bench(sizes: tuple[int, int, int], batch: int, rounds: int, in_flight_bytes:
     contenders = {name: Contender(sizes, chosen, folder) for name, chosen in choices(in_flight_bytes).items()}
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randint(0, 256, (2, batch, sizes[2]), generator=generator)
-    names = list(contenders)
-    for round_ in range(rounds + 2):
-        results = {}
-        for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
-            results[name] = contenders[name].step(x, y)
-        for name, tensors in results.items():
-            same = all(torch.equal(a, b) for a, b in zip(tensors, results["none"], strict=True))
-            assert same, f"{name} changes the numbers"
+    results: dict[str, list[Tensor]] = {}
+    for _, name in turns(list(contenders), rounds, uncounted=UNCOUNTED):
+        results[name] = contenders[name].step(x, y)
+        if len(results) == len(contenders):  # the end of a round
+            for other, tensors in results.items():
+                same = all(torch.equal(a, b) for a, b in zip(tensors, results["none"], strict=True))
+                assert same, f"{other} changes the numbers"
+            results.clear()
     summary: dict[str, Any] = {}
     for name, contender in contenders.items():
-        pairs = zip(contender.seconds[2:], contenders["none"].seconds[2:], strict=True)
-        q1, median, q3 = statistics.quantiles([a / b for a, b in pairs], n=4)
+        seconds, baseline = contender.seconds[UNCOUNTED:], contenders["none"].seconds[UNCOUNTED:]
         summary[name] = {
-            "time": [round(q, 3) for q in (q1, median, q3)],
+            "time": quartiles(ratios(seconds, baseline)),
             "counters": {k: round(v, 3) for k, v in contender.activations.metrics().items()},
             "kept_bytes": contender.kept_bytes(x, y),
         }
@@ -125,34 +129,29 @@ def bench(sizes: tuple[int, int, int], batch: int, rounds: int, in_flight_bytes:
 
 def main() -> None:
     """Parse, measure, print, write the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = record.parser(__doc__, rounds=7)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=7, help="counted rounds")
     parser.add_argument("--in-flight-mib", type=int, default=32)
     parser.add_argument("--directory", type=Path, default=Path.cwd(), help="folder on a local drive")
-    parser.add_argument("--record", type=Path, default=None, help="JSON file to write")
     args = parser.parse_args()
     sizes = (args.width, args.layers, args.length)
     with tempfile.TemporaryDirectory(dir=args.directory) as folder:
         results = bench(sizes, args.batch, args.rounds, args.in_flight_mib << 20, folder)
     print(json.dumps(results, indent=1))
-    if args.record is not None:
-        record = {
-            "benchmark": "activations",
-            "command": "python -m tests.bench.activations",
-            "environment": environment(),
-            "width": args.width,
-            "layers": args.layers,
-            "length": args.length,
-            "batch": args.batch,
-            "rounds": args.rounds,
-            "in_flight_bytes": args.in_flight_mib << 20,
-            "results": results,
-        }
-        args.record.write_text(json.dumps(record, indent=1) + "\n")
+    found = {
+        **record.header("activations", private=(args.directory,)),
+        "width": args.width,
+        "layers": args.layers,
+        "length": args.length,
+        "batch": args.batch,
+        "rounds": args.rounds,
+        "in_flight_bytes": args.in_flight_mib << 20,
+        "results": results,
+    }
+    record.write(args.record, found)
 
 
 if __name__ == "__main__":

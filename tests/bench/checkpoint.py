@@ -17,11 +17,9 @@ Memory is the growth of anonymous memory of a rank during the save, sampled ever
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
-import statistics
 import tempfile
 import threading
 import time
@@ -41,7 +39,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from ls_strategy.checkpoint.consolidate import consolidate
 from ls_strategy.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
-from tests.bench.step_time import environment
+from tests.bench import record
+from tests.bench.contest import quartiles, ratios, turns
+
+MINUTES = 5
+QUICK = ("--width", "64", "--layers", "2", "--rounds", "2")
 
 
 class Model(pl.LightningModule):
@@ -148,31 +150,25 @@ def bench(rank: int, ranks: int, width: int, layers: int, rounds: int, folder: s
     root = Path(folder)
     saves, strategies = contenders(rank, ranks, width, layers, root)
     result: dict[str, Any] = {name: {"seconds": [], "stall": [], "memory": []} for name in saves}
-    for round_ in range(rounds + 1):
-        for name in [*saves][round_ % len(saves) :] + [*saves][: round_ % len(saves)]:
-            if rank == 0:
-                shutil.rmtree(root / "dcp", ignore_errors=True)
-                os.sync()
-            dist.barrier()
-            begin = time.perf_counter()
-            with Peak() as peak:
-                saves[name]()
-                stall = time.perf_counter() - begin
-                for strategy in strategies:
-                    strategy.wait_for_saves()
-            dist.barrier()
-            if round_:  # the first makes files and staging memory
-                result[name]["seconds"].append(time.perf_counter() - begin)
-                result[name]["stall"].append(stall)
-                result[name]["memory"].append(peak.bytes)
+    for counts, name in turns(list(saves), rounds, uncounted=1):
+        if rank == 0:
+            shutil.rmtree(root / "dcp", ignore_errors=True)
+            os.sync()
+        dist.barrier()
+        begin = time.perf_counter()
+        with Peak() as peak:
+            saves[name]()
+            stall = time.perf_counter() - begin
+            for strategy in strategies:
+                strategy.wait_for_saves()
+        dist.barrier()
+        if counts:  # the first round makes files and staging memory
+            result[name]["seconds"].append(time.perf_counter() - begin)
+            result[name]["stall"].append(stall)
+            result[name]["memory"].append(peak.bytes)
     if rank == 0:
         consolidate(root / "offloaded.ckpt", root / "check.ckpt", force=True)  # all of it can be read
     return result
-
-
-def quartiles(numbers: list[float], digits: int = 3) -> list[float]:
-    """25 %, 50 % and 75 %."""
-    return [round(q, digits) for q in statistics.quantiles(numbers, n=4)]
 
 
 def summarise(by_rank: list[dict[str, Any]], nbytes: int, unit_bytes: int) -> dict[str, Any]:
@@ -191,23 +187,19 @@ def summarise(by_rank: list[dict[str, Any]], nbytes: int, unit_bytes: int) -> di
             "memory_over_unit": round(max(measured["memory"]) / unit_bytes, 2),
         }
         for peer in ("torch.save", "dcp"):
-            pairs = zip(slowest[peer]["seconds"], measured["seconds"], strict=True)
-            row[f"times_faster_than_{peer}"] = quartiles([a / b for a, b in pairs])
-        pairs = zip(measured["stall"], slowest["folder"]["seconds"], strict=True)
-        row["stall_over_folder"] = quartiles([a / b for a, b in pairs])
+            row[f"times_faster_than_{peer}"] = quartiles(ratios(slowest[peer]["seconds"], measured["seconds"]))
+        row["stall_over_folder"] = quartiles(ratios(measured["stall"], slowest["folder"]["seconds"]))
         results[name] = row
     return results
 
 
 def main() -> None:
     """Parse, measure, print, write the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = record.parser(__doc__, rounds=9)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=9, help="counted rounds")
     parser.add_argument("--directory", type=Path, default=None, help="folder on the disk to write to")
-    parser.add_argument("--record", type=Path, default=None, help="JSON file to write")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.directory) as folder:
         by_rank = spawn(
@@ -216,17 +208,14 @@ def main() -> None:
     parameters = args.layers * args.width * (args.width + 1)
     results = summarise(by_rank, 12 * parameters, 12 * args.width * (args.width + 1) // args.ranks)
     print(json.dumps(results, indent=1))
-    if args.record is not None:
-        record = {
-            "benchmark": "checkpoint",
-            "command": "python -m tests.bench.checkpoint",
-            "environment": environment(),
-            "parameters": parameters,
-            "ranks": args.ranks,
-            "rounds": args.rounds,
-            "results": results,
-        }
-        args.record.write_text(json.dumps(record, indent=1) + "\n")
+    found = {
+        **record.header("checkpoint", private=(args.directory,) if args.directory else ()),
+        "parameters": parameters,
+        "ranks": args.ranks,
+        "rounds": args.rounds,
+        "results": results,
+    }
+    record.write(args.record, found)
 
 
 if __name__ == "__main__":

@@ -14,20 +14,20 @@ does not count, neither for the updates nor for the triad ``a = b + s * c`` that
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import json
 import os
 import statistics
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ls_strategy.ops import moments, native, update
-from tests.bench.step_time import environment
+from tests.bench import record
+from tests.bench.contest import clocked, ratios, spread
+
+MINUTES = 1
+QUICK = ("--numel", "65536", "--rounds", "2", "--threads", "1")
 
 SETTINGS = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
 UNSCALE, CLIP = 1 / 3, 0.7
@@ -115,26 +115,6 @@ def triad(b: Buffers) -> Callable[[], None]:
     return lambda: torch.add(b.param, b.exp_avg, alpha=0.5, out=b.grad)
 
 
-def measure(contenders: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of every contender in every round; who begins changes."""
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    names = list(contenders)
-    for round_ in range(rounds + 1):
-        shift = round_ % len(names)
-        for name in names[shift:] + names[:shift]:
-            start = time.perf_counter()
-            contenders[name]()
-            if round_:  # the first one builds kernels and touches pages
-                times[name].append(time.perf_counter() - start)
-    return times
-
-
-def quartiles(values: list[float]) -> dict[str, float]:
-    """Median and quartiles, three digits."""
-    low, middle, high = statistics.quantiles(values, n=4)
-    return {"median": round(middle, 3), "q1": round(low, 3), "q3": round(high, 3)}
-
-
 def jobs(b: Buffers) -> dict[str, Callable[[], None]]:
     """Everything that takes part."""
     table = {
@@ -156,7 +136,7 @@ def summarise(times: dict[str, list[float]], numel: int) -> dict[str, Any]:
     results: dict[str, Any] = {}
     triad_rate = 12 / statistics.median(times["triad"])
     for name, seconds in times.items():
-        row: dict[str, Any] = {"milliseconds": quartiles([1e3 * s for s in seconds])}
+        row: dict[str, Any] = {"milliseconds": spread([1e3 * s for s in seconds])}
         rate = BYTES.get(name, 12) / statistics.median(seconds)
         if name in BYTES or name == "triad":
             row |= {"gb_per_s": round(rate * numel / 1e9, 1), "share_of_triad": round(rate / triad_rate, 2)}
@@ -164,43 +144,36 @@ def summarise(times: dict[str, list[float]], numel: int) -> dict[str, Any]:
         for peer in ("torch", "deepspeed"):
             other = times.get(f"{job}, {peer}")
             if name in BYTES and other:
-                row[f"times_faster_than_{peer}"] = quartiles([o / s for o, s in zip(other, seconds, strict=True)])
+                row[f"times_faster_than_{peer}"] = spread(ratios(other, seconds))
         if name.endswith("moments"):
-            row["times_faster_than_fp32_moments"] = quartiles(
-                [o / s for o, s in zip(times["mixed"], seconds, strict=True)]
-            )
+            row["times_faster_than_fp32_moments"] = spread(ratios(times["mixed"], seconds))
         results[name] = row
     return results
 
 
 def main() -> None:
     """Parse, measure, print, write the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = record.parser(__doc__, rounds=15)
     parser.add_argument("--numel", type=int, default=1 << 26, help="elements of the flat buffer")
     parser.add_argument("--threads", type=int, default=2, help="compute threads")
-    parser.add_argument("--rounds", type=int, default=15, help="counted rounds")
-    parser.add_argument("--record", type=Path, default=None, help="JSON file to write")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if not native.available("cpu"):
         raise SystemExit("no compiled kernels to measure")
     buffers = Buffers(args.numel)
-    results = summarise(measure(jobs(buffers), args.rounds), args.numel)
+    results = summarise(clocked(jobs(buffers), args.rounds), args.numel)
     for name, row in results.items():
         ratios = {k.removeprefix("times_"): v["median"] for k, v in row.items() if k.startswith("times")}
         print(f"{name:22}{row['milliseconds']['median']:>8.1f} ms  {row.get('share_of_triad', '')!s:>5}  {ratios}")
-    record = {
-        "benchmark": "cpu_adam",
-        **environment("cpu_adam"),
+    found = {
+        **record.header("cpu_adam"),
         "threads": args.threads,
         "numel": args.numel,
         "rounds": args.rounds,
         "instruction_set": ("portable", "AVX2", "AVX-512")[native.limit_isa(2)],
         "results": results,
     }
-    if args.record is not None:
-        args.record.parent.mkdir(parents=True, exist_ok=True)
-        args.record.write_text(json.dumps(record, indent=2) + "\n")
+    record.write(args.record, found)
 
 
 if __name__ == "__main__":

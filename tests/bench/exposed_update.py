@@ -18,8 +18,6 @@ rate says. ``params`` is the share of the step that stage 3 waits for its parame
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
 import math
 import queue
@@ -32,7 +30,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -47,9 +44,14 @@ from ls_strategy.tiers import link
 from ls_strategy.zero import averages, offload, units, update
 from recipes.gpt.model import GPTModule, OptimConfig, SampleConfig
 from recipes.gpt.network import GPTConfig
-from tests.bench.step_time import environment
+from tests.bench import record
+from tests.bench.record import ROOT
 
-ROOT = Path(__file__).parents[2]
+MINUTES = 30
+QUICK = (
+    "--strategies", "zero2_offload", "--settings", "here", "node", "--rounds", "1", "--steps", "4", "--tokens", "512",
+)  # fmt: skip
+
 H100_FLOPS = 400e12
 H100_COPIED = 28e9
 """Elements per second, one direction."""
@@ -284,13 +286,11 @@ def row_of(run: Run, clocks: dict[Run, list[Clock]]) -> dict[str, Any]:
 
 def main() -> None:
     """Parse, measure, print a table, write the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = record.parser(__doc__, rounds=2, rounds_help="Trainers of each kind")
     parser.add_argument("--strategies", nargs="+", default=STRATEGIES, help="aliases")
     parser.add_argument("--settings", nargs="+", default=SETTINGS, choices=SETTINGS)
-    parser.add_argument("--rounds", type=int, default=2, help="Trainers of each kind")
     parser.add_argument("--steps", type=int, default=5, help="steps of each, of which the first two are not counted")
     parser.add_argument("--tokens", type=int, default=8192, help="per step")
-    parser.add_argument("--record", type=Path, default=None, help="JSON file to write")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning.fabric"):
@@ -307,8 +307,8 @@ def main() -> None:
     ]
     clocks: dict[Run, list[Clock]] = {run: [] for run in runs}
     rows: list[dict[str, Any]] = []
-    record: dict[str, Any] = {
-        "benchmark": "exposed_update", **environment("exposed_update"), "limit": LIMIT, "network": NETWORK,
+    found: dict[str, Any] = {
+        **record.header("exposed_update"), "limit": LIMIT, "network": NETWORK,
         "tokens": args.tokens, "block": BLOCK, "flops_per_s": round(flops),
     }  # fmt: skip
     print(f"{flops / 1e9:.0f} GFLOP/s, {args.tokens} tokens per step")
@@ -318,9 +318,8 @@ def main() -> None:
             clocks[run].append(train(run, args.steps, args.tokens, flops))
             if round_ == args.rounds - 1 and not run.overlap:
                 rows += [row_of(replace(run, overlap=True), clocks), row_of(run, clocks)]
-                if args.record is not None:
-                    record["results"] = rows  # after every pair: a long run that is ended early is worth something
-                    args.record.write_text(json.dumps(record, indent=2) + "\n")
+                found["results"] = rows
+                record.write(args.record, found)  # after every pair: a long run that is ended early is worth something
 
 
 if __name__ == "__main__":

@@ -39,13 +39,16 @@ from torch.utils.data import DataLoader, TensorDataset
 from ls_strategy.autoload import ALIASES
 from ls_strategy.plan import Plan
 from ls_strategy.strategy import ZeROStrategy
-from tests.bench.step_time import environment
+from tests.bench import record
+from tests.bench.record import ROOT
+
+MINUTES = 5
+QUICK = ("--blocks", "4", "--width", "128", "--drive-width", "128", "--moments", "fp32")
 
 LIMITS = {"fp32": 14.5, "bf16": 10.5, "int8": 8.5}
 """Bytes per parameter: masters 4, moments 8, 4 or 2.03, gradients 2, and 0.5 for what is gathered and on its way."""
 
 CGROUPS = Path("/sys/fs/cgroup/memory")
-ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -241,12 +244,12 @@ def limited(case: Case) -> dict[str, Any]:
 
 def main() -> None:
     """Parse, measure, print a table, write the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = record.parser(__doc__)
     parser.add_argument("--blocks", type=int, default=96, help="equal units")
     parser.add_argument("--width", type=int, default=1024, help="a block has about 4 width**2 parameters")
     parser.add_argument("--moments", nargs="+", default=["fp32", "bf16", "int8"], choices=sorted(LIMITS))
+    parser.add_argument("--drive-width", type=int, default=768, help="width in the runs on a drive")
     parser.add_argument("--allowed-mib", type=int, default=256, help="of the runs on a drive")
-    parser.add_argument("--record", type=Path, default=None, help="JSON file to write")
     parser.add_argument("--one", default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one is not None:
@@ -269,7 +272,9 @@ def main() -> None:
         for clip in (False, True):
             allowed = args.allowed_mib << 20
             with tempfile.TemporaryDirectory(dir=ROOT) as folder:
-                case = Case("fp32", clip, "zero3_nvme", blocks, 768, nvme_path=folder, allowed_bytes=allowed)
+                case = Case(
+                    "fp32", clip, "zero3_nvme", blocks, args.drive_width, nvme_path=folder, allowed_bytes=allowed
+                )
                 result = {**limited(case), "nvme_path": ""}
             result["states_bytes"] = result["parameters"] * (18 if clip else 14)
             on_drive.append(result)
@@ -279,10 +284,7 @@ def main() -> None:
                 f"   {result['limited_by']}",
                 flush=True,
             )
-    if args.record is not None:
-        record = {"benchmark": "host_memory", **environment("host_memory"), "results": results, "on_drive": on_drive}
-        args.record.parent.mkdir(parents=True, exist_ok=True)
-        args.record.write_text(json.dumps(record, indent=2) + "\n")
+    record.write(args.record, {**record.header("host_memory"), "results": results, "on_drive": on_drive})
 
 
 if __name__ == "__main__":

@@ -13,13 +13,11 @@ DeepSpeed in the same round, with its quartiles, on the slowest rank. Needs Deep
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +31,14 @@ from ls_strategy.moe.layer import MoE
 from ls_strategy.moe.losses import moe_losses
 from ls_strategy.moe.parallel import apply_expert_parallel
 from ls_strategy.testing import spawn
-from tests.bench.step_time import environment
+from tests.bench import record
+from tests.bench.contest import quartiles, ratios, turns
+
+MINUTES = 3
+QUICK = (
+    "--ranks", "1", "2", "--tokens", "64", "--hidden", "16", "--ffn", "32", "--experts", "4", "--rounds", "2",
+    "--cases", "capacity, k=1", "dropless, k=1",
+)  # fmt: skip
 
 CASES = {
     "capacity, k=1": {"k": 1, "drop_tokens": True},
@@ -128,15 +133,14 @@ def contend(rank: int, world: int, sizes: dict[str, int], rounds: int, names: li
         seconds: dict[str, list[float]] = {who: [] for who in steps}
         if CASES[name] == {"k": 1, "drop_tokens": False}:  # nothing random, nothing dropped
             torch.testing.assert_close(steps["ours"](x, grad), steps["DeepSpeed"](x, grad), rtol=1e-4, atol=1e-5)
-        for round_ in range(rounds + 2):
-            for who in list(steps)[:: 1 if round_ % 2 else -1]:
-                dist.barrier()
-                begin = time.perf_counter()
-                steps[who](x, grad)
-                slowest = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
-                dist.all_reduce(slowest, dist.ReduceOp.MAX)
-                if round_ > 1:
-                    seconds[who].append(float(slowest))
+        for counts, who in turns(list(steps), rounds, uncounted=2):
+            dist.barrier()
+            begin = time.perf_counter()
+            steps[who](x, grad)
+            slowest = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            if counts:
+                seconds[who].append(float(slowest))
         found[name] = {"seconds": seconds, "busiest": round(busiest(name, sizes, x), 2)}
     return found
 
@@ -146,9 +150,8 @@ def bench(ranks: int, sizes: dict[str, int], rounds: int, names: list[str]) -> d
     summary: dict[str, Any] = {}
     for name, found in spawn(contend, ranks, sizes, rounds, names, timeout_s=1200)[0].items():
         seconds = found["seconds"]
-        ratios = [a / b for a, b in zip(seconds["ours"], seconds["DeepSpeed"], strict=True)]
         summary[name] = {
-            "time": [round(q, 3) for q in statistics.quantiles(ratios, n=4)],
+            "time": quartiles(ratios(seconds["ours"], seconds["DeepSpeed"])),
             "ms": {who: round(1e3 * statistics.median(values), 2) for who, values in seconds.items()},
             "busiest": found["busiest"],
         }
@@ -157,25 +160,18 @@ def bench(ranks: int, sizes: dict[str, int], rounds: int, names: list[str]) -> d
 
 def main() -> None:
     """Parse, measure, print, write the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = record.parser(__doc__, rounds=15)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--tokens", type=int, default=2048, help="per rank")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--ffn", type=int, default=1024)
     parser.add_argument("--experts", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=15, help="counted rounds")
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--record", type=Path, default=None, help="JSON file to write")
     args = parser.parse_args()
     sizes = {name: getattr(args, name) for name in ("tokens", "hidden", "ffn", "experts")}
     results = {f"{n} ranks" if n > 1 else "1 rank": bench(n, sizes, args.rounds, args.cases) for n in args.ranks}
     print(json.dumps(results, indent=1))
-    if args.record is not None:
-        record = {
-            "benchmark": "moe", "environment": environment("moe"),
-            **sizes, "rounds": args.rounds, "results": results,
-        }  # fmt: skip
-        args.record.write_text(json.dumps(record, indent=1) + "\n")
+    record.write(args.record, {**record.header("moe"), **sizes, "rounds": args.rounds, "results": results})
 
 
 if __name__ == "__main__":

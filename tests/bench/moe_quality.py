@@ -8,7 +8,6 @@ judged by its own spread over seeds. The record is written after every run: star
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import statistics
@@ -27,7 +26,10 @@ from recipes.gpt.model import OptimConfig, SampleConfig
 from recipes.gpt.network import GPTConfig
 from recipes.moe.model import MoEGPTModule
 from recipes.moe.network import MoEConfig
-from tests.bench.step_time import environment
+from tests.bench import record
+
+MINUTES = 25
+QUICK = ("--contenders", "top2", "--seeds", "1", "--steps", "2")
 
 NETWORK = {"num_layers": 4, "num_heads": 4, "width": 64}
 BLOCK, BATCH = 128, 16
@@ -113,29 +115,28 @@ def show(table: dict[str, dict[str, float]]) -> None:
 def begin(path: Path | None, steps: int) -> dict[str, Any]:
     """A new record, or the one at ``path`` if the same command made it from the same commit, versions and machine."""
     new: dict[str, Any] = {
-        "benchmark": "moe_quality", **environment("moe_quality"), "network": NETWORK, "steps": steps,
+        **record.header("moe_quality"), "network": NETWORK, "steps": steps,
         "tokens": steps * BATCH * BLOCK, "contenders": CONTENDERS, "results": {}, "runs": {},
     }  # fmt: skip
     if path is None or not path.exists():
         return new
     before = json.loads(path.read_text())
-    same = all(before.get(key) == value for key, value in new.items() if key not in ("results", "runs"))
+    same = all(before.get(key) == value for key, value in new.items() if key not in ("date", "results", "runs"))
     return before if same else new
 
 
 def main() -> None:
     """Parse, measure, print a table, write the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = record.parser(__doc__)
     parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
     parser.add_argument("--seeds", type=int, default=3, help="runs of each contender")
     parser.add_argument("--steps", type=int, default=1000, help="optimizer steps")
-    parser.add_argument("--record", type=Path, default=None, help="JSON file to write, or to add to")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    record = begin(args.record, args.steps)
-    runs: Runs = record["runs"]
+    found = begin(args.record, args.steps)
+    runs: Runs = found["runs"]
     with tempfile.TemporaryDirectory() as cache:
         for seed in map(str, range(1, args.seeds + 1)):
             for contender in dict.fromkeys(["dense", *args.contenders]):
@@ -143,10 +144,9 @@ def main() -> None:
                 if seed not in by_seed:
                     by_seed[seed] = train(contender, int(seed), args.steps, Path(cache))
                     print(f"{contender} seed {seed}: {by_seed[seed]}", flush=True)
-                record["results"] = compare(runs)
-                if args.record is not None:
-                    args.record.write_text(json.dumps(record, indent=2) + "\n")
-    show(record["results"])
+                found["results"] = compare(runs)
+                record.write(args.record, found)
+    show(found["results"])
 
 
 if __name__ == "__main__":

@@ -8,8 +8,6 @@ difference is worth is judged by the spread of the fp32 runs over seeds.
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
 import statistics
 import tempfile
@@ -26,7 +24,10 @@ from recipes.gpt.corpus import CorpusConfig
 from recipes.gpt.data import TextData
 from recipes.gpt.model import GPTModule, OptimConfig, SampleConfig
 from recipes.gpt.network import GPTConfig
-from tests.bench.step_time import environment
+from tests.bench import record
+
+MINUTES = 5
+QUICK = ("--seeds", "1", "--steps", "2")
 
 FORMATS = ("fp32", "bf16", "int8")
 NETWORK = {"num_layers": 2, "num_heads": 4, "width": 64}
@@ -95,7 +96,7 @@ def compare(runs: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, floa
             pairs = [r[kind] - t for r, t in zip(losses, trusted, strict=True)]
             row[kind] = round(statistics.fmean(r[kind] for r in losses), 4)
             row[f"{kind}_difference"] = round(statistics.fmean(pairs), 4)
-            row[f"{kind}_noise"] = round(statistics.stdev(trusted), 4)
+            row[f"{kind}_noise"] = round(statistics.stdev(trusted), 4) if len(trusted) > 1 else 0.0
         result[moments] = row
     return result
 
@@ -115,10 +116,9 @@ def measure(seeds: int, steps: int) -> dict[str, list[dict[str, float]]]:
 
 def main() -> None:
     """Parse, measure, print a table, write the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = record.parser(__doc__)
     parser.add_argument("--seeds", type=int, default=3, help="runs of each format")
     parser.add_argument("--steps", type=int, default=400, help="optimizer steps")
-    parser.add_argument("--record", type=Path, default=None, help="JSON file to write")
     args = parser.parse_args()
     runs = measure(args.seeds, args.steps)
     table = compare(runs)
@@ -129,12 +129,10 @@ def main() -> None:
             for k in ("final", "mean", "val")
         )
         print(f"{moments:6}" + "".join(cells))
-    if args.record is not None:
-        record = {
-            "benchmark": "moments", **environment("moments"), "network": NETWORK, "steps": args.steps,
-            "results": table, "runs": runs,
-        }  # fmt: skip
-        args.record.write_text(json.dumps(record, indent=2) + "\n")
+    found = {
+        **record.header("moments"), "network": NETWORK, "steps": args.steps, "results": table, "runs": runs,
+    }  # fmt: skip
+    record.write(args.record, found)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ fio needs the ``fio`` program, DeepSpeed ``deepspeed`` and libaio's headers (``l
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
@@ -34,7 +33,11 @@ from ls_strategy.tiers.drive import mount_of, open_scratch
 from ls_strategy.tiers.file_io import IOEngine
 from ls_strategy.tiers.nvme import NVMeTier
 from ls_strategy.tiers.tuning import Measured, move
-from tests.bench.step_time import environment
+from tests.bench import record
+from tests.bench.contest import quartiles, ratios, turns
+
+MINUTES = 6
+QUICK = ("--gib", "0.04", "--rounds", "2")
 
 Verb = Literal["read", "write"]
 Contender = Callable[[Verb], float]
@@ -148,11 +151,6 @@ def contenders(directory: Path, nbytes: int, io: NVMeIOConfig) -> tuple[dict[str
     return present, absent
 
 
-def quartiles(numbers: list[float], digits: int) -> list[float]:
-    """25 %, 50 % and 75 %."""
-    return [round(q, digits) for q in statistics.quantiles(numbers, n=4)]
-
-
 def summarise(seconds: dict[str, dict[Verb, list[float]]], nbytes: int) -> dict[str, dict[str, Any]]:
     """GB/s and ratio of speeds to fio's fastest way in the same round, per direction."""
     result: dict[str, dict[str, Any]] = {name: {} for name in seconds}
@@ -161,8 +159,7 @@ def summarise(seconds: dict[str, dict[Verb, list[float]]], nbytes: int) -> dict[
         ways = [name for name in seconds if name.startswith("fio")] or ["ours"]
         fastest = min(ways, key=lambda name: statistics.median(seconds[name][verb]))
         for name, times in seconds.items():
-            ratios = [b / s for s, b in zip(times[verb], seconds[fastest][verb], strict=True)]
-            low, middle, high = quartiles(ratios, 3)
+            low, middle, high = quartiles(ratios(seconds[fastest][verb], times[verb]))
             speeds = quartiles([nbytes / s / 1e9 for s in times[verb]], 2)
             result[name][verb] = {
                 "gbs": speeds[1], "gbs_q1": speeds[0], "gbs_q3": speeds[2],
@@ -173,27 +170,22 @@ def summarise(seconds: dict[str, dict[Verb, list[float]]], nbytes: int) -> dict[
 
 def measure(present: dict[str, Contender], rounds: int) -> dict[str, dict[Verb, list[float]]]:
     """Seconds per contender, direction and counted round; two rounds before do not count."""
-    names = list(present)
-    seconds: dict[str, dict[Verb, list[float]]] = {name: {"read": [], "write": []} for name in names}
-    for round_ in range(rounds + 2):
-        for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
-            for verb in ("write", "read"):
-                spent = present[name](verb)
-                if round_ >= 2:  # the first writes turn reserved space into written space, and build DeepSpeed's files
-                    seconds[name][verb].append(spent)
-        print(f"round {round_ + 1} of {rounds + 2}", flush=True)
+    seconds: dict[str, dict[Verb, list[float]]] = {name: {"read": [], "write": []} for name in present}
+    for counts, name in turns(list(present), rounds, uncounted=2):
+        for verb in ("write", "read"):
+            spent = present[name](verb)
+            if counts:  # the first writes turn reserved space into written space, and build DeepSpeed's files
+                seconds[name][verb].append(spent)
     return seconds
 
 
 def main() -> None:
     """Parse, measure, print a table, write the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path, help="folder on the drive")
+    parser = record.parser(__doc__, rounds=9)
+    parser.add_argument("directory", type=Path, nargs="?", default=Path.cwd(), help="on the drive; default: here")
     parser.add_argument("--gib", type=float, default=1.0, help="bytes moved in each direction, round and contender")
-    parser.add_argument("--rounds", type=int, default=9, help="counted rounds")
     parser.add_argument("--block-mib", type=int, default=8, help="our block size")
     parser.add_argument("--parallelism", type=int, default=4, help="our threads")
-    parser.add_argument("--record", type=Path, default=None, help="JSON file to write")
     args = parser.parse_args()
     torch.set_num_threads(1)  # copies into buffers, beside the threads that move them
     io = NVMeIOConfig(block_bytes=args.block_mib * MIB, parallelism=args.parallelism)
@@ -210,20 +202,15 @@ def main() -> None:
             f"{name:32}{read['gbs']:>10.2f}{read['ratio']:>8.3f}{read['ratio_q1']:>7.2f}{read['ratio_q3']:>7.2f}"
             f"{write['gbs']:>12.2f}{write['ratio']:>8.3f}{write['ratio_q1']:>7.2f}{write['ratio_q3']:>7.2f}"
         )
-    if args.record is not None:
-        about = environment("nvme_io")
-        record = {
-            "benchmark": "nvme_io",
-            **about,
-            "command": about["command"].replace(str(args.directory), "DIR"),
-            "file_system": mount_of(args.directory).kind,
-            "gib": nbytes / 2**30,
-            "rounds": args.rounds,
-            "skipped": absent,
-            "results": table,
-        }
-        args.record.parent.mkdir(parents=True, exist_ok=True)
-        args.record.write_text(json.dumps(record, indent=2) + "\n")
+    found = {
+        **record.header("nvme_io", private=(args.directory,)),
+        "file_system": mount_of(args.directory).kind,
+        "gib": nbytes / 2**30,
+        "rounds": args.rounds,
+        "skipped": absent,
+        "results": table,
+    }
+    record.write(args.record, found)
 
 
 if __name__ == "__main__":

@@ -9,13 +9,13 @@ and not by the process' size, which depends on the allocator. *foretold* is the 
 
 from __future__ import annotations
 
-import argparse
-import json
-from pathlib import Path
 from typing import Any
 
-from tests.bench.step_time import environment
+from tests.bench import record
 from tests.dist.test_planner import IDS, foretell, measured
+
+MINUTES = 1
+QUICK = ()
 
 
 def bench(ranks: int) -> dict[str, Any]:
@@ -38,17 +38,14 @@ def bench(ranks: int) -> dict[str, Any]:
 
 def main() -> None:
     """Parse, measure, print, write the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = record.parser(__doc__)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--record", type=Path, default=None, help="JSON file to write")
     args = parser.parse_args()
     results = bench(args.ranks)
     print(f"{'':60}{'foretold':>12}{'measured':>12}{'ratio':>8}")
     for name, row in results.items():
         print(f"{name:60}{row['foretold_bytes']:>12,}{row['measured_bytes']:>12,}{row['ratio']:>8.3f}")
-    if args.record is not None:
-        record = {"benchmark": "planner", **environment("planner"), "ranks": args.ranks, "results": results}
-        args.record.write_text(json.dumps(record, indent=2) + "\n")
+    record.write(args.record, {**record.header("planner"), "ranks": args.ranks, "results": results})
 
 
 if __name__ == "__main__":

@@ -9,19 +9,19 @@ round: above one, the kernel is faster. Before it is timed, every way is checked
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ls_strategy.ops import permute, routing_library, topk
-from tests.bench.step_time import environment
+from tests.bench import record
+from tests.bench.contest import clocked, quartiles, ratios
+
+MINUTES = 3
+QUICK = ("--tokens", "64", "--width", "32", "--rounds", "2")
 
 Ways = dict[str, Callable[[], Any]]
 """By name, "kernel" first."""
@@ -125,27 +125,15 @@ def choices(r: Routed) -> dict[str, Ways]:
     }
 
 
-def seconds(way: Callable[[], Any]) -> float:
-    """Of one run."""
-    begin = time.perf_counter()
-    way()
-    return time.perf_counter() - begin
-
-
 def compare(ways: Ways, rounds: int, tolerance: float) -> dict[str, Any]:
     """Microseconds of the kernel, and the ratios to it."""
     trusted = ways["kernel"]()
     for name, way in ways.items():
         torch.testing.assert_close(way(), trusted, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    names = list(ways)
-    for round_ in range(rounds):
-        for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
-            times[name].append(seconds(ways[name]))
+    times = clocked(ways, rounds, uncounted=0)
     result: dict[str, Any] = {"kernel_us": round(statistics.median(times["kernel"]) * 1e6, 1)}
-    for name in names[1:]:
-        ratios = [a / b for a, b in zip(times[name], times["kernel"], strict=True)]
-        result[name] = [round(q, 2) for q in statistics.quantiles(ratios, n=4)]
+    for name in list(ways)[1:]:
+        result[name] = quartiles(ratios(times[name], times["kernel"]), 2)
     return result
 
 
@@ -179,22 +167,19 @@ def line(row: dict[str, Any]) -> str:
 
 def main() -> None:
     """Parse, measure, print, write the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = record.parser(__doc__, rounds=41)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=41)
-    parser.add_argument("--record", type=Path, default=None, help="JSON file to write")
     args = parser.parse_args()
     if not routing_library.available("cpu"):
         raise SystemExit("There are no kernels to measure: no compiler, or LS_STRATEGY_OPS=0.")
     results = bench(args.tokens, args.width, args.rounds)
     print("\n".join(line(row) for row in results))
-    if args.record is not None:
-        record = {
-            "benchmark": "routing", **environment("routing"), "threads": torch.get_num_threads(),
-            "tokens": args.tokens, "width": args.width, "rounds": args.rounds, "results": results,
-        }  # fmt: skip
-        args.record.write_text(json.dumps(record, indent=1) + "\n")
+    found = {
+        **record.header("routing"), "threads": torch.get_num_threads(),
+        "tokens": args.tokens, "width": args.width, "rounds": args.rounds, "results": results,
+    }  # fmt: skip
+    record.write(args.record, found)
 
 
 if __name__ == "__main__":

@@ -2,39 +2,81 @@
 
 ``python -m tests.bench.step_time --ranks 2 --sizes 5M 20M --rounds 12 --record tests/bench/records/step_time.json``
 
-Every contender lives in the same processes and takes turns, so that a noisy machine is noisy for all of them; what is
-reported is the median of the ratios to DDP, round by round, with their quartiles. DeepSpeed takes part where it is
-installed (the ``bench`` extra), FSDP2 always.
+Every contender lives in the same processes and takes turns (`tests.bench.contest`). The baseline is DDP on several
+ranks and plain torch on one:
+
+``plain``        no strategy: every rank trains a model of its own, so that nothing is exchanged
+``ddp``          torch's DistributedDataParallel
+``zero0``-``3``  this engine, without Lightning around it, as the others are
+``fsdp2``        torch's ``fully_shard``
+``deepspeed1-3`` where DeepSpeed is installed (the ``bench`` extra)
+
+On the CPU everything is fp32, and a turn is one step between two barriers. ``--device cuda`` measures ``--steps`` steps
+per turn between two CUDA events, in bf16, each in its own way: autocast for ``plain`` and ``ddp``, 16-bit parameters
+with fp32 master weights for the others, all of them with fp32 sums of gradients.
 """
 
 from __future__ import annotations
 
-import argparse
-import importlib.metadata
+import contextlib
 import importlib.util
-import json
 import os
-import platform
-import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.bench import record
+from tests.bench.contest import against, turns
+
+MINUTES = 8
+QUICK = ("--sizes", "1M", "--rounds", "2", "--batch", "1", "--block", "32")
+
 SIZES = {
+    "1M": {"num_layers": 2, "width": 192, "num_heads": 4},
     "5M": {"num_layers": 6, "width": 256, "num_heads": 4},
     "10M": {"num_layers": 8, "width": 320, "num_heads": 5},
     "20M": {"num_layers": 10, "width": 416, "num_heads": 8},
     "30M": {"num_layers": 12, "width": 448, "num_heads": 7},
+    "350M": {"num_layers": 24, "width": 1024, "num_heads": 16},
+    "1300M": {"num_layers": 24, "width": 2048, "num_heads": 16},
 }
 LR = 3e-4
+UNCOUNTED = 2
+"""Rounds that allocate and build kernels."""
+
 Step = Callable[[Tensor, Tensor], Tensor]
+"""Trains on tokens and targets (B, T); returns the loss, detached."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all contenders of a run have in common."""
+
+    size: str
+    rounds: int
+    batch: int
+    block: int
+    device: Literal["cpu", "cuda"] = "cpu"
+    steps: int = 1
+    """Of one turn."""
+
+    @property
+    def bf16(self) -> bool:
+        """On GPUs."""
+        return self.device == "cuda"
+
+    @property
+    def place(self) -> torch.device:
+        """This rank's device."""
+        return torch.device(self.device, torch.cuda.current_device()) if self.device == "cuda" else torch.device("cpu")
+
+
+Builder = Callable[[nn.Module, Setting], Step]
 
 
 def build_model(size: str, block_size: int) -> nn.Module:
@@ -56,13 +98,13 @@ def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=LR, weight_decay=0.1, fused=True)
 
 
-def plain(model: nn.Module) -> Step:
-    """One process, no strategy at all."""
+def _steps(model: nn.Module, *, autocast: bool) -> Step:
     optimizer = adamw(model.parameters())
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         optimizer.zero_grad()
-        loss = loss_of(model, x, y)
+        with torch.autocast("cuda", dtype=torch.bfloat16) if autocast else contextlib.nullcontext():
+            loss = loss_of(model, x, y)
         loss.backward()
         optimizer.step()
         return loss.detach()
@@ -70,27 +112,35 @@ def plain(model: nn.Module) -> Step:
     return step
 
 
-def ddp(model: nn.Module) -> Step:
+def plain(model: nn.Module, setting: Setting) -> Step:
+    """One process, no strategy at all."""
+    return _steps(model, autocast=setting.bf16)
+
+
+def ddp(model: nn.Module, setting: Setting) -> Step:
     """torch's DistributedDataParallel, gradients as bucket views."""
-    return plain(nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True))
+    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    return _steps(wrapped, autocast=setting.bf16)
 
 
-def fsdp2(model: nn.Module) -> Step:
+def fsdp2(model: nn.Module, setting: Setting) -> Step:
     """torch's fully_shard, one group per block."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(setting.device, (dist.get_world_size(),))
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = half if setting.bf16 else MixedPrecisionPolicy()
     for block in model.blocks:  # type: ignore[union-attr]
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return plain(model)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return _steps(model, autocast=False)
 
 
-def ours(stage: int) -> Callable[[nn.Module], Step]:
+def ours(stage: int) -> Builder:
     """This engine, without Lightning around it, as the others are."""
 
-    def build(model: nn.Module) -> Step:
+    def build(model: nn.Module, setting: Setting) -> Step:
         from ls_strategy.comm import make_comm
         from ls_strategy.config import ZeROConfig
         from ls_strategy.engine import Engine
@@ -102,9 +152,9 @@ def ours(stage: int) -> Callable[[nn.Module], Step]:
             model,
             [optimizer],
             config=ZeROConfig(stage=stage),  # type: ignore[arg-type]
-            precision=resolve_precision("32-true"),
+            precision=resolve_precision("bf16-true" if setting.bf16 else "32-true"),
             mesh=Mesh.data_only(make_comm()),
-            device=torch.device("cpu"),
+            device=setting.place,
         )
         engine.schedule.overlap = True
 
@@ -124,10 +174,10 @@ def ours(stage: int) -> Callable[[nn.Module], Step]:
     return build
 
 
-def deepspeed(stage: int) -> Callable[[nn.Module], Step]:
-    """DeepSpeed's engine on its CPU accelerator, the same torch optimizer, clipping off."""
+def deepspeed(stage: int) -> Builder:
+    """DeepSpeed's engine, the same torch optimizer, clipping off."""
 
-    def build(model: nn.Module) -> Step:
+    def build(model: nn.Module, setting: Setting) -> Step:
         import deepspeed as ds
 
         engine, *_ = ds.initialize(
@@ -137,6 +187,8 @@ def deepspeed(stage: int) -> Callable[[nn.Module], Step]:
                 "train_micro_batch_size_per_gpu": 1,
                 "gradient_clipping": 0.0,
                 "zero_allow_untested_optimizer": True,
+                "bf16": {"enabled": setting.bf16},
+                "communication_data_type": "fp32",
                 "zero_optimization": {"stage": stage, "overlap_comm": True, "reduce_bucket_size": 10_000_000},
             },
             dist_init_required=False,
@@ -153,113 +205,127 @@ def deepspeed(stage: int) -> Callable[[nn.Module], Step]:
     return build
 
 
-def contenders(names: list[str]) -> dict[str, Callable[[nn.Module], Step]]:
-    """Builders by name."""
-    table: dict[str, Callable[[nn.Module], Step]] = {"plain": plain, "ddp": ddp, "fsdp2": fsdp2}
-    table |= {f"zero{s}": ours(s) for s in range(4)}
-    table |= {f"deepspeed{s}": deepspeed(s) for s in (1, 2, 3)}
-    return {n: table[n] for n in names}
+CONTENDERS: dict[str, Builder] = {
+    "plain": plain,
+    "ddp": ddp,
+    **{f"zero{s}": ours(s) for s in range(4)},
+    "fsdp2": fsdp2,
+    **{f"deepspeed{s}": deepspeed(s) for s in (1, 2, 3)},
+}
 
 
-def run_rank(rank: int, world_size: int, size: str, names: list[str], rounds: int, batch: int, block: int) -> Any:
-    """Measure on one rank; returns seconds per contender and round, and the losses of the last step."""
+def installed() -> list[str]:
+    """Contenders that can take part here."""
+    has_deepspeed = importlib.util.find_spec("deepspeed") is not None
+    return [name for name in CONTENDERS if has_deepspeed or not name.startswith("deepspeed")]
+
+
+def _seconds(step: Step, batches: Sequence[tuple[Tensor, Tensor]], setting: Setting) -> tuple[float, list[Tensor]]:
+    """Of one step, from when all ranks begin to when all have ended; and the losses."""
+    if setting.device == "cuda":
+        dist.barrier()
+        torch.cuda.synchronize()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        losses = [step(x, y) for x, y in batches]
+        dist.barrier()  # a collective on the current stream
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) / 1e3 / len(batches), losses
+    dist.barrier()
+    start = time.perf_counter()
+    losses = [step(x, y) for x, y in batches]
+    dist.barrier()
+    return (time.perf_counter() - start) / len(batches), losses
+
+
+def run_rank(rank: int, world_size: int, setting: Setting, names: list[str]) -> Any:
+    """Measure on one rank; returns seconds per step by contender and round, losses, and parameters."""
     torch.set_num_threads(1)
-    steps = {n: build(build_model(size, block)) for n, build in contenders(names).items()}
+    if setting.device == "cuda":
+        torch.cuda.set_device(rank)
+        dist.init_process_group("nccl", device_id=setting.place)
+    steps = {n: CONTENDERS[n](build_model(setting.size, setting.block).to(setting.place), setting) for n in names}
     generator = torch.Generator().manual_seed(rank)
     times: dict[str, list[float]] = {n: [] for n in names}
-    losses: dict[str, list[float]] = {n: [] for n in names}
-    for round_ in range(rounds + 2):
-        tokens = torch.randint(256, (batch, block + 1), generator=generator)
-        x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-        turn = names[round_ % len(names) :] + names[: round_ % len(names)]
-        for n in turn:
-            if dist.is_initialized():
-                dist.barrier()
-            start = time.perf_counter()
-            losses[n].append(float(steps[n](x, y)))
-            if dist.is_initialized():
-                dist.barrier()
-            if round_ >= 2:  # the first rounds allocate and build kernels
-                times[n].append(time.perf_counter() - start)
-    return times, losses, sum(p.numel() for p in build_model(size, block).parameters())
+    losses: dict[str, list[Tensor]] = {n: [] for n in names}
+    batches: list[tuple[Tensor, Tensor]] = []
+    for turn, (counts, name) in enumerate(turns(names, setting.rounds, uncounted=UNCOUNTED)):
+        if turn % len(names) == 0:  # a new round: the same tokens for everybody
+            shape = (setting.steps, setting.batch, setting.block + 1)
+            tokens = torch.randint(256, shape, generator=generator).to(setting.place)
+            batches = [(t[:, :-1].contiguous(), t[:, 1:].contiguous()) for t in tokens]
+        seconds, found = _seconds(steps[name], batches, setting)
+        losses[name] += found
+        if counts:
+            times[name].append(seconds)
+    numel = sum(p.numel() for p in build_model(setting.size, setting.block).parameters())
+    return times, {n: torch.stack(each).tolist() for n, each in losses.items()}, numel
 
 
-def summarise(times: dict[str, list[float]], baseline: str) -> dict[str, dict[str, float]]:
-    """Median seconds, and median and quartiles of the ratio to the baseline of the same round."""
-    result: dict[str, dict[str, float]] = {}
-    for name, seconds in times.items():
-        ratios = [s / b for s, b in zip(seconds, times[baseline], strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        result[name] = {
-            "median_s": round(statistics.median(seconds), 4),
-            "ratio": round(middle, 3),
-            "ratio_q1": round(low, 3),
-            "ratio_q3": round(high, 3),
-        }
-    return result
+def measure(setting: Setting, ranks: int, names: list[str]) -> dict[str, Any]:
+    """A size's part of the record."""
+    from ls_strategy.testing import spawn
+
+    environment = {"DS_ACCELERATOR": setting.device, "OMP_NUM_THREADS": "1"}
+    times, losses, numel = spawn(
+        run_rank, ranks, setting, names,
+        timeout_s=3600, env=environment, init_process_group=setting.device == "cpu",
+    )[0]  # fmt: skip
+    baseline = baseline_of(names, ranks)
+    rows: dict[str, Any] = against(times, baseline)
+    for name, row in rows.items():
+        if name != "plain" or ranks == 1:  # on several ranks it sees a part of the data
+            pairs = zip(losses[name], losses[baseline], strict=True)
+            row["loss_difference"] = max(abs(a - b) / abs(b) for a, b in pairs)
+    return {"parameters": numel, "batch": setting.batch, "block": setting.block, "contenders": rows}
 
 
-def environment(module: str = "step_time") -> dict[str, Any]:
-    """What a reader needs to judge the numbers."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    cpu = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
-        platform.processor(),
-    )
-    versions = {}
-    for package in ("torch", "lightning", "deepspeed"):
-        if importlib.util.find_spec(package):
-            versions[package] = importlib.metadata.version(package)
-    return {
-        "command": "python -m " + " ".join([f"tests.bench.{module}", *sys.argv[1:]]),
-        "commit": commit.stdout.strip(),
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "versions": versions,
-    }
+def baseline_of(names: Sequence[str], ranks: int) -> str:
+    """With which times are compared."""
+    wanted = "plain" if ranks == 1 else "ddp"
+    return wanted if wanted in names else names[0]
+
+
+def show(size: str, result: dict[str, Any], baseline: str) -> None:
+    """Print a table."""
+    print(f"\n{size}: {result['parameters']:,} parameters, {result['batch']} x {result['block']} tokens per rank")
+    print(f"{'':12}{'median s':>10}{'x ' + baseline:>10}{'q1':>8}{'q3':>8}{'loss diff':>12}")
+    for name, row in result["contenders"].items():
+        difference = f"{row['loss_difference']:>12.1e}" if "loss_difference" in row else ""
+        print(
+            f"{name:12}{row['median_s']:>10.4f}{row['ratio']:>10.3f}{row['ratio_q1']:>8.3f}{row['ratio_q3']:>8.3f}"
+            f"{difference}"
+        )
 
 
 def main() -> None:
     """Parse, measure, print a table, write the record."""
-    from ls_strategy.testing import spawn
-
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2, help="gloo ranks on this machine")
-    parser.add_argument("--sizes", nargs="+", default=["5M", "20M"], choices=sorted(SIZES), help="model sizes")
-    parser.add_argument("--rounds", type=int, default=12, help="counted steps per contender")
+    parser = record.parser(__doc__, rounds=12, rounds_help="counted turns of each contender")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
+    parser.add_argument("--ranks", type=int, default=None, help="on this machine; default: 2, or the GPUs there are")
+    parser.add_argument("--sizes", nargs="+", default=["5M", "20M"], choices=list(SIZES), help="model sizes")
     parser.add_argument("--batch", type=int, default=8, help="sequences per rank and step")
     parser.add_argument("--block", type=int, default=128, help="tokens per sequence")
-    parser.add_argument("--peers", nargs="*", default=None, help="contenders; default: all that are installed")
-    parser.add_argument("--record", type=Path, default=None, help="JSON file to write")
+    parser.add_argument("--steps", type=int, default=None, help="per turn; default: 1 on the CPU, 10 on GPUs")
+    parser.add_argument("--peers", nargs="*", choices=list(CONTENDERS), default=None, help="default: all installed")
     args = parser.parse_args()
-    names = args.peers
-    if not names:
-        names = ["ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2"] if args.ranks > 1 else ["plain", "zero1", "zero3"]
-        if args.ranks > 1 and importlib.util.find_spec("deepspeed"):
-            names += ["deepspeed1", "deepspeed2", "deepspeed3"]
-    baseline = "ddp" if "ddp" in names else "plain"
-    record: dict[str, Any] = {"benchmark": "step_time", **environment(), "ranks": args.ranks, "results": {}}
+    on_cuda = args.device == "cuda"
+    ranks = args.ranks or (torch.cuda.device_count() if on_cuda else 2)
+    if on_cuda and not 1 <= ranks <= torch.cuda.device_count():
+        raise SystemExit(f"{ranks} ranks on {torch.cuda.device_count()} GPUs: give every rank one.")
+    os.environ["DS_ACCELERATOR"] = args.device
+    names = args.peers or installed()
+    found: dict[str, Any] = {
+        **record.header("step_time"), "ranks": ranks, "device": args.device,
+        "precision": "bf16" if on_cuda else "fp32", "baseline": baseline_of(names, ranks), "results": {},
+    }  # fmt: skip
     for size in args.sizes:
-        times, losses, numel = spawn(
-            run_rank, args.ranks, size, names, args.rounds, args.batch, args.block,
-            timeout_s=3600, env={"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}, init_process_group=args.ranks > 1,
-        )[0]  # fmt: skip
-        table = summarise(times, baseline)
-        for name in names:
-            worst = max(abs(a - b) / abs(b) for a, b in zip(losses[name], losses[baseline], strict=True))
-            table[name]["loss_difference"] = worst
-        record["results"][size] = {"parameters": numel, "batch": args.batch, "block": args.block, "contenders": table}
-        print(f"\n{size}: {numel:,} parameters, {args.batch} x {args.block} tokens per rank, {args.ranks} ranks")
-        print(f"{'':12}{'median s':>10}{'x ' + baseline:>10}{'q1':>8}{'q3':>8}{'loss diff':>12}")
-        for name, row in table.items():
-            print(
-                f"{name:12}{row['median_s']:>10.4f}{row['ratio']:>10.3f}{row['ratio_q1']:>8.3f}{row['ratio_q3']:>8.3f}"
-                f"{row['loss_difference']:>12.1e}"
-            )
-    if args.record is not None:
-        args.record.parent.mkdir(parents=True, exist_ok=True)
-        args.record.write_text(json.dumps(record, indent=2) + "\n")
+        steps = args.steps or (10 if on_cuda else 1)
+        setting = Setting(size, args.rounds, args.batch, args.block, args.device, steps)
+        found["results"][size] = measure(setting, ranks, names)
+        show(size, found["results"][size], found["baseline"])
+    record.write(args.record, found)
 
 
 if __name__ == "__main__":

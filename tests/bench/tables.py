@@ -1,7 +1,8 @@
-"""Tables of the READMEs, made from records: ``python -m tests.bench.tables`` rewrites them in place.
+"""Tables, figures and pictures made from records: ``python -m tests.bench.tables`` rewrites them in place.
 
-A table follows a line ``<!-- record: PATH -->`` and ends at the next empty line. A test asserts that rewriting changes
-nothing, so that no README quotes a number without a record.
+A table follows a line ``<!-- record: PATH -->``, or ``<!-- record: PATH#PART -->`` where a record has several. Figures
+in running text are those of `tests.bench.figures`, pictures of `tests.bench.picture`. A test asserts that rewriting
+changes nothing, so that no text for users quotes a number without a record.
 """
 
 from __future__ import annotations
@@ -9,12 +10,26 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
-DOCUMENTS = ("README.md",)
-_MARKED = re.compile(r"(<!-- record: (?P<path>\S+) -->\n).*?(?=\n\n)", re.DOTALL)
+from tests.bench import figures, picture
+from tests.bench.record import RECORDS, ROOT
+
+_MARKED = re.compile(r"(<!-- record: (?P<path>[^\s#]+)(?:#(?P<part>\w+))? -->\n)(?:\|[^\n]*(?:\n|\Z))*")
+PICTURES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+    "docs/pictures/scaling.svg": ("scaling", picture.scaling),
+}
+"""By path: the record, and what draws it."""
+
+
+def _documents() -> tuple[str, ...]:
+    """Those with tables or figures from records."""
+    texts = {path: path.read_text() for path in figures.documents()}
+    marked = (p for p, text in texts.items() if _MARKED.search(text) or figures.TRACED.search(text))
+    return tuple(str(p.relative_to(ROOT)) for p in marked)
+
+
+DOCUMENTS = _documents()
 
 
 def _ratios(record: dict[str, Any]) -> list[list[str]]:
@@ -137,6 +152,84 @@ def _moe_quality(record: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def _moe(record: dict[str, Any]) -> list[list[str]]:
+    """One row per case, and for each number of ranks the time as a multiple of DeepSpeed's."""
+    results = record["results"]
+    rows = [["", "busiest expert, times the mean", *results]]
+    for name, first in next(iter(results.values())).items():
+        times = [by_case[name]["time"] for by_case in results.values()]
+        rows.append([name, f"{first['busiest']:.2f}", *(f"{m:.2f} [{low:.2f}, {high:.2f}]" for low, m, high in times)])
+    return rows
+
+
+def _planner(record: dict[str, Any]) -> list[list[str]]:
+    """One row per combination: the forecast as a multiple of what was measured."""
+    rows = [["", "peak, MB", "foretold", "sent per step, MB", "foretold"]]
+    for name, r in record["results"].items():
+        sent = r["sent_bytes_foretold"] / r["sent_bytes_measured"]
+        peak, moved = r["measured_bytes"] / 1e6, r["sent_bytes_measured"] / 1e6
+        rows.append([f"`{name}`", f"{peak:.2f}", f"{r['ratio']:.4f}", f"{moved:.2f}", f"{sent:.4f}"])
+    return rows
+
+
+def _amount(nbytes: float) -> str:
+    """Three digits and a unit; nothing for nothing."""
+    if not nbytes:
+        return ""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 999.5:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.3g} TB"
+
+
+def _scaled(*kinds: str) -> Callable[[dict[str, Any]], list[list[str]]]:
+    """One row per model and strategy, one column per number of ranks; rows without anything are left out."""
+
+    def rows_of(record: dict[str, Any]) -> list[list[str]]:
+        ranks = [str(n) for n in record["ranks"]]
+        rows = [["model", "strategy", *(f"{int(n):,} GPUs" for n in ranks)]]
+        for size, by_strategy in record["results"].items():
+            for name, by_ranks in by_strategy.items():
+                amounts = [sum(by_ranks[n][kind] for kind in kinds) for n in ranks]
+                if any(amounts):
+                    rows.append([size, f"`{name}`", *(_amount(amount) for amount in amounts)])
+        return rows
+
+    return rows_of
+
+
+def _figure_1(record: dict[str, Any]) -> list[list[str]]:
+    """One row per stage of the paper's figure 1."""
+    rows = [["", "the paper prints", "by its formula", "this package, states", "difference"]]
+    for name, r in record["figure_1"]["stages"].items():
+        cells = (r["formula_bytes"], r["planned_bytes"], r["planned_bytes"] - r["formula_bytes"])
+        rows.append([f"`{name}`", f"{r['printed_gb']} GB", *(f"{c / 1e9:.2f} GB" for c in cells)])
+    return rows
+
+
+def _scaling_checked(record: dict[str, Any]) -> list[list[str]]:
+    """One row per strategy; per number of ranks what was foretold over what was counted, bytes sent and peak."""
+    ranks = list(record["checked"]["ranks"])
+    rows = [["strategy", *(f"{what}, {n} ranks" for what in ("sent", "peak") for n in ranks)]]
+    for name in record["checked"]["ranks"][ranks[0]]:
+        each = [record["checked"]["ranks"][n][name] for n in ranks]
+        sent = [f"{r['sent_foretold'] / r['sent_counted']:.4f}" for r in each]
+        peak = [f"{r['peak_foretold'] / r['peak_measured']:.4f}" for r in each]
+        rows.append([f"`{name}`", *sent, *peak])
+    return rows
+
+
+def _parity(record: dict[str, Any]) -> list[list[str]]:
+    """One row per configuration and precision."""
+    head = ["configuration", "ZeRO stage", "precision", "largest relative difference of a loss"]
+    found = record["results"].values()
+    rows = [
+        [f"`{r['configuration']}`", str(r["stage"]), r["precision"], f"{r['largest_difference']:.1e}"] for r in found
+    ]
+    return [head, *rows]
+
+
 _TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "step_time": _ratios,
     "trainer_time": _ratios,
@@ -149,23 +242,56 @@ _TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "activations": _activations,
     "checkpoint": _checkpoint,
     "moe_quality": _moe_quality,
+    "moe": _moe,
+    "planner": _planner,
+    "deepspeed_parity": _parity,
+    "scaling#memory": _scaled("device_bytes"),
+    "scaling#states": _scaled("state_bytes"),
+    "scaling#host": _scaled("host_bytes"),
+    "scaling#sent": _scaled("sent_bytes"),
+    "scaling#bus": _scaled("bus_bytes"),
+    "scaling#figure_1": _figure_1,
+    "scaling#checked": _scaling_checked,
 }
 
 
-def table(path: str) -> str:
-    """Markdown table of a record."""
+def table(path: str, part: str | None = None) -> str:
+    """Markdown table of a record, or of a part of it."""
     record = json.loads((ROOT / path).read_text())
-    head, *rows = _TABLES[record["benchmark"]](record)
+    make = _TABLES[record["benchmark"] + (f"#{part}" if part else "")]
+    head, *rows = make(record)
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
 def render(text: str) -> str:
-    """``text`` with every marked table made anew."""
-    return _MARKED.sub(lambda m: m.group(1) + table(m.group("path")), text)
+    """``text`` with every marked table and every traced figure made anew."""
+    return figures.render(_MARKED.sub(lambda m: f"{m.group(1)}{table(m['path'], m['part'])}\n", text))
+
+
+def draw(path: str) -> str:
+    """The picture that belongs there."""
+    name, made_by = PICTURES[path]
+    return made_by(json.loads((ROOT / RECORDS / f"{name}.json").read_text()))
+
+
+def main() -> None:
+    """Rewrite what is not up to date, and say which files."""
+    for document in DOCUMENTS:
+        file = ROOT / document
+        before = file.read_text()
+        after = render(before)
+        if after != before:
+            file.write_text(after)
+            print(document)
+    for path in PICTURES:
+        file = ROOT / path
+        after = draw(path)
+        if not file.exists() or file.read_text() != after:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(after)
+            print(path)
 
 
 if __name__ == "__main__":
-    for document in DOCUMENTS:
-        file = ROOT / document
-        file.write_text(render(file.read_text()))
+    main()

@@ -1,14 +1,132 @@
-"""No README quotes a measured number without a record."""
+"""No text for users quotes a measured number without a record."""
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from tests.bench.tables import DOCUMENTS, ROOT, render
+from tests.bench import figures
+from tests.bench.figures import documents, load, shown, untraced, value_at
+from tests.bench.record import RECORDS, ROOT
+from tests.bench.tables import DOCUMENTS, PICTURES, draw, render
+
+NOT_MEASURED: dict[str, str] = {
+    "in portions of 64 MiB": "a constant of the writer of checkpoints",
+    "1 GiB per round": "what the bench was told to move",
+    "with 32 MiB in flight": "what the bench was told to keep under way",
+    "20 buffers of 4 MiB": "constants of the NVMe tier",
+    "a drive rated for 600 TB": "an example of what makers of drives promise",
+    "sends 70 % of the bytes": "what the option in front of it says",
+    "| 30 minutes |": "the default of an option",
+    "(30 minutes)": "the default of an option",
+    "at most 64 MiB of gradients": "a constant of the reducer",
+    "1.25 times its share": "the default of an option",
+}
+"""Words of the documents with a figure that looks measured, and why it is none."""
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_tables_are_those_of_the_records(document: str) -> None:
+def test_tables_and_figures_are_those_of_the_records(document: str) -> None:
     text = (ROOT / document).read_text()
-    assert "<!-- record:" in text
     assert render(text) == text, "run python -m tests.bench.tables"
+
+
+@pytest.mark.parametrize("path", PICTURES)
+def test_pictures_are_those_of_the_records(path: str) -> None:
+    assert draw(path) == (ROOT / path).read_text(), "run python -m tests.bench.tables"
+
+
+@pytest.mark.parametrize("path", documents(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_measured_figure_is_traced(path) -> None:
+    """A new one gets a marker (see `tests.bench.figures`), or a reason in `NOT_MEASURED`."""
+    found = untraced(path.read_text(), NOT_MEASURED).figures
+    assert not found, "\n".join(["figures without a record:", *found])
+
+
+def test_every_exception_is_of_a_text_that_is_there() -> None:
+    used = set().union(*(untraced(path.read_text(), NOT_MEASURED).used for path in documents()))
+    assert set(NOT_MEASURED) - used == set()
+    assert all(len(reason) > 10 for reason in NOT_MEASURED.values())
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / RECORDS).glob("*.json")), ids=lambda path: path.stem)
+def test_a_record_says_how_it_was_made(path) -> None:
+    record = json.loads(path.read_text())
+    about = {**record.get("environment", {}), **record}  # older ones have it one level down
+    assert {"benchmark", "command", "commit", "cpu", "cores", "versions"} <= about.keys()
+    assert about["command"].startswith(("python -m tests.bench.", "python -m recipes."))
+
+
+# --- how figures are found and shown ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "A step takes 12.5 ms.",
+        "It saves 3 s.",
+        "faster by 40 %,",
+        "(1.3x)",
+        "2.97 GB/s",
+        "1,024 MiB of it",
+        "three of 5 minutes",
+        "| `zero1` | 1.02 times |",
+        "<!-- record: a.json -->\n| 1 ms |\n\nand 2 ms here",
+        "`code` 7 ms",
+    ],
+)
+def test_what_looks_measured_is_found(text: str) -> None:
+    assert len(untraced(text).figures) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "2 ranks, 8 x 128 tokens, 16 bit, figure 1, 2.15, 4/N bytes, stage 3",
+        "`--gpu-memory 80GB` and ``64 MiB``",
+        "```bash\nsleep 3 s\n```\n\n   ```\n   4 ms\n   ```",
+        "<!-- record: a.json -->\n| 1 ms |\n| 2 ms |\n",
+        "<!--=step_time:a/b .2f-->1.02<!----> ms",
+        "<!-- 5 ms -->",
+        "[5 ms](5ms.md) ".replace("[5 ms]", "[here]"),
+    ],
+)
+def test_what_does_not_is_left_alone(text: str) -> None:
+    assert untraced(text).figures == []
+
+
+def test_words_excuse_their_figure_and_no_other() -> None:
+    text = "in portions of 64 MiB, and\nmeasured 64 MiB"
+    found = untraced(text, ["portions of 64 MiB", "not there"])
+    assert [figure.split(":")[0] for figure in found.figures] == ["64 MiB"]
+    assert found.used == {"portions of 64 MiB"}
+
+
+def test_a_traced_figure_follows_its_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures, "load", {"x": {"results": {"folder, async": [0.1, 0.254]}}}.__getitem__)
+    text = (
+        "waits <!--=x:results/folder, async/1 .1%-->9 %<!----> of the time, "
+        "<!--=x:results/folder, async/1 .0f*1000-->?<!----> ms"
+    )
+    assert figures.render(text) == text.replace("9 %", "25.4 %").replace("?", "254")
+
+
+@pytest.mark.parametrize("way", ["results/7M", "results/5M", "results/5M/contenders/zero1/ratio/0"])
+def test_a_way_that_leads_nowhere_is_an_error(way: str) -> None:
+    with pytest.raises(KeyError, match="results"):
+        value_at(load("step_time"), way)
+
+
+@pytest.mark.parametrize(
+    ("value", "form", "scale", "expected"),
+    [
+        (6.657e9, ".2f", "/10**9", "6.66"),
+        (4096, ",d", None, "4,096"),
+        (0.0184, "+.1%", None, "+1.8 %"),
+        (1.5, "d", None, "2"),
+        (33554432, ".0f", "/2**20", "32"),
+    ],
+)
+def test_formats(value, form, scale, expected) -> None:
+    assert shown(value, form, scale) == expected
