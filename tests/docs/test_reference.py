@@ -1,0 +1,225 @@
+"""What the pages say of options, errors and names is what the source says; and the site builds without a warning."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Trainer
+from torch.optim import AdamW
+
+import ls_strategy
+from ls_strategy import ZeROStrategy
+from tests.docs.blocks import PAGES, ROOT
+
+OPTIONS = ROOT / "docs" / "options.md"
+TROUBLES = ROOT / "docs" / "troubleshooting.md"
+API = ROOT / "docs" / "api.rst"
+DOCUMENTS = (*PAGES, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "recipes").glob("**/README.md")))
+
+# --- options ----------------------------------------------------------------------------------------------------------
+
+
+def table_of_options() -> dict[str, str]:
+    """What the page says is the default, by name."""
+    found: dict[str, str] = {}
+    for names, default in re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| (.*?) \|", OPTIONS.read_text(), re.MULTILINE):
+        for name in re.findall(r"\w+", names):
+            assert name not in found, f"{name} is listed twice"
+            found[name] = default
+    return {name: default for name, default in found.items() if not name.startswith("LS_STRATEGY_")}
+
+
+def test_every_option_is_listed_with_its_default() -> None:
+    signature = {n: p for n, p in inspect.signature(ZeROStrategy.__init__).parameters.items() if n != "self"}
+    listed = table_of_options()
+    assert listed.keys() == signature.keys()
+    for name, parameter in signature.items():
+        default, words = parameter.default, listed[name].strip("`")
+        if isinstance(default, timedelta):
+            assert words == f"{default.total_seconds() / 60:g} minutes"
+        else:
+            assert ast.literal_eval(words) == default, name
+
+
+def test_environment_variables_are_those_of_the_source() -> None:
+    listed = set(re.findall(r"^\| `(LS_STRATEGY_\w+)` \|", OPTIONS.read_text(), re.MULTILINE))
+    used = {
+        v
+        for file in (ROOT / "ls_strategy").rglob("*.py")
+        for v in re.findall(r"\bLS_STRATEGY_[A-Z_]+", file.read_text())
+    }
+    assert listed == used
+
+
+ELSEWHERE = {
+    # of the files and functions that a guide is about, and that no signature here has
+    "ckpt_path", "sync_dist", "weights_only", "strict_loading", "save_last", "devices", "num_nodes", "reads_weights",
+    "reads_gradients", "classes", "every", "rank", "drop_last", "cache",
+    "seed", "whole_sequences", "tensor_parallel", "quant", "reshard_after_forward", "param_dtype",
+}  # fmt: skip
+
+
+def taken() -> dict[str, list[Any]]:
+    """Arguments of everything that pages call, with their annotations."""
+    public = [getattr(ls_strategy, name) for name in ls_strategy.__all__]
+    makers = [Trainer, AdamW, Trainer.fit, *(f for f in public if callable(f) and not _is_error(f))]
+    found: dict[str, list[Any]] = {name: [] for name in ELSEWHERE}
+    for make in makers:
+        for name, parameter in inspect.signature(make).parameters.items():
+            found.setdefault(name, []).append(parameter.annotation)
+    return found
+
+
+def _is_error(each: Any) -> bool:
+    return isinstance(each, type) and issubclass(each, Exception)
+
+
+def said() -> list[tuple[str, str, str]]:
+    """Page, name and value of every ``name=value`` in code within text."""
+    found = []
+    for page in PAGES:
+        text = re.sub(r"^ *```.*?^ *```$|^### .*?$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        for code in re.findall(r"`([^`\n]+)`", text):
+            if "--" not in code and not code.startswith("#SBATCH"):
+                found += [(page.name, *pair) for pair in re.findall(r'\b([a-z]\w*)=("[^"]*"|[\w.]*)', code)]
+    return found
+
+
+def test_options_in_text_exist() -> None:
+    known, found = taken(), said()
+    assert len(found) > 100
+    assert not [each for each in found if each[1] not in known]
+    options = {n: p.annotation for n, p in inspect.signature(ZeROStrategy.__init__).parameters.items()}
+    for page, name, value in found:
+        choices = re.findall(r"Literal\[(.*?)\]", str(options.get(name, "")))
+        words = {w for choice in choices for w in re.findall(r"[\"']([\w-]+)[\"']", choice)}
+        if words and value.startswith('"') and value != '"..."':
+            assert value.strip('"') in words, f"{page}: {name}={value}: there is {sorted(words)}"
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+_ANY = "\0"
+"""In place of what a message fills in."""
+
+
+@cache
+def messages() -> list[str]:
+    """Every string of the source, with a mark where a value goes; strings that are added are one."""
+    files = [file for package in ("ls_strategy", "recipes") for file in (ROOT / package).rglob("*.py")]
+    found = {_text(node) for file in files for node in ast.walk(ast.parse(file.read_text()))}
+    return [text for text in found if text is not None]
+
+
+def _text(node: ast.AST) -> str | None:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_text(part) or _ANY for part in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return (_text(node.left) or _ANY) + (_text(node.right) or _ANY)
+    return None
+
+
+def headings() -> list[str]:
+    return re.findall(r"^### `(.*)`$", TROUBLES.read_text(), re.MULTILINE)
+
+
+def begins(heading: str) -> re.Pattern[str]:
+    """Of a message; ``...`` is anything, but every other letter has to be in the source."""
+    return re.compile(".*?".join(re.escape(part) for part in heading.split("...")), re.DOTALL)
+
+
+def test_every_message_is_one_of_the_source() -> None:
+    known = messages()
+    assert len(headings()) > 60
+    for heading in headings():
+        words = heading.replace("...", "")
+        assert len(words) >= 10, f"{heading!r} could be anything"
+        pattern = begins(heading)
+        # What varies at the beginning of a heading is a value, or ends with one.
+        found = [
+            m for m in known if pattern.match(m) and (not heading.startswith("...") or _ANY in m[: len(m) // 2 + 1])
+        ]
+        assert found, f"no message of the source begins with {heading!r}"
+
+
+def test_a_message_that_is_gone_is_noticed() -> None:
+    """The test above can fail."""
+    assert not any(begins("nvme_path=... lies on a drive that nobody knows").match(m) for m in messages())
+    assert any(begins("nvme_path=... lies on").match(m) for m in messages())
+
+
+# --- links ------------------------------------------------------------------------------------------------------------
+
+
+def anchors(page: Path) -> set[str]:
+    """As code hosts make them of headings."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", re.sub(r"\[(.*?)\]\(.*?\)", r"\1", t).lower()).replace(" ", "-") for t in titles}
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"\w+://", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page}: {target}"
+        assert not anchor or anchor in anchors(file), f"{page}: {target}: there is {sorted(anchors(file))}"
+
+
+def test_the_readme_leads_to_every_guide() -> None:
+    text = (ROOT / "README.md").read_text()
+    index = (ROOT / "docs" / "index.rst").read_text()
+    for page in PAGES[1:]:
+        assert f"(docs/{page.name})" in text, page
+        assert re.search(rf"^   {page.stem}$", index, re.MULTILINE), page
+
+
+# --- reference --------------------------------------------------------------------------------------------------------
+
+
+def test_the_reference_has_every_public_name() -> None:
+    documented = set(re.findall(r"^\.\. auto\w+:: ls_strategy\.(\w+)(?:\(\))?$", API.read_text(), re.MULTILINE))
+    assert documented == set(ls_strategy.__all__)
+
+
+def test_the_reference_has_every_method_of_the_strategy() -> None:
+    """But for those of Lightning's, which it overrides, and the way to the engine."""
+
+    def is_lightnings(member: Any) -> bool:
+        functions = (member.fget,) if isinstance(member, property) else (getattr(member, "__func__", member),)
+        return any(getattr(f, "__override__", False) for f in functions)
+
+    own = {name for name, m in vars(ZeROStrategy).items() if not name.startswith("_") and not is_lightnings(m)}
+    listed = re.search(r"autoclass:: ls_strategy\.ZeROStrategy\n   :members: (.*)\n", API.read_text())
+    assert listed
+    assert set(listed[1].split(", ")) == own - {"require_engine", "raw_state_dict", "restore_random_states"}
+    assert all(inspect.getdoc(getattr(ZeROStrategy, name)) for name in own)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("sphinx")
+    pytest.importorskip("myst_parser")
+    (command,) = re.findall(r"sphinx-build (-W -n -c docs \.) build/docs", (ROOT / "README.md").read_text())
+    done = subprocess.run(
+        [sys.executable, "-m", "sphinx", "-q", *command.split(), str(tmp_path / "site")],
+        cwd=ROOT, capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "grad_norm" in (tmp_path / "site" / "docs" / "api.html").read_text()
