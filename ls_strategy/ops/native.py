@@ -49,12 +49,13 @@ def limit_isa(limit: int) -> int:
     return ctypes.CDLL(_build.status()["cpu"].removeprefix("native: ")).ls_strategy_limit_isa(limit)
 
 
+META = torch.library.Library("ls_strategy", "IMPL", "Meta")
+"""Shapes and dtypes of results, for tracing. `torch.library.register_fake` would also look its caller's source up among
+all modules, 0.1 s in every process."""
+
+
 @functools.cache
 def _register_fakes() -> None:
-    """Shapes and dtypes of the results, for tracing."""
     for name in NAMES:
-        torch.library.register_fake(f"ls_strategy::{name}", lambda *args, **kwargs: None)
-
-    @torch.library.register_fake("ls_strategy::sum_of_squares")
-    def _(grad: Tensor, unscale: float) -> Tensor:
-        return grad.new_empty(2, dtype=torch.float64)
+        META.impl(name, lambda *args, **kwargs: None)
+    META.impl("sum_of_squares", lambda grad, unscale: grad.new_empty(2, dtype=torch.float64))

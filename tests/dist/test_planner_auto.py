@@ -73,7 +73,7 @@ def test_the_smallest_rank_decides_for_all_and_the_losses_are_the_same() -> None
     assert [c[:3] for c in chosen] == [c[:3] for c in second[:-1]]
     assert chosen[0][:3] == (0, None, None)
     assert chosen[1][:3] == (1, None, None)
-    assert (chosen[2][0], chosen[2][2].policy) == (2, "full")
+    assert (chosen[2][0], chosen[2][1].tier, chosen[2][2].policy) == (3, "cpu", "full")
     assert all(losses == trusted for *_, losses in chosen)
 
 

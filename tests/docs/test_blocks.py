@@ -25,7 +25,7 @@ from tests.docs.blocks import LANGUAGES, PAGES, ROOT, Block, blocks_of, program_
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 PROGRAMS = [page for page in PAGES if program_of(page).strip()]
 BASH = [block for block in BLOCKS if block.language == "bash"]
-TEST_COMMAND = "python -m pytest"
+TEST_COMMAND = "python -m pytest -n 2"
 SHORTER = {  # options that end a recipe's run after a few steps
     "recipes.gpt": [
         "--trainer.max_steps=2", "--trainer.limit_val_batches=1", "--model.sample.max_new_tokens=4",
