@@ -197,7 +197,7 @@ def _load(path: Path, module: str | None, *, on_meta: bool = False) -> nn.Module
     import torch
 
     try:
-        import transformers
+        import transformers  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ConfigError(f"{path} is a model of transformers: pip install 'ls_strategy[huggingface]'.") from error
     transformers.logging.set_verbosity_error()
@@ -258,7 +258,7 @@ def _tokens(args: argparse.Namespace, model: nn.Module, vocabulary: int) -> Tens
         raise ConfigError("--text: an encoder-decoder model continues no text. Leave it out.")
     text = args.text.read_text(encoding="utf-8")
     if args.module is None and args.model.is_dir() and any(args.model.glob("tokenizer*")):
-        import transformers
+        import transformers  # pyright: ignore[reportMissingImports]
 
         return torch.tensor(transformers.AutoTokenizer.from_pretrained(args.model)(text)["input_ids"])
     if vocabulary < 256:

@@ -230,6 +230,57 @@ def _parity(record: dict[str, Any]) -> list[list[str]]:
     return [head, *rows]
 
 
+def _quartiles(cell: dict[str, float], digits: int = 3) -> str:
+    """Of a ratio."""
+    return f"{cell['ratio']:.{digits}f} [{cell['ratio_q1']:.{digits}f}, {cell['ratio_q3']:.{digits}f}]"
+
+
+def _moe_step(record: dict[str, Any]) -> list[list[str]]:
+    """One row per contender."""
+    contenders = record["results"]["contenders"]
+    return [["", "step, times that of the dense twin"], *([f"`{n}`", _quartiles(c, 2)] for n, c in contenders.items())]
+
+
+def _overhead(record: dict[str, Any]) -> list[list[str]]:
+    """One row per strategy."""
+    head = ["strategy", "CPU time with `Monitor` over without", "of the training thread, in hooks and notes"]
+    rows = [
+        [f"`{name}`", _quartiles(found["cpu"]["with"]), f"{100 * found['inside']['median']:.2f} %"]
+        for name, found in record["results"].items()
+    ]
+    return [head, *rows]
+
+
+def _inference(record: dict[str, Any]) -> list[list[str]]:
+    """One row per batch and format of weights."""
+    rows = [["batch", "weights", "times faster than fp32", "MB read per step", "of the memory's bandwidth"]]
+    for r in record["results"]:
+        low, middle, high = r["times_faster"]
+        faster, share = f"{middle:.2f} [{low:.2f}, {high:.2f}]", f"{100 * r['bandwidth_share']:.0f} %"
+        rows.append([str(r["batch"]), f"`{r['format']}`", faster, f"{r['weights_mb']:.0f}", share])
+    return rows
+
+
+def _generate(record: dict[str, Any]) -> list[list[str]]:
+    """One row per shape and batch; how many times longer transformers takes."""
+    peers = ("transformers static", "transformers dynamic")
+    rows = [["network", "batch", *(f"{peer}, times ours" for peer in peers)]]
+    for r in record["results"]:
+        cells = ("{1:.2f} [{0:.2f}, {2:.2f}]".format(*r[peer]["ratio"]) for peer in peers)
+        rows.append([r["shape"], str(r["batch"]), *cells])
+    return rows
+
+
+def _streaming(record: dict[str, Any]) -> list[list[str]]:
+    """One row per batch."""
+    rows = [["batch", "read, GB/s", "of what the tier alone reads", "tokens per second"]]
+    for batch, r in record["results"]["batches"].items():
+        share = r["of_tier"]
+        of_tier = f"{share['median']:.2f} [{share['q1']:.2f}, {share['q3']:.2f}]"
+        rows.append([batch, f"{r['gbs']['median']:.2f}", of_tier, f"{r['tokens_per_s']['median']:.1f}"])
+    return rows
+
+
 _TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "step_time": _ratios,
     "trainer_time": _ratios,
@@ -245,6 +296,11 @@ _TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "moe": _moe,
     "planner": _planner,
     "deepspeed_parity": _parity,
+    "moe_step": _moe_step,
+    "monitor_overhead": _overhead,
+    "inference": _inference,
+    "generate": _generate,
+    "stream_inference": _streaming,
     "scaling#memory": _scaled("device_bytes"),
     "scaling#states": _scaled("state_bytes"),
     "scaling#host": _scaled("host_bytes"),

@@ -95,7 +95,7 @@ def every_place(rank: int, world_size: int) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_training_that_overtakes_a_save_does_not_change_it(world_size: int, tmp_path: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     for problems in spawn(every_place, world_size, init_process_group=False, timeout_s=150):

@@ -109,7 +109,7 @@ def same_optimizer_state(actual: dict[str, Any], expected: dict[str, Any], what:
             assert_close(actual["state"][number][key], value, f"{what}: state {number}, {key}", 1e-5)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", ["32-true", pytest.param("bf16-true", marks=pytest.mark.slow), "bf16-mixed"])
 @on_ranks(2)
 def test_ten_steps_and_ten_more_are_twenty_bit_for_bit(
     rank: int, world_size: int, precision: str, tmp_path: Path

@@ -337,7 +337,7 @@ DIVISIONS = ("one group", "two groups", "other groups", "two optimizers")
 SAME_GROUPS = {frozenset(["two groups", "two optimizers"]), *(frozenset([kind]) for kind in DIVISIONS)}
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 @on_ranks(2)
 def test_states_find_their_parameters_in_other_optimizers(
     rank: int, world_size: int, stage: int, tmp_path: Path

@@ -324,7 +324,8 @@ def train_all(rank: int, world_size: int, case: str, expected: list[Any]) -> dic
     ("case", "world_size"),
     [
         *((case, 2) for case in CASES),
-        *((case, 4) for case in ("gpt_tied_rotary", "conv_layers", "pairs", "side_early")),
+        ("gpt_tied_rotary", 4),
+        *(pytest.param(case, 4, marks=pytest.mark.slow) for case in ("conv_layers", "pairs", "side_early")),
     ],
 )
 def test_losses_and_gradients_are_those_of_one_process(case: str, world_size: int) -> None:

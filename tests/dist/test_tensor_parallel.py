@@ -31,7 +31,7 @@ def at_every_stage(world: int, tp: int, shape: dict[str, Any] | None = None, **o
         assert all(torch.equal(v, found[0].weights[k]) for k, v in outcome.weights.items())
 
 
-@pytest.mark.parametrize(("world", "tp"), [(2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize(("world", "tp"), [(2, 2), (4, 2), pytest.param(4, 4, marks=pytest.mark.slow)])
 def test_losses_norms_and_weights_are_those_of_one_process(world, tp):
     at_every_stage(world, tp)
 

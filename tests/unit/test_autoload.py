@@ -260,7 +260,7 @@ def test_cli_refuses_a_bad_value(tmp_path: Path, init_args: str, word: str) -> N
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--trainer.strategy=zero1",),
+        slow(("--trainer.strategy=zero1",)),
         slow(("--trainer.strategy=ls_strategy.ZeROStrategy",)),
         ("--trainer.strategy=ls_strategy.ZeROStrategy", "--trainer.strategy.stage=2"),
     ],
