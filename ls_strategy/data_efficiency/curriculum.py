@@ -129,20 +129,11 @@ class SequenceCurriculum(ScheduledCallback):
             self.tokens += int(total)
             self._pending = 0
 
+    @override
     def _stop(self) -> None:
         undo, self._undo = self._undo, None
         if undo is not None:
             undo()
-
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Cut no more."""
-        self._stop()
-
-    @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Likewise."""
-        self._stop()
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -42,6 +42,20 @@ class ScheduledCallback(Callback):
             self.value = value
         return self.value
 
+    def _stop(self) -> None:
+        """Undo what was changed for training. Idempotent."""
+        raise NotImplementedError
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """The model is as it was."""
+        self._stop()
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Likewise."""
+        self._stop()
+
     def log_value(self, module: pl.LightningModule) -> None:
         """Hand the value to the loggers. From a hook around a training batch."""
         if self.value is not None:

@@ -121,20 +121,11 @@ class RandomTokenDropping(ScheduledCallback):
             forward.kept = kept // self._dividers
         self.log_value(pl_module)
 
+    @override
     def _stop(self) -> None:
         for forward in self._forwards:
             forward.remove()
         self._forwards = []
-
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Give the forwards back."""
-        self._stop()
-
-    @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Likewise."""
-        self._stop()
 
 
 def _place(trainer: pl.Trainer, schedule: Schedule) -> tuple[int, int]:

@@ -273,7 +273,7 @@ class _Block:
         """Of ``candidates`` the one that shares the longest beginning of its name with ``name``."""
         if not candidates:
             raise refusal(name, module, "has no closing (row) layer that is known by name")
-        return max(candidates, key=lambda candidate: _shared(name, candidate))
+        return max(candidates, key=lambda candidate: shared_beginning(name, candidate))
 
     def _pair(self, down: str, ups: list[str]) -> Found:
         for up in ups:
@@ -306,7 +306,7 @@ class _Block:
                     )
 
 
-def _shared(one: str, other: str) -> int:
+def shared_beginning(one: str, other: str) -> int:
     """Components that two names have in common at their beginning."""
     count = 0
     for mine, its in zip(one.split("."), other.split("."), strict=False):

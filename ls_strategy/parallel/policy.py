@@ -26,7 +26,7 @@ from ls_strategy.parallel import families
 from ls_strategy.parallel.cuts import is_conv1d, plain_name
 from ls_strategy.parallel.families import Role
 from ls_strategy.parallel.heads import width_in, width_out
-from ls_strategy.parallel.inference import Attention, Found, repeated_blocks
+from ls_strategy.parallel.inference import Attention, Found, repeated_blocks, shared_beginning
 from ls_strategy.parallel.styles import Column, Row
 from ls_strategy.parallel.vocabulary import vocabulary
 
@@ -169,13 +169,13 @@ class _Block:
         """The row layer that takes what the module's heads make: the one with the most similar name."""
         if not self.rows:
             raise self._unclosed(column, "has no layer that is summed behind it")
-        return max(self.rows, key=lambda row: _shared(owner, row))
+        return max(self.rows, key=lambda row: shared_beginning(owner, row))
 
     def _up(self, column: str, rows: list[str]) -> Column:
         """The style of a first layer of a feed-forward, by those summed layers that close no attention."""
         made = width_out(self.modules[column])
-        close = max((_shared(column, row) for row in rows), default=0)
-        taken = {width_in(self.modules[row]) for row in rows if _shared(column, row) == close}
+        close = max((shared_beginning(column, row) for row in rows), default=0)
+        taken = {width_in(self.modules[row]) for row in rows if shared_beginning(column, row) == close}
         if made in taken:
             return Column()
         if made in {2 * width for width in taken}:  # gate and up in one matrix, one after the other
@@ -189,13 +189,3 @@ class _Block:
             f"injection_policy for {cls}: {column!r} {why} (summed are {', '.join(rows) or 'none'} of {self.name!r}). "
             "Name the layer that closes it, too, or give a plan by names, which leaves whole what it does not name."
         )
-
-
-def _shared(one: str, other: str) -> int:
-    """Components that two names have in common at their beginning."""
-    count = 0
-    for mine, its in zip(one.split("."), other.split("."), strict=False):
-        if mine != its:
-            break
-        count += 1
-    return count

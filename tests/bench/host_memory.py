@@ -157,6 +157,18 @@ def fit(case: Case, blocks: int, width: int, steps: int) -> tuple[Scale, Plan]:
     return scale, strategy.require_engine().plan
 
 
+def confine(group: str, allowed_bytes: int) -> None:
+    """Put this process under a limit from here on, by a cgroup or else by RLIMIT_DATA; its peak counts anew."""
+    if group:
+        # What is there already stays charged to the group that it was made in: the limit is for what is to come.
+        (Path(group) / "cgroup.procs").write_text(str(os.getpid()))
+    elif allowed_bytes:
+        # Stacks of threads and heaps that nobody touched count here too, and come to as much again.
+        limit = status("VmData") + 2 * allowed_bytes
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again here
+
+
 def weigh(case: Case) -> dict[str, Any]:
     """Train in this process, and say what it takes. Bytes, and bytes per parameter."""
     warnings.filterwarnings("ignore")
@@ -166,14 +178,7 @@ def weigh(case: Case) -> dict[str, Any]:
     fit(case, 2, 256, 3)
     gc.collect()
     before = status("VmRSS")
-    if case.cgroup:
-        # What is there already stays charged to the group that it was made in: the limit is for what is to come.
-        (Path(case.cgroup) / "cgroup.procs").write_text(str(os.getpid()))
-    elif case.allowed_bytes:
-        # Stacks of threads and heaps that nobody touched count here too, and come to as much again.
-        limit = status("VmData") + 2 * case.allowed_bytes
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again here
+    confine(case.cgroup, case.allowed_bytes)
     scale, plan = fit(case, case.blocks, case.width, case.steps)
     steady = statistics.median(scale.rss[2:]) - before
     peak = status("VmHWM") - before

@@ -20,7 +20,6 @@ import contextlib
 import gc
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -37,7 +36,7 @@ from ls_strategy.inference.stream import StreamedBlocks, stream_blocks
 from ls_strategy.tiers.drive import mount_of
 from recipes.gpt.network import GPT, GPTConfig
 from tests.bench import contest, record
-from tests.bench.host_memory import cgroup, status
+from tests.bench.host_memory import cgroup, confine, status
 
 MINUTES = 8
 QUICK = ("--width", "128", "--blocks", "4", "--rounds", "1", "--tokens", "1", "--allowed-mib", "0")
@@ -120,14 +119,7 @@ def weigh(case: Case) -> dict[str, Any]:
     del model, handle
     gc.collect()
     before = status("VmRSS")
-    if case.cgroup:
-        # What is there already stays charged to the group that it was made in: the limit is for what is to come.
-        (Path(case.cgroup) / "cgroup.procs").write_text(str(os.getpid()))
-    elif case.allowed_bytes:
-        # Stacks of threads and heaps that nobody touched count here too, and come to as much again.
-        limit = status("VmData") + 2 * case.allowed_bytes
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again here
+    confine(case.cgroup, case.allowed_bytes)
     model, handle = build(config(case.blocks, case.width), "nvme", case.nvme_path)
     filled = status("VmHWM") - before
     tokens = generated(model, case)
