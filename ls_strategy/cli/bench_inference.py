@@ -121,9 +121,14 @@ def _measure(
 
 
 def _check(args: argparse.Namespace) -> None:
-    for path in (args.model, args.text, args.nvme_path):
+    wanted = {
+        "MODEL": (args.model, "a checkpoint (folder or file), or a folder or config.json of Hugging Face's"),
+        "--text": (args.text, "a text file"),
+        "--nvme-path": (args.nvme_path, "a folder on a drive"),
+    }
+    for option, (path, kind) in wanted.items():
         if path is not None and not path.exists():
-            raise ConfigError(f"{str(path)!r} does not exist.")
+            raise ConfigError(f"{option}: {str(path)!r} does not exist, as seen from {Path.cwd()}. Give {kind}.")
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if args.tensor_parallel_size < 1 or ranks % args.tensor_parallel_size:
         raise ConfigError(
