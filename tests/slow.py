@@ -1,0 +1,123 @@
+"""Run the tests marked slow in pieces, record the result: ``python -m tests.slow [PIECE...]`` (see ``.ci/slow``)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+from tests.bench.record import header
+
+ROOT = Path(__file__).parents[1]
+RECORD = ROOT / "tests" / "records" / "slow.json"
+SELECTION = "slow and not gpu and not bench and not slurm"
+LIMIT_S = 80 * 60
+
+PIECES: dict[str, tuple[str, ...]] = {
+    "parity": ("tests/dist/test_parity*.py",),
+    "parallel": (
+        "tests/dist/test_pipeline*.py",
+        "tests/dist/test_tensor_*.py",
+        "tests/dist/test_sequence_*.py",
+        "tests/dist/test_expert_*.py",
+        "tests/dist/test_moe_*.py",
+    ),
+    "offload": ("tests/dist/test_offload*.py", "tests/dist/test_host_memory.py", "tests/dist/test_predict_offload.py"),
+    "checkpoints": ("tests/dist/test_checkpoint_*.py", "tests/dist/test_preemption.py"),
+    "programs": ("tests/recipes", "tests/docs", "tests/ops"),
+    "rest": (),  # everything that no other piece has, so that no test can be left out
+}
+
+
+def paths_of(piece: str) -> list[str]:
+    """Arguments of pytest that select the files of a piece."""
+    if piece != "rest":
+        found = [str(p.relative_to(ROOT)) for pattern in PIECES[piece] for p in sorted(ROOT.glob(pattern))]
+        return found or [f"{piece} has no files"]
+    others = [path for name in PIECES if name != "rest" for path in paths_of(name)]
+    return ["tests", *(f"--ignore={path}" for path in others)]
+
+
+def tested_commit() -> str:
+    """The last commit that changed anything but the record itself; with ``+`` where the checkout differs."""
+    not_the_record = ("--", ".", ":!tests/records")
+    commit = _git("log", "-1", "--format=%h", *not_the_record)
+    return commit + ("+" if _git("status", "--porcelain", *not_the_record) else "")
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def figures_of(report: Path) -> dict[str, Any]:
+    """Counts and names out of pytest's JUnit report."""
+    counts: dict[str, Any] = {"passed": 0, "failed": [], "skipped": []}
+    for case in ET.parse(report).getroot().iter("testcase"):
+        name = f"{case.get('classname')}::{case.get('name')}"
+        if case.find("failure") is not None or case.find("error") is not None:
+            counts["failed"].append(name)
+        elif (skipped := case.find("skipped")) is not None:
+            counts["skipped"].append(f"{name}: {skipped.get('message')}")
+        else:
+            counts["passed"] += 1
+    return counts
+
+
+def run(piece: str, workers: int) -> dict[str, Any]:
+    """Run one piece; the figures of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-m", SELECTION, "-p", "no:cacheprovider", "--durations=10"]
+        command += ["-n", str(workers), "--dist", "loadfile", f"--junitxml={report}", *paths_of(piece)]
+        begin = time.monotonic()
+        try:
+            status = subprocess.run(command, cwd=ROOT, timeout=LIMIT_S, check=False).returncode
+        except subprocess.TimeoutExpired:
+            status = -1
+        figures: dict[str, Any] = {"exit_status": status, "seconds": round(time.monotonic() - begin)}
+        return figures | (figures_of(report) if report.is_file() else {"passed": 0, "failed": ["no report"]})
+
+
+def save(piece: str, figures: dict[str, Any]) -> dict[str, Any]:
+    """Put a piece's figures into the record; those of another commit go."""
+    record = header("slow") | {"command": "bash .ci/slow", "commit": tested_commit(), "pieces": {}}
+    if RECORD.is_file():
+        before = json.loads(RECORD.read_text())
+        if before["commit"] == record["commit"]:
+            record["pieces"] = before["pieces"]
+    record["pieces"][piece] = figures
+    record["complete"] = set(record["pieces"]) == set(PIECES)
+    RECORD.parent.mkdir(exist_ok=True)
+    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    return record
+
+
+def main() -> int:
+    """Run the pieces that are asked for; the exit status is 0 if nothing failed."""
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("pieces", nargs="*", metavar="PIECE", help=f"of {', '.join(PIECES)}; default: all")
+    options.add_argument("-n", "--workers", type=int, default=2, help="tests at a time; default: %(default)s")
+    asked = options.parse_args()
+    if unknown := set(asked.pieces) - set(PIECES):
+        options.error(f"Got {sorted(unknown)}, but the pieces are {', '.join(PIECES)}.")
+    bad = 0
+    for piece in asked.pieces or PIECES:
+        print(f"=== {piece}", flush=True)
+        figures = run(piece, asked.workers)
+        save(piece, figures)
+        bad += figures["exit_status"] not in (0, 5)  # 5: no test is marked slow there
+        print(
+            f"=== {piece}: {figures['passed']} passed, {len(figures['failed'])} failed in {figures['seconds']} s",
+            flush=True,
+        )
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
