@@ -159,7 +159,8 @@ def _check_router(name: str, block: nn.Module) -> int:
     if not isinstance(k, int) or not _routes(router, k, block, family):
         raise PlanError(
             f"convert_moe: the router of {name!r} ({type(router).__name__}) does not return (logits, weights, experts) "
-            "with top_k columns in the last two. That of an early version of transformers 5 does not: upgrade it."
+            "with top_k columns in the last two. Routers of all supported blocks do from transformers 5.21 on, which "
+            "needs Python 3.11. Upgrade transformers."
         )
     return k
 
