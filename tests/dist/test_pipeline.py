@@ -365,7 +365,9 @@ def test_compiled_blocks_and_layers_around_them(wrapped):
     expected = spawn(train_tied, 1, None, "32-true", init_process_group=False)[0]
     found = spawn(train_compiled, 2, wrapped, init_process_group=False)
     for weights, compiled in found:
-        assert compiled >= 2  # a block, and what comes before or after all blocks
+        # A block, and what comes before or after all blocks. The latter is a module of torch's own with a hook, whose
+        # frame torch 2.11 does not compile after it has left the hook out.
+        assert compiled >= (1 if torch.__version__.startswith("2.11.") else 2)
         for key, value in expected.items() if weights else ():
             torch.testing.assert_close(weights[key], value, rtol=2e-6, atol=2e-6)
     assert found[0][0].keys() == expected.keys()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 from typing import Any
 
@@ -368,6 +369,35 @@ def test_the_first_part_computes_no_weight_gradient() -> None:
     with FlopCounterMode(display=False) as second:
         rest.run()
     assert first.get_total_flops() == second.get_total_flops() == 6 * 2 * 5 * 8 * 8
+
+
+class Product(torch.autograd.Function):
+    """A node of Python, which does not keep itself alive as torch's own nodes do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        return grad @ weight.T, x.T @ grad
+
+
+def test_weights_of_a_function_in_python_wait_for_the_second_part() -> None:
+    weight = nn.Parameter(torch.randn(4, 4))
+    x = torch.randn(3, 4, requires_grad=True)
+
+    def first() -> Any:  # the outputs are gone when it returns, as they are in a pipeline
+        y = (Product.apply(x * 1, weight) * 2).sum()
+        return backward_inputs([get_gradient_edge(y)], [torch.ones(())], [x])
+
+    (found,), rest = first()
+    gc.collect()
+    rest.run()
+    torch.testing.assert_close(found, 2 * torch.ones(3, 4) @ weight.detach().T)
+    torch.testing.assert_close(weight.grad, 2 * x.detach().T @ torch.ones(3, 4))
 
 
 # --- headers ----------------------------------------------------------------------------------------------------------

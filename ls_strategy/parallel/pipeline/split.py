@@ -39,14 +39,16 @@ class _Group:
 class WeightBackward:
     """The second part. Once."""
 
-    def __init__(self, groups: list[_Group]) -> None:
+    def __init__(self, groups: list[_Group], roots: Sequence[GradientEdge]) -> None:
         self._groups = groups
+        self._roots = list(roots)  # keeps the graph: the node of a `torch.autograd.Function` does not keep itself
 
     def run(self) -> None:
         """Add to the gradients of the weights."""
         for group in self._groups:
             _run_group(group)
         self._groups = []
+        self._roots = []
 
 
 def backward_inputs(
@@ -79,7 +81,7 @@ def backward_inputs(
         for handle in handles:
             handle.remove()
     _add_roots(groups, leads, roots, gradients)
-    return list(found), WeightBackward(groups)
+    return list(found), WeightBackward(groups, roots)
 
 
 class _Keep:
