@@ -460,8 +460,8 @@ class Engine:
         failure = self.offload.stream.error
         if failure is not None:
             raise StateError(
-                f"the update of offloaded states failed ({type(failure).__name__}: {failure}) after some units had been "
-                "updated, so these weights belong to no step. Resume from the last checkpoint."
+                f"the update of offloaded states failed ({type(failure).__name__}: {failure}) after some units had "
+                "been updated, so these weights belong to no step. Resume from the last checkpoint."
             ) from failure
         if self._torn or any(flat.updated_early for flat in self.flats):
             raise StateError(

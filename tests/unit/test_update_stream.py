@@ -1,4 +1,4 @@
-"""The stream of updates: jobs in order, the next one's reading beside the present one's work; nothing after an error."""
+"""The stream of updates: jobs in order, the next one read during the present one's work; nothing after an error."""
 
 from __future__ import annotations
 
