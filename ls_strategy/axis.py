@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ls_strategy import spans
-from ls_strategy.comm import Comm, Traffic
+from ls_strategy.comm import Comm, Started, Traffic
 
 
 class Axis:
@@ -186,7 +186,7 @@ class Axis:
             if receives[frm].numel():
                 operations.append(dist.P2POp(dist.irecv, receives[frm], group=group, group_peer=frm))
         works = dist.batch_isend_irecv(operations) if operations else []
-        return spans.followed(works, f"{self.name} {kind}", nbytes)
+        return [Started(spans.followed(works, f"{self.name} {kind}", nbytes))] if works else []
 
 
 class Waits:

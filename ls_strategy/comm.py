@@ -79,6 +79,30 @@ class Pending(Protocol):
         """Block until the result may be used (on CUDA: until the current stream may use it)."""
 
 
+class Started:
+    """Sends and receives that were started. Each is waited for once: gloo blocks for ever in a second wait.
+
+    An error is raised by every later wait again; after an interrupt the next wait goes on with what is left.
+    """
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        """Nothing was waited for yet."""
+        self._left = list(works)
+        self._error: Exception | None = None
+
+    def wait(self) -> None:
+        """Block until all are done."""
+        if self._error is not None:
+            raise self._error
+        while self._left:
+            work = self._left.pop(0)
+            try:
+                work.wait()
+            except Exception as error:
+                self._error = error
+                raise
+
+
 class PendingReduce:
     """A reduce-scatter that was started; `finish` puts its result where it belongs.
 
@@ -207,7 +231,8 @@ class Comm:
             self.traffic.count(kind, outgoing)
             operations.append(dist.P2POp(dist.isend, outgoing, group=self.group, group_peer=to))
             operations.append(dist.P2POp(dist.irecv, incoming, group=self.group, group_peer=frm))
-        return spans.followed(dist.batch_isend_irecv(operations), f"{kind} {of}", _sent_by(sends, self.rank))
+        works = dist.batch_isend_irecv(operations)
+        return [Started(spans.followed(works, f"{kind} {of}", _sent_by(sends, self.rank)))]
 
     def all_gather(self, full: Tensor, of: str = "") -> PendingGather:
         """Complete ``full``, ``(world_size * shard,)``, of which this rank has filled its own shard.

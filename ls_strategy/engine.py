@@ -455,8 +455,14 @@ class Engine:
         """Refuse to hand out weights of which some have taken a step that the others have not. Not collective.
 
         Raises:
-            StateError: an exception ended a backward pass that had begun to update.
+            StateError: an exception ended a backward pass that had begun to update, or an update failed.
         """
+        failure = self.offload.stream.error
+        if failure is not None:
+            raise StateError(
+                f"the update of offloaded states failed ({type(failure).__name__}: {failure}) after some units had "
+                "been updated, so these weights belong to no step. Resume from the last checkpoint."
+            ) from failure
         if self._torn or any(flat.updated_early for flat in self.flats):
             raise StateError(
                 "an exception ended a backward pass after some units had been updated, so these weights belong to no "

@@ -37,8 +37,9 @@ from ls_strategy.moe.router import Router
 from ls_strategy.parallel import logits
 from ls_strategy.parallel.dtensor import has_dtensors, localize, parallelize
 from ls_strategy.parallel.plans import resolve_tensor_plan
-from ls_strategy.parallel.tensor import apply_tensor_parallel
+from ls_strategy.parallel.tensor import apply_tensor_parallel, broadcast_values
 from ls_strategy.parallel.ulysses import apply_sequence_parallel
+from ls_strategy.zero.agreement import agree
 from ls_strategy.zero.partition import repeated_blocks
 from ls_strategy.zero.share import Share
 
@@ -159,6 +160,7 @@ class ModelParallel:
             return {}
         if self.config.pipeline_parallel_size > 1:
             refuse(module, self.config)
+        self._start_from_rank_0(module)
         self._share_random_states()
         done = _Divided(self.config, ranks)
         if self.config.pipeline_parallel_size > 1:
@@ -175,6 +177,18 @@ class ModelParallel:
         if self.pipeline is None:
             return Share()
         return self.pipeline.share(module, optimizers)
+
+    def _start_from_rank_0(self, module: nn.Module) -> None:
+        """Give all ranks rank 0's values, as DDP does, while every rank still has the model in full. Collective.
+
+        Raises:
+            PlanError: the ranks built different models.
+        """
+        assert self.mesh is not None
+        named = (*module.named_parameters(), *module.named_buffers())
+        rows = [(n, tuple(t.shape), str(t.dtype), t.requires_grad, "meta" if t.is_meta else "filled") for n, t in named]
+        agree(self.mesh.world, None, "", rows, columns="(name, shape, dtype, requires_grad, meta or filled)")
+        broadcast_values(module, Axis("world", self.mesh.world))
 
     def _share_random_states(self) -> None:
         """Ranks of a replica draw the same numbers: for dropout, and for the order of the data."""

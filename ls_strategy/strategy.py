@@ -875,14 +875,14 @@ class ZeROStrategy(DDPStrategy):
 
     def _all_interrupted(self) -> bool:
         """Whether an exception ended this step on every rank, so that all can save together; waits for the others."""
-        if self._comm is None or self._comm.world_size == 1:
-            return True
-        whole = not self._comm.failures.told  # another rank failed alone, and has left
+        whole = self._comm is None or not self._comm.failures.told  # another rank failed alone, and has left
         try:
             if self.engine is not None:
                 self.engine.check_whole()
         except StateError:
             whole = False  # no word to the others: they will not wait for this rank for long
+        if self._comm is None or self._comm.world_size == 1:
+            return whole
         all_here = whole and self._comm.failures.announce(RuntimeError("interrupted"), patience_s=_PATIENCE_S)
         self._alone = not all_here
         return all_here

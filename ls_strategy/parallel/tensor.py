@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from ls_strategy.axis import Axis
@@ -89,7 +90,7 @@ class TensorParallel:
         self._draws = _DropoutSources(model)
         self._tokens = tokens
         self._gradients = GradientSums(self._hooks)
-        _broadcast(model, axis)
+        broadcast_values(model, axis)
         share_random_state(axis, torch.device("cpu"))
         device = next((p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")), None)
         if device is not None:
@@ -351,15 +352,20 @@ def _take(full: Tensor, part: TensorPart) -> Tensor:
     return torch.cat(pieces, part.dim)
 
 
-def _broadcast(model: nn.Module, axis: Axis) -> None:
-    """Rank 0's values, where there are any."""
+@torch.no_grad()
+def broadcast_values(model: nn.Module, axis: Axis) -> None:
+    """Give all ranks of the axis the parameters and buffers of its rank 0. Collective.
+
+    What is on meta has no values, and the shards of DTensors differ: both are left out. All ranks must have the same
+    tensors in the same order.
+    """
     for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.is_meta:
+        if tensor.is_meta or isinstance(tensor, DTensor):
             continue
-        wire = tensor.data.to(wire_device(axis, tensor.device)).contiguous()
-        axis.broadcast_(wire.view(torch.uint8) if wire.dtype is torch.bool else wire)
+        wire = tensor.detach().to(wire_device(axis, tensor.device)).contiguous()
+        axis.broadcast_(wire.reshape(-1).view(torch.uint8))  # also dtypes that the transport does not know
         if wire.data_ptr() != tensor.data_ptr():
-            tensor.data.copy_(wire)
+            tensor.detach().copy_(wire)
 
 
 def _describe(resolved: Resolved, axis: Axis, tokens: TokenBlocks | None) -> list[str]:

@@ -187,13 +187,14 @@ class Forecaster:
         """Memory, traffic and time of one candidate."""
         config = candidate.config(self._run.config)
         peak = self.peak(candidate, hardware.ranks, hardware.device)
+        setting = self.setting(config, candidate, hardware.device)
         moved = traffic(
             self.plan(config, hardware.ranks),
             self._optimizer_bytes,
             micro_batches=self._run.micro_batches,
             native_fp32=hardware.device == "cuda" and self._states.precision.reduce_in_fp32,
             cuda=hardware.device == "cuda",
-            gradients_rest=self._run.clips,
+            gradients_rest=not setting.early_step,
         )
         flops = self.trace(candidate.recompute).flops * self._run.micro_batches
         return Forecast(candidate, peak, moved, flops, _seconds(moved, flops, hardware), _lacks(peak, hardware))

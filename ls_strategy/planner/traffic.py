@@ -39,24 +39,39 @@ def traffic(
         micro_batches: per step.
         native_fp32: the transport sums, and gradients are sent to it in fp32 (NCCL).
         cuda: the device's memory is not the host's.
-        gradients_rest: averages wait on their tier for clipping.
+        gradients_rest: averages wait on their tier until backward is over, for clipping or another reason.
     """
     sent = _sent(plan, micro_batches, native_fp32=native_fp32)
     bus = drive = 0
-    for flat in (f for u in plan.units for f in u.flats):
-        each = flat_states(flat, plan, optimizer_bytes)
-        reads = 2 * micro_batches * flat.layout.shard * flat.dtype.itemsize if plan.policy.parameters else 0
-        if flat.trainable and flat.optimizer_tier != "device":
-            bus += each.averages * micro_batches + flat.layout.shard * flat.dtype.itemsize
-        if flat.trainable and flat.optimizer_tier == "nvme":
-            drive += 2 * (each.masters + each.optimizer)
-        if flat.trainable and flat.gradient_tier == "nvme" and gradients_rest:
-            drive += 2 * each.averages * micro_batches
-        if flat.param_tier != "device":
-            bus += reads
-        if flat.param_tier == "nvme":
-            drive += reads + (each.own_shard if flat.trainable else 0)
+    rounds = micro_batches if plan.policy.gradients else 1  # of averaging; after the first, averages are added to
+    for unit, gathers in zip(plan.units, _gathers(plan, micro_batches), strict=True):
+        for flat in unit.flats:
+            each = flat_states(flat, plan, optimizer_bytes)
+            reads = gathers * flat.layout.shard * flat.dtype.itemsize
+            if flat.trainable and flat.optimizer_tier != "device":
+                bus += each.averages * micro_batches + flat.layout.shard * flat.dtype.itemsize
+            if flat.trainable and flat.optimizer_tier == "nvme":
+                drive += 2 * (each.masters + each.optimizer)
+                if not gradients_rest and not plan.policy.parameters:
+                    drive += each.masters  # updated while backward ran, and read again when parameters may change
+            if flat.trainable and flat.gradient_tier == "nvme" and (gradients_rest or rounds > 1):
+                drive += 2 * each.averages * rounds
+            if flat.param_tier != "device":
+                bus += reads
+            if flat.param_tier == "nvme":
+                drive += reads + (each.own_shard if flat.trainable else 0)
     return Traffic(sent, bus if cuda else 0, drive)
+
+
+def _gathers(plan: Plan, micro_batches: int) -> list[int]:
+    """How often each unit is gathered in a step, stage 3.
+
+    Root units once; blocks for forward and for backward of each micro-batch, but the last one, which stays between.
+    """
+    if not plan.policy.parameters:
+        return [0 for _ in plan.units]
+    last = max((i for i, unit in enumerate(plan.units) if not unit.is_root), default=-1)
+    return [1 if u.is_root else micro_batches * (1 if i == last else 2) for i, u in enumerate(plan.units)]
 
 
 def _sent(plan: Plan, micro_batches: int, *, native_fp32: bool) -> int:
@@ -77,6 +92,7 @@ def _sent(plan: Plan, micro_batches: int, *, native_fp32: bool) -> int:
     if not policy.parameters:
         again = sum(f.others_numel * 4 if not policy.optimizer else gathered(f) for f in trained)
         return again + reductions * (micro_batches if policy.gradients else 1)
-    blocks = [sum(map(gathered, u.flats)) for u in plan.units if not u.is_root]
-    roots = sum(gathered(f) for u in plan.units if u.is_root for f in u.flats)
-    return roots + micro_batches * (2 * sum(blocks) - (blocks[-1] if blocks else 0) + reductions)
+    fetched = sum(
+        n * gathered(f) for n, u in zip(_gathers(plan, micro_batches), plan.units, strict=True) for f in u.flats
+    )
+    return fetched + micro_batches * reductions

@@ -90,6 +90,11 @@ class Stream:
         self.busy_s = 0.0
         """Seconds spent in jobs so far."""
 
+    @property
+    def error(self) -> BaseException | None:
+        """What ended the work: of the jobs submitted since, none was finished. Does not wait."""
+        return self._error
+
     def submit(self, jobs: Sequence[Job]) -> Ticket:
         """Append jobs; the ticket is done when the last of them is. Returns at once if threaded."""
         ticket = Ticket(self)

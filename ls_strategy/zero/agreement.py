@@ -38,8 +38,17 @@ def optimizer_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[int,
     return owners
 
 
+OWNED = "(name, shape, dtype, requires_grad, (optimizer, group))"
+"""What a row says of a parameter where optimizers are known."""
+
+
 def agree(
-    comm: Comm, error: PlanError | None, options: str, params: Sequence[tuple[Any, ...]], kin: Any = None
+    comm: Comm,
+    error: PlanError | None,
+    options: str,
+    params: Sequence[tuple[Any, ...]],
+    kin: Any = None,
+    columns: str = OWNED,
 ) -> None:
     """Raise on every rank if any rank has an error, other options or another model. Collective.
 
@@ -49,6 +58,7 @@ def agree(
         options: configuration of this rank, printable.
         params: one row per parameter, ``(name, shape, dtype, ...)``, in order.
         kin: ranks with equal values hold the same parameters.
+        columns: what a row holds, for the message.
 
     Raises:
         PlanError: naming the rank and the first difference.
@@ -66,24 +76,23 @@ def agree(
         )
     digests = {d for _, d, _ in verdicts}
     if len(digests) > len({its_kin for its_kin, _ in digests}):
-        _name_first_difference(comm, params, kin)
+        _name_first_difference(comm, params, kin, columns)
 
 
-def _name_first_difference(comm: Comm, params: Sequence[tuple[Any, ...]], kin: Any) -> None:
+def _name_first_difference(comm: Comm, params: Sequence[tuple[Any, ...]], kin: Any, columns: str) -> None:
     by_kin: dict[Any, dict[int, Any]] = {}
     for rank, (its_kin, rows) in enumerate(comm.exchange_objects((kin, list(params)))):
         by_kin.setdefault(its_kin, {})[rank] = rows
     for by_rank in by_kin.values():
-        _raise_first_difference(by_rank)
+        _raise_first_difference(by_rank, columns)
 
 
-def _raise_first_difference(by_rank: dict[int, Any]) -> None:
+def _raise_first_difference(by_rank: dict[int, Any], columns: str) -> None:
     for row in range(max(len(f) for f in by_rank.values())):
         entries = {r: f[row] if row < len(f) else None for r, f in by_rank.items()}
         if len(set(map(repr, entries.values()))) > 1:
             raise PlanError(
-                f"the ranks built different models. First difference, parameter {row} as (name, shape, dtype, "
-                "requires_grad, (optimizer, group)): "
+                f"the ranks built different models. First difference, parameter {row} as {columns}: "
                 + "; ".join(f"rank {r}: {e}" for r, e in entries.items())
                 + ". Build the same model on every rank, whatever its rank or data."
             )

@@ -128,7 +128,7 @@ class Draft:
     ) -> list[Unit]:
         """Move the parameters into units, one at a time: no rank holds more than one in full at stage 3. Collective."""
         units: list[Unit] = []
-        maker = materials.Materializer(self.model, device, self._parts, mesh.tensor, self._share.absent)
+        maker = materials.Materializer(self.model, device, self._parts, mesh, self._share.absent)
         number = 0
         for spec, planned in zip(self.specs, plan.units, strict=True):
             params = dict(spec.params)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ls_strategy._compat import tree_map
-from ls_strategy.axis import Axis
 from ls_strategy.errors import PlanError
 from ls_strategy.layout import TensorPart
+from ls_strategy.mesh import Mesh
 from ls_strategy.zero.parts import part_of
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -30,7 +30,7 @@ class Materializer:
         model: nn.Module,
         device: torch.device,
         parts: Mapping[int, TensorPart],
-        tensor: Axis,
+        mesh: Mesh,
         absent: Collection[int] = (),
     ) -> None:
         """Find the modules to fill.
@@ -39,15 +39,16 @@ class Materializer:
             model: some of it on meta.
             device: where the memory is taken.
             parts: ``id(parameter)`` -> what of it belongs here. It is filled whole, and then cut: every element is what
-                it would be without tensor parallelism.
-            tensor: the tensor-parallel ranks; the first one's values count.
+                it would be without tensor and expert parallelism.
+            mesh: the ranks. Of those that hold parts of a parameter, or copies along the tensor axis, the first one's
+                values count.
             absent: ``id`` of parameters that another rank of a pipeline holds. If the model was built without memory,
                 they are filled in their turn, so that all ranks draw the same numbers, and let go of at once.
         """
         self._absent = absent
         self._device = device
         self._parts = parts
-        self._tensor = tensor
+        self._mesh = mesh
         self._modules = [
             (name, module)
             for name, module in model.named_modules()
@@ -110,11 +111,12 @@ class Materializer:
         for key, p in kept.items():
             setattr(module, key, p)
         for p in fresh:
-            self._tensor.broadcast_(p.detach())
+            self._mesh.tensor.broadcast_(p.detach())
         for key, p in cut.items():
-            whole = getattr(module, key).detach()
-            self._tensor.broadcast_(whole)
-            real = nn.Parameter(part_of(whole, self._parts[id(p)]).clone(), requires_grad=p.requires_grad)
+            whole, part = getattr(module, key).detach(), self._parts[id(p)]
+            _, axis = self._mesh.holders(part)
+            axis.broadcast_(whole)
+            real = nn.Parameter(part_of(whole, part).clone(), requires_grad=p.requires_grad)
             torch.utils.swap_tensors(p, real)
             setattr(module, key, p)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from ls_strategy.comm import CHUNK, Comm, make_comm
+from ls_strategy.comm import CHUNK, Comm, PendingGather, Started, make_comm
 from ls_strategy.testing import spawn
 
 WORLDS = (2, 3)
@@ -177,3 +177,37 @@ def test_one_rank_needs_no_process_group() -> None:
     assert torch.equal(out, full)
     assert comm.exchange_objects(3) == [3]
     assert not comm.traffic.elements
+
+
+class Work:
+    """As gloo's: a second wait for the same work would never end."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.error = error
+        self.waits = 0
+
+    def wait(self) -> None:
+        self.waits += 1
+        assert self.waits == 1, "waited for twice"
+        if self.error is not None:
+            raise self.error
+
+
+def test_no_work_is_waited_for_twice_after_an_error() -> None:
+    """The error comes again: what was to arrive is not there."""
+    works = [Work(), Work(RuntimeError("connection closed")), Work()]
+    pending = PendingGather([Started(works)], Comm(None, None))
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="connection closed"):
+            pending.wait()
+    assert [w.waits for w in works] == [1, 1, 0]
+
+
+def test_after_an_interrupt_the_next_wait_goes_on_with_what_is_left() -> None:
+    works = [Work(), Work(KeyboardInterrupt()), Work()]
+    pending = PendingGather([Started(works)], Comm(None, None))
+    with pytest.raises(KeyboardInterrupt):
+        pending.wait()
+    pending.wait()
+    pending.wait()
+    assert [w.waits for w in works] == [1, 1, 1]

@@ -7,12 +7,14 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ls_strategy.errors import StateError
+from ls_strategy.errors import RankFailedError, StateError
 from ls_strategy.strategy import ZeROStrategy
 from ls_strategy.tiers.stream import Stream
+from ls_strategy.zero import kernels
 from tests.dist.ranks import Net, assert_close, assert_equal, batches, fit, on_ranks, weights
 
 
@@ -205,3 +207,52 @@ def test_weights_of_no_step_are_not_saved(rank: int, world_size: int, overlap: b
             ours.lightning_module_state_dict()
     else:
         assert ours.lightning_module_state_dict() or rank
+
+
+class FailingUpdate:
+    """The fused update as it is, but the call of this number, which raises."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.calls, self.real = number, 0, kernels.ops.adamw_
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self.calls += 1
+        if self.calls == self.number:
+            raise ArithmeticError("in an update")
+        return self.real(*args, **options)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("net", [Plain, Looks])
+@on_ranks(2)
+def test_a_failed_update_ends_all_ranks_and_nothing_is_updated_after_it(
+    rank: int, world_size: int, net: type[Plain], overlap: bool
+) -> None:
+    """Five buffers per step; on rank 1 the third step's second update fails. Before or after backward is over."""
+    module, update = net(), FailingUpdate(12 if rank == 1 else 0)
+    ours = strategy(2, overlap_step=overlap)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels.ops, "adamw_", update)
+        with pytest.raises(ArithmeticError if rank == 1 else RankFailedError, match="in an update"):
+            fit(ours, module, batches(numel=64))
+    assert len(module.losses) in (3, 4)
+    if rank == 1:
+        assert update.calls == 12
+        with pytest.raises(StateError, match=r"ArithmeticError: in an update.*belong to no step"):
+            ours.require_engine().check_whole()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("net", [Plain, Looks])
+@on_ranks(1)
+def test_weights_of_a_failed_update_are_not_saved(
+    rank: int, world_size: int, net: type[Plain], overlap: bool, tmp_path: Any
+) -> None:
+    """On one rank, whose connections are not broken: by a callback that saves what an exception has left."""
+    ours = strategy(2, overlap_step=overlap)
+    keeper = OnExceptionCheckpoint(tmp_path, "left")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels.ops, "adamw_", FailingUpdate(12))
+        with pytest.raises(ArithmeticError, match="in an update"):
+            fit(ours, net(), batches(numel=64), callbacks=[keeper], enable_checkpointing=True)
+    assert not (tmp_path / "left.ckpt").exists()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import threading
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,6 +15,9 @@ from torch import nn
 
 from ls_strategy.callbacks import Monitor, ShardedEMA
 from ls_strategy.strategy import ZeROStrategy
+from ls_strategy.tiers import stream
+from ls_strategy.tiers.stream import Ticket
+from ls_strategy.zero import kernels, units
 from tests.dist.ranks import WIDTH, Block, Net, assert_close, assert_equal, batches, fit, on_ranks, trainer_of, weights
 
 TIERS = {
@@ -170,24 +176,81 @@ def test_one_process_never_holds_the_model(rank: int, world_size: int, tmp_path:
         assert all(bool(v.isfinite().all()) for v in state.values())
 
 
+class Seconds:
+    """A clock that only updates move: every one of a buffer takes a second, and all else none."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.now, self.updates = 0.0, 0
+        self.may_update = threading.Semaphore(0)
+        self.gated = False
+        update, wait = kernels.ops.adamw_, Ticket.wait
+
+        def takes_a_second(*args: Any, **options: Any) -> None:
+            if self.gated:
+                assert self.may_update.acquire(timeout=20), "nobody waits for this update"
+            update(*args, **options)
+            self.updates += 1
+            self.now += 1.0
+
+        def notes(ticket: Ticket) -> None:
+            self.may_update.release()
+            wait(ticket)
+
+        patch.setattr(kernels.ops, "adamw_", takes_a_second)
+        patch.setattr(Ticket, "wait", notes)
+        for module in (stream, units):
+            patch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: self.now, monotonic=time.monotonic))
+
+
 class Counts(pl.Callback):
+    """Seconds that were exposed so far, after every step. ``before``: what to do before each, ``after``: after all."""
+
     reads_weights = False
     reads_gradients = False
 
-    def __init__(self) -> None:
+    def __init__(self, before: Any = None, after: Any = None) -> None:
         self.exposed: list[float] = []
+        self.before, self.after = before, after
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if self.before:
+            self.before(trainer.strategy.require_engine().flats)
+
+    def on_train_end(self, *_: Any) -> None:
+        if self.after:
+            self.after()
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         self.exposed.append(trainer.strategy.exposed_step_s)
 
 
+def until_done(flats: Any) -> None:
+    """The host computes long enough for all updates to end."""
+    while not all(f.updating is None or f.updating.done for f in flats):
+        time.sleep(0.001)
+
+
+def exposed(clock: Seconds, counts: Counts, *, overlap: bool) -> list[float]:
+    """Eight steps of five buffers; clipping keeps updates out of backward."""
+    ours = ZeROStrategy(2, min_unit_numel=0, offload_optimizer="cpu", overlap_step=overlap)
+    fit(ours, ByDefault(), callbacks=[counts], gradient_clip_val=1.0)
+    assert clock.updates == 5 * len(counts.exposed)
+    return counts.exposed
+
+
 @on_ranks(1)
-def test_exposed_time_is_counted_at_every_step(rank: int, world_size: int, tmp_path: Any) -> None:
-    """It never falls; without overlap all of it is exposed."""
-    for overlap in (True, False):
-        counts = Counts()
-        ours = ZeROStrategy(2, min_unit_numel=0, offload_optimizer="cpu", overlap_step=overlap)
-        fit(ours, ByDefault(), callbacks=[counts])
-        assert counts.exposed == sorted(counts.exposed)
-        assert counts.exposed[-1] > 0
-    assert_close(ours.exposed_step_s, ours.require_engine().offload.stream.busy_s, "all of it", 0.5)
+def test_exposed_time_is_what_training_waits_for_updates(rank: int, world_size: int) -> None:
+    """Without overlap all of it; with it none of updates that end before they are needed, all of those that do not."""
+    with pytest.MonkeyPatch.context() as patch:
+        found = exposed(Seconds(patch), Counts(), overlap=False)
+    steps = len(found)
+    assert steps >= 8
+    assert found == [5.0 * (i + 1) for i in range(steps)], "blocking"
+    with pytest.MonkeyPatch.context() as patch:
+        found = exposed(Seconds(patch), Counts(before=until_done), overlap=True)
+    assert found == [0.0] * steps, "hidden"
+    with pytest.MonkeyPatch.context() as patch:
+        clock = Seconds(patch)
+        clock.gated = True  # no update runs before somebody waits for one, until the last step is over
+        found = exposed(clock, Counts(after=lambda: clock.may_update.release(5)), overlap=True)
+    assert found == [5.0 * i for i in range(steps)], "those of the step before"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -17,17 +18,24 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from ls_strategy._compat import current_backward_pass
+from ls_strategy._compat import current_backward_pass, default_store
 from ls_strategy.comm import make_comm
 from ls_strategy.errors import PlanError, RankFailedError
 from ls_strategy.parallel.pipeline.cut import keep_own, make_cut
 from ls_strategy.parallel.pipeline.handover import SideLoss
 from ls_strategy.parallel.pipeline.mail import make_links
 from ls_strategy.parallel.pipeline.runner import Callbacks, PipelineRunner
-from ls_strategy.parallel.pipeline.schedules import SCHEDULES, place, placement_of, stages_per_rank_of
-from ls_strategy.parallel.pipeline.simulate import gpipe_bubble, simulate
+from ls_strategy.parallel.pipeline.schedules import (
+    SCHEDULES,
+    Table,
+    make_table,
+    place,
+    placement_of,
+    stages_per_rank_of,
+)
+from ls_strategy.parallel.pipeline.simulate import Costs, gpipe_bubble, simulate
 from ls_strategy.parallel.pipeline.stage import StageRunner
-from ls_strategy.parallel.pipeline.timeline import Recorder, bubble
+from ls_strategy.parallel.pipeline.timeline import Recorder
 from ls_strategy.testing import spawn
 from recipes.gpt.network import GPT, GPTConfig
 
@@ -532,57 +540,93 @@ def test_an_error_on_one_stage_ends_all_ranks_soon(where: str, schedule: str) ->
 
 # --- time -------------------------------------------------------------------------------------------------------------
 
-LIMIT = 1.15  # times the formula: what messages and this process cost
+class Slots:
+    """Lets an action end only when all actions that belong to the same slot of time have begun, on every rank.
+
+    So a run that comes to its end has computed all actions of a slot at the same time, however fast the host is: no
+    rank did nothing in a slot in which the table has an action for it.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.of_actions: list[int] = []
+        self.members: Counter[int] = Counter()
+        self.calls = 0
+        self.run = ""
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """Copies of blocks on meta run once, to learn shapes, and are no actions."""
+
+    def begin(self, run: str, table: Table) -> int:
+        """Forget the run before; returns how many slots the table takes, a forward and a backward one each."""
+        spans = simulate(table, Costs(forward=1.0, inputs=0.5, weights=0.5)).spans
+        self.of_actions = [round(start) for _, start, _ in spans[self.rank]]
+        self.members = Counter(round(start) for row in spans for _, start, _ in row)
+        self.calls, self.run = 0, run
+        return max(self.members) + 1
+
+    def take_place(self) -> None:
+        """The next action of this rank computes."""
+        slot = self.of_actions[self.calls]
+        self.calls += 1
+        store, key = default_store(), f"{self.run}/{slot}"
+        store.add(key, 1)
+        deadline = time.monotonic() + 20
+        while store.add(key, 0) < self.members[slot]:
+            assert time.monotonic() < deadline, f"rank {self.rank}: no other rank computes in slot {slot} of {self.run}"
+            time.sleep(0.001)
 
 
-class _Sleep(torch.autograd.Function):
+class _InSlot(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        time.sleep(seconds)
-        ctx.seconds = seconds
+    def forward(ctx: Any, x: Tensor, slots: Slots) -> Tensor:
+        slots.take_place()
+        ctx.slots = slots
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        time.sleep(2 * ctx.seconds)
+        ctx.slots.take_place()
         return gradient.clone(), None
 
 
-class SleepBlock(nn.Module):
-    def __init__(self, seconds: float) -> None:
+class SlotBlock(nn.Module):
+    def __init__(self, slots: Slots) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(4))
-        self.seconds = seconds
+        self.slots = slots
 
     def forward(self, x: Tensor) -> Tensor:
-        # Only where the block is real: a copy on meta runs once, to learn shapes.
-        return _Sleep.apply(x * self.weight, self.seconds)  # type: ignore[return-value]
+        y = x * self.weight
+        return y if self.slots is None else _InSlot.apply(y, self.slots)  # type: ignore[return-value]
 
 
 def bubbles(rank: int, world_size: int, counts: tuple[int, ...]) -> dict[tuple[str, int], float]:
-    """The smallest of up to eight measurements: other work on this host makes bubbles, never removes them."""
+    """The part of all ranks' slots without an action."""
     comm = make_comm()
+    slots = Slots(rank)
     found: dict[tuple[str, int], float] = {}
     for schedule in ("gpipe", "1f1b"):
         for count in counts:
-            # What messages and other work on the host cost is fixed; of many micro-batches the bubble is a small part.
-            model = nn.Sequential(*(SleepBlock(0.005 * count) for _ in range(2)))
+            model = nn.Sequential(*(SlotBlock(slots) for _ in range(world_size)))
             recorder = Recorder(CPU)
             runner = build(model, schedule, world_size, comm, recorder=recorder)
-            parts = list(torch.randn(count, 4).split(1))
-            tries: list[float] = []
-            while len(tries) < 8 and min(tries, default=1.0) > LIMIT * gpipe_bubble(2, count):
-                report = runner.train(lambda part, model=model: model(part).sum(), parts)
-                assert report.most_alive == (count if schedule == "gpipe" else min(count, world_size - rank))
-                tries.append(bubble(comm.exchange_objects(recorder.take())))
-            found[schedule, count] = min(tries)
+            length = slots.begin(f"{schedule}/{count}", make_table(schedule, world_size, count))
+            report = runner.train(lambda part, m=model: m(part).sum(), list(torch.randn(count, 4).split(1)))
+            assert report.most_alive == (count if schedule == "gpipe" else min(count, world_size - rank))
+            actions = comm.exchange_objects([str(action) for action, _, _ in recorder.take()])
+            assert slots.calls == len(actions[rank]) == 2 * count
+            found[schedule, count] = 1 - sum(map(len, actions)) / (world_size * length)
     return found
 
 
-@pytest.mark.parametrize("counts", [(4, 8), pytest.param((16,), marks=pytest.mark.slow)])
-def test_the_bubble_is_that_of_the_formula(counts: tuple[int, ...]) -> None:
-    for (schedule, count), measured in spawn(bubbles, 2, counts)[0].items():
-        assert measured <= LIMIT * gpipe_bubble(2, count), (schedule, count, measured, gpipe_bubble(2, count))
+@pytest.mark.parametrize(
+    ("world_size", "counts"), [(2, (4, 8, 16)), pytest.param(4, (4, 12), marks=pytest.mark.slow)]
+)
+def test_the_bubble_is_that_of_the_formula(world_size: int, counts: tuple[int, ...]) -> None:
+    """In slots of time, not in seconds: actions of one slot are in flight together on all ranks."""
+    for (schedule, count), measured in spawn(bubbles, world_size, counts)[0].items():
+        assert measured == pytest.approx(gpipe_bubble(world_size, count)), (schedule, count)
 
 
 # --- models of others -------------------------------------------------------------------------------------------------

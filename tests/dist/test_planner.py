@@ -8,6 +8,7 @@ and host are measured together.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,6 +24,7 @@ from ls_strategy.planner.paper import on_paper
 from ls_strategy.planner.step import first_batch, training_step
 from ls_strategy.precision import resolve_precision
 from ls_strategy.testing import spawn
+from ls_strategy.tiers.nvme import NVMeTier
 from tests.dist.models import Case, Net, PrivateNet, loader, quiet, trainer_of
 
 WIDTH, BLOCKS, STEPS = 96, 4, 2
@@ -102,8 +104,12 @@ def measured(world_size: int) -> list[list[tuple[int, int, dict[str, int]]]]:
 
 @functools.cache
 def foretell(index: int, world_size: int) -> Any:
-    candidate, name, accumulate, traits = RUNS[index]
-    case = case_of(*RUNS[index])
+    return forecast_of(RUNS[index], world_size)
+
+
+def forecast_of(chosen: tuple[Candidate, str, int, tuple[str, ...]], world_size: int) -> Any:
+    candidate, name, accumulate, traits = chosen
+    case = case_of(*chosen)
     module, precision = module_of(case), resolve_precision(name)
     run = Run(
         config=ZeROConfig(min_unit_numel=0),
@@ -139,3 +145,55 @@ def test_traffic_and_states_are_foretold_exactly(world_size: int, index: int) ->
         foretold = {kind: sum(t[kind] for t in forecast.peak.states.values()) for kind in ("masters", "optimizer")}
         # A rank whose shard of a buffer is nothing but padding keeps no state of it.
         assert {k: states[k] for k in foretold} == pytest.approx(foretold, rel=0.001)
+
+
+# --- the drive -------------------------------------------------------------------------------------------------------
+
+NVME = OffloadConfig(tier="nvme")
+ON_DRIVE: tuple[tuple[Candidate, str, int, tuple[str, ...]], ...] = (
+    (Candidate(1, NVME), "32-true", 1, ("private",)),
+    (Candidate(2, NVME), "bf16-true", 1, ()),
+    (Candidate(2, NVME), "32-true", 2, ("private",)),
+    (Candidate(3, NVME), "bf16-true", 2, ()),
+    (Candidate(3, NVME, NVME), "32-true", 1, ("private", "frozen")),
+    (Candidate(3, NVME, NVME), "bf16-true", 2, ()),
+)
+
+
+def drive_bytes(rank: int, world_size: int, folder: str) -> list[int]:
+    """What one more step asks of the drive, for every run: elements that are got and put, in bytes."""
+    quiet()
+    result = []
+    get, put = NVMeTier.get, NVMeTier.put
+    for chosen in ON_DRIVE:
+        case = case_of(*chosen)
+        case = replace(case, options=(*case.options, ("nvme_path", folder), ("nvme_allow_ram", True)))
+        totals: list[int] = []
+        for steps in (STEPS, STEPS + 1):
+            moved = [0]
+
+            def counting_get(tier: NVMeTier, key: Any, start: int = 0, stop: int | None = None) -> Any:
+                numel, dtype = tier.sizes[key]
+                moved[0] += ((numel if stop is None else stop) - start) * dtype.itemsize  # noqa: B023
+                return get(tier, key, start, stop)
+
+            def counting_put(tier: NVMeTier, key: Any, value: Any, start: int = 0) -> None:
+                moved[0] += (value if isinstance(value, torch.Tensor) else value.wait()).nbytes  # noqa: B023
+                put(tier, key, value, start)
+
+            now = replace(case, steps=steps)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(NVMeTier, "get", counting_get)
+                patch.setattr(NVMeTier, "put", counting_put)
+                trainer_of(now, world_size).fit(module_of(now), loader(now, world_size))
+            totals.append(moved[0])
+        result.append(totals[1] - totals[0])
+    return result
+
+
+def test_the_drives_traffic_is_foretold_exactly(tmp_path: Any) -> None:
+    """States are read and written once per step, averages that wait for clipping too, parameters at every gather."""
+    found = spawn(drive_bytes, 2, str(tmp_path), init_process_group=False, timeout_s=170)
+    for index, chosen in enumerate(ON_DRIVE):
+        foretold = forecast_of(chosen, 2).traffic.drive
+        assert [rank[index] for rank in found] == [foretold] * 2, chosen

@@ -1,0 +1,116 @@
+"""Training starts from rank 0's weights and buffers, whatever the other ranks have built: as under DDP.
+
+A rank 0 that alone reads a file of pretrained weights is enough under DDP, so it is enough here.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ls_strategy.errors import PlanError
+from ls_strategy.testing import spawn
+from tests.dist.parallel_runs import Module, Outcome, Run, train, train_all, unequal
+from tests.dist.ranks import on_ranks
+
+pytestmark = pytest.mark.dist
+
+STEPS = 2
+EXPERTS = {"num_experts": 4, "k": 2, "drop_tokens": False, "balance_loss": 0.0, "second_expert_sampling": False}
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+class Different(Module):
+    """Other parameters and another buffer on every rank; the loss is proportional to the buffer."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        torch.manual_seed(rank())
+        Module.configure_model(self)
+        self.gain: Tensor
+        self.register_buffer("gain", torch.tensor(1.0 + rank()))
+        torch.manual_seed(100 + rank())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * self.gain
+
+
+class DifferentOnMeta(Module):
+    """Every rank would draw other numbers when the modules fill themselves."""
+
+    def configure_model(self) -> None:
+        torch.manual_seed(rank())
+        super().configure_model()
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "zero0": {"stage": 0},
+    "zero1": {"stage": 1},
+    "zero2": {"stage": 2},
+    "zero3": {"stage": 3},
+    "tensor": {"stage": 1, "tensor_parallel_size": 2},
+    "tensor, stage 3": {"stage": 3, "tensor_parallel_size": 2},
+    "sequence": {"stage": 2, "sequence_parallel_size": 2},
+    "pipeline": {"stage": 1, "pipeline_parallel_size": 2, "micro_batches": 2},
+    "pipeline, interleaved": {
+        "stage": 3, "pipeline_parallel_size": 2, "micro_batches": 2, "pipeline_schedule": "zbv",
+    },
+    "experts": {"stage": 1, "expert_parallel_size": 2},
+    "experts, stage 3": {"stage": 3, "expert_parallel_size": 2},
+}  # fmt: skip
+FOUR_RANKS: dict[str, dict[str, Any]] = {
+    "tensor": {"stage": 3, "tensor_parallel_size": 2},
+    "pipeline": {"stage": 1, "pipeline_parallel_size": 2, "micro_batches": 2},
+    "pipeline, tensor": {"stage": 1, "pipeline_parallel_size": 2, "tensor_parallel_size": 2, "micro_batches": 2},
+    "experts": {"stage": 2, "expert_parallel_size": 2},
+    "experts, tensor": {"stage": 1, "expert_parallel_size": 2, "tensor_parallel_size": 2},
+}
+
+
+def run_of(options: dict[str, Any] | None, *, experts: bool) -> Run:
+    return Run(options, {"num_layers": 4}, EXPERTS if experts else None, STEPS)
+
+
+@cache
+def trusted(kind: type[Module], *, experts: bool) -> Outcome:
+    """One process."""
+    return spawn(train_all, 1, [run_of(None, experts=experts)], kind, init_process_group=False)[0][0]
+
+
+def problems(world_size: int, layouts: dict[str, dict[str, Any]], kind: type[Module]) -> list[str]:
+    found: list[str] = []
+    for experts in (False, True):
+        runs = [run_of(o, experts=experts) for o in layouts.values() if ("expert_parallel_size" in o) is experts]
+        outcomes = spawn(train_all, world_size, runs, kind, init_process_group=False, timeout_s=120)[0]
+        found += unequal(trusted(kind, experts=experts), runs, outcomes)
+    return found
+
+
+@pytest.mark.parametrize("kind", [Different, DifferentOnMeta])
+def test_all_ranks_start_from_what_rank_0_has(kind: type[Module]) -> None:
+    """Trusted run: one process, which has rank 0's values; the same global batches."""
+    assert not problems(2, LAYOUTS, kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Different, DifferentOnMeta])
+def test_all_of_four_ranks_start_from_what_rank_0_has(kind: type[Module]) -> None:
+    assert not problems(4, FOUR_RANKS, kind)
+
+
+@pytest.mark.parametrize("layout", ["tensor", "pipeline", "experts"])
+@on_ranks(2)
+def test_models_that_differ_are_refused_before_values_are_sent(rank: int, world_size: int, layout: str) -> None:
+    """Sizes that differ would end the process in the collective."""
+    experts = EXPERTS if layout == "experts" else None
+    run = Run(LAYOUTS[layout], {"num_layers": 4, "vocab_size": 61 + rank}, experts, STEPS)
+    with pytest.raises(PlanError, match=r"built different models.*rank 0: .*61.*rank 1: .*62"):
+        train(rank, world_size, run, Different)
