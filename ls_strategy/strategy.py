@@ -166,7 +166,7 @@ class ZeROStrategy(DDPStrategy):
         async_save: write checkpoint folders while training goes on. A step waits only for copies of what is on the
             device; an error is raised by the next save, or at the end.
         save_frozen: put parameters that do not train into checkpoint folders too.
-        on_save_error: ``raise``, or ``continue`` training when a checkpoint folder cannot be written (a full disk); the
+        on_save_error: ``raise``, or ``continue`` training when a checkpoint cannot be written (a full disk); the
             error is logged, and no earlier checkpoint is removed then.
         deepspeed_config: a DeepSpeed configuration, as JSON file or dictionary. It sets the options above, what the
             Trainer leaves at its default (precision, clipping, accumulation), and optimizer and schedule where the

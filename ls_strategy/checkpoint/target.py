@@ -35,20 +35,20 @@ def check_replaceable(path: str | os.PathLike[str]) -> None:
     place = Place(text)
     problem = _of_the_name(text, place) or _of_what_is_there(place)
     if problem is not None:
-        raise CheckpointError(f"Got the checkpoint path {text!r}, {problem}")
+        raise CheckpointError(f"Got the checkpoint path {text!r}, which {problem}")
 
 
 def _of_the_name(text: str, place: Place) -> str | None:
     if not text.strip():
-        return "which is empty. Give a name, such as runs/last.ckpt."
+        return "is empty. Give a name, such as runs/last.ckpt."
     if place.name in ("", ".", "..") or not (place.local or place.path.count("/")):
-        return "which is the root of a file system. Give a name below it."
+        return "is the root of a file system. Give a name below it."
     if not place.local:
         return None
     with contextlib.suppress(FileNotFoundError):  # the working directory may be gone
         here, there = Path.cwd(), Path(os.path.realpath(place.path))
         if there == here or there in here.parents:
-            return "which is the working directory or contains it. Give a name of its own, such as runs/last.ckpt."
+            return "is the working directory or contains it. Give a name of its own, such as runs/last.ckpt."
     return None
 
 
@@ -63,7 +63,7 @@ def _of_what_is_there(place: Place) -> str | None:
     for is_kind, of_kind in ((stat.S_ISLNK, _of_link), (stat.S_ISDIR, _of_folder), (stat.S_ISREG, _of_file)):
         if is_kind(mode):
             return of_kind(place)
-    return "which is a device, a pipe or a socket. A save replaces only checkpoints. Give another name."
+    return "is a device, a pipe or a socket. A save replaces only checkpoints. Give another name."
 
 
 def _of_link(place: Place) -> str | None:
@@ -72,7 +72,7 @@ def _of_link(place: Place) -> str | None:
     if not target.exists() or _of_what_is_there(target) is None:
         return None
     return (
-        f"which is a link to {target}, and that is not a checkpoint. A save replaces only checkpoints, and links to "
+        f"is a link to {target}, and that is not a checkpoint. A save replaces only checkpoints, and links to "
         f"them. Give a name in that folder, {place.path}/last.ckpt, or another name."
     )
 
@@ -82,7 +82,7 @@ def _of_folder(place: Place) -> str | None:
     for name, is_file in _names_in(place):
         if not is_file or not (_OURS.fullmatch(name) or _BY_THE_SYSTEM.fullmatch(name)):
             return (
-                f"which is a folder that holds something else than a checkpoint: {name}. A save replaces only "
+                f"is a folder that holds something else than a checkpoint: {name}. A save replaces only "
                 f"checkpoints. Give a name in it, such as {place}/last.ckpt, or remove the folder yourself."
             )
         found.add(name)
@@ -91,7 +91,7 @@ def _of_folder(place: Place) -> str | None:
     if not place.local:  # a copy that was interrupted
         return None
     return (
-        f"which is a folder that this package did not write, or a checkpoint without its {MANIFEST}. A save replaces "
+        f"is a folder that this package did not write, or a checkpoint without its {MANIFEST}. A save replaces "
         "only its own checkpoints. Give another name, or remove the folder yourself."
     )
 
@@ -126,7 +126,7 @@ def _of_file(place: Place) -> str | None:
     if not head or head.startswith(_OLD_TORCH) or _is_torch_archive(head):
         return None
     return (
-        "which is a file that torch.save did not write. A save replaces only checkpoints. Give another name, or "
+        "is a file that torch.save did not write. A save replaces only checkpoints. Give another name, or "
         "remove the file yourself."
     )
 
