@@ -30,6 +30,7 @@ from ls_strategy.checkpoint.commit import META, Manifest, Place
 from ls_strategy.checkpoint.files import Reader
 from ls_strategy.checkpoint.random import random_states
 from ls_strategy.checkpoint.sharded import Contents, Source, assemble, separate
+from ls_strategy.checkpoint.target import check_replaceable
 from ls_strategy.deepspeed.checkpoint import is_deepspeed, read_deepspeed
 from ls_strategy.engine import Engine
 from ls_strategy.errors import CheckpointError
@@ -111,6 +112,46 @@ def write(
     stall = time.perf_counter() - started
 
 
+def write_file(
+    checkpoint: dict[str, Any],
+    path: str,
+    checkpoint_io: CheckpointIO,
+    storage_options: Any,
+    rank: int,
+    exchange: save.Exchange,
+) -> None:
+    """Write what was gathered on rank 0, and every rank's random states, to one file. Collective.
+
+    Lightning's own `CheckpointIO` writes to a file system; the file takes its name when it is on the disk.
+
+    Raises:
+        CheckpointError: on every rank, if rank 0 could not write it; earlier checkpoints are untouched.
+    """
+    states = exchange(random_states())
+    error: Exception | None = None
+    if rank == 0:
+        if "optimizer_states" in checkpoint:  # else there is nothing to resume
+            checkpoint[RANDOM] = {f"rank_{number}": state for number, state in enumerate(states)}
+        try:
+            if not is_lightnings(checkpoint_io) or storage_options is not None:
+                checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)  # type: ignore[call-arg]
+            elif Place(path).local:
+                save.run_file(path, checkpoint)
+            else:
+                check_replaceable(path)
+                checkpoint_io.save_checkpoint(checkpoint, path)
+        except Exception as raised:
+            error = raised
+    told = exchange(None if error is None else save.described(error))[0]
+    if told is not None:
+        raise CheckpointError(f"saving {path} failed: rank 0: {told}. Earlier checkpoints are untouched.") from error
+
+
+def is_lightnings(checkpoint_io: CheckpointIO) -> bool:
+    """Whether it is Lightning's own, which writes files with ``torch.save``, and none of the user's."""
+    return type(checkpoint_io) is TorchCheckpointIO
+
+
 def _writes(engine: Engine, path: tuple[str, ...]) -> bool:
     """Whether this rank writes a value that is not sharded: rank 0, but for buffers of blocks that others hold."""
     own = engine.share.blocks
@@ -157,7 +198,7 @@ def map_file(path: Any, checkpoint_io: CheckpointIO, weights_only: bool | None) 
         None where that cannot be done: a remote file, another format, a `CheckpointIO` of the user.
     """
     place = Place(path)
-    if type(checkpoint_io) is not TorchCheckpointIO or not place.local or not zipfile.is_zipfile(place.path):
+    if not is_lightnings(checkpoint_io) or not place.local or not zipfile.is_zipfile(place.path):
         return None
     return torch.load(place.path, map_location="cpu", mmap=True, weights_only=weights_only)
 

@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from ls_strategy import _compat as compat
 from ls_strategy.checkpoint.commit import newest
-from ls_strategy.errors import ConfigError
+from ls_strategy.errors import CheckpointError, ConfigError
 from ls_strategy.slurm import job
 from ls_strategy.strategy import ZeROStrategy
 
@@ -255,6 +255,8 @@ class PreemptionHandler(Callback):
             trainer.save_checkpoint(path, weights_only=False)
             if isinstance(trainer.strategy, ZeROStrategy):
                 trainer.strategy.wait_for_saves()
+                if trainer.strategy.save_failed:
+                    raise CheckpointError(f"{path} was not saved: see the warning above.")
         except Exception as error:
             self._after_failed_save(trainer, number, error)
             raise

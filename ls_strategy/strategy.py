@@ -58,6 +58,7 @@ from ls_strategy.checkpoint.commit import recover
 from ls_strategy.checkpoint.commit import remove as remove_checkpoint
 from ls_strategy.checkpoint.full import StateDictHooks, full_state_dict, load_full_state_dict
 from ls_strategy.checkpoint.random import random_states, restore_random_states
+from ls_strategy.checkpoint.target import check_replaceable
 from ls_strategy.comm import Comm, Traffic, make_comm
 from ls_strategy.config import (
     ActivationOffloadConfig,
@@ -165,7 +166,7 @@ class ZeROStrategy(DDPStrategy):
         async_save: write checkpoint folders while training goes on. A step waits only for copies of what is on the
             device; an error is raised by the next save, or at the end.
         save_frozen: put parameters that do not train into checkpoint folders too.
-        on_save_error: ``raise``, or ``continue`` training when a checkpoint folder cannot be written (a full disk); the
+        on_save_error: ``raise``, or ``continue`` training when a checkpoint cannot be written (a full disk); the
             error is logged, and no earlier checkpoint is removed then.
         deepspeed_config: a DeepSpeed configuration, as JSON file or dictionary. It sets the options above, what the
             Trainer leaves at its default (precision, clipping, accumulation), and optimizer and schedule where the
@@ -835,8 +836,13 @@ class ZeROStrategy(DDPStrategy):
             return
         if self.lightning_module is not None:
             checkpoint[checkpoints.OURS] = data_position.position(self.lightning_module.trainer)
+        path = os.fspath(filepath)
         if collection is None:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+            exchange = self._comm.exchange_objects if self._comm is not None else lambda value: [value]
+            with self._tolerating():
+                checkpoints.write_file(
+                    checkpoint, path, self.checkpoint_io, storage_options, self.global_rank, exchange
+                )
             return
         assert self.lightning_module is not None
         fitting = self.lightning_module.trainer.training  # a save after the fit is there when the call returns
@@ -844,7 +850,9 @@ class ZeROStrategy(DDPStrategy):
             self.wait_for_saves()
         with self._tolerating():
             saver = self._background() if self.async_save and fitting else None
-            checkpoints.write(collection, checkpoint, os.fspath(filepath), self.checkpoint_io, storage_options, saver)
+            if saver is not None:  # a wrong path is an error now, not at the next save
+                self._on_all_ranks(partial(check_replaceable, path) if self.is_global_zero else lambda: None)
+            checkpoints.write(collection, checkpoint, path, self.checkpoint_io, storage_options, saver)
 
     def _background(self) -> BackgroundSaver:
         assert self._comm is not None
@@ -863,6 +871,11 @@ class ZeROStrategy(DDPStrategy):
             if self.on_save_error == "raise":
                 raise
             rank_zero_warn(f"{error} Training continues (on_save_error='continue').")
+
+    @property
+    def save_failed(self) -> bool:
+        """Whether the last checkpoint could not be written, and training went on (``on_save_error="continue"``)."""
+        return self._save_failed
 
     def wait_for_saves(self) -> None:
         """Return when every checkpoint that was saved is committed. Collective.
@@ -904,13 +917,32 @@ class ZeROStrategy(DDPStrategy):
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Remove a folder or a file, on rank 0, once the checkpoint that replaces it is committed."""
-        self._after_save(partial(remove_checkpoint, filepath))
+        """Remove a folder or a file, on rank 0, once the checkpoint that replaces it is committed.
+
+        What is not a checkpoint of this package stays, with a warning: training does not end for what it can keep.
+        """
+        self._after_save(partial(self._remove, filepath))
+
+    def _remove(self, filepath: str | Path) -> None:
+        if self.save_as == "file" and not checkpoints.is_lightnings(self.checkpoint_io):
+            self.checkpoint_io.remove_checkpoint(filepath)
+            return
+        try:
+            remove_checkpoint(filepath)
+        except CheckpointError as error:
+            rank_zero_warn(f"A checkpoint was not removed. {error}")
 
     def _link(self, _trainer: pl.Trainer, path: str, name: str) -> None:
-        if Path(path).absolute() != Path(name).absolute():
-            self._after_save(partial(link_checkpoint, path, name))
-        self.barrier("ZeROStrategy.link")
+        def link() -> None:
+            if Path(path).absolute() != Path(name).absolute():
+                self._after_save(partial(link_checkpoint, path, name))
+
+        try:
+            link() if self._alone else self._on_all_ranks(link)
+        except CheckpointError as error:
+            if self.on_save_error == "raise":
+                raise
+            rank_zero_warn(f"{error} Training continues (on_save_error='continue').")
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -927,12 +959,16 @@ class ZeROStrategy(DDPStrategy):
             mapped = checkpoints.map_file(checkpoint_path, self.checkpoint_io, weights_only)
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only) if mapped is None else mapped
             self._position = checkpoint.get(checkpoints.OURS)
+            self._take_random_states(checkpoint)
             return checkpoint
         read = partial(checkpoints.read, checkpoint_path, self.checkpoint_io, weights_only)
         checkpoint = self._on_all_ranks(read)
         self._position = checkpoint[checkpoints.OURS]
-        self._pending_random = checkpoint.pop(checkpoints.RANDOM, {}).get(f"rank_{self.parallel.first_rank}")
+        self._take_random_states(checkpoint)
         return checkpoint
+
+    def _take_random_states(self, checkpoint: dict[str, Any]) -> None:
+        self._pending_random = checkpoint.pop(checkpoints.RANDOM, {}).get(f"rank_{self.parallel.first_rank}")
 
     def _on_all_ranks(self, work: Callable[[], T]) -> T:
         """Run ``work``, which is not collective; if it fails on any rank, raise on all of them."""

@@ -89,7 +89,7 @@ class BackgroundSaver:
                 return
             try:
                 action()
-            except OSError as error:  # what is not removed is not lost either
+            except (OSError, CheckpointError) as error:  # what is not removed is not lost either
                 _log.error("%s", error)
 
         self._pending.append(("", self._worker.submit(work)))

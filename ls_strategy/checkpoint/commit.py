@@ -1,15 +1,18 @@
-"""A checkpoint folder is there in full, or not at all.
+"""A checkpoint is there in full, or not at all: the steps of a save, and what they leave when a process ends.
 
 ::
 
+    .last.ckpt.saving           locked by the process that saves: see `claim`
     .last.ckpt.3f2a.partial/    every rank writes its file here, checksums it, syncs it
-        manifest.json           rank 0, last, when every rank has reported: the commit
-    last.ckpt/                  the folder renamed, in one step where the file system can swap two names
-    .last.ckpt.3f2a.old/        what had the name before, on its way out
+        manifest.json           rank 0, last, when every rank has reported and everything is on the disk
+    last.ckpt/                  the folder renamed: the commit; in one step where the file system can swap two names
+    .last.ckpt.3f2a.old/        what had the name before, where it cannot swap
+    .last.ckpt.3f2a.gone/       what is being removed
 
-A reader accepts a folder with a manifest, whose files have the sizes that the manifest says. If the process ends
-between two renames (where the file system cannot swap), `recover` finds the committed folder beside the name. Whatever
-has no manifest is removed by the next save under the same name.
+A reader accepts a folder with a manifest, whose files have the sizes that the manifest says, under its own name. A name
+is lost only between two renames, which leaves a ``.partial`` (or ``.link``) and an ``.old`` of one save: then `recover`
+gives it back. Nothing else returns, so what a user has removed stays away. Leftovers go with the next save in the
+folder. A save takes the name of nothing but a checkpoint: see `target`.
 """
 
 from __future__ import annotations
@@ -17,28 +20,30 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import logging
 import os
 import posixpath
 import re
-import shutil
 import time
 import uuid
+import zipfile
 import zlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
-from fsspec.core import url_to_fs
-from fsspec.implementations.local import LocalFileSystem
-
+from ls_strategy.checkpoint.claim import SUFFIX, Claim, claim, claimed, in_use, is_lock_file
+from ls_strategy.checkpoint.place import Place, sync_file
+from ls_strategy.checkpoint.target import MANIFEST, check_replaceable
+from ls_strategy.checkpoint.target import META as META
+from ls_strategy.checkpoint.target import METADATA as METADATA
 from ls_strategy.errors import CheckpointError
 
-MANIFEST = "manifest.json"
-METADATA = ".metadata"
-META = "meta.pt"
 FORMAT = 1
 """Of the manifest. A reader refuses a higher number."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -91,110 +96,6 @@ def _crc_of(fields: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(fields, sort_keys=True).encode())
 
 
-class Place:
-    """A checkpoint's folder on some file system: local, or any that fsspec knows by the path's protocol."""
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        """``path`` may have a protocol, ``s3://bucket/name.ckpt``."""
-        self.fs, bare = url_to_fs(os.fspath(path))
-        self.local = isinstance(self.fs, LocalFileSystem)
-        self.path = bare.rstrip("/")
-
-    def __str__(self) -> str:
-        return self.path if self.local else str(self.fs.unstrip_protocol(self.path))
-
-    @property
-    def name(self) -> str:
-        """Last part of the path."""
-        return posixpath.basename(self.path)
-
-    def at(self, path: str) -> Place:
-        """Another path of the same file system, without protocol."""
-        place = object.__new__(Place)
-        place.fs, place.local, place.path = self.fs, self.local, path.rstrip("/")
-        return place
-
-    @property
-    def parent(self) -> Place:
-        """The folder that this one is in."""
-        return self.at(posixpath.dirname(self.path) or ".")
-
-    def sibling(self, name: str) -> Place:
-        """A folder beside this one."""
-        return self.at(posixpath.join(posixpath.dirname(self.path), name))
-
-    def open(self, name: str, mode: str) -> IO[Any]:
-        """A file in the folder."""
-        path = f"{self.path}/{name}"
-        if self.local:
-            return Path(path).open(mode)
-        return cast("IO[Any]", self.fs.open(path, mode))
-
-    def exists(self, name: str = "") -> bool:
-        """Whether the folder, or a file in it, is there."""
-        return bool(self.fs.exists(f"{self.path}/{name}" if name else self.path))
-
-    def size(self, name: str) -> int | None:
-        """Bytes of a file in the folder; None if there is none."""
-        try:
-            if self.local:
-                return Path(self.path, name).stat().st_size
-            return int(self.fs.info(f"{self.path}/{name}")["size"])
-        except FileNotFoundError:
-            return None
-
-    def entries(self) -> list[str]:
-        """Paths of what is in the folder, without protocol."""
-        return [str(e).rstrip("/") for e in self.fs.ls(self.path, detail=False, refresh=True)]
-
-    def make(self) -> None:
-        """Make the folder and those above it."""
-        self.fs.makedirs(self.path, exist_ok=True)
-
-    def remove(self) -> None:
-        """Remove whatever has this name: a folder, a file, or a link (not what it points to)."""
-        if self.local:
-            path = Path(self.path)
-            if path.is_symlink() or path.is_file():
-                path.unlink(missing_ok=True)
-            elif path.is_dir():
-                shutil.rmtree(path)
-        elif self.fs.exists(self.path):
-            self.fs.rm(self.path, recursive=True)
-
-    def rename(self, target: Place) -> None:
-        """Take another name, which is free. Atomic on local file systems only."""
-        if self.local:
-            Path(self.path).rename(target.path)
-        else:
-            self.fs.mv(self.path, target.path, recursive=True)
-
-    def sync(self) -> None:
-        """Make sure that the folder's entries outlive a loss of power."""
-        if not self.local:
-            return
-        descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        except OSError as error:
-            if error.errno not in _CANNOT_SYNC:
-                raise
-        finally:
-            os.close(descriptor)
-
-
-_CANNOT_SYNC = (22, 95)
-"""EINVAL and ENOTSUP: some network file systems cannot sync a folder."""
-
-
-def sync_file(file: IO[Any]) -> None:
-    """Flush, and wait until a local file's bytes are on the disk."""
-    file.flush()
-    with contextlib.suppress(AttributeError, NotImplementedError, ValueError):
-        descriptor = file.fileno()
-        os.fsync(descriptor)
-
-
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
@@ -209,58 +110,95 @@ def new_save_id() -> str:
     return uuid.uuid4().hex[:8]
 
 
-def begin(path: str | os.PathLike[str], save_id: str) -> None:
-    """Make the folder that all ranks write to. Rank 0 only. Removes what earlier saves to ``path`` left behind."""
-    recover(path)
-    _clean(Place(path))
-    _sweep(Place(path).parent)
-    staging(path, save_id).make()
+def begin(path: str | os.PathLike[str], save_id: str, *, folder: bool = True) -> Claim:
+    """Make the folder that all ranks write to. Rank 0 only. Removes what earlier saves to ``path`` left behind.
+
+    Args:
+        path: of the checkpoint.
+        save_id: of this save.
+        folder: without, the caller makes a file of that name.
+
+    Returns:
+        the claim of the name, to be released when the save has ended, one way or the other.
+
+    Raises:
+        CheckpointError: what has the name is not a checkpoint, or another process is saving to it.
+    """
+    place = Place(path)
+    check_replaceable(path)
+    place.parent.make()
+    held = claim(place)
+    if held is None:
+        raise in_use(place)
+    try:
+        _give_back(place, held)
+        clean(place, held)
+        _sweep(place.parent)
+        if folder:
+            staging(path, save_id).make()
+    except BaseException:
+        held.release()
+        raise
+    return held
 
 
-def _clean(place: Place) -> None:
-    for _, found in _beside(place):
-        found.remove()
+def clean(place: Place, held: Claim) -> None:
+    """Remove what belongs to no save any more: whoever holds the name knows. Not the only copy of a checkpoint."""
+    for kind, _, found in _beside(place):
+        if kind == "old" and not place.taken and _saved_at(found) is not None:
+            continue
+        if held.certain or (found.idle_for() or 0.0) > _ABANDONED_S:
+            _try_to_remove(found)
+
+
+def _try_to_remove(place: Place) -> None:
+    try:
+        place.remove()
+    except OSError as error:  # nothing needs it, and the next save tries again
+        _log.warning("%s is left over from a checkpoint, and could not be removed: %s", place, error)
 
 
 _KINDS = ("partial", "old", "link", "gone")
-"""What saves and removals make beside a name: a save under way, what it replaces, a link, what is being removed."""
+"""What saves and removals make beside a name: a save in flight, what it replaces, a link, what is being removed."""
+
+_LEFTOVER = re.compile(rf"\.(.+)\.([0-9a-f]{{8}})\.({'|'.join(_KINDS)})")
 
 _ABANDONED_S = 3600.0
-"""A folder of an unfinished save under another name that nothing has written to for so long belongs to no run."""
+"""Where no lock says so: what nothing has written to for so long belongs to no run."""
+
+_RENAMED_S = 60.0
+"""Where no lock says so: a save that had written its manifest so long ago is not between two renames."""
 
 
 def _sweep(folder: Place) -> None:
     """Remove what interrupted saves and removals under other names left in a folder. Local only."""
-    for entry in folder.entries() if folder.local and folder.exists() else ():
-        path = Path(entry)
-        words = path.name[1:].rsplit(".", 2)
-        ours = len(words) == 3 and words[2] in _KINDS and re.fullmatch("[0-9a-f]{8}", words[1])
-        if not path.name.startswith(".") or not ours:
-            continue
-        named = os.path.lexists(path.with_name(words[0]))
-        whole = (path / MANIFEST).exists()
-        if words[2] == "gone":
-            leftover = True
-        elif words[2] == "old":
-            leftover = named or not whole  # with its manifest, and nothing under the name: `recover` may want it
+    for entry in folder.entries() if folder.local else ():
+        name = Path(entry).name
+        leftover = _LEFTOVER.fullmatch(name)
+        if leftover is not None:
+            place = folder.at(entry).sibling(leftover[1])
+            if not place.taken and _lost(place):
+                continue  # `recover` wants it
+        elif name.startswith(".") and name.endswith(SUFFIX) and is_lock_file(Path(entry)):
+            place = folder.at(entry).sibling(name[1 : -len(SUFFIX)])
         else:
-            touched = max((f.lstat().st_mtime for f in (path, *path.glob("*"))), default=0.0)
-            leftover = (named or not whole) and time.time() - touched > _ABANDONED_S
-        if leftover:
-            with contextlib.suppress(OSError):
-                folder.at(entry).remove()
+            continue
+        with contextlib.suppress(OSError):
+            held = claim(place)
+            if held is not None:
+                try:
+                    clean(place, held)
+                finally:
+                    held.release()
 
 
-def _beside(place: Place) -> list[tuple[str, Place]]:
-    """Folders that saves to ``place`` left beside it: ``(kind, place)``, kinds as in `_KINDS`."""
-    if not place.parent.exists():
-        return []
-    result: list[tuple[str, Place]] = []
+def _beside(place: Place) -> list[tuple[str, str, Place]]:
+    """What saves to ``place`` left beside it: ``(kind, save, place)``, kinds as in `_KINDS`."""
+    result: list[tuple[str, str, Place]] = []
     for entry in place.parent.entries():
-        name = posixpath.basename(entry)
-        words = name[len(place.name) + 2 :].split(".")
-        if name.startswith(f".{place.name}.") and len(words) == 2 and words[1] in _KINDS:
-            result.append((words[1], place.sibling(name)))
+        found = _LEFTOVER.fullmatch(posixpath.basename(entry))
+        if found is not None and found[1] == place.name:
+            result.append((found[3], found[2], place.at(entry)))
     return result
 
 
@@ -285,6 +223,7 @@ def commit(path: str | os.PathLike[str], save_id: str, manifest: Manifest) -> No
                 f"{name} of the checkpoint {place} has {new.size(name)} bytes as rank 0 sees it, the rank that wrote "
                 f"it wrote {record.bytes}. Save to a file system that all nodes share."
             )
+    new.sync()  # the names of the files, before anything says that they are all there
     manifest.saved_at = time.time()
     with new.open(f"{MANIFEST}.tmp", "w") as file:
         file.write(manifest.to_json())
@@ -294,23 +233,46 @@ def commit(path: str | os.PathLike[str], save_id: str, manifest: Manifest) -> No
     else:
         new.fs.mv(f"{new.path}/{MANIFEST}.tmp", f"{new.path}/{MANIFEST}")
     new.sync()
-    _replace(new, place, save_id)
+    take_name(path, save_id)
 
 
-def _replace(new: Place, place: Place, save_id: str) -> None:
-    """Give ``new`` the name of ``place``; what had it goes."""
-    old = place.sibling(f".{place.name}.{save_id}.old")
-    occupied = os.path.lexists(place.path) if place.local else place.exists()
-    if not occupied:
+def take_name(path: str | os.PathLike[str], save_id: str) -> None:
+    """Give what a save wrote its name; the checkpoint that had it goes. Rank 0 only, after `begin`.
+
+    Raises:
+        CheckpointError: something else has taken the name since `begin`.
+    """
+    check_replaceable(path)
+    place, new = Place(path), staging(path, save_id)
+    old, gone = (place.sibling(f".{place.name}.{save_id}.{kind}") for kind in ("old", "gone"))
+    left: Place | None = None
+    if not place.taken:
         new.rename(place)
+    elif place.local and not Path(new.path).is_dir() and not Path(place.path).is_dir():
+        Path(new.path).replace(place.path)
     elif place.local and _exchange(new.path, place.path):
-        new.rename(old)
+        left = new
     else:
         place.rename(old)
-        new.rename(place)
-    place.parent.sync()
-    if occupied:
-        old.remove()
+        try:
+            new.rename(place)
+        except OSError as error:
+            try:
+                old.rename(place)
+            except OSError:
+                raise CheckpointError(f"{place} has lost its name ({error}). It is {old}: rename it.") from error
+            raise
+        left = old
+    # From here on the checkpoint is there, and what fails does not undo it.
+    try:
+        place.parent.sync()
+        if left is not None:
+            left.rename(gone)
+            left = gone
+    except OSError as error:
+        _log.warning("%s is saved, but %s", place, error)
+    if left is not None:
+        _try_to_remove(left)
 
 
 def _exchange(a: str, b: str) -> bool:
@@ -324,53 +286,64 @@ def _exchange(a: str, b: str) -> bool:
 
 def discard(path: str | os.PathLike[str], save_id: str) -> None:
     """A save failed: remove what it wrote. Rank 0 only."""
-    with contextlib.suppress(OSError):
-        staging(path, save_id).remove()
+    _try_to_remove(staging(path, save_id))
 
 
 def remove(path: str | os.PathLike[str]) -> None:
-    """Remove a checkpoint, folder or file; it loses its name first, so that no half of it is ever found under it."""
+    """Remove a checkpoint, folder or file; it loses its name first, so that no half of it is ever found under it.
+
+    Raises:
+        CheckpointError: it is something else, or another process is saving to it.
+    """
     place = Place(path)
-    exists = os.path.lexists(place.path) if place.local else place.exists()
-    if not exists:
+    check_replaceable(path)
+    if not place.taken:
         return
-    _turn_links(place)
-    if place.local and Path(place.path).is_dir() and not Path(place.path).is_symlink():
-        gone = place.sibling(f".{place.name}.{new_save_id()}.gone")
-        place.rename(gone)
-        gone.remove()
-        return
-    place.remove()
+    with claimed(place) as held:
+        _turn_links(place)
+        if place.local and Path(place.path).is_dir() and not Path(place.path).is_symlink():
+            gone = place.sibling(f".{place.name}.{new_save_id()}.gone")
+            place.rename(gone)
+            _try_to_remove(gone)
+        else:
+            place.remove()
+        clean(place, held)
 
 
 def _turn_links(place: Place) -> None:
     """Links to a checkpoint that goes turn to the newest other one: ``last.ckpt`` leads somewhere at any moment."""
     if not place.local or Path(place.path).is_symlink():
         return
-    for entry in Path(place.path).parent.iterdir():
+    for entry in map(Path, place.parent.entries()):
         if entry.is_symlink() and entry.resolve() == Path(place.path).resolve():
-            others = [e for e in Path(place.path).parent.iterdir() if not e.is_symlink() and str(e) != place.path]
-            ranked = [(saved_at, e) for e in others if (saved_at := _saved_at(place.at(str(e)))) is not None]
+            others = [e for e in place.parent.entries() if not Path(e).is_symlink() and e != place.path]
+            ranked = [(saved_at, e) for e in others if (saved_at := _saved_at(place.at(e))) is not None]
             if ranked:
-                link(str(max(ranked)[1]), str(entry))
+                link(max(ranked)[1], str(entry))
 
 
 def link(path: str | os.PathLike[str], name: str | os.PathLike[str]) -> None:
-    """Make ``name`` a relative link to the checkpoint ``path``, in one step, whatever ``name`` was. Local only."""
-    target = Path(name).absolute()
-    _clean(Place(target))
-    new = target.parent / f".{target.name}.{new_save_id()}.link"
-    new.symlink_to(os.path.relpath(Path(path).absolute(), target.parent))
-    if target.is_dir() and not target.is_symlink():
-        old = target.parent / f".{target.name}.{new_save_id()}.old"
+    """Make ``name`` a relative link to the checkpoint ``path``, in one step, if it was one or free. Local only.
+
+    Raises:
+        CheckpointError: ``name`` is something else, or another process is saving to it.
+    """
+    target = Path(Place(name).path)
+    check_replaceable(name)
+    with claimed(Place(target)) as held:
+        clean(Place(target), held)
+        save_id = new_save_id()
+        new, old = (target.parent / f".{target.name}.{save_id}.{kind}" for kind in ("link", "old"))
+        new.symlink_to(os.path.relpath(Place(path).path, target.parent))
+        if not target.is_dir() or target.is_symlink():
+            new.replace(target)
+            return
         if _exchange(str(new), str(target)):
             new.rename(old)
         else:
             target.rename(old)
             new.rename(target)
-        shutil.rmtree(old)
-    else:
-        new.replace(target)
+        _try_to_remove(Place(old))
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -417,57 +390,84 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
 
 
 def recover(path: str | os.PathLike[str]) -> None:
-    """If ``path`` lost its name between two renames, give it back. Rank 0 only; does nothing otherwise."""
+    """If ``path`` lost its name between two renames, give it back. Rank 0 only; does nothing otherwise.
+
+    Also nothing while another process saves to it.
+    """
     place = Place(path)
-    if os.path.lexists(place.path) if place.local else place.exists():
+    if not _lost(place):
         return
-    found = [p for kind, p in _beside(place) if kind != "gone" and is_committed(str(p))]
-    if found:
-        newest_one = max(found, key=lambda p: read_manifest(str(p)).saved_at)
-        newest_one.rename(place)
+    try:
+        held = claim(place)
+        if held is not None:
+            try:
+                _give_back(place, held)
+            finally:
+                held.release()
+    except OSError as error:
+        _log.warning("%s lost its name in a save that was interrupted, and does not get it back: %s", place, error)
+
+
+def _lost(place: Place) -> list[Place]:
+    """Checkpoints of a save that ended between two renames: what it wrote, and what it was to replace."""
+    if place.taken and (place.local or not place.fs.isdir(place.path) or is_committed(str(place))):
+        return []
+    saves: dict[str, list[Place]] = {}
+    for kind, save_id, found in _beside(place):
+        if kind in ("partial", "link", "old"):
+            saves.setdefault(save_id, []).append(found)
+    pairs = [found for pair in saves.values() if len(pair) == 2 for found in pair]
+    return [found for found in pairs if _saved_at(found) is not None]
+
+
+def _give_back(place: Place, held: Claim) -> None:
+    """Rank the checkpoints that have lost the name, and give it to the newest."""
+    ranked = [(_saved_at(found) or 0.0, found.path) for found in _lost(place)]
+    if not ranked or (not held.certain and time.time() - max(ranked)[0] < _RENAMED_S):
+        return
+    if place.taken:
+        place.remove()  # the beginning of a copy, on a file system that cannot rename
+    place.at(max(ranked)[1]).rename(place)
 
 
 def newest(folders: Iterable[str | os.PathLike[str]]) -> str | None:
     """The checkpoint that was saved last in any of these folders: a committed folder, or a ``.ckpt`` file.
 
-    Folders count by the time in their manifest, files by their modification time. Call it on one rank.
+    Folders count by the time in their manifest, files by their modification time. Call it on one rank. Checkpoints that
+    other processes are saving, or have just removed, do not count.
     """
     found: list[tuple[float, str]] = []
     for folder in folders:
         place = Place(folder)
-        if not place.exists():
-            continue
-        _recover_all(place)
+        for name in {leftover[1] for e in place.entries() if (leftover := _LEFTOVER.fullmatch(posixpath.basename(e)))}:
+            recover(f"{place}/{name}")
         for entry in place.entries():
             child = place.at(entry)
-            saved_at = _saved_at(child)
+            saved_at = None if child.name.startswith(".") else _saved_at(child)
             if saved_at is not None:
                 found.append((saved_at, str(child)))
     return max(found)[1] if found else None
 
 
-def _recover_all(place: Place) -> None:
-    """Give every checkpoint in a folder its name back."""
-    for entry in place.entries():
-        name = posixpath.basename(entry)
-        if name.startswith(".") and name.endswith((".partial", ".old")) and name.count(".") >= 3:
-            real = name[1:].rsplit(".", 2)[0]
-            recover(f"{place}/{real}")
-
-
 def _saved_at(place: Place) -> float | None:
-    if place.name.startswith("."):
-        return None
-    if place.local and Path(place.path).is_symlink() and not Path(place.path).exists():
-        return None
-    if place.fs.isdir(place.path):
-        try:
+    """When a checkpoint was saved; None if it is none, or not whole, or gone."""
+    try:
+        if place.fs.isdir(place.path):
             return read_manifest(str(place)).saved_at
-        except CheckpointError:
+        if not place.name.endswith((".ckpt", ".partial", ".old")) or not place.fs.isfile(place.path):
             return None
-    if not place.name.endswith(".ckpt"):
+        if not _is_whole_file(place):
+            return None
+        return Path(place.path).stat().st_mtime if place.local else place.fs.modified(place.path).timestamp()
+    except (CheckpointError, FileNotFoundError, NotADirectoryError):
         return None
-    return Path(place.path).stat().st_mtime if place.local else place.fs.modified(place.path).timestamp()
+
+
+def _is_whole_file(place: Place) -> bool:
+    """Whether a single file is not the beginning of one, as a full disk leaves it under other strategies."""
+    with place.fs.open(place.path, "rb") as file:
+        head = file.read(4)
+        return bool(head) and (head != b"PK\x03\x04" or zipfile.is_zipfile(file))
 
 
 def verify(path: str | os.PathLike[str], name: str, record: FileRecord) -> None:

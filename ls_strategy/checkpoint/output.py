@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import fcntl
+import json
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ls_strategy.checkpoint.commit import Place, new_save_id
+from ls_strategy.checkpoint import commit
+from ls_strategy.checkpoint.claim import claimed
+from ls_strategy.checkpoint.place import Place
 from ls_strategy.errors import CheckpointError, ConfigError
+
+WRITER = "ls_strategy"
+"""Key in the metadata of exported weights: the names of all files of the export, as JSON."""
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done so far, and in all."""
@@ -26,30 +32,34 @@ def whole_or_nothing(target: Path, *, nbytes: int, force: bool) -> Iterator[Path
     Args:
         target: the name.
         nbytes: what will be written, bytes; checked against the free space first.
-        force: replace a file of this name, or a folder that an export wrote.
+        force: replace a file of this name, or a folder that an export wrote. Nothing else is replaced.
 
     Raises:
         ConfigError: ``target`` exists, or its folder does not.
-        CheckpointError: the file system is, or becomes, too full, or refuses to be written.
+        CheckpointError: the file system is, or becomes, too full, or refuses to be written; or another process writes
+            to ``target``.
     """
     _check_target(target, force)
-    _remove_abandoned(target)
-    free = shutil.disk_usage(target.parent).free
-    if nbytes > free:
-        raise CheckpointError(
-            f"{target} needs {nbytes / 1e9:.2f} GB, {target.parent} has {free / 1e9:.2f} GB free. Write elsewhere."
-        )
-    scratch = target.with_name(f".{target.name}.{new_save_id()}.partial")
+    place = Place(target)
+    scratch = target.with_name(f".{target.name}.{commit.new_save_id()}.partial")
     try:
-        scratch.mkdir()
-        with _locked(scratch):
-            yield scratch / target.name
-            _check_target(target, force)
-            _take_name(scratch, target)
+        with claimed(place) as held:
+            commit.clean(place, held)
+            free = shutil.disk_usage(target.parent).free
+            if nbytes > free:
+                raise CheckpointError(
+                    f"{target} needs {nbytes / 1e9:.2f} GB, {target.parent} has {free / 1e9:.2f} GB free. "
+                    "Write elsewhere."
+                )
+            try:
+                scratch.mkdir()
+                yield scratch / target.name
+                _check_target(target, force)
+                _take_name(scratch, target)
+            finally:
+                Place(scratch).remove()
     except OSError as error:
         raise CheckpointError(f"{target} could not be written: {error}. Nothing was left behind.") from error
-    finally:
-        Place(scratch).remove()
 
 
 def _check_target(target: Path, force: bool) -> None:
@@ -57,19 +67,42 @@ def _check_target(target: Path, force: bool) -> None:
         raise ConfigError(f"{target} is not a local path. Write to a local disk, and copy the result.")
     if not target.parent.is_dir():
         raise ConfigError(f"{target.parent} is not a folder. Make it first: mkdir -p {target.parent}")
+    if target.name in ("", ".."):
+        raise ConfigError(f"Got {str(target)!r}, which is a folder above. Give the output a name of its own.")
     if not os.path.lexists(target):
         return
+    mode = target.lstat().st_mode
+    if stat.S_ISLNK(mode):
+        raise ConfigError(f"{target} is a link to {target.readlink()}. Give the path it leads to, or another name.")
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise ConfigError(f"{target} is a device, a pipe or a socket. Give the name of a file.")
     if not force:
         raise ConfigError(f"{target} exists. Give another name, or --force (force=True) to replace it.")
-    if target.is_dir() and not _is_export(target):
-        raise ConfigError(f"{target} is a folder that no export wrote. Give another name, or remove it yourself.")
+    if stat.S_ISDIR(mode) and not _is_export(target):
+        raise ConfigError(
+            f"{target} is a folder that no export wrote, or that has other files too. Give another name, or remove it "
+            "yourself."
+        )
 
 
 def _is_export(folder: Path) -> bool:
-    """A slip in a path must not cost a folder of something else."""
+    """A slip in a path must not cost a folder of something else, nor a file that was put into an export."""
     entries = list(folder.iterdir())
     weights = [p for p in entries if p.name.startswith("model") and p.suffix == ".safetensors"]
-    return not folder.is_symlink() and all(p.is_file() for p in entries) and (bool(weights) or not entries)
+    if not weights or not all(p.is_file() and not p.is_symlink() for p in entries):
+        return not entries and Path.cwd() != folder.resolve()
+    return {p.name for p in entries} <= _written_with(weights[0])
+
+
+def _written_with(weights: Path) -> set[str]:
+    """The files of the export that a file of weights belongs to; none, if something else wrote it."""
+    try:
+        with weights.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size)) if 8 + size <= weights.stat().st_size else {}
+        return set(json.loads(header["__metadata__"][WRITER]))
+    except (ValueError, KeyError, TypeError):
+        return set()
 
 
 def _take_name(scratch: Path, target: Path) -> None:
@@ -88,41 +121,3 @@ def _take_name(scratch: Path, target: Path) -> None:
     else:
         new.replace(target)
     Place(target.parent).sync()
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold a lock that ends with the process, however it ends."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        _lock(descriptor)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _lock(descriptor: int) -> bool:
-    """Whether nobody else holds it. False also where the file system has no locks: then nothing is ever abandoned."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
-
-
-def _remove_abandoned(target: Path) -> None:
-    """Remove what calls for the same name left behind when they were killed."""
-    for found in target.parent.glob(f".{_literal(target.name)}.????????.partial"):
-        if found.is_symlink() or not found.is_dir() or [p for p in found.iterdir() if p.name != target.name]:
-            continue  # a save's folder
-        descriptor = os.open(found, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            if _lock(descriptor):
-                shutil.rmtree(found, ignore_errors=True)
-        finally:
-            os.close(descriptor)
-
-
-def _literal(name: str) -> str:
-    """For a glob pattern."""
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ls_strategy.checkpoint.commit import sync_file
-from ls_strategy.checkpoint.output import Progress, whole_or_nothing
+from ls_strategy.checkpoint.output import WRITER, Progress, whole_or_nothing
 from ls_strategy.checkpoint.source import as_bytes, read_weights, rows_of
 from ls_strategy.errors import CheckpointError, ConfigError
 from ls_strategy.zero.lazy import parts_of
@@ -122,18 +122,18 @@ def export_safetensors(  # noqa: PLR0913 - options of an export, keyword-only
     names = _file_names(len(shards))
     total = sum(e.nbytes for e in entries)
     done = 0
+    texts = dict(extra_files or {})
+    if len(shards) > 1:
+        weight_map = {e.name: name for name, shard in zip(names, shards, strict=True) for e in shard}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        texts["model.safetensors.index.json"] = json.dumps(index, indent=2) + "\n"
     with whole_or_nothing(Path(target), nbytes=total, force=force) as folder:
         folder.mkdir()
         for name, shard in zip(names, shards, strict=True):
-            for size in _write(folder / name, shard):
+            for size in _write(folder / name, shard, [*names, *texts]):
                 done += size
                 if progress is not None:
                     progress(done, total)
-        texts = dict(extra_files or {})
-        if len(shards) > 1:
-            weight_map = {e.name: name for name, shard in zip(names, shards, strict=True) for e in shard}
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            texts["model.safetensors.index.json"] = json.dumps(index, indent=2) + "\n"
         for name, text in texts.items():
             with (folder / name).open("w", encoding="utf-8") as file:
                 file.write(text)
@@ -215,11 +215,11 @@ def _file_names(count: int) -> list[str]:
     return [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
 
 
-def _write(path: Path, entries: Sequence[_Entry]) -> Iterator[int]:
-    """One file; yields the bytes of each chunk when it is written."""
+def _write(path: Path, entries: Sequence[_Entry], export: list[str]) -> Iterator[int]:
+    """One file of those that ``export`` names; yields the bytes of each chunk when it is written."""
     # The widest elements first, so that each tensor begins at a multiple of its element's size; readers map the file.
     entries = sorted(entries, key=lambda e: -e.dtype.itemsize)
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt", WRITER: json.dumps(export)}}
     position = 0
     for entry in entries:
         end = position + entry.nbytes

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ls_strategy.checkpoint import commit
+from ls_strategy.checkpoint.claim import Claim
 from ls_strategy.checkpoint.commit import META, METADATA, FileRecord, Manifest
 from ls_strategy.checkpoint.files import Item, Path, RankFile, write_metadata
 from ls_strategy.checkpoint.sharded import Entry, write_entries
@@ -72,8 +73,18 @@ def run(save: Save, rank: int, exchange: Exchange) -> tuple[int, float]:
     """
     started = time.perf_counter()
     first = _Report(path=save.path, save_id=commit.new_save_id())
+    claims: list[Claim] = []
     if rank == 0:
-        _attempt(first, lambda: commit.begin(first.path, first.save_id))
+        _attempt(first, lambda: claims.append(commit.begin(first.path, first.save_id)))
+    try:
+        total = _run(save, rank, first, claims, exchange)
+    finally:
+        for claim in claims:  # another rank has left
+            claim.release()
+    return total, time.perf_counter() - started
+
+
+def _run(save: Save, rank: int, first: _Report, claims: list[Claim], exchange: Exchange) -> int:
     begun = exchange(first)[0]
     mine = _Report()
     if begun.error is None:
@@ -85,20 +96,50 @@ def run(save: Save, rank: int, exchange: Exchange) -> tuple[int, float]:
             _attempt(verdict, lambda: _commit(save, begun, reports))
         if verdict.error is not None:
             commit.discard(begun.path, begun.save_id)
+        for claim in claims:
+            claim.release()
     error = exchange(verdict)[0].error
     if error is not None:
         raise CheckpointError(
             f"saving {begun.path} failed: {error}. Nothing of it remains; earlier checkpoints are untouched."
         )
-    total = sum(r.record.bytes for r in reports if r.record is not None)
-    return total, time.perf_counter() - started
+    return sum(r.record.bytes for r in reports if r.record is not None)
+
+
+def run_file(path: str, value: Any) -> None:
+    """Write what ``torch.save`` takes to one local file, which is there in full or not at all. One rank only.
+
+    Raises:
+        CheckpointError: the name belongs to something else than a checkpoint.
+        OSError: it could not be written; then nothing of it remains, and what was there before is still there.
+    """
+    save_id = commit.new_save_id()
+    claim = commit.begin(path, save_id, folder=False)
+    try:
+        place = commit.staging(path, save_id)
+        file = RankFile(place.parent, place.name)
+        try:
+            file.add_object((), value)
+            file.close()
+            commit.take_name(path, save_id)
+        except BaseException:
+            file.abandon()
+            commit.discard(path, save_id)
+            raise
+    finally:
+        claim.release()
 
 
 def _attempt(report: _Report, work: Callable[[], None]) -> None:
     try:
         work()
     except Exception as error:
-        report.error = f"{type(error).__name__}: {error}"
+        report.error = described(error)
+
+
+def described(error: Exception) -> str:
+    """An error for the other ranks: a message of ours as it is, another with its class."""
+    return str(error).rstrip(".") if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
 def _first_error(reports: Sequence[_Report]) -> str | None:

@@ -28,7 +28,7 @@ OURS = "ls_strategy"
 """Key for what only the strategy reads: where in the data it was, which frozen parameters were left out."""
 
 RANDOM = "random_states"
-"""Key of the ranks' random number generators, which a single file has no place for."""
+"""Key of the states of the ranks' random number generators."""
 
 
 @dataclass
@@ -192,7 +192,6 @@ def read_checkpoint(path: str | os.PathLike[str], *, weights_only: bool | None =
     reader, manifest = open_folder(path)
     safe = True if weights_only is None else weights_only
     checkpoint = assemble(reader, _load_meta(path, manifest, weights_only=weights_only), weights_only=safe)
-    checkpoint.pop(RANDOM, None)
     if manifest is not None and manifest.left_out:
         checkpoint[OURS] = {**(checkpoint.get(OURS) or {}), "left_out": manifest.left_out}
     for key in ("state_dict", "ema_state_dict"):

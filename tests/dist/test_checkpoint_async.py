@@ -224,6 +224,6 @@ def test_copies_wait_for_nobody(rank: int, world_size: int, tmp_path: Path, monk
 
     monkeypatch.setattr(BackgroundSaver, "submit", submit)
     begin = commit.begin
-    monkeypatch.setattr(commit, "begin", lambda *args: (time.sleep(0.5), begin(*args)))
+    monkeypatch.setattr(commit, "begin", lambda *args: (time.sleep(0.5), begin(*args))[1])
     fit(ZeROStrategy(3, min_unit_numel=0, async_save=True), SavesTwice(), default_root_dir=tmp_path)
     assert returned[0]

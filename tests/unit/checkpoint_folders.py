@@ -29,7 +29,7 @@ def write_folder(
     left_out: tuple[str, ...] = (),
 ) -> Path:
     """Every tensor is cut into ``ranks`` flat ranges of uneven length; those in ``columns`` into two column shards."""
-    commit.begin(path, "test")
+    held = commit.begin(path, "test")
     place = commit.staging(path, "test")
     files = [RankFile(place, f"__{rank}_0.distcp") for rank in range(ranks)]
     for name, tensor in tensors.items():
@@ -56,6 +56,7 @@ def write_folder(
     records[META] = commit.record_of(place, META)
     layout = {"world_size": ranks, "stage": 3, "precision": "bf16-mixed"}
     commit.commit(path, "test", Manifest(step=7, epoch=2, layout=layout, files=records, left_out=list(left_out)))
+    held.release()
     return path
 
 

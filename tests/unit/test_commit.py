@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import tempfile
 import time
 import zlib
@@ -16,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ls_strategy.checkpoint import commit
+from ls_strategy.checkpoint import claim, commit
 from ls_strategy.checkpoint.commit import MANIFEST, FileRecord, Manifest, Place
 from ls_strategy.errors import CheckpointError
 from ls_strategy.layout import Box, flat_range_to_boxes
@@ -30,7 +32,7 @@ FILES = ("__0_0.distcp", "__1_0.distcp", ".metadata", "meta.pt")
 def save(path: Any, content: int, names: tuple[str, ...] = FILES) -> None:
     """As all ranks together do it; every file says ``content``."""
     save_id = commit.new_save_id()
-    commit.begin(path, save_id)
+    held = commit.begin(path, save_id)
     place = commit.staging(path, save_id)
     records: dict[str, FileRecord] = {}
     for name in names:
@@ -38,6 +40,7 @@ def save(path: Any, content: int, names: tuple[str, ...] = FILES) -> None:
             file.write(f"{name} {content}".encode())
         records[name] = commit.record_of(place, name)
     commit.commit(path, save_id, Manifest(step=content, epoch=0, layout={}, files=records))
+    held.release()
 
 
 def content_of(path: Any) -> int | None:
@@ -94,6 +97,7 @@ def ends_before(step: int, *, exchange: bool) -> Iterator[list[str]]:
             setattr(os, name, plain)
         Place.open = plain_open  # type: ignore[method-assign]
         commit._exchange = plain_exchange
+        claim.forget_all()
 
 
 def every_end(work: Callable[[], None], prepare: Callable[[], Any], *, exchange: bool = True) -> Iterator[list[str]]:
@@ -121,7 +125,7 @@ def test_a_save_that_ends_anywhere_leaves_the_one_before_or_itself(tmp_path: Pat
 
     def prepare() -> None:
         for entry in tmp_path.iterdir():
-            commit.remove(entry)
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
         save(path, 1)
         assert names_in(tmp_path) == ["last.ckpt"]
 
@@ -145,7 +149,7 @@ def test_a_first_save_that_ends_anywhere_is_there_or_not(tmp_path: Path) -> None
     found: list[int | None] = []
 
     def prepare() -> None:
-        commit.remove(tmp_path / "deep")
+        shutil.rmtree(tmp_path / "deep", ignore_errors=True)
 
     for done in every_end(lambda: save(path, 2), prepare):
         before_recovery = content_of(path)
@@ -224,7 +228,7 @@ def test_a_link_that_ends_anywhere_leads_to_one_of_them(tmp_path: Path, was: str
         if was == "link":
             commit.link(first, last)
         elif was == "file":
-            last.write_bytes(b"old")
+            torch.save({}, last)
         elif was == "folder":
             save(last, 1)
 
@@ -233,7 +237,7 @@ def test_a_link_that_ends_anywhere_leads_to_one_of_them(tmp_path: Path, was: str
         found = content_of(last)
         assert found in {"nothing": (None, 2), "file": (None, 2)}.get(was, (1, 2)), done[-1:]
         if was == "file" and found is None:
-            assert last.read_bytes() == b"old"
+            assert torch.load(last) == {}
     assert last.is_symlink()
     assert last.readlink() == Path("second.ckpt")
     assert content_of(last) == 2
@@ -375,11 +379,12 @@ def test_verify_names_the_stretch(data: bytes, cuts: list[int], where: int) -> N
 def test_a_file_that_rank_0_does_not_see_stops_the_commit(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     save(path, 1)
-    commit.begin(path, "id")
+    held = commit.begin(path, "id")
     record = {"__3_0.distcp": FileRecord(10, [(0, 10, 0)])}
     with pytest.raises(CheckpointError, match=r"__3_0\.distcp .* has None bytes as rank 0 sees it.*wrote 10"):
         commit.commit(path, "id", Manifest(2, 0, {}, record))
     commit.discard(path, "id")
+    held.release()
     assert content_of(path) == 1
     assert names_in(tmp_path) == ["a.ckpt"]
     commit.discard(path, "id")  # there is nothing any more
@@ -392,14 +397,14 @@ def test_fewer_files_than_before_leave_none_of_the_others(tmp_path: Path) -> Non
     assert names_in(path) == sorted(["__0_0.distcp", MANIFEST])
 
 
-@pytest.mark.parametrize("was", ["file", "link", "broken link", "folder"])
-def test_a_save_takes_the_name_of_whatever_has_it(tmp_path: Path, was: str) -> None:
+@pytest.mark.parametrize("was", ["file", "cut file", "old file", "empty file", "link", "broken link", "empty folder"])
+def test_a_save_takes_the_name_of_what_was_a_checkpoint(tmp_path: Path, was: str) -> None:
     path, other = tmp_path / "a.ckpt", tmp_path / "other.ckpt"
-    if was == "file":
-        path.write_bytes(b"old")
-    elif was == "folder":
+    if was.endswith("file"):
+        torch.save({"a": torch.ones(100)}, path, _use_new_zipfile_serialization=was != "old file")
+        os.truncate(path, {"cut file": 200, "empty file": 0}.get(was, path.stat().st_size))
+    elif was == "empty folder":
         path.mkdir()
-        (path / "something").write_bytes(b"old")
     else:
         if was == "link":
             save(other, 5)
@@ -418,51 +423,53 @@ def test_saves_of_other_names_are_left_alone(tmp_path: Path) -> None:
         ".a.ckpt.x",
         ".a.ckpt.1.2.partial",
         ".a.ckpt-v1.id.partial",
+        ".a.ckpt.dead.partial",
         ".b.ckpt.id.partial",
         "a.ckpt.old",
     ]
     for name in others:
         (tmp_path / name).mkdir()
-    (tmp_path / ".a.ckpt.dead.partial").mkdir()
-    (tmp_path / ".a.ckpt.dead.old").mkdir()
+    (tmp_path / ".a.ckpt.0000dead.partial").mkdir()
+    (tmp_path / ".a.ckpt.0000dead.old").mkdir()
     save(tmp_path / "a.ckpt", 1)
     assert names_in(tmp_path) == sorted([*others, "a.ckpt"])
 
 
 def test_of_those_that_lost_their_name_the_newest_whole_one_gets_it(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
-    for number, name in enumerate("1324", 1):
+    for number, name in enumerate(("1.old", "1.partial", "2.old", "2.partial"), 1):
         save(tmp_path / "elsewhere", number)
-        (tmp_path / "elsewhere").rename(tmp_path / f".a.ckpt.{name}.old")
-    (tmp_path / ".a.ckpt.4.old" / "meta.pt").unlink()
+        (tmp_path / "elsewhere").rename(tmp_path / f".a.ckpt.0000000{name}")
+    (tmp_path / ".a.ckpt.00000002.partial" / "meta.pt").unlink()
     commit.recover(path)
     assert content_of(path) == 3
     commit.recover(path)
-    assert names_in(tmp_path) == [".a.ckpt.1.old", ".a.ckpt.3.old", ".a.ckpt.4.old", "a.ckpt"]
+    left = [".a.ckpt.00000001.old", ".a.ckpt.00000001.partial", ".a.ckpt.00000002.partial", "a.ckpt"]
+    assert names_in(tmp_path) == left
 
 
 def test_a_save_removes_what_others_left_and_nothing_that_is_needed(tmp_path: Path) -> None:
     """Another run may save to the folder at the same time, or have lost a name that can be given back."""
-    needed = [".lost.ckpt.00000001.old", ".lost2.ckpt.00000002.partial", ".busy.ckpt.00000003.partial", ".mine.old"]
-    for name in needed[:2]:
+    needed = [".lost.ckpt.00000001.old", ".lost.ckpt.00000001.partial", ".only.ckpt.00000002.old", ".mine.old"]
+    for name in needed[:3]:
         save(tmp_path / "elsewhere", 1)
         (tmp_path / "elsewhere").rename(tmp_path / name)
-    long_ago = time.time() - 1e6
-    for name in needed[:2]:  # however old
-        for entry in (*(tmp_path / name).iterdir(), tmp_path / name):
+        long_ago = time.time() - 1e6
+        for entry in (*(tmp_path / name).iterdir(), tmp_path / name):  # however old
             os.utime(entry, (long_ago, long_ago))
-    left = [".kept.ckpt.00000004.old", ".away.ckpt.00000005.old", ".dead.ckpt.00000006.partial"]
-    for name in [*needed[2:], *left]:
+    busy = commit.begin(tmp_path / "busy.ckpt", "00000003")
+    needed += [".busy.ckpt.00000003.partial", ".busy.ckpt.saving", ".users.saving"]
+    (tmp_path / ".users.saving").write_text("something else")
+    for name in (needed[3], ".kept.ckpt.00000004.old", ".away.ckpt.00000005.old", ".dead.ckpt.00000006.partial"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__0_0.distcp").write_bytes(b"x")
-    for entry in (*(tmp_path / left[2]).iterdir(), tmp_path / left[2]):
-        os.utime(entry, (long_ago, long_ago))
     save(tmp_path / "kept.ckpt", 1)
+    (tmp_path / ".killed.ckpt.saving").write_text("ls_strategy some-machine pid 1 on some-host")
     save(tmp_path / "new.ckpt", 2)
     assert names_in(tmp_path) == sorted([*needed, "kept.ckpt", "new.ckpt"])
-    for name in ("lost.ckpt", "lost2.ckpt"):
-        commit.recover(tmp_path / name)
-        assert content_of(tmp_path / name) == 1
+    busy.release()
+    commit.recover(tmp_path / "lost.ckpt")
+    assert content_of(tmp_path / "lost.ckpt") == 1
 
 
 def test_newest_looks_into_all_folders_and_at_files_too(tmp_path: Path) -> None:
@@ -488,7 +495,7 @@ def test_newest_looks_into_all_folders_and_at_files_too(tmp_path: Path) -> None:
 
 def test_remove_takes_files_links_and_folders(tmp_path: Path) -> None:
     file, folder, link = tmp_path / "file.ckpt", tmp_path / "folder.ckpt", tmp_path / "link.ckpt"
-    file.write_bytes(b"x")
+    torch.save({}, file)
     save(folder, 1)
     link.symlink_to("folder.ckpt")
     commit.remove(link)
@@ -499,7 +506,7 @@ def test_remove_takes_files_links_and_folders(tmp_path: Path) -> None:
     assert names_in(tmp_path) == []
 
 
-def test_another_file_system(request: Any) -> None:
+def test_another_file_system(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a swap of names, and without folders of its own."""
     root = f"memory:///{request.node.name}"
     path = f"{root}/a.ckpt"
@@ -511,8 +518,19 @@ def test_another_file_system(request: Any) -> None:
         assert commit.newest([root]) == path
         place = Place(path)
         assert [Place(path).at(e).name for e in place.parent.entries()] == ["a.ckpt"]
-        place.rename(place.sibling(".a.ckpt.dead.old"))
+        save(f"{root}/b.ckpt", 1)
+        Place(f"{root}/b.ckpt").rename(place.sibling(".a.ckpt.0000dead.partial"))
+        place.rename(place.sibling(".a.ckpt.0000dead.old"))
+        assert commit.newest([root]) is None, "another process may be between the two renames"
+        monkeypatch.setattr(commit, "_RENAMED_S", 0.0)
         assert commit.newest([root]) == path
+        assert content_of(path) == 1
+        (left,) = (e for e in place.parent.entries() if e.endswith(".old"))
+        save(path, 3)
+        assert Place(path).at(left).exists(), "another process may be writing to it"
+        monkeypatch.setattr(commit, "_ABANDONED_S", -1.0)
+        save(path, 3)
+        assert not Place(path).at(left).exists()
         with place.open("meta.pt", "wb") as file:
             file.write(b"?")
         with pytest.raises(CheckpointError, match=r"memory://.*/a\.ckpt/meta\.pt has 1 bytes"):

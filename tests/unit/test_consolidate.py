@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import os
 import shutil
+import stat
 import subprocess
 import sys
 import zipfile
@@ -57,7 +59,7 @@ def test_the_file_is_a_lightning_checkpoint(tmp_path: Path, mmap: bool) -> None:
     assert torch.equal(second["state"][0]["momentum_buffer"], momentum)
     assert torch.equal(loaded["callbacks"]["Metric"]["values"], torch.arange(4.0).view(2, 2).T)
     assert loaded["lr_schedulers"] == [{"last_epoch": 7}]
-    assert "random_states" not in loaded
+    assert torch.equal(loaded["random_states"]["rank_0"]["torch"], torch.arange(3, dtype=torch.uint8))
     assert loaded["ls_strategy"] == {"world_size": 3}  # from which ZeROStrategy finds its place in the data
     assert [p.name for p in tmp_path.glob("[.]*")] == []
 
@@ -205,6 +207,15 @@ def test_an_existing_target_stays_unless_forced(tmp_path: Path) -> None:
     assert (tmp_path / "home" / "precious").is_dir()
     with pytest.raises(ConfigError, match="mkdir -p"):
         consolidate(folder, tmp_path / "missing" / "one.ckpt")
+    (tmp_path / "link.ckpt").symlink_to("one.ckpt")
+    with pytest.raises(ConfigError, match=r"is a link to one\.ckpt"):
+        consolidate(folder, tmp_path / "link.ckpt", force=True)
+    assert (tmp_path / "link.ckpt").is_symlink()
+    os.mkfifo(tmp_path / "pipe.ckpt")
+    for device in (Path("/dev/null"), tmp_path / "pipe.ckpt"):
+        with pytest.raises(ConfigError, match="is a device, a pipe or a socket"):
+            consolidate(folder, device, force=True)
+        assert not stat.S_ISREG(device.stat().st_mode)
     with pytest.raises(ConfigError, match="not a local path"):
         consolidate(folder, "s3://bucket/one.ckpt")
 
@@ -251,11 +262,14 @@ def test_what_a_killed_process_left_is_removed_by_the_next_and_by_no_other(tmp_p
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "begun\n"
-            consolidate(folder, target)
-            assert len(list(tmp_path.glob("[.]*"))) == 1, "of a process that is alive"
+            with pytest.raises(CheckpointError, match=rf"by another process \(pid {process.pid} on "):
+                consolidate(folder, target)
+            small_folder(tmp_path / "y.ckpt")  # a save, which removes what nobody needs
+            shutil.rmtree(tmp_path / "y.ckpt")
+            assert len(list(tmp_path.glob("[.]*.partial"))) == 1, "of a process that is alive"
         finally:
             process.kill()
-    assert len(list(tmp_path.glob("[.]*"))) == 1
+    assert len(list(tmp_path.glob("[.]*.partial"))) == 1
     consolidate(folder, target, force=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["one.ckpt", "x.ckpt"]
 

@@ -26,7 +26,7 @@ def read(path: Path) -> dict[str, tuple[str, list[int], bytes]]:
     size = int.from_bytes(data[:8], "little")
     assert size % 8 == 0
     header = json.loads(data[8 : 8 + size])
-    assert header.pop("__metadata__") == {"format": "pt"}
+    assert header.pop("__metadata__")["format"] == "pt"
     spans = sorted(e["data_offsets"] for e in header.values())
     assert spans[0][0] == 0
     assert spans[-1][1] == len(data) - 8 - size
@@ -167,15 +167,35 @@ def test_a_folder_appears_in_full_or_not_at_all(tmp_path: Path) -> None:
         export_safetensors(folder, target)
     with pytest.raises(ConfigError, match="a folder that no export wrote"):
         export_safetensors(folder, target, force=True)
-    (target / "precious").rename(target / "model.safetensors")
+    (target / "precious").unlink()
+    export_safetensors(folder, target, force=True, extra_files={"config.json": "{}"})
+    before = (target / "model.safetensors").read_bytes()
     damage(folder, "__1_0.distcp")
     with pytest.raises(CheckpointError, match=r"__1_0.distcp is damaged"):
         export_safetensors(folder, target, force=True)
-    assert [p.name for p in target.iterdir()] == ["model.safetensors"]
-    assert (target / "model.safetensors").read_bytes() == b""
+    assert sorted(p.name for p in target.iterdir()) == ["config.json", "model.safetensors"]
+    assert (target / "model.safetensors").read_bytes() == before
     export_safetensors(small_folder(tmp_path / "x.ckpt"), target, force=True)
     assert set(read(target / "model.safetensors")) == NAMES
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "x.ckpt"]
+
+
+@pytest.mark.parametrize("what", ["another's weights", "a file in an export", "empty weights"])
+def test_an_export_replaces_only_exports(tmp_path: Path, what: str) -> None:
+    """Also with ``force``: a downloaded model looks almost the same, and a tokenizer may be put into an export."""
+    folder, target = small_folder(tmp_path / "x.ckpt"), tmp_path / "out"
+    if what == "a file in an export":
+        export_safetensors(folder, target)
+        (target / "tokenizer.json").write_text("{}")
+    else:
+        target.mkdir()
+        (target / "config.json").write_text("{}")
+        header = b'{"__metadata__":{"format":"pt"}}' if what == "another's weights" else b""
+        (target / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    before = {p.name: p.read_bytes() for p in target.iterdir()}
+    with pytest.raises(ConfigError, match="a folder that no export wrote, or that has other files too"):
+        export_safetensors(folder, target, force=True)
+    assert {p.name: p.read_bytes() for p in target.iterdir()} == before
 
 
 def test_the_command(tmp_path: Path, capsys: Any) -> None:
