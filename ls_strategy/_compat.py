@@ -56,10 +56,12 @@ __all__ = [
     "is_compiled_function",
     "is_hooked",
     "is_mock_optimizer",
+    "is_started_by_lightning",
     "load_state",
     "make_wrapper",
     "metric_state",
     "migrate_checkpoint",
+    "name_logs_by_job",
     "onednn_linear",
     "open_sockets",
     "overwrite_saved_config",
@@ -581,6 +583,26 @@ def overwrite_saved_config(trainer: Any) -> None:
             callback.overwrite = True
 
 
+def name_logs_by_job(trainer: Any, job: str, choose: Callable[[str, str], str]) -> None:
+    """Give loggers that are named after a SLURM job a folder of that job's own. Before they write.
+
+    Lightning's default logger takes the number of the job for its version, so job 12 writes into ``version_12``, whose
+    ever that is; and its checkpoints are there. It becomes ``job_12``, which `ls-strategy submit` sets for others.
+
+    Args:
+        trainer: about to run.
+        job: id of the job, with the task of an array.
+        choose: takes the folder of all versions and ``job_...``; returns the name of the folder.
+    """
+    from lightning.fabric.plugins.environments import SLURMEnvironment
+    from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+    for logger in trainer.loggers:
+        named = isinstance(logger, (TensorBoardLogger, CSVLogger)) and logger._version is not None
+        if named and logger._version in (SLURMEnvironment.job_id(), f"job_{job}"):
+            logger._version = choose(logger.root_dir, f"job_{job}")
+
+
 def checkpoint_folder(callback: Any, trainer: Any) -> str:
     """Where ``callback`` will save. Before its own ``setup``, too."""
     resolve: Any = callback._ModelCheckpoint__resolve_ckpt_dir  # type: ignore[attr-defined]
@@ -600,6 +622,13 @@ def free_main_port(environment: Any, choose: Callable[[], int]) -> None:
         return
     if environment._main_port == -1 and "MASTER_PORT" not in os.environ and "STANDALONE_PORT" not in os.environ:
         environment._main_port = choose()
+
+
+def is_started_by_lightning(environment: Any) -> bool:
+    """Whether Lightning's launcher has started this process as a further rank."""
+    from lightning.fabric.plugins.environments import LightningEnvironment
+
+    return type(environment) is LightningEnvironment and environment.local_rank() > 0
 
 
 def give_data(trainer: Any, source: Any) -> None:

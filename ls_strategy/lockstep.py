@@ -215,7 +215,7 @@ class Lockstep:
         return int(values[0])
 
     def _values(self, now: Round, *, meeting: bool) -> torch.Tensor:
-        """What ranks compare, as maxima: what is asked for, batch time, meeting?, passing?, the batch, minus the batch."""
+        """What ranks compare, as maxima: what is asked for, batch time, meeting?, passing?, batch, -batch."""
         batch_us = int(1e6 * (time.perf_counter() - self._since) / max(self._batches, 1))
         place = now.number << 32 | now.started
         return torch.tensor([self.asked, batch_us, meeting, not meeting, place, -place], dtype=torch.int64)

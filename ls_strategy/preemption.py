@@ -79,8 +79,8 @@ class PreemptionHandler(Callback):
 
         Args:
             dirpath: folder of the checkpoint, which all nodes share. Default: ``preemption/<job id>`` in the Trainer's
-                ``default_root_dir``, with ``_<task>`` in arrays; outside SLURM ``preemption/local``, which is emptied
-                when training ends by itself.
+                ``default_root_dir``, with ``_<task>`` in arrays, and with ``-1`` where an older job had that number;
+                outside SLURM ``preemption/local``, which is emptied when training ends by itself.
             signals: names of the signals that stop the run.
             check_every_s: seconds between agreements of the ranks, rounded to whole optimizer steps, at least 1 and at
                 most 100 of them. 0 agrees after every step.
@@ -151,7 +151,8 @@ class PreemptionHandler(Callback):
     def _choose_folder(self, trainer: pl.Trainer) -> str:
         if self.dirpath is not None:
             return os.fspath(self.dirpath)
-        return os.path.join(trainer.default_root_dir, "preemption", job.job_id(os.environ) or "local")  # noqa: PTH118
+        parent, name = os.path.join(trainer.default_root_dir, "preemption"), job.job_id(os.environ)  # noqa: PTH118
+        return os.path.join(parent, job.own_folder(parent, name, os.environ) if name else "local")  # noqa: PTH118
 
     def _make_group(self, trainer: pl.Trainer) -> None:
         """A gloo group for the agreement. ZeROStrategy has one, whose connections end with a rank that fails."""

@@ -50,6 +50,8 @@ from ls_strategy._compat import (
     defer_signals,
     free_main_port,
     is_mock_optimizer,
+    is_started_by_lightning,
+    name_logs_by_job,
     open_sockets,
     raise_sigterm,
     replace_links,
@@ -76,6 +78,8 @@ from ls_strategy.deepspeed.config import Translation
 from ls_strategy.deepspeed.options import takes_deepspeed_config
 from ls_strategy.engine import Engine
 from ls_strategy.errors import CheckpointError, ConfigError, PlanError, RankFailedError, StateError
+from ls_strategy.launcher import VARIABLE as LAUNCHER
+from ls_strategy.launcher import LauncherWatch, end_processes
 from ls_strategy.layout import TensorPart
 from ls_strategy.lightning_checkpoints import Collection
 from ls_strategy.lightning_deepspeed import DeepSpeedConfiguration
@@ -87,7 +91,7 @@ from ls_strategy.planner.hardware import Hardware, found_here
 from ls_strategy.planner.out_of_memory import explaining
 from ls_strategy.precision import PrecisionPolicy, resolve_precision
 from ls_strategy.precision_plugin import ZeROPrecision
-from ls_strategy.slurm import preflight
+from ls_strategy.slurm import job, preflight
 from ls_strategy.zero.lazy import LazyTensor
 from ls_strategy.zero_stages import POLICIES
 
@@ -321,6 +325,8 @@ class ZeROStrategy(DDPStrategy):
         self._lockstep: Lockstep | None = None
         self._meets_in_evaluation = False
         self._stops_alone = False
+        self._watch = LauncherWatch()
+        self._logs_are_named = False
         self._hardware: Hardware | None = None
         self._unsharded: list[Optimizer] = []
         self._state_dict_hooks: StateDictHooks | None = None
@@ -460,6 +466,7 @@ class ZeROStrategy(DDPStrategy):
         if environment is not None and not environment.creates_processes_externally:
             # Before the other ranks are started, which would wait for a rank 0 that has raised.
             rendezvous.check_port(environment.main_address, environment.main_port, environment.global_rank())
+            os.environ[LAUNCHER] = str(os.getpid())  # for ranks that are started from here
         super()._configure_launcher()
 
     @property
@@ -487,6 +494,8 @@ class ZeROStrategy(DDPStrategy):
     def setup_environment(self) -> None:
         before = open_sockets()
         environment = self.cluster_environment
+        if is_started_by_lightning(environment):
+            self._watch.start()
         if not dist.is_initialized() and environment is not None:
             gpus = self.root_device.type == "cuda"
             preflight.require(os.environ, devices=self.num_processes, num_nodes=self.num_nodes, gpus=gpus)
@@ -506,6 +515,14 @@ class ZeROStrategy(DDPStrategy):
             self.engine = None
             self._alone = False
         self.parallel.show_device_mesh(self.lightning_module)
+        name = job.job_id(os.environ)
+        if name is not None and self.lightning_module is not None and not self._logs_are_named:
+            self._logs_are_named = True
+            name_logs_by_job(self.lightning_module.trainer, name, self._own_folder)
+
+    def _own_folder(self, parent: str, name: str) -> str:
+        """Rank 0's answer for all. Collective."""
+        return self.broadcast(job.own_folder(parent, name, os.environ) if self.is_global_zero else name)
 
     @contextmanager
     @override
@@ -1120,6 +1137,9 @@ class ZeROStrategy(DDPStrategy):
         """Tell the other ranks; if they did not fail too, close the connections that they wait on."""
         if self.engine is not None:
             self.engine.abort()
+        if self._comm is None and self._start_method != "popen":
+            end_processes(self._launcher.procs)  # type: ignore[union-attr]  (of the process that forked the ranks)
+            return
         together = isinstance(exception, SIGTERMException) and not self._stops_alone
         if together or isinstance(exception, (ConfigError, PlanError)):
             return  # raised on every rank alike: nobody waits
@@ -1170,3 +1190,4 @@ class ZeROStrategy(DDPStrategy):
         if self.accelerator is not None:
             self.accelerator.teardown()
         self.checkpoint_io.teardown()
+        self._watch.stop()

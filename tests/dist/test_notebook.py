@@ -46,7 +46,6 @@ model = Net()
 before = [p.detach().clone() for p in model.parameters()]
 first = trainer("{strategy}")
 first.fit(model, batches())
-assert first.global_step == 4, first.global_step
 assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters())), "weights come back into the notebook"
 """
 
