@@ -23,14 +23,14 @@ import torch
 import torch.distributed as dist
 
 from ls_strategy import spans
-from ls_strategy._compat import default_store
+from ls_strategy._compat import REQUEUE, STOP, default_store
 from ls_strategy.comm import Comm
 from ls_strategy.errors import DataError
 
-_CHECK_EVERY_S = 1.0
+_CHECK_EVERY_S = 0.5
 """Between two agreements on what signals ask for, rounded to whole batches."""
 
-_MAX_BATCHES_BETWEEN_CHECKS = 100
+_MAX_BATCHES_BETWEEN_CHECKS = 16
 """Bounds the delay where batches become slow after their number was chosen."""
 
 _PATIENCE_S = 20.0
@@ -72,8 +72,7 @@ class Lockstep:
         self._comm = comm
         self._rounds: list[Round] = []
         self._count = 0
-        self.asked = 0
-        """What a signal asks this rank for; of all ranks the largest counts."""
+        self._stop = self._requeue = False
         self._due = 1
         self._batches = 0
         self._since = time.perf_counter()
@@ -88,7 +87,7 @@ class Lockstep:
 
     def reset(self) -> None:
         """Forget rounds that an exception ended. Collective."""
-        self.asked = 0
+        self._stop = self._requeue = False
         self._rounds.clear()
         self._due = 1
         self._batches = 0
@@ -189,10 +188,16 @@ class Lockstep:
 
     def ask(self, what: int) -> None:
         """Note what a signal asks for. Safe in a handler."""
-        self.asked = max(self.asked, what)
+        self._stop = self._stop or what == STOP
+        self._requeue = self._requeue or what == REQUEUE
+
+    @property
+    def asked(self) -> int:
+        """What a signal asks this rank for."""
+        return STOP if self._stop else REQUEUE if self._requeue else 0
 
     def agree(self) -> int:
-        """What any rank is asked for. Every second or so; 0 in between. Collective.
+        """What any rank is asked for. Twice a second or so; 0 in between. Collective.
 
         Raises:
             DataError: ranks are not at the same batch.
@@ -211,8 +216,10 @@ class Lockstep:
         self._due = min(max(int(_CHECK_EVERY_S * 1e6) // batch_us, 1), _MAX_BATCHES_BETWEEN_CHECKS)
         self._batches = 0
         self._since = time.perf_counter()
-        self.asked = 0
-        return int(values[0])
+        asked = int(values[0])
+        if asked == REQUEUE:
+            self._requeue = False  # that is done now; a request to stop may have come since, and stays
+        return asked
 
     def _values(self, now: Round, *, meeting: bool) -> torch.Tensor:
         """What ranks compare, as maxima: what is asked for, batch time, meeting?, passing?, batch, -batch."""
