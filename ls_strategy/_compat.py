@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import inspect
 import os
+import signal
 import socket
 import stat
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,12 @@ from torch.utils._pytree import tree_flatten, tree_iter, tree_map, tree_unflatte
 from torch.utils.checkpoint import checkpoint
 
 __all__ = [
+    "REQUEUE",
+    "STOP",
     "StorageInfo",
     "StorageWeakRef",
     "TorchDispatchMode",
+    "around_batches",
     "around_data_setup",
     "around_dumps",
     "around_fetches",
@@ -40,6 +44,7 @@ __all__ = [
     "compiled_code",
     "current_backward_pass",
     "default_store",
+    "defer_signals",
     "fake_tensors",
     "forget_step_hooks",
     "free_main_port",
@@ -51,15 +56,18 @@ __all__ = [
     "is_compiled_function",
     "is_hooked",
     "is_mock_optimizer",
+    "is_started_by_lightning",
     "load_state",
     "make_wrapper",
     "metric_state",
     "migrate_checkpoint",
+    "name_logs_by_job",
     "onednn_linear",
     "open_sockets",
     "overwrite_saved_config",
     "persistent_buffer_names",
     "plain_checkpoint_io",
+    "raise_sigterm",
     "replace_links",
     "resume_from",
     "route_calls",
@@ -229,6 +237,59 @@ def around_fetches(trainer: Any, before: Callable[[], None], after: Callable[[],
         loop.__dict__.pop("_on_after_fetch", None)
 
     return undo
+
+
+def around_batches(
+    trainer: Any, begin: Callable[[str, str, Callable[[], bool]], None], end: Callable[[], None], *, evaluation: bool
+) -> None:
+    """Call ``begin(what, limit, is_last)`` and ``end()`` around every pass over the batches of a loader.
+
+    ``end`` comes before the hooks that follow the last batch, and not after an exception.
+
+    Args:
+        trainer: about to run.
+        begin: gets the kind of pass, the Trainer's option that bounds it, and what tells whether a batch is the last.
+        end: called without arguments.
+        evaluation: also around validation, test and prediction.
+    """
+    epochs = trainer.fit_loop.epoch_loop
+
+    def is_last() -> bool:
+        progress = epochs.batch_progress
+        return progress.is_last_batch or progress.current.ready >= trainer.num_training_batches
+
+    def run(data_fetcher: Any) -> None:
+        begin("training epoch", "limit_train_batches", is_last)
+        type(epochs).run(epochs, data_fetcher)
+        end()
+
+    epochs.run = run
+    for what, limit, loop in (
+        ("validation", "limit_val_batches", epochs.val_loop),
+        ("validation", "limit_val_batches", trainer.validate_loop),
+        ("test", "limit_test_batches", trainer.test_loop),
+        ("prediction", "limit_predict_batches", trainer.predict_loop),
+    ):
+        for name in ("on_run_start", "on_run_end"):
+            vars(loop).pop(name, None)
+        if evaluation:
+            _around_evaluation(loop, partial(begin, what, limit, partial(_is_last_batch, loop)), end)
+
+
+def _is_last_batch(loop: Any) -> bool:
+    return loop.batch_progress.is_last_batch
+
+
+def _around_evaluation(loop: Any, begin: Callable[[], None], end: Callable[[], None]) -> None:
+    def on_run_start() -> None:
+        type(loop).on_run_start(loop)
+        begin()
+
+    def on_run_end() -> Any:
+        end()
+        return type(loop).on_run_end(loop)
+
+    loop.on_run_start, loop.on_run_end = on_run_start, on_run_end
 
 
 def around_dumps(trainer: Any, context: Callable[[], AbstractContextManager[bool]]) -> None:
@@ -431,6 +492,64 @@ def take_signals_over(trainer: Any, restore: Callable[[], None]) -> None:
     epoch_loop._broadcast_sigterm_tensor = _do_nothing
 
 
+REQUEUE, STOP = 1, 2
+"""What a signal asks for: a checkpoint and a place in SLURM's queue, or the end."""
+
+
+def defer_signals(trainer: Any, note: Callable[[int], None], agreed: Callable[[], int]) -> None:
+    """Let Lightning's handlers of signals only note what is asked for; it is done between batches, on all ranks.
+
+    Lightning's handler of SIGTERM broadcasts, and the one of SLURM's signal saves, wherever the signal meets them: say
+    between two collectives of a backward, where other ranks take theirs for one of the backward. Nothing happens where
+    `take_signals_over` was called before.
+
+    Args:
+        trainer: about to run.
+        note: called from the handlers, with `REQUEUE` or `STOP`.
+        agreed: called before every training batch, on all ranks; what all of them do now, or 0.
+    """
+    connector: Any = trainer._signal_connector
+    if "register_signal_handlers" in vars(connector):
+        return
+    forwarded: list[int] = []
+
+    def on_sigterm(number: int, _frame: Any) -> None:
+        note(STOP)
+        if trainer.world_size == 1:
+            connector.received_sigterm = True
+        launcher = trainer.strategy.launcher
+        if launcher is not None and not forwarded:
+            launcher.kill(number)  # ranks that this process has started
+        forwarded.append(number)
+
+    def on_requeue(_number: int, _frame: Any) -> None:
+        note(REQUEUE)
+
+    def before_batch() -> None:
+        todo = agreed()
+        if todo == STOP:
+            raise_sigterm(trainer)
+        if todo == REQUEUE:
+            type(connector)._slurm_sigusr_handler_fn(connector, signal.SIGUSR1, None)
+
+    connector._sigterm_notifier_fn = on_sigterm
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = before_batch
+    if trainer.world_size > 1:  # before_batch is not called in a single process, which waits for nobody
+        connector._slurm_sigusr_handler_fn = on_requeue
+
+
+def raise_sigterm(trainer: Any) -> None:
+    """End the run as Lightning does after SIGTERM.
+
+    Raises:
+        SIGTERMException: a ``SystemExit``.
+    """
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+    trainer._signal_connector.received_sigterm = True
+    raise SIGTERMException()
+
+
 def give_signals_back(trainer: Any) -> None:
     """Undo `take_signals_over`. Does nothing the second time."""
     for owner, names in (
@@ -464,6 +583,26 @@ def overwrite_saved_config(trainer: Any) -> None:
             callback.overwrite = True
 
 
+def name_logs_by_job(trainer: Any, job: str, choose: Callable[[str, str], str]) -> None:
+    """Give loggers that are named after a SLURM job a folder of that job's own. Before they write.
+
+    Lightning's default logger takes the number of the job for its version, so job 12 writes into ``version_12``, whose
+    ever that is; and its checkpoints are there. It becomes ``job_12``, which `ls-strategy submit` sets for others.
+
+    Args:
+        trainer: about to run.
+        job: id of the job, with the task of an array.
+        choose: takes the folder of all versions and ``job_...``; returns the name of the folder.
+    """
+    from lightning.fabric.plugins.environments import SLURMEnvironment
+    from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+    for logger in trainer.loggers:
+        named = isinstance(logger, (TensorBoardLogger, CSVLogger)) and logger._version is not None
+        if named and logger._version in (SLURMEnvironment.job_id(), f"job_{job}"):
+            logger._version = choose(logger.root_dir, f"job_{job}")
+
+
 def checkpoint_folder(callback: Any, trainer: Any) -> str:
     """Where ``callback`` will save. Before its own ``setup``, too."""
     resolve: Any = callback._ModelCheckpoint__resolve_ckpt_dir  # type: ignore[attr-defined]
@@ -483,6 +622,13 @@ def free_main_port(environment: Any, choose: Callable[[], int]) -> None:
         return
     if environment._main_port == -1 and "MASTER_PORT" not in os.environ and "STANDALONE_PORT" not in os.environ:
         environment._main_port = choose()
+
+
+def is_started_by_lightning(environment: Any) -> bool:
+    """Whether Lightning's launcher has started this process as a further rank."""
+    from lightning.fabric.plugins.environments import LightningEnvironment
+
+    return type(environment) is LightningEnvironment and environment.local_rank() > 0
 
 
 def give_data(trainer: Any, source: Any) -> None:

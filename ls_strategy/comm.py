@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ls_strategy import spans
 from ls_strategy._compat import default_store, open_sockets, shut_sockets
-from ls_strategy.errors import LSError, RankFailedError
+from ls_strategy.errors import LSError, RankFailedError, StateError
 
 CHUNK = 1 << 16
 """Elements summed at a time on the CPU: 256 KiB in fp32, so that the second operand meets a warm L2 cache."""
@@ -139,13 +139,25 @@ class PendingGather:
 
     def __init__(self, works: Sequence[Any], comm: Comm) -> None:
         """Remember what must be waited for."""
-        self._works = works
+        self._works = list(works)
         self._comm = comm
+        self._failed = False
 
     def wait(self) -> None:
-        """Block until every shard has arrived."""
-        self._comm.wait(self._works)
-        self._works = ()
+        """Block until every shard has arrived.
+
+        No operation is waited for twice, after an error neither: gloo would wait for a second message.
+
+        Raises:
+            StateError: an earlier wait ended with an error.
+        """
+        if self._failed:
+            raise StateError("a gather failed before, and its buffer is incomplete.")
+        try:
+            self._comm.consume(self._works)
+        except Exception:
+            self._failed = True
+            raise
 
 
 class Comm:
@@ -211,11 +223,15 @@ class Comm:
         Raises:
             RankFailedError: the connection broke, and another rank had left word why.
         """
+        self.consume(list(works))
+
+    def consume(self, works: list[Any]) -> None:
+        """As `wait`, and take each operation out of the list before it is waited for."""
         if not works:
             return
         with self.naming_failures(), spans.waiting(spans.COMMUNICATION):
-            for work in works:
-                work.wait()
+            while works:
+                works.pop(0).wait()
 
     def _exchange(
         self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], kind: str, of: str

@@ -25,3 +25,7 @@ class RankFailedError(LSError, RuntimeError):
 
 class CheckpointError(LSError, RuntimeError):
     """A checkpoint could not be written, or what is on the disk is not a whole, unharmed checkpoint."""
+
+
+class DataError(LSError, RuntimeError):
+    """Ranks that wait for each other in every step have different numbers of batches."""

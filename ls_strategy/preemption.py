@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -42,7 +42,7 @@ class PreemptionHandler(Callback):
 
     ::
 
-        signal on any rank        only sets a flag
+        signal on any rank        only sets a flag; in a SLURM job from the moment on at which this object is made
         end of an optimizer step  every few seconds all ranks agree (CPU group): does anyone want to stop?
         stop                      all ranks save, rank 0 requeues the job, `Preempted` ends the process
         next start                the newest checkpoint is found and restored
@@ -79,8 +79,8 @@ class PreemptionHandler(Callback):
 
         Args:
             dirpath: folder of the checkpoint, which all nodes share. Default: ``preemption/<job id>`` in the Trainer's
-                ``default_root_dir``, with ``_<task>`` in arrays; outside SLURM ``preemption/local``, which is emptied
-                when training ends by itself.
+                ``default_root_dir``, with ``_<task>`` in arrays, and with ``-1`` where an older job had that number;
+                outside SLURM ``preemption/local``, which is emptied when training ends by itself.
             signals: names of the signals that stop the run.
             check_every_s: seconds between agreements of the ranks, rounded to whole optimizer steps, at least 1 and at
                 most 100 of them. 0 agrees after every step.
@@ -116,6 +116,10 @@ class PreemptionHandler(Callback):
         self._steps = 0
         self._next_check = 1
         self._since = 0.0
+        if job.job_id(os.environ) is not None and threading.current_thread() is threading.main_thread():
+            # Ranks may wait for each other for minutes, and what a signal does by itself is to end the process. SIGTERM
+            # may do so: there is nothing to save yet.
+            self._install(number for number in self.signals if number != signal.SIGTERM)
 
     # start -----------------------------------------------------------------------------------------------------------
 
@@ -124,13 +128,19 @@ class PreemptionHandler(Callback):
         """Take the signals over, and look for a checkpoint to resume from. Collective."""
         if stage != "fit":
             return
-        self._received = 0
+        if not self._old_handlers:  # else a signal may have come since the handler was made
+            self._received = 0
         self._stop_at = None
         # Last, so that what other callbacks do at the end of a step is in the checkpoint. A new list: Lightning walks
         # through the old one right now.
         trainer.callbacks = [c for c in trainer.callbacks if c is not self] + [self]  # type: ignore[attr-defined]
         compat.take_signals_over(trainer, lambda: self._give_back(trainer))
-        self._install()
+        if threading.current_thread() is threading.main_thread():
+            self._install(self.signals)
+        else:
+            rank_zero_warn(
+                "PreemptionHandler: Python handles signals in the main thread only, and fit runs in another."
+            )
         self._make_group(trainer)
         self._folder = trainer.strategy.broadcast(self._choose_folder(trainer))
         fresh = trainer.global_step == 0 and not trainer.fast_dev_run  # type: ignore[attr-defined]
@@ -151,7 +161,8 @@ class PreemptionHandler(Callback):
     def _choose_folder(self, trainer: pl.Trainer) -> str:
         if self.dirpath is not None:
             return os.fspath(self.dirpath)
-        return os.path.join(trainer.default_root_dir, "preemption", job.job_id(os.environ) or "local")  # noqa: PTH118
+        parent, name = os.path.join(trainer.default_root_dir, "preemption"), job.job_id(os.environ)  # noqa: PTH118
+        return os.path.join(parent, job.own_folder(parent, name, os.environ) if name else "local")  # noqa: PTH118
 
     def _make_group(self, trainer: pl.Trainer) -> None:
         """A gloo group for the agreement. ZeROStrategy has one, whose connections end with a rank that fails."""
@@ -162,15 +173,12 @@ class PreemptionHandler(Callback):
             assert isinstance(group, dist.ProcessGroup)
             self._group, self._group_of = group, dist.group.WORLD
 
-    def _install(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            rank_zero_warn(
-                "PreemptionHandler: Python handles signals in the main thread only, and fit runs in another."
-            )
-            return
-        for number in self.signals:
-            if number not in self._old_handlers:
-                self._old_handlers[number] = signal.signal(number, self._on_signal)
+    def _install(self, signals: Iterable[int]) -> None:
+        for number in signals:
+            before = signal.getsignal(number)
+            if before != self._on_signal:
+                signal.signal(number, self._on_signal)
+                self._old_handlers[number] = before
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._received = max(self._received, number)  # nothing else is safe in the middle of anything

@@ -14,6 +14,9 @@ from ls_strategy.errors import PlanError
 PORTS = range(20_000, 32_000)
 """Below the range that the kernel hands out to outgoing connections, so that none of these takes the port meanwhile."""
 
+_chance = random.SystemRandom()
+"""Not the global generator: two runs with one seed would choose one port, and the user's random numbers would move."""
+
 
 def free_port() -> int:
     """A TCP port of this host that nobody listens on now.
@@ -22,7 +25,7 @@ def free_port() -> int:
         PlanError: every port that was tried is taken.
     """
     for _ in range(1000):
-        port = random.choice(PORTS)
+        port = _chance.choice(PORTS)
         if _bind_error(port) is None:
             return port
     raise PlanError(

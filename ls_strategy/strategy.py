@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -43,11 +43,17 @@ from ls_strategy import lightning_checkpoints as checkpoints
 from ls_strategy import lightning_guards as guards
 from ls_strategy import lightning_parallel as parallel
 from ls_strategy._compat import (
+    STOP,
+    around_batches,
     around_data_setup,
     around_dumps,
+    defer_signals,
     free_main_port,
     is_mock_optimizer,
+    is_started_by_lightning,
+    name_logs_by_job,
     open_sockets,
+    raise_sigterm,
     replace_links,
     unwrap_optimizer,
 )
@@ -73,9 +79,12 @@ from ls_strategy.deepspeed.config import Translation
 from ls_strategy.deepspeed.options import takes_deepspeed_config
 from ls_strategy.engine import Engine
 from ls_strategy.errors import CheckpointError, ConfigError, PlanError, RankFailedError, StateError
+from ls_strategy.launcher import VARIABLE as LAUNCHER
+from ls_strategy.launcher import LauncherWatch, end_processes
 from ls_strategy.layout import TensorPart
 from ls_strategy.lightning_checkpoints import Collection
 from ls_strategy.lightning_deepspeed import DeepSpeedConfiguration
+from ls_strategy.lockstep import Lockstep
 from ls_strategy.parallel.dtensor import has_dtensors
 from ls_strategy.planner.choice import Question, candidate_of, choose, explain, smallest
 from ls_strategy.planner.fit import before_sharding, question_of_fit
@@ -83,7 +92,7 @@ from ls_strategy.planner.hardware import Hardware, found_here
 from ls_strategy.planner.out_of_memory import explaining
 from ls_strategy.precision import PrecisionPolicy, resolve_precision
 from ls_strategy.precision_plugin import ZeROPrecision
-from ls_strategy.slurm import preflight
+from ls_strategy.slurm import job, preflight
 from ls_strategy.zero.lazy import LazyTensor
 from ls_strategy.zero_stages import POLICIES
 
@@ -314,6 +323,11 @@ class ZeROStrategy(DDPStrategy):
         self._loss_scale = loss_scale
         self.engine: Engine | None = None
         self._comm: Comm | None = None
+        self._lockstep: Lockstep | None = None
+        self._meets_in_evaluation = False
+        self._stops_alone = False
+        self._watch = LauncherWatch()
+        self._logs_are_named = False
         self._hardware: Hardware | None = None
         self._unsharded: list[Optimizer] = []
         self._state_dict_hooks: StateDictHooks | None = None
@@ -453,6 +467,7 @@ class ZeROStrategy(DDPStrategy):
         if environment is not None and not environment.creates_processes_externally:
             # Before the other ranks are started, which would wait for a rank 0 that has raised.
             rendezvous.check_port(environment.main_address, environment.main_port, environment.global_rank())
+            os.environ[LAUNCHER] = str(os.getpid())  # for ranks that are started from here
         super()._configure_launcher()
 
     @property
@@ -480,9 +495,12 @@ class ZeROStrategy(DDPStrategy):
     def setup_environment(self) -> None:
         before = open_sockets()
         environment = self.cluster_environment
+        if is_started_by_lightning(environment):
+            self._watch.start()
         if not dist.is_initialized() and environment is not None:
             gpus = self.root_device.type == "cuda"
             preflight.require(os.environ, devices=self.num_processes, num_nodes=self.num_nodes, gpus=gpus)
+            self.set_world_ranks()  # a forked rank has its local one alone so far
             rendezvous.check_port(environment.main_address, environment.main_port, environment.global_rank())
         super().setup_environment()
         expected = self.num_nodes * self.num_processes
@@ -493,10 +511,19 @@ class ZeROStrategy(DDPStrategy):
             )
         if self._comm is None or not self._comm.is_alive():
             self._comm = make_comm(before)
+            self._lockstep = Lockstep(self._comm)
             self.parallel.connect(self._comm, self.root_device.type)
             self.engine = None
             self._alone = False
         self.parallel.show_device_mesh(self.lightning_module)
+        name = job.job_id(os.environ)
+        if name is not None and self.lightning_module is not None and not self._logs_are_named:
+            self._logs_are_named = True
+            name_logs_by_job(self.lightning_module.trainer, name, self._own_folder)
+
+    def _own_folder(self, parent: str, name: str) -> str:
+        """Rank 0's answer for all. Collective."""
+        return self.broadcast(job.own_folder(parent, name, os.environ) if self.is_global_zero else name)
 
     @contextmanager
     @override
@@ -536,6 +563,7 @@ class ZeROStrategy(DDPStrategy):
             self._choose_nvme_path(trainer)
             self._build_engine(module, parts)
         self.model = module
+        self._keep_step(trainer)
         around_dumps(trainer, self._collecting)
         replace_links(trainer, self._link)
         if fitting and self._pending_random is not None:
@@ -562,6 +590,21 @@ class ZeROStrategy(DDPStrategy):
             # A gathered inference tensor could not take part in autograd later.
             for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
                 loop.inference_mode = False
+
+    def _keep_step(self, trainer: pl.Trainer) -> None:
+        """Let ranks notice one that has no further batch, and do what signals ask for at the same batch. Collective."""
+        lockstep, shape = self._lockstep, self.parallel
+        assert lockstep is not None
+        lockstep.reset()
+        self._stops_alone = False
+        # Elsewhere ranks may evaluate different numbers of batches, as under DDP.
+        self._meets_in_evaluation = (
+            POLICIES[self.config.stage].parameters
+            or shape.config.expert_parallel_size > 1
+            or (shape.divides and self.data_parallel_size == 1)
+        )
+        around_batches(trainer, lockstep.begin, lockstep.end, evaluation=self._meets_in_evaluation)
+        defer_signals(trainer, lockstep.ask, lockstep.agree)
 
     def _plan(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Note what is free before the fit takes it, for errors; if asked for, choose what fits: collective."""
@@ -677,11 +720,12 @@ class ZeROStrategy(DDPStrategy):
     @override
     @spans.phase(spans.FORWARD)
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        engine = self.require_engine()
+        engine, lockstep = self.require_engine(), self._lockstep
         assert self.lightning_module is not None
+        assert lockstep is not None
         # DDP takes rank 0's buffers before a forward whose predecessor synchronised gradients.
         synchronises = self.lightning_module.automatic_optimization and not self._accumulating
-        with engine.comm.naming_failures(), self._explaining_memory():
+        with lockstep.step(), engine.comm.naming_failures(), self._explaining_memory():
             self.restore_random_states()
             engine.begin_step(sync_buffers_after=synchronises)
             if self.parallel.pipeline is not None:
@@ -707,12 +751,23 @@ class ZeROStrategy(DDPStrategy):
         return self._evaluation_step(super().predict_step, *args, **kwargs)
 
     def _evaluation_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        engine = self.require_engine()
-        with engine.comm.naming_failures():
+        engine, module, lockstep = self.require_engine(), self.lightning_module, self._lockstep
+        assert module is not None
+        assert lockstep is not None
+        self._stop_if_asked(module.trainer, lockstep)
+        with lockstep.step() if self._meets_in_evaluation else nullcontext(), engine.comm.naming_failures():
             engine.begin_step()
-            if self.parallel.pipeline is not None and self.lightning_module is not None:
-                return self.parallel.pipeline.evaluate(self.lightning_module, step, args)
+            if self.parallel.pipeline is not None:
+                return self.parallel.pipeline.evaluate(module, step, args)
             return self.parallel.whole_outputs(step(*args, **kwargs))
+
+    def _stop_if_asked(self, trainer: pl.Trainer, lockstep: Lockstep) -> None:
+        """Before a batch of an evaluation: end it after SIGTERM, all ranks together where they wait for each other."""
+        asked = lockstep.agree() if self._meets_in_evaluation else lockstep.asked
+        if asked == STOP:
+            self._stops_alone = not self._meets_in_evaluation
+            raise_sigterm(trainer)
+        lockstep.ask(asked)  # what else there is waits for the next training batch
 
     @contextmanager
     @override
@@ -1118,7 +1173,11 @@ class ZeROStrategy(DDPStrategy):
         """Tell the other ranks; if they did not fail too, close the connections that they wait on."""
         if self.engine is not None:
             self.engine.abort()
-        if isinstance(exception, (ConfigError, PlanError, SIGTERMException)):
+        if self._comm is None and self._start_method != "popen":
+            end_processes(self._launcher.procs)  # type: ignore[union-attr]  (of the process that forked the ranks)
+            return
+        together = isinstance(exception, SIGTERMException) and not self._stops_alone
+        if together or isinstance(exception, (ConfigError, PlanError)):
             return  # raised on every rank alike: nobody waits
         if self._comm is None or not dist.is_initialized() or self._comm.world_size == 1:
             return
@@ -1167,3 +1226,4 @@ class ZeROStrategy(DDPStrategy):
         if self.accelerator is not None:
             self.accelerator.teardown()
         self.checkpoint_io.teardown()
+        self._watch.stop()

@@ -21,7 +21,6 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
-import random
 import signal
 import socket
 import sys
@@ -33,6 +32,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
+
+from ls_strategy.rendezvous import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -160,20 +161,6 @@ def torchrun_env(rank: int, world_size: int, port: int) -> dict[str, str]:
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
     }
-
-
-def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on at this moment.
-
-    Taken below the range from which the kernel serves outgoing connections, so that no socket opened between this
-    call and the use of the port can take it by accident.
-    """
-    for _ in range(1000):
-        port = random.randrange(20_000, 32_000)
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise OSError("no free TCP port between 20000 and 32000")
 
 
 # --- parent ---------------------------------------------------------------------------------------------------------

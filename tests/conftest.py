@@ -23,6 +23,7 @@ FOLDER_MARKERS = ("dist", "gpu", "bench", "slurm")
 EXPECTED_VARIABLES = {
     "CUBLAS_WORKSPACE_CONFIG",
     "LOCAL_RANK",
+    "LS_STRATEGY_LAUNCHER",
     "MASTER_ADDR",
     "MASTER_PORT",
     "NODE_RANK",

@@ -27,7 +27,8 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help="run a LightningCLI program on a SLURM cluster",
         usage="ls-strategy submit CONFIG [CONFIG ...] [options] [-- options of the program]",
         description="Write a batch script into ./slurm, submit it, and say how to watch the job. The job runs in the "
-        "current folder, with the Python that runs this command. Trainer(num_nodes, devices) follow the job's. "
+        "current folder, with the Python that runs this command. Trainer(num_nodes, devices) follow the job's, and "
+        "with --gpus-per-node accelerator=gpu. "
         "PreemptionHandler is added to the callbacks: the job saves before its time is over, is requeued, and goes "
         "on. Tasks of an array have logs and checkpoints of their own: loggers and PreemptionHandler name them by "
         "job; a fixed dirpath of a ModelCheckpoint has to contain $SLURM_ARRAY_TASK_ID in some way of your own.",
@@ -96,6 +97,9 @@ def run(args: argparse.Namespace) -> int:
     name = args.name or f"{module.rsplit('.', 1)[-1]}-{configs[-1].stem}"
     script = Path(FOLDER) / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}.sbatch"
     trainer = trainer_options(configs)
+    tasks = args.tasks_per_node or args.gpus_per_node or 1
+    follow = accelerator_option(trainer, args.extra, args.gpus_per_node)
+    check_geometry(trainer, args.extra, nodes=args.nodes, tasks=tasks)
     job = Job(
         name=name,
         command=[
@@ -103,6 +107,7 @@ def run(args: argparse.Namespace) -> int:
             *(f"--config={c}" for c in configs),
             *handler_option(configs, args.extra),
             *args.extra,
+            *follow,
         ],
         raw=[
             '--trainer.num_nodes="$SLURM_JOB_NUM_NODES"',
@@ -110,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
             *version_option(trainer, args.extra),
         ],
         nodes=args.nodes,
-        tasks_per_node=args.tasks_per_node or args.gpus_per_node or 1,
+        tasks_per_node=tasks,
         gpus_per_node=args.gpus_per_node,
         cpus_per_task=args.cpus_per_task,
         time=args.time,
@@ -195,6 +200,64 @@ def handler_option(configs: Sequence[Path], extra: Sequence[str]) -> list[str]:
     """Add `PreemptionHandler` unless it is in the configs already."""
     named = any("PreemptionHandler" in text for text in (*extra, *(c.read_text() for c in configs)))
     return [] if named else [f"--trainer.callbacks+={HANDLER}"]
+
+
+def given(option: str, trainer: dict[str, Any], extra: Sequence[str]) -> tuple[Any, bool]:
+    """What the program will take for ``trainer.<option>``, and whether that stands in its command line."""
+    import yaml
+
+    value, explicit = trainer.get(option), False
+    words = list(extra)
+    for i, word in enumerate(words):
+        name, equals, text = word.partition("=")
+        if name != f"--trainer.{option}":
+            continue
+        text = text if equals else (words[i + 1] if i + 1 < len(words) else "")
+        value, explicit = yaml.safe_load(text), True
+    return value, explicit
+
+
+def accelerator_option(trainer: dict[str, Any], extra: Sequence[str], gpus_per_node: int) -> list[str]:
+    """Let the accelerator follow the job, as devices and nodes do.
+
+    Raises:
+        ConfigError: the command line names the CPU in a job with GPUs, or files a GPU in a job without.
+    """
+    value, explicit = given("accelerator", trainer, extra)
+    on_cpu, on_gpu = str(value).lower() == "cpu", str(value).lower() in ("gpu", "cuda")
+    if gpus_per_node and on_cpu and explicit:
+        raise ConfigError(
+            f"Got --gpus-per-node {gpus_per_node} and --trainer.accelerator=cpu: the GPUs would stand idle. Leave one "
+            "of the two out."
+        )
+    if not gpus_per_node and on_gpu and not explicit:
+        raise ConfigError(
+            f"Got trainer.accelerator={value} in the configuration and no --gpus-per-node, so the job would have no "
+            "GPUs. Give --gpus-per-node N; or, where nodes come with all their GPUs, `-- --trainer.accelerator=gpu`."
+        )
+    return ["--trainer.accelerator=gpu"] if gpus_per_node and not on_gpu else []
+
+
+def check_geometry(trainer: dict[str, Any], extra: Sequence[str], *, nodes: int, tasks: int) -> None:
+    """Refuse numbers of the command line that the job contradicts; say where it differs from the files'.
+
+    Raises:
+        ConfigError: naming both.
+    """
+    for option, flag, number in (("num_nodes", "--nodes", nodes), ("devices", "--tasks-per-node", tasks)):
+        value, explicit = given(option, trainer, extra)
+        if value in (None, "auto", -1, number, str(number)):
+            continue
+        if explicit:
+            raise ConfigError(
+                f"Got --trainer.{option}={value} and a job of {flag} {number}: the Trainer follows the job. Give "
+                f"{flag} {value}, or leave --trainer.{option} out."
+            )
+        print(
+            f"note: the configuration has trainer.{option}={value}; the job is of {flag} {number}, and the Trainer "
+            "follows it.",
+            file=sys.stderr,
+        )
 
 
 def version_option(trainer: dict[str, Any], extra: Sequence[str]) -> list[str]:

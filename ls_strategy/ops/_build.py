@@ -261,8 +261,7 @@ def _run(command: list[str], folder: Path, deadline: float) -> None:
         try:
             code = process.wait(max(0.0, deadline - time.monotonic()))
         except BaseException as e:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            _kill_session(process.pid)
             process.wait()
             if isinstance(e, subprocess.TimeoutExpired):
                 raise BuildError(f"compiling took more than {TIME_LIMIT_S:.0f} s") from None
@@ -270,6 +269,33 @@ def _run(command: list[str], folder: Path, deadline: float) -> None:
         if code:
             output.seek(0)
             raise BuildError(f"{Path(command[0]).name} failed ({code}): {_first_line(output.read())}")
+
+
+def _kill_session(leader: int) -> None:
+    """End a process that leads a session, and all in it: ninja gives each compiler a process group of its own."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)  # first ninja, which would start more
+    for _ in range(100):
+        left = _session(leader)
+        if not left:
+            return
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _session(leader: int) -> list[int]:
+    """Processes of a session that run. Linux; empty elsewhere."""
+    found: list[int] = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, session = path.read_text().rpartition(")")[2].split()[:4]
+        except (OSError, ValueError):  # it has ended meanwhile
+            continue
+        if session == str(leader) and state not in "ZX":
+            found.append(int(path.parent.name))
+    return found
 
 
 def _first_line(text: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Mapping
+from pathlib import Path
 
 _PATIENCE_S = 30.0
 """How long a SLURM command may take; a busy controller needs a few seconds."""
@@ -44,6 +45,47 @@ def end_time(environ: Mapping[str, str]) -> float | None:
     except ValueError:  # NONE, N/A
         return None
     return seconds if seconds > 0 else None
+
+
+def start_time(environ: Mapping[str, str]) -> float | None:
+    """When SLURM started the job this time, in seconds since 1970; None outside of it, and where it does not say."""
+    name = job_id(environ)
+    if name is None:
+        return None
+    text = environ.get("SLURM_JOB_START_TIME") or _ask(["squeue", "-h", "-j", name, "-o", "%S"], SLURM_TIME_FORMAT="%s")
+    try:
+        return float(text or "")
+    except ValueError:
+        return None
+
+
+def own_folder(parent: str, name: str, environ: Mapping[str, str]) -> str:
+    """Name of this job's folder in ``parent``: ``name``, or ``name-1`` and so on where that is another job's.
+
+    Numbers of jobs come again, on another cluster or after a new installation. A folder that was there before the job
+    was started for the first time is another's; a job that was requeued goes on in its own, which is the last one.
+
+    Args:
+        parent: a folder, or a URL, in which nothing is looked up.
+        name: what says which job it is.
+        environ: of this process.
+    """
+    if "://" in parent:
+        return name
+    again, start = restarts(environ), start_time(environ)
+    chosen = name
+    for number in range(1, 1000):
+        folder = Path(parent, chosen)
+        following = f"{name}-{number}"
+        if not folder.exists():
+            break
+        if again:
+            if not Path(parent, following).exists():
+                break
+        elif start is not None and folder.stat().st_mtime >= start:
+            break
+        chosen = following
+    return chosen
 
 
 def is_running(environ: Mapping[str, str]) -> bool:

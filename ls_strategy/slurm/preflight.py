@@ -9,7 +9,7 @@ from ls_strategy.errors import PlanError
 from ls_strategy.slurm.job import is_interactive
 
 
-def require(environ: Mapping[str, str], *, devices: int, num_nodes: int, gpus: bool = False) -> None:
+def require(environ: Mapping[str, str], *, devices: int, num_nodes: int, gpus: bool | None = None) -> None:
     """Raise what `check` finds, all at once.
 
     Raises:
@@ -20,14 +20,14 @@ def require(environ: Mapping[str, str], *, devices: int, num_nodes: int, gpus: b
         raise PlanError("SLURM and the Trainer do not agree:\n" + "\n".join(f"- {p}" for p in problems))
 
 
-def check(environ: Mapping[str, str], *, devices: int, num_nodes: int, gpus: bool = False) -> list[str]:
+def check(environ: Mapping[str, str], *, devices: int, num_nodes: int, gpus: bool | None = None) -> list[str]:
     """What is inconsistent between the variables of SLURM and the Trainer, each with its cure.
 
     Args:
         environ: of this process.
         devices: processes per node as the Trainer has them.
         num_nodes: nodes as the Trainer has them.
-        gpus: whether the processes use one GPU each.
+        gpus: whether the processes use one GPU each; None leaves GPUs out of account.
 
     Returns:
         Empty outside SLURM, and under ``torchrun``, which tells the ranks about each other by itself.
@@ -45,7 +45,10 @@ def check(environ: Mapping[str, str], *, devices: int, num_nodes: int, gpus: boo
             f"{tasks - 1} ranks that nobody starts. Write `srun python ...` in the batch script; or, to start the "
             "ranks by torchrun, ask for --ntasks-per-node=1."
         ]
-    return [*_geometry(environ, tasks, devices, num_nodes, in_step=in_step), *(_gpus(environ, devices) if gpus else [])]
+    problems = _geometry(environ, tasks, devices, num_nodes, in_step=in_step)
+    if gpus is not None:
+        problems += _gpus(environ, devices) if gpus else _idle_gpus(environ)
+    return problems
 
 
 def _interactive(environ: Mapping[str, str], tasks: int) -> list[str]:
@@ -106,6 +109,17 @@ def _gpus(environ: Mapping[str, str], devices: int) -> list[str]:
             "to srun."
         ]
     return []
+
+
+def _idle_gpus(environ: Mapping[str, str]) -> list[str]:
+    """GPUs of a job that trains on the CPU; none if an empty ``CUDA_VISIBLE_DEVICES`` says that this is meant."""
+    on_node = environ.get("SLURM_GPUS_ON_NODE", "")
+    if not on_node.isdecimal() or int(on_node) == 0 or environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return []
+    return [
+        f"the job has {on_node} GPUs on this node, and the Trainer runs on the CPU. Set accelerator='gpu' (in YAML "
+        "trainer.accelerator), or ask for no GPUs; `export CUDA_VISIBLE_DEVICES=` says that the CPU is meant."
+    ]
 
 
 def parse_tasks_per_node(text: str) -> list[int]:

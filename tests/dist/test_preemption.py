@@ -262,9 +262,35 @@ def test_rank_0_requeues_the_task_of_the_array_once_and_the_status_is_0(rank, wo
     assert (trainer.global_step, status) == (3, 0)
     assert requeues(record) == ["scontrol requeue 70_3"]
     assert saved(tmp_path) == ["preemption/70_3/step=3.ckpt"]
+    os.environ["SLURM_RESTART_COUNT"] = "1"
     trainer, _, status = run(2, tmp_path, rank, world_size, handler())
     assert (trainer.global_step, status) == (STEPS, None)
     assert saved(tmp_path) == ["preemption/70_3/step=3.ckpt"], "the job might be requeued by hand"
+
+
+@on_ranks(2)
+def test_a_signal_before_the_ranks_have_met_is_not_lost(rank, world_size, tmp_path):
+    """While a rank waits for the others, SLURM's signal would end the process, and nobody would requeue the job."""
+    record = slurm(tmp_path, rank)
+    before = signal.getsignal(signal.SIGUSR1)
+    made = handler()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "nothing to save: SIGTERM ends the process"
+    if rank == 1:
+        send(signal.SIGUSR1)()
+    trainer, _, status = run(2, tmp_path, rank, world_size, made)
+    assert (trainer.global_step, status) == (1, 0)
+    assert requeues(record) == ["scontrol requeue 70_3"]
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
+@on_ranks(2)
+def test_another_jobs_checkpoint_of_the_same_number_is_left_alone(rank, world_size, tmp_path):
+    slurm(tmp_path, rank)
+    os.environ["SLURM_JOB_START_TIME"] = str(int(time.time()) + 1000)
+    (tmp_path / "preemption" / "70_3").mkdir(parents=True, exist_ok=True)
+    _, _, status = run(2, tmp_path, rank, world_size, handler(), At(1, 3, send(signal.SIGUSR1)))
+    assert status == 0
+    assert saved(tmp_path) == ["preemption/70_3-1/step=3.ckpt"]
 
 
 @pytest.mark.parametrize(("state", "expected"), [("RUNNING", 1), ("COMPLETING", 0)])

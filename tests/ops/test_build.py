@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,11 +29,11 @@ print(json.dumps({"p": p.unique().tolist(), "lines": lines, "status": _build.sta
 """
 
 
-def start(cache, **env) -> subprocess.Popen:
+def start(cache, program=PROGRAM, **env) -> subprocess.Popen:
     variables = {k: v for k, v in os.environ.items() if k not in ("LS_STRATEGY_OPS", "CXX")}
     variables |= {"LS_STRATEGY_CACHE": str(cache), "PYTHONPATH": str(ROOT), **env}
     return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM],
+        [sys.executable, "-c", program],
         env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
 
@@ -142,6 +143,47 @@ def test_a_compiler_that_fails(tmp_path):
     result = finish(start(tmp_path / "cache", CXX=str(compiler)))
     (line,) = warnings(result)
     assert "no such luck" in line
+
+
+SLOW_COMPILER = """#!/bin/sh
+case "$*" in *--version*) echo "slow 1.0"; exit 0;; esac
+echo $$ >> {pids}
+sleep 300
+"""
+
+
+@pytest.mark.parametrize("ninja", [True, False])
+def test_ctrl_c_leaves_no_compiler_running(tmp_path, ninja):
+    """ninja gives every compiler a process group of its own, which the end of ninja's does not reach."""
+    if ninja and shutil.which("ninja") is None:
+        pytest.skip("no ninja here")
+    pids, compiler = tmp_path / "pids", tmp_path / "c++"
+    compiler.write_text(SLOW_COMPILER.format(pids=pids))
+    compiler.chmod(0o755)
+    # Python itself has to see SIGINT also where a shell has switched it off for what runs in the background.
+    program = f"import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n{PROGRAM}"
+    if not ninja:
+        program = f"import shutil; shutil.which = lambda *_, **__: None\n{program}"
+    process = start(tmp_path / "cache", CXX=str(compiler), program=program)
+    deadline = time.monotonic() + 60
+    while not pids.exists() or len(pids.read_text().split()) < (2 if ninja else 1):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    assert "KeyboardInterrupt" in process.communicate(timeout=30)[1]
+    deadline = time.monotonic() + 5
+    while left := [pid for pid in pids.read_text().split() if alive(pid)]:
+        assert time.monotonic() < deadline, f"compilers still run: {left}"
+        time.sleep(0.05)
+    assert not list((tmp_path / "cache").glob("*.build-*"))
+
+
+def alive(pid: str) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
 
 
 def test_off(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -127,3 +128,13 @@ def test_slurm_has_its_own(clean):
     free_main_port(environment, lambda: 23456)
     assert environment.main_port == 15012
     clean.delenv("MASTER_PORT")
+
+
+def test_runs_with_one_seed_choose_different_ports_and_leave_the_users_random_numbers_alone():
+    chosen: list[list[int]] = []
+    for _ in range(2):
+        random.seed(1)
+        before = random.getstate()
+        chosen.append([free_port() for _ in range(4)])
+        assert random.getstate() == before
+    assert chosen[0] != chosen[1]

@@ -72,8 +72,9 @@ def test_the_geometry_of_the_job_is_the_trainers(program, capsys):
     assert words[words.index("-m") : words.index("-m") + 5] == [
         "-m", "recipes.toy", "fit", f"--config={BASE}", f"--config={BIG}",
     ]  # fmt: skip
-    assert words[-4:] == [
+    assert words[-5:] == [
         "--trainer.callbacks+=ls_strategy.preemption.PreemptionHandler",
+        "--trainer.accelerator=gpu",
         "--trainer.num_nodes=$SLURM_JOB_NUM_NODES",
         "--trainer.devices=$SLURM_NTASKS_PER_NODE",
         "--trainer.logger.init_args.version=job_$job",
@@ -86,6 +87,47 @@ def test_on_the_cpu_nothing_is_said_that_was_not_given(program, capsys):
     named = directives(capsys.readouterr().out)
     assert named["ntasks-per-node"] == "2"
     assert named.keys().isdisjoint({"gpus-per-node", "cpus-per-task", "time", "partition", "array", "mail-user"})
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "words", "expected"),
+    [
+        ("cpu", ["--gpus-per-node=2"], ["--trainer.accelerator=gpu"]),
+        ("auto", ["--gpus-per-node=2"], ["--trainer.accelerator=gpu"]),
+        ("cuda", ["--gpus-per-node=2"], []),
+        ("cpu", ["--tasks-per-node=2"], []),
+        ("gpu", ["--", "--trainer.accelerator=gpu"], ["--trainer.accelerator=gpu"]),
+    ],
+)
+def test_a_job_with_gpus_trains_on_them(program, capsys, accelerator, words, expected):
+    Path(BASE).write_text(f"trainer: {{accelerator: {accelerator}}}")
+    cli(BASE, "--dry-run", *words)
+    assert [w for w in command(capsys.readouterr().out) if "accelerator" in w] == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "words", "message"),
+    [
+        ("{}", ["--gpus-per-node=2", "--", "--trainer.accelerator=cpu"], "GPUs would stand idle"),
+        ("{}", ["--gpus-per-node=2", "--", "--trainer.accelerator", "cpu"], "GPUs would stand idle"),
+        ("{accelerator: gpu, devices: auto}", [], "Give --gpus-per-node N"),
+        ("{}", ["--nodes=2", "--", "--trainer.num_nodes=4"], "Give --nodes 4"),
+        ("{devices: 2}", ["--tasks-per-node=2", "--", "--trainer.devices=8"], "Give --tasks-per-node 8"),
+    ],
+)
+def test_a_job_that_contradicts_the_program_is_refused(program, config, words, message):
+    Path(BASE).write_text(f"trainer: {config}")
+    with pytest.raises(ConfigError, match=message):
+        cli(BASE, "--dry-run", *words)
+
+
+def test_numbers_of_the_files_give_way_to_the_jobs_and_that_is_said(program, capsys):
+    Path(BASE).write_text("trainer: {devices: 8, num_nodes: 1}")
+    cli(BASE, "--dry-run", "--nodes=1", "--tasks-per-node=2")
+    said = capsys.readouterr()
+    assert "trainer.devices=8; the job is of --tasks-per-node 2" in said.err
+    assert "num_nodes" not in said.err
+    bash_accepts(said.out)
 
 
 def test_options_of_the_program_follow_two_dashes(program, capsys):

@@ -1,0 +1,90 @@
+"""Ranks that Lightning's launcher started end with it. Standard library only.
+
+::
+
+    launcher = rank 0 ── names itself in the environment ──> Popen ──> rank 1: a thread looks at its parent
+        │ raises, is killed                                              the parent has changed
+        └─ ends                                                          a grace period for messages, then the end
+
+Without it a rank that sleeps, or waits for a rank 0 that is gone, goes on for as long as its timeout.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from multiprocessing.process import BaseProcess
+
+VARIABLE = "LS_STRATEGY_LAUNCHER"
+"""Names the process that starts the ranks of a run, for these."""
+
+_GRACE_S = 10.0
+"""What a rank has for its own error message once the launcher has ended."""
+
+_LOOK_EVERY_S = 0.5
+
+
+class LauncherWatch:
+    """Ends this process some seconds after the launcher has ended, while it is in force."""
+
+    def __init__(self) -> None:
+        """Nothing is watched yet."""
+        self._done = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Watch the launcher that the environment names. Nothing where there is none, or it is no parent of this."""
+        launcher = os.environ.get(VARIABLE, "")
+        if self._thread is not None or not launcher.isdecimal():
+            return
+        pid = int(launcher)
+        if pid == os.getpid() or (os.getppid() != pid and _is_running(pid)):
+            return
+        self._done.clear()
+        self._thread = threading.Thread(target=self._watch, args=(pid,), name="ls_launcher_watch", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Watch no more."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._done.set()
+            thread.join()
+
+    def _watch(self, pid: int) -> None:
+        while os.getppid() == pid:
+            if self._done.wait(_LOOK_EVERY_S):
+                return
+        if not self._done.wait(_GRACE_S):
+            sys.stderr.write(f"ls_strategy: the process {pid} that started this rank has ended, so it ends, too.\n")
+            sys.stderr.flush()
+            os.kill(os.getpid(), signal.SIGKILL)  # whatever it waits for
+
+
+def end_processes(processes: Iterable[BaseProcess]) -> None:
+    """End forked or spawned ranks: by themselves if they are about to, else by SIGINT, else by SIGKILL."""
+    alive = [p for p in processes if p.is_alive()]
+    for number, patience_s in ((0, 2.0), (signal.SIGINT, 5.0), (signal.SIGKILL, 5.0)):
+        for process in alive if number else ():
+            if process.pid is not None:
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, number)
+        deadline = time.monotonic() + patience_s
+        for process in alive:
+            process.join(max(0.0, deadline - time.monotonic()))
+        alive = [p for p in alive if p.is_alive()]
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

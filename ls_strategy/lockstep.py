@@ -1,0 +1,251 @@
+"""Ranks at the same batch: notice the rank that has no further one, and stop all of them at the same one.
+
+The one invariant: a rank waits for another only where it also looks whether that other one is still coming.
+
+::
+
+    step n     note "batch n, the last: yes/no" in the store (nothing is waited for), then run it
+    the end    before the last batch, or when the loop is left: meet ─┬─ all are here: go on
+                                                                      └─ a rank has a batch that others lack: DataError
+
+The meeting is an all-reduce on a process group of its own. While it lasts, the notes in the store are read.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ls_strategy import spans
+from ls_strategy._compat import REQUEUE, STOP, default_store
+from ls_strategy.comm import Comm
+from ls_strategy.errors import DataError
+
+_CHECK_EVERY_S = 0.5
+"""Between two agreements on what signals ask for, rounded to whole batches."""
+
+_MAX_BATCHES_BETWEEN_CHECKS = 16
+"""Bounds the delay where batches become slow after their number was chosen."""
+
+_PATIENCE_S = 20.0
+"""How long a rank that left in the middle of a step waits for the others to do the same."""
+
+_LOOK_EVERY_S = (0.25, 2.0)
+"""Between two looks at the store: at first, and at most."""
+
+
+@dataclass
+class Round:
+    """One pass over a loader: a training epoch, a validation."""
+
+    number: int
+    """The same on all ranks."""
+
+    what: str
+    limit: str
+    """The Trainer's option that bounds its batches."""
+
+    is_last: Callable[[], bool]
+    """Whether the loader has nothing after the batch that was fetched, as far as it knows."""
+
+    started: int = 0
+    completed: int = 0
+    last: bool = False
+    met: bool = False
+
+
+class Lockstep:
+    """This rank's progress among all ranks'. One per process group; steps and rounds are collective."""
+
+    def __init__(self, comm: Comm) -> None:
+        """Make a process group. Collective.
+
+        Args:
+            comm: over all ranks.
+        """
+        self._comm = comm
+        self._rounds: list[Round] = []
+        self._count = 0
+        self._stop = self._requeue = False
+        self._due = 1
+        self._batches = 0
+        self._since = time.perf_counter()
+        if comm.world_size > 1:
+            self._store = default_store().clone()  # a connection of its own: others wait on theirs
+            self._keys = [f"ls_strategy/batch/{rank}" for rank in range(comm.world_size)]
+            self._store.set(self._keys[comm.rank], "0 0 0")
+            self._group: Any = dist.new_group(backend="gloo")
+            comm.own_open_sockets()
+
+    # rounds ----------------------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forget rounds that an exception ended. Collective."""
+        self._stop = self._requeue = False
+        self._rounds.clear()
+        self._due = 1
+        self._batches = 0
+        self._since = time.perf_counter()
+        if self._comm.world_size > 1:
+            count = torch.tensor([self._count])
+            with self._comm.naming_failures():
+                dist.all_reduce(count, dist.ReduceOp.MAX, group=self._group)
+            self._count = int(count.item())
+
+    def begin(self, what: str, limit: str, is_last: Callable[[], bool]) -> None:
+        """Begin a pass over a loader."""
+        self._count += 1
+        self._rounds.append(Round(self._count, what, limit, is_last))
+
+    @contextmanager
+    def step(self) -> Generator[None, None, None]:
+        """Around the work on one batch.
+
+        Raises:
+            DataError: this is the last batch of this rank, and others have more.
+        """
+        if self._comm.world_size == 1 or not self._rounds:
+            yield
+            return
+        now = self._rounds[-1]
+        now.started += 1
+        now.last = now.is_last()
+        self._store.set(self._keys[self._comm.rank], f"{now.number} {now.started} {int(now.last)}")
+        if now.last:
+            self._meet(now)
+        yield
+        now.completed = now.started
+
+    def end(self) -> None:
+        """End a pass over a loader: wait until all ranks do.
+
+        Raises:
+            DataError: others have more batches.
+        """
+        now = self._rounds.pop() if self._rounds else None
+        if now is not None and not now.met and self._comm.world_size > 1:
+            self._meet(now)
+
+    def _meet(self, now: Round) -> None:
+        now.met = True
+        values = self._values(now, meeting=True)
+        with self._comm.naming_failures(), spans.waiting(spans.COMMUNICATION, "batches"):
+            work = dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group, async_op=True)
+            assert work is not None
+            self._wait(work, now)
+            work.wait()
+        self._check(values, now)
+
+    def _wait(self, work: dist.Work, now: Round) -> None:
+        """Return once the others have come; look whether they do."""
+        begin = time.monotonic()
+        pause, (look_every, slowest) = 0.0005, _LOOK_EVERY_S
+        next_look = begin + look_every
+        while not work.is_completed():
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+            if time.monotonic() < next_look:
+                continue
+            # In the middle of a step the others may be about to leave, too.
+            patient = now.completed < now.started and not now.last and time.monotonic() < begin + _PATIENCE_S
+            ahead = self._ahead(now, of=now.started if patient or now.last else now.completed)
+            if ahead:
+                raise DataError(_uneven(now, {self._comm.rank: now.started if now.last else now.completed}, ahead))
+            look_every = min(2 * look_every, slowest)
+            next_look = time.monotonic() + look_every
+
+    def _ahead(self, now: Round, *, of: int) -> dict[int, int]:
+        """Ranks that have begun, or know of, a batch after ``of``; by their number of batches, at least."""
+        found: dict[int, int] = {}
+        for rank, note in enumerate(self._store.multi_get(self._keys)):
+            number, started, last = (int(word) for word in note.decode().split())
+            reach = started + (not last and now.last)  # one that does not know its last batch has another
+            if rank != self._comm.rank and number == now.number and reach > of:
+                found[rank] = reach
+        return found
+
+    def _check(self, values: torch.Tensor, now: Round) -> None:
+        """Raise on all ranks alike if they are not at the same place."""
+        met, passing, most, least = values[2:].tolist()
+        if not (met and passing) and most == -least:
+            return
+        counts = {self._comm.rank: now.started}
+        for rank, note in enumerate(self._store.multi_get(self._keys)):
+            number, started, _ = (int(word) for word in note.decode().split())
+            if number == now.number:
+                counts.setdefault(rank, started)
+        fewest = min(counts.values())
+        few = {rank: count for rank, count in counts.items() if count == fewest}
+        raise DataError(_uneven(now, few, {r: c for r, c in counts.items() if r not in few}))
+
+    # signals ----------------------------------------------------------------------------------------------------------
+
+    def ask(self, what: int) -> None:
+        """Note what a signal asks for. Safe in a handler."""
+        self._stop = self._stop or what == STOP
+        self._requeue = self._requeue or what == REQUEUE
+
+    @property
+    def asked(self) -> int:
+        """What a signal asks this rank for."""
+        return STOP if self._stop else REQUEUE if self._requeue else 0
+
+    def agree(self) -> int:
+        """What any rank is asked for. Twice a second or so; 0 in between. Collective.
+
+        Raises:
+            DataError: ranks are not at the same batch.
+        """
+        if self._comm.world_size == 1:
+            return self.asked
+        self._batches += 1
+        if self._batches < self._due or not self._rounds:
+            return 0
+        now = self._rounds[-1]
+        values = self._values(now, meeting=False)
+        with self._comm.naming_failures(), spans.waiting(spans.COMMUNICATION, "batches"):
+            dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group)
+        self._check(values, now)
+        batch_us = max(int(values[1]), 1)
+        self._due = min(max(int(_CHECK_EVERY_S * 1e6) // batch_us, 1), _MAX_BATCHES_BETWEEN_CHECKS)
+        self._batches = 0
+        self._since = time.perf_counter()
+        asked = int(values[0])
+        if asked == REQUEUE:
+            self._requeue = False  # that is done now; a request to stop may have come since, and stays
+        return asked
+
+    def _values(self, now: Round, *, meeting: bool) -> torch.Tensor:
+        """What ranks compare, as maxima: what is asked for, batch time, meeting?, passing?, batch, -batch."""
+        batch_us = int(1e6 * (time.perf_counter() - self._since) / max(self._batches, 1))
+        place = now.number << 32 | now.started
+        return torch.tensor([self.asked, batch_us, meeting, not meeting, place, -place], dtype=torch.int64)
+
+
+def _uneven(now: Round, few: dict[int, int], more: dict[int, int]) -> str:
+    """The message: who has how many batches, and the cure."""
+    fewest = min(few.values())
+    others = f"{_counts(more)} or more" if more else "another number on the other ranks"
+    return (
+        f"Got {_counts(few)} in this {now.what}, and {others}. Ranks wait for each other in every step, "
+        "so all need the same number. Let a DistributedSampler cut the data (Lightning inserts one unless "
+        "use_distributed_sampler=False), let an IterableDataset yield as many batches on every rank, or set "
+        f"Trainer({now.limit}={max(fewest, 1)})."
+    )
+
+
+def _counts(ranks: dict[int, int]) -> str:
+    """``3 batches on rank 0 and 4 batches on ranks 1, 2``."""
+    by_count: dict[int, list[int]] = {}
+    for rank, count in ranks.items():
+        by_count.setdefault(count, []).append(rank)
+    return " and ".join(
+        f"{count} batch{'' if count == 1 else 'es'} on rank{'' if len(who) == 1 else 's'} {', '.join(map(str, who))}"
+        for count, who in sorted(by_count.items())
+    )

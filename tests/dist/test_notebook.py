@@ -1,0 +1,153 @@
+"""The notebook aliases in a real Jupyter kernel: ranks are forked from it, and it goes on when they have ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.timeout(300)
+
+PRELUDE = """
+import os, time, lightning as L, torch
+from tests.dist.ranks import Net, batches, quiet
+from ls_strategy import ZeROStrategy
+quiet()
+
+def trainer(strategy, **options):
+    return L.Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False, enable_checkpointing=False,
+                     enable_progress_bar=False, enable_model_summary=False, max_epochs=1, **options)
+
+class Failing(Net):
+    def training_step(self, batch, i):
+        if i == 1 and self.global_rank == 1:
+            raise KeyError("rank 1 has a bad batch")
+        return super().training_step(batch, i)
+
+class Slow(Net):
+    def training_step(self, batch, i):
+        open(f"rank{self.global_rank}", "w").write(str(os.getpid()))
+        time.sleep(0.2)
+        return super().training_step(batch, i)
+"""
+
+FIT = """
+model = Net()
+before = [p.detach().clone() for p in model.parameters()]
+first = trainer("{strategy}")
+first.fit(model, batches())
+assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters())), "weights come back into the notebook"
+"""
+
+TEST = """
+(tested,) = first.test(model, batches(), verbose=False)
+assert tested["test_loss"] > 0
+"""
+
+AGAIN = """
+reference = Net()
+trainer("ddp_notebook").fit(reference, batches())
+for a, b in zip(reference.parameters(), model.parameters()):
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+second = trainer(ZeROStrategy(2, start_method="fork"))
+second.fit(model, batches())
+assert torch.isfinite(next(model.parameters())).all()
+"""
+
+
+class Kernel:
+    """A kernel that runs one cell after another."""
+
+    def __init__(self, folder: Path) -> None:
+        self.client = NotebookClient(
+            nbformat.v4.new_notebook(), timeout=200, resources={"metadata": {"path": str(folder)}}
+        )
+        self.client.create_kernel_manager()
+        environment = {k: v for k, v in os.environ.items() if k not in ("MASTER_PORT", "RANK", "LOCAL_RANK")}
+        self.client.start_new_kernel(env={**environment, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"})
+        self.client.start_new_kernel_client()
+
+    def run(self, source: str) -> str:
+        """Run a cell; its text output."""
+        cell = nbformat.v4.new_code_cell(source)
+        self.client.nb.cells = [cell]
+        done: Any = self.client.execute_cell(cell, 0)
+        return "".join(out.get("text", "") for out in done.outputs)
+
+    def error(self, source: str) -> str:
+        """Run a cell that fails; the error as the user sees it."""
+        with pytest.raises(CellExecutionError) as error:
+            self.run(source)
+        return str(error.value)
+
+    def interrupt_when(self, is_time: Callable[[], bool]) -> None:
+        """Press the stop button, in the background, once ``is_time()``."""
+
+        def press() -> None:
+            while not is_time():
+                time.sleep(0.05)
+            kernel: Any = self.client.km
+            os.killpg(os.getpgid(kernel.provisioner.pid), signal.SIGINT)  # what Jupyter does
+
+        threading.Thread(target=press, daemon=True).start()
+
+
+@pytest.fixture
+def kernel(tmp_path: Path) -> Iterator[Kernel]:
+    started = Kernel(tmp_path)
+    started.run(PRELUDE)
+    yield started
+    started.client._cleanup_kernel()
+
+
+def test_fit_and_test(kernel: Kernel) -> None:
+    kernel.run(FIT.format(strategy="zero2_notebook"))
+    kernel.run(TEST)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", range(4))
+def test_a_second_fit_in_the_same_kernel(kernel: Kernel, stage: int) -> None:
+    kernel.run(FIT.format(strategy=f"zero{stage}_notebook"))
+    kernel.run(TEST)
+    kernel.run(AGAIN)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_ranks_error_arrives_in_the_cell_and_the_next_fit_works(kernel: Kernel, stage: int) -> None:
+    assert "rank 1 has a bad batch" in kernel.error(f'trainer("zero{stage}_notebook").fit(Failing(), batches())')
+    kernel.run(FIT.format(strategy=f"zero{stage}_notebook"))
+
+
+@pytest.mark.slow
+def test_the_stop_button_ends_the_ranks_and_the_next_fit_works(kernel: Kernel, tmp_path: Path) -> None:
+    files = [tmp_path / "rank0", tmp_path / "rank1"]
+    kernel.interrupt_when(lambda: all(f.exists() and f.read_text() for f in files))
+    before = time.monotonic()
+    kernel.run('trainer("zero2_notebook").fit(Slow(), batches(40000))\nassert False, "the cell went on"')
+    assert time.monotonic() - before < 60
+    ended = [int(f.read_text()) for f in files]
+    deadline = time.monotonic() + 20
+    while any(_is_running(pid) for pid in ended):
+        assert time.monotonic() < deadline, f"of the ranks {ended} one still runs"
+        time.sleep(0.1)
+    kernel.run(FIT.format(strategy="zero2_notebook"))
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False

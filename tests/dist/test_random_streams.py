@@ -1,0 +1,64 @@
+"""A strategy draws nothing from the user's random generators: they stand where they stand under DDP."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import random
+from typing import Any
+
+import numpy
+import torch
+from lightning.pytorch import seed_everything
+
+from ls_strategy import ZeROStrategy
+from tests.dist.ranks import Net, batches, on_ranks, trainer_of
+
+OPTIONS: list[dict[str, Any]] = [
+    {"stage": 0},
+    {"stage": 1, "offload_optimizer": "cpu"},
+    {"stage": 2, "moments": "int8"},
+    {"stage": 3, "activation_checkpointing": "full"},
+    {"stage": "auto"},
+]
+
+
+class Watching(Net):
+    """Notes where Python's, NumPy's and torch's generators stand, at every place where user code runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, str]] = []
+
+    def note(self, where: str) -> None:
+        state = (random.getstate(), numpy.random.get_state(legacy=True)[1].tobytes(), torch.get_rng_state().tolist())  # type: ignore[index, union-attr]
+        self.seen.append((where, hashlib.sha256(pickle.dumps(state)).hexdigest()))
+
+    def on_train_start(self) -> None:
+        self.note("on_train_start")
+
+    def training_step(self, batch: Any, i: int) -> Any:
+        self.note(f"training_step {i}")
+        return super().training_step(batch, i)
+
+    def on_validation_epoch_end(self) -> None:
+        self.note("on_validation_epoch_end")
+
+    def on_fit_end(self) -> None:
+        self.note("on_fit_end")
+
+
+def seen(strategy: Any) -> list[tuple[str, str]]:
+    model = Watching()
+    trainer = trainer_of(strategy, devices=2, max_epochs=2)
+    seed_everything(7, verbose=False)
+    trainer.fit(model, batches(16), batches(8))
+    return model.seen
+
+
+@on_ranks(2)
+def test_the_users_random_numbers_are_those_of_ddp(rank: int, world_size: int) -> None:
+    expected = seen("ddp")
+    assert len(expected) > 5
+    for options in OPTIONS:
+        assert seen(ZeROStrategy(**options)) == expected, options

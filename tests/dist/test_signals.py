@@ -1,0 +1,208 @@
+"""SIGTERM, SIGINT and kill -9 at any moment of a fit, to the launcher or to one rank: all processes end, soon."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.timeout(400)
+
+PROGRAM = """
+import os, sys, time
+from pathlib import Path
+
+folder, strategy, how = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+rank = int(os.environ.get("LOCAL_RANK", "0"))
+(folder / f"rank{rank}.pid").write_text(str(os.getpid()))
+
+import lightning as L
+from datetime import timedelta
+from ls_strategy import ZeROStrategy
+from tests.dist.ranks import Net, batches, quiet
+
+class Program(Net):
+    def on_train_start(self):
+        (folder / f"rank{rank}.trains").touch()
+
+    def on_validation_start(self):
+        (folder / f"rank{rank}.validates").touch()
+
+    def validation_step(self, batch, i):
+        if how == "validation":
+            time.sleep(0.05)
+        super().validation_step(batch, i)
+
+    def on_train_batch_end(self, *_):
+        if how == "sleep" and rank == 1 and self.trainer.global_step == 2:
+            time.sleep(1000)
+
+if __name__ == "__main__":
+    quiet()
+    options = {"start_method": "fork"} if how == "fork" else {}
+    if how == "sleep":
+        options["timeout"] = timedelta(seconds=5)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=2, strategy=strategy if strategy == "ddp" else ZeROStrategy(int(strategy), **options),
+        max_epochs=-1, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        accumulate_grad_batches=2, num_sanity_val_steps=0, val_check_interval=4,
+    )
+    trainer.fit(Program(), batches(64), batches(800 if how == "validation" else 8))
+"""
+
+
+class Run:
+    """The program on two ranks."""
+
+    def __init__(self, folder: Path, *words: str, torchrun: bool = False) -> None:
+        self.folder = folder
+        (folder / "program.py").write_text(PROGRAM)
+        start = [sys.executable]
+        if torchrun:
+            start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        environment = {k: v for k, v in os.environ.items() if k not in ("MASTER_PORT", "LOCAL_RANK", "WORLD_SIZE")}
+        self.log = (folder / "log").open("w+")
+        self.process = subprocess.Popen(
+            [*start, str(folder / "program.py"), str(folder), *words],
+            env={**environment, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+            stdout=self.log, stderr=self.log, start_new_session=True,
+        )  # fmt: skip
+
+    def pid(self, rank: int) -> int:
+        return int((self.folder / f"rank{rank}.pid").read_text())
+
+    def wait_for(self, what: str) -> None:
+        """``trains``, ``validates`` or ``pid``, of both ranks."""
+        deadline = time.monotonic() + 120
+        while not all((self.folder / f"rank{r}.{what}").exists() for r in range(2)):
+            assert self.process.poll() is None, self.said()
+            assert time.monotonic() < deadline, self.said()
+            time.sleep(0.02)
+
+    def said(self) -> str:
+        return (self.folder / "log").read_text()[-3000:]
+
+    def ends_within(self, seconds: float) -> None:
+        """The launcher and both ranks."""
+        deadline = time.monotonic() + seconds
+        pids = {"launcher": self.process.pid}
+        pids |= {p.stem: int(p.read_text()) for p in self.folder.glob("rank*.pid")}
+        while running := [name for name, pid in pids.items() if _is_running(pid)]:
+            self.process.poll()
+            assert time.monotonic() < deadline, f"{running} still run after {seconds} s\n{self.said()}"
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        for pid in (self.process.pid, *(int(p.read_text()) for p in self.folder.glob("rank*.pid"))):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self.process.wait(10)
+        self.log.close()
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    runs: list[Run] = []
+
+    def begin(*words: str, torchrun: bool = False) -> Run:
+        folder = tmp_path / str(len(runs))
+        folder.mkdir()
+        runs.append(Run(folder, *words, torchrun=torchrun))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        run.close()
+
+
+def strike(run: Run, target: str, number: int) -> None:
+    pid = run.process.pid if target == "launcher" else run.pid(int(target[-1]))
+    os.kill(pid, number)
+
+
+def test_sigterm_to_the_launcher_and_to_one_rank(start: Callable[..., Run]) -> None:
+    for target in ("launcher", "rank1"):
+        run = start("2", "plain")
+        run.wait_for("trains")
+        strike(run, target, signal.SIGTERM)
+        run.ends_within(20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["0", "2", "3"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("target", ["launcher", "rank1"])
+def test_signals_at_random_moments(start: Callable[..., Run], stage: str, number: int, target: str) -> None:
+    moments = random.Random(f"{stage}{number}{target}")
+    for _ in range(3):
+        run = start(stage, "plain")
+        run.wait_for("trains")
+        time.sleep(moments.random())
+        strike(run, target, number)
+        run.ends_within(30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("target", ["launcher", "rank0", "rank1"])
+def test_signals_under_torchrun(start: Callable[..., Run], number: int, target: str) -> None:
+    run = start("2", "plain", torchrun=True)
+    run.wait_for("trains")
+    time.sleep(0.3)
+    strike(run, target, number)
+    run.ends_within(40)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["2", "3"])
+@pytest.mark.parametrize("target", ["launcher", "rank1"])
+def test_sigterm_during_a_long_validation(start: Callable[..., Run], stage: str, target: str) -> None:
+    run = start(stage, "validation")
+    run.wait_for("validates")
+    strike(run, target, signal.SIGTERM)
+    run.ends_within(20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize("delay_s", [0.0, 1.0, 3.0])
+def test_the_launcher_ends_before_the_fit(start: Callable[..., Run], number: int, delay_s: float) -> None:
+    """During imports, the rendezvous or the set-up."""
+    run = start("2", "plain")
+    run.wait_for("pid")
+    time.sleep(delay_s)
+    strike(run, "launcher", number)
+    run.ends_within(40)
+
+
+@pytest.mark.slow
+def test_a_rank_that_sleeps_ends_with_the_launcher(start: Callable[..., Run]) -> None:
+    run = start("2", "sleep")
+    run.wait_for("trains")
+    run.ends_within(60)
+    assert "has ended, so it ends, too" in run.said()
+
+
+@pytest.mark.slow
+def test_forked_ranks_end_with_an_interrupted_launcher(start: Callable[..., Run]) -> None:
+    (run := start("2", "fork")).wait_for("trains")
+    strike(run, "launcher", signal.SIGINT)
+    run.ends_within(30)

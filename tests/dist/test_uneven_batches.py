@@ -1,0 +1,160 @@
+"""A rank that runs out of batches before the others ends the run on all of them, and says who has how many."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from ls_strategy import ZeROStrategy
+from ls_strategy.errors import DataError, LSError, RankFailedError
+from tests.dist.ranks import Net, on_ranks, samples, trainer_of
+from tests.marks import slow
+
+FEW, MORE = 4, 6
+
+
+class Endless(IterableDataset):
+    """As many samples as it is given, of no known length."""
+
+    def __init__(self, numel: int, fails_at: int | None = None, error: type[BaseException] = KeyError) -> None:
+        self.numel, self.fails_at, self.error = numel, fails_at, error
+
+    def __iter__(self) -> Iterator[Any]:
+        x, y = samples(max(self.numel, 1))
+        for i in range(self.numel):
+            if i == self.fails_at:
+                raise self.error("the file of sample 5 is gone")
+            yield x[i], y[i]
+
+
+def loader(batches: int, *, sized: bool) -> DataLoader:
+    """So many batches of two samples."""
+    return DataLoader(TensorDataset(*samples(2 * batches)) if sized else Endless(2 * batches), batch_size=2)
+
+
+def run(strategy: Any, call: str, *data: Any, module: Net | None = None, **options: Any) -> tuple[str, float]:
+    """Message of the error on this rank, and the seconds to it."""
+    module = module or Net()
+    trainer = trainer_of(strategy, max_epochs=1, use_distributed_sampler=False, num_sanity_val_steps=0, **options)
+    before = time.monotonic()
+    with pytest.raises(LSError) as error:
+        getattr(trainer, call)(module, *data)
+    assert isinstance(error.value, (DataError, RankFailedError))
+    return str(error.value), time.monotonic() - before
+
+
+@pytest.mark.parametrize(
+    ("stage", "sized", "accumulate"),
+    [(2, False, 1), slow(0, True, 1), slow(1, False, 3), slow(2, True, 3), slow(3, True, 1), slow(3, False, 3)],
+)
+@on_ranks(2)
+def test_training(rank: int, world_size: int, stage: int, sized: bool, accumulate: int) -> None:
+    data = loader((FEW, MORE)[rank], sized=sized)
+    message, seconds = run(stage, "fit", data, accumulate_grad_batches=accumulate, gradient_clip_val=1.0)
+    assert "Got 4 batches on rank 0 in this training epoch, and" in message
+    assert "on rank 1 or more" in message
+    assert "limit_train_batches=4" in message
+    assert seconds < 30
+
+
+@on_ranks(2)
+def test_the_cure_works(rank: int, world_size: int) -> None:
+    trainer = trainer_of(2, max_epochs=2, use_distributed_sampler=False, limit_train_batches=FEW)
+    trainer.fit(Net(), loader((FEW, MORE)[rank], sized=False))
+    assert trainer.global_step == 2 * FEW
+
+
+@on_ranks(3)
+def test_three_ranks(rank: int, world_size: int) -> None:
+    message, _ = run(3, "fit", loader((3, 5, 2)[rank], sized=False))
+    assert "Got 2 batches on rank 2 in this training epoch, and 3 batches on ranks 0, 1 or more" in message
+
+
+@pytest.mark.parametrize("call", ["validate", slow("test"), slow("predict")])
+@on_ranks(2)
+def test_evaluation_at_stage_3(rank: int, world_size: int, call: str) -> None:
+    message, seconds = run(3, call, loader((MORE, FEW)[rank], sized=False))
+    assert "Got 4 batches on rank 1 in this" in message
+    assert seconds < 30
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_validation_during_a_fit_at_stage_3(rank: int, world_size: int) -> None:
+    message, _ = run(3, "fit", loader(4, sized=True), loader((MORE, FEW)[rank], sized=True), val_check_interval=2)
+    assert "in this validation" in message
+
+
+@pytest.mark.parametrize("stage", [0, slow(2)])
+@on_ranks(2)
+def test_evaluation_below_stage_3_may_be_uneven_as_under_ddp(rank: int, world_size: int, stage: int) -> None:
+    for call in ("validate", "predict"):
+        getattr(trainer_of(stage, use_distributed_sampler=False), call)(Net(), loader((MORE, FEW)[rank], sized=True))
+    trainer = trainer_of(stage, max_epochs=1, use_distributed_sampler=False)
+    trainer.fit(Net(), loader(4, sized=True), loader((MORE, FEW)[rank], sized=True))
+    assert trainer.global_step == 4
+
+
+class EndsEarly(Net):
+    """One rank leaves the epoch by Lightning's own means, and the other does not."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def on_train_batch_start(self, batch: Any, i: int) -> int | None:
+        return -1 if self.how == "skip" and self.global_rank == 1 and i == 2 else None
+
+    def training_step(self, batch: Any, i: int) -> Any:
+        if self.how == "stop" and self.global_rank == 1 and i == 2:
+            self.trainer.should_stop = True
+        return super().training_step(batch, i)
+
+
+@pytest.mark.parametrize("how", ["skip", "stop"])
+@pytest.mark.slow
+@on_ranks(2)
+def test_leaving_the_epoch_on_one_rank(rank: int, world_size: int, how: str) -> None:
+    message, seconds = run(2, "fit", loader(6, sized=True), module=EndsEarly(how))
+    assert "on rank 1 in this training epoch, and" in message
+    assert seconds < 30
+
+
+@pytest.mark.parametrize("error", [KeyError, StopIteration])
+@pytest.mark.slow
+@on_ranks(2)
+def test_an_error_in_one_ranks_loader(rank: int, world_size: int, error: type[BaseException]) -> None:
+    data = DataLoader(Endless(12, fails_at=5 if rank else None, error=error), batch_size=2)
+    trainer = trainer_of(2, max_epochs=1)
+    before = time.monotonic()
+    with pytest.raises((KeyError, RuntimeError)) as raised:
+        trainer.fit(Net(), data)
+    assert rank == 1 or "the file of sample 5 is gone" in str(raised.value)
+    assert time.monotonic() - before < 30
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_pipeline(rank: int, world_size: int) -> None:
+    data = loader((FEW, MORE)[rank], sized=True)
+    message, _ = run(ZeROStrategy(1, pipeline_parallel_size=2, micro_batches=2), "fit", data)
+    assert "Got 4 batches on rank 0" in message
+
+
+@on_ranks(2)
+def test_a_failed_run_does_not_prevent_the_next_fit(rank: int, world_size: int) -> None:
+    """Both ranks leave in the same round; the numbers of rounds agree again."""
+    strategy = ZeROStrategy(2)
+    trainer = trainer_of(strategy, max_epochs=1)
+    trainer.fit(Net(), loader(3, sized=False))
+    lockstep = strategy._lockstep
+    assert lockstep is not None
+    lockstep._count += rank  # as if one rank had begun one round more
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(Net(), loader(3, sized=False))
+    assert torch.tensor(lockstep._count).item() >= 3

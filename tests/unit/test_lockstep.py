@@ -1,0 +1,40 @@
+"""What signals ask for is not lost, whenever they come."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from ls_strategy._compat import REQUEUE, STOP
+from ls_strategy.comm import make_comm
+from ls_strategy.lockstep import Lockstep
+from ls_strategy.testing import spawn
+
+
+def during_the_agreement(rank: int, world_size: int) -> list[int]:
+    """Rank 1 gets its signal while ranks agree, on another one's request or on none."""
+    lockstep = Lockstep(make_comm())
+    lockstep.begin("training epoch", "limit_train_batches", lambda: False)
+    reduce = dist.all_reduce
+
+    def signalled(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        lockstep.ask(STOP if rank == 1 else 0)
+        return reduce(tensor, *args, **kwargs)
+
+    agreed = []
+    for request in (0, REQUEUE, 0):
+        lockstep._due = 1
+        if len(agreed) == 1:
+            dist.all_reduce = signalled
+        lockstep.ask(request if rank == 0 else 0)
+        agreed.append(lockstep.agree())
+        dist.all_reduce = reduce
+    return agreed
+
+
+@pytest.mark.timeout(120)
+def test_a_signal_during_the_agreement_counts_at_the_next_one() -> None:
+    assert spawn(during_the_agreement, 2) == [[0, REQUEUE, STOP]] * 2
