@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ls_strategy.plan import FlatPlan, Plan
-from ls_strategy.planner.states import flat_states
 
 
 @dataclass(frozen=True)
@@ -41,22 +40,17 @@ def traffic(
         cuda: the device's memory is not the host's.
         gradients_rest: averages wait on their tier for clipping.
     """
-    sent = _sent(plan, micro_batches, native_fp32=native_fp32)
-    bus = drive = 0
-    for flat in (f for u in plan.units for f in u.flats):
-        each = flat_states(flat, plan, optimizer_bytes)
-        reads = 2 * micro_batches * flat.layout.shard * flat.dtype.itemsize if plan.policy.parameters else 0
+    bus = 0
+    for flat in (f for u in plan.units for f in u.flats) if cuda else ():
+        shard_bytes = flat.layout.shard * flat.dtype.itemsize
         if flat.trainable and flat.optimizer_tier != "device":
-            bus += each.averages * micro_batches + flat.layout.shard * flat.dtype.itemsize
-        if flat.trainable and flat.optimizer_tier == "nvme":
-            drive += 2 * (each.masters + each.optimizer)
-        if flat.trainable and flat.gradient_tier == "nvme" and gradients_rest:
-            drive += 2 * each.averages * micro_batches
-        if flat.param_tier != "device":
-            bus += reads
-        if flat.param_tier == "nvme":
-            drive += reads + (each.own_shard if flat.trainable else 0)
-    return Traffic(sent, bus if cuda else 0, drive)
+            bus += plan.flat_states(flat, optimizer_bytes).averages * micro_batches + shard_bytes
+        if flat.param_tier != "device" and plan.policy.parameters:
+            bus += 2 * micro_batches * shard_bytes
+    drive = plan.drive_bytes_per_step(
+        gradients_rest=gradients_rest, micro_batches=micro_batches, optimizer_bytes=optimizer_bytes
+    )
+    return Traffic(_sent(plan, micro_batches, native_fp32=native_fp32), bus, sum(drive))
 
 
 def _sent(plan: Plan, micro_batches: int, *, native_fp32: bool) -> int:
@@ -64,7 +58,7 @@ def _sent(plan: Plan, micro_batches: int, *, native_fp32: bool) -> int:
     policy = plan.policy
 
     def gathered(flat: FlatPlan) -> int:
-        return flat.others_numel * flat.dtype.itemsize
+        return flat.others_numel * (flat.dtype.itemsize if policy.optimizer else 4)
 
     def reduced(flat: FlatPlan) -> int:
         size = flat.dtype.itemsize
@@ -72,11 +66,4 @@ def _sent(plan: Plan, micro_batches: int, *, native_fp32: bool) -> int:
         fp32 = native_fp32 or not policy.optimizer or accumulates
         return flat.others_numel * (max(size, 4) if fp32 else size)
 
-    trained = [f for u in plan.units for f in u.flats if f.trainable]
-    reductions = sum(map(reduced, trained))
-    if not policy.parameters:
-        again = sum(f.others_numel * 4 if not policy.optimizer else gathered(f) for f in trained)
-        return again + reductions * (micro_batches if policy.gradients else 1)
-    blocks = [sum(map(gathered, u.flats)) for u in plan.units if not u.is_root]
-    roots = sum(gathered(f) for u in plan.units if u.is_root for f in u.flats)
-    return roots + micro_batches * (2 * sum(blocks) - (blocks[-1] if blocks else 0) + reductions)
+    return plan.count_sent(micro_batches, gathered=gathered, reduced=reduced)
