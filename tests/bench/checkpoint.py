@@ -43,6 +43,8 @@ from tests.bench import record
 from tests.bench.contest import quartiles, ratios, turns
 
 MINUTES = 5
+SPREAD = "quartiles over rounds"
+SEEDS = "none set: times do not depend on the values"
 QUICK = ("--width", "64", "--layers", "2", "--rounds", "2")
 
 

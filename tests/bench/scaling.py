@@ -44,6 +44,8 @@ from tests.bench import record
 from tests.dist.models import quiet
 
 MINUTES = 2
+SPREAD = "none: bytes are counted"
+SEEDS = "none set: bytes do not depend on the values"
 QUICK = ("--models", "1.3B", "--ranks", "8", "64", "--check", "2")
 
 GPT2_VOCABULARY = 50304
