@@ -6,7 +6,7 @@ Pure integers over shapes; the engine builds exactly what the plan says, and tes
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -108,6 +108,21 @@ class UnitPlan:
 
 
 @dataclass(frozen=True)
+class FlatStates:
+    """Bytes of one flat buffer on one rank between two steps, padding included."""
+
+    parameters: int
+    own_shard: int
+    masters: int
+    optimizer: int
+    averages: int
+    """In fp32; stage 0: of the full buffer, in place."""
+
+    local_gradients: int
+    """Stage 1: this rank's own gradients, in the parameters' dtype."""
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything that is decided before the first collective of training."""
 
@@ -123,47 +138,83 @@ class Plan:
         return sum(u.numel for u in self.units)
 
     def elements_sent(self, micro_batches: int = 1) -> int:
-        """Elements that one rank sends in one optimizer step, padding included, agreements of a few bytes not.
+        """Elements that one rank sends in one optimizer step, padding included, agreements of a few bytes not."""
+        return self.count_sent(micro_batches, gathered=lambda f: f.others_numel, reduced=lambda f: f.others_numel)
+
+    def count_sent(
+        self, micro_batches: int, *, gathered: Callable[[FlatPlan], int], reduced: Callable[[FlatPlan], int]
+    ) -> int:
+        """Add up what one rank sends in one optimizer step.
 
         ZeRO section 7, less what stage 3 need not gather again: root units stay from their first use until the step,
         and the unit whose backward comes first stays from forward to backward.
-        """
-        trainable = sum(f.others_numel for u in self.units for f in u.flats if f.trainable)
-        if not self.policy.parameters:
-            return trainable * (1 + (micro_batches if self.policy.gradients else 1))
-        blocks = [u.others_numel for u in self.units if not u.is_root]
-        roots = sum(u.others_numel for u in self.units if u.is_root)
-        again = 2 * sum(blocks) - (blocks[-1] if blocks else 0)
-        return roots + micro_batches * (again + trainable)
 
-    def bytes_by_tier(self) -> dict[TierName, dict[str, int]]:
-        """Bytes of model state on one rank between two steps, by tier and kind, with AdamW's two moments.
+        Args:
+            micro_batches: per step.
+            gathered: what one gather of a buffer sends (stage 0: of its averages).
+            reduced: what one reduction of its gradients sends.
+        """
+        trainable = [f for u in self.units for f in u.flats if f.trainable]
+        reductions = sum(map(reduced, trainable))
+        if not self.policy.parameters:
+            return sum(map(gathered, trainable)) + reductions * (micro_batches if self.policy.gradients else 1)
+        fetched = sum(
+            gathers * sum(map(gathered, unit.flats))
+            for gathers, unit in zip(self.gathers_per_step(micro_batches), self.units, strict=True)
+        )
+        return fetched + micro_batches * reductions
+
+    def gathers_per_step(self, micro_batches: int = 1) -> list[int]:
+        """How often each unit is gathered in one optimizer step: never, unless parameters are sharded.
+
+        Root units once; blocks for forward and for backward of each micro-batch, but the last one, which stays between.
+        """
+        if not self.policy.parameters:
+            return [0] * len(self.units)
+        last = max((i for i, unit in enumerate(self.units) if not unit.is_root), default=-1)
+        return [1 if u.is_root else micro_batches * (1 if i == last else 2) for i, u in enumerate(self.units)]
+
+    def flat_states(self, flat: FlatPlan, optimizer_bytes: Sequence[float] | None = None) -> FlatStates:
+        """Bytes of one buffer's states; every other count of states adds these up.
+
+        Args:
+            flat: of this plan.
+            optimizer_bytes: what each optimizer keeps per element. None: AdamW's two moments.
+        """
+        policy, full, trained = self.policy, flat.layout.numel, flat.trainable
+        stepped = flat.layout.shard if policy.optimizer else full
+        own_master = trained and (flat.master_dtype != flat.dtype or flat.optimizer_tier != "device")
+        each = self._moment_bytes(flat) if optimizer_bytes is None or not trained else optimizer_bytes[flat.optimizer]
+        return FlatStates(
+            parameters=0 if policy.parameters else full * flat.dtype.itemsize,
+            own_shard=stepped * flat.dtype.itemsize if flat.has_own_shard(policy) else 0,
+            masters=stepped * flat.master_dtype.itemsize if policy.parameters or own_master else 0,
+            optimizer=round(stepped * each) if trained else 0,
+            averages=stepped * 4 if trained else 0,
+            local_gradients=full * flat.dtype.itemsize if trained and policy.optimizer and not policy.gradients else 0,
+        )
+
+    def bytes_by_tier(self, optimizer_bytes: Sequence[float] | None = None) -> dict[TierName, dict[str, int]]:
+        """Bytes of model state on one rank between two steps, by tier and kind.
 
         Padding included. ``gradients`` are the averages, and for stages 0 and 1 this rank's own gradients in the
         parameters' dtype (in fp32 once they are accumulated over micro-batches; stage 0 averages in place).
+
+        Args:
+            optimizer_bytes: what each optimizer keeps per element. None: AdamW's two moments.
         """
         result: dict[TierName, dict[str, int]] = {
             tier: {"parameters": 0, "masters": 0, "gradients": 0, "optimizer": 0} for tier in ("device", "cpu", "nvme")
         }
         for flat in (f for u in self.units for f in u.flats):
-            self._add_flat(flat, result)
+            each = self.flat_states(flat, optimizer_bytes)
+            result["device"]["parameters"] += each.parameters
+            result[flat.param_tier]["parameters"] += each.own_shard
+            result[flat.optimizer_tier]["masters"] += each.masters
+            result[flat.optimizer_tier]["optimizer"] += each.optimizer
+            result[flat.gradient_tier]["gradients"] += each.averages
+            result["device"]["gradients"] += each.local_gradients
         return result
-
-    def _add_flat(self, flat: FlatPlan, result: dict[TierName, dict[str, int]]) -> None:
-        whole, policy = flat.layout.numel, self.policy
-        stepped = flat.layout.shard if policy.optimizer else whole
-        if not policy.parameters:
-            result["device"]["parameters"] += whole * flat.dtype.itemsize
-        elif flat.has_own_shard(policy):
-            result[flat.param_tier]["parameters"] += stepped * flat.dtype.itemsize
-        own_master = flat.trainable and (flat.master_dtype != flat.dtype or flat.optimizer_tier != "device")
-        if policy.parameters or own_master:
-            result[flat.optimizer_tier]["masters"] += stepped * flat.master_dtype.itemsize
-        if flat.trainable:
-            result[flat.optimizer_tier]["optimizer"] += round(stepped * self._moment_bytes(flat))
-            result[flat.gradient_tier]["gradients"] += stepped * 4
-            if policy.optimizer and not policy.gradients:
-                result["device"]["gradients"] += whole * flat.dtype.itemsize
 
     def _moment_bytes(self, flat: FlatPlan) -> float:
         return {"fp32": 2.0 * flat.master_dtype.itemsize, "bf16": 4.0, "int8": 2.0 + 2 * 4 / MOMENT_BLOCK}[self.moments]
@@ -173,23 +224,32 @@ class Plan:
         tiers = self.bytes_by_tier().values()
         return {kind: sum(tier[kind] for tier in tiers) for kind in ("parameters", "masters", "gradients", "optimizer")}
 
-    def drive_bytes_per_step(self, *, gradients_rest: bool) -> tuple[int, int]:
-        """Bytes that one rank reads from and writes to the NVMe tier in one step of one micro-batch.
+    def drive_bytes_per_step(
+        self, *, gradients_rest: bool, micro_batches: int = 1, optimizer_bytes: Sequence[float] | None = None
+    ) -> tuple[int, int]:
+        """Bytes that one rank reads from and writes to the NVMe tier in one optimizer step.
 
         Args:
-            gradients_rest: averages wait on the drive for clipping, instead of going straight into the update.
+            gradients_rest: averages wait on the drive until backward is over, for clipping or another reason,
+                instead of going straight into the update.
+            micro_batches: per step.
+            optimizer_bytes: what each optimizer keeps per element. None: AdamW's two moments.
         """
         read = written = 0
-        for flat in (f for u in self.units for f in u.flats):
-            shard = flat.layout.shard
-            if flat.trainable and flat.optimizer_tier == "nvme":
-                moved = round(shard * (flat.master_dtype.itemsize + self._moment_bytes(flat)))
-                read, written = read + moved, written + moved
-            if flat.param_tier == "nvme" and self.policy.parameters:
-                read += 2 * shard * flat.dtype.itemsize
-                written += shard * flat.dtype.itemsize if flat.has_own_shard(self.policy) and flat.trainable else 0
-            if flat.trainable and flat.gradient_tier == "nvme" and gradients_rest:
-                read, written = read + 4 * shard, written + 4 * shard
+        rounds = micro_batches if self.policy.gradients else 1  # of averaging; after the first, averages are added to
+        for unit, gathers in zip(self.units, self.gathers_per_step(micro_batches), strict=True):
+            for flat in unit.flats:
+                each = self.flat_states(flat, optimizer_bytes)
+                if flat.trainable and flat.optimizer_tier == "nvme":
+                    moved = each.masters + each.optimizer
+                    read, written = read + moved, written + moved
+                    if not gradients_rest and not self.policy.parameters:
+                        read += each.masters  # updated while backward ran, and read again when parameters may change
+                if flat.param_tier == "nvme":
+                    read += gathers * flat.layout.shard * flat.dtype.itemsize
+                    written += each.own_shard if flat.trainable else 0
+                if flat.trainable and flat.gradient_tier == "nvme" and (gradients_rest or rounds > 1):
+                    read, written = read + rounds * each.averages, written + rounds * each.averages
         return read, written
 
     def describe(self) -> str:

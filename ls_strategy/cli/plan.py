@@ -7,13 +7,14 @@ import contextlib
 import json
 import runpy
 import sys
+import traceback
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ls_strategy.cli.submit import infer_module, trainer_options
-from ls_strategy.errors import ConfigError, PlanError
+from ls_strategy.cli.submit import infer_module, keep_what_follows_two_dashes
+from ls_strategy.errors import ConfigError, LSError, PlanError
 
 
 def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -21,6 +22,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser = subcommands.add_parser(
         "plan",
         help="memory, traffic and time of every strategy for a recipe, without a GPU",
+        usage="ls-strategy plan CONFIG [CONFIG ...] [options] [-- options of the program]",
         description="Count what a LightningCLI program will take per rank with every strategy, and recommend the "
         "lightest that fits. One training step runs on tensors without memory: the model's weights are never built, "
         "and of the first batch only shapes are read. Activations are counted as the CPU's operations keep them; "
@@ -43,7 +45,8 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument("--drive", type=float, metavar="GB/S", help="of the NVMe drive, for each rank")
     parser.add_argument("--scaling", action="store_true", help="also states and traffic on 8 to 4,096 ranks")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, extra=[])
+    keep_what_follows_two_dashes(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -58,16 +61,15 @@ def run(args: argparse.Namespace) -> int:
     if not configs:
         raise ConfigError("no YAML file: ls-strategy plan recipes/gpt/configs/base.yaml")
     module = args.module or infer_module(configs[0])
-    trainer = trainer_options(configs)
+    cli = build(module, configs, args.extra)
+    trainer = trainer_options(cli)
     hardware = hardware_of(args, trainer)
-    cli = build(module, configs)
-    question = question_of(cli, trainer)
+    with explaining_the_program(module):
+        question = question_of(cli, trainer)
     numel = sum(p.numel() for p in question.module.parameters())
-    forecasts = question.forecasts(hardware)
-    compute = question.precision.compute.itemsize
-    masters = question.precision.master != question.precision.compute
-    counted = {"parameter_bytes": compute, "gradient_bytes": 4, "state_bytes": 8 + 4 * masters}
-    rows = scale(numel, **counted) if args.scaling else []
+    with question.forecaster() as forecaster:
+        forecasts = forecaster.all(hardware)
+        rows = scale(forecaster, hardware) if args.scaling else []
     bubbles = pipeline_bubbles(strategy_options(trainer))
     chosen = lightest(forecasts)
     if args.json:
@@ -104,12 +106,13 @@ def hardware_of(args: argparse.Namespace, trainer: dict[str, Any]) -> Any:
     def size(text: str | None) -> int | None:
         return None if text is None else parse_bytes(text)
 
-    devices, nodes = trainer.get("devices", 1), trainer.get("num_nodes", 1)
-    per_node = devices if isinstance(devices, int) and devices > 0 else args.gpus_per_node
+    device = "cuda" if args.gpus or trainer.get("accelerator") in ("gpu", "cuda") else "cpu"
+    per_node = devices_named(trainer.get("devices")) or (args.gpus_per_node if device == "cuda" else 1)
+    nodes = trainer.get("num_nodes", 1)
     return Hardware(
         ranks=args.gpus or per_node * (nodes if isinstance(nodes, int) else 1),
         ranks_per_node=args.gpus_per_node if args.gpus else per_node,
-        device="cuda" if args.gpus or trainer.get("accelerator") in ("gpu", "cuda") else "cpu",
+        device=device,
         device_memory=size(args.gpu_memory),
         host_memory=size(args.host_memory),
         drive=0 if args.nvme is None else size(args.nvme),
@@ -120,6 +123,18 @@ def hardware_of(args: argparse.Namespace, trainer: dict[str, Any]) -> Any:
     )
 
 
+def devices_named(devices: Any) -> int:
+    """How many devices a Trainer's ``devices`` names; 0 where it leaves the number open (``auto``, ``-1``)."""
+    if isinstance(devices, (list, tuple)):
+        return len(devices)
+    if isinstance(devices, str) and "," in devices:
+        return len([name for name in devices.split(",") if name.strip()])
+    try:
+        return max(int(devices), 0)
+    except (TypeError, ValueError):
+        return 0
+
+
 class _Built(BaseException):
     """Carries the program's LightningCLI out of it, past whatever the program catches."""
 
@@ -128,24 +143,33 @@ class _Built(BaseException):
         self.cli = cli
 
 
-def build(module: str, configs: Sequence[Path]) -> Any:
+def build(module: str, configs: Sequence[Path], extra: Sequence[str] = ()) -> Any:
     """The LightningCLI of a program, with model and data, on a Trainer for the CPU that will not train.
 
     The program is run as ``python -m module fit --config ...`` up to where training would begin.
 
+    Args:
+        module: the program.
+        configs: its YAML files.
+        extra: more options for it, which count over the files.
+
     Raises:
-        ConfigError: it is no LightningCLI program, or does not take the files.
+        ConfigError: it is no LightningCLI program, or does not take the files and options.
     """
     from ls_strategy._compat import intercept_cli
 
     def stop(cli: Any) -> None:
         raise _Built(cli)
 
-    words, argv, here = [module, "fit", *(f"--config={c}" for c in configs)], sys.argv, str(Path.cwd())
+    words, argv, here = [module, "fit", *(f"--config={c}" for c in configs), *extra], sys.argv, str(Path.cwd())
     sys.path.insert(0, here)
     try:
         sys.argv = words
-        with weightless(), intercept_cli(stop, _bare_trainer), contextlib.redirect_stdout(sys.stderr):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+            stack.enter_context(explaining_the_program(module))
+            stack.enter_context(weightless())
+            stack.enter_context(intercept_cli(stop, _bare_trainer))
             runpy.run_module(module, run_name="__main__", alter_sys=True)
     except _Built as built:
         return built.cli
@@ -155,6 +179,33 @@ def build(module: str, configs: Sequence[Path]) -> Any:
         sys.path.remove(here)
         sys.argv = argv
     raise ConfigError(f"`python -m {module} fit` made no LightningCLI: give a program that does, by --module.")
+
+
+@contextlib.contextmanager
+def explaining_the_program(module: str) -> Generator[None, None, None]:
+    """Turn an error of the program into one that says whose it is, where it arose and what to try.
+
+    Raises:
+        ConfigError: in place of anything but this package's own errors.
+    """
+    try:
+        yield
+    except LSError:
+        raise
+    except Exception as error:
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        raise ConfigError(
+            f"{module} ended with {type(error).__name__} before its first step, at {at.filename}:{at.lineno}: {error} "
+            "A plan needs the program's model and one batch of its data. Give options of the program after --, for "
+            "instance data that is at hand: ls-strategy plan CONFIG -- --data.corpus.tokenizer=bytes"
+        ) from error
+
+
+def trainer_options(cli: Any) -> dict[str, Any]:
+    """What the program was given for its Trainer, by files, command line and environment, defaults included."""
+    config = cli.config if cli.subcommand is None else cli.config[cli.subcommand]
+    section = config.get("trainer")
+    return section.as_dict() if hasattr(section, "as_dict") else dict(section or {})
 
 
 def _bare_trainer(options: Any) -> Any:

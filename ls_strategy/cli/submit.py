@@ -68,11 +68,11 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     )
     parser.add_argument("--dry-run", action="store_true", help="print the script, write and submit nothing")
     parser.set_defaults(run=run, extra=[])
-    _keep_what_follows_two_dashes(parser)
+    keep_what_follows_two_dashes(parser)
 
 
-def _keep_what_follows_two_dashes(parser: argparse.ArgumentParser) -> None:
-    """Put it into ``extra``; argparse by itself would take it for more configs, or refuse it."""
+def keep_what_follows_two_dashes(parser: argparse.ArgumentParser) -> None:
+    """Put it into ``extra``: options for the program. argparse would take it for more configs, or refuse it."""
     parse = parser.parse_known_args
 
     def parse_known_args(args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:

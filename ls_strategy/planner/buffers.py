@@ -261,7 +261,7 @@ class PaperReducer:
     def _too_much(self) -> bool:
         if self.setting.early_step and self.eager:
             return len(self._in_flight) > 1
-        flying = sum(f.grad[0] * f.grad[1] for f in self._in_flight if f.grad is not None)
+        flying = sum(f.plan.layout.numel * self._sent_itemsize(f) for f in self._in_flight)
         bounded = self.policy.gradients or self.setting.native
         return bounded and len(self._in_flight) > 2 and flying > reduce.IN_FLIGHT_BYTES
 

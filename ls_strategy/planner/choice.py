@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,15 +45,12 @@ class Question:
 
     run: Run
 
-    def forecasts(self, hardware: Hardware) -> list[Forecast]:
-        """Every candidate. Not collective; the module is what it was when this returns.
-
-        Raises:
-            PlanError: the step cannot be counted.
-        """
+    @contextmanager
+    def forecaster(self) -> Generator[Forecaster, None, None]:
+        """Inside, the module is on paper; afterwards it is what it was. Not collective."""
         with on_paper(self.module, self.precision, self.run.config.fp32_modules, torch.device("cpu")) as paper:
             optimizers = [paper.optimizer(o) for o in self.optimizers]
-            return Forecaster(
+            yield Forecaster(
                 self.module,
                 optimizers,
                 paper=paper,
@@ -60,7 +58,16 @@ class Question:
                 step=training_step(self.module, optimizers),
                 batch=self.batch,
                 run=self.run,
-            ).all(hardware)
+            )
+
+    def forecasts(self, hardware: Hardware) -> list[Forecast]:
+        """Every candidate. Not collective; the module is what it was when this returns.
+
+        Raises:
+            PlanError: the step cannot be counted.
+        """
+        with self.forecaster() as forecaster:
+            return forecaster.all(hardware)
 
 
 @dataclass(frozen=True)

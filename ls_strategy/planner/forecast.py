@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ls_strategy.config import RecomputeConfig, ZeROConfig
+from ls_strategy.config import RecomputeConfig, TierName, ZeROConfig
 from ls_strategy.errors import PlanError
 from ls_strategy.plan import Plan
 from ls_strategy.planner.buffers import Setting
@@ -183,19 +183,26 @@ class Forecaster:
         plan = self.plan(config, ranks)
         return replay(self.trace(candidate.recompute), plan, setting, trained=self._trained, names=self._names)
 
-    def forecast(self, candidate: Candidate, hardware: Hardware) -> Forecast:
-        """Memory, traffic and time of one candidate."""
+    def states(self, candidate: Candidate, ranks: int) -> dict[TierName, dict[str, int]]:
+        """Bytes of model state of one rank between two steps, by tier and kind."""
+        return self.plan(candidate.config(self._run.config), ranks).bytes_by_tier(self._optimizer_bytes)
+
+    def traffic(self, candidate: Candidate, ranks: int, device: str) -> Traffic:
+        """Bytes that one rank moves in one step."""
         config = candidate.config(self._run.config)
-        peak = self.peak(candidate, hardware.ranks, hardware.device)
-        setting = self.setting(config, candidate, hardware.device)
-        moved = traffic(
-            self.plan(config, hardware.ranks),
+        return traffic(
+            self.plan(config, ranks),
             self._optimizer_bytes,
             micro_batches=self._run.micro_batches,
-            native_fp32=hardware.device == "cuda" and self._states.precision.reduce_in_fp32,
-            cuda=hardware.device == "cuda",
-            gradients_rest=not setting.early_step,
+            native_fp32=device == "cuda" and self._states.precision.reduce_in_fp32,
+            cuda=device == "cuda",
+            gradients_rest=not self.setting(config, candidate, device).early_step,
         )
+
+    def forecast(self, candidate: Candidate, hardware: Hardware) -> Forecast:
+        """Memory, traffic and time of one candidate."""
+        peak = self.peak(candidate, hardware.ranks, hardware.device)
+        moved = self.traffic(candidate, hardware.ranks, hardware.device)
         flops = self.trace(candidate.recompute).flops * self._run.micro_batches
         return Forecast(candidate, peak, moved, flops, _seconds(moved, flops, hardware), _lacks(peak, hardware))
 

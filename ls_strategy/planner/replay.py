@@ -13,7 +13,6 @@ from typing import Any
 from ls_strategy.config import TierName
 from ls_strategy.plan import FlatPlan, Plan
 from ls_strategy.planner.buffers import PaperFlat, PaperLedger, PaperReducer, PaperUnit, Setting
-from ls_strategy.planner.states import flat_states
 from ls_strategy.planner.trace import Event, Trace
 from ls_strategy.zero.gather import Gatherer
 
@@ -61,24 +60,8 @@ class _Replay:
         ahead = plan.param_tier == "nvme" or (plan.param_tier == "cpu" and self.setting.cuda)
         return PaperFlat(plan, self.ledger, ahead)
 
-    def states(self) -> dict[TierName, dict[str, int]]:
-        """Between two steps."""
-        result: dict[TierName, dict[str, int]] = {
-            tier: dict.fromkeys(("parameters", "masters", "gradients", "optimizer"), 0)
-            for tier in ("device", "cpu", "nvme")
-        }
-        for flat in (f for u in self.plan.units for f in u.flats):
-            each = flat_states(flat, self.plan, self.setting.optimizer_bytes)
-            result["device"]["parameters"] += each.parameters
-            result[flat.param_tier]["parameters"] += each.own_shard
-            result[flat.optimizer_tier]["masters"] += each.masters
-            result[flat.optimizer_tier]["optimizer"] += each.optimizer
-            result[flat.gradient_tier]["gradients"] += each.averages
-            result["device"]["gradients"] += each.local_gradients
-        return result
-
     def run(self, names: Sequence[Sequence[str]]) -> Peak:
-        states = self.states()
+        states = self.plan.bytes_by_tier(self.setting.optimizer_bytes)
         for kind, nbytes in states["device"].items():
             self.ledger.add(kind, nbytes)
         self.ledger.add("buffers", self.setting.buffers)

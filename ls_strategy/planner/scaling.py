@@ -1,4 +1,4 @@
-"""Memory and traffic per rank, counted for numbers of ranks that nobody has at hand."""
+"""Model states and traffic per rank, for numbers of ranks that nobody has at hand, by the planner's own rules."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ls_strategy.config import ZeroStage
-from ls_strategy.planner.hardware import show_bytes
-from ls_strategy.zero_stages import POLICIES
+from ls_strategy.planner.candidates import Candidate
+from ls_strategy.planner.forecast import Forecaster
+from ls_strategy.planner.hardware import Hardware, show_bytes
 
 RANKS = (8, 64, 512, 4096)
+STAGES: tuple[ZeroStage, ...] = (0, 1, 2, 3)
 
 
 @dataclass(frozen=True)
@@ -18,48 +20,29 @@ class Scaled:
 
     stage: ZeroStage
     ranks: int
-    state_bytes: float
-    """Of one rank."""
+    state_bytes: int
+    """Of one rank, between two steps."""
 
-    sent_bytes: float
+    sent_bytes: int
     """By one rank in one step."""
 
 
-def scale(
-    numel: int,
-    ranks: Sequence[int] = RANKS,
-    *,
-    parameter_bytes: int = 2,
-    gradient_bytes: int = 2,
-    state_bytes: int = 12,
-    micro_batches: int = 1,
-) -> list[Scaled]:
-    """By the formulas of ZeRO (Rajbhandari et al., arXiv:1910.02054), figure 1 and section 7, without padding.
+def scale(forecaster: Forecaster, hardware: Hardware, ranks: Sequence[int] = RANKS) -> list[Scaled]:
+    """Count every stage on every number of ranks, as `Forecaster.forecast` counts it on one.
 
     Args:
-        numel: parameters.
+        forecaster: of the model.
+        hardware: the device; its number of ranks does not matter.
         ranks: numbers of data-parallel ranks.
-        parameter_bytes: per element, of the parameters that the forward reads.
-        gradient_bytes: per element. This package averages in fp32: 4, where the paper has 2.
-        state_bytes: per element, of masters and moments (the paper's K).
-        micro_batches: per step.
     """
-    return [
-        Scaled(
-            stage,
-            n,
-            policy.bytes_per_rank(
-                numel,
-                n,
-                parameter_bytes=parameter_bytes,
-                gradient_bytes=gradient_bytes,
-                state_bytes=state_bytes,
-            ),
-            policy.elements_sent(numel, n, micro_batches=micro_batches) * float(parameter_bytes),
-        )
-        for stage, policy in POLICIES.items()
-        for n in ranks
-    ]
+    rows: list[Scaled] = []
+    for stage in STAGES:
+        for n in ranks:
+            candidate = Candidate(stage)
+            states = forecaster.states(candidate, n)
+            sent = forecaster.traffic(candidate, n, hardware.device).sent
+            rows.append(Scaled(stage, n, sum(sum(kinds.values()) for kinds in states.values()), sent))
+    return rows
 
 
 def scaling_table(rows: Sequence[Scaled]) -> str:

@@ -16,7 +16,7 @@ from ls_strategy._compat import forget_step_hooks
 from ls_strategy.comm import Comm
 from ls_strategy.config import ZeROConfig
 from ls_strategy.ops.moments import BLOCK
-from ls_strategy.plan import FlatPlan, Plan
+from ls_strategy.plan import Plan
 from ls_strategy.precision import PrecisionPolicy
 from ls_strategy.zero.assembly import Draft
 from ls_strategy.zero.kernels import kernel_for
@@ -107,34 +107,3 @@ def _state_after_a_step(optimizer: Optimizer, settings: dict[str, Any]) -> dict[
                     for s in optimizer.state.values() if s)  # fmt: skip
     fresh.step()
     return dict(fresh.state[value])
-
-
-@dataclass(frozen=True)
-class FlatStates:
-    """Bytes of one flat buffer on one rank between two steps, padding included."""
-
-    parameters: int
-    own_shard: int
-    masters: int
-    optimizer: int
-    averages: int
-    """In fp32; stage 0: of the whole buffer, in place."""
-
-    local_gradients: int
-    """Stage 1: this rank's own gradients, in the parameters' dtype."""
-
-
-def flat_states(flat: FlatPlan, plan: Plan, optimizer_bytes: Sequence[float]) -> FlatStates:
-    """As `Plan.bytes_by_tier`, buffer by buffer and with what the optimizer really keeps."""
-    policy, whole = plan.policy, flat.layout.numel
-    stepped = flat.layout.shard if policy.optimizer else whole
-    apart = flat.trainable and (flat.master_dtype != flat.dtype or flat.optimizer_tier != "device")
-    trained = flat.trainable
-    return FlatStates(
-        parameters=0 if policy.parameters else whole * flat.dtype.itemsize,
-        own_shard=stepped * flat.dtype.itemsize if flat.has_own_shard(policy) else 0,
-        masters=stepped * flat.master_dtype.itemsize if policy.parameters or apart else 0,
-        optimizer=round(stepped * optimizer_bytes[flat.optimizer]) if trained else 0,
-        averages=stepped * 4 if trained else 0,
-        local_gradients=whole * flat.dtype.itemsize if trained and policy.optimizer and not policy.gradients else 0,
-    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ls_strategy.plan import FlatPlan, Plan
-from ls_strategy.planner.states import flat_states
 
 
 @dataclass(frozen=True)
@@ -41,37 +40,18 @@ def traffic(
         cuda: the device's memory is not the host's.
         gradients_rest: averages wait on their tier until backward is over, for clipping or another reason.
     """
-    sent = _sent(plan, micro_batches, native_fp32=native_fp32)
-    bus = drive = 0
-    rounds = micro_batches if plan.policy.gradients else 1  # of averaging; after the first, averages are added to
-    for unit, gathers in zip(plan.units, _gathers(plan, micro_batches), strict=True):
+    bus = 0
+    for unit, gathers in zip(plan.units, plan.gathers_per_step(micro_batches), strict=True) if cuda else ():
         for flat in unit.flats:
-            each = flat_states(flat, plan, optimizer_bytes)
-            reads = gathers * flat.layout.shard * flat.dtype.itemsize
+            shard_bytes = flat.layout.shard * flat.dtype.itemsize
             if flat.trainable and flat.optimizer_tier != "device":
-                bus += each.averages * micro_batches + flat.layout.shard * flat.dtype.itemsize
-            if flat.trainable and flat.optimizer_tier == "nvme":
-                drive += 2 * (each.masters + each.optimizer)
-                if not gradients_rest and not plan.policy.parameters:
-                    drive += each.masters  # updated while backward ran, and read again when parameters may change
-            if flat.trainable and flat.gradient_tier == "nvme" and (gradients_rest or rounds > 1):
-                drive += 2 * each.averages * rounds
+                bus += plan.flat_states(flat, optimizer_bytes).averages * micro_batches + shard_bytes
             if flat.param_tier != "device":
-                bus += reads
-            if flat.param_tier == "nvme":
-                drive += reads + (each.own_shard if flat.trainable else 0)
-    return Traffic(sent, bus if cuda else 0, drive)
-
-
-def _gathers(plan: Plan, micro_batches: int) -> list[int]:
-    """How often each unit is gathered in a step, stage 3.
-
-    Root units once; blocks for forward and for backward of each micro-batch, but the last one, which stays between.
-    """
-    if not plan.policy.parameters:
-        return [0 for _ in plan.units]
-    last = max((i for i, unit in enumerate(plan.units) if not unit.is_root), default=-1)
-    return [1 if u.is_root else micro_batches * (1 if i == last else 2) for i, u in enumerate(plan.units)]
+                bus += gathers * shard_bytes
+    drive = plan.drive_bytes_per_step(
+        gradients_rest=gradients_rest, micro_batches=micro_batches, optimizer_bytes=optimizer_bytes
+    )
+    return Traffic(_sent(plan, micro_batches, native_fp32=native_fp32), bus, sum(drive))
 
 
 def _sent(plan: Plan, micro_batches: int, *, native_fp32: bool) -> int:
@@ -79,7 +59,7 @@ def _sent(plan: Plan, micro_batches: int, *, native_fp32: bool) -> int:
     policy = plan.policy
 
     def gathered(flat: FlatPlan) -> int:
-        return flat.others_numel * flat.dtype.itemsize
+        return flat.others_numel * (flat.dtype.itemsize if policy.optimizer else 4)
 
     def reduced(flat: FlatPlan) -> int:
         size = flat.dtype.itemsize
@@ -87,12 +67,4 @@ def _sent(plan: Plan, micro_batches: int, *, native_fp32: bool) -> int:
         fp32 = native_fp32 or not policy.optimizer or accumulates
         return flat.others_numel * (max(size, 4) if fp32 else size)
 
-    trained = [f for u in plan.units for f in u.flats if f.trainable]
-    reductions = sum(map(reduced, trained))
-    if not policy.parameters:
-        again = sum(f.others_numel * 4 if not policy.optimizer else gathered(f) for f in trained)
-        return again + reductions * (micro_batches if policy.gradients else 1)
-    fetched = sum(
-        n * gathered(f) for n, u in zip(_gathers(plan, micro_batches), plan.units, strict=True) for f in u.flats
-    )
-    return fetched + micro_batches * reductions
+    return plan.count_sent(micro_batches, gathered=gathered, reduced=reduced)

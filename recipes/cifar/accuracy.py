@@ -9,6 +9,7 @@ already in the record, made by the same command on the same machine and versions
 from __future__ import annotations
 
 import argparse
+import datetime
 import importlib.metadata
 import json
 import os
@@ -75,6 +76,13 @@ def _commit() -> str:
     return result.stdout.strip()
 
 
+def spread(results: dict[str, dict[str, float]]) -> dict[str, Any]:
+    """What is known of how much accuracies vary, and the seeds."""
+    seeds = sorted({seed for by_seed in results.values() for seed in by_seed}, key=int)
+    known = "over seeds" if len(seeds) > 1 else "unknown: one seed, one run of each strategy"
+    return {"spread": known, "seeds": ", ".join(seeds)}
+
+
 def table(record: dict[str, Any]) -> str:
     """The record's accuracies in Markdown, a row per strategy and a column per seed, in percent."""
     results: dict[str, dict[str, float]] = record["results"]
@@ -104,6 +112,7 @@ def main() -> None:
                 *extra,
             ]
         ),
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "commit": _commit(),
         **surroundings(),
         "ranks": RANKS,
@@ -122,6 +131,7 @@ def main() -> None:
             record["results"].setdefault(strategy, {})[str(seed)] = round(accuracy, 4)
             record["seconds"].setdefault(strategy, {})[str(seed)] = round(time.perf_counter() - start)
             print(f"{strategy} seed {seed}: accuracy {accuracy:.4f}")
+            record |= spread(record["results"])
             given.record.write_text(json.dumps(record, indent=2) + "\n")
     print(table(record))
 

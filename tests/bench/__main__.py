@@ -1,7 +1,7 @@
 """Every bench by one command.
 
 ``python -m tests.bench``                                   what there is, and how long it takes
-``python -m tests.bench step_time moe --record``            run, and write ``tests/bench/records/NAME.json``
+``python -m tests.bench step_time moe --record``            run, write ``tests/bench/records/NAME.json`` and the tables
 ``python -m tests.bench all --quick``                       whether they run at all, in small
 ``python -m tests.bench step_time -- --device cuda``        what comes after ``--`` is for the bench itself
 
@@ -78,6 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         begin = time.monotonic()
         status = subprocess.run([sys.executable, *command], cwd=ROOT, check=False).returncode
         results.append((bench.name, status, time.monotonic() - begin))
+    if args.record == _HERE:
+        print("\n=== tables, figures and pictures of the documents", flush=True)
+        subprocess.run([sys.executable, "-m", "tests.bench.tables"], cwd=ROOT, check=True)
     print()
     for name, status, seconds in results:
         print(f"{name:18}{seconds:>8.0f} s  {'ok' if status == 0 else f'FAILED with status {status}'}")

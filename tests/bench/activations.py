@@ -34,6 +34,8 @@ from tests.bench.contest import quartiles, ratios, turns
 from tests.bench.step_time import loss_of
 
 MINUTES = 4
+SPREAD = "quartiles over rounds"
+SEEDS = "0 for weights and data"
 QUICK = ("--width", "64", "--layers", "2", "--length", "64", "--batch", "1", "--rounds", "2")
 
 CPU = torch.device("cpu")

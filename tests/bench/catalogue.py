@@ -2,6 +2,9 @@
 
 ``MINUTES``  about how long it takes with its defaults, on two cores
 ``QUICK``    arguments with which it runs through in seconds, measuring nothing
+``SPREAD``   what its record says about how much the numbers vary: ``quartiles ...``, ``over seeds ...``, ``none: ...``
+             where they cannot, or ``unknown: ...``
+``SEEDS``    what random numbers start from
 ``RECORD``   name of its record, if that is not its own
 
 Its line in the list is the first one of its docstring. Nothing is imported: a list should not take seconds.
@@ -27,6 +30,8 @@ class Bench:
     line: str
     minutes: float
     quick: tuple[str, ...]
+    spread: str
+    seeds: str
     record: str
     has_rounds: bool
     """Whether it takes ``--rounds``."""
@@ -47,12 +52,12 @@ def _read(path: Path) -> Bench | None:
         for target in node.targets
         if isinstance(target, ast.Name)
     }
-    if not {"MINUTES", "QUICK"} <= constants.keys():
+    if not {"MINUTES", "QUICK", "SPREAD", "SEEDS"} <= constants.keys():
         return None
     line = (ast.get_docstring(module) or "").split("\n")[0].rstrip(".")
     return Bench(
-        path.stem, line, constants["MINUTES"], tuple(constants["QUICK"]), constants.get("RECORD", path.stem),
-        has_rounds=any(_counts_rounds(node) for node in ast.walk(module)),
+        path.stem, line, constants["MINUTES"], tuple(constants["QUICK"]), constants["SPREAD"], constants["SEEDS"],
+        constants.get("RECORD", path.stem), has_rounds=any(_counts_rounds(node) for node in ast.walk(module)),
     )  # fmt: skip
 
 

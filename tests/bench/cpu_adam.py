@@ -27,6 +27,8 @@ from tests.bench import record
 from tests.bench.contest import clocked, ratios, spread
 
 MINUTES = 1
+SPREAD = "quartiles over rounds"
+SEEDS = "none set: times do not depend on the values"
 QUICK = ("--numel", "65536", "--rounds", "2", "--threads", "1")
 
 SETTINGS = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}

@@ -27,6 +27,8 @@ from tests.dist.deepspeed_side import Case
 from tests.dist.models import quiet
 
 MINUTES = 6
+SPREAD = "none: both sides compute the same steps, and the largest difference is recorded"
+SEEDS = "7 for weights and data"
 QUICK = ("--cases", "stage2-fp32")
 
 FILES = ("zero2_fp16", "zero2_offload", "zero3_offload")

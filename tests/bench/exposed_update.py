@@ -48,6 +48,8 @@ from tests.bench import record
 from tests.bench.record import ROOT
 
 MINUTES = 30
+SPREAD = "unknown: medians over the steps of each case, without quartiles"
+SEEDS = "0 for weights and data"
 QUICK = (
     "--strategies", "zero2_offload", "--settings", "here", "node", "--rounds", "1", "--steps", "4", "--tokens", "512",
 )  # fmt: skip

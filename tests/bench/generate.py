@@ -24,6 +24,8 @@ from tests.bench import record
 from tests.bench.contest import clocked, quartiles, ratios
 
 MINUTES = 8
+SPREAD = "quartiles over rounds"
+SEEDS = "0 for weights, 1 for prompts"
 QUICK = ("--new", "4", "--prompt", "4", "--rounds", "2", "--shapes", "recipe")
 
 SHAPES: dict[str, dict[str, Any]] = {

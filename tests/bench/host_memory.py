@@ -43,6 +43,8 @@ from tests.bench import record
 from tests.bench.record import ROOT
 
 MINUTES = 5
+SPREAD = "unknown: one process of each case"
+SEEDS = "none set: memory does not depend on the values"
 QUICK = ("--blocks", "4", "--width", "128", "--drive-width", "128", "--moments", "fp32")
 
 LIMITS = {"fp32": 14.5, "bf16": 10.5, "int8": 8.5}

@@ -25,6 +25,8 @@ from tests.bench import record
 from tests.bench.contest import clocked, quartiles, ratios
 
 MINUTES = 6
+SPREAD = "quartiles over rounds"
+SEEDS = "0 for weights, 1 for prompts"
 QUICK = ("--width", "128", "--layers", "2", "--new", "4", "--rounds", "2", "--batches", "1")
 
 FORMATS: dict[str, dict[str, Any]] = {

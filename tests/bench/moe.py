@@ -35,6 +35,8 @@ from tests.bench import record
 from tests.bench.contest import quartiles, ratios, turns
 
 MINUTES = 3
+SPREAD = "quartiles over rounds"
+SEEDS = "0 for weights, the rank for data"
 QUICK = (
     "--ranks", "1", "2", "--tokens", "64", "--hidden", "16", "--ffn", "32", "--experts", "4", "--rounds", "2",
     "--cases", "capacity, k=1", "dropless, k=1",

@@ -29,6 +29,8 @@ from recipes.moe.network import MoEConfig
 from tests.bench import record
 
 MINUTES = 25
+SPREAD = "over seeds"
+SEEDS = "1 to --seeds, for weights and the order of the text"
 QUICK = ("--contenders", "top2", "--seeds", "1", "--steps", "2")
 
 NETWORK = {"num_layers": 4, "num_heads": 4, "width": 64}

@@ -23,6 +23,8 @@ from tests.bench.contest import against, turns
 from tests.bench.trainer_time import Clock
 
 MINUTES = 4
+SPREAD = "quartiles over rounds"
+SEEDS = "0 for weights and data"
 QUICK = ("--rounds", "1", "--steps", "4", "--batch", "1", "--block", "32", "--width", "64", "--layers", "2")
 
 EXPERTS: dict[str, dict[str, Any]] = {

@@ -27,6 +27,8 @@ from recipes.gpt.network import GPTConfig
 from tests.bench import record
 
 MINUTES = 5
+SPREAD = "over seeds"
+SEEDS = "1 to --seeds, for weights and the order of the text"
 QUICK = ("--seeds", "1", "--steps", "2")
 
 FORMATS = ("fp32", "bf16", "int8")

@@ -30,6 +30,8 @@ from tests.bench.contest import against, spread, turns
 from tests.bench.step_time import SIZES
 
 MINUTES = 12
+SPREAD = "quartiles over rounds"
+SEEDS = "0 for weights and data"
 QUICK = ("--size", "1M", "--rounds", "2", "--steps", "2", "--batch", "1", "--block", "32")
 
 WITH, WITHOUT = "with", "without"

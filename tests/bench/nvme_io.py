@@ -37,6 +37,8 @@ from tests.bench import record
 from tests.bench.contest import quartiles, ratios, turns
 
 MINUTES = 6
+SPREAD = "quartiles over rounds"
+SEEDS = "none set: times do not depend on the values"
 QUICK = ("--gib", "0.04", "--rounds", "2")
 
 Verb = Literal["read", "write"]

@@ -15,6 +15,8 @@ from tests.bench import record
 from tests.dist.test_planner import IDS, foretell, measured
 
 MINUTES = 1
+SPREAD = "none: bytes are counted"
+SEEDS = "none set: bytes do not depend on the values"
 QUICK = ()
 
 

@@ -14,20 +14,38 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.bench.catalogue import benches
+
 ROOT = Path(__file__).parents[2]
 RECORDS = Path("tests/bench/records")
 """Below `ROOT`."""
+
+REQUIRED = (
+    "benchmark",
+    "command",
+    "date",
+    "commit",
+    "cpu",
+    "cores",
+    "memory_gib",
+    "python",
+    "versions",
+    "spread",
+    "seeds",
+)
+"""What every record has, beside its ``results``."""
 
 _PACKAGES = ("torch", "lightning", "deepspeed")
 
 
 def header(benchmark: str, *, private: tuple[Path | str, ...] = ()) -> dict[str, Any]:
-    """Name, command, date, commit, hardware and versions: what every record begins with.
+    """Name, command, date, commit, hardware, versions, spread and seeds: what every record begins with.
 
     Args:
         benchmark: the module's name below ``tests.bench``.
         private: arguments that say nothing to others (folders of this machine); ``DIR`` stands for them.
     """
+    bench = benches()[benchmark]
     hidden = {str(each) for each in private}
     arguments = ["DIR" if a in hidden else a for a in sys.argv[1:]]
     commit = subprocess.run(
@@ -41,6 +59,8 @@ def header(benchmark: str, *, private: tuple[Path | str, ...] = ()) -> dict[str,
         **_hardware(),
         "python": platform.python_version(),
         "versions": {p: importlib.metadata.version(p) for p in _PACKAGES if importlib.util.find_spec(p)},
+        "spread": bench.spread,
+        "seeds": bench.seeds,
     }
 
 
@@ -77,9 +97,16 @@ def parser(
 
 
 def write(path: Path | None, record: dict[str, Any]) -> None:
-    """Write a record, whole or not at all. None: nothing is written."""
+    """Write a record completely or not at all. None: nothing is written.
+
+    Raises:
+        ValueError: something is missing that a reader needs to judge the numbers.
+    """
     if path is None:
         return
+    missing = [name for name in (*REQUIRED, "results") if not record.get(name)]
+    if missing:
+        raise ValueError(f"Got a record without {', '.join(missing)}. Begin it with record.header().")
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(record, indent=2) + "\n")

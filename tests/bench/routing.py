@@ -21,6 +21,8 @@ from tests.bench import record
 from tests.bench.contest import clocked, quartiles, ratios
 
 MINUTES = 3
+SPREAD = "quartiles over rounds"
+SEEDS = "0 for data"
 QUICK = ("--tokens", "64", "--width", "32", "--rounds", "2")
 
 Ways = dict[str, Callable[[], Any]]

@@ -34,6 +34,8 @@ from tests.bench import record
 from tests.bench.contest import against, turns
 
 MINUTES = 8
+SPREAD = "quartiles over rounds"
+SEEDS = "0 for weights, the rank for data"
 QUICK = ("--sizes", "1M", "--rounds", "2", "--batch", "1", "--block", "32")
 
 SIZES = {

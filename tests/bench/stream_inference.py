@@ -39,6 +39,8 @@ from tests.bench import contest, record
 from tests.bench.host_memory import cgroup, confine, status
 
 MINUTES = 8
+SPREAD = "quartiles over rounds"
+SEEDS = "the bench's SEED for weights"
 QUICK = ("--width", "128", "--blocks", "4", "--rounds", "1", "--tokens", "1", "--allowed-mib", "0")
 
 MIB = 1 << 20

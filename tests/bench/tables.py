@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from tests.bench import figures, picture
@@ -83,13 +84,23 @@ def _drive(record: dict[str, Any]) -> list[list[str]]:
 
 
 def _host_memory(record: dict[str, Any]) -> list[list[str]]:
-    """Bytes per parameter by format of the moments."""
+    """Bytes per parameter by format of the moments: between two steps, and the most at any time."""
     by_case = {(c["moments"], c["clip"]): c for c in record["results"]}
-    rows = [["moments", "no clipping", "clipping", "highest, clipping"]]
+    rows = [["moments", "no clipping", "at its peak", "clipping", "at its peak"]]
     for moments in dict.fromkeys(c["moments"] for c in record["results"]):
-        plain, clipped = by_case[moments, False], by_case[moments, True]
-        numbers = (plain["resident_per_parameter"], clipped["resident_per_parameter"], clipped["peak_per_parameter"])
+        cases = (by_case[moments, False], by_case[moments, True])
+        numbers = [case[f"{kind}_per_parameter"] for case in cases for kind in ("resident", "peak")]
         rows.append([f"`{moments}`", *(f"{n:.1f}" for n in numbers)])
+    return rows
+
+
+def _on_drive(record: dict[str, Any]) -> list[list[str]]:
+    """One row per size and case: what is on the drive, and what of the process is in memory."""
+    rows = [["parameters", "clipping", "states on the drive", "resident", "at its peak", "charged by the limit"]]
+    for case in record["on_drive"]:
+        kinds = ("states_bytes", "resident_bytes", "peak_bytes", "charged_bytes")
+        cells = (f"{case[kind] / 2**20:,.0f} MiB" if kind in case else "" for kind in kinds)
+        rows.append([f"{case['parameters'] / 1e6:.0f} M", "yes" if case["clip"] else "no", *cells])
     return rows
 
 
@@ -123,11 +134,13 @@ def _checkpoint(record: dict[str, Any]) -> list[list[str]]:
         low, middle, high = quartiles
         return f"{middle:.2f} [{low:.2f}, {high:.2f}]"
 
-    rows = [["", "over `torch.save`", "over DCP", "training waits, of a folder's time", "memory, units"]]
+    first = any("first_memory_over_unit" in r for r in record["results"].values())
+    head = ["", "over `torch.save`", "over DCP", "training waits, of a folder's time", "memory at its peak, units"]
+    rows = [[*head, *(["the same, first save"] if first else [])]]
     for name, r in record["results"].items():
         speeds = [cell(r[f"times_faster_than_{peer}"]) for peer in ("torch.save", "dcp")]
-        stall = cell(r["stall_over_folder"]) if name.startswith("folder") else ""
-        rows.append([name, *speeds, stall, f"{r['memory_over_unit']:.2f}"])
+        peaks = [f"{r[kind]:.2f}" for kind in ("memory_over_unit", "first_memory_over_unit") if kind in r]
+        rows.append([name, *speeds, cell(r["stall_over_folder"]), *peaks])
     return rows
 
 
@@ -288,6 +301,7 @@ _TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "cpu_adam": _adam,
     "nvme_io": _drive,
     "host_memory": _host_memory,
+    "host_memory#on_drive": _on_drive,
     "moments": _moments,
     "exposed_update": _exposed,
     "activations": _activations,
@@ -312,7 +326,9 @@ _TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
 
 
 def table(path: str, part: str | None = None) -> str:
-    """Markdown table of a record, or of a part of it."""
+    """Markdown table of a record, or of a part of it; of a record that is not there yet, how to make it."""
+    if not (ROOT / path).exists():
+        return f"| not recorded yet |\n| --- |\n| `python -m tests.bench {Path(path).stem} --record` |"
     record = json.loads((ROOT / path).read_text())
     make = _TABLES[record["benchmark"] + (f"#{part}" if part else "")]
     head, *rows = make(record)

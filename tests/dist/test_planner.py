@@ -8,6 +8,7 @@ and host are measured together.
 from __future__ import annotations
 
 import functools
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from ls_strategy.planner.step import first_batch, training_step
 from ls_strategy.precision import resolve_precision
 from ls_strategy.testing import spawn
 from ls_strategy.tiers.nvme import NVMeTier
+from tests.bench.record import RECORDS, ROOT
 from tests.dist.models import Case, Net, PrivateNet, loader, quiet, trainer_of
 
 WIDTH, BLOCKS, STEPS = 96, 4, 2
@@ -133,6 +135,19 @@ def test_the_peak_is_foretold_within_a_hundredth(world_size: int, index: int) ->
     for rank in measured(world_size):
         peak, _, _ = rank[index]
         assert forecast.peak.device + forecast.peak.cpu == pytest.approx(peak, rel=0.01)
+
+
+@pytest.mark.parametrize("index", range(len(RUNS)), ids=IDS)
+def test_the_record_is_what_this_planner_foretells_and_these_ranks_hold(index: int) -> None:
+    """Bytes are counted and not timed, so the published table comes out again to the last one."""
+    record = json.loads((ROOT / RECORDS / "planner.json").read_text())
+    row, forecast = record["results"][IDS[index]], foretell(index, record["ranks"])
+    if record["versions"]["torch"] != torch.__version__.split("+")[0]:
+        pytest.skip("another torch allocates otherwise")
+    again = "the table is of another planner or engine: python -m tests.bench planner --record"
+    assert row["foretold_bytes"] == forecast.peak.device + forecast.peak.cpu, again
+    assert row["measured_bytes"] == max(rank[index][0] for rank in measured(record["ranks"])), again
+    assert row["sent_bytes_foretold"] == row["sent_bytes_measured"] == forecast.traffic.sent, again
 
 
 @pytest.mark.parametrize("index", range(len(RUNS)), ids=IDS)

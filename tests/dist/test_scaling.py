@@ -68,11 +68,22 @@ def test_more_gpus_never_take_more_of_each() -> None:
         assert (few["host_bytes"] > 0) == ("offload" in name)
 
 
-@pytest.mark.slow
-def test_the_record_is_of_this_planner() -> None:
-    """One column of the published tables, anew."""
+@pytest.mark.parametrize("model", ["7B", slow("1.3B"), slow("70B")])
+def test_the_record_is_of_this_planner(model: str) -> None:
+    """The published tables are made from the record, so that they and the planner cannot disagree."""
     record = json.loads((ROOT / RECORDS / "scaling.json").read_text())
-    numel, found = scaled(MODELS["1.3B"], [64])
-    assert numel == record["models"]["1.3B"]["parameters"]
-    for name, by_ranks in found.items():
-        assert by_ranks["64"] == record["results"]["1.3B"][name]["64"], f"{name}: measure again"
+    numel, found = scaled(MODELS[model], RANKS)
+    assert numel == record["models"][model]["parameters"]
+    assert found == record["results"][model], "the planner counts otherwise: python -m tests.bench scaling --record"
+
+
+def test_the_record_of_real_ranks_is_of_this_planner() -> None:
+    """What real ranks were compared with is what is predicted now."""
+    record = json.loads((ROOT / RECORDS / "scaling.json").read_text())
+    with forecaster_of(SMALL, min_unit_numel=0) as forecaster:
+        for ranks, rows in record["checked"]["ranks"].items():
+            for candidate in CANDIDATES:
+                forecast = forecaster.forecast(candidate, Hardware(ranks=int(ranks), device="cpu"))
+                row = rows[candidate.strategy]
+                assert row["sent_foretold"] == forecast.traffic.sent, candidate.name
+                assert row["peak_foretold"] == forecast.peak.device + forecast.peak.cpu, candidate.name

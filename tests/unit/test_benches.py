@@ -31,6 +31,8 @@ def test_a_bench_is_described(name: str) -> None:
     bench = BENCHES[name]
     assert len(bench.line) > 20
     assert bench.minutes > 0
+    assert bench.spread.split(":")[0].split(" ")[0] in ("quartiles", "over", "none", "unknown")
+    assert bench.seeds
     assert f"python -m tests.bench.{name}" in (FOLDER / f"{name}.py").read_text()
 
 
@@ -48,20 +50,21 @@ class Ran:
         monkeypatch.setattr(suite.subprocess, "run", self)
 
     def __call__(self, command: list[str], **options: object) -> Ran:
-        assert options == {"cwd": ROOT, "check": False}
+        assert options == {"cwd": ROOT, "check": command[2:] == ["tests.bench.tables"]}
         self.commands.append(command[2:])
         return self
 
 
 def test_options_reach_the_bench(monkeypatch: pytest.MonkeyPatch) -> None:
     ran = Ran(monkeypatch)
-    assert suite.main(["step_time", "trainer_time", "--rounds", "3", "--record", "--", "--ranks", "1"]) == 0
+    assert suite.main(["step_time", "trainer_time", "--rounds", "3", "--record", "--", "--batch", "1"]) == 0
     assert suite.main(["planner", "--rounds", "3"]) == 0
     assert suite.main(["moe", "--quick", "--record", "out"]) == 0
     assert ran.commands == [
-        ["tests.bench.step_time", "--rounds", "3", "--record", "tests/bench/records/step_time.json", "--ranks", "1"],
-        ["tests.bench.trainer_time", "--rounds", "3", "--record", "tests/bench/records/trainer_time_1_rank.json",
-         "--ranks", "1"],
+        ["tests.bench.step_time", "--rounds", "3", "--record", "tests/bench/records/step_time.json", "--batch", "1"],
+        ["tests.bench.trainer_time", "--rounds", "3", "--record", "tests/bench/records/trainer_time.json",
+         "--batch", "1"],
+        ["tests.bench.tables"],  # records in their own place make the tables, too
         ["tests.bench.planner"],
         ["tests.bench.moe", *BENCHES["moe"].quick, "--record", "out/moe.json"],
     ]  # fmt: skip
@@ -113,12 +116,22 @@ def test_contenders_are_clocked_apart() -> None:
 def test_a_record_is_written_whole_and_says_how(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["bench", str(tmp_path), "--rounds", "2"])
     path = tmp_path / "new" / "x.json"
-    record.write(path, {**record.header("x", private=(tmp_path,)), "results": 1})
+    record.write(path, {**record.header("moments", private=(tmp_path,)), "results": 1})
     found = json.loads(path.read_text())
-    assert found["command"] == "python -m tests.bench.x DIR --rounds 2"
-    assert {"benchmark", "date", "commit", "cpu", "cores", "memory_gib", "python", "versions"} <= found.keys()
+    assert found["command"] == "python -m tests.bench.moments DIR --rounds 2"
+    assert set(record.REQUIRED) <= found.keys()
+    assert found["spread"] == BENCHES["moments"].spread
     assert [f.name for f in path.parent.iterdir()] == ["x.json"]
     record.write(None, found)
+
+
+@pytest.mark.parametrize("name", [*record.REQUIRED, "results"])
+def test_a_record_without_what_a_reader_needs_is_not_written(name: str, tmp_path) -> None:
+    found = {**record.header("moments"), "results": 1}
+    del found[name]
+    with pytest.raises(ValueError, match=f"without {name}"):
+        record.write(tmp_path / "x.json", found)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

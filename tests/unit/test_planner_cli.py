@@ -48,8 +48,16 @@ class Model(pl.LightningModule):
 
 
 class Data(pl.LightningDataModule):
+    def __init__(self, source: str = "here", batch_size: int = 4):
+        super().__init__()
+        self.source, self.batch_size = source, batch_size
+
+    def prepare_data(self):
+        if self.source != "here":
+            raise OSError(f"cannot download {self.source}")
+
     def train_dataloader(self):
-        return DataLoader(TensorDataset(torch.zeros(40, 8)), batch_size=4)
+        return DataLoader(TensorDataset(torch.zeros(40, 8)), batch_size=self.batch_size)
 
 
 if __name__ == "__main__":
@@ -110,6 +118,42 @@ def test_a_plan_for_too_small_a_machine(config, capsys):
     assert "nothing fits." in text
     assert "prog: 50,688 parameters in bf16-true" in text
     assert "4,096 ranks" in text
+
+
+def test_options_of_the_program_count_over_its_files(config, capsys):
+    more = ("--", "--model.width=64", "--data.batch_size", 5, "--trainer.devices=3", "--trainer.accelerator=cpu")
+    assert run(config, "--json", *more) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["parameters"] == 8 * 64 + 64 + 3 * (64 * 64 + 64)
+    assert told["batch"] == "(5, 8) float32"
+    assert told["ranks"] == 3
+    assert run(config, "--json", "--", "--trainer.strategy.init_args.micro_batches=8") == 0
+    assert json.loads(capsys.readouterr().out)["pipeline_bubbles"]["1f1b"] == pytest.approx(1 / 9)
+
+
+@pytest.mark.parametrize(
+    ("devices", "number"), [(3, 3), ("3", 3), ([0, 2], 2), ("0,2", 2), ("auto", 0), (-1, 0), ("-1", 0), (None, 0)]
+)
+def test_devices_that_a_trainer_takes(devices, number):
+    assert plan.devices_named(devices) == number
+
+
+def test_a_program_that_cannot_begin_says_so_and_how_to_change_it(config):
+    with pytest.raises(ConfigError, match=r"prog ended with OSError .* cannot download there.* after --"):
+        run(config, "--", "--data.source=there")
+    assert run(config, "--json", "--", "--data.source=here") == 0
+
+
+def test_one_output_has_one_amount_of_states_and_traffic(config, capsys):
+    run(config, "--gpus", 64, "--scaling", "--json", "--", "--trainer.accumulate_grad_batches=2")
+    told = json.loads(capsys.readouterr().out)
+    table = {row["name"]: row for row in told["strategies"]}
+    rows = [row for row in told["scaling"] if row["ranks"] == 64]
+    assert len(rows) == 4
+    for row in rows:
+        same = table[f"zero{row['stage']}"]
+        assert row["sent_bytes"] == same["sent_bytes_per_step"]
+        assert row["state_bytes"] == sum(sum(kinds.values()) for kinds in same["states"].values())
 
 
 def test_what_is_no_program(config, tmp_path):

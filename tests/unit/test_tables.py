@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import re
 
 import pytest
 
 from tests.bench import figures
 from tests.bench.figures import documents, load, shown, untraced, value_at
-from tests.bench.record import RECORDS, ROOT
+from tests.bench.record import RECORDS, REQUIRED, ROOT
 from tests.bench.tables import DOCUMENTS, PICTURES, draw, render
 
 NOT_MEASURED: dict[str, str] = {
@@ -50,12 +52,53 @@ def test_every_exception_is_of_a_text_that_is_there() -> None:
     assert all(len(reason) > 10 for reason in NOT_MEASURED.values())
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / RECORDS).glob("*.json")), ids=lambda path: path.stem)
+RECORD_FILES = sorted((ROOT / RECORDS).glob("*.json"))
+
+
+@pytest.mark.parametrize("path", RECORD_FILES, ids=lambda path: path.stem)
 def test_a_record_says_how_it_was_made(path) -> None:
-    record = json.loads(path.read_text())
-    about = {**record.get("environment", {}), **record}  # older ones have it one level down
-    assert {"benchmark", "command", "commit", "cpu", "cores", "versions"} <= about.keys()
-    assert about["command"].startswith(("python -m tests.bench.", "python -m recipes."))
+    found = json.loads(path.read_text())
+    # Of records from before the writer asked for them, the size of the memory is not known.
+    asked = set(REQUIRED) - {"memory_gib"} - ({"python"} if "python" in found["versions"] else set())
+    assert asked <= {name for name, value in found.items() if value}, f"not in {path.name}: {asked - set(found)}"
+    assert found["command"].startswith(("python -m tests.bench.", "python -m recipes."))
+    assert datetime.date.fromisoformat(found["date"])
+    assert "torch" in found["versions"]
+
+
+@pytest.mark.parametrize("path", RECORD_FILES, ids=lambda path: path.stem)
+def test_a_record_has_the_spread_that_it_names(path) -> None:
+    found = json.loads(path.read_text())
+    kind = re.split("[: ]", found["spread"])[0]
+    if kind == "quartiles":
+        cells = json.dumps(found["results"])
+        assert '"q1"' in cells or "_q1" in cells or re.search(r"\[[\d.]+, [\d.]+, [\d.]+\]", cells)
+    elif kind == "over":
+        assert "spread" in json.dumps(found) or "noise" in json.dumps(found["results"])
+    elif kind == "none":
+        assert found["benchmark"] in {"planner", "scaling", "deepspeed_parity"}, "what is timed varies"
+    else:
+        assert kind == "unknown"
+
+
+def test_where_the_spread_is_unknown_the_text_says_so() -> None:
+    unknown = {p.name for p in RECORD_FILES if json.loads(p.read_text())["spread"].startswith("unknown")}
+    tables = 0
+    for path in documents():
+        text = path.read_text()
+        for marker in re.finditer(r"<!-- record: tests/bench/records/(\w+\.json)\S* -->", text):
+            if marker[1] in unknown:
+                tables += 1
+                before = text[: marker.start()].rstrip().split("\n\n")[-1]
+                assert "spread unknown" in before.replace("\n", " "), f"{path}: {marker[0]}"
+    assert tables >= 3
+
+
+def test_a_table_of_a_record_to_come_says_how_to_make_it() -> None:
+    text = "<!-- record: tests/bench/records/no_such_bench.json -->\n"
+    rendered = render(text)
+    assert "`python -m tests.bench no_such_bench --record`" in rendered
+    assert render(rendered) == rendered
 
 
 # --- how figures are found and shown ---------------------------------------------------------------------------------
