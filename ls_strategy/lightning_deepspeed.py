@@ -168,5 +168,6 @@ def took_default(strategy: Any, said: dict[str, Any]) -> list[str]:
     """
     if not made_by_parser():
         return []
-    values = parse_again(type(strategy), said)
-    return [name for name in said if values is None or values.get(name) == said[name]]
+    doubtful = {name: value for name, value in said.items() if name not in getattr(type(strategy), "PRESET", ())}
+    values = parse_again(type(strategy), doubtful)
+    return [name for name in doubtful if values is None or values.get(name) == doubtful[name]]
