@@ -360,6 +360,10 @@ def _convert_number(value: Any, limits: Range | None) -> float:
 def _convert_text(value: Any, _: Range | None) -> str:
     _same(value, isinstance(value, str), "a text")
     _same(value, "\0" not in value, "a text without a NUL character")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise _NoMatchError("a text of whole characters") from None
     return value
 
 
@@ -401,6 +405,9 @@ def _within(what: str, value: Any, hint: Any, name: str, limits: Range | None = 
         raise _NoMatchError(f"such that each {what} is {error}, not {show(value)}") from None
 
 
+_OF: dict[Any, str] = {str: " of texts", int: " of whole numbers", float: " of numbers"}
+
+
 def _convert_collection(value: Any, kind: type, hints: Sequence[Any], limits: Range | None, name: str) -> Any:
     if kind in (Iterable, Collection) or not hints:
         return _same(value, isinstance(value, Iterable) and not isinstance(value, (str, bytes)), "a list")
@@ -408,7 +415,7 @@ def _convert_collection(value: Any, kind: type, hints: Sequence[Any], limits: Ra
         _same(value, isinstance(value, (AbstractSet, list, tuple)), "a set")
         elements = [_within("element", each, hints[0], name, limits) for each in value]
         return frozenset(elements) if kind is frozenset else set(elements)
-    _same(value, isinstance(value, (list, tuple)), "a list")
+    _same(value, isinstance(value, (list, tuple)), f"a list{_OF.get(hints[0], '')}")
     if kind is tuple and hints[-1] is not Ellipsis:
         _same(value, len(value) == len(hints), f"a list of {len(hints)} values")
         return tuple(_within("value", v, h, name, limits) for v, h in zip(value, hints, strict=True))

@@ -33,11 +33,6 @@ class OffloadConfig:
 
     def __post_init__(self) -> None:
         """Refuse values outside their sets."""
-        if self.ratio == 0:
-            raise ConfigError(
-                "Got OffloadConfig(ratio=0), but ratio, the share of bytes that leaves the device, must be above 0. "
-                "Leave the offload option out to keep everything on the device."
-            )
         check_fields(self, ratio=above(0, 1))
 
 
