@@ -33,7 +33,6 @@ from ls_strategy.checked import hints_of
 from ls_strategy.config import ParallelConfig, ZeROConfig
 from ls_strategy.errors import LSError
 from ls_strategy.inference.sampling import SamplingConfig
-from tests.marks import slow
 
 CONFIGS = (
     ls_strategy.OffloadConfig, ls_strategy.NVMeIOConfig, ls_strategy.LossScaleConfig, ls_strategy.RecomputeConfig,
@@ -239,7 +238,7 @@ def test_a_dataclass_may_be_a_dictionary_as_in_yaml() -> None:
     assert by_dict.config == by_class.config
 
 
-@slow
+@pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_what_is_accepted_trains_or_is_refused_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One step with every value that the constructor accepts."""
