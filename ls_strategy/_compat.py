@@ -5,6 +5,7 @@ The exception is `strategy.py`, which as a subclass uses what its base class kee
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 import signal
@@ -16,6 +17,7 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -58,6 +60,7 @@ __all__ = [
     "is_mock_optimizer",
     "is_started_by_lightning",
     "load_state",
+    "made_by_parser",
     "make_wrapper",
     "metric_state",
     "migrate_checkpoint",
@@ -65,6 +68,7 @@ __all__ = [
     "onednn_linear",
     "open_sockets",
     "overwrite_saved_config",
+    "parse_again",
     "persistent_buffer_names",
     "plain_checkpoint_io",
     "raise_sigterm",
@@ -655,3 +659,41 @@ def intercept_cli(stop: Callable[[Any], None], make_trainer: Callable[[Any], Any
         yield
     finally:
         cli._run_subcommand, cli.instantiate_trainer = run, instantiate
+
+
+def made_by_parser() -> bool:
+    """Whether jsonargparse, of a LightningCLI or by itself, makes the object whose ``__init__`` runs."""
+    return any(str(frame.f_globals.get("__name__")).startswith("jsonargparse.") for frame in _callers())
+
+
+def _callers() -> Generator[FrameType, None, None]:
+    frame = inspect.currentframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def parse_again(kind: type, defaults: dict[str, Any]) -> dict[str, Any] | None:
+    """The arguments of the Trainer's strategy, of class ``kind``, as a LightningCLI parses them with other defaults.
+
+    Called while that LightningCLI makes the strategy. None without one, or if its Trainer has another strategy.
+    """
+    module = sys.modules.get("lightning.pytorch.cli")
+    made = [f for f in _callers() if module and isinstance(f.f_locals.get("self"), module.LightningCLI)]
+    outer = next((frame for frame in made if frame.f_code is module.LightningCLI.__init__.__code__), None)  # type: ignore[union-attr]
+    if outer is None:
+        return None
+    init, signature = kind.__init__, inspect.signature(kind.__init__)
+    changed = [p.replace(default=defaults.get(n, p.default)) for n, p in signature.parameters.items()]
+    cli, given = copy.copy(outer.f_locals["self"]), outer.f_locals
+    cli.parser_class = type("Again", (cli.parser_class,), {})  # jsonargparse keeps parsers, by class
+    init.__signature__ = signature.replace(parameters=changed)  # type: ignore[attr-defined]
+    try:
+        cli.setup_parser(given["run"], *cli._setup_parser_kwargs(cli.parser_kwargs))
+        cli.parse_arguments(cli.parser, given["args"])
+    finally:
+        del init.__signature__  # type: ignore[attr-defined]
+    section = cli.config[cli.config["subcommand"]] if given["run"] else cli.config
+    strategy = section["trainer"].get("strategy")
+    found = strategy.get("init_args") if hasattr(strategy, "get") else None
+    return None if found is None else {name: found.get(name) for name in defaults}

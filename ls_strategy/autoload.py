@@ -4,6 +4,7 @@ The one invariant: nothing here can make ``import torch`` or ``import lightning`
 
     import torch ── entry point "torch.backends" ──> install() ──> one finder on sys.meta_path
     import lightning.pytorch ... strategies has executed ──> register(StrategyRegistry)
+    import lightning.pytorch.cli ... has executed ──> import ls_strategy.aliases, for its parser
     Trainer(strategy="zero2") ── StrategyRegistry.get ──> ls_strategy.strategy is imported, now
 
 torch means that entry point group for device back ends. It is the only place from which a package is told in time:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["ALIASES", "install", "register"]
 
 _STRATEGIES_MODULE = "lightning.pytorch.strategies"
+_CLI_MODULE = "lightning.pytorch.cli"
 
 ALIASES: dict[str, dict[str, object]] = {
     "zero0": {"stage": 0},
@@ -86,6 +88,8 @@ def install() -> None:
         registry = getattr(sys.modules.get(_STRATEGIES_MODULE), "StrategyRegistry", None)
         if registry is not None:
             register(registry)
+        if _CLI_MODULE in sys.modules:
+            _load_aliases(sys.modules[_CLI_MODULE])
         if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
             sys.meta_path.insert(0, _Finder())
 
@@ -99,6 +103,39 @@ def register(registry: _Registry | None = None) -> None:
         if name not in taken:
             arguments = ", ".join(f"{key}={value!r}" for key, value in init_params.items())
             registry.register(name, _create, description=f"ZeROStrategy({arguments})", override=False, **init_params)
+    available = type(registry).available_strategies
+    registry.available_strategies = lambda: _Names(available(registry))  # type: ignore[method-assign]
+
+
+class _Names(list[str]):
+    """Names of strategies. To ask for one that is nearly one of ours is an error that says so.
+
+    Lightning asks before it says that a name is not valid, with examples that are not ours.
+    """
+
+    def __contains__(self, name: object) -> bool:
+        if super().__contains__(name) or not isinstance(name, str):
+            return super().__contains__(name)
+        import difflib
+
+        near = difflib.get_close_matches(name, self, n=1, cutoff=0.6)
+        if not name.startswith("zero") and (not near or near[0] not in ALIASES):
+            return False
+        from ls_strategy.errors import ConfigError
+
+        ours = [alias for alias in ALIASES if "strategy" not in alias]
+        cure = next((alias for alias in near if alias in ALIASES), "zero3")
+        raise ConfigError(
+            f"Got strategy={name!r}, but it is not the name of a strategy. Set strategy={cure!r}; the names of "
+            f"ls_strategy are {', '.join(ours)}."
+        )
+
+
+def _load_aliases(_: ModuleType) -> None:
+    """Load the aliases as classes. A program with LightningCLI pays for it, which has torch and Lightning anyway."""
+    from importlib import import_module
+
+    import_module("ls_strategy.aliases")
 
 
 def _lightning_registry() -> _Registry:
@@ -114,35 +151,43 @@ def _create(**init_params: object) -> ZeROStrategy:
     return ZeROStrategy(**init_params)  # pyright: ignore[reportArgumentType]  (the table's values; tests check them)
 
 
+def _register_module(module: ModuleType) -> None:
+    register(module.StrategyRegistry)
+
+
+_AFTER: dict[str, Callable[[ModuleType], None]] = {_STRATEGIES_MODULE: _register_module, _CLI_MODULE: _load_aliases}
+"""What is done as soon as a module has executed."""
+
+
 class _Finder:
-    """Finds `lightning.pytorch.strategies` as the other finders do, and registers after it has executed."""
+    """Finds modules of Lightning as the other finders do, and acts after they have executed."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != _STRATEGIES_MODULE:
+        if fullname not in _AFTER:
             return None
         with _harmless():
             for finder in sys.meta_path:
                 spec = None if finder is self else finder.find_spec(fullname, path, target)
                 if spec is not None:
-                    _register_after(spec.loader)
+                    _act_after(spec.loader, _AFTER[fullname])
                     return spec
         return None
 
 
-def _register_after(loader: Loader | None) -> None:
-    """Let ``loader`` call `register` when it has executed its module."""
+def _act_after(loader: Loader | None, action: Callable[[ModuleType], None]) -> None:
+    """Let ``loader`` call ``action`` when it has executed its module."""
     if loader is None:
         return
     execute = loader.exec_module
 
-    def execute_and_register(module: ModuleType) -> None:
+    def execute_and_act(module: ModuleType) -> None:
         execute(module)
         with _harmless():
-            register(module.StrategyRegistry)
+            action(module)
 
-    loader.exec_module = execute_and_register
+    loader.exec_module = execute_and_act
 
 
 @contextlib.contextmanager

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
 
+from ls_strategy.checked import above, at_least, check_fields
 from ls_strategy.errors import ConfigError
 
 ZeroStage = Literal[0, 1, 2, 3]
@@ -13,6 +15,10 @@ ReduceDtype = Literal["fp32", "compute"]
 TierName = Literal["device", "cpu", "nvme"]
 MomentFormat = Literal["fp32", "bf16", "int8"]
 StepDevice = Literal["auto", "cpu", "device"]
+Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipe_v"]
+
+_AXES = ("tensor", "sequence", "expert", "pipeline")
+_MOST_RANKS = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,13 +33,7 @@ class OffloadConfig:
 
     def __post_init__(self) -> None:
         """Refuse values outside their sets."""
-        if self.tier not in ("cpu", "nvme"):
-            raise ConfigError(f"offload tier={self.tier!r}: states go to 'cpu' or to 'nvme'.")
-        if not 0.0 < self.ratio <= 1.0:
-            raise ConfigError(
-                f"offload ratio={self.ratio}: the share of bytes that leaves the device is above 0 and at most 1. "
-                "Leave the offload option out to keep everything on the device."
-            )
+        check_fields(self, ratio=above(0, 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,14 +54,12 @@ class NVMeIOConfig:
 
     def __post_init__(self) -> None:
         """Refuse values that no file can be read with."""
-        if self.block_bytes < 4096 or self.block_bytes % 4096:
-            raise ConfigError(
-                f"nvme_io.block_bytes={self.block_bytes}: direct I/O moves whole pages; use a multiple of 4096."
-            )
-        if self.parallelism < 1 or self.queue_depth < 1:
-            raise ConfigError(
-                f"nvme_io.parallelism={self.parallelism}, queue_depth={self.queue_depth}: both must be at least 1."
-            )
+        check_fields(
+            self,
+            block_bytes=at_least(4096, 1 << 30, multiple_of=4096),  # direct I/O moves whole pages
+            parallelism=at_least(1, 1024),
+            queue_depth=at_least(1, 65536),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,15 +86,15 @@ class LossScaleConfig:
 
     def __post_init__(self) -> None:
         """Refuse values that cannot scale a loss."""
-        if self.static is not None and not self.static > 0:
-            raise ConfigError(
-                f"loss_scale.static={self.static}: a loss scale must be > 0. Use None for a dynamic scale."
-            )
-        if self.window < 1 or self.hysteresis < 1 or not self.min_scale > 0:
-            raise ConfigError(
-                f"loss_scale window={self.window}, hysteresis={self.hysteresis}, min_scale={self.min_scale}: "
-                "window and hysteresis must be at least 1 and min_scale above 0."
-            )
+        largest = 2.0**127  # of a power of two in fp32
+        check_fields(
+            self,
+            static=above(0, largest),
+            initial_power=at_least(-126, 127),
+            window=at_least(1),
+            hysteresis=at_least(1),
+            min_scale=above(0, largest),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,27 +168,16 @@ class ZeROConfig:
 
     def __post_init__(self) -> None:
         """Refuse values outside their sets."""
-        if self.stage not in get_args(ZeroStage):
-            raise ConfigError(
-                f"stage={self.stage!r}: the ZeRO stages are 0 (plain data parallel), 1, 2 and 3. "
-                "Offload and NVMe are separate options, not stages."
-            )
-        if self.reduce_dtype not in get_args(ReduceDtype):
-            raise ConfigError(f"reduce_dtype={self.reduce_dtype!r}: use one of {get_args(ReduceDtype)}.")
-        if self.prefetch_units < 0 or self.min_unit_numel < 0:
-            raise ConfigError(
-                f"prefetch_units={self.prefetch_units}, min_unit_numel={self.min_unit_numel}: neither may be negative."
-            )
-        for name in ("unit_classes", "fp32_modules"):
-            if isinstance(getattr(self, name), str):
-                raise ConfigError(f"{name}={getattr(self, name)!r}: give a list of class names, not one string.")
+        check_fields(
+            self,
+            named=False,
+            min_unit_numel=at_least(0),
+            prefetch_units=at_least(0),
+            delayed_update_after=at_least(1),
+        )
         self._check_offload()
 
     def _check_offload(self) -> None:
-        if self.moments not in get_args(MomentFormat):
-            raise ConfigError(f"moments={self.moments!r}: use one of {get_args(MomentFormat)}.")
-        if self.step_on not in get_args(StepDevice):
-            raise ConfigError(f"step_on={self.step_on!r}: use one of {get_args(StepDevice)}.")
         if self.offloads and self.stage == 0:
             raise ConfigError(
                 "offload with stage=0: every rank would keep and update a copy of all states on its host. Use stage 1, "
@@ -207,10 +194,10 @@ class ZeROConfig:
                 "offload_optimizer too."
             )
         after = self.delayed_update_after
-        if after is not None and (after < 1 or self.offload_optimizer is None or self.stage == 3):
+        if after is not None and (self.offload_optimizer is None or self.stage == 3):
             raise ConfigError(
-                f"delayed_update_after={after} with stage={self.stage}: it needs at least 1 step of warm-up, "
-                "offload_optimizer, and stage 1 or 2, where weights of the last step are kept apart from the masters."
+                f"delayed_update_after={after} with stage={self.stage}: it needs offload_optimizer, and stage 1 or 2, "
+                "where weights of the last step are kept apart from the masters."
             )
 
 
@@ -221,7 +208,7 @@ class ParallelConfig:
     tensor_parallel_size: int = 1
     """Ranks that divide the layers among them."""
 
-    tensor_parallel_plan: Any = "auto"
+    tensor_parallel_plan: Literal["auto"] | Mapping[str, Any] = "auto"
     """``auto``, or ``{pattern of module names: style}``."""
 
     tensor_parallel_sequence: bool = False
@@ -242,7 +229,7 @@ class ParallelConfig:
     micro_batch_size: int | None = None
     """Samples of each of them, in place of their number."""
 
-    pipeline_schedule: str = "1f1b"
+    pipeline_schedule: Schedule = "1f1b"
     """Order of forwards and backwards, see `ls_strategy.parallel.pipeline.schedules`."""
 
     pipeline_partition: str = "parameters"
@@ -256,34 +243,48 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         """Refuse values outside their sets."""
-        for name in (f"{axis}_parallel_size" for axis in ("tensor", "sequence", "expert", "pipeline")):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: 1 is without, 2 divides by two, and so on.")
+        sizes = dict.fromkeys((f"{axis}_parallel_size" for axis in _AXES), at_least(1, _MOST_RANKS))
+        counts = dict.fromkeys(("micro_batches", "micro_batch_size", "pipeline_stages_per_rank"), at_least(1, 1 << 20))
+        check_fields(self, named=False, **sizes, **counts)
         plan = self.tensor_parallel_plan
-        if plan != "auto" and not isinstance(plan, Mapping):
-            raise ConfigError(
-                f"tensor_parallel_plan={plan!r}: give 'auto', or module names and styles, for example "
-                "{'blocks.*.up': 'column', 'blocks.*.down': 'row'}."
-            )
         partition = self.pipeline_partition
         if partition not in ("parameters", "uniform", "flops") and not partition.startswith("type:"):
             raise ConfigError(
                 f"pipeline_partition={partition!r}: balance 'parameters', 'flops', numbers of blocks ('uniform'), or "
                 "of blocks whose class matches ('type:Block')."
             )
-        if self.micro_batches is not None and self.micro_batches < 1:
-            raise ConfigError(f"micro_batches={self.micro_batches}: at least one part of a batch is under way.")
-        if self.micro_batch_size is not None and self.micro_batch_size < 1:
-            raise ConfigError(f"micro_batch_size={self.micro_batch_size}: at least one sample at a time.")
-        if self.pipeline_parallel_size == 1 and (self.micro_batches or self.micro_batch_size):
-            raise ConfigError(
-                "micro_batches divides a batch for a pipeline, and pipeline_parallel_size is 1. To add up gradients of "
-                "several batches, use Trainer(accumulate_grad_batches=...)."
-            )
+        if partition.startswith("type:"):
+            _check_pattern(partition)
+        if self.pipeline_parallel_size == 1:
+            self._check_no_pipeline()
         if self.tensor_parallel_size == 1 and (self.tensor_parallel_sequence or plan != "auto"):
             raise ConfigError(
                 "tensor_parallel_plan and tensor_parallel_sequence need tensor_parallel_size of 2 or more; it is 1."
             )
+
+    def _check_no_pipeline(self) -> None:
+        if self.micro_batches or self.micro_batch_size:
+            raise ConfigError(
+                "micro_batches divides a batch for a pipeline, and pipeline_parallel_size is 1. To add up gradients of "
+                "several batches, use Trainer(accumulate_grad_batches=...)."
+            )
+        defaults = {field.name: field.default for field in fields(self)}
+        for name in ("pipeline_schedule", "pipeline_partition", "pipeline_stages_per_rank", "pipeline_blocks"):
+            if getattr(self, name) != defaults[name]:
+                raise ConfigError(
+                    f"Got {name}={getattr(self, name)!r}, but it requires a pipeline, and pipeline_parallel_size is 1. "
+                    f"Set pipeline_parallel_size=2 or more, or leave {name} out."
+                )
+
+
+def _check_pattern(partition: str) -> None:
+    try:
+        re.compile(partition.removeprefix("type:"))
+    except re.error as error:
+        raise ConfigError(
+            f"Got pipeline_partition={partition!r}, but what follows type: must be a regular expression ({error}). Set "
+            "a class name, for example pipeline_partition='type:Block'."
+        ) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,17 +306,7 @@ class RecomputeConfig:
 
     def __post_init__(self) -> None:
         """Refuse values outside their sets."""
-        if self.policy not in ("full", "selective"):
-            raise ConfigError(
-                f"activation checkpointing policy={self.policy!r}: 'full' recomputes everything in a module, "
-                "'selective' keeps what is expensive to compute."
-            )
-        for name in ("classes", "keep"):
-            if isinstance(getattr(self, name), str):
-                raise ConfigError(f"{name}={getattr(self, name)!r}: give a list of names, not one string.")
-            object.__setattr__(self, name, tuple(getattr(self, name)))  # LightningCLI gives lists
-        if self.every < 1:
-            raise ConfigError(f"activation checkpointing every={self.every}: 1 recomputes every module, 2 every other.")
+        check_fields(self, every=at_least(1))
         if self.policy == "selective" and not self.keep:
             raise ConfigError("policy='selective' with an empty keep keeps nothing: use policy='full'.")
 
@@ -339,10 +330,5 @@ class ActivationOffloadConfig:
 
     def __post_init__(self) -> None:
         """Refuse values outside their sets."""
-        if self.tier not in ("cpu", "nvme"):
-            raise ConfigError(f"activation offload tier={self.tier!r}: activations go to 'cpu' or to 'nvme'.")
-        if self.min_bytes < 0 or self.in_flight_bytes < 0 or self.staging_bytes < 0:
-            raise ConfigError(
-                f"activation offload min_bytes={self.min_bytes}, in_flight_bytes={self.in_flight_bytes}, "
-                f"staging_bytes={self.staging_bytes}: none may be negative."
-            )
+        size = at_least(0)
+        check_fields(self, min_bytes=size, in_flight_bytes=size, staging_bytes=size)

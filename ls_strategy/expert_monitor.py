@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ls_strategy.axis import Axis, Waits
-from ls_strategy.errors import ConfigError
+from ls_strategy.checked import at_least, checked
 from ls_strategy.moe.sparse import SparseLayer
 from ls_strategy.strategy import ZeROStrategy
 
@@ -88,6 +88,7 @@ class ExpertMonitor(Callback):
     reads_weights = False
     reads_gradients = False
 
+    @checked(every_n_steps=at_least(1), picture_every_n_steps=at_least(1))
     def __init__(self, every_n_steps: int | None = None, picture_every_n_steps: int = 100) -> None:
         """Choose how often.
 
@@ -98,11 +99,6 @@ class ExpertMonitor(Callback):
         Raises:
             ConfigError: a number below 1.
         """
-        if picture_every_n_steps < 1 or (every_n_steps is not None and every_n_steps < 1):
-            raise ConfigError(
-                f"ExpertMonitor(every_n_steps={every_n_steps}, picture_every_n_steps={picture_every_n_steps}): "
-                "at least 1 each."
-            )
         self.every_n_steps = every_n_steps
         self.picture_every_n_steps = picture_every_n_steps
         self._layers: dict[str, SparseLayer] = {}

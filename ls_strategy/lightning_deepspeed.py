@@ -25,7 +25,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from ls_strategy._compat import tree_iter
+from ls_strategy._compat import made_by_parser, parse_again, tree_iter
 from ls_strategy.deepspeed.config import Translation
 from ls_strategy.deepspeed.schedules import Schedule
 from ls_strategy.errors import ConfigError
@@ -154,3 +154,20 @@ def _learning_rate(module: pl.LightningModule) -> Any:
             if hasattr(holder, name):
                 return getattr(holder, name)
     return None
+
+
+def took_default(strategy: Any, said: dict[str, Any]) -> list[str]:
+    """Return the arguments of a strategy in the making that nobody wrote: a LightningCLI passes every default.
+
+    To tell, the same command line and files are parsed again, with what the DeepSpeed configuration says as defaults:
+    an option that somebody wrote does not follow.
+
+    Args:
+        strategy: in its ``__init__``.
+        said: by argument, what the DeepSpeed configuration says; each was passed with the value of its default.
+    """
+    if not made_by_parser():
+        return []
+    doubtful = {name: value for name, value in said.items() if name not in getattr(type(strategy), "PRESET", ())}
+    values = parse_again(type(strategy), doubtful)
+    return [name for name in doubtful if values is None or values.get(name) == doubtful[name]]

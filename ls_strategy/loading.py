@@ -11,12 +11,14 @@ import lightning.pytorch as pl
 import torch
 
 from ls_strategy._compat import load_state, migrate_checkpoint
+from ls_strategy.checked import checked
 from ls_strategy.checkpoint.source import is_folder, open_folder, read_checkpoint
 from ls_strategy.errors import CheckpointError
 
 Module = TypeVar("Module", bound=pl.LightningModule)
 
 
+@checked()
 def load_from_checkpoint(
     module_class: type[Module],
     path: str | os.PathLike[str],

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ls_strategy._compat import unwrap_optimizer
+from ls_strategy.checked import checked
 from ls_strategy.errors import ConfigError
 from ls_strategy.precision import PRECISIONS, PrecisionPolicy, resolve_precision
 
@@ -34,6 +35,7 @@ class ZeROPrecision(Precision):
     where the Trainer turns the string ``16-mixed`` into ``bf16-mixed``.
     """
 
+    @checked()
     def __init__(self, precision: str = "32-true") -> None:
         """Check the name.
 

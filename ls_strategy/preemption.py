@@ -22,6 +22,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ls_strategy import _compat as compat
+from ls_strategy.checked import at_least, checked
 from ls_strategy.checkpoint.commit import newest
 from ls_strategy.errors import CheckpointError, ConfigError
 from ls_strategy.slurm import job
@@ -65,6 +66,7 @@ class PreemptionHandler(Callback):
     reads_weights = False
     reads_gradients = False
 
+    @checked(check_every_s=at_least(0), minutes_before_end=at_least(0))
     def __init__(
         self,
         dirpath: str | os.PathLike[str] | None = None,
@@ -93,11 +95,6 @@ class PreemptionHandler(Callback):
         Raises:
             ConfigError: an unknown signal, or a negative time.
         """
-        if check_every_s < 0 or minutes_before_end < 0:
-            raise ConfigError(
-                f"PreemptionHandler(check_every_s={check_every_s}, minutes_before_end={minutes_before_end}): "
-                "times are not negative."
-            )
         self.dirpath = dirpath
         self.signals = _parse_signals(signals)
         self.check_every_s = check_every_s

@@ -58,6 +58,7 @@ from ls_strategy._compat import (
     unwrap_optimizer,
 )
 from ls_strategy.activations.places import Drive
+from ls_strategy.checked import checked
 from ls_strategy.checkpoint.background import BackgroundSaver
 from ls_strategy.checkpoint.commit import link as link_checkpoint
 from ls_strategy.checkpoint.commit import recover
@@ -83,7 +84,7 @@ from ls_strategy.launcher import VARIABLE as LAUNCHER
 from ls_strategy.launcher import LauncherWatch, end_processes
 from ls_strategy.layout import TensorPart
 from ls_strategy.lightning_checkpoints import Collection
-from ls_strategy.lightning_deepspeed import DeepSpeedConfiguration
+from ls_strategy.lightning_deepspeed import DeepSpeedConfiguration, took_default
 from ls_strategy.lockstep import Lockstep
 from ls_strategy.parallel.dtensor import has_dtensors
 from ls_strategy.planner.choice import Question, candidate_of, choose, explain, smallest
@@ -190,7 +191,8 @@ class ZeROStrategy(DDPStrategy):
         start_method: how ranks are started when no launcher did: ``popen``, ``spawn``, ``fork``, ``forkserver``.
     """
 
-    @takes_deepspeed_config
+    @takes_deepspeed_config(took_default)
+    @checked(("deepspeed_config",))
     def __init__(
         self,
         stage: Literal[0, 1, 2, 3, "auto"] = 3,
@@ -244,9 +246,6 @@ class ZeROStrategy(DDPStrategy):
         self._deepspeed = (
             DeepSpeedConfiguration(deepspeed_config) if isinstance(deepspeed_config, Translation) else None
         )
-        for name, value in (("unit_classes", unit_classes), ("fp32_modules", fp32_modules)):
-            if isinstance(value, str):
-                raise ConfigError(f"{name}={value!r}: give a list of class names, for example [{value!r}].")
         self.auto = stage == "auto"
         """Whether `setup` is still to choose; until then this is stage 3, which builds on the meta device."""
         self.config = ZeROConfig(
@@ -298,12 +297,6 @@ class ZeROStrategy(DDPStrategy):
                 'stage="auto" chooses offload by itself, and does not plan for layers, sequences, experts or blocks '
                 "that are divided over ranks. Leave those options out, or name a stage."
             )
-        for option, given, known in (
-            ("save_as", save_as, ("sharded", "file")),
-            ("on_save_error", on_save_error, ("raise", "continue")),
-        ):
-            if given not in known:
-                raise ConfigError(f"{option}={given!r}: choose {known[0]!r} or {known[1]!r}.")
         if pipeline_parallel_size > 1 and save_as == "file":
             raise ConfigError(
                 'save_as="file" with pipeline_parallel_size: no rank has all layers. Save folders (the default); '

@@ -11,8 +11,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from ls_strategy.callbacks.sharded import zero_strategy
+from ls_strategy.checked import at_least, between, checked
 from ls_strategy.checkpoint.full import full_state_dict, masters_from_state_dict
-from ls_strategy.errors import ConfigError
 
 
 class ShardedEMA(Callback):
@@ -25,6 +25,7 @@ class ShardedEMA(Callback):
     reads_weights = False
     reads_gradients = False
 
+    @checked(decay=between(0, 1), every_n_steps=at_least(1))
     def __init__(self, decay: float = 0.999, every_n_steps: int = 1, validate_with_average: bool = True) -> None:
         """Choose the horizon.
 
@@ -33,11 +34,6 @@ class ShardedEMA(Callback):
             every_n_steps: optimizer steps between updates.
             validate_with_average: run validation with the average in place of the weights.
         """
-        if not 0.0 <= decay <= 1.0 or every_n_steps < 1:
-            raise ConfigError(
-                f"ShardedEMA(decay={decay}, every_n_steps={every_n_steps}): "
-                "decay must be in [0, 1] and every_n_steps at least 1."
-            )
         self.decay = decay
         self.every_n_steps = every_n_steps
         self.validate_with_average = validate_with_average

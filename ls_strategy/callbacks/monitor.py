@@ -23,7 +23,8 @@ from ls_strategy._compat import around_fetches, tree_iter
 from ls_strategy.callbacks.intervals import GIB, MIB, FitTable, Interval, Sample
 from ls_strategy.callbacks.sharded import zero_strategy
 from ls_strategy.callbacks.step_trace import RankTrace, merged
-from ls_strategy.errors import ConfigError, PlanError, StateError
+from ls_strategy.checked import above, at_least, checked
+from ls_strategy.errors import PlanError, StateError
 from ls_strategy.spans import DATA, VALIDATION, Record, Recorder, Window
 from ls_strategy.strategy import ZeROStrategy
 
@@ -78,6 +79,7 @@ class Monitor(Callback):
     reads_weights = False
     reads_gradients = False  # the norm comes from the strategy
 
+    @checked(peak_tflops=above(0), trace_step=at_least(1))
     def __init__(self, peak_tflops: float | None = None, *, trace_step: int | None = None) -> None:
         """Nothing is needed.
 
@@ -86,10 +88,6 @@ class Monitor(Callback):
             trace_step: write ``trace_step<N>.json`` beside the logs: all that all ranks did in the step after which
                 ``trainer.global_step`` is N, and memory by category, for https://ui.perfetto.dev.
         """
-        if peak_tflops is not None and not peak_tflops > 0:
-            raise ConfigError(f"peak_tflops={peak_tflops}: give the device's peak in 10^12 FLOP/s, above 0.")
-        if trace_step is not None and trace_step < 1:
-            raise ConfigError(f"trace_step={trace_step}: give the number of a step, from 1.")
         self.peak_tflops = peak_tflops
         self.trace_step = trace_step
         self._recorder: Recorder | None = None

@@ -10,7 +10,8 @@ from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
 from ls_strategy.callbacks.sharded import zero_strategy
-from ls_strategy.errors import ConfigError, PlanError
+from ls_strategy.checked import at_least, checked
+from ls_strategy.errors import PlanError
 from ls_strategy.lightning_pipeline import Pipeline
 from ls_strategy.parallel.pipeline import timeline
 
@@ -26,14 +27,13 @@ class PipelineTimeline(Callback):
     reads_weights = False
     reads_gradients = False
 
+    @checked(every_n_steps=at_least(1))
     def __init__(self, every_n_steps: int = 100) -> None:
         """Choose how often.
 
         Args:
             every_n_steps: optimizer steps between two pictures; the first one is of the second step.
         """
-        if every_n_steps < 1:
-            raise ConfigError(f"PipelineTimeline(every_n_steps={every_n_steps}): at least 1.")
         self.every_n_steps = every_n_steps
 
     def _pipeline(self, trainer: pl.Trainer) -> Pipeline:

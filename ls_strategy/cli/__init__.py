@@ -6,6 +6,8 @@ Torch is imported when a subcommand runs, so that ``--help`` answers at once.
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import sys
 from collections.abc import Sequence
 
@@ -16,17 +18,39 @@ SUBCOMMANDS = (bench_inference, consolidate, doctor, inspect, plan, submit, tune
 """Modules with ``add(subcommands)``, which adds a parser whose ``run`` takes the arguments and returns the status."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand; returns the exit status: 0, or 1 after an error, which is printed."""
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of all subcommands."""
     parser = argparse.ArgumentParser(prog="ls-strategy", description="Tools around ZeROStrategy.")
     subcommands = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
     for module in SUBCOMMANDS:
         module.add(subcommands)
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand; returns the exit status: 0, or 1 after an error, which is printed."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names of files need not be text
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = make_parser()
+    for word in words[: words.index("--") if "--" in words else None]:
+        if word.startswith("--") and word.endswith("=--"):
+            parser.error(f"argument {word[:-3]}: expected a value")  # argparse takes it for none, unchecked
+    args = parser.parse_args(words)
     try:
         return args.run(args)
     except LSError as error:
         print(f"ls-strategy {args.subcommand}: error: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # who read along has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:  # a file that cannot be read, a disk that is full
+        print(f"ls-strategy {args.subcommand}: error: {error}. Check the path, and its rights.", file=sys.stderr)
+        return 1
+    except MemoryError:
+        print(f"ls-strategy {args.subcommand}: error: out of memory. Give smaller numbers.", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"ls-strategy {args.subcommand}: interrupted", file=sys.stderr)

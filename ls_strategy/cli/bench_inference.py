@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ls_strategy.checked import accept, at_least
+from ls_strategy.cli import arguments
 from ls_strategy.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,25 +35,39 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     )
     parser.add_argument(
         "model",
-        type=Path,
+        type=arguments.path,
         help="folder of transformers, with weights, or its config.json: random weights; or with --module a checkpoint",
     )
     parser.add_argument(
         "--module", metavar="CLASS", help="LightningModule of a checkpoint: recipes.gpt.model.GPTModule"
     )
-    parser.add_argument("--batch", type=int, default=1, help="rows (default: %(default)s)")
-    parser.add_argument("--prompt-length", type=int, default=32, metavar="N", help="tokens (default: %(default)s)")
-    parser.add_argument("--new-tokens", type=int, default=32, metavar="N", help="of each row (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="how often (default: %(default)s)")
+    parser.add_argument("--batch", type=arguments.whole(), default=1, help="rows (default: %(default)s)")
+    parser.add_argument(
+        "--prompt-length", type=arguments.whole(), default=32, metavar="N", help="tokens (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--new-tokens", type=arguments.whole(), default=32, metavar="N", help="of each row (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rounds", type=arguments.whole(), default=3, metavar="N", help="how often (default: %(default)s)"
+    )
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="of the weights (default: as they are)")
     parser.add_argument("--quantize", choices=("int8", "int4"), help="linear layers in 8 or 4 bits")
     parser.add_argument("--offload", choices=("cpu", "nvme"), help="where the weights of blocks rest")
-    parser.add_argument("--nvme-path", type=Path, metavar="DIR", help="folder on the drive, for --offload nvme")
-    parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="ranks (default: %(default)s)")
+    parser.add_argument(
+        "--nvme-path", type=arguments.path, metavar="DIR", help="folder on the drive, for --offload nvme"
+    )
+    parser.add_argument(
+        "--tensor-parallel-size", type=arguments.whole(), default=1, metavar="N", help="ranks (default: %(default)s)"
+    )
     parser.add_argument("--device", default="cpu", help="cpu, or cuda (default: %(default)s)")
-    parser.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 text, to measure perplexity on")
-    parser.add_argument("--context", type=int, metavar="N", help="tokens of a window (default: 128 at most)")
-    parser.add_argument("--windows", type=int, default=64, metavar="N", help="windows at most (default: %(default)s)")
+    parser.add_argument("--text", type=arguments.path, metavar="FILE", help="UTF-8 text, to measure perplexity on")
+    parser.add_argument(
+        "--context", type=arguments.whole(), metavar="N", help="tokens of a window (default: 128 at most)"
+    )
+    parser.add_argument(
+        "--windows", type=arguments.whole(), default=64, metavar="N", help="windows at most (default: %(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
@@ -129,7 +145,7 @@ def _check(args: argparse.Namespace) -> None:
     for option, (path, kind) in wanted.items():
         if path is not None and not path.exists():
             raise ConfigError(f"{option}: {str(path)!r} does not exist, as seen from {Path.cwd()}. Give {kind}.")
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    ranks = _variable("WORLD_SIZE", 1)
     if args.tensor_parallel_size < 1 or ranks % args.tensor_parallel_size:
         raise ConfigError(
             f"--tensor-parallel-size {args.tensor_parallel_size} does not divide the {ranks} ranks of this run. Start "
@@ -139,7 +155,7 @@ def _check(args: argparse.Namespace) -> None:
 
 def _join() -> int:
     """Join the process group that torchrun has told of; this rank."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if _variable("WORLD_SIZE", 1) == 1:
         return 0
     import torch
     from torch import distributed as dist
@@ -152,9 +168,19 @@ def _join() -> int:
 def _device(name: str) -> torch.device:
     import torch
 
+    from ls_strategy.inference.stream import usable_device
+
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch finds no GPU here. Leave it out to measure the CPU.")
-    return torch.device(name, int(os.environ.get("LOCAL_RANK", "0"))) if name == "cuda" else torch.device(name)
+    if name == "meta":
+        raise ConfigError("Got --device meta, but there nothing is computed. Leave it out to measure the CPU.")
+    return usable_device(f"cuda:{_variable('LOCAL_RANK', 0)}" if name == "cuda" else name, "--device")
+
+
+def _variable(name: str, least: int) -> int:
+    """Return a whole number that a launcher has put into the environment."""
+    text = os.environ.get(name, "")
+    return accept(name, int(text) if text.strip().isdecimal() else text, int, at_least(least)) if text else least
 
 
 class _Progress:
@@ -224,7 +250,7 @@ def _of_checkpoint(path: Path, name: str) -> nn.Module:
     try:
         sys.path.insert(0, str(Path.cwd()))  # as python -m does, from where recipes are found
         found = getattr(importlib.import_module(owner), cls)
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:  # whatever the user's module raises
         raise ConfigError(f"--module {name}: {error}. Give an importable class, package.module.Class.") from error
     finally:
         sys.path.pop(0)
@@ -261,7 +287,14 @@ def _tokens(args: argparse.Namespace, model: nn.Module, vocabulary: int) -> Tens
 
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise ConfigError("--text: an encoder-decoder model continues no text. Leave it out.")
-    text = args.text.read_text(encoding="utf-8")
+    try:
+        text = args.text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"Got --text {args.text}, but it cannot be read as UTF-8: {error}. Give a text file."
+        ) from None
+    if not text:
+        raise ConfigError(f"Got --text {args.text}, but the file is empty. Give a text.")
     if args.module is None and args.model.is_dir() and any(args.model.glob("tokenizer*")):
         import transformers  # pyright: ignore[reportMissingImports]
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from pathlib import Path
 
+from ls_strategy.checked import above
+from ls_strategy.cli import arguments
 from ls_strategy.errors import ConfigError
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -21,15 +22,19 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "from, or its weights as safetensors. Needs memory for a part of one tensor. --format ckpt builds the objects "
         "in the checkpoint, as torch.load(weights_only=False) does: only for checkpoints that you trust.",
     )
-    parser.add_argument("source", metavar="DIR", help="checkpoint folder (or file)")
-    parser.add_argument("target", metavar="OUT", type=Path, help="file; with --format safetensors, folder")
+    parser.add_argument("source", metavar="DIR", type=arguments.location, help="checkpoint folder (or file)")
+    parser.add_argument("target", metavar="OUT", type=arguments.path, help="file; with --format safetensors, folder")
     parser.add_argument(
         "--format", choices=("ckpt", "safetensors"), default="ckpt", help="what to write (default: %(default)s)"
     )
     parser.add_argument("--weights-only", action="store_true", help="ckpt: without optimizers and callbacks")
     parser.add_argument("--dtype", choices=("keep", *DTYPES), default="keep", help="safetensors: of the weights")
     parser.add_argument(
-        "--max-shard-gb", type=float, default=5.0, metavar="GB", help="safetensors: largest file (default: %(default)s)"
+        "--max-shard-gb",
+        type=arguments.number(above(0, 1e6)),
+        default=5.0,
+        metavar="GB",
+        help="safetensors: largest file (default: %(default)s)",
     )
     parser.add_argument(
         "--rename",
@@ -64,8 +69,6 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--weights-only is an option of --format ckpt; safetensors hold nothing but weights.")
     if not all("=" in pair for pair in args.rename):
         raise ConfigError(f"--rename {' '.join(args.rename)}: give OLD=NEW, a beginning of names and what replaces it.")
-    if args.max_shard_gb <= 0:
-        raise ConfigError(f"--max-shard-gb {args.max_shard_gb:g}: a file's size is above 0.")
 
     progress = ProgressLine(str(args.target))
     if theirs:

@@ -6,6 +6,8 @@ import argparse
 import json
 import sys
 
+from ls_strategy.checked import above
+from ls_strategy.cli import arguments
 from ls_strategy.doctor.examine import TOPICS
 from ls_strategy.doctor.finding import Finding
 
@@ -27,7 +29,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument("--skip", nargs="+", default=[], metavar="CHECK", help="leave these out")
     parser.add_argument(
         "--timeout-s",
-        type=float,
+        type=arguments.number(above(0, 86400)),
         default=60.0,
         metavar="SECONDS",
         help="for two ranks to answer (default: %(default)s)",
@@ -39,10 +41,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 def run(args: argparse.Namespace) -> int:
     """Look, and print. The status is 1 if there is a problem."""
     from ls_strategy.doctor.examine import checks, choose, examine
-    from ls_strategy.errors import ConfigError
 
-    if args.timeout_s <= 0:
-        raise ConfigError(f"--timeout-s {args.timeout_s}: give seconds above 0.")
     chosen = choose(checks(nvme_path=args.nvme_path, timeout_s=args.timeout_s), only=args.only, skip=args.skip)
     table = _Table(silent=args.json)
     findings = examine(chosen, table.add, table.progress)

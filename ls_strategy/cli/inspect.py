@@ -6,6 +6,8 @@ import argparse
 import json
 import sys
 
+from ls_strategy.cli import arguments
+
 
 def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """``inspect``: what a checkpoint folder contains."""
@@ -16,7 +18,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "folder is not a committed checkpoint, or a file is missing or has another size. No tensor is read and no "
         "object of the checkpoint is built.",
     )
-    parser.add_argument("path", metavar="DIR", help="checkpoint folder")
+    parser.add_argument("path", metavar="DIR", type=arguments.location, help="checkpoint folder")
     parser.add_argument("--tensors", action="store_true", help="list every tensor with shape, dtype and size")
     parser.add_argument("--verify", action="store_true", help="read every file and compare its checksums")
     parser.add_argument("--json", action="store_true", help="print JSON, with every tensor")

@@ -13,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ls_strategy.checked import accept, at_least
+from ls_strategy.cli import arguments
 from ls_strategy.cli.submit import infer_module, keep_what_follows_two_dashes
 from ls_strategy.errors import ConfigError, LSError, PlanError
 
@@ -34,15 +36,19 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument(
         "--module", help="the program, for python -m. Default: recipes.gpt for recipes/gpt/configs/x.yaml"
     )
-    parser.add_argument("--gpus", type=int, default=0, metavar="N", help="ranks. Default: the recipe's, on the CPU")
-    parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="default: %(default)s")
-    parser.add_argument("--gpu-memory", metavar="SIZE", help="of each GPU: 80GB, 141GB")
-    parser.add_argument("--host-memory", metavar="SIZE", help="of each node: 1TB")
-    parser.add_argument("--nvme", metavar="SIZE", help="free on the drive of each node: 4TB")
-    parser.add_argument("--tflops", type=float, help="what a GPU computes at best, for the time of a step")
-    parser.add_argument("--link", type=float, metavar="GB/S", help="what a rank can send to the others")
-    parser.add_argument("--bus", type=float, metavar="GB/S", help="between a GPU and its host")
-    parser.add_argument("--drive", type=float, metavar="GB/S", help="of the NVMe drive, for each rank")
+    parser.add_argument(
+        "--gpus", type=arguments.whole(0), default=0, metavar="N", help="ranks. Default: the recipe's, on the CPU"
+    )
+    parser.add_argument(
+        "--gpus-per-node", type=arguments.whole(most=1024), default=8, metavar="N", help="default: %(default)s"
+    )
+    parser.add_argument("--gpu-memory", type=arguments.size, metavar="SIZE", help="of each GPU: 80GB, 141GB")
+    parser.add_argument("--host-memory", type=arguments.size, metavar="SIZE", help="of each node: 1TB")
+    parser.add_argument("--nvme", type=arguments.size, metavar="SIZE", help="free on the drive of each node: 4TB")
+    parser.add_argument("--tflops", type=arguments.number(), help="what a GPU computes at best, for the time of a step")
+    parser.add_argument("--link", type=arguments.number(), metavar="GB/S", help="what a rank can send to the others")
+    parser.add_argument("--bus", type=arguments.number(), metavar="GB/S", help="between a GPU and its host")
+    parser.add_argument("--drive", type=arguments.number(), metavar="GB/S", help="of the NVMe drive, for each rank")
     parser.add_argument("--scaling", action="store_true", help="also states and traffic on 8 to 4,096 ranks")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run, extra=[])
@@ -60,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"{str(config)!r} is no file. Give the program's YAML files, as seen from {Path.cwd()}.")
     if not configs:
         raise ConfigError("no YAML file: ls-strategy plan recipes/gpt/configs/base.yaml")
+    for config in configs:
+        arguments.read_section(config, "trainer")  # what is not YAML is named before the program is run
     module = args.module or infer_module(configs[0])
     cli = build(module, configs, args.extra)
     trainer = trainer_options(cli)
@@ -135,6 +143,10 @@ def devices_named(devices: Any) -> int:
         return 0
 
 
+_MOST_CELLS = 200_000
+"""Micro-batches of all ranks, at most, of which a pipeline is simulated."""
+
+
 class _Built(BaseException):
     """Carries the program's LightningCLI out of it, past whatever the program catches."""
 
@@ -175,6 +187,8 @@ def build(module: str, configs: Sequence[Path], extra: Sequence[str] = ()) -> An
         return built.cli
     except SystemExit as error:
         raise ConfigError(f"`python -m {' '.join(words)}` ended with status {error.code}; it says why above.") from None
+    except LSError:
+        raise
     finally:
         sys.path.remove(here)
         sys.argv = argv
@@ -273,7 +287,9 @@ def question_of(cli: Any, trainer_section: dict[str, Any]) -> Any:
     precision = resolve_precision(_precision_name(trainer_section.get("precision")))
     run_ = Run(
         config=base_config(options),
-        micro_batches=int(trainer_section.get("accumulate_grad_batches") or 1),
+        micro_batches=accept(
+            "accumulate_grad_batches", trainer_section.get("accumulate_grad_batches") or 1, int, at_least(1, 1 << 20)
+        ),
         clips=bool(trainer_section.get("gradient_clip_val")),
     )
     return Question(module, optimizers, precision, batch, run_)
@@ -287,7 +303,8 @@ def _precision_name(given: Any) -> str:
 def strategy_options(trainer: dict[str, Any]) -> dict[str, Any]:
     """``init_args`` of the recipe's strategy."""
     strategy = trainer.get("strategy")
-    return dict(strategy.get("init_args") or {}) if isinstance(strategy, dict) else {}
+    options = strategy.get("init_args") if isinstance(strategy, dict) else None
+    return accept("strategy.init_args", options or {}, dict[str, Any])
 
 
 def base_config(options: dict[str, Any]) -> Any:
@@ -296,9 +313,7 @@ def base_config(options: dict[str, Any]) -> Any:
 
     kept = ("min_unit_numel", "prefetch_units", "master_weights", "reduce_dtype", "moments", "overlap_step")
     given = {name: options[name] for name in kept if name in options}
-    for name in ("unit_classes", "fp32_modules"):
-        if options.get(name):
-            given[name] = tuple(options[name])
+    given |= {name: options[name] for name in ("unit_classes", "fp32_modules") if options.get(name)}
     return replace(ZeROConfig(), **given)
 
 
@@ -320,10 +335,12 @@ def pipeline_bubbles(options: dict[str, Any]) -> dict[str, float]:
     from ls_strategy.parallel.pipeline.schedules import SCHEDULES, make_table
     from ls_strategy.parallel.pipeline.simulate import simulate
 
-    ranks = int(options.get("pipeline_parallel_size") or 1)
+    ranks = accept("pipeline_parallel_size", options.get("pipeline_parallel_size", 1), int, at_least(1, 1 << 20))
     if ranks == 1:
         return {}
-    micro_batches = int(options.get("micro_batches") or 4 * ranks)
+    micro_batches = accept("micro_batches", options.get("micro_batches") or 4 * ranks, int, at_least(1, 1 << 20))
+    if ranks * micro_batches > _MOST_CELLS:
+        return {}  # a table of forwards and backwards that takes minutes to simulate
     result: dict[str, float] = {}
     for schedule in SCHEDULES:
         try:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ls_strategy.cli import arguments
 from ls_strategy.errors import ConfigError, StateError
 
 FOLDER = "slurm"
@@ -35,27 +36,41 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     )
     parser.add_argument("config", nargs="+", help="YAML files of the program, the later one counts")
     parser.add_argument(
-        "--module", help="the program, for python -m. Default: recipes.gpt for recipes/gpt/configs/x.yaml"
+        "--module",
+        type=arguments.line,
+        help="the program, for python -m. Default: recipes.gpt for recipes/gpt/configs/x.yaml",
     )
-    parser.add_argument("--name", help="of the job. Default: the last part of --module and the last config's name")
-    parser.add_argument("--nodes", type=int, default=1, help="default: %(default)s")
     parser.add_argument(
-        "--gpus-per-node", type=int, default=0, help="one process each. Default: none, train on the CPU"
+        "--name", type=arguments.line, help="of the job. Default: the last part of --module and the last config's name"
     )
-    parser.add_argument("--tasks-per-node", type=int, help="processes per node. Default: --gpus-per-node, or 1")
-    parser.add_argument("--cpus-per-task", type=int, help="cores of each process. Default: the cluster's")
-    parser.add_argument("--time", help="limit, MINUTES or D-HH:MM:SS. Default: the partition's")
-    parser.add_argument("--partition")
-    parser.add_argument("--account")
-    parser.add_argument("--qos")
-    parser.add_argument("--constraint", help="features that nodes must have")
+    parser.add_argument("--nodes", type=arguments.whole(), default=1, help="default: %(default)s")
     parser.add_argument(
-        "--array", metavar="0-7[%2]", help="as many independent jobs; $SLURM_ARRAY_TASK_ID tells them apart"
+        "--gpus-per-node",
+        type=arguments.whole(0, 1024),
+        default=0,
+        help="one process each. Default: none, train on the CPU",
     )
-    parser.add_argument("--mail-user", metavar="ADDRESS", help="is told of end, failure and requeue")
+    parser.add_argument(
+        "--tasks-per-node", type=arguments.whole(), help="processes per node. Default: --gpus-per-node, or 1"
+    )
+    parser.add_argument("--cpus-per-task", type=arguments.whole(), help="cores of each process. Default: the cluster's")
+    parser.add_argument("--time", type=arguments.line, help="limit, MINUTES or D-HH:MM:SS. Default: the partition's")
+    parser.add_argument("--partition", type=arguments.line)
+    parser.add_argument("--account", type=arguments.line)
+    parser.add_argument("--qos", type=arguments.line)
+    parser.add_argument("--constraint", type=arguments.line, help="features that nodes must have")
+    parser.add_argument(
+        "--array",
+        type=arguments.line,
+        metavar="0-7[%2]",
+        help="as many independent jobs; $SLURM_ARRAY_TASK_ID tells them apart",
+    )
+    parser.add_argument(
+        "--mail-user", type=arguments.line, metavar="ADDRESS", help="is told of end, failure and requeue"
+    )
     parser.add_argument(
         "--signal-lead-s",
-        type=int,
+        type=arguments.whole(most=86400),
         default=120,
         metavar="SECONDS",
         help="time between SIGUSR1 and the end; longer than a validation and a save (default: %(default)s)",
@@ -180,25 +195,17 @@ def trainer_options(configs: Sequence[Path]) -> dict[str, Any]:
     """What the files say under ``trainer``; of two that set the same the later one counts.
 
     Raises:
-        ConfigError: a file is no YAML.
+        ConfigError: a file is no YAML, or its section is not one.
     """
-    import yaml
-
     result: dict[str, Any] = {}
     for config in configs:
-        try:
-            loaded = yaml.safe_load(config.read_text())
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{config} is no YAML: {error}") from error
-        section = loaded.get("trainer") if isinstance(loaded, dict) else None
-        if isinstance(section, dict):
-            result |= section
+        result |= arguments.read_section(config, "trainer")
     return result
 
 
 def handler_option(configs: Sequence[Path], extra: Sequence[str]) -> list[str]:
     """Add `PreemptionHandler` unless it is in the configs already."""
-    named = any("PreemptionHandler" in text for text in (*extra, *(c.read_text() for c in configs)))
+    named = any("PreemptionHandler" in text for text in (*extra, *(c.read_text(encoding="utf-8") for c in configs)))
     return [] if named else [f"--trainer.callbacks+={HANDLER}"]
 
 

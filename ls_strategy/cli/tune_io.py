@@ -6,6 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from ls_strategy.checked import above, at_least
+from ls_strategy.cli import arguments
 from ls_strategy.errors import ConfigError
 
 MIB = 1 << 20
@@ -20,14 +22,34 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "the setting to use. The file vanishes afterwards. Run it while the drive is idle; several ranks on "
         "one host share the drive.",
     )
-    parser.add_argument("path", type=Path, help="folder on the drive")
-    parser.add_argument("--gib", type=float, default=1.0, help="size of the file in GiB (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=60.0, help="time limit; one round is always finished")
+    parser.add_argument("path", type=arguments.path, help="folder on the drive")
     parser.add_argument(
-        "--block-mib", type=float, nargs="+", default=[1, 4, 8, 16], metavar="MIB", help="block sizes to try, in MiB"
+        "--gib",
+        type=arguments.number(above(0, 1 << 20)),
+        default=1.0,
+        help="size of the file in GiB (default: %(default)s)",
     )
     parser.add_argument(
-        "--parallelism", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N", help="numbers of threads to try"
+        "--seconds",
+        type=arguments.number(at_least(0, 86400)),
+        default=60.0,
+        help="time limit; one round is always finished",
+    )
+    parser.add_argument(
+        "--block-mib",
+        type=arguments.number(at_least(1 / 256, 1024)),
+        nargs="+",
+        default=[1, 4, 8, 16],
+        metavar="MIB",
+        help="block sizes to try, in MiB",
+    )
+    parser.add_argument(
+        "--parallelism",
+        type=arguments.whole(most=1024),
+        nargs="+",
+        default=[1, 2, 4, 8],
+        metavar="N",
+        help="numbers of threads to try",
     )
     parser.add_argument("--buffered", action="store_true", help="go through the page cache instead of past it")
     parser.add_argument("--allow-ram", action="store_true", help="accept a folder that is in memory (tmpfs)")
@@ -43,8 +65,6 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"{str(path)!r} does not exist. Give a folder on the drive, or make it first: mkdir -p {path}"
         )
-    if args.gib <= 0:
-        raise ConfigError(f"--gib {args.gib}: the file's size is above 0.")
     settings = [
         NVMeIOConfig(block_bytes=int(mib * MIB), parallelism=threads, direct=not args.buffered)
         for mib in sorted(set(args.block_mib))

@@ -17,9 +17,10 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from typing_extensions import override
 
+from ls_strategy.checked import above, at_least, checked
 from ls_strategy.data_efficiency.schedule import Kind, Schedule
 from ls_strategy.data_efficiency.scheduled import ScheduledCallback
-from ls_strategy.errors import ConfigError, PlanError, StateError
+from ls_strategy.errors import PlanError, StateError
 from ls_strategy.strategy import ZeROStrategy
 
 
@@ -34,6 +35,7 @@ class SequenceCurriculum(ScheduledCallback):
 
     tag = "curriculum/length"
 
+    @checked(lengths=at_least(1), until=at_least(1), multiple_of=at_least(1), root_degree=above(0))
     def __init__(
         self,
         lengths: list[int],
@@ -57,8 +59,6 @@ class SequenceCurriculum(ScheduledCallback):
         Raises:
             ConfigError: these make no schedule.
         """
-        if unit not in ("steps", "tokens"):
-            raise ConfigError(f"unit={unit!r}: count 'steps' or 'tokens'.")
         super().__init__(
             Schedule(
                 values=tuple(lengths),

@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ls_strategy._compat import uncompiled
+from ls_strategy.checked import above, at_least, checked
 from ls_strategy.data_efficiency.schedule import Schedule
 from ls_strategy.data_efficiency.scheduled import ScheduledCallback
-from ls_strategy.errors import ConfigError, PlanError, StateError
+from ls_strategy.errors import PlanError, StateError
 from ls_strategy.parallel.hooks import change_output
 from ls_strategy.parallel.random import draw, generator_of, hash64, set_state
 from ls_strategy.parallel.regions import untraced
@@ -51,6 +52,7 @@ class RandomTokenDropping(ScheduledCallback):
 
     tag = "random_ltd/kept_tokens"
 
+    @checked(kept=at_least(1), until=at_least(1), multiple_of=at_least(1), root_degree=above(0), whole_ends=at_least(0))
     def __init__(
         self,
         kept: list[int],
@@ -77,11 +79,6 @@ class RandomTokenDropping(ScheduledCallback):
         Raises:
             ConfigError: these make no schedule.
         """
-        if isinstance(classes, str) or whole_ends < 0:
-            raise ConfigError(
-                f"RandomTokenDropping(classes={classes!r}, whole_ends={whole_ends}): give a list of class names, and "
-                "0 or more blocks."
-            )
         super().__init__(
             Schedule(
                 values=tuple(kept),

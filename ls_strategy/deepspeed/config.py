@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ls_strategy.checked import accept
 from ls_strategy.config import LossScaleConfig, NVMeIOConfig, OffloadConfig
 from ls_strategy.deepspeed.found import Found, Row
 from ls_strategy.deepspeed.keys import KEYS
@@ -72,16 +73,19 @@ def load(source: PathOrDict) -> dict[str, Any]:
     Raises:
         ConfigError: no such file, or it is not JSON.
     """
+    source = accept("deepspeed_config", source, str | os.PathLike[str] | Mapping[str, Any])
     if isinstance(source, Mapping):
         return dict(source)
-    path = Path(source)
+    path = accept("deepspeed_config", source, Path)
     try:
-        config = json.loads(path.read_text(), object_pairs_hook=_without_duplicates)
+        config = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
     except OSError as error:
         raise ConfigError(
             f"deepspeed_config={str(path)!r} cannot be read: {error}. Give a JSON file, or a dict."
         ) from error
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
         raise ConfigError(f"{path}: not JSON ({error}). Comments and trailing commas are not part of JSON.") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{path}: the outermost value is not a JSON object ({{...}}).")

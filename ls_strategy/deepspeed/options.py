@@ -1,56 +1,195 @@
-"""``ZeROStrategy(deepspeed_config=...)``: options from a file become arguments before the constructor sees them."""
+"""``ZeROStrategy(deepspeed_config=...)``: options from a file become arguments before the constructor sees them.
+
+The one invariant: no argument that was passed gives way to the file, and the file gives way to none. What they say of
+the same thing is the same, or it is an error. "Passed" means passed, also where the value is the default; for parsers
+that pass every default by themselves there is ``took_default``.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import is_dataclass
 from functools import wraps
 from typing import Any, TypeVar
 
+from ls_strategy.checked import show
 from ls_strategy.deepspeed.config import Translation, translate
 from ls_strategy.errors import ConfigError
 
-_REFINABLE = frozenset(("activation_checkpointing", "activation_offload", "nvme_io", "nvme_path"))
-"""Options of which a file says less than an argument can: the argument counts."""
+_ZERO, _SAVED, _BLOCK = "zero_optimization.", "activation_checkpointing.", "zero_optimization.offload_optimizer."
+
+KEYS_OF: dict[str, tuple[str, ...]] = {
+    "stage": (f"{_ZERO}stage",),
+    "prefetch_units": (f"{_ZERO}stage3_prefetch_bucket_size",),
+    "offload_optimizer": (f"{_BLOCK}device", f"{_ZERO}cpu_offload", f"{_BLOCK}ratio"),
+    "offload_param": (f"{_ZERO}offload_param.device", f"{_ZERO}cpu_offload_param", f"{_ZERO}cpu_offload_params"),
+    "nvme_path": (f"{_BLOCK}nvme_path", f"{_ZERO}offload_param.nvme_path"),
+    "nvme_io": ("aio.block_size", "aio.queue_depth", "aio.intra_op_parallelism", "aio.thread_count"),
+    "master_weights": ("bf16.bf16_master_weights_and_grads", "bfloat16.bf16_master_weights_and_grads"),
+    "loss_scale": (
+        "fp16.loss_scale",
+        "fp16.initial_scale_power",
+        "fp16.loss_scale_window",
+        "fp16.hysteresis",
+        "fp16.consecutive_hysteresis",
+        "fp16.min_loss_scale",
+    ),
+    "reduce_dtype": ("communication_data_type",),
+    "activation_checkpointing": (
+        f"{_SAVED}partition_activations",
+        f"{_ZERO}partition_activations",
+        f"{_SAVED}cpu_checkpointing",
+        "pipeline.activation_checkpoint_interval",
+    ),
+    "activation_offload": (f"{_SAVED}cpu_checkpointing",),
+    "activation_partitioning": (f"{_SAVED}partition_activations", f"{_ZERO}partition_activations"),
+    "tensor_parallel_size": ("tensor_parallel.autotp_size", "tensor_parallel.tp_size"),
+    "sequence_parallel_size": ("sequence_parallel_size",),
+    "pipeline_parallel_size": ("pipeline.stages",),
+    "pipeline_partition": ("pipeline.partition",),
+    "micro_batch_size": ("train_micro_batch_size_per_gpu",),
+    "micro_batches": ("gradient_accumulation_steps",),
+}
+"""The keys of a configuration that decide an option of the strategy."""
+
+_FIELDS = {
+    "aio.block_size": "block_bytes",
+    "aio.queue_depth": "queue_depth",
+    "aio.intra_op_parallelism": "parallelism",
+    "aio.thread_count": "parallelism",
+    "fp16.loss_scale": "static",
+    "fp16.initial_scale_power": "initial_power",
+    "fp16.loss_scale_window": "window",
+    "fp16.hysteresis": "hysteresis",
+    "fp16.consecutive_hysteresis": "consecutive_hysteresis",
+    "fp16.min_loss_scale": "min_scale",
+    f"{_BLOCK}ratio": "ratio",
+}
+"""Of an option that is a dataclass: the field that a key decides. A file says nothing of the others."""
+
+_OFF: dict[str, Any] = {
+    "offload_optimizer": None,
+    "offload_param": None,
+    "master_weights": True,
+    "activation_offload": None,
+    "activation_partitioning": False,
+    "tensor_parallel_size": 1,
+    "sequence_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+}
+"""What an option is where the file has its key and switches it off."""
 
 Init = TypeVar("Init", bound=Callable[..., None])
 
 
-def takes_deepspeed_config(init: Init) -> Init:
+def takes_deepspeed_config(took_default: Callable[[Any, dict[str, Any]], Collection[str]]) -> Callable[[Init], Init]:
     """Fill in the arguments of a constructor from its argument ``deepspeed_config``, which becomes a `Translation`.
 
-    An argument that has its default gives way to the file. The signature stays what it is, for parsers that read it.
+    The signature stays what it is, for parsers that read it.
+
+    Args:
+        took_default: takes the object that is made and ``{argument: what the file says}`` of arguments that were passed
+            with the value of their default; returns those that nobody wrote. `ConfigError` where an argument that was
+            passed and the file say different things.
+    """
+
+    def decorate(init: Init) -> Init:
+        signature = inspect.signature(init)
+
+        @wraps(init)
+        def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
+            given = signature.bind(self, *args, **kwargs).arguments
+            source = given.get("deepspeed_config")
+            if source is not None:
+                translation = source if isinstance(source, Translation) else translate(source)
+                given = {**_passed(self, given, translation, signature, took_default), "deepspeed_config": source}
+                given.update(merged(translation, given), deepspeed_config=translation)
+                first, *_ = signature.parameters
+                args, kwargs = (), {name: value for name, value in given.items() if name != first}
+            init(self, *args, **kwargs)
+
+        return wrapped  # type: ignore[return-value]
+
+    return decorate
+
+
+def _passed(
+    made: Any,
+    given: dict[str, Any],
+    translation: Translation,
+    signature: inspect.Signature,
+    took_default: Callable[[Any, dict[str, Any]], Collection[str]],
+) -> dict[str, Any]:
+    """Return ``given`` without the defaults that a parser filled in."""
+    doubtful = {
+        name: said
+        for name, said in _said(translation).items()
+        if name in given and _is_default(given[name], signature.parameters[name].default) and given[name] != said
+    }
+    filled_in = took_default(made, doubtful) if doubtful else ()
+    return {name: value for name, value in given.items() if name not in filled_in}
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    return type(value) is type(default) and value == default
+
+
+def _said(translation: Translation) -> dict[str, Any]:
+    """Return every option that the file decides: those that it sets, and those whose keys switch them off."""
+    off = {name: value for name, value in _OFF.items() if _keys(translation, name)}
+    if _keys(translation, "prefetch_units"):
+        off["prefetch_units"] = 1  # or more
+    silent = () if _keys(translation, "stage") else ("stage",)  # without the block DeepSpeed is at stage 0
+    return {name: value for name, value in {**off, **translation.strategy}.items() if name not in silent}
+
+
+def _keys(translation: Translation, option: str) -> list[str]:
+    """Return the keys of the file that decide ``option``, with their values, as ``key=value``."""
+    rows = {row.key: row for row in translation.rows}
+    there = [rows[key] for key in KEYS_OF[option] if key in rows]
+    return [f"{row.key}={show(row.value)}" for row in there if row.outcome != "auto" and row.value is not None]
+
+
+def merged(translation: Translation, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that the file sets and ``given`` does not.
 
     Raises:
-        ConfigError: an argument and the file say different things.
+        ConfigError: an argument and the file say different things; with both, and the cure.
     """
-    signature = inspect.signature(init)
-
-    @wraps(init)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = signature.bind(self, *args, **kwargs).arguments
-        source = given.get("deepspeed_config")
-        if source is not None:
-            translation = source if isinstance(source, Translation) else translate(source)
-            given.update(merged(translation, given, signature), deepspeed_config=translation)
-            first, *_ = signature.parameters
-            kwargs = {name: value for name, value in given.items() if name != first}
-            args = ()
-        init(self, *args, **kwargs)
-
-    return wrapped  # type: ignore[return-value]
-
-
-def merged(translation: Translation, given: dict[str, Any], signature: inspect.Signature) -> dict[str, Any]:
-    """The translation's options, where ``given`` leaves them at their defaults or agrees."""
-    options = {}
-    for name, value in translation.strategy.items():
-        default = signature.parameters[name].default
-        there = given.get(name, default)
-        if there in (default, value):
-            options[name] = value
-        elif name not in _REFINABLE:
+    said = _said(translation)
+    for name in said.keys() & given.keys():
+        if not _agree(translation, name, given[name], said[name]):
+            keys = ", ".join(_keys(translation, name))
             raise ConfigError(
-                f"{name}={there!r}, and the DeepSpeed configuration says {name}={value!r}. Delete one of them."
+                f"Got {name}={show(given[name])}, but deepspeed_config has {keys}, which requires "
+                f"{name}={show(said[name])}. Set {name}={show(said[name])} or leave it out, or change the "
+                "DeepSpeed configuration."
             )
-    return options
+    return {name: value for name, value in translation.strategy.items() if name not in given}
+
+
+def _agree(translation: Translation, name: str, given: Any, said: Any) -> bool:
+    """Whether an argument says what the file says, or that and more."""
+    if name == "activation_checkpointing":
+        return given is not None  # the file says that something is computed again, not what
+    if name == "prefetch_units":
+        return (given == 0) == (said == 0)
+    given = _Fields(given) if isinstance(given, dict) else given
+    if isinstance(said, str) and hasattr(given, "tier"):
+        return getattr(given, "tier", None) == said
+    if not is_dataclass(said):
+        return given == said
+    if isinstance(given, str):  # a tier alone
+        return given == getattr(said, "tier", None) and getattr(said, "ratio", 1.0) == 1.0
+    there = {row.key for row in translation.rows if row.outcome == "mapped" and row.value is not None}
+    fields = {_FIELDS[key] for key in KEYS_OF[name] if key in _FIELDS and key in there}
+    fields |= {"tier"} if hasattr(said, "tier") else set()
+    return all(getattr(given, field, getattr(type(said), field, None)) == getattr(said, field) for field in fields)
+
+
+class _Fields:
+    """The fields of a dataclass that is still a dictionary."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.__dict__.update({"tier": "cpu", **{str(name): value for name, value in values.items()}})

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ls_strategy._compat import persistent_buffer_names
 from ls_strategy.axis import Axis
+from ls_strategy.checked import at_least, checked
 from ls_strategy.comm import make_comm
 from ls_strategy.errors import ConfigError, PlanError, StateError
 from ls_strategy.inference.fill import Filler, has_meta
@@ -57,6 +58,7 @@ DTYPES = {
 """Words for dtypes."""
 
 
+@checked(tensor_parallel_size=at_least(1))
 def init_inference(  # noqa: PLR0913 - one argument per option
     model: nn.Module,
     *,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ls_strategy.checked import above, at_least, check_fields
 from ls_strategy.errors import ConfigError
 from ls_strategy.parallel.logits import gather
 
@@ -36,12 +37,7 @@ class SamplingConfig:
         Raises:
             ConfigError: one is out of its range.
         """
-        if not 0 <= self.temperature < float("inf"):
-            raise ConfigError(f"temperature={self.temperature}: must be 0 (the most likely token) or positive.")
-        if self.top_k is not None and self.top_k < 1:
-            raise ConfigError(f"top_k={self.top_k}: must be at least 1, or None for all tokens.")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p={self.top_p}: must be in (0, 1], or None for all tokens.")
+        check_fields(self, temperature=at_least(0), top_k=at_least(1), top_p=above(0, 1))
 
     @property
     def greedy(self) -> bool:

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from ls_strategy._compat import tree_iter
+from ls_strategy.checked import at_least, checked
 from ls_strategy.config import NVMeIOConfig
-from ls_strategy.errors import PlanError, StateError
+from ls_strategy.errors import ConfigError, PlanError, StateError
 from ls_strategy.inference.away import RestingTensor, Target, targets_of
 from ls_strategy.inference.blocks import BlockModules, find_blocks, followers, with_own_weights
 from ls_strategy.inference.fill import Filler, has_meta
@@ -34,6 +35,7 @@ from ls_strategy.layout import TensorPart
 from ls_strategy.tiers.base import Loan
 
 
+@checked(prefetch=at_least(0))
 def stream_blocks(  # noqa: PLR0913 - options, keyword-only
     model: nn.Module,
     tier: Literal["cpu", "nvme"] = "cpu",
@@ -80,7 +82,7 @@ def stream_blocks(  # noqa: PLR0913 - options, keyword-only
         ConfigError: an option is wrong.
         CheckpointError: ``fill_from`` is not whole, or not of this model.
     """
-    where = _device_of(model) if device is None else torch.device(device)
+    where = _device_of(model) if device is None else usable_device(device, "device")
     units = find_blocks(model, blocks, stream_all=stream_all)
     filler = Filler(model, fill_from, parts) if has_meta(model) else None
     if filler is None and fill_from is not None:
@@ -96,6 +98,22 @@ def stream_blocks(  # noqa: PLR0913 - options, keyword-only
     except BaseException:
         resting.close()
         raise
+
+
+def usable_device(device: torch.device | str, option: str) -> torch.device:
+    """Return a device that tensors can be on.
+
+    Raises:
+        ConfigError: there is none of that name, or not on this machine.
+    """
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # the second is torch's without CUDA
+        reason = str(error).split("\n")[0]
+        raise ConfigError(
+            f"Got {option}={str(device)!r}, but no tensor can be there: {reason}. Set {option}='cpu', or a GPU of this "
+            "machine."
+        ) from None
 
 
 def _device_of(model: nn.Module) -> torch.device:

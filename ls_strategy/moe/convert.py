@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ls_strategy.checked import at_least, checked
 from ls_strategy.errors import PlanError
 from ls_strategy.moe.capacity import capacity_of, kept_pairs
 from ls_strategy.moe.families import FAMILIES, Family
@@ -32,6 +33,13 @@ _STACKS = (("gate_up_proj", "gate_up_proj_bias"), ("up_proj", "up_proj_bias"), (
 """Names of stacked weights, each with that of its bias."""
 
 
+@checked(
+    capacity_factor=at_least(0, 1_000_000),
+    eval_capacity_factor=at_least(0, 1_000_000),
+    min_capacity=at_least(0),
+    balance_loss=at_least(0),
+    z_loss=at_least(0),
+)
 def convert_moe(
     model: nn.Module,
     *,

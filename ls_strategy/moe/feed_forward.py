@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from ls_strategy.checked import at_least, checked
+
 
 class FeedForward(nn.Module):
     """``down(activation(up(x)))``: ``(..., hidden)`` to the same shape."""
 
+    @checked(hidden_size=at_least(1), intermediate_size=at_least(1))
     def __init__(
         self, hidden_size: int, intermediate_size: int, *, activation: nn.Module | None = None, bias: bool = True
     ) -> None:
@@ -32,6 +35,7 @@ class FeedForward(nn.Module):
 class GatedFeedForward(nn.Module):
     """``down(activation(gate(x)) * up(x))``, SwiGLU with the default (Shazeer 2020, arXiv:2002.05202)."""
 
+    @checked(hidden_size=at_least(1), intermediate_size=at_least(1))
     def __init__(
         self, hidden_size: int, intermediate_size: int, *, activation: nn.Module | None = None, bias: bool = False
     ) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
+from ls_strategy.checked import at_least, checked
 from ls_strategy.errors import ConfigError
 from ls_strategy.moe.experts import Expert, Experts, StackedParameters
 from ls_strategy.moe.router import Router, Routing, RoutingOptions
@@ -25,6 +26,7 @@ class MoE(SparseLayer):
     wait for `moe_losses`.
     """
 
+    @checked(hidden_size=at_least(1), num_experts=at_least(1))
     def __init__(  # noqa: PLR0913  (one argument per option)
         self,
         hidden_size: int,

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from ls_strategy._compat import current_backward_pass
 from ls_strategy.axis import Axis
+from ls_strategy.checked import at_least, check_fields
 from ls_strategy.errors import ConfigError
 from ls_strategy.moe.capacity import capacity_of, kept_pairs
 from ls_strategy.moe.losses import LossKeeper, balance_loss, z_loss
@@ -51,8 +52,12 @@ class RoutingOptions:
         Raises:
             ConfigError: an option is wrong, or two do not go together.
         """
-        self._check_names()
-        self._check_numbers()
+        size, factor, weight = at_least(1), at_least(0, 1_000_000), at_least(0)
+        check_fields(
+            self, named=False, num_experts=size, k=size, groups=size, top_groups=size, capacity_factor=factor,
+            eval_capacity_factor=factor, min_capacity=at_least(0), balance_loss=weight, z_loss=weight,
+            bias_update_rate=weight,
+        )  # fmt: skip
         if self.num_experts % self.groups or not 1 <= self.top_groups <= self.groups:
             raise ConfigError(
                 f"groups={self.groups}, top_groups={self.top_groups}: groups must divide the {self.num_experts} "
@@ -69,24 +74,6 @@ class RoutingOptions:
                 f"noisy_gate_policy='RSample' is for k=1, got k={self.k}. With k=2, second_expert_sampling=True draws "
                 "the second expert; 'Jitter' works with any k."
             )
-
-    def _check_names(self) -> None:
-        for name, allowed in (
-            ("drop_policy", ("probs", "position")),
-            ("noisy_gate_policy", (None, "RSample", "Jitter")),
-            ("score", ("softmax", "sigmoid")),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ConfigError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(map(repr, allowed))}.")
-
-    def _check_numbers(self) -> None:
-        if self.num_experts < 1:
-            raise ConfigError(f"num_experts={self.num_experts}: at least one is needed.")
-        for name in ("capacity_factor", "eval_capacity_factor", "min_capacity", "balance_loss", "z_loss"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"{name}={getattr(self, name)}: must not be negative.")
-        if not self.bias_update_rate >= 0:
-            raise ConfigError(f"bias_update_rate={self.bias_update_rate}: must not be negative; 0 switches it off.")
 
     @property
     def normalizes(self) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ls_strategy.errors import ConfigError
+from ls_strategy.checked import Range, at_least, checked
 from ls_strategy.ops.moments import Moment
 from ls_strategy.ops.update import lion_
 
@@ -32,6 +32,7 @@ class Lion(Optimizer):
         ConfigError: a value that cannot be meant.
     """
 
+    @checked(lr=at_least(0), betas=Range(least=0, below=1), weight_decay=at_least(0))
     def __init__(
         self,
         params: Iterable[Any],
@@ -39,11 +40,6 @@ class Lion(Optimizer):
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
     ) -> None:
-        if lr < 0 or weight_decay < 0 or not all(0 <= b < 1 for b in betas):
-            raise ConfigError(
-                f"Lion(lr={lr}, betas={betas}, weight_decay={weight_decay}): lr and weight_decay must not be negative, "
-                "betas must be in [0, 1)."
-            )
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()

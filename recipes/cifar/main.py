@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from jsonargparse import set_parsing_settings
 from lightning.pytorch.cli import ArgsType, LightningCLI
 
-import ls_strategy  # noqa: F401 - makes the names zero0 to zero3 known to the Trainer
 from recipes.cifar.data import CIFARData
 from recipes.cifar.model import CIFARModule
-
-# The docstring under a field of a configuration is its help text.
-set_parsing_settings(docstring_parse_attribute_docstrings=True)
+from recipes.command_line import run_cli
 
 
 def main(args: ArgsType = None, *, run: bool = True) -> LightningCLI:
     """Run the subcommand in ``args`` (default: of the process), or with ``run=False`` only build the objects."""
-    return LightningCLI(CIFARModule, CIFARData, args=args, run=run, seed_everything_default=1)
+    return run_cli(LightningCLI, CIFARModule, CIFARData, args=args, run=run, prog="python -m recipes.cifar")

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from jsonargparse import set_parsing_settings
+from typing import Any
+
+from jsonargparse import ArgumentParser
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
-import ls_strategy  # noqa: F401 - makes the names zero0 to zero3 known to the Trainer
+from recipes.command_line import run_cli
 from recipes.gpt.corpus import vocab_size
 from recipes.gpt.data import TextData
 from recipes.gpt.model import GPTModule
 
-# The docstring under a field of a configuration is its help text.
-set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
-ABOUT = {
-    "description": "Train and evaluate with Lightning's Trainer. `python -m recipes.gpt generate --help` is about "
-    "continuing texts from a checkpoint, without a Trainer."
-}
+class Parser(LightningArgumentParser):
+    """A parser whose commands are Lightning's and ``generate``, which `recipes.gpt.generate` runs."""
+
+    def add_subcommands(self, *args: Any, **kwargs: Any) -> Any:
+        """Add ``generate``, for the list of commands."""
+        commands = super().add_subcommands(*args, **kwargs)
+        about = "Continue texts from a checkpoint, without a Trainer."
+        commands.add_subcommand("generate", ArgumentParser(description=about), help=about)
+        return commands
 
 
 class GPTCLI(LightningCLI):
@@ -30,4 +35,4 @@ class GPTCLI(LightningCLI):
 
 def main(args: ArgsType = None, *, run: bool = True) -> GPTCLI:
     """Run the subcommand in ``args`` (default: of the process), or with ``run=False`` only build the objects."""
-    return GPTCLI(GPTModule, TextData, args=args, run=run, seed_everything_default=1, parser_kwargs=ABOUT)
+    return run_cli(GPTCLI, GPTModule, TextData, args=args, run=run, parser_class=Parser, prog="python -m recipes.gpt")

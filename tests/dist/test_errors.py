@@ -33,12 +33,12 @@ from tests.marks import slow
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"stage": 4}, r"stage=4.*0.*1, 2 and 3"),
-        ({"stage": "3"}, r"stage='3'.*1, 2 and 3"),
-        ({"unit_classes": "Block"}, r"unit_classes='Block'.*list of class names.*\['Block'\]"),
-        ({"fp32_modules": "Router"}, r"fp32_modules='Router'.*list of class names.*\['Router'\]"),
-        ({"prefetch_units": -1}, r"prefetch_units=-1.*negative"),
-        ({"min_unit_numel": -1}, r"min_unit_numel=-1.*negative"),
+        ({"stage": 4}, r"stage=4.*0, 1, 2, 3 or 'auto'"),
+        ({"stage": "3"}, r"stage='3'.*1, 2, 3 or 'auto'.*Set stage=3"),
+        ({"unit_classes": "Block"}, r"unit_classes='Block'.*a list.*\['Block'\]"),
+        ({"fp32_modules": "Router"}, r"fp32_modules='Router'.*a list.*\['Router'\]"),
+        ({"prefetch_units": -1}, r"prefetch_units=-1.*at least 0"),
+        ({"min_unit_numel": -1}, r"min_unit_numel=-1.*at least 0"),
         ({"reduce_dtype": "bf16"}, r"reduce_dtype='bf16'.*fp32.*compute"),
     ],
 )

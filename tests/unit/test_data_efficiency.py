@@ -85,10 +85,10 @@ def test_a_schedule_by_hand():
         ({"lengths": [64], "until": [5]}, "the first and the last of lengths"),
         ({"lengths": [64, 32], "until": [5]}, "the smaller one first"),
         ({"lengths": [64, 128], "until": [5, 6]}, "one number in until"),
-        ({"lengths": [64, 128], "until": [5], "schedule": "discrete", "multiple_of": 0}, "above 0"),
+        ({"lengths": [64, 128], "until": [5], "schedule": "discrete", "multiple_of": 0}, "at least 1"),
         ({"lengths": [64, 128], "until": [5, 6], "schedule": "discrete"}, "one number less"),
         ({"lengths": [64, 128, 256], "until": [6, 5], "schedule": "discrete"}, "ascend"),
-        ({"lengths": [64, 128], "until": [5], "schedule": "cosine"}, "linear, root, discrete"),
+        ({"lengths": [64, 128], "until": [5], "schedule": "cosine"}, "'linear', 'root' or 'discrete'"),
         ({"lengths": [64, 128], "until": [5], "unit": "samples"}, "'steps' or 'tokens'"),
     ],
 )
@@ -100,7 +100,7 @@ def test_what_is_no_schedule(options, words):
 def test_options_of_token_dropping():
     with pytest.raises(ConfigError, match="kept="):
         RandomTokenDropping(kept=[8], until=[5])
-    with pytest.raises(ConfigError, match="list of class names"):
+    with pytest.raises(ConfigError, match="a list of texts"):
         RandomTokenDropping(kept=[8, 16], until=[5], classes="Block")  # type: ignore[arg-type]
 
 

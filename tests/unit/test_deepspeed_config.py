@@ -428,7 +428,7 @@ def test_files_that_cannot_be_read(tmp_path):
 
 
 class Takes:
-    @takes_deepspeed_config
+    @takes_deepspeed_config(lambda *_: ())
     def __init__(self, stage: int = 3, *, offload_optimizer=None, deepspeed_config=None, other: int = 0):
         self.stage, self.offload_optimizer, self.deepspeed, self.other = (
             stage,
@@ -444,11 +444,12 @@ def test_options_from_a_file():
     assert (made.stage, made.offload_optimizer, made.other) == (2, "cpu", 4)
     assert made.deepspeed.strategy == {"stage": 2, "offload_optimizer": "cpu"}
     assert Takes(2, deepspeed_config=config).stage == 2
-    assert Takes(stage=3, offload_optimizer=None, deepspeed_config=config, other=0).stage == 2  # as LightningCLI calls
     assert Takes(1).deepspeed is None
     assert list(inspect.signature(Takes).parameters) == ["stage", "offload_optimizer", "deepspeed_config", "other"]
     with pytest.raises(ConfigError, match="stage=1"):
         Takes(1, deepspeed_config=config)
+    with pytest.raises(ConfigError, match=r"stage=3.*zero_optimization\.stage=2.*Set stage=2 or leave it out"):
+        Takes(stage=3, deepspeed_config=config)  # the default, but passed
 
 
 # --- docs/migration.md -----------------------------------------------------------------------------------------------

@@ -1,0 +1,495 @@
+"""Values of options, checked against their type hints and ranges: one place for dataclasses, classes and functions.
+
+The one invariant: what `accept` returns has the type of the hint and lies in the range; anything else is a
+`ConfigError` that says what was given, what is allowed, and a value to set. The hints are those of the signature or of
+the dataclass, so that a new option is checked as soon as it exists; ranges are given beside them:
+
+    @dataclass(frozen=True)                          @checked(prefetch=at_least(0))
+    class Config:                                    def load(path: str, *, prefetch: int = 1) -> None: ...
+        prefetch: int = 1
+
+        def __post_init__(self):
+            check_fields(self, prefetch=at_least(0))
+"""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+import difflib
+import inspect
+import math
+import numbers
+import os
+import sys
+import types
+import typing
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from datetime import timedelta
+from functools import cache, wraps
+from pathlib import PurePath
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+
+from ls_strategy.errors import ConfigError
+
+_NOTHING: Any = inspect.Parameter.empty
+
+
+class _NoMatchError(Exception):
+    """A value does not have the type of a hint; the text says which values do."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Range:
+    """Which numbers are allowed. Infinity and NaN are only if ``infinite`` says so, and NaN never."""
+
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
+    multiple_of: int = 1
+    infinite: bool = False
+
+    def holds(self, value: float) -> bool:
+        """Whether ``value`` is allowed."""
+        return (
+            (self.infinite or value not in (math.inf, -math.inf))
+            and (self.least is None or value >= self.least)
+            and (self.above is None or value > self.above)
+            and (self.most is None or value <= self.most)
+            and (self.below is None or value < self.below)
+            and (self.multiple_of == 1 or value % self.multiple_of == 0)
+        )
+
+    def __str__(self) -> str:
+        """Return the range in words, to follow the kind of number."""
+        words = []
+        if self.least is not None and self.most is not None:
+            words.append(f"from {_digits(self.least)} to {_digits(self.most)}")
+        elif self.least is not None:
+            words.append(f"of at least {_digits(self.least)}")
+        elif self.most is not None and self.above is None:
+            words.append(f"of at most {_digits(self.most)}")
+        limits = [("above", self.above), ("at most", self.most if self.least is None else None), ("below", self.below)]
+        if self.above is not None or self.below is not None:
+            words += [" and ".join(f"{word} {_digits(limit)}" for word, limit in limits if limit is not None)]
+        return ", ".join([*words, *([f"a multiple of {self.multiple_of}"] if self.multiple_of != 1 else [])])
+
+    def nearest(self, value: float) -> float | None:
+        """Return an allowed number close to ``value``, None if there is no obvious one."""
+        for limit in (self.least, self.most):
+            if limit is not None and self.holds(limit) and (value < limit if limit is self.least else value > limit):
+                return limit
+        near = value - value % self.multiple_of if self.multiple_of != 1 else value
+        return near if self.holds(near) else None
+
+
+def _digits(limit: float) -> str:
+    return f"{limit:,}" if isinstance(limit, int) else f"{limit:g}"
+
+
+def at_least(least: float, most: float | None = None, *, multiple_of: int = 1) -> Range:
+    """Return the numbers from ``least`` to ``most``."""
+    return Range(least=least, most=most, multiple_of=multiple_of)
+
+
+def above(limit: float, most: float | None = None) -> Range:
+    """Return the numbers above ``limit``, up to ``most``."""
+    return Range(above=limit, most=most)
+
+
+def between(least: float, most: float) -> Range:
+    """Return the numbers from ``least`` to ``most``."""
+    return Range(least=least, most=most)
+
+
+ANY = Range()
+"""Every finite number."""
+
+
+# --- where options come from ------------------------------------------------------------------------------------------
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def checked(skip: Collection[str] = (), /, **ranges: Range) -> Callable[[Function], Function]:
+    """Return a decorator that checks the arguments of a function, or of an ``__init__``, before it runs.
+
+    What is not passed is not checked. Values are handed on in the type of the hint: dictionaries become the dataclasses
+    that the hint names, as in YAML. The signature stays what it is, for parsers that read it.
+
+    Args:
+        skip: names that are not checked.
+        ranges: of numbers, by argument.
+    """
+
+    def decorate(function: Function) -> Function:
+        signature = inspect.signature(function)
+        unknown = {*skip, *ranges} - set(signature.parameters)
+        if unknown:
+            raise TypeError(f"{function.__qualname__} has no arguments {sorted(unknown)}")
+
+        @wraps(function)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)  # a TypeError for names that are not there, as Python's own
+            hints = hints_of(function)
+            for name, value in bound.arguments.items():
+                parameter = signature.parameters[name]
+                if name in skip or name == "self" or parameter.kind in (_VARIOUS, _KEYWORDS):
+                    continue
+                hint = hints.get(name, Any)
+                bound.arguments[name] = accept(name, value, hint, ranges.get(name), parameter.default)
+            return function(*bound.args, **bound.kwargs)
+
+        return typing.cast("Function", wrapped)
+
+    return decorate
+
+
+_VARIOUS, _KEYWORDS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+
+
+def check_fields(config: Any, /, *, named: bool = True, **ranges: Range) -> None:
+    """Check the fields of a dataclass, frozen or not, and set them in the type of their hints.
+
+    Args:
+        config: the dataclass, in its ``__post_init__``.
+        named: whether messages say the name of the class too.
+        ranges: of numbers, by field.
+
+    Raises:
+        ConfigError: a field has another type, or is out of its range.
+    """
+    hints = hints_of(type(config))
+    for field in dataclasses.fields(config):
+        given = getattr(config, field.name)
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        default = _NOTHING if default is dataclasses.MISSING else default
+        name = f"{type(config).__name__}({field.name})" if named else field.name
+        value = accept(name, given, hints[field.name], ranges.get(field.name), default)
+        if value is not given:
+            object.__setattr__(config, field.name, value)
+
+
+@cache
+def hints_of(owner: Any) -> dict[str, Any]:
+    """Return the type hints of a function or class; a name that exists for type checkers alone counts as ``Any``."""
+    owner = inspect.unwrap(owner)
+    found: dict[str, Any] = {}
+    for each in reversed(owner.__mro__) if isinstance(owner, type) else (owner,):
+        space = _Lenient(vars(sys.modules[each.__module__]))
+        for name, hint in inspect.get_annotations(each).items():
+            found[name] = eval(hint, {}, space) if isinstance(hint, str) else hint
+    return found
+
+
+class _Lenient(dict[str, Any]):
+    """A namespace in which unknown names are `_Unknown`."""
+
+    def __missing__(self, name: str) -> Any:
+        return getattr(builtins, name, _Unknown)
+
+
+class _AnyName(type):
+    """Makes ``name.attribute`` and ``name[...]`` of an unknown name unknown as well."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return cls
+
+    def __getitem__(cls, _: Any) -> Any:
+        return cls
+
+
+class _Unknown(metaclass=_AnyName):
+    """Takes the place of a name that is imported for type checkers only: any value fits, but None."""
+
+
+# --- one value --------------------------------------------------------------------------------------------------------
+
+
+def accept(name: str, value: Any, hint: Any, limits: Range | None = None, default: Any = _NOTHING) -> Any:
+    """Return ``value`` in the type of ``hint``.
+
+    Args:
+        name: of the option; ``Class(option)`` for a field.
+        value: what was given.
+        hint: its type.
+        limits: of its numbers.
+        default: what the message suggests where nothing is closer.
+
+    Raises:
+        ConfigError: it has another type, or is out of range.
+    """
+    try:
+        return _convert(value, hint, limits, name)
+    except _NoMatchError as error:
+        raise refusal(name, value, f"must be {error}", _suggestion(value, hint, limits, default)) from None
+
+
+def refusal(name: str, value: Any, rule: str, cure: Any = _NOTHING) -> ConfigError:
+    """Return the error for an option that is wrong by itself.
+
+    Args:
+        name: of the option; ``Class(option)`` for a field.
+        value: what was given.
+        rule: what it must be, after "it".
+        cure: a value to set.
+    """
+    owner, _, field = name.rpartition("(")
+    field = field.removesuffix(")")
+    given = f"{owner}({field}={show(value)})" if owner else f"{field}={show(value)}"
+    advice = "Give such a value." if cure is _NOTHING else f"Set {field}={show(cure)}."
+    if cure is None:
+        advice = f"Set another value, or leave {field} out."
+    return ConfigError(f"Got {given}, but {field} {rule}. {advice}")
+
+
+def show(value: Any) -> str:
+    """Return ``value`` as it would be written, shortened."""
+    try:
+        text = value.__name__ if isinstance(value, type) else repr(value)
+    except Exception:  # somebody's __repr__
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+def _convert(value: Any, hint: Any, limits: Range | None, name: str) -> Any:
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        return _convert_union(value, get_args(hint), limits, name)
+    if origin is typing.Annotated:
+        return _convert(value, get_args(hint)[0], limits, name)
+    if origin is Literal:
+        return _convert_literal(value, get_args(hint))
+    if hint in _PLAIN:
+        return _PLAIN[hint](value, limits)
+    return _convert_special(value, hint, origin, limits, name)
+
+
+def _convert_special(value: Any, hint: Any, origin: Any, limits: Range | None, name: str) -> Any:
+    if hint in (Any, object) or isinstance(hint, TypeVar):
+        return value
+    if hint in (None, type(None)):
+        return _same(value, value is None, "None")
+    if Callable in (hint, origin):
+        return _same(value, callable(value), "something that can be called")
+    if type in (hint, origin):
+        return _convert_class(value, get_args(hint))
+    return _convert_other(value, hint, origin, limits, name)
+
+
+def _convert_other(value: Any, hint: Any, origin: Any, limits: Range | None, name: str) -> Any:
+    kind = hint if origin is None else origin
+    if not isinstance(kind, type) or kind is _Unknown or getattr(kind, "_is_protocol", False):
+        return _same(value, value is not None, "given")
+    if issubclass(kind, Mapping):
+        return _convert_mapping(value, kind, get_args(hint), name)
+    if issubclass(kind, Iterable) and kind.__module__ in ("builtins", "collections.abc"):
+        return _convert_collection(value, kind, get_args(hint), limits, name)
+    if dataclasses.is_dataclass(kind):
+        return _convert_dataclass(value, kind, name)
+    if issubclass(kind, PurePath):
+        _same(value, isinstance(value, (str, os.PathLike)), "a path")
+        return kind(_convert_text(os.fspath(value), None))
+    return _same(value, isinstance(value, kind), f"{_article(kind.__name__)} {kind.__name__}")
+
+
+def _article(word: str) -> str:
+    return "an" if word[:1].upper() in "AEIO" else "a"
+
+
+def _same(value: Any, fits: bool, words: str) -> Any:
+    if not fits:
+        raise _NoMatchError(words)
+    return value
+
+
+def _convert_union(value: Any, hints: Sequence[Any], limits: Range | None, name: str) -> Any:
+    words: list[str] = []
+    if isinstance(value, Mapping):  # a dataclass written as a dictionary: what is wrong in it is what is reported
+        hints = sorted(hints, key=lambda hint: not dataclasses.is_dataclass(hint))
+    for hint in hints:
+        try:
+            return _convert(value, hint, limits, name)
+        except _NoMatchError as error:
+            words.append(str(error))
+    rest = [word for word in words if word != "None"]
+    if "None" in words:
+        rest.append("None")
+    raise _NoMatchError(" or ".join(dict.fromkeys(rest)))
+
+
+def _convert_literal(value: Any, choices: Sequence[Any]) -> Any:
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        value = int(value)
+    for choice in choices:
+        if type(choice) is type(value) and choice == value:
+            return choice
+    raise _NoMatchError(" or ".join([", ".join(map(repr, choices[:-1])), repr(choices[-1])] if choices[1:] else
+                                    [repr(choices[0])]))  # fmt: skip
+
+
+def _convert_flag(value: Any, _: Range | None) -> bool:
+    return _same(value, isinstance(value, bool), "True or False")
+
+
+def _convert_whole(value: Any, limits: Range | None) -> int:
+    limits = limits or ANY
+    words = " ".join(filter(None, ("a whole number", str(limits))))
+    _same(value, isinstance(value, numbers.Integral) and not isinstance(value, bool), words)
+    _same(value, abs(int(value)) < 1 << 63, f"{words}, below 2**63")
+    return _same(int(value), limits.holds(int(value)), words)
+
+
+def _convert_number(value: Any, limits: Range | None) -> float:
+    limits = limits or ANY
+    words = " ".join(filter(None, ("a number" if limits.infinite else "a finite number", str(limits))))
+    _same(value, isinstance(value, numbers.Real) and not isinstance(value, bool), words)
+    try:
+        number = float(value)
+    except OverflowError:
+        raise _NoMatchError(words) from None
+    return _same(number, not math.isnan(number) and limits.holds(number), words)
+
+
+def _convert_text(value: Any, _: Range | None) -> str:
+    _same(value, isinstance(value, str), "a text")
+    _same(value, "\0" not in value, "a text without a NUL character")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise _NoMatchError("a text of whole characters") from None
+    return value
+
+
+def _convert_timedelta(value: Any, _: Range | None) -> timedelta:
+    words = "a timedelta above 0 and of at most a year"
+    _same(value, isinstance(value, timedelta), words)
+    return _same(value, timedelta(0) < value <= timedelta(days=366), words)
+
+
+_PLAIN: dict[Any, Callable[[Any, Range | None], Any]] = {
+    bool: _convert_flag,
+    int: _convert_whole,
+    float: _convert_number,
+    str: _convert_text,
+    timedelta: _convert_timedelta,
+}
+
+
+def _convert_class(value: Any, bases: Sequence[Any]) -> type:
+    base = get_origin(bases[0]) or bases[0] if bases else object
+    known = isinstance(base, type) and base is not _Unknown
+    words = f"a class derived from {base.__name__}" if known and base is not object else "a class"
+    return _same(value, isinstance(value, type) and (not known or issubclass(value, base)), words)
+
+
+def _convert_mapping(value: Any, kind: type, hints: Sequence[Any], name: str) -> Any:
+    _same(value, isinstance(value, Mapping), "a dictionary")
+    if hints:
+        for key, each in value.items():
+            _within("key", key, hints[0], name)
+            _within(f"value of {show(key)}", each, hints[1], name)
+    return dict(value) if kind is dict and not isinstance(value, dict) else value
+
+
+def _within(what: str, value: Any, hint: Any, name: str, limits: Range | None = None) -> Any:
+    try:
+        return _convert(value, hint, limits, name)
+    except _NoMatchError as error:
+        raise _NoMatchError(f"such that each {what} is {error}, not {show(value)}") from None
+
+
+_OF: dict[Any, str] = {str: " of texts", int: " of whole numbers", float: " of numbers"}
+
+
+def _convert_collection(value: Any, kind: type, hints: Sequence[Any], limits: Range | None, name: str) -> Any:
+    if kind in (Iterable, Collection) or not hints:
+        return _same(value, isinstance(value, Iterable) and not isinstance(value, (str, bytes)), "a list")
+    if issubclass(kind, AbstractSet):
+        _same(value, isinstance(value, (AbstractSet, list, tuple)), "a set")
+        elements = [_within("element", each, hints[0], name, limits) for each in value]
+        return frozenset(elements) if kind is frozenset else set(elements)
+    _same(value, isinstance(value, (list, tuple)), f"a list{_OF.get(hints[0], '')}")
+    if kind is tuple and hints[-1] is not Ellipsis:
+        _same(value, len(value) == len(hints), f"a list of {len(hints)} values")
+        return tuple(_within("value", v, h, name, limits) for v, h in zip(value, hints, strict=True))
+    elements = [_within("element", each, hints[0], name, limits) for each in value]
+    return tuple(elements) if kind is tuple or (isinstance(value, tuple) and kind is not list) else elements
+
+
+def _convert_dataclass(value: Any, kind: type[Any], name: str) -> Any:
+    if isinstance(value, kind):
+        return value
+    fields = [field.name for field in dataclasses.fields(kind) if field.init]
+    example = f"{fields[0]}=..." if fields else ""
+    _same(value, isinstance(value, Mapping), f"{_article(kind.__name__)} {kind.__name__}({example})")
+    for key in value:
+        if key not in fields:
+            near = difflib.get_close_matches(str(key), fields, n=1)
+            cure = f"Did you mean {near[0]!r}?" if near else f"Its fields are {', '.join(fields)}."
+            raise ConfigError(f"Got {name}={show(value)}, but {kind.__name__} has no field {key!r}. {cure}")
+    required = [f.name for f in dataclasses.fields(kind) if f.init and f.default is f.default_factory]
+    missing = [field for field in required if field not in value]
+    if missing:
+        raise ConfigError(f"Got {name}={show(value)}, but {kind.__name__} needs {', '.join(missing)}. Add it.")
+    return kind(**value)
+
+
+# --- what to set instead ----------------------------------------------------------------------------------------------
+
+
+def _suggestion(value: Any, hint: Any, limits: Range | None, default: Any) -> Any:
+    """Return the allowed value that was most likely meant; nothing if there is no guess."""
+    choices = [c for h in (hint, *get_args(hint)) if get_origin(h) is Literal for c in get_args(h)]
+    for guess in (*_guesses(value, limits, choices), default, *choices):
+        if guess is _NOTHING or guess is None:
+            continue
+        try:
+            return _convert(guess, hint, limits, "")
+        except (_NoMatchError, ConfigError):
+            continue
+    return None if default is None else _NOTHING
+
+
+def _guesses(value: Any, limits: Range | None, choices: Sequence[Any]) -> Iterable[Any]:
+    if isinstance(value, str):
+        yield from _read(value)
+        names = {str(choice): choice for choice in choices}
+        yield from (names[near] for near in difflib.get_close_matches(value.lower(), names, n=1))
+        yield [value]
+    elif isinstance(value, timedelta):
+        yield timedelta(minutes=30)
+    elif isinstance(value, numbers.Real) and math.isfinite(_float(value)):
+        number = float(value)
+        yield from (int(number), number)
+        near = None if limits is None else limits.nearest(number)
+        if near is not None:
+            yield from (int(near), float(near))
+        if 0 < number < 3e7:
+            yield timedelta(seconds=number)
+        yield bool(number)
+
+
+def _float(value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _read(text: str) -> Iterable[Any]:
+    """Return the number or the truth value that a text says."""
+    words = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+    if text.lower() in words:
+        yield words[text.lower()]
+    for kind in (int, float):
+        try:
+            yield kind(text)
+        except ValueError:
+            continue

@@ -1,0 +1,132 @@
+"""Types of arguments: argparse says which argument is wrong, these say why, before anything is loaded."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ls_strategy.checked import Range, above, accept, at_least
+from ls_strategy.errors import ConfigError
+
+_MOST = 1 << 20
+
+
+def whole(least: int = 1, most: int = _MOST) -> Callable[[str], int]:
+    """Return a type for whole numbers from ``least`` to ``most``."""
+    return _number(int, at_least(least, most))
+
+
+def number(limits: Range | None = None) -> Callable[[str], float]:
+    """Return a type for finite numbers; without ``limits`` above 0."""
+    return _number(float, limits or above(0, 1e12))
+
+
+def _number(kind: type[Any], limits: Range) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = text
+        with _explained():
+            return accept("it", value, kind, limits)
+
+    return parse
+
+
+class _explained:  # noqa: N801 - a context manager, as contextlib has them in lower case
+    """Turn a `ConfigError` into the error that argparse expects of a type."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if isinstance(error, ConfigError):
+            message = str(error).removeprefix("Got it=").replace(", but it must", " is given; it must", 1)
+            raise argparse.ArgumentTypeError(message.split(" Set it=")[0]) from None
+
+
+def path(text: str) -> Path:
+    """Return a path on this machine."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("the path is empty")
+    return Path(text)
+
+
+def location(text: str) -> str:
+    """Return a path or address of a checkpoint, of a protocol that fsspec knows here."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("the path is empty")
+    protocol, separator, _ = text.partition("://")
+    if separator:
+        import fsspec
+
+        try:
+            fsspec.get_filesystem_class(protocol)
+        except (ValueError, ImportError) as error:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} cannot be opened: {error}. Give a path on this machine"
+            ) from None
+    return text
+
+
+def line(text: str) -> str:
+    """Return a text of one line that is not empty."""
+    if not text.strip() or not text.isprintable():
+        raise argparse.ArgumentTypeError(f"{text!r} is given; it must be a text of one line")
+    return text
+
+
+def size(text: str) -> str:
+    """Return a size such as 80GB."""
+    from ls_strategy.planner.hardware import parse_bytes
+
+    try:
+        nbytes = parse_bytes(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if not 0 < nbytes < 1 << 63:
+        raise argparse.ArgumentTypeError(f"{text!r} is given; it must be above 0 and below 2**63 bytes")
+    return text
+
+
+def read_yaml(file: Path) -> dict[str, Any]:
+    """Return what a YAML file of a LightningCLI program says.
+
+    Raises:
+        ConfigError: it cannot be read, or is not a YAML file with sections.
+    """
+    import yaml
+
+    try:
+        loaded = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"Got {str(file)!r}, but it cannot be read: {error.strerror}. Give a readable file."
+        ) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file} is not in UTF-8: {error}. Save it as UTF-8.") from None
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise ConfigError(f"{file} is no YAML: {error}") from error
+    if loaded is not None and not isinstance(loaded, dict):
+        raise ConfigError(
+            f"Got {str(file)!r}, but its outermost value must be a mapping with sections such as trainer and model. It "
+            f"is a {type(loaded).__name__}: give a file of the program."
+        )
+    return loaded or {}
+
+
+def read_section(file: Path, name: str) -> dict[str, Any]:
+    """Return a section of a YAML file; empty if it has none.
+
+    Raises:
+        ConfigError: the file, or the section, is not one.
+    """
+    section = read_yaml(file).get(name)
+    if section is not None and not isinstance(section, dict):
+        raise ConfigError(
+            f"Got {name}: {section!r} in {file}, but {name} must be a mapping of options. Write them below it: "
+            f"{name}: {{...}}."
+        )
+    return section or {}

@@ -1,0 +1,170 @@
+"""What an argument and ``deepspeed_config`` both say is the same, or an error; also where a parser fills defaults."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import yaml
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from ls_strategy import ActivationOffloadConfig, LossScaleConfig, NVMeIOConfig, OffloadConfig, ZeROStrategy
+from ls_strategy.deepspeed import translate
+from ls_strategy.deepspeed.options import KEYS_OF
+from ls_strategy.errors import ConfigError
+
+
+def zero(**keys: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": 2, **keys}}
+
+
+CPU = zero(offload_optimizer={"device": "cpu"})
+NVME = {**zero(offload_optimizer={"device": "nvme", "nvme_path": "/a"}), "aio": {"block_size": 1 << 20}}
+
+CONTRADICTIONS = [
+    (zero(), {"stage": 3}, "zero_optimization.stage=2"),
+    (zero(), {"stage": 1}, "zero_optimization.stage=2"),
+    (zero(), {"stage": "auto"}, "zero_optimization.stage=2"),
+    (CPU, {"offload_optimizer": None}, "zero_optimization.offload_optimizer.device='cpu'"),
+    (CPU, {"offload_optimizer": "nvme"}, "device='cpu'"),
+    (CPU, {"offload_optimizer": {"tier": "nvme"}}, "device='cpu'"),
+    (zero(offload_optimizer={"device": "none"}), {"offload_optimizer": "cpu"}, "device='none'"),
+    (zero(offload_optimizer={"device": "cpu", "ratio": 0.5}), {"offload_optimizer": "cpu"}, "ratio=0.5"),
+    (zero(cpu_offload=False), {"offload_optimizer": "cpu"}, "zero_optimization.cpu_offload=False"),
+    (zero(stage3_prefetch_bucket_size=0), {"prefetch_units": 1}, "stage3_prefetch_bucket_size=0"),
+    (zero(stage3_prefetch_bucket_size=5e7), {"prefetch_units": 0}, "stage3_prefetch_bucket_size"),
+    (NVME, {"nvme_path": "/b"}, "nvme_path='/a'"),
+    (NVME, {"nvme_path": None}, "nvme_path='/a'"),
+    (NVME, {"nvme_io": NVMeIOConfig(block_bytes=1 << 21)}, "aio.block_size=1048576"),
+    (NVME, {"nvme_io": None}, "aio.block_size=1048576"),
+    ({"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}, {"master_weights": True}, "bf"),
+    ({"bf16": {"bf16_master_weights_and_grads": False}}, {"master_weights": False}, "bf16_master_weights_and_grads"),
+    ({"fp16": {"enabled": True, "hysteresis": 4}}, {"loss_scale": LossScaleConfig()}, "fp16.hysteresis=4"),
+    ({"fp16": {"enabled": True, "hysteresis": 4}}, {"loss_scale": None}, "fp16.hysteresis=4"),
+    ({"communication_data_type": "fp32"}, {"reduce_dtype": "compute"}, "communication_data_type='fp32'"),
+    ({"communication_data_type": "fp16"}, {"reduce_dtype": "fp32"}, "communication_data_type='fp16'"),
+    ({"activation_checkpointing": {"cpu_checkpointing": True}}, {"activation_checkpointing": None}, "cpu_checkpoint"),
+    ({"activation_checkpointing": {"cpu_checkpointing": True}}, {"activation_offload": "nvme"}, "cpu_checkpointing"),
+    ({"activation_checkpointing": {"cpu_checkpointing": False}}, {"activation_offload": "cpu"}, "cpu_checkpointing"),
+    ({"tensor_parallel": {"autotp_size": 2}}, {"tensor_parallel_size": 1}, "tensor_parallel.autotp_size=2"),
+    ({"tensor_parallel": {"autotp_size": 1}}, {"tensor_parallel_size": 2}, "tensor_parallel.autotp_size=1"),
+    ({"sequence_parallel_size": 2}, {"sequence_parallel_size": 1}, "sequence_parallel_size=2"),
+    ({"pipeline": {"stages": 2}}, {"pipeline_parallel_size": 1}, "pipeline.stages=2"),
+    ({"pipeline": {"stages": 2, "partition": "uniform"}}, {"pipeline_partition": "parameters"}, "pipeline.partition"),
+    ({"pipeline": {"stages": 2}, "gradient_accumulation_steps": 4}, {"micro_batches": 2}, "gradient_accumulation"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "options", "key"), CONTRADICTIONS)
+def test_a_contradiction_names_both_and_the_cure(config: dict[str, Any], options: dict[str, Any], key: str) -> None:
+    (name,) = options
+    with pytest.raises(ConfigError) as caught:
+        ZeROStrategy(deepspeed_config=config, **options)
+    text = str(caught.value)
+    assert text.startswith(f"Got {name}=")
+    assert key in text
+    assert "leave it out" in text
+
+
+AGREEMENTS = [
+    (zero(), {"stage": 2}),
+    ({}, {"stage": 3}),  # the file says nothing
+    ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "auto"}}}, {"stage": 2}),
+    (CPU, {"offload_optimizer": "cpu"}),
+    (CPU, {"offload_optimizer": OffloadConfig(ratio=0.5)}),  # says more
+    (CPU, {"offload_optimizer": {"ratio": 0.5}}),
+    (zero(stage3_prefetch_bucket_size=5e7), {"prefetch_units": 2}),
+    (NVME, {"nvme_io": NVMeIOConfig(block_bytes=1 << 20, parallelism=2)}),
+    ({"fp16": {"hysteresis": 4}}, {"loss_scale": LossScaleConfig(hysteresis=4, window=9)}),
+    (
+        {"activation_checkpointing": {"cpu_checkpointing": True}},
+        {"activation_offload": ActivationOffloadConfig(min_bytes=0)},
+    ),
+    ({"activation_checkpointing": {"cpu_checkpointing": True}}, {"activation_checkpointing": "selective"}),
+]
+
+
+@pytest.mark.parametrize(("config", "options"), AGREEMENTS)
+def test_what_says_the_same_or_more_is_accepted_and_counts(config: dict[str, Any], options: dict[str, Any]) -> None:
+    made = ZeROStrategy(deepspeed_config=config, **options)
+    alone = ZeROStrategy(**{**translate(config).strategy, **options})
+    assert made.config == alone.config
+
+
+def test_every_option_of_a_file_has_its_keys() -> None:
+    """`KEYS_OF` is complete: what `translate` can set is in it."""
+    full = {
+        **zero(offload_optimizer={"device": "nvme", "nvme_path": "/a"}, stage3_prefetch_bucket_size=0),
+        "aio": {"block_size": 1 << 20},
+        "fp16": {"enabled": True, "loss_scale": 2},
+        "communication_data_type": "fp16",
+        "activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True},
+        "tensor_parallel": {"autotp_size": 2},
+        "sequence_parallel_size": 2,
+        "pipeline": {"stages": 2},
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 2,
+    }
+    options = {
+        *translate(full).strategy,
+        *translate({"zero_optimization": {"offload_param": {"device": "cpu"}}}).strategy,
+    }
+    assert options | {"master_weights"} == set(KEYS_OF)
+
+
+# --- LightningCLI passes every default -------------------------------------------------------------------------------
+
+
+def build(arguments: list[str]) -> Any:
+    cli = pytest.importorskip("lightning.pytorch.cli")
+    quiet = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
+    return cli.LightningCLI(
+        BoringModel, args=arguments, run=False, save_config_callback=None, trainer_defaults=quiet
+    ).trainer.strategy
+
+
+def yaml_file(folder: Any, **init_args: Any) -> str:
+    strategy = {"class_path": "ls_strategy.ZeROStrategy", "init_args": init_args}
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump({"trainer": {"strategy": strategy}}))
+    return str(path)
+
+
+@pytest.fixture
+def ds_config(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(sys, "argv", ["program"])
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps({**CPU, "tensor_parallel": {"autotp_size": 1}}))
+    return str(path)
+
+
+def test_yaml_alone_takes_the_file(tmp_path: Any, ds_config: str) -> None:
+    strategy = build(["--config", yaml_file(tmp_path, deepspeed_config=ds_config)])
+    assert (strategy.config.stage, strategy.config.offload_optimizer) == (2, OffloadConfig())
+    assert build(["--config", yaml_file(tmp_path, deepspeed_config=ds_config, stage=2)]).config.stage == 2
+
+
+@pytest.mark.parametrize("written", [{"stage": 3}, {"offload_optimizer": None}, {"stage": 1}])
+def test_yaml_that_contradicts_the_file(tmp_path: Any, ds_config: str, written: dict[str, Any]) -> None:
+    (name,) = written
+    with pytest.raises(ValueError, match=f"Got {name}="):  # jsonargparse puts what was raised into an error of its own
+        build(["--config", yaml_file(tmp_path, deepspeed_config=ds_config, **written)])
+
+
+def test_a_command_line_that_contradicts_the_file(tmp_path: Any, ds_config: str) -> None:
+    config = yaml_file(tmp_path, deepspeed_config=ds_config)
+    with pytest.raises(ValueError, match=r"Got stage=3.*zero_optimization\.stage=2"):
+        build(["--config", config, "--trainer.strategy.init_args.stage", "3"])
+    assert build(["--config", config, "--trainer.strategy.init_args.async_save", "true"]).config.stage == 2
+
+
+def test_the_signature_is_as_before(tmp_path: Any, ds_config: str) -> None:
+    build(["--config", yaml_file(tmp_path, deepspeed_config=ds_config)])
+    assert pl.strategies.Strategy in ZeROStrategy.__mro__
+    assert ZeROStrategy().config.stage == 3
+    assert (
+        build(["--trainer.strategy=ls_strategy.ZeROStrategy", "--trainer.strategy.save_frozen=false"]).config.stage == 3
+    )
