@@ -291,10 +291,9 @@ class Engine:
             state.finished = False
             state.norm = None
             state.clip = None
-        self.reducer.loss_scale = self.scaler.scale if self.scaler is not None else 1.0
         early = self.early_step and eager and self.scaler is None and self.schedule.allows_early
         self.reducer.on_complete = None  # what an earlier micro-batch left under way is not complete
-        self.reducer.begin_backward(eager=eager)
+        self.reducer.begin_backward(eager=eager, loss_scale=self.scaler.scale if self.scaler is not None else 1.0)
         self.reducer.on_complete = self.schedule.begin_early if early else None
 
     def end_backward(self) -> None:
@@ -341,16 +340,15 @@ class Engine:
             return not state.overflow
         state.used = self.reducer.complete(state.flats)
         for flat in state.flats:
-            if flat.plan.tied and flat.averages.holds_any:
+            if flat.plan.tied and flat.averages.hold_values:
                 flat.averages.change(self.share.sum_tied)
         state.overflow = False
         state.clip = None
         if self.scaler is not None:
             for flat in state.flats:
-                if not flat.averages.unscaled:
-                    fold = self.private_gradients and flat.averages.folds_factors
-                    stepping.unscale_(flat, self.scaler.scale, fold=fold)
-                    flat.averages.unscaled = not (fold or flat.averages.on_drive)
+                # Otherwise the update multiplies by what undoes the scale.
+                if not (flat.averages.on_drive or (self.private_gradients and flat.averages.folds_factors)):
+                    flat.averages.undo_scale()
             state.overflow = stepping.any_overflow(state.flats, self.mesh.world)
         if not self.private_gradients:
             state.sharded.bind_grads(state.used)

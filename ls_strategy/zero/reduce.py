@@ -57,7 +57,8 @@ class Reducer:
         self.eager = True
         """Whether the backward pass under way sends what it completes."""
         self.loss_scale = 1.0
-        """What the gradients to come are multiplied by."""
+        """What the gradients to come are multiplied by. 1 between passes: who calls ``loss.backward()`` by himself has
+        not scaled the loss."""
         self.private = False
         """Nobody but the step looks at averaged gradients: they may be kept in fewer bits where that is exact."""
         self.on_complete: Callable[[Flat], None] | None = None
@@ -77,26 +78,30 @@ class Reducer:
             unit.launched = False
             unit.waiting_for = sum(p.requires_grad and p.numel() > 0 for f in unit.trainable_flats for p in f.params)
 
-    def begin_backward(self, *, eager: bool) -> None:
-        """A backward pass starts. ``eager``: its gradients complete what the next step needs (stages 0 and 1)."""
+    def begin_backward(self, *, eager: bool, loss_scale: float = 1.0) -> None:
+        """A backward pass starts.
+
+        Args:
+            eager: its gradients complete what the next step needs (stages 0 and 1).
+            loss_scale: what they are multiplied by.
+        """
         self.finish_in_flight()
         self.eager = eager or (self.policy.gradients and not self.holds)
+        self.loss_scale = loss_scale
         self.reset()
-        if self.policy.gradients:
-            return
         for unit in self.order:
             for flat in unit.trainable_flats:
-                if any(flat.used_here):
+                if any(flat.used_here) and not self.policy.gradients:
                     flat.widen_grads()
-                    if flat.averages.unscaled and flat.grad is not None and not self.policy.optimizer:
-                        flat.grad.mul_(self.loss_scale)
-                        flat.averages.unscaled = False
+                flat.carry(loss_scale)
 
     def on_grad(self, unit: Unit, flat: Flat, index: int, param: nn.Parameter) -> None:
         """Autograd finished ``param.grad``."""
         grad = param.grad
         if grad is None:
             return
+        if flat.grad_scale != self.loss_scale:
+            self._begin_scale(flat, index)
         flat.used_here[index] = True
         if self.policy.gradients:
             self._take_transient(unit, flat, index, param, grad)
@@ -107,6 +112,16 @@ class Reducer:
         unit.waiting_for -= 1
         if unit.waiting_for == 0 and self.eager:
             self._advance()
+
+    def _begin_scale(self, flat: Flat, index: int) -> None:
+        """The first gradient of a pass that nobody announced says what the others are multiplied by."""
+        if flat.holds_gradients(besides=index):
+            raise StateError(
+                f"loss.backward() was called where the loss scale of fp16 is {flat.grad_scale:g}, and added unscaled "
+                f"gradients to scaled ones at {flat.layout.slots[index].name!r}. Call self.manual_backward(loss) "
+                "instead."
+            )
+        flat.grad_scale = self.loss_scale
 
     def _take_resident(self, unit: Unit, flat: Flat, index: int, param: nn.Parameter, grad: Tensor) -> None:
         flat.dirty = True
@@ -139,6 +154,7 @@ class Reducer:
 
     def end_backward(self) -> None:
         """The backward pass is over: send what is left, in order. Collective where the pass was eager."""
+        self.loss_scale = 1.0
         if not self.eager:
             return
         rest = self.order[self._next :]
@@ -174,9 +190,10 @@ class Reducer:
         else:
             self._fill_resident(flat)
         flat.dirty = False
-        if flat.comm.world_size == 1 and not self.policy.optimizer:  # averaging in place over one rank
-            flat.averages.unscaled = False
-            return
+        if not self.policy.optimizer:
+            flat.averages.hold_values = True
+            if flat.comm.world_size == 1:  # averaging in place over one rank
+                return
         if not self.policy.gradients:
             flat.held_here = [p.grad is not None for p in flat.params]
             for p in flat.params:
@@ -227,9 +244,7 @@ class Reducer:
             self._gathers.append(flat)
         else:
             if not self.policy.gradients:
-                flat.averages.hold_values = False  # the resident gradients hold every micro-batch
-            elif flat.averages.hold_values and flat.averages.unscaled:
-                flat.averages.tensor().mul_(self.loss_scale)
+                flat.averages.forget()  # the resident gradients hold every micro-batch
             complete = self.on_complete is not None and self._complete(flat)
             if flat.updated_early:
                 raise StateError(
@@ -237,15 +252,12 @@ class Reducer:
                     "backward pass (a reentrant checkpoint, or a second backward). Set overlap_step=False on the "
                     "strategy."
                 )
-            flat.averages.land(
-                flat.reducing, exact_16_bit=self.private, unscale=1.0 / self.loss_scale, at_hand=complete
-            )
+            flat.averages.land(flat.reducing, exact_16_bit=self.private, at_hand=complete)
             if self.policy.gradients:
                 flat.drop_grad_buffer()
             if complete and self.on_complete is not None:
                 self.on_complete(flat)
         flat.reducing = None
-        flat.averages.unscaled = False
         if not self.policy.gradients and self.policy.optimizer:
             self._show_grads(flat)
 
@@ -303,7 +315,7 @@ class Reducer:
         for flat in flats:
             if set_to_none:
                 flat.used_here = [False] * len(flat.params)
-                flat.averages.hold_values = False
+                flat.averages.forget()
                 flat.dirty = False
                 flat.filled = [False] * len(flat.params)
                 if self.policy.gradients and flat.grad is not None:
@@ -343,6 +355,7 @@ class Reducer:
             for flat in unit.trainable_flats:
                 flat.reducing = None
                 flat.gathering_grads = None
+        self.loss_scale = 1.0
         self.reset()
 
 
