@@ -63,6 +63,11 @@ class _OptimizerState:
     finished: bool = False
     overflow: bool = False
     norm: Tensor | None = None
+    """Before clipping."""
+    clipped: bool = False
+    """Whether the gradients were clipped since, in place."""
+    tied_due: bool = False
+    """Whether gradients have still to be summed over the stages of a pipeline."""
     clip: Tensor | None = None
     """Factor that the fused update multiplies the gradients by; None where it was done in place, or is 1."""
 
@@ -326,6 +331,8 @@ class Engine:
         """They are over. ``reduce``: send what no pass has sent; collective then."""
         if reduce:
             self.reducer.send_held()
+            for state in self.optimizers:
+                state.tied_due = True
         self.reducer.holds = False
         self._let_go()
 
@@ -340,9 +347,10 @@ class Engine:
             return not state.overflow
         state.used = self.reducer.complete(state.flats)
         for flat in state.flats:
-            if flat.plan.tied and flat.averages.hold_values:
+            if flat.plan.tied and flat.averages.hold_values and state.tied_due:
                 flat.averages.change(self.share.sum_tied)
-        state.overflow = False
+        state.tied_due = False
+        state.overflow = state.clipped = False
         state.clip = None
         if self.scaler is not None:
             for flat in state.flats:
@@ -357,9 +365,8 @@ class Engine:
 
     def clip_norm_(self, index: int, max_norm: float) -> Tensor:
         """Clip by global norm over all gradients of the optimizer, exactly; returns the norm before clipping."""
-        self.finish(index)
-        state = self.optimizers[index]
-        if state.norm is None or not self.private_gradients:
+        state = self._as_they_are(index)
+        if state.norm is None:
             state.norm = stepping.global_norm(state.flats, self.mesh.world)
         factor = stepping.clip_factor(state.norm, max_norm)
         if factor is None:
@@ -369,12 +376,28 @@ class Engine:
                 state.clip = factor
             else:
                 stepping.scale_(flat, factor)
+        self._clipped(state)
         return state.norm
+
+    def _as_they_are(self, index: int) -> _OptimizerState:
+        """Finish, and take in what user code has made of the gradients since; norms of before are no longer theirs."""
+        self.finish(index)
+        state = self.optimizers[index]
+        if not self.private_gradients:
+            state.sharded.take_edits(state.used)
+            state.norm = None
+        return state
+
+    def _clipped(self, state: _OptimizerState) -> None:
+        if not self.private_gradients:
+            state.clipped = True
+            state.sharded.show_again()
 
     def clip_value_(self, index: int, limit: float) -> None:
         """Clamp every averaged gradient element of the optimizer."""
-        self.finish(index)
-        stepping.clip_value_(self.optimizers[index].flats, limit)
+        state = self._as_they_are(index)
+        stepping.clip_value_(state.flats, limit)
+        self._clipped(state)
 
     def grad_norm(self, index: int | None = None, norm_type: float = 2.0) -> Tensor:
         """Global norm of the averaged gradients, before clipping: of one optimizer, or of all together.
@@ -383,11 +406,12 @@ class Engine:
             StateError: there are no gradients: call between backward and the next ``zero_grad``.
         """
         states = self.optimizers if index is None else [self.optimizers[index]]
-        if len(states) == 1 and norm_type == 2.0 and states[0].norm is not None:
-            return states[0].norm
+        known = states[0].norm if len(states) == 1 and norm_type == 2.0 else None
+        if known is not None and (states[0].clipped or self.private_gradients):
+            return known
         for i, state in enumerate(self.optimizers):
             if state in states:
-                self.finish(i)
+                self._as_they_are(i)
         if not any(any(s.used) for s in states):
             raise StateError("no gradient to take the norm of: call between backward and the next zero_grad().")
         norm = stepping.global_norm([f for s in states for f in s.flats], self.mesh.world, norm_type)

@@ -53,7 +53,7 @@ class Averages:
         The only note of it. Who reads them multiplies by `unscale`; who adds gradients of another scale brings these
         to it first.
         """
-        return self._scale if self._flat.policy.optimizer else self._flat.grad_scale
+        return self._flat.grad_scale if self.in_place else self._scale
 
     @property
     def unscale(self) -> float:
@@ -61,7 +61,7 @@ class Averages:
         return 1.0 / self.scale
 
     def _set_scale(self, scale: float) -> None:
-        if self._flat.policy.optimizer:
+        if not self.in_place:
             self._scale = scale
         else:
             self._flat.grad_scale = scale
@@ -76,7 +76,7 @@ class Averages:
 
         fp32, but 16 bit where that holds the average exactly and nobody but the update looks (see `land`).
         """
-        if not self._flat.policy.optimizer:
+        if self.in_place:
             self._flat.hold_grad_buffer(self._flat.average_dtype)
             assert self._flat.grad is not None
             return self._flat.grad
@@ -98,7 +98,12 @@ class Averages:
     def owned(self) -> Tensor:
         """Averaged gradients of this rank's shard, ``(shard,)``, at every stage: what norms are summed over."""
         reduced = self.tensor()
-        return reduced if self._flat.policy.optimizer else reduced[slice(*self._flat.owned)]
+        return reduced[slice(*self._flat.owned)] if self.in_place else reduced
+
+    @property
+    def in_place(self) -> bool:
+        """Whether they are in ``grad``, and ``p.grad`` is what the step takes, as under DDP (stage 0)."""
+        return not self._flat.policy.optimizer
 
     @property
     def on_drive(self) -> bool:
@@ -232,7 +237,7 @@ class Averages:
         """Set a range of the averages to zero, where there are any."""
         self._flat.wait_updated()
         self.wait()
-        if not self._flat.policy.optimizer:
+        if self.in_place:
             if self._flat.grad is not None:
                 self._flat.grad[start:stop].zero_()
         elif self.values is not None:

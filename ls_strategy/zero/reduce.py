@@ -106,7 +106,7 @@ class Reducer:
         if self.policy.gradients:
             self._take_transient(unit, flat, index, param, grad)
         else:
-            self._take_resident(unit, flat, index, param, grad)
+            self._take_resident(unit, flat, index, grad)
         if param.numel() == 0:
             return  # never waited for
         unit.waiting_for -= 1
@@ -123,7 +123,7 @@ class Reducer:
             )
         flat.grad_scale = self.loss_scale
 
-    def _take_resident(self, unit: Unit, flat: Flat, index: int, param: nn.Parameter, grad: Tensor) -> None:
+    def _take_resident(self, unit: Unit, flat: Flat, index: int, grad: Tensor) -> None:
         flat.dirty = True
         if unit.launched and flat.reducing is not None:
             return  # a second gradient in one pass, while the first is under way: kept apart in p.grad until it is back
@@ -131,7 +131,7 @@ class Reducer:
         view = flat.grad_views[index]
         if grad is not view:
             view.copy_(grad)
-            _show(param, view)
+            flat.show_grad(index)
 
     def _take_transient(self, unit: Unit, flat: Flat, index: int, param: nn.Parameter, grad: Tensor) -> None:
         if unit.launched:  # a second gradient in one pass (reentrant recompute): kept in p.grad, sent by the step
@@ -190,12 +190,13 @@ class Reducer:
         else:
             self._fill_resident(flat)
         flat.dirty = False
-        if not self.policy.optimizer:
-            flat.averages.hold_values = True
-            if flat.comm.world_size == 1:  # averaging in place over one rank
-                return
         if not self.policy.gradients:
             flat.held_here = [p.grad is not None for p in flat.params]
+        if flat.averages.in_place:
+            flat.averages.hold_values = True
+            if flat.comm.world_size == 1:  # nothing to average over
+                return
+        if not self.policy.gradients:
             for p in flat.params:
                 p.grad = None  # autograd must not add to what is being sent
         flat.reducing = flat.comm.reduce_scatter(flat.grad, self.wire_dtype, flat.name)
@@ -222,12 +223,9 @@ class Reducer:
 
     def _fill_resident(self, flat: Flat) -> None:
         """Make every slot of the buffer what ``p.grad`` says, which the user may have changed."""
-        for param, view in zip(flat.params, flat.grad_views, strict=True):
-            if param.grad is None:
+        for i, view in enumerate(flat.grad_views):
+            if flat.take_replaced(i):
                 view.zero_()
-            elif param.grad is not view:
-                view.copy_(param.grad)
-                _show(param, view)
 
     def _bytes_in_flight(self) -> int:
         return sum(f.grad.nbytes for f in self._in_flight if f.grad is not None)
@@ -258,7 +256,7 @@ class Reducer:
             if complete and self.on_complete is not None:
                 self.on_complete(flat)
         flat.reducing = None
-        if not self.policy.gradients and self.policy.optimizer:
+        if not (self.policy.gradients or flat.averages.in_place):
             self._show_grads(flat)
 
     def _complete(self, flat: Flat) -> bool:
@@ -267,13 +265,13 @@ class Reducer:
 
     def _show_grads(self, flat: Flat) -> None:
         """Put the resident gradients back into ``p.grad``, with whatever came while they were under way."""
-        for param, view, held in zip(flat.params, flat.grad_views, flat.held_here, strict=True):
+        for i, (param, view, held) in enumerate(zip(flat.params, flat.grad_views, flat.held_here, strict=True)):
             late = param.grad
             if late is not None and late is not view:
                 view.add_(late) if held else view.copy_(late)
                 flat.dirty = True
             if held or late is not None:
-                _show(param, view)
+                flat.show_grad(i)
 
     def finish_in_flight(self) -> None:
         """Wait until everything that was sent is averaged."""
@@ -298,15 +296,42 @@ class Reducer:
         for flat in flats:
             if not self.policy.gradients:
                 flat.used_here = [p.grad is not None for p in flat.params]
-        flags = [u for f in flats for u in f.used_here] + [f.dirty for f in flats]
-        agreed = self.comm.agree(torch.tensor(flags, dtype=torch.uint8)).tolist()
-        left = agreed[len(agreed) - len(flats) :]
+        flags = [u for f in flats for u in f.used_here] + [h for f in flats for h in f.held_here]
+        flags += [f.dirty for f in flats]
+        agreed = [bool(flag) for flag in self.comm.agree(torch.tensor(flags, dtype=torch.uint8)).tolist()]
+        count = (len(agreed) - len(flats)) // 2
+        used, held, left = agreed[:count], agreed[count : 2 * count], agreed[2 * count :]
         for flat, dirty in zip(flats, left, strict=True):
             if dirty:
                 self._launch(flat)
         self.finish_in_flight()
+        if not self.policy.gradients:
+            start = 0
+            for flat in flats:
+                stop = start + len(flat.params)
+                self._settle(flat, used[start:stop], held[start:stop])
+                start = stop
         self.reset()
-        return [bool(u) for u in agreed[: len(agreed) - len(flats)]]
+        return used
+
+    def _settle(self, flat: Flat, used: list[bool], held: list[bool]) -> None:
+        """Stages 0 and 1: the averages count what ``p.grad`` says now, whatever was sent.
+
+        Args:
+            flat: averaged.
+            used: which parameters have a gradient on some rank.
+            held: which had one on some rank when they were sent, or asked for last.
+        """
+        if flat.averages.in_place and any(used) and not flat.averages.hold_values:  # made by hand, without a backward
+            flat.hold_grad_buffer(flat.average_dtype)
+            self._fill_resident(flat)
+            flat.averages.hold_values = True
+        for i, piece in enumerate(flat.pieces):
+            if held[i] and not used[i]:
+                flat.averages.zero(piece.start, piece.stop)
+            elif used[i] and flat.averages.in_place and flat.take_replaced(i):
+                flat.show_grad(i)  # another rank's
+        flat.held_here = used
 
     def zero_grad(self, flats: list[Flat], *, set_to_none: bool) -> None:
         """``optimizer.zero_grad()`` for the optimizer that owns ``flats``."""
@@ -316,6 +341,7 @@ class Reducer:
             if set_to_none:
                 flat.used_here = [False] * len(flat.params)
                 flat.averages.forget()
+                flat.held_here = [False] * len(flat.params)
                 flat.dirty = False
                 flat.filled = [False] * len(flat.params)
                 if self.policy.gradients and flat.grad is not None:
@@ -333,7 +359,7 @@ class Reducer:
                     param.grad.zero_()
 
     def zero_params(self, flats: list[Flat], wanted: set[int], *, set_to_none: bool) -> None:
-        """Drop the averaged gradients of the parameters whose ``id`` is in ``wanted`` (stages 2 and 3)."""
+        """Drop the averaged gradients of the parameters whose ``id`` is in ``wanted``, not their ``p.grad``."""
         self.finish_in_flight()
         for flat in flats:
             for i, (param, piece) in enumerate(zip(flat.params, flat.pieces, strict=True)):
@@ -357,15 +383,3 @@ class Reducer:
                 flat.gathering_grads = None
         self.loss_scale = 1.0
         self.reset()
-
-
-def _show(param: nn.Parameter, view: Tensor) -> None:
-    """Make ``view`` the parameter's gradient, also where that is fp32 and the parameter is not.
-
-    Not before a gradient has come: what autograd adds up within one backward pass (tied weights) it adds in the
-    parameter's dtype, as at the stages that keep no ``p.grad``.
-    """
-    if param.grad_dtype != view.dtype:  # type: ignore[attr-defined]
-        param.grad = None
-        param.grad_dtype = view.dtype  # type: ignore[attr-defined]
-    param.grad = view

@@ -413,6 +413,26 @@ class Flat:
         for grad in [*here, *(p.grad for p in self.params if p.grad is not None)]:
             grad.detach().mul_(factor)
 
+    def take_replaced(self, index: int) -> bool:
+        """Stage 0: take another tensor that ``p.grad`` was made. Returns whether it was made None."""
+        grad, view = self.params[index].grad, self.grad_views[index]
+        if grad is not None and grad is not view:
+            view.copy_(grad)
+            self.show_grad(index)
+        return grad is None
+
+    def show_grad(self, index: int) -> None:
+        """Make the slot the parameter's gradient, also where that is fp32 and the parameter is not.
+
+        Not before a gradient has come: what autograd adds up within one backward pass (tied weights) it adds in the
+        parameter's dtype, as at the stages that keep no ``p.grad``.
+        """
+        param, view = self.params[index], self.grad_views[index]
+        if param.grad_dtype != view.dtype:  # type: ignore[attr-defined]
+            param.grad = None
+            param.grad_dtype = view.dtype  # type: ignore[attr-defined]
+        param.grad = view
+
     def holds_gradients(self, besides: int) -> bool:
         """Whether this rank has gradients, not counting the one that parameter ``besides`` has just got."""
         others = any(p.grad is not None for i, p in enumerate(self.params) if i != besides)
