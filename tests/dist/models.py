@@ -269,11 +269,11 @@ def quiet() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def _fp16_plugin(precision: str) -> Precision:
-    """Lightning's own fp16, which its Trainer would not give to a CPU."""
+def fp16_plugin(precision: str, *, power: int = 16) -> Precision:
+    """Lightning's own fp16, which its Trainer would not give to a CPU; with the first loss scale."""
     if precision == "16-true":
         return HalfPrecision("16-true")
-    return MixedPrecision("16-mixed", device="cpu", scaler=torch.amp.GradScaler("cpu"))
+    return MixedPrecision("16-mixed", device="cpu", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**power))
 
 
 def trainer_of(case: Case, world_size: int, **arguments: Any) -> pl.Trainer:
@@ -286,7 +286,7 @@ def trainer_of(case: Case, world_size: int, **arguments: Any) -> pl.Trainer:
     if not case.precision.startswith("16"):
         arguments["precision"] = case.precision.replace("scaled", "true")
     elif case.stage is None:
-        arguments["plugins"] = [_fp16_plugin(case.precision)]
+        arguments["plugins"] = [fp16_plugin(case.precision)]
     return pl.Trainer(
         accelerator="cpu",
         devices=world_size,
