@@ -504,7 +504,10 @@ class Engine:
 
     @property
     def exposed_step_s(self) -> float:
-        """Seconds so far that the training thread has spent on, or waited for, updates of offloaded states."""
+        """Seconds so far that the training thread has spent on, or waited for, updates of offloaded states.
+
+        The wait for gradients to reach the host, which a norm begins with, is among them.
+        """
         inline = 0.0 if self.offload.stream.threaded else self.offload.stream.busy_s
         return inline + sum(flat.waited_s for flat in self.flats)
 

@@ -6,8 +6,10 @@ of their squares taken on the way; where the update follows at once, they do not
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -130,7 +132,8 @@ class Averages:
                 self._flat.stepped[1] - self._flat.stepped[0], self._flat.average_dtype, self._flat.full.device
             )
             if accumulate:
-                self._flat.rest.read_into("grad", mine)
+                with self._waiting():
+                    self._flat.rest.read_into("grad", mine)
                 _multiply_(mine, factor)
             reducing.finish(mine, accumulate=accumulate)
             self._to_drive(mine)
@@ -184,7 +187,8 @@ class Averages:
         for start, stop in chunks(0, mine.numel()):
             part = mine[start:stop]
             self.recorded_sums += sum_of_squares(part, unscale=self.unscale).cpu()
-            drive.put(key, part.float(), start)
+            with self._waiting():
+                drive.put(key, part.float(), start)
 
     def undo_scale(self) -> None:
         """Divide by the scale, in place."""
@@ -250,9 +254,18 @@ class Averages:
     def wait(self) -> None:
         """Wait until the averages are where they rest."""
         if self.landing is not None:
-            with spans.waiting(spans.COPY):
+            with spans.waiting(spans.COPY), self._waiting():
                 self.landing.result()
             self.landing = None
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Inside, the training thread waits for gradients on their way to or from their tier."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._flat.waited_s += time.perf_counter() - started
 
     def let_go(self) -> None:
         """An update under way has them; backward may fill new ones meanwhile. `take_back` when the update is done."""

@@ -106,7 +106,7 @@ class Flat:
         self.refresh_due = False
         """Whether the masters are newer than this rank's part of the parameters."""
         self.waited_s = 0.0
-        """Seconds that the training thread has waited for updates."""
+        """Seconds that the training thread has waited for updates, and for gradients to reach their tier."""
         self.reading: Future[Arrival] | None = None
         """This rank's part of the parameters, on its way from the drive."""
         self.is_gathered = True

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import threading
+import time
+from concurrent.futures import Future
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,6 +15,8 @@ from torch import nn
 
 from ls_strategy.callbacks import Monitor, ShardedEMA
 from ls_strategy.strategy import ZeROStrategy
+from ls_strategy.tiers.nvme import NVMeTier
+from ls_strategy.zero import averages
 from tests.dist.ranks import WIDTH, Block, Net, assert_close, assert_equal, batches, fit, on_ranks, trainer_of, weights
 
 TIERS = {
@@ -191,3 +196,55 @@ def test_exposed_time_is_counted_at_every_step(rank: int, world_size: int, tmp_p
         assert counts.exposed == sorted(counts.exposed)
         assert counts.exposed[-1] > 0
     assert_close(ours.exposed_step_s, ours.require_engine().offload.stream.busy_s, "all of it", 0.5)
+
+
+class Landing(Future):
+    """A copy to the host that takes `SECONDS`; notes how often the training thread has waited for one."""
+
+    SECONDS = 0.01
+    waited = 0
+
+    def result(self, timeout: float | None = None) -> None:
+        time.sleep(self.SECONDS)
+        if threading.current_thread() is threading.main_thread():
+            Landing.waited += 1
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@on_ranks(1)
+def test_the_wait_for_gradients_is_exposed(rank: int, world_size: int, overlap: bool) -> None:
+    """A norm begins with it: without, clipping would look cheaper than not to clip."""
+    land = averages.Averages.land
+
+    def slowly(to: Any, *args: Any, **options: Any) -> None:
+        land(to, *args, **options)
+        to.landing = Landing()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(averages.Averages, "land", slowly)
+        ours = ZeROStrategy(2, min_unit_numel=0, offload_optimizer="cpu", overlap_step=overlap)
+        fit(ours, ByDefault(), gradient_clip_val=0.1)
+    assert Landing.waited >= 8  # steps
+    updates_s = 0.0 if overlap else ours.require_engine().offload.stream.busy_s
+    assert ours.exposed_step_s - updates_s >= Landing.SECONDS * Landing.waited
+
+
+@on_ranks(1)
+def test_gradients_written_to_a_drive_are_exposed(rank: int, world_size: int, tmp_path: Any) -> None:
+    """Whoever clips waits for them; nothing else of the update does, without overlap, but what is busy."""
+    seconds = 0.01
+    puts: list[str] = []
+    put = NVMeTier.put
+
+    def slowly(tier: Any, key: Any, *args: Any) -> None:
+        if key[1] == "grad":
+            time.sleep(seconds)
+            puts.append(key)
+        put(tier, key, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NVMeTier, "put", slowly)
+        ours = ZeROStrategy(2, min_unit_numel=0, offload_optimizer="nvme", overlap_step=False, nvme_path=str(tmp_path))
+        fit(ours, ByDefault(), gradient_clip_val=0.1)
+    assert len(puts) >= 8
+    assert ours.exposed_step_s - ours.require_engine().offload.stream.busy_s >= seconds * len(puts)
