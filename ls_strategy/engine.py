@@ -63,6 +63,11 @@ class _OptimizerState:
     finished: bool = False
     overflow: bool = False
     norm: Tensor | None = None
+    """Before clipping."""
+    clipped: bool = False
+    """Whether the gradients were clipped since, in place."""
+    tied_due: bool = False
+    """Whether gradients have still to be summed over the stages of a pipeline."""
     clip: Tensor | None = None
     """Factor that the fused update multiplies the gradients by; None where it was done in place, or is 1."""
 
@@ -291,10 +296,9 @@ class Engine:
             state.finished = False
             state.norm = None
             state.clip = None
-        self.reducer.loss_scale = self.scaler.scale if self.scaler is not None else 1.0
         early = self.early_step and eager and self.scaler is None and self.schedule.allows_early
         self.reducer.on_complete = None  # what an earlier micro-batch left under way is not complete
-        self.reducer.begin_backward(eager=eager)
+        self.reducer.begin_backward(eager=eager, loss_scale=self.scaler.scale if self.scaler is not None else 1.0)
         self.reducer.on_complete = self.schedule.begin_early if early else None
 
     def end_backward(self) -> None:
@@ -327,6 +331,8 @@ class Engine:
         """They are over. ``reduce``: send what no pass has sent; collective then."""
         if reduce:
             self.reducer.send_held()
+            for state in self.optimizers:
+                state.tied_due = True
         self.reducer.holds = False
         self._let_go()
 
@@ -341,16 +347,16 @@ class Engine:
             return not state.overflow
         state.used = self.reducer.complete(state.flats)
         for flat in state.flats:
-            if flat.plan.tied and flat.averages.holds_any:
+            if flat.plan.tied and flat.averages.hold_values and state.tied_due:
                 flat.averages.change(self.share.sum_tied)
-        state.overflow = False
+        state.tied_due = False
+        state.overflow = state.clipped = False
         state.clip = None
         if self.scaler is not None:
             for flat in state.flats:
-                if not flat.averages.unscaled:
-                    fold = self.private_gradients and flat.averages.folds_factors
-                    stepping.unscale_(flat, self.scaler.scale, fold=fold)
-                    flat.averages.unscaled = not (fold or flat.averages.on_drive)
+                # Otherwise the update multiplies by what undoes the scale.
+                if not (flat.averages.on_drive or (self.private_gradients and flat.averages.folds_factors)):
+                    flat.averages.undo_scale()
             state.overflow = stepping.any_overflow(state.flats, self.mesh.world)
         if not self.private_gradients:
             state.sharded.bind_grads(state.used)
@@ -359,9 +365,8 @@ class Engine:
 
     def clip_norm_(self, index: int, max_norm: float) -> Tensor:
         """Clip by global norm over all gradients of the optimizer, exactly; returns the norm before clipping."""
-        self.finish(index)
-        state = self.optimizers[index]
-        if state.norm is None or not self.private_gradients:
+        state = self._as_they_are(index)
+        if state.norm is None:
             state.norm = stepping.global_norm(state.flats, self.mesh.world)
         factor = stepping.clip_factor(state.norm, max_norm)
         if factor is None:
@@ -371,12 +376,28 @@ class Engine:
                 state.clip = factor
             else:
                 stepping.scale_(flat, factor)
+        self._clipped(state)
         return state.norm
+
+    def _as_they_are(self, index: int) -> _OptimizerState:
+        """Finish, and take in what user code has made of the gradients since; norms of before are no longer theirs."""
+        self.finish(index)
+        state = self.optimizers[index]
+        if not self.private_gradients:
+            state.sharded.take_edits(state.used)
+            state.norm = None
+        return state
+
+    def _clipped(self, state: _OptimizerState) -> None:
+        if not self.private_gradients:
+            state.clipped = True
+            state.sharded.show_again()
 
     def clip_value_(self, index: int, limit: float) -> None:
         """Clamp every averaged gradient element of the optimizer."""
-        self.finish(index)
-        stepping.clip_value_(self.optimizers[index].flats, limit)
+        state = self._as_they_are(index)
+        stepping.clip_value_(state.flats, limit)
+        self._clipped(state)
 
     def grad_norm(self, index: int | None = None, norm_type: float = 2.0) -> Tensor:
         """Global norm of the averaged gradients, before clipping: of one optimizer, or of all together.
@@ -385,11 +406,12 @@ class Engine:
             StateError: there are no gradients: call between backward and the next ``zero_grad``.
         """
         states = self.optimizers if index is None else [self.optimizers[index]]
-        if len(states) == 1 and norm_type == 2.0 and states[0].norm is not None:
-            return states[0].norm
+        known = states[0].norm if len(states) == 1 and norm_type == 2.0 else None
+        if known is not None and (states[0].clipped or self.private_gradients):
+            return known
         for i, state in enumerate(self.optimizers):
             if state in states:
-                self.finish(i)
+                self._as_they_are(i)
         if not any(any(s.used) for s in states):
             raise StateError("no gradient to take the norm of: call between backward and the next zero_grad().")
         norm = stepping.global_norm([f for s in states for f in s.flats], self.mesh.world, norm_type)
@@ -488,7 +510,10 @@ class Engine:
 
     @property
     def exposed_step_s(self) -> float:
-        """Seconds so far that the training thread has spent on, or waited for, updates of offloaded states."""
+        """Seconds so far that the training thread has spent on, or waited for, updates of offloaded states.
+
+        The wait for gradients to reach the host, which a norm begins with, is among them.
+        """
         inline = 0.0 if self.offload.stream.threaded else self.offload.stream.busy_s
         return inline + sum(flat.waited_s for flat in self.flats)
 

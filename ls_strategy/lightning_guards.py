@@ -129,7 +129,7 @@ def watch_methods(module: pl.LightningModule, engine: Engine) -> None:
     """Let the engine know of what the module's own methods do to gradients.
 
     ``toggle_optimizer`` flips ``requires_grad`` on what the groups hold, pieces: it is copied to the parameters. And
-    ``zero_grad`` of any module clears ``p.grad``, which is not where gradients are once they are sharded.
+    ``zero_grad`` of any module clears ``p.grad``, which is not where gradients are once they are averaged.
     """
 
     def toggle(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -143,9 +143,8 @@ def watch_methods(module: pl.LightningModule, engine: Engine) -> None:
 
     for name in ("toggle_optimizer", "untoggle_optimizer"):
         module.__dict__[name] = partial(toggle, getattr(type(module), name).__get__(module))
-    if engine.policy.gradients:
-        for part in module.modules():
-            part.__dict__["zero_grad"] = partial(zero_grad, part)
+    for part in module.modules():
+        part.__dict__["zero_grad"] = partial(zero_grad, part)
 
 
 def unwatch_methods(module: pl.LightningModule) -> None:

@@ -187,8 +187,6 @@ def build(module: str, configs: Sequence[Path], extra: Sequence[str] = ()) -> An
         return built.cli
     except SystemExit as error:
         raise ConfigError(f"`python -m {' '.join(words)}` ended with status {error.code}; it says why above.") from None
-    except LSError:
-        raise
     finally:
         sys.path.remove(here)
         sys.argv = argv

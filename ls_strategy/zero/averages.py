@@ -6,8 +6,10 @@ of their squares taken on the way; where the update follows at once, they do not
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,16 +34,10 @@ class Averages:
         """Where they are a tensor: ``(stepped,)``."""
 
         self.hold_values = False
-        """Whether a micro-batch has been added since the last `zero_grad`."""
+        """Whether any gradient was averaged since the last `zero_grad`; what is left of before counts for nothing."""
 
         self.folds_factors = False
         """Whether a fused update steps this buffer: it multiplies loss scale and clip factor in, and reads 16 bit."""
-
-        self.unscaled = False
-        """Whether they were divided by the loss scale already."""
-
-        self.unscale = 1.0
-        """What they are still to be multiplied by; the update does it."""
 
         self.recorded_sums: Tensor | None = None
         """Sum of squares and number of non-finite elements of averages that are no longer at hand, ``(2,)`` fp64."""
@@ -50,13 +46,39 @@ class Averages:
         """On their way to the host."""
 
         self._lent: Tensor | None = None
+        self._scale = 1.0
+
+    @property
+    def scale(self) -> float:
+        """What the gradients are multiplied by here: the loss scale of their backward pass, or 1 once it was undone.
+
+        The only note of it. Who reads them multiplies by `unscale`; who adds gradients of another scale brings these
+        to it first.
+        """
+        return self._flat.grad_scale if self.in_place else self._scale
+
+    @property
+    def unscale(self) -> float:
+        """What they are still to be multiplied by."""
+        return 1.0 / self.scale
+
+    def _set_scale(self, scale: float) -> None:
+        if not self.in_place:
+            self._scale = scale
+        else:
+            self._flat.grad_scale = scale
+
+    def forget(self) -> None:
+        """What was averaged so far counts for nothing."""
+        self.hold_values = False
+        self._set_scale(1.0)
 
     def tensor(self) -> Tensor:
         """Averaged gradients of the range that this rank steps: ``(stepped,)``. Stage 0: ``grad`` itself.
 
         fp32, but 16 bit where that holds the average exactly and nobody but the update looks (see `land`).
         """
-        if not self._flat.policy.optimizer:
+        if self.in_place:
             self._flat.hold_grad_buffer(self._flat.average_dtype)
             assert self._flat.grad is not None
             return self._flat.grad
@@ -78,40 +100,43 @@ class Averages:
     def owned(self) -> Tensor:
         """Averaged gradients of this rank's shard, ``(shard,)``, at every stage: what norms are summed over."""
         reduced = self.tensor()
-        return reduced if self._flat.policy.optimizer else reduced[slice(*self._flat.owned)]
+        return reduced[slice(*self._flat.owned)] if self.in_place else reduced
 
     @property
-    def holds_any(self) -> bool:
-        """Whether any gradient was averaged since `zero_grad`; what is left of the step before counts for nothing."""
-        return self.hold_values or not self._flat.policy.optimizer
+    def in_place(self) -> bool:
+        """Whether they are in ``grad``, and ``p.grad`` is what the step takes, as under DDP (stage 0)."""
+        return not self._flat.policy.optimizer
 
     @property
     def on_drive(self) -> bool:
         """Whether the averages rest on the NVMe tier, where nobody but the update reaches them."""
         return self._flat.gradient_tier == "nvme" and self.values is None
 
-    def land(self, reducing: PendingReduce, *, exact_16_bit: bool, unscale: float, at_hand: bool = False) -> None:
-        """Let the averages rest on their tier, added to what is there already.
+    def land(self, reducing: PendingReduce, *, exact_16_bit: bool, at_hand: bool = False) -> None:
+        """Let the averages rest on their tier, added to what is there already. Their scale is that of ``grad``.
 
         Args:
             reducing: the reduce-scatter, under way or done.
             exact_16_bit: keep 16-bit gradients of a single rank as they are, until a second micro-batch comes: the
                 average of one value is the value.
-            unscale: what norms multiply the gradients by (NVMe: they are summed while they are at hand).
             at_hand: the update follows at once, so do not take them to the drive. `spill` does, if it does not follow.
         """
         if self.values is not None or self.on_drive:
             self._flat.wait_updated()  # it may still read what would be overwritten
         accumulate = self.hold_values
         self.hold_values = True
+        factor = self._flat.grad_scale / self._scale  # what is there takes on the scale of what comes
+        self._scale = self._flat.grad_scale
         if self.on_drive and (accumulate or not at_hand):
             mine = self._flat.comm.pool.take(
                 self._flat.stepped[1] - self._flat.stepped[0], self._flat.average_dtype, self._flat.full.device
             )
             if accumulate:
-                self._flat.rest.read_into("grad", mine)
+                with self._waiting():
+                    self._flat.rest.read_into("grad", mine)
+                _multiply_(mine, factor)
             reducing.finish(mine, accumulate=accumulate)
-            self._to_drive(mine, unscale=unscale)
+            self._to_drive(mine)
             self._flat.comm.pool.give([mine])
             return
         self.wait()
@@ -126,6 +151,8 @@ class Averages:
                 self.values.copy_(before)
             if self._flat.gradient_tier != "device":
                 self._flat.rest.ring.give([before])
+        if accumulate:
+            _multiply_(self.values, factor)
         if self.values.device == self._flat.full.device:
             reducing.finish(self.values, accumulate=accumulate)
             return
@@ -145,24 +172,42 @@ class Averages:
 
         self.landing = self._flat.rest.beside(settle)
 
-    def spill(self, *, unscale: float) -> None:
+    def spill(self) -> None:
         """Take averages that `land` left at hand to the drive after all."""
         if self._flat.gradient_tier == "nvme" and self.values is not None:
             self.wait()
             mine, self.values = self.values, None
-            self._to_drive(mine, unscale=unscale)
+            self._to_drive(mine)
             self._flat.rest.ring.give([mine])
 
-    def _to_drive(self, mine: Tensor, *, unscale: float) -> None:
+    def _to_drive(self, mine: Tensor) -> None:
+        """Sum squares while they are at hand, and write."""
         drive, key = self._flat.rest.drive, self._flat.rest.key("grad")
         self.recorded_sums = torch.zeros(2, dtype=torch.float64)
         for start, stop in chunks(0, mine.numel()):
             part = mine[start:stop]
-            self.recorded_sums += sum_of_squares(part, unscale=unscale).cpu()
-            drive.put(key, part.float(), start)
+            self.recorded_sums += sum_of_squares(part, unscale=self.unscale).cpu()
+            with self._waiting():
+                drive.put(key, part.float(), start)
+
+    def undo_scale(self) -> None:
+        """Divide by the scale, in place."""
+        if self.scale != 1.0:
+            self.change_unscaled(lambda _: None)
+
+    def change_unscaled(self, edit: Callable[[Tensor], Any]) -> None:
+        """Divide by the scale, then as `change`."""
+        factor = self.unscale
+        self._set_scale(1.0)  # first: sums of squares are taken of what is written
+
+        def both(grads: Tensor) -> None:
+            _multiply_(grads, factor)
+            edit(grads)
+
+        self.change(both)
 
     def change(self, edit: Callable[[Tensor], Any]) -> None:
-        """Change averaged gradients in place, wherever they rest."""
+        """Change averaged gradients in place, wherever they rest and whatever their scale is."""
         if not self.on_drive:
             edit(self.tensor())
             return
@@ -182,9 +227,9 @@ class Averages:
         """
         if self._flat.updated_early:
             self._flat.wait_updated()
-        if (self._flat.updated_early or self.on_drive) and self.holds_any and self.recorded_sums is not None:
+        if (self._flat.updated_early or self.on_drive) and self.hold_values and self.recorded_sums is not None:
             return self.recorded_sums
-        if not self.holds_any:
+        if not self.hold_values:
             return torch.zeros(2, dtype=torch.float64)
         grads = self.owned()
         total = torch.zeros(2, dtype=torch.float64, device=grads.device)
@@ -196,7 +241,10 @@ class Averages:
         """Set a range of the averages to zero, where there are any."""
         self._flat.wait_updated()
         self.wait()
-        if self.values is not None:
+        if self.in_place:
+            if self._flat.grad is not None:
+                self._flat.grad[start:stop].zero_()
+        elif self.values is not None:
             self.values[start:stop].zero_()
         elif self.on_drive and self.hold_values:
             stop = self._flat.stepped[1] - self._flat.stepped[0] if stop is None else stop
@@ -206,9 +254,18 @@ class Averages:
     def wait(self) -> None:
         """Wait until the averages are where they rest."""
         if self.landing is not None:
-            with spans.waiting(spans.COPY):
+            with spans.waiting(spans.COPY), self._waiting():
                 self.landing.result()
             self.landing = None
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Inside, the training thread waits for gradients on their way to or from their tier."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._flat.waited_s += time.perf_counter() - started
 
     def let_go(self) -> None:
         """An update under way has them; backward may fill new ones meanwhile. `take_back` when the update is done."""
@@ -220,3 +277,8 @@ class Averages:
         if self._lent is not None:
             self._flat.rest.ring.give([self._lent])
             self._lent = None
+
+
+def _multiply_(grads: Tensor, factor: float) -> None:
+    if factor != 1.0:
+        grads.mul_(factor)

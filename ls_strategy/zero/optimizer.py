@@ -168,6 +168,37 @@ class ShardedOptimizer:
             self._grad_views[flat_number] = (grads, views)
         return self._grad_views[flat_number][1]
 
+    def take_edits(self, used: list[bool]) -> None:
+        """Take into the averages what was made of the gradients that `bind_grads` showed, where it is not in place.
+
+        What was replaced is copied. What was set to None is zero here, so that it counts in no norm; its parameter is
+        not stepped.
+        """
+        for n, flat in enumerate(self.flats):
+            if flat.averages.on_drive:
+                continue
+            for i, view in enumerate(self._views_of(n, flat)):
+                piece = self.pieces[self._offsets[n] + i]
+                if not used[self._offsets[n] + i] or piece.numel() == 0:
+                    continue
+                if flat.averages.in_place and flat.take_replaced(i):
+                    piece.grad = None
+                if piece.grad is None:
+                    view.zero_()
+                elif piece.grad is not view:
+                    view.copy_(piece.grad)
+                    piece.grad = view if view.dtype == piece.dtype else piece.grad
+
+    def show_again(self) -> None:
+        """The averages have changed: so must gradients that are shown in another dtype, and so are copies."""
+        for n, flat in enumerate(self.flats):
+            if flat.averages.on_drive or flat.master_dtype == flat.average_dtype:
+                continue
+            for i, view in enumerate(self._views_of(n, flat)):
+                shown = self.pieces[self._offsets[n] + i].grad
+                if shown is not None:
+                    shown.copy_(view)
+
     def step(
         self,
         used: list[bool],
@@ -193,17 +224,16 @@ class ShardedOptimizer:
                 "fine-tuning callback): their states are not sharded. Give all parameters to the optimizer in "
                 "configure_optimizers and freeze them with requires_grad_(False) until they are to train."
             )
+        if shown:
+            self.take_edits(used)
         self._compose(used, shown=shown)
-        for r, lo, hi, grad in self._edited_grads(used) if shown else []:
-            if r.fused:
-                r.flat.averages.tensor()[r.start + lo : r.start + hi].copy_(grad.reshape(-1))
         for r in self._runs:
             if not r.fused:
                 r.flat.before_change()
         self._pending = (used, clip, submit or _run_all)
         if all(r.fused for r in self._runs):
             return self._step_hooks_only(run)
-        return self._step_runs(used, run, shown=shown)
+        return self._step_runs(run)
 
     def _step_hooks_only(self, run: Callable[[], Any]) -> Any:
         """Let ``optimizer.step`` run on parameters without gradients, for the sake of its hooks."""
@@ -290,14 +320,13 @@ class ShardedOptimizer:
             publish=offloaded,
         )
 
-    def _step_runs(self, used: list[bool], run: Callable[[], Any], *, shown: bool) -> Any:
+    def _step_runs(self, run: Callable[[], Any]) -> Any:
         """Let the optimizer's own ``step`` work on the runs that no fused update takes."""
         groups = self.optimizer.param_groups
         pieces = [group["params"] for group in groups]
         piece_state = self.optimizer.state
         runs = [r for r in self._runs if not r.fused]
         fused = [g for i, g in enumerate(groups) if self._may_fuse(i)]
-        edited = self._edited_grads(used) if shown else []
         try:
             for g, group in enumerate(groups):
                 group["params"] = [r.tensor for r in runs if r.group == g]
@@ -307,10 +336,6 @@ class ShardedOptimizer:
             for r in runs:
                 grads = r.flat.averages.tensor()[r.start : r.stop]
                 r.tensor.grad = grads.view(r.tensor.shape).to(r.tensor.dtype)
-            for r, lo, hi, grad in edited:
-                if not r.fused:
-                    assert r.tensor.grad is not None
-                    r.tensor.grad.view(-1)[lo:hi].copy_(grad.reshape(-1))
             return run()
         finally:
             self._run_state = self.optimizer.state  # type: ignore[assignment]
@@ -330,23 +355,6 @@ class ShardedOptimizer:
         # torch's fused SGD takes momentum of all tensors or of none; a run that begins late has none yet.
         begun = {bool(self._run_state.get(r.tensor)) for r in self._runs if r.group == group and not r.fused}
         return not (isinstance(self.optimizer, torch.optim.SGD) and len(begun) > 1)
-
-    def _edited_grads(self, used: list[bool]) -> list[tuple[_Run, int, int, Tensor]]:
-        """Gradients that the user replaced on a piece since `bind_grads`, and where they belong."""
-        result: list[tuple[_Run, int, int, Tensor]] = []
-        for r in self._runs:
-            if r.flat.averages.on_drive:
-                continue
-            base = r.flat.averages.tensor()
-            for number in r.members:
-                grad = self.pieces[number].grad
-                piece = r.flat.pieces[number - self._offsets[r.flat_number]]
-                if grad is None or not used[number]:
-                    continue
-                expected = base.data_ptr() + piece.start * base.element_size()
-                if grad.dtype != base.dtype or grad.data_ptr() != expected:
-                    result.append((r, piece.start - r.start, piece.stop - r.start, grad))
-        return result
 
     def _compose(self, used: list[bool], *, shown: bool) -> None:
         """Cut the used pieces into runs; nothing to do while the same parameters are used."""

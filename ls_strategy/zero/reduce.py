@@ -57,7 +57,8 @@ class Reducer:
         self.eager = True
         """Whether the backward pass under way sends what it completes."""
         self.loss_scale = 1.0
-        """What the gradients to come are multiplied by."""
+        """What the gradients to come are multiplied by. 1 between passes: who calls ``loss.backward()`` by himself has
+        not scaled the loss."""
         self.private = False
         """Nobody but the step looks at averaged gradients: they may be kept in fewer bits where that is exact."""
         self.on_complete: Callable[[Flat], None] | None = None
@@ -77,38 +78,52 @@ class Reducer:
             unit.launched = False
             unit.waiting_for = sum(p.requires_grad and p.numel() > 0 for f in unit.trainable_flats for p in f.params)
 
-    def begin_backward(self, *, eager: bool) -> None:
-        """A backward pass starts. ``eager``: its gradients complete what the next step needs (stages 0 and 1)."""
+    def begin_backward(self, *, eager: bool, loss_scale: float = 1.0) -> None:
+        """A backward pass starts.
+
+        Args:
+            eager: its gradients complete what the next step needs (stages 0 and 1).
+            loss_scale: what they are multiplied by.
+        """
         self.finish_in_flight()
         self.eager = eager or (self.policy.gradients and not self.holds)
+        self.loss_scale = loss_scale
         self.reset()
-        if self.policy.gradients:
-            return
         for unit in self.order:
             for flat in unit.trainable_flats:
-                if any(flat.used_here):
+                if any(flat.used_here) and not self.policy.gradients:
                     flat.widen_grads()
-                    if flat.averages.unscaled and flat.grad is not None and not self.policy.optimizer:
-                        flat.grad.mul_(self.loss_scale)
-                        flat.averages.unscaled = False
+                flat.carry(loss_scale)
 
     def on_grad(self, unit: Unit, flat: Flat, index: int, param: nn.Parameter) -> None:
         """Autograd finished ``param.grad``."""
         grad = param.grad
         if grad is None:
             return
+        if flat.grad_scale != self.loss_scale:
+            self._begin_scale(flat, index)
         flat.used_here[index] = True
         if self.policy.gradients:
             self._take_transient(unit, flat, index, param, grad)
         else:
-            self._take_resident(unit, flat, index, param, grad)
+            self._take_resident(unit, flat, index, grad)
         if param.numel() == 0:
             return  # never waited for
         unit.waiting_for -= 1
         if unit.waiting_for == 0 and self.eager:
             self._advance()
 
-    def _take_resident(self, unit: Unit, flat: Flat, index: int, param: nn.Parameter, grad: Tensor) -> None:
+    def _begin_scale(self, flat: Flat, index: int) -> None:
+        """The first gradient of a pass that nobody announced says what the others are multiplied by."""
+        if flat.holds_gradients(besides=index):
+            raise StateError(
+                f"loss.backward() was called where the loss scale of fp16 is {flat.grad_scale:g}, and added unscaled "
+                f"gradients to scaled ones at {flat.layout.slots[index].name!r}. Call self.manual_backward(loss) "
+                "instead."
+            )
+        flat.grad_scale = self.loss_scale
+
+    def _take_resident(self, unit: Unit, flat: Flat, index: int, grad: Tensor) -> None:
         flat.dirty = True
         if unit.launched and flat.reducing is not None:
             return  # a second gradient in one pass, while the first is under way: kept apart in p.grad until it is back
@@ -116,7 +131,7 @@ class Reducer:
         view = flat.grad_views[index]
         if grad is not view:
             view.copy_(grad)
-            _show(param, view)
+            flat.show_grad(index)
 
     def _take_transient(self, unit: Unit, flat: Flat, index: int, param: nn.Parameter, grad: Tensor) -> None:
         if unit.launched:  # a second gradient in one pass (reentrant recompute): kept in p.grad, sent by the step
@@ -139,6 +154,7 @@ class Reducer:
 
     def end_backward(self) -> None:
         """The backward pass is over: send what is left, in order. Collective where the pass was eager."""
+        self.loss_scale = 1.0
         if not self.eager:
             return
         rest = self.order[self._next :]
@@ -174,11 +190,13 @@ class Reducer:
         else:
             self._fill_resident(flat)
         flat.dirty = False
-        if flat.comm.world_size == 1 and not self.policy.optimizer:  # averaging in place over one rank
-            flat.averages.unscaled = False
-            return
         if not self.policy.gradients:
             flat.held_here = [p.grad is not None for p in flat.params]
+        if flat.averages.in_place:
+            flat.averages.hold_values = True
+            if flat.comm.world_size == 1:  # nothing to average over
+                return
+        if not self.policy.gradients:
             for p in flat.params:
                 p.grad = None  # autograd must not add to what is being sent
         flat.reducing = flat.comm.reduce_scatter(flat.grad, self.wire_dtype, flat.name)
@@ -205,12 +223,9 @@ class Reducer:
 
     def _fill_resident(self, flat: Flat) -> None:
         """Make every slot of the buffer what ``p.grad`` says, which the user may have changed."""
-        for param, view in zip(flat.params, flat.grad_views, strict=True):
-            if param.grad is None:
+        for i, view in enumerate(flat.grad_views):
+            if flat.take_replaced(i):
                 view.zero_()
-            elif param.grad is not view:
-                view.copy_(param.grad)
-                _show(param, view)
 
     def _bytes_in_flight(self) -> int:
         return sum(f.grad.nbytes for f in self._in_flight if f.grad is not None)
@@ -227,9 +242,7 @@ class Reducer:
             self._gathers.append(flat)
         else:
             if not self.policy.gradients:
-                flat.averages.hold_values = False  # the resident gradients hold every micro-batch
-            elif flat.averages.hold_values and flat.averages.unscaled:
-                flat.averages.tensor().mul_(self.loss_scale)
+                flat.averages.forget()  # the resident gradients hold every micro-batch
             complete = self.on_complete is not None and self._complete(flat)
             if flat.updated_early:
                 raise StateError(
@@ -237,16 +250,13 @@ class Reducer:
                     "backward pass (a reentrant checkpoint, or a second backward). Set overlap_step=False on the "
                     "strategy."
                 )
-            flat.averages.land(
-                flat.reducing, exact_16_bit=self.private, unscale=1.0 / self.loss_scale, at_hand=complete
-            )
+            flat.averages.land(flat.reducing, exact_16_bit=self.private, at_hand=complete)
             if self.policy.gradients:
                 flat.drop_grad_buffer()
             if complete and self.on_complete is not None:
                 self.on_complete(flat)
         flat.reducing = None
-        flat.averages.unscaled = False
-        if not self.policy.gradients and self.policy.optimizer:
+        if not (self.policy.gradients or flat.averages.in_place):
             self._show_grads(flat)
 
     def _complete(self, flat: Flat) -> bool:
@@ -255,13 +265,13 @@ class Reducer:
 
     def _show_grads(self, flat: Flat) -> None:
         """Put the resident gradients back into ``p.grad``, with whatever came while they were under way."""
-        for param, view, held in zip(flat.params, flat.grad_views, flat.held_here, strict=True):
+        for i, (param, view, held) in enumerate(zip(flat.params, flat.grad_views, flat.held_here, strict=True)):
             late = param.grad
             if late is not None and late is not view:
                 view.add_(late) if held else view.copy_(late)
                 flat.dirty = True
             if held or late is not None:
-                _show(param, view)
+                flat.show_grad(i)
 
     def finish_in_flight(self) -> None:
         """Wait until everything that was sent is averaged."""
@@ -286,15 +296,42 @@ class Reducer:
         for flat in flats:
             if not self.policy.gradients:
                 flat.used_here = [p.grad is not None for p in flat.params]
-        flags = [u for f in flats for u in f.used_here] + [f.dirty for f in flats]
-        agreed = self.comm.agree(torch.tensor(flags, dtype=torch.uint8)).tolist()
-        left = agreed[len(agreed) - len(flats) :]
+        flags = [u for f in flats for u in f.used_here] + [h for f in flats for h in f.held_here]
+        flags += [f.dirty for f in flats]
+        agreed = [bool(flag) for flag in self.comm.agree(torch.tensor(flags, dtype=torch.uint8)).tolist()]
+        count = (len(agreed) - len(flats)) // 2
+        used, held, left = agreed[:count], agreed[count : 2 * count], agreed[2 * count :]
         for flat, dirty in zip(flats, left, strict=True):
             if dirty:
                 self._launch(flat)
         self.finish_in_flight()
+        if not self.policy.gradients:
+            start = 0
+            for flat in flats:
+                stop = start + len(flat.params)
+                self._settle(flat, used[start:stop], held[start:stop])
+                start = stop
         self.reset()
-        return [bool(u) for u in agreed[: len(agreed) - len(flats)]]
+        return used
+
+    def _settle(self, flat: Flat, used: list[bool], held: list[bool]) -> None:
+        """Stages 0 and 1: the averages count what ``p.grad`` says now, whatever was sent.
+
+        Args:
+            flat: averaged.
+            used: which parameters have a gradient on some rank.
+            held: which had one on some rank when they were sent, or asked for last.
+        """
+        if flat.averages.in_place and any(used) and not flat.averages.hold_values:  # made by hand, without a backward
+            flat.hold_grad_buffer(flat.average_dtype)
+            self._fill_resident(flat)
+            flat.averages.hold_values = True
+        for i, piece in enumerate(flat.pieces):
+            if held[i] and not used[i]:
+                flat.averages.zero(piece.start, piece.stop)
+            elif used[i] and flat.averages.in_place and flat.take_replaced(i):
+                flat.show_grad(i)  # another rank's
+        flat.held_here = used
 
     def zero_grad(self, flats: list[Flat], *, set_to_none: bool) -> None:
         """``optimizer.zero_grad()`` for the optimizer that owns ``flats``."""
@@ -303,7 +340,8 @@ class Reducer:
         for flat in flats:
             if set_to_none:
                 flat.used_here = [False] * len(flat.params)
-                flat.averages.hold_values = False
+                flat.averages.forget()
+                flat.held_here = [False] * len(flat.params)
                 flat.dirty = False
                 flat.filled = [False] * len(flat.params)
                 if self.policy.gradients and flat.grad is not None:
@@ -321,7 +359,7 @@ class Reducer:
                     param.grad.zero_()
 
     def zero_params(self, flats: list[Flat], wanted: set[int], *, set_to_none: bool) -> None:
-        """Drop the averaged gradients of the parameters whose ``id`` is in ``wanted`` (stages 2 and 3)."""
+        """Drop the averaged gradients of the parameters whose ``id`` is in ``wanted``, not their ``p.grad``."""
         self.finish_in_flight()
         for flat in flats:
             for i, (param, piece) in enumerate(zip(flat.params, flat.pieces, strict=True)):
@@ -343,16 +381,5 @@ class Reducer:
             for flat in unit.trainable_flats:
                 flat.reducing = None
                 flat.gathering_grads = None
+        self.loss_scale = 1.0
         self.reset()
-
-
-def _show(param: nn.Parameter, view: Tensor) -> None:
-    """Make ``view`` the parameter's gradient, also where that is fp32 and the parameter is not.
-
-    Not before a gradient has come: what autograd adds up within one backward pass (tied weights) it adds in the
-    parameter's dtype, as at the stages that keep no ``p.grad``.
-    """
-    if param.grad_dtype != view.dtype:  # type: ignore[attr-defined]
-        param.grad = None
-        param.grad_dtype = view.dtype  # type: ignore[attr-defined]
-    param.grad = view

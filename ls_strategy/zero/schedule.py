@@ -64,7 +64,7 @@ class UpdateSchedule:
         """A buffer's averages are complete while backward still runs: begin its update. Not collective."""
         update = self._optimizers[0].early_update(flat)
         if update is None:
-            flat.averages.spill(unscale=1.0)
+            flat.averages.spill()
             return
         # Parameters of the stages below 3 stay as they are until backward is over: something might still read them.
         flat.begin_early_update(self._offload.stream.submit(update.jobs()))

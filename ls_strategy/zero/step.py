@@ -14,15 +14,6 @@ from ls_strategy.errors import StateError
 from ls_strategy.zero.units import Flat
 
 
-def unscale_(flat: Flat, scale: float, *, fold: bool) -> None:
-    """Divide averaged gradients by the loss scale: in place, or by a factor that the update will multiply in."""
-    if fold or flat.averages.on_drive:
-        flat.averages.unscale = 1.0 / scale
-    elif scale != 1.0:
-        flat.averages.unscale = 1.0
-        flat.averages.change(lambda grads: grads.mul_(1.0 / scale))
-
-
 def any_overflow(flats: list[Flat], comm: Comm) -> bool:
     """Whether any rank's averaged gradients hold an infinity or a NaN. Collective over all ranks, one byte."""
     here = any(flat.averages.sums()[1].item() > 0 for flat in flats)
@@ -62,7 +53,7 @@ def _at_hand(flat: Flat) -> Tensor:
             "the gradients are gone: their update began while backward ran. Set overlap_step=False on the strategy for "
             "norms other than the 2-norm."
         )
-    if not flat.averages.holds_any:
+    if not flat.averages.hold_values:
         return torch.zeros(1, device=flat.full.device)
     grads = flat.rest.read("grad") if flat.averages.on_drive else flat.averages.owned()
     return grads.float() * flat.averages.unscale
@@ -96,8 +87,4 @@ def scale_(flat: Flat, factor: Tensor) -> None:
 def clip_value_(flats: list[Flat], limit: float) -> None:
     """Clamp every averaged gradient element to ``[-limit, limit]``."""
     for flat in flats:
-        if flat.averages.unscale != 1.0:  # on the drive or in 16 bit: the limit is for unscaled gradients
-            factor, flat.averages.unscale = flat.averages.unscale, 1.0
-            flat.averages.change(lambda grads, factor=factor: grads.mul_(factor).clamp_(-limit, limit))
-        else:
-            flat.averages.change(lambda grads: grads.clamp_(-limit, limit))
+        flat.averages.change_unscaled(lambda grads: grads.clamp_(-limit, limit))

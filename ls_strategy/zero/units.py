@@ -52,6 +52,9 @@ class Flat:
     hold: Holding | None = None
     """Of a save under way that has still to read its states."""
 
+    grad_scale = 1.0
+    """What this rank's gradients, in ``grad`` or ``p.grad``, are multiplied by; see `Averages.scale`."""
+
     def __init__(
         self,
         plan: FlatPlan,
@@ -103,7 +106,7 @@ class Flat:
         self.refresh_due = False
         """Whether the masters are newer than this rank's part of the parameters."""
         self.waited_s = 0.0
-        """Seconds that the training thread has waited for updates."""
+        """Seconds that the training thread has waited for updates, and for gradients to reach their tier."""
         self.reading: Future[Arrival] | None = None
         """This rank's part of the parameters, on its way from the drive."""
         self.is_gathered = True
@@ -400,6 +403,41 @@ class Flat:
         else:
             self.grad = torch.zeros(self.layout.numel, dtype=dtype, device=device)
         self.grad_views = [self.grad[s.offset : s.end].view(s.shape) for s in self.layout.slots]
+
+    def carry(self, scale: float) -> None:
+        """Gradients to come are multiplied by ``scale``: bring those that are here already to it."""
+        factor, self.grad_scale = scale / self.grad_scale, scale
+        if factor == 1.0:
+            return
+        here = [v for v, filled in zip(self.grad_views, self.filled, strict=False) if filled]
+        for grad in [*here, *(p.grad for p in self.params if p.grad is not None)]:
+            grad.detach().mul_(factor)
+
+    def take_replaced(self, index: int) -> bool:
+        """Stage 0: take another tensor that ``p.grad`` was made. Returns whether it was made None."""
+        grad, view = self.params[index].grad, self.grad_views[index]
+        if grad is not None and grad is not view:
+            view.copy_(grad)
+            self.show_grad(index)
+        return grad is None
+
+    def show_grad(self, index: int) -> None:
+        """Make the slot the parameter's gradient, also where that is fp32 and the parameter is not.
+
+        Not before a gradient has come: what autograd adds up within one backward pass (tied weights) it adds in the
+        parameter's dtype, as at the stages that keep no ``p.grad``.
+        """
+        param, view = self.params[index], self.grad_views[index]
+        if param.grad_dtype != view.dtype:  # type: ignore[attr-defined]
+            param.grad = None
+            param.grad_dtype = view.dtype  # type: ignore[attr-defined]
+        param.grad = view
+
+    def holds_gradients(self, besides: int) -> bool:
+        """Whether this rank has gradients, not counting the one that parameter ``besides`` has just got."""
+        others = any(p.grad is not None for i, p in enumerate(self.params) if i != besides)
+        added = bool(self.grad_views) and self.params[besides].grad is self.grad_views[besides]
+        return others or added or any(self.filled) or self.reducing is not None
 
     def drop_grad_buffer(self) -> None:
         """Stages 2 and 3: the gradients were reduced, their buffer serves the next unit."""

@@ -8,8 +8,11 @@ from __future__ import annotations
 import logging
 import random
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import torch
@@ -18,6 +21,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
+from ls_strategy import strategy
+from ls_strategy.config import LossScaleConfig
+from ls_strategy.precision import PrecisionPolicy, resolve_precision
 from ls_strategy.precision_plugin import ZeROPrecision
 from ls_strategy.strategy import ZeROStrategy
 
@@ -46,6 +52,8 @@ class Case:
 
     clip_at: float = 0.0
     precision: str = "32-true"
+    """One of Lightning's five, or ``32-scaled``: see `scaled_fp32`."""
+
     steps: int = 20
     """Optimizer steps."""
 
@@ -234,7 +242,24 @@ def strategy_of(case: Case) -> Any:
     options = {"min_unit_numel": case.min_unit_numel, **dict(case.options)}
     if case.precision.startswith("16"):  # on the CPU the Trainer turns these into bf16
         options["precision_plugin"] = ZeROPrecision(case.precision)
+    if case.precision == "32-scaled":
+        options.setdefault("loss_scale", GROWING)
     return ZeROStrategy(case.stage, **options)
+
+
+GROWING = LossScaleConfig(initial_power=10, window=2)
+"""A loss scale that doubles after every second step."""
+
+
+@contextmanager
+def scaled_fp32() -> Iterator[None]:
+    """Inside, fp32 has the loss scale of fp16. Factors of two are exact, so it makes the bits of fp32 without."""
+
+    def resolve(*args: Any, **options: Any) -> PrecisionPolicy:
+        return replace(resolve_precision(*args, **options), loss_scaling=True)
+
+    with mock.patch.object(strategy, "resolve_precision", resolve):
+        yield
 
 
 def quiet() -> None:
@@ -244,11 +269,11 @@ def quiet() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def _fp16_plugin(precision: str) -> Precision:
-    """Lightning's own fp16, which its Trainer would not give to a CPU."""
+def fp16_plugin(precision: str, *, power: int = 16) -> Precision:
+    """Lightning's own fp16, which its Trainer would not give to a CPU; with the first loss scale."""
     if precision == "16-true":
         return HalfPrecision("16-true")
-    return MixedPrecision("16-mixed", device="cpu", scaler=torch.amp.GradScaler("cpu"))
+    return MixedPrecision("16-mixed", device="cpu", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**power))
 
 
 def trainer_of(case: Case, world_size: int, **arguments: Any) -> pl.Trainer:
@@ -259,9 +284,9 @@ def trainer_of(case: Case, world_size: int, **arguments: Any) -> pl.Trainer:
         if case.clip:
             arguments.update(gradient_clip_val=case.clip_at, gradient_clip_algorithm=case.clip)
     if not case.precision.startswith("16"):
-        arguments["precision"] = case.precision
+        arguments["precision"] = case.precision.replace("scaled", "true")
     elif case.stage is None:
-        arguments["plugins"] = [_fp16_plugin(case.precision)]
+        arguments["plugins"] = [fp16_plugin(case.precision)]
     return pl.Trainer(
         accelerator="cpu",
         devices=world_size,
@@ -281,7 +306,8 @@ def run(rank: int, world_size: int, case: Case) -> Result:
     random.seed(0)
     module = PrivateNet(case) if "private" in case.traits else Net(case)
     trainer = trainer_of(case, world_size)
-    trainer.fit(module, loader(case, world_size))
+    with scaled_fp32() if case.precision == "32-scaled" else nullcontext():
+        trainer.fit(module, loader(case, world_size))
     weights = trainer.strategy.lightning_module_state_dict()
     if rank == 0:
         module.result.weights = {k: v.detach().clone() for k, v in weights.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +17,9 @@ from torch import nn
 from ls_strategy.callbacks import Monitor, ShardedEMA
 from ls_strategy.strategy import ZeROStrategy
 from ls_strategy.tiers import stream
+from ls_strategy.tiers.nvme import NVMeTier
 from ls_strategy.tiers.stream import Ticket
-from ls_strategy.zero import kernels, units
+from ls_strategy.zero import averages, kernels, units
 from tests.dist.ranks import WIDTH, Block, Net, assert_close, assert_equal, batches, fit, on_ranks, trainer_of, weights
 
 TIERS = {
@@ -198,7 +200,7 @@ class Seconds:
 
         patch.setattr(kernels.ops, "adamw_", takes_a_second)
         patch.setattr(Ticket, "wait", notes)
-        for module in (stream, units):
+        for module in (stream, units, averages):
             patch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: self.now, monotonic=time.monotonic))
 
 
@@ -254,3 +256,55 @@ def test_exposed_time_is_what_training_waits_for_updates(rank: int, world_size: 
         clock.gated = True  # no update runs before somebody waits for one, until the last step is over
         found = exposed(clock, Counts(after=lambda: clock.may_update.release(5)), overlap=True)
     assert found == [5.0 * i for i in range(steps)], "those of the step before"
+
+
+class Landing(Future):
+    """A copy to the host that takes `SECONDS`; notes how often the training thread has waited for one."""
+
+    SECONDS = 0.01
+    waited = 0
+
+    def result(self, timeout: float | None = None) -> None:
+        time.sleep(self.SECONDS)
+        if threading.current_thread() is threading.main_thread():
+            Landing.waited += 1
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@on_ranks(1)
+def test_the_wait_for_gradients_is_exposed(rank: int, world_size: int, overlap: bool) -> None:
+    """A norm begins with it: without, clipping would look cheaper than not to clip."""
+    land = averages.Averages.land
+
+    def slowly(to: Any, *args: Any, **options: Any) -> None:
+        land(to, *args, **options)
+        to.landing = Landing()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(averages.Averages, "land", slowly)
+        ours = ZeROStrategy(2, min_unit_numel=0, offload_optimizer="cpu", overlap_step=overlap)
+        fit(ours, ByDefault(), gradient_clip_val=0.1)
+    assert Landing.waited >= 8  # steps
+    updates_s = 0.0 if overlap else ours.require_engine().offload.stream.busy_s
+    assert ours.exposed_step_s - updates_s >= Landing.SECONDS * Landing.waited
+
+
+@on_ranks(1)
+def test_gradients_written_to_a_drive_are_exposed(rank: int, world_size: int, tmp_path: Any) -> None:
+    """Whoever clips waits for them; nothing else of the update does, without overlap, but what is busy."""
+    seconds = 0.01
+    puts: list[str] = []
+    put = NVMeTier.put
+
+    def slowly(tier: Any, key: Any, *args: Any) -> None:
+        if key[1] == "grad":
+            time.sleep(seconds)
+            puts.append(key)
+        put(tier, key, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NVMeTier, "put", slowly)
+        ours = ZeROStrategy(2, min_unit_numel=0, offload_optimizer="nvme", overlap_step=False, nvme_path=str(tmp_path))
+        fit(ours, ByDefault(), gradient_clip_val=0.1)
+    assert len(puts) >= 8
+    assert ours.exposed_step_s - ours.require_engine().offload.stream.busy_s >= seconds * len(puts)

@@ -1,0 +1,284 @@
+"""A loss scale that is a power of two changes no bit of fp32 training, whatever it is combined with.
+
+What a gradient is multiplied by is undone exactly, or something is wrong: so fp32 is trained with the loss scale of
+fp16, which doubles every second step, and has to be equal bit for bit to the same run without a loss scale.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from ls_strategy.config import OffloadConfig
+from ls_strategy.strategy import ZeROStrategy
+from ls_strategy.testing import spawn
+from tests.dist import parallel_runs
+from tests.dist import test_manual_optimization as manual
+from tests.dist.models import GROWING, Case, quiet, run, same_bits, scaled_fp32
+from tests.dist.parallel_runs import Run
+from tests.dist.ranks import Net, fit, global_batches, weights
+from tests.marks import slow
+
+STAGES = (0, 1, 2, 3)
+CLIPS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "norm": {"clip": "norm", "clip_at": 0.05},
+    "value": {"clip": "value", "clip_at": 0.01},
+}
+TIERS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "cpu": {"offload_optimizer": "cpu"},
+    "nvme": {"offload_optimizer": "nvme"},
+    "delayed": {"offload_optimizer": "nvme", "delayed_update_after": 1},
+    "mixed": {"offload_optimizer": OffloadConfig(tier="nvme", ratio=0.6), "offload_gradient": "cpu"},
+}
+
+
+def product() -> Iterator[Case]:
+    """Stage, accumulation, clip, optimizer, who looks at gradients, tier."""
+    axes = (STAGES, (1, 3), CLIPS.values(), ("adamw", "sgd", "two"), ((), ("private",)), TIERS.items())
+    for stage, accumulate, clip, optimizer, traits, (tier, options) in itertools.product(*axes):
+        if stage == 0 and tier != "none":
+            continue
+        if (tier == "delayed" and (optimizer == "two" or stage == 3)) or (optimizer == "two" and traits):
+            continue
+        # torch's own fused kernel, or ours, which multiplies the scale in itself
+        fused = True if tier == "none" and not traits else None
+        yield Case(stage, traits, optimizer, fused, accumulate, steps=5, options=tuple(options.items()), **clip)
+
+
+def covering() -> list[Case]:
+    """Of the product, so many that every pair of values is among them."""
+    wanted, chosen = {}, []
+    for case in product():
+        words = (case.stage, case.accumulate, case.clip, case.optimizer, case.traits, str(case.options))
+        pairs = set(itertools.combinations(enumerate(words), 2))
+        wanted[case] = pairs
+    left = set().union(*wanted.values())
+    while left:
+        best = max(wanted, key=lambda case: len(wanted[case] & left))
+        chosen.append(best)
+        left -= wanted[best]
+    return chosen
+
+
+def check_cases(rank: int, world_size: int, folder: str, cases: list[Case]) -> list[str]:
+    """Which of them differ from the run without a loss scale."""
+    problems: list[str] = []
+    for case in cases:
+        here = replace(case, options=(("nvme_path", folder), *case.options))
+        plain, scaled = (run(rank, world_size, replace(here, precision=p)) for p in ("32-true", "32-scaled"))
+        if not same_bits(plain, scaled) or plain.norms != scaled.norms:
+            problems.append(f"{case!r}: norms {plain.norms} and {scaled.norms}")
+    return problems
+
+
+def check(function: Callable[..., list[str]], world_size: int, *args: Any, timeout_s: float = 150) -> None:
+    """Run ``function`` on so many ranks; it reports what differs."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = spawn(function, world_size, folder, *args, init_process_group=False, timeout_s=timeout_s)
+    problems = [p for rank in found for p in rank]
+    assert not problems, f"{len(problems)} differ:\n" + "\n".join(problems[:20])
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_loss_scale_changes_no_bit(world_size: int) -> None:
+    check(check_cases, world_size, covering())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_full_product(world_size: int) -> None:
+    check(check_cases, world_size, list(product()), timeout_s=3500)
+
+
+# --- manual optimization ----------------------------------------------------------------------------------------------
+
+
+class NeverZeroes(manual.AdamW):
+    """Every step goes on with the gradients of all steps before."""
+
+    def training_step(self, batch: Any, i: int) -> None:
+        self.manual_backward(self.remembered(batch))
+        self.optimizers().step()
+
+
+class NeverZeroesAndClips(manual.Manual):
+    """The clipped gradients are gone on with."""
+
+    def training_step(self, batch: Any, i: int) -> None:
+        opt = self.optimizers()
+        self.manual_backward(self.remembered(batch))
+        how = {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "norm"}
+        self.clip_gradients(opt, **(how if i % 2 else {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}))
+        opt.step()
+        if i % 3 == 2:
+            opt.zero_grad(set_to_none=i % 2 == 0)
+
+
+class TwoBackwardsTwoSteps(manual.Manual):
+    """A step between two backward passes whose gradients add up, and one after them."""
+
+    def training_step(self, batch: Any, i: int) -> None:
+        opt = self.optimizers()
+        self.manual_backward(self.remembered(batch))
+        opt.step()
+        self.manual_backward(0.5 * self(batch[0]).square().mean())
+        opt.step()
+        opt.step()
+        self.zero_grad()
+
+
+class ZeroesByHalves(manual.AdamW):
+    """One module's gradients are kept over the step."""
+
+    def training_step(self, batch: Any, i: int) -> None:
+        super().training_step(batch, i)
+        self.blocks.zero_grad(set_to_none=i % 2 == 0)
+
+
+class TurnsThatKeep(manual.Gan):
+    """Two optimizers whose gradients come from one loss; each step may change the scale before the other's."""
+
+    def training_step(self, batch: Any, i: int) -> None:
+        opt_g, opt_c = self.optimizers()
+        loss = manual.functional.softplus(self.critic(self.generator(self.shared(batch[0])))).mean()
+        self.losses.append(loss.item())
+        self.manual_backward(loss)
+        opt_g.step()
+        if i % 3 == 2:
+            opt_c.step()
+            opt_c.zero_grad()
+        opt_g.zero_grad()
+
+
+MANUAL: list[type[Net]] = [
+    *(case for group in manual.GROUPS.values() for case in group),
+    NeverZeroes,
+    NeverZeroesAndClips,
+    TwoBackwardsTwoSteps,
+    ZeroesByHalves,
+    TurnsThatKeep,
+]
+ADDING = [manual.AccumulateByHand, manual.AccumulateToggled, manual.RawBackward, manual.TwoOptimizersOneBackward]
+EDITS = (manual.EditsInPlace, manual.EditsByReplacing)  # not of what rests on a drive
+
+
+def train_manual(rank: int, world_size: int, net: type[Net], stage: int, **options: Any) -> tuple[Any, Any]:
+    """Losses and weights."""
+    module = net()
+    strategy = ZeROStrategy(stage, min_unit_numel=0, **options)  # type: ignore[arg-type]
+    data = global_batches(rank, world_size, 5)
+    fit(strategy, module, data, use_distributed_sampler=False, max_epochs=1)
+    return module.losses, weights(module)
+
+
+def check_manual(
+    rank: int, world_size: int, folder: str, nets: list[type[Net]], stages: list[int], tiers: list[str]
+) -> list[str]:
+    """Which of them differ from the run without a loss scale."""
+    quiet()
+    problems: list[str] = []
+    for net, stage, tier in itertools.product(nets, stages, tiers):
+        if (stage == 0 and tier != "none") or (tier != "none" and net in EDITS):
+            continue
+        options = {**TIERS[tier], "nvme_path": folder}
+        plain = train_manual(rank, world_size, net, stage, **options)
+        with scaled_fp32():
+            scaled = train_manual(rank, world_size, net, stage, **options, loss_scale=GROWING)
+        equal = plain[0] == scaled[0] and all(torch.equal(v, scaled[1][k]) for k, v in plain[1].items())
+        if not equal:
+            problems.append(f"{net.__name__}, stage {stage}, {tier}: losses {plain[0]} and {scaled[0]}")
+    return problems
+
+
+@pytest.mark.parametrize(
+    ("world_size", "stages", "tier"), [(1, [0], "none"), (2, [0, 1, 2], "none"), (2, [2], "nvme"), slow(1, [1], "cpu")]
+)
+def test_a_loss_scale_changes_no_bit_of_manual_optimization(world_size: int, stages: list[int], tier: str) -> None:
+    nets = MANUAL if world_size == 1 else [*ADDING, *MANUAL[-5:]]
+    check(check_manual, world_size, nets, stages, [tier])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_full_product_of_manual_optimization(world_size: int) -> None:
+    tiers = ["none", "cpu", "nvme", "mixed"]
+    check(check_manual, world_size, MANUAL, list(STAGES), tiers, timeout_s=3500)
+
+
+# --- divided models ---------------------------------------------------------------------------------------------------
+
+EXPERTS = {"num_experts": 4, "k": 2, "drop_tokens": False, "second_expert_sampling": False}
+FOUR = {"num_layers": 4}
+
+
+def divided(world_size: int) -> dict[str, list[Run]]:
+    """Every kind of division that so many ranks have, by name."""
+    pipeline = {"pipeline_parallel_size": 2, "micro_batches": 2}
+    kinds: dict[str, Run] = {
+        "tensor": Run({"tensor_parallel_size": 2}),
+        "megatron": Run({"tensor_parallel_size": 2, "tensor_parallel_sequence": True}),
+        "ulysses": Run({"sequence_parallel_size": 2}),
+        "pipeline": Run(pipeline),
+        "interleaved": Run({**pipeline, "pipeline_schedule": "interleaved_1f1b"}, FOUR),
+        "zero_bubble": Run({**pipeline, "pipeline_schedule": "zero_bubble"}, FOUR),
+        "expert": Run({"expert_parallel_size": 2}, experts=EXPERTS),
+    }
+    stages = {1: (1, 3), 2: (1, 3), 4: STAGES}[world_size]
+    found: dict[str, list[Run]] = {}
+    for kind, one in kinds.items():
+        for stage, accumulate, clip in itertools.product(stages, (1, 3), (None, 0.3)):
+            trainer = {"accumulate_grad_batches": accumulate, "gradient_clip_val": clip}
+            options = {"stage": stage, **(one.options or {})}
+            found.setdefault(kind, []).append(
+                replace(one, options=options, steps=5 * accumulate, batch=world_size * 2, trainer=trainer)
+            )
+    return found
+
+
+class Quick(parallel_runs.Module):
+    """Says that it only asks for the norm, which the strategy knows."""
+
+    reads_gradients = False
+
+
+def check_divided(rank: int, world_size: int, folder: str, runs: list[Run]) -> list[str]:
+    """Which of them differ from the run without a loss scale."""
+    problems: list[str] = []
+    for number, one in enumerate(runs):
+        kind = parallel_runs.Module if number % 2 else Quick
+        scaled = replace(one, options={**(one.options or {}), "loss_scale": GROWING})
+        a = parallel_runs.train(rank, world_size, one, kind)
+        with scaled_fp32():
+            b = parallel_runs.train(rank, world_size, scaled, kind)
+        same = (a.losses, a.norms) == (b.losses, b.norms)
+        if not same or not all(torch.equal(v, b.weights[k]) for k, v in a.weights.items()):
+            problems.append(f"{one}: norms {a.norms} and {b.norms}")
+    return problems
+
+
+def every_other(runs: list[Run]) -> list[Run]:
+    """A run of every kind with accumulation and one without; one clips, one does not."""
+    return [runs[0], runs[-1]]
+
+
+def test_a_loss_scale_changes_no_bit_of_divided_models() -> None:
+    runs = [one for kind in divided(2).values() for one in every_other(kind)]
+    check(check_divided, 2, runs)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_full_product_of_divided_models(world_size: int) -> None:
+    runs = [one for kind in divided(world_size).values() for one in kind]
+    check(check_divided, world_size, runs, timeout_s=3500)
