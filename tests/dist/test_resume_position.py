@@ -275,7 +275,7 @@ def test_an_order_that_nothing_remembers_resumes_with_lightnings_warning(
     rank: int, world_size: int, tmp_path: Path
 ) -> None:
     dataset = TensorDataset(torch.arange(SAMPLES).float())
-    data = DataLoader(dataset, 20, sampler=WeightedRandomSampler(torch.ones(SAMPLES), SAMPLES))
+    data = DataLoader(dataset, 20, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES))
     options = {"max_epochs": 1, "use_distributed_sampler": False}
     path = tmp_path / "a.ckpt"
     train(2, data, options, At(AT_BATCH, 3, lambda trainer: trainer.save_checkpoint(path)))
