@@ -401,7 +401,7 @@ class Failures:
         try:
             store = default_store()
             failed = [r for r in range(self.world_size) if r != self.rank and store.check([self._key(r)])]
-            message = store.get(self._key(failed[0])).decode() if failed else None
+            message = store.get(self._key(failed[0])).decode(errors="replace") if failed else None
         except Exception:  # no store, no word: the caller raises the original error
             return
         if message is not None:

@@ -1118,6 +1118,7 @@ class ZeROStrategy(DDPStrategy):
         """After a resume the training data goes on where it was."""
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         position = self._position
+        data_position.forget(dataloader)
         if position and trainer is not None and trainer.training and trainer.fit_loop.restarting:
             data_position.resume(trainer, dataloader, position)
         self.parallel.seed_workers(dataloader)

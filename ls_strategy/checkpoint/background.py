@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 import logging
-import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -254,7 +254,10 @@ class Hold:
 
 
 class StoreExchange:
-    """Exchanges values through the rendezvous store: a thread must not use the collectives of another."""
+    """Exchanges values through the rendezvous store: a thread must not use the collectives of another.
+
+    Whoever reaches the store's port can write to it, so what is read from it is JSON and nothing else.
+    """
 
     def __init__(self, prefix: str, rank: int, world_size: int, abandoned: threading.Event) -> None:
         """One per save; ``prefix`` is the same on every rank, and no other save has it."""
@@ -262,22 +265,25 @@ class StoreExchange:
         self._store = default_store().clone() if world_size > 1 else None
         self._round = 0
 
-    def __call__(self, value: Any) -> list[Any]:
+    def __call__(self, value: dict[str, Any]) -> list[dict[str, Any]]:
         """Every rank's value, in rank order.
 
         Raises:
-            CheckpointError: the other ranks are gone.
+            CheckpointError: the other ranks are gone, or a value is not JSON.
         """
         if self._store is None:
             return [value]
         keys = [f"{self._prefix}/{self._round}/{r}" for r in range(self._world_size)]
         self._round += 1
-        self._store.set(keys[self._rank], pickle.dumps(value))
+        self._store.set(keys[self._rank], json.dumps(value))
         while not self._store.check(keys):
             if self._abandoned.is_set():
                 raise CheckpointError("another rank ended while a checkpoint was saved in the background.")
             time.sleep(_POLL_S)
-        return [pickle.loads(self._store.get(key)) for key in keys]
+        try:
+            return [json.loads(self._store.get(key)) for key in keys]
+        except ValueError as error:
+            raise CheckpointError(f"another rank's report about a save cannot be read: {error}.") from error
 
     def forget(self) -> None:
         """Remove this rank's words from the store."""

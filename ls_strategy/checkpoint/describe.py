@@ -5,12 +5,13 @@ from __future__ import annotations
 import datetime
 import math
 import os
+import posixpath
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ls_strategy.checkpoint.commit import Manifest, Place, read_manifest, verify
+from ls_strategy.checkpoint.commit import MANIFEST, Manifest, Place, read_manifest, verify
 from ls_strategy.checkpoint.files import Reader
 from ls_strategy.checkpoint.source import is_folder, natural_order
 from ls_strategy.errors import CheckpointError
@@ -59,6 +60,9 @@ class Description:
     files: dict[str, int]
     """Bytes of each file."""
 
+    unknown: list[str]
+    """What is in the folder and not part of the checkpoint: the manifest does not name it, and nothing reads it."""
+
     entries: list[Entry]
 
     def count(self, kind: str) -> tuple[int, int]:
@@ -87,6 +91,8 @@ class Description:
         rows.append(("files", f"{len(self.files):,} ({human_bytes(sum(self.files.values()))})"))
         if self.left_out:
             rows.append(("left out", f"{len(self.left_out)} frozen parameters: {', '.join(self.left_out)}"))
+        if self.unknown:
+            rows.append(("not part of it", f"{', '.join(map(repr, self.unknown))}: not in the manifest, never read"))
         lines = [f"{name:<18}{value}" for name, value in rows]
         if tensors:
             lines += ["", *_table(self.entries)]
@@ -132,8 +138,14 @@ def describe(path: str | os.PathLike[str]) -> Description:
         layout=manifest.layout,
         left_out=manifest.left_out,
         files={name: record.bytes for name, record in sorted(manifest.files.items())},
+        unknown=_unknown(path, manifest),
         entries=_entries(reader),
     )
+
+
+def _unknown(path: str | os.PathLike[str], manifest: Manifest) -> list[str]:
+    found = (posixpath.basename(entry) for entry in Place(path).entries())
+    return sorted(name for name in found if name != MANIFEST and name not in manifest.files)
 
 
 def _manifest(path: str | os.PathLike[str]) -> Manifest:

@@ -1,64 +1,30 @@
 """The files of a sharded checkpoint: one per rank, in the format of ``torch.distributed.checkpoint`` (DCP).
 
 Every rank appends *items* to its file, each a chunk of a tensor (a box of it, at its true place in the true shape) or a
-pickled object, and notes where they are; rank 0 merges the notes to DCP's ``.metadata``. So whatever reads DCP reads
-this: ``dcp.load``, Lightning's consolidation, torch's ``dcp_to_torch_save``.
+pickled object, and notes where they are; rank 0 merges the notes (`metadata`). Whatever reads DCP reads this too:
+``dcp.load``, Lightning's consolidation, torch's ``dcp_to_torch_save``.
 """
 
 from __future__ import annotations
 
 import io
-import pickle
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from ls_strategy._compat import StorageInfo, without_crc32
-from ls_strategy.checkpoint.commit import METADATA, FileRecord, Manifest, Place, check, sync_file
+from ls_strategy._compat import without_crc32
+from ls_strategy.checkpoint.commit import FileRecord, Manifest, Place, check, sync_file
+from ls_strategy.checkpoint.metadata import Item, Path, key_of, read_metadata
 from ls_strategy.errors import CheckpointError
 from ls_strategy.layout import flat_range_to_boxes
 
 _LARGE = 1 << 20
 """Bytes from which on a checksum is computed beside the write."""
-
-Path = tuple[str, ...]
-"""Keys from the checkpoint's dictionary down to a value: ``("optimizer_0", "state", "blocks.0.weight", "exp_avg")``."""
-
-
-@dataclass(frozen=True)
-class Item:
-    """Where one chunk of a tensor, or one object, is."""
-
-    path: Path
-    shape: tuple[int, ...] | None
-    """Of the whole tensor; None for an object."""
-
-    dtype: torch.dtype | None
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    start: int
-    """First byte in the file."""
-
-    length: int
-    """Bytes."""
-
-
-def key_of(path: Path) -> str:
-    """DCP's flat key."""
-    return ".".join(path)
 
 
 class RankFile:
@@ -148,72 +114,14 @@ def _with_own_storage(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape)  # type: ignore[call-overload]
 
 
-def write_metadata(place: Place, items: Iterable[tuple[str, Item]], aliases: Mapping[Path, Path]) -> FileRecord:
-    """Write DCP's ``.metadata``. Rank 0 only.
-
-    Args:
-        place: folder.
-        items: ``(file, item)`` of all ranks.
-        aliases: further paths of tensors that are there: tied parameters.
-    """
-    state: dict[str, Any] = {}
-    storage: dict[MetadataIndex, Any] = {}
-    planner: dict[str, Path] = {}
-    also: dict[Path, list[Path]] = {}
-    for other, path in aliases.items():
-        also.setdefault(path, []).append(other)
-    for file, item in items:
-        info = StorageInfo(file, item.start, item.length)
-        for path in (item.path, *also.get(item.path, ())):
-            key = key_of(path)
-            planner[key] = path
-            if item.shape is None or item.dtype is None:
-                state[key] = BytesStorageMetadata()
-                storage[MetadataIndex(key)] = info
-                continue
-            if key not in state:
-                state[key] = TensorStorageMetadata(TensorProperties(item.dtype), torch.Size(item.shape), [])
-            chunk = ChunkStorageMetadata(torch.Size(item.offsets), torch.Size(item.sizes))
-            state[key].chunks.append(chunk)
-            storage[MetadataIndex(key, item.offsets)] = info
-    metadata = Metadata(state, planner, storage, version="1.0.0")
-    data = pickle.dumps(metadata)
-    with place.open(METADATA, "wb") as file_:
-        file_.write(data)
-        sync_file(file_)
-    return FileRecord(len(data), [(0, len(data), zlib.crc32(data))])
-
-
 # --- reading ---------------------------------------------------------------------------------------------------------
-
-_ALLOWED = {
-    "torch.distributed.checkpoint.metadata": None,
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "torch": None,
-    "torch._utils": None,
-    "collections": {"OrderedDict", "defaultdict"},
-    "builtins": {"dict", "list", "set", "tuple", "int", "str", "frozenset"},
-    "pathlib": {"PosixPath", "WindowsPath", "PurePosixPath"},
-}
-"""What ``.metadata`` may name. It is a pickle, and a pickle may name anything."""
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        names = _ALLOWED.get(module, set())
-        if names is None or name in names:
-            found = super().find_class(module, name)
-            if names is not None or isinstance(found, (type, torch.dtype, torch.layout)):
-                return found
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
 
 
 class Reader:
     """A sharded checkpoint for reading: what is in it, and verified chunks of it. Any rank, any number of readers."""
 
     def __init__(self, path: Any, manifest: Manifest | None) -> None:
-        """Read ``.metadata``.
+        """Read what is in it.
 
         Args:
             path: folder.
@@ -224,20 +132,9 @@ class Reader:
         """
         self.place = Place(path)
         self.manifest = manifest
-        try:
-            with self.place.open(METADATA, "rb") as file:
-                data = file.read()
-        except FileNotFoundError:
-            raise CheckpointError(f"{self.place} has no {METADATA}: it is not a sharded checkpoint.") from None
-        if manifest is not None:
-            check(self.place, METADATA, 0, data, manifest.files[METADATA].parts[0][2])
-        try:
-            self.metadata: Metadata = _MetadataUnpickler(io.BytesIO(data)).load()
-        except Exception as error:
-            raise CheckpointError(f"{self.place}/{METADATA} cannot be read: {error}") from error
+        self.metadata = read_metadata(self.place, manifest)
         self.paths: dict[Path, str] = {
-            tuple(map(str, (self.metadata.planner_data or {}).get(key, (key,)))): key
-            for key in self.metadata.state_dict_metadata
+            self.metadata.planner_data[key]: key for key in self.metadata.state_dict_metadata
         }
         self._checksums: dict[str, dict[int, tuple[int, int]]] = {}
         self._last: tuple[MetadataIndex, Tensor] | None = None
@@ -253,8 +150,7 @@ class Reader:
 
     def read_object(self, path: Path, *, weights_only: bool | None = True) -> Any:
         """An object."""
-        data = self._bytes(MetadataIndex(self.paths[path]))
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
+        return self._load(MetadataIndex(self.paths[path]), weights_only=weights_only)
 
     def read_chunk(self, path: Path, offsets: Sequence[int]) -> Tensor:
         """The chunk that begins at ``offsets``, in its own shape. The last one is kept, for callers that cut it up."""
@@ -262,7 +158,9 @@ class Reader:
         if self._last is not None and self._last[0] == index:
             return self._last[1]
         self._last = None
-        chunk = torch.load(io.BytesIO(self._bytes(index)), map_location="cpu", weights_only=True)
+        chunk = self._load(index, weights_only=True)
+        if not isinstance(chunk, Tensor):
+            raise CheckpointError(f"{self.place}: a chunk of {key_of(path)} is not a tensor.")
         self._last = (index, chunk)
         return chunk
 
@@ -270,8 +168,13 @@ class Reader:
         """Give the last chunk's memory back."""
         self._last = None
 
+    def _load(self, index: MetadataIndex, *, weights_only: bool | None) -> Any:
+        return torch.load(io.BytesIO(self._bytes(index)), map_location="cpu", weights_only=weights_only)
+
     def _bytes(self, index: MetadataIndex) -> bytes:
-        info = self.metadata.storage_data[index]
+        info = self.metadata.storage_data.get(index)
+        if info is None:
+            raise CheckpointError(f"{self.place} does not say where {index.fqn} is. Resume from another checkpoint.")
         try:
             with self.place.open(info.relative_path, "rb") as file:
                 file.seek(info.offset)
@@ -279,8 +182,12 @@ class Reader:
         except FileNotFoundError:
             raise CheckpointError(f"{self.place}/{info.relative_path} is missing.") from None
         if self.manifest is not None:
-            length, crc = self._checksums_of(info.relative_path)[info.offset]
-            assert length == info.length
+            length, crc = self._checksums_of(info.relative_path).get(info.offset, (None, 0))
+            if length != info.length:
+                raise CheckpointError(
+                    f"{self.place}: {index.fqn} is said to be at bytes [{info.offset}, {info.offset + info.length}) of "
+                    f"{info.relative_path}, which the manifest does not have. Resume from another checkpoint."
+                )
             check(self.place, info.relative_path, info.offset, data, crc)
         return data
 

@@ -15,8 +15,9 @@ from typing import Any, Protocol
 
 from ls_strategy.checkpoint import commit
 from ls_strategy.checkpoint.claim import Claim
-from ls_strategy.checkpoint.commit import META, METADATA, FileRecord, Manifest
-from ls_strategy.checkpoint.files import Item, Path, RankFile, write_metadata
+from ls_strategy.checkpoint.commit import META, FileRecord, Manifest
+from ls_strategy.checkpoint.files import RankFile
+from ls_strategy.checkpoint.metadata import Item, Path, write_metadata
 from ls_strategy.checkpoint.sharded import Entry, write_entries
 from ls_strategy.errors import CheckpointError
 
@@ -24,8 +25,8 @@ from ls_strategy.errors import CheckpointError
 class Exchange(Protocol):
     """Gives every rank's value to every rank, in rank order. Collective."""
 
-    def __call__(self, value: Any) -> list[Any]:
-        """Exchange ``value``."""
+    def __call__(self, value: dict[str, Any]) -> list[dict[str, Any]]:
+        """Exchange ``value``, which JSON has types for: what came from outside must not be unpickled."""
         ...
 
 
@@ -60,6 +61,43 @@ class _Report:
     items: list[Item] = field(default_factory=list)
     aliases: dict[Path, Path] = field(default_factory=dict)
 
+    def to_plain(self) -> dict[str, Any]:
+        """In types that JSON has."""
+        return {
+            "error": self.error,
+            "save_id": self.save_id,
+            "path": self.path,
+            "file": self.file,
+            "record": None if self.record is None else [self.record.bytes, self.record.parts],
+            "items": [item.to_plain() for item in self.items],
+            "aliases": [[list(path), list(other)] for path, other in self.aliases.items()],
+        }
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> _Report:
+        """Back from `to_plain`.
+
+        Raises:
+            CheckpointError: it is not what a rank writes.
+        """
+        try:
+            record = plain["record"]
+            return cls(
+                error=plain["error"],
+                save_id=plain["save_id"],
+                path=plain["path"],
+                file=plain["file"],
+                record=None if record is None else FileRecord(record[0], [(o, n, c) for o, n, c in record[1]]),
+                items=[Item.from_plain(item) for item in plain["items"]],
+                aliases={tuple(path): tuple(other) for path, other in plain["aliases"]},
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"a rank's report about a save cannot be read: {error!r}.") from error
+
+
+def _exchanged(exchange: Exchange, report: _Report) -> list[_Report]:
+    return [_Report.from_plain(plain) for plain in exchange(report.to_plain())]
+
 
 def run(save: Save, rank: int, exchange: Exchange) -> tuple[int, float]:
     """Write and commit. Collective.
@@ -85,11 +123,11 @@ def run(save: Save, rank: int, exchange: Exchange) -> tuple[int, float]:
 
 
 def _run(save: Save, rank: int, first: _Report, claims: list[Claim], exchange: Exchange) -> int:
-    begun = exchange(first)[0]
+    begun = _exchanged(exchange, first)[0]
     mine = _Report()
     if begun.error is None:
         _attempt(mine, lambda: _write(mine, save, rank, begun))
-    reports = exchange(mine)
+    reports = _exchanged(exchange, mine)
     verdict = _Report(error=_first_error([begun, *reports]))
     if rank == 0:
         if verdict.error is None:
@@ -98,7 +136,7 @@ def _run(save: Save, rank: int, first: _Report, claims: list[Claim], exchange: E
             commit.discard(begun.path, begun.save_id)
         for claim in claims:
             claim.release()
-    error = exchange(verdict)[0].error
+    error = _exchanged(exchange, verdict)[0].error
     if error is not None:
         raise CheckpointError(
             f"saving {begun.path} failed: {error}. Nothing of it remains; earlier checkpoints are untouched."
@@ -175,7 +213,7 @@ def _commit(save: Save, begun: _Report, reports: list[_Report]) -> None:
         ((report.file, item) for report in reports for item in report.items),
         key=lambda place: order.get(place[1].path, len(order)),  # as the module has them, not rank by rank
     )
-    files[METADATA] = write_metadata(place, items, aliases)
+    files |= write_metadata(place, items, aliases)
     save.write_meta(f"{place}/{META}")
     files[META] = commit.record_of(place, META)
     save.manifest.files = files

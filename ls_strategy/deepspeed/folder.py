@@ -25,19 +25,21 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from ls_strategy.checkpoint.commit import MANIFEST
 from ls_strategy.errors import CheckpointError
 
 
 def is_deepspeed(path: str | os.PathLike[str]) -> bool:
-    """Whether DeepSpeed wrote this folder. Not collective."""
-    return ":/" not in str(path) and _folder(Path(path)) is not None
+    """Whether DeepSpeed wrote this folder. One with a manifest is ours, whatever else lies in it. Not collective."""
+    return ":/" not in str(path) and not Path(path, MANIFEST).exists() and _folder(Path(path)) is not None
 
 
 def _folder(path: Path) -> Path | None:
     """The folder of one save: ``path`` itself, or the newest in it."""
     latest = path / "latest"
-    tags = [latest.read_text().strip()] if latest.is_file() else []
-    for folder in (path, *(path / tag for tag in (*tags, "checkpoint"))):
+    tags = [latest.read_text(errors="replace").strip()] if latest.is_file() else []
+    inside = [tag for tag in (*tags, "checkpoint") if tag == Path(tag).name]
+    for folder in (path, *(path / tag for tag in inside)):
         if folder.is_dir() and any(folder.glob("*mp_rank_*_model_states.pt")):
             return folder
     return None

@@ -44,6 +44,12 @@ def cache() -> Finding:
             "note",
             "Set LS_STRATEGY_CACHE to a folder that this user may write to, on a file system that all nodes share.",
         )
+    try:
+        _build.check_trusted(path)
+    except _build.BuildError as error:
+        return Finding(
+            "cache", str(error), "problem", "Set LS_STRATEGY_CACHE to a folder that only this user may write to."
+        )
     return Finding("cache", f"{path}, {len(list(path.glob('*.so')))} libraries")
 
 

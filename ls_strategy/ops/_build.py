@@ -8,7 +8,8 @@ when it is complete.
 
 Environment:
     LS_STRATEGY_OPS: ``0`` uses the references in torch, ``1`` raises where a kernel cannot be had.
-    LS_STRATEGY_CACHE: directory of the libraries; else ``ls_strategy`` in ``XDG_CACHE_HOME`` or ``~/.cache``.
+    LS_STRATEGY_CACHE: directory of the libraries; else ``ls_strategy`` in ``XDG_CACHE_HOME`` or ``~/.cache``. It, and
+        those above it, must not be writable by others: a library is loaded only if nobody else can have put it there.
     CXX, CUDA_HOME: the compiler of C++, and where that of CUDA is.
 """
 
@@ -36,6 +37,7 @@ from pathlib import Path
 import torch
 
 from ls_strategy.errors import ConfigError
+from ls_strategy.ops._trust import make_private, reason_against
 
 _log = logging.getLogger("ls_strategy.ops")
 
@@ -155,7 +157,7 @@ def cache_dir() -> Path:
         path = (
             Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "ls_strategy")
         )
-        path.mkdir(parents=True, exist_ok=True)
+        make_private(path)
     except (OSError, RuntimeError):  # RuntimeError: there is no home
         return _private_dir()
     return path
@@ -175,10 +177,11 @@ def library(recipe: Recipe) -> Path:
     """The complete library of a recipe, built if need be.
 
     Raises:
-        BuildError: it cannot be built.
+        BuildError: it cannot be built, or the cache is not this user's alone.
     """
     name = f"{recipe.name}-{recipe.key}.so"
     path = cache_dir() / name
+    check_trusted(path.parent)
     if is_complete(path):
         return path
     if not os.access(path.parent, os.W_OK | os.X_OK):
@@ -193,11 +196,27 @@ def library(recipe: Recipe) -> Path:
     return path
 
 
+def check_trusted(folder: Path) -> None:
+    """Refuse a cache in which others may have put a library.
+
+    Raises:
+        BuildError: says why.
+    """
+    against = reason_against(folder)
+    if against is not None:
+        raise BuildError(
+            f"{against}: a library of somebody else could be loaded from the cache {folder}. Take the rights away "
+            "(chmod go-w), or set LS_STRATEGY_CACHE to a folder that only you may write to"
+        )
+
+
 def is_complete(path: Path) -> bool:
-    """Whether this is a library as it was built."""
+    """Whether this is a library as it was built, which nobody else can have written."""
     try:
         content = path.read_bytes()
     except OSError:
+        return False
+    if reason_against(path) is not None:
         return False
     body, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
     return len(body) > 0 and hashlib.sha256(body).digest() == digest
@@ -205,7 +224,7 @@ def is_complete(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _locked(path: Path, deadline: float) -> Iterator[None]:
-    with path.open("a") as file:
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "a") as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -236,6 +255,7 @@ def _build(recipe: Recipe, path: Path, deadline: float) -> None:
                 _run(command, folder, deadline)
         content = (folder / path.name).read_bytes()
         (folder / path.name).write_bytes(content + hashlib.sha256(content).digest())
+        (folder / path.name).chmod(0o755)  # whatever the umask is: nobody else writes
         (folder / path.name).replace(path)
         _log.info("compiled %s in %.1f s", path, time.monotonic() - start)
     finally:

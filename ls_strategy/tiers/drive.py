@@ -77,7 +77,7 @@ def check_path(directory: str | Path, need_bytes: int, allow_tmpfs: bool = False
         raise ConfigError("nvme_path is empty: the NVMe tier needs a folder on a local drive. Set nvme_path.")
     path = Path(directory)
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(0o700, parents=True, exist_ok=True)
     except FileExistsError:
         raise ConfigError(f"nvme_path={str(path)!r} is a file: give a folder on a local drive.") from None
     except OSError as error:
@@ -169,8 +169,8 @@ def remove_stale(directory: Path) -> list[Path]:
     removed = []
     for path in directory.glob(f"rank*{_SUFFIX}"):
         try:
-            fd = os.open(path, os.O_RDWR)
-        except OSError:  # gone meanwhile, or another user's
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:  # gone meanwhile, another user's, or a link
             continue
         try:
             if _is_stale(fd, path):
@@ -188,8 +188,8 @@ def _is_stale(fd: int, path: Path) -> bool:
     except BlockingIOError:
         return False
     except OSError:  # a file system without locks
-        host, pid = path.stem.split("-")[1:3]
-        return host == _host() and not Path(f"/proc/{pid}").exists()
+        words = path.stem.split("-")
+        return len(words) == 4 and words[1] == _host() and not Path(f"/proc/{words[2]}").exists()
     return True
 
 

@@ -402,7 +402,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-FILES = ("__0_0.distcp", "__1_0.distcp", ".metadata", "meta.pt", "manifest.json")
+FILES = ("__0_0.distcp", "__1_0.distcp", ".metadata", "index.json", "meta.pt", "manifest.json")
 
 
 def flip(file: Path, at: int) -> None:

@@ -821,7 +821,7 @@ def test_fewer_ranks_leave_no_files_of_more(tmp_path: Path) -> None:
     for world in (3, 1, 2):
         expected = spawn(save_once, world, path, init_process_group=False)[0]
         shards = [f"__{rank}_0.distcp" for rank in range(world)]
-        assert names_in(path) == sorted([*shards, ".metadata", "meta.pt", "manifest.json"])
+        assert names_in(path) == sorted([*shards, ".metadata", "index.json", "meta.pt", "manifest.json"])
         assert_equal(saved(path)["state_dict"], expected, f"{world} ranks")
     assert names_in(tmp_path) == ["x.ckpt"]
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ls_strategy.checkpoint import commit
-from ls_strategy.checkpoint.commit import META, METADATA, Manifest
-from ls_strategy.checkpoint.files import RankFile, write_metadata
+from ls_strategy.checkpoint.commit import META, Manifest
+from ls_strategy.checkpoint.files import RankFile
+from ls_strategy.checkpoint.metadata import write_metadata
 from ls_strategy.layout import flat_range_to_boxes
 
 TensorPath = tuple[str, ...]
@@ -51,7 +52,7 @@ def write_folder(
         files[0].add_object(name, value)
     records = {file.name: file.close() for file in files}
     items = [(file.name, item) for file in files for item in file.items]
-    records[METADATA] = write_metadata(place, items, aliases or {})
+    records |= write_metadata(place, items, aliases or {})
     torch.save(meta, f"{place}/{META}")
     records[META] = commit.record_of(place, META)
     layout = {"world_size": ranks, "stage": 3, "precision": "bf16-mixed"}

@@ -67,7 +67,7 @@ def test_json(tmp_path: Path, capsys: Any) -> None:
     assert {"name", "kind", "shape", "dtype", "bytes", "chunks", "same_as"} == set(found["entries"][0])
 
 
-@pytest.mark.parametrize("name", ["__1_0.distcp", "meta.pt", ".metadata"])
+@pytest.mark.parametrize("name", ["__1_0.distcp", "meta.pt", ".metadata", "index.json"])
 def test_verify_names_every_damaged_file(tmp_path: Path, capsys: Any, name: str) -> None:
     folder = small_folder(tmp_path / "x.ckpt")
     damage(folder, name)

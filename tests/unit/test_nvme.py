@@ -429,9 +429,21 @@ class TestFile:
         alive = tmp_path / f"rank0-{drive._host()}-{os.getpid()}-0{drive._SUFFIX}"
         dead = tmp_path / f"rank0-{drive._host()}-99999999-0{drive._SUFFIX}"
         elsewhere = tmp_path / f"rank0-elsewhere-99999999-0{drive._SUFFIX}"
-        for path in (alive, dead, elsewhere):
+        for path in (alive, dead, elsewhere, tmp_path / f"rank0{drive._SUFFIX}"):
             path.touch()
         assert drive.remove_stale(tmp_path) == [dead]
+
+    def test_links_and_pipes_in_the_folder_are_left_alone(self, tmp_path):
+        """Somebody else's, where several users share a drive."""
+        victim, link = tmp_path / "victim", tmp_path / f"rank0-{drive._host()}-99999999-0{drive._SUFFIX}"
+        victim.touch()
+        link.symlink_to(victim)
+        assert drive.remove_stale(tmp_path) == []
+        assert link.is_symlink()
+
+    def test_the_folder_is_made_for_this_user_alone(self, tmp_path):
+        drive.check_path(tmp_path / "nvme", 0, allow_tmpfs=True)
+        assert (tmp_path / "nvme").stat().st_mode & 0o777 == 0o700
 
     def test_without_nameless_files_it_is_unlinked(self, tmp_path, monkeypatch):
         monkeypatch.setattr(os, "O_TMPFILE", os.O_DIRECTORY)  # "Is a directory", as old kernels say
