@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -157,6 +158,9 @@ class ZeROConfig:
     delayed_update_after: int | None = None
     """Stages 1 and 2: after this many steps, apply every update one step late (ZeRO-Offload, section 5.2)."""
 
+    shard_weights: tuple[float, ...] | Literal["auto"] | None = None
+    """How much of the sharded states each rank holds, one positive number per rank; ``auto``: by its memory."""
+
     @property
     def offloads(self) -> bool:
         """Whether any state leaves the device."""
@@ -184,7 +188,28 @@ class ZeROConfig:
         for name in ("unit_classes", "fp32_modules"):
             if isinstance(getattr(self, name), str):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: give a list of class names, not one string.")
+        self._check_weights()
         self._check_offload()
+
+    def _check_weights(self) -> None:
+        weights = self.shard_weights
+        if weights is None:
+            return
+        if self.stage == 0:
+            raise ConfigError(
+                f"shard_weights={weights!r} with stage=0: every rank holds all states. Use stage "
+                "1, 2 or 3, or leave shard_weights out."
+            )
+        numbers = isinstance(weights, list | tuple) and all(
+            isinstance(w, int | float) and not isinstance(w, bool) and math.isfinite(w) and w > 0 for w in weights
+        )
+        if weights != "auto" and (not numbers or not weights):
+            raise ConfigError(
+                f'shard_weights={weights!r}: give one positive number per rank, as [2, 1], or "auto" for weights by '
+                "the memory of each rank."
+            )
+        if weights != "auto":
+            object.__setattr__(self, "shard_weights", tuple(weights))  # LightningCLI gives lists
 
     def _check_offload(self) -> None:
         if self.moments not in get_args(MomentFormat):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import torch
 
@@ -75,8 +76,13 @@ class FlatPlan:
         return self.optimizer != FROZEN
 
     @property
-    def others_numel(self) -> int:
-        """Elements that are other ranks' shards, padding included: what a gather or a reduction sends."""
+    def gathered_numel(self) -> int:
+        """Elements that this rank sends in a gather, padding included: its shard, to every other rank."""
+        return self.layout.shard * (self.layout.world_size - 1)
+
+    @property
+    def reduced_numel(self) -> int:
+        """Elements that this rank sends in a reduction, padding included: the other ranks' shards."""
         return self.layout.numel - self.layout.shard
 
     def has_own_shard(self, policy: StagePolicy) -> bool:
@@ -102,9 +108,9 @@ class UnitPlan:
         return sum(f.layout.param_numel for f in self.flats)
 
     @property
-    def others_numel(self) -> int:
-        """Elements of all buffers that are other ranks' shards, padding included."""
-        return sum(f.others_numel for f in self.flats)
+    def gathered_numel(self) -> int:
+        """Elements that this rank sends when all buffers are gathered."""
+        return sum(f.gathered_numel for f in self.flats)
 
 
 @dataclass(frozen=True)
@@ -117,6 +123,11 @@ class Plan:
     moments: MomentFormat = "fp32"
     """How optimizer moments are stored."""
 
+    weights: tuple[Fraction, ...] = ()
+    """Of the ranks' shards; none: all have the same length. Bytes and traffic are then those of ``rank``."""
+
+    rank: int = 0
+
     @property
     def numel(self) -> int:
         """Parameters of the model, shared ones once."""
@@ -128,13 +139,15 @@ class Plan:
         ZeRO section 7, less what stage 3 need not gather again: root units stay from their first use until the step,
         and the unit whose backward comes first stays from forward to backward.
         """
-        trainable = sum(f.others_numel for u in self.units for f in u.flats if f.trainable)
+        trained = [f for u in self.units for f in u.flats if f.trainable]
+        reduced = sum(f.reduced_numel for f in trained)
         if not self.policy.parameters:
-            return trainable * (1 + (micro_batches if self.policy.gradients else 1))
-        blocks = [u.others_numel for u in self.units if not u.is_root]
-        roots = sum(u.others_numel for u in self.units if u.is_root)
+            published = sum(f.gathered_numel for f in trained)
+            return published + reduced * (micro_batches if self.policy.gradients else 1)
+        blocks = [u.gathered_numel for u in self.units if not u.is_root]
+        roots = sum(u.gathered_numel for u in self.units if u.is_root)
         again = 2 * sum(blocks) - (blocks[-1] if blocks else 0)
-        return roots + micro_batches * (again + trainable)
+        return roots + micro_batches * (again + reduced)
 
     def bytes_by_tier(self) -> dict[TierName, dict[str, int]]:
         """Bytes of model state on one rank between two steps, by tier and kind, with AdamW's two moments.
@@ -200,6 +213,10 @@ class Plan:
             f"{self.numel:,} parameters in {len(self.units)} units over {self.world_size} ranks; "
             f"sharded: {', '.join(sharded) or 'nothing'}",
         ]
+        if self.weights:
+            told = " : ".join(f"{float(w):g}" for w in self.weights)
+            share = float(100 * self.weights[self.rank] / sum(self.weights))
+            lines.append(f"  shards by weights {told}; this is rank {self.rank}, with {share:.1f} %")
         runs: list[tuple[str, str, int, bool, int]] = []
         for unit in self.units:
             if runs and runs[-1][2] == unit.numel and runs[-1][3] == unit.is_root:
@@ -231,6 +248,8 @@ def resolve_plan(  # noqa: PLR0913  (sizes of groups, one by one)
     config: ZeROConfig | None = None,
     tensor_size: int = 1,
     expert_world_size: int = 1,
+    weights: Sequence[Fraction] = (),
+    rank: int = 0,
 ) -> Plan:
     """Lay out every unit's buffers.
 
@@ -244,8 +263,11 @@ def resolve_plan(  # noqa: PLR0913  (sizes of groups, one by one)
         tensor_size: ranks of the tensor-parallel axis. Parameters that it replicates get buffers of their own, so that
             a norm can count them once.
         expert_world_size: ranks over which the states of experts are divided, with expert parallelism.
+        weights: of the ranks' shards; none: all have the same length.
+        rank: whose plan this is, with weights.
     """
     config = config or ZeROConfig()
+    weights = tuple(weights) if len(set(weights)) > 1 else ()
     # A block of an 8-bit moment belongs to one parameter, so that two updates never share its scale.
     align = MOMENT_BLOCK if config.moments == "int8" else ALIGN
     plans: list[UnitPlan] = []
@@ -261,12 +283,14 @@ def resolve_plan(  # noqa: PLR0913  (sizes of groups, one by one)
             members.sort(key=lambda p: p.group)
             parts = {p.name: p.part for p in members if p.part is not None}
             ranks = expert_world_size if expert else world_size
-            layout = FlatLayout.pack(((p.name, p.shape) for p in members), ranks, align=align, parts=parts)
+            layout = FlatLayout.pack(
+                ((p.name, p.shape) for p in members), ranks, align=align, parts=parts, weights=weights, rank=rank
+            )
             own = optimizer == FROZEN or dtype != compute_dtype
             kept = dtype if own else master_dtype
             flats.append(FlatPlan(layout, dtype, kept, optimizer, copies=copies, tied=tied, twin=twin))
         plans.append(UnitPlan(name, is_root, tuple(flats)))
-    return Plan(policy, world_size, _assign_tiers(plans, config), config.moments)
+    return Plan(policy, world_size, _assign_tiers(plans, config), config.moments, weights, rank)
 
 
 def _assign_tiers(units: list[UnitPlan], config: ZeROConfig) -> tuple[UnitPlan, ...]:

@@ -64,18 +64,18 @@ def _sent(plan: Plan, micro_batches: int, *, native_fp32: bool) -> int:
     policy = plan.policy
 
     def gathered(flat: FlatPlan) -> int:
-        return flat.others_numel * flat.dtype.itemsize
+        return flat.gathered_numel * flat.dtype.itemsize
 
     def reduced(flat: FlatPlan) -> int:
         size = flat.dtype.itemsize
         accumulates = policy.optimizer and not policy.gradients and micro_batches > 1
         fp32 = native_fp32 or not policy.optimizer or accumulates
-        return flat.others_numel * (max(size, 4) if fp32 else size)
+        return flat.reduced_numel * (max(size, 4) if fp32 else size)
 
     trained = [f for u in plan.units for f in u.flats if f.trainable]
     reductions = sum(map(reduced, trained))
     if not policy.parameters:
-        again = sum(f.others_numel * 4 if not policy.optimizer else gathered(f) for f in trained)
+        again = sum(f.gathered_numel * 4 if not policy.optimizer else gathered(f) for f in trained)
         return again + reductions * (micro_batches if policy.gradients else 1)
     blocks = [sum(map(gathered, u.flats)) for u in plan.units if not u.is_root]
     roots = sum(gathered(f) for u in plan.units if u.is_root for f in u.flats)

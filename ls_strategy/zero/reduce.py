@@ -181,7 +181,7 @@ class Reducer:
             flat.held_here = [p.grad is not None for p in flat.params]
             for p in flat.params:
                 p.grad = None  # autograd must not add to what is being sent
-        flat.reducing = flat.comm.reduce_scatter(flat.grad, self.wire_dtype, flat.name)
+        flat.reducing = flat.comm.reduce_scatter(flat.grad, self.wire_dtype, flat.name, flat.layout.sizes)
         self._in_flight.append(flat)
         while self._too_much_in_flight():
             self._finish(self._in_flight.popleft())
