@@ -250,28 +250,35 @@ class Comm:
         works = dist.batch_isend_irecv(operations)
         return [Started(spans.followed(works, f"{kind} {of}", _sent_by(sends, self.rank)))]
 
-    def all_gather(self, full: Tensor, of: str = "") -> PendingGather:
+    def all_gather(self, full: Tensor, of: str = "", sizes: Sequence[int] | None = None) -> PendingGather:
         """Complete ``full``, ``(world_size * shard,)``, of which this rank has filled its own shard.
 
         Args:
             full: any dtype.
             of: what it is, for traces.
+            sizes: elements of every rank's shard, at least 1 each; all the same without. NCCL then broadcasts from
+                every rank in one group of calls.
 
         Traffic:
             ``(world_size - 1) * shard`` elements sent per rank.
         """
         if self.world_size == 1 or full.numel() == 0:
             return PendingGather((), self)
-        shards = full.chunk(self.world_size)
+        shards = _cut(full, self.world_size, sizes)
         mine = shards[self.rank]
         if self.native:
             self.traffic.count("all_gather", mine, self.world_size - 1)
-            work = dist.all_gather_into_tensor(full, mine, group=self.group, async_op=True)
+            if sizes is None:
+                work = dist.all_gather_into_tensor(full, mine, group=self.group, async_op=True)
+            else:
+                work = dist.all_gather(list(shards), mine, group=self.group, async_op=True)
             works = spans.followed((work,), f"all_gather {of}", mine.nbytes * (self.world_size - 1))
             return PendingGather(works, self)
         return PendingGather(self._exchange([mine] * self.world_size, shards, "all_gather", of), self)
 
-    def reduce_scatter(self, full: Tensor, dtype: torch.dtype | None = None, of: str = "") -> PendingReduce:
+    def reduce_scatter(
+        self, full: Tensor, dtype: torch.dtype | None = None, of: str = "", sizes: Sequence[int] | None = None
+    ) -> PendingReduce:
         """Average ``full``, ``(world_size * shard,)``, over ranks; this rank keeps its shard.
 
         Args:
@@ -279,20 +286,25 @@ class Comm:
             dtype: of the sum where the transport sums (NCCL). The exchange sends ``full`` as it is and sums in the
                 result's dtype, which costs no bytes.
             of: what it is, for traces.
+            sizes: elements of every rank's shard, at least 1 each; all the same without. NCCL then reduces to every
+                rank in one group of calls.
 
         Traffic:
-            ``(world_size - 1) * shard`` elements sent per rank.
+            The other ranks' shards: ``(world_size - 1) * shard`` elements sent per rank where all are the same.
         """
-        shards = full.chunk(self.world_size) if full.numel() else [full] * self.world_size
+        shards = _cut(full, self.world_size, sizes)
         mine = shards[self.rank]
         if self.world_size == 1 or full.numel() == 0:
             return PendingReduce((), [mine], (), self)
         if self.native:
             wire = full if dtype is None else full.to(dtype)
             out = self.pool.take(mine.numel(), wire.dtype, wire.device)
-            self.traffic.count("reduce_scatter", wire[: mine.numel()], self.world_size - 1)
-            work = dist.reduce_scatter_tensor(out, wire, group=self.group, async_op=True)
-            works = spans.followed((work,), f"reduce_scatter {of}", out.nbytes * (self.world_size - 1))
+            self.traffic.count("reduce_scatter", wire[mine.numel() :])
+            if sizes is None:
+                work = dist.reduce_scatter_tensor(out, wire, group=self.group, async_op=True)
+            else:
+                work = dist.reduce_scatter(out, list(wire.split(list(sizes))), group=self.group, async_op=True)
+            works = spans.followed((work,), f"reduce_scatter {of}", wire.nbytes - out.nbytes)
             return PendingReduce((*works, _KeepAlive(wire)), [out], [out], self)
         parts = [
             mine if r == self.rank else self.pool.take(mine.numel(), mine.dtype, mine.device)
@@ -326,6 +338,13 @@ class Comm:
         with spans.waiting(spans.COMMUNICATION, "objects"):
             dist.all_gather_object(result, value, group=self.control)
         return result
+
+
+def _cut(full: Tensor, ranks: int, sizes: Sequence[int] | None) -> Sequence[Tensor]:
+    """The shards, views of ``full``."""
+    if full.numel() == 0:
+        return [full] * ranks
+    return full.chunk(ranks) if sizes is None else full.split(list(sizes))
 
 
 def _sent_by(sends: Sequence[Tensor | None], rank: int) -> int:

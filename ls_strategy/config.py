@@ -155,6 +155,9 @@ class ZeROConfig:
     delayed_update_after: int | None = None
     """Stages 1 and 2: after this many steps, apply every update one step late (ZeRO-Offload, section 5.2)."""
 
+    shard_weights: tuple[float, ...] | Literal["auto"] | None = None
+    """How much of the sharded states each rank holds, one positive number per rank; ``auto``: by its memory."""
+
     @property
     def offloads(self) -> bool:
         """Whether any state leaves the device."""
@@ -174,7 +177,15 @@ class ZeROConfig:
             min_unit_numel=at_least(0),
             prefetch_units=at_least(0),
             delayed_update_after=at_least(1),
+            shard_weights=above(0),
         )
+        if self.shard_weights is not None and self.stage == 0:
+            raise ConfigError(
+                f"Got shard_weights={self.shard_weights!r} with stage=0, where every rank holds all states. Set stage "
+                "to 1, 2 or 3, or leave shard_weights out."
+            )
+        if self.shard_weights == ():
+            raise ConfigError("Got shard_weights=[], but it must hold one number per rank. Set [2, 1], for example.")
         self._check_offload()
 
     def _check_offload(self) -> None:

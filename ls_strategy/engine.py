@@ -38,6 +38,7 @@ from ls_strategy.precision import LossScaler, PrecisionPolicy
 from ls_strategy.tiers.link import trim_heap
 from ls_strategy.zero import materialize as materials
 from ls_strategy.zero import step as stepping
+from ls_strategy.zero import weights
 from ls_strategy.zero.assembly import Draft
 from ls_strategy.zero.gather import Gatherer
 from ls_strategy.zero.hooks import UnitHooks
@@ -133,12 +134,14 @@ class Engine:
             parts=parts or {},
             share=self.share,
         )
+        draft.refuse(weights.refusal(config.shard_weights, mesh.shape))
         draft.agree(mesh.world)
         previous = Engine.holding(model)
         if previous is not None:
             previous.detach()
         held = {} if previous is None else {id(p): f for f in previous.flats for p in f.params}
-        self.plan = draft.resolve(mesh, held)
+        shares = weights.shard_weights(config.shard_weights, comm, device)
+        self.plan = draft.resolve(mesh, held, shares, comm.rank)
         self.offload = Offload.prepare(self.plan, optimizers, config, mesh.world, device)
         self.units = draft.build(self.plan, mesh, device, held, self.offload)
         if previous is not None:

@@ -1,10 +1,11 @@
 """Where each element of a flat buffer lives: integers only.
 
-A flat buffer holds the parameters of one unit one after the other, each in a slot, and is cut into one equal shard per
-rank::
+A flat buffer holds the parameters of one unit one after the other, each in a slot, and is cut into one shard per rank,
+all of the same length, or by weights where ranks have unequal memory::
 
     |  weight a      | b |..|  weight c                |......|     slots, aligned; dots are padding
-    |   rank 0       |   rank 1       |   rank 2       |            shards, all of the same length
+    |   rank 0       |   rank 1       |   rank 2       |            shards
+    |   rank 0            |   rank 1            |  r 2 |            shards with weights 2, 2, 1
 
 Slots and shards both start at multiples of `ALIGN` elements, so that the vector loop of an element-wise kernel meets
 the same elements in its tail whatever the stage is: stages stay equal bit for bit.
@@ -15,6 +16,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from itertools import pairwise
 from typing import Literal
 
 ALIGN = 16
@@ -37,6 +41,25 @@ def shard_numel(numel: int, world_size: int, *, align: int = ALIGN) -> int:
     48
     """
     return round_up(-(-numel // world_size), align)
+
+
+def weighted_cuts(used: int, weights: Sequence[Fraction], *, align: int = ALIGN) -> tuple[int, ...]:
+    """Where shards begin and end that share ``used`` elements by ``weights``: one offset more than ranks.
+
+    Each is the nearest multiple of ``align``, and no shard is empty unless all are.
+
+    >>> weighted_cuts(96, (2, 1)), weighted_cuts(16, (1, 100)), weighted_cuts(0, (2, 1))
+    ((0, 64, 96), (0, 16, 32), (0, 0, 0))
+    """
+    ranks, total = len(weights), sum(weights)
+    if used == 0:
+        return (0,) * (ranks + 1)
+    blocks = max(round_up(used, align) // align, ranks)
+    cuts = [0]
+    for r in range(1, ranks):
+        nearest = math.floor(blocks * sum(weights[:r]) / total + Fraction(1, 2))
+        cuts.append(min(max(nearest, cuts[-1] + 1), blocks - (ranks - r)))
+    return tuple(cut * align for cut in (*cuts, blocks))
 
 
 @dataclass(frozen=True)
@@ -64,7 +87,7 @@ class TensorPart:
         *,
         sections: Sequence[int] | None = None,
         granule: int = 1,
-        copies: int = 1,
+        copies: int | Sequence[int] = 1,
     ) -> TensorPart:
         """The part of ``rank`` of ``size``: of every section along ``dim`` one stretch, as equal as granules allow.
 
@@ -75,25 +98,27 @@ class TensorPart:
             size: of the axis.
             sections: lengths that are divided each by itself (query, key and value rows of one matrix, say).
             granule: indices that stay together (rows of one head).
-            copies: ranks side by side that hold the same part.
+            copies: ranks side by side that hold the same part; one number, or one per section.
 
         >>> TensorPart.cut((12, 5), 0, 1, 2, sections=(8, 4)).runs
         ((4, 4), (10, 2))
         """
         shape = tuple(full_shape)
         sections = (shape[dim],) if sections is None else tuple(sections)
-        if sum(sections) != shape[dim] or any(s % granule for s in sections) or size % copies:
+        each = (copies,) * len(sections) if isinstance(copies, int) else tuple(copies)
+        whole = sum(sections) == shape[dim] and not any(s % granule for s in sections)
+        if not whole or len(each) != len(sections) or any(size % c for c in each):
             raise ValueError(f"sections {sections} in granules of {granule} do not make up dimension {dim} of {shape}")
-        parts, index = size // copies, rank // copies
         runs: list[tuple[int, int]] = []
         start = 0
-        for section in sections:
+        for section, alike in zip(sections, each, strict=True):
+            parts, index = size // alike, rank // alike
             low, more = divmod(section // granule, parts)
             first = index * low + min(index, more)
             length = low + (index < more)
             runs.append((start + first * granule, length * granule))
             start += section
-        return cls(shape, dim, tuple(runs), copies)
+        return cls(shape, dim, tuple(runs), min(each))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -233,12 +258,18 @@ def flat_range_to_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[B
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Slots of one flat buffer and its cut into ``world_size`` shards."""
+    """Slots of one flat buffer and its cut into ``world_size`` shards, as seen by one rank."""
 
     slots: tuple[Slot, ...]
     world_size: int
     align: int = ALIGN
     """Slots and shards start at multiples of this many elements."""
+
+    weights: tuple[Fraction, ...] = ()
+    """Of the shards, by rank; none: all have the same length."""
+
+    rank: int = 0
+    """Whose shard is `shard`, with weights."""
 
     @classmethod
     def pack(
@@ -248,6 +279,8 @@ class FlatLayout:
         *,
         align: int = ALIGN,
         parts: Mapping[str, TensorPart] | None = None,
+        weights: Sequence[Fraction] = (),
+        rank: int = 0,
     ) -> FlatLayout:
         """Place parameters one after the other, each at a multiple of ``align``.
 
@@ -256,6 +289,8 @@ class FlatLayout:
             world_size: number of shards.
             align: elements.
             parts: by name, for parameters of which only a part is here.
+            weights: of the shards; none: all have the same length.
+            rank: whose shard is `shard`, with weights.
 
         >>> [s.offset for s in FlatLayout.pack([("a", (3, 5)), ("b", ()), ("c", (16,))], 2).slots]
         [0, 16, 32]
@@ -266,7 +301,7 @@ class FlatLayout:
             slot = Slot(name, tuple(shape), offset, (parts or {}).get(name))
             slots.append(slot)
             offset = round_up(slot.end, align)
-        return cls(tuple(slots), world_size, align)
+        return cls(tuple(slots), world_size, align, tuple(weights), rank)
 
     @property
     def used(self) -> int:
@@ -275,13 +310,27 @@ class FlatLayout:
 
     @property
     def shard(self) -> int:
-        """Elements of every shard."""
+        """Elements of every shard; with weights, of this rank's."""
+        if self.weights:
+            return self.cuts[self.rank + 1] - self.cuts[self.rank]
         return shard_numel(self.used, self.world_size, align=self.align)
+
+    @cached_property
+    def cuts(self) -> tuple[int, ...]:
+        """Where shards begin and end: ``world_size + 1`` offsets."""
+        if self.weights:
+            return weighted_cuts(self.used, self.weights, align=self.align)
+        return tuple(rank * self.shard for rank in range(self.world_size + 1))
+
+    @property
+    def sizes(self) -> tuple[int, ...] | None:
+        """Length of every rank's shard; None where all are the same."""
+        return tuple(hi - lo for lo, hi in pairwise(self.cuts)) if self.weights else None
 
     @property
     def numel(self) -> int:
-        """Elements of the whole buffer, padding included: ``world_size * shard``."""
-        return self.shard * self.world_size
+        """Elements of the whole buffer, padding included."""
+        return self.cuts[-1]
 
     @property
     def param_numel(self) -> int:
@@ -292,7 +341,7 @@ class FlatLayout:
         """Half-open range of the buffer that ``rank`` owns."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside [0, {self.world_size})")
-        return rank * self.shard, (rank + 1) * self.shard
+        return self.cuts[rank], self.cuts[rank + 1]
 
     def pieces(self, start: int, stop: int) -> tuple[Piece, ...]:
         """One piece per slot: what of it lies in the buffer's range ``[start, stop)``, relative to ``start``."""

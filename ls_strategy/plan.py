@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import torch
 
@@ -75,8 +76,13 @@ class FlatPlan:
         return self.optimizer != FROZEN
 
     @property
-    def others_numel(self) -> int:
-        """Elements that are other ranks' shards, padding included: what a gather or a reduction sends."""
+    def gathered_numel(self) -> int:
+        """Elements that this rank sends in a gather, padding included: its shard, to every other rank."""
+        return self.layout.shard * (self.layout.world_size - 1)
+
+    @property
+    def reduced_numel(self) -> int:
+        """Elements that this rank sends in a reduction, padding included: the other ranks' shards."""
         return self.layout.numel - self.layout.shard
 
     def has_own_shard(self, policy: StagePolicy) -> bool:
@@ -102,9 +108,9 @@ class UnitPlan:
         return sum(f.layout.param_numel for f in self.flats)
 
     @property
-    def others_numel(self) -> int:
-        """Elements of all buffers that are other ranks' shards, padding included."""
-        return sum(f.others_numel for f in self.flats)
+    def gathered_numel(self) -> int:
+        """Elements that this rank sends when all buffers are gathered."""
+        return sum(f.gathered_numel for f in self.flats)
 
 
 @dataclass(frozen=True)
@@ -132,6 +138,11 @@ class Plan:
     moments: MomentFormat = "fp32"
     """How optimizer moments are stored."""
 
+    weights: tuple[Fraction, ...] = ()
+    """Of the ranks' shards; none: all have the same length. Bytes and traffic are then those of ``rank``."""
+
+    rank: int = 0
+
     @property
     def numel(self) -> int:
         """Parameters of the model, shared ones once."""
@@ -139,7 +150,7 @@ class Plan:
 
     def elements_sent(self, micro_batches: int = 1) -> int:
         """Elements that one rank sends in one optimizer step, padding included, agreements of a few bytes not."""
-        return self.count_sent(micro_batches, gathered=lambda f: f.others_numel, reduced=lambda f: f.others_numel)
+        return self.count_sent(micro_batches, gathered=lambda f: f.gathered_numel, reduced=lambda f: f.reduced_numel)
 
     def count_sent(
         self, micro_batches: int, *, gathered: Callable[[FlatPlan], int], reduced: Callable[[FlatPlan], int]
@@ -260,6 +271,10 @@ class Plan:
             f"{self.numel:,} parameters in {len(self.units)} units over {self.world_size} ranks; "
             f"sharded: {', '.join(sharded) or 'nothing'}",
         ]
+        if self.weights:
+            told = " : ".join(f"{float(w):g}" for w in self.weights)
+            share = float(100 * self.weights[self.rank] / sum(self.weights))
+            lines.append(f"  shards by weights {told}; this is rank {self.rank}, with {share:.1f} %")
         runs: list[tuple[str, str, int, bool, int]] = []
         for unit in self.units:
             if runs and runs[-1][2] == unit.numel and runs[-1][3] == unit.is_root:
@@ -291,6 +306,8 @@ def resolve_plan(  # noqa: PLR0913  (sizes of groups, one by one)
     config: ZeROConfig | None = None,
     tensor_size: int = 1,
     expert_world_size: int = 1,
+    weights: Sequence[Fraction] = (),
+    rank: int = 0,
 ) -> Plan:
     """Lay out every unit's buffers.
 
@@ -304,8 +321,11 @@ def resolve_plan(  # noqa: PLR0913  (sizes of groups, one by one)
         tensor_size: ranks of the tensor-parallel axis. Parameters that it replicates get buffers of their own, so that
             a norm can count them once.
         expert_world_size: ranks over which the states of experts are divided, with expert parallelism.
+        weights: of the ranks' shards; none: all have the same length.
+        rank: whose plan this is, with weights.
     """
     config = config or ZeROConfig()
+    weights = tuple(weights) if len(set(weights)) > 1 else ()
     # A block of an 8-bit moment belongs to one parameter, so that two updates never share its scale.
     align = MOMENT_BLOCK if config.moments == "int8" else ALIGN
     plans: list[UnitPlan] = []
@@ -321,12 +341,14 @@ def resolve_plan(  # noqa: PLR0913  (sizes of groups, one by one)
             members.sort(key=lambda p: p.group)
             parts = {p.name: p.part for p in members if p.part is not None}
             ranks = expert_world_size if expert else world_size
-            layout = FlatLayout.pack(((p.name, p.shape) for p in members), ranks, align=align, parts=parts)
+            layout = FlatLayout.pack(
+                ((p.name, p.shape) for p in members), ranks, align=align, parts=parts, weights=weights, rank=rank
+            )
             own = optimizer == FROZEN or dtype != compute_dtype
             kept = dtype if own else master_dtype
             flats.append(FlatPlan(layout, dtype, kept, optimizer, copies=copies, tied=tied, twin=twin))
         plans.append(UnitPlan(name, is_root, tuple(flats)))
-    return Plan(policy, world_size, _assign_tiers(plans, config), config.moments)
+    return Plan(policy, world_size, _assign_tiers(plans, config), config.moments, weights, rank)
 
 
 def _assign_tiers(units: list[UnitPlan], config: ZeROConfig) -> tuple[UnitPlan, ...]:

@@ -107,6 +107,23 @@ def _offload(option: Literal["cpu", "nvme"] | OffloadConfig | None) -> OffloadCo
     return OffloadConfig(tier=option) if isinstance(option, str) else option
 
 
+def _check_weights(config: ZeROConfig, divided: ParallelConfig, *, auto: bool) -> None:
+    """Refuse options that contradict ``shard_weights``."""
+    weights = config.shard_weights
+    if weights is not None and auto:
+        raise ConfigError(
+            f'shard_weights={weights!r} with stage="auto": what fits is planned for ranks of equal memory. '
+            "Name a stage."
+        )
+    for axis in ("tensor", "pipeline", "expert"):
+        size = getattr(divided, f"{axis}_parallel_size")
+        if weights is not None and size > 1:
+            raise ConfigError(
+                f"shard_weights={weights!r} with {axis}_parallel_size={size}: weights are of ranks that all hold the "
+                "same layers. Leave shard_weights out, or divide the model by ZeRO alone."
+            )
+
+
 class ZeROStrategy(DDPStrategy):
     """ZeRO data parallelism, stages 0 to 3, for a plain LightningModule, on CPU (gloo) and GPU (NCCL).
 
@@ -145,6 +162,8 @@ class ZeROStrategy(DDPStrategy):
         overlap_step: update offloaded states while backward or the next forward runs. The numbers do not change.
         delayed_update_after: stages 1 and 2: from this step on apply every update one step late, while the next step
             computes (ZeRO-Offload, section 5.2). Changes the numbers. Default: never.
+        shard_weights: for ranks of unequal memory: ``[2, 1]`` gives rank 0 two thirds of what the stage shards;
+            ``"auto"`` weighs by each rank's memory. The numbers do not change. Default: all the same.
         activation_checkpointing: ``"full"`` keeps the inputs of every block and computes the rest again in backward;
             ``"selective"`` also keeps what is expensive to compute (matrix products, attention, communication).
             ``RecomputeConfig(...)`` names classes, every how many blocks, and which operations.
@@ -214,6 +233,7 @@ class ZeROStrategy(DDPStrategy):
         step_on: Literal["auto", "cpu", "device"] = "auto",
         overlap_step: bool = True,
         delayed_update_after: int | None = None,
+        shard_weights: list[float] | Literal["auto"] | None = None,
         activation_checkpointing: Literal["full", "selective"] | RecomputeConfig | None = None,
         activation_offload: Literal["cpu", "nvme"] | ActivationOffloadConfig | None = None,
         activation_partitioning: bool = False,
@@ -266,6 +286,7 @@ class ZeROStrategy(DDPStrategy):
             step_on=step_on,
             overlap_step=overlap_step,
             delayed_update_after=delayed_update_after,
+            shard_weights=tuple(shard_weights) if isinstance(shard_weights, list) else shard_weights,
         )
         self.parallel = parallel.ModelParallel(
             ParallelConfig(
@@ -292,6 +313,7 @@ class ZeROStrategy(DDPStrategy):
             else activation_offload,
             partition=activation_partitioning,
         )
+        _check_weights(self.config, self.parallel.config, auto=self.auto)
         if self.auto and (self.config.offloads or activation_offload or self.parallel.divides):
             raise ConfigError(
                 'stage="auto" chooses offload by itself, and does not plan for layers, sequences, experts or blocks '

@@ -27,6 +27,7 @@ from ls_strategy.axis import Axis
 from ls_strategy.checked import at_least, checked
 from ls_strategy.comm import make_comm
 from ls_strategy.errors import ConfigError, PlanError, StateError
+from ls_strategy.inference.deepspeed_names import read_options
 from ls_strategy.inference.fill import Filler, has_meta
 from ls_strategy.inference.generate import generate
 from ls_strategy.inference.linear import FORMATS, Format
@@ -51,9 +52,9 @@ Tier = Literal["cpu", "nvme"]
 Injection: TypeAlias = "Policy | Plan | Literal['auto'] | None"
 
 DTYPES = {
-    "fp32": torch.float32, "float32": torch.float32,
-    "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
-    "fp16": torch.float16, "float16": torch.float16, "half": torch.float16,
+    **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), torch.float32),
+    **dict.fromkeys(("bf16", "bfloat16", "bfloat", "torch.bfloat16"), torch.bfloat16),
+    **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), torch.float16),
 }  # fmt: skip
 """Words for dtypes."""
 
@@ -61,14 +62,16 @@ DTYPES = {
 @checked(tensor_parallel_size=at_least(1))
 def init_inference(  # noqa: PLR0913 - one argument per option
     model: nn.Module,
+    config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     *,
-    tensor_parallel_size: int = 1,
+    tensor_parallel_size: int | None = None,
     dtype: torch.dtype | str | None = None,
     quantize: Format | None = None,
     injection_policy: Injection = None,
     offload: Tier | None = None,
     nvme_path: str | os.PathLike[str] | None = None,
     fill_from: str | os.PathLike[str] | None = None,
+    **deepspeed: Any,
 ) -> InferenceEngine:
     """Make a model ready to generate, in place. Collective over all ranks where there are several.
 
@@ -80,7 +83,8 @@ def init_inference(  # noqa: PLR0913 - one argument per option
     Args:
         model: whole, the same on every rank in structure. Rank 0's values count. Its device stays; what is on meta
             gets memory on the CPU.
-        tensor_parallel_size: ranks that divide every layer among them.
+        config: options in one: a dict or a JSON file, as `deepspeed.init_inference` takes.
+        tensor_parallel_size: ranks that divide every layer among them; None: 1.
         dtype: of parameters, as dtype or as ``"fp32"``, ``"bf16"``, ``"fp16"``; None leaves them. Buffers that are not
             saved with the model (tables of rotary positions) keep theirs.
         quantize: ``"int8"`` or ``"int4"``: weights of linear layers in 8 or 4 bits, see `rounding`. Of output heads in
@@ -92,6 +96,8 @@ def init_inference(  # noqa: PLR0913 - one argument per option
         nvme_path: folder on the drive, for ``offload="nvme"``; None: ``LS_STRATEGY_NVME_PATH``.
         fill_from: weights of a model that was built on meta, file or folder: see `fill`. Each rank reads its part, and
             quantises and offloads block by block, so that the whole is never in memory.
+        **deepspeed: arguments of `deepspeed.init_inference`: ``mp_size``, ``replace_with_kernel_inject`` and the
+            others are read, ignored with a reason in the log, or refused with the cure, see `deepspeed_names`.
 
     Returns:
         A module with ``forward`` and ``generate``.
@@ -101,6 +107,27 @@ def init_inference(  # noqa: PLR0913 - one argument per option
         PlanError: the model cannot be divided, or quantised, so. On all ranks, before anything is sent.
         CheckpointError: ``fill_from`` is not whole, or not of this model.
     """
+    ours = {
+        **{"tensor_parallel_size": tensor_parallel_size, "dtype": dtype, "quantize": quantize, "offload": offload},
+        **{"injection_policy": injection_policy, "nvme_path": nvme_path, "fill_from": fill_from},
+    }
+    options = read_options(config, deepspeed, {name: value for name, value in ours.items() if value is not None})
+    return _make(model, options.notes, **options.values)
+
+
+def _make(  # noqa: PLR0913
+    model: nn.Module,
+    notes: list[str],
+    *,
+    tensor_parallel_size: int = 1,
+    dtype: torch.dtype | str | None = None,
+    quantize: Format | None = None,
+    injection_policy: Injection = None,
+    offload: Tier | None = None,
+    nvme_path: str | os.PathLike[str] | None = None,
+    fill_from: str | os.PathLike[str] | None = None,
+) -> InferenceEngine:
+    """`init_inference`, once its options are known."""
     wanted = _check_options(tensor_parallel_size, dtype, quantize, offload, nvme_path)
     plan = _plan(model, injection_policy, tensor_parallel_size)
     model.eval().requires_grad_(False)
@@ -113,7 +140,10 @@ def init_inference(  # noqa: PLR0913 - one argument per option
     stream = _settle(model, divided, quantizer, fill_from, (offload, nvme_path))
     report = None if quantizer is None else quantizer.report
     engine = InferenceEngine(model, divided, report, stream)
+    engine.notes = notes
     log.info(engine.describe())
+    if notes and (not dist.is_initialized() or dist.get_rank() == 0):
+        log.warning("init_inference: arguments of DeepSpeed:\n%s", "\n".join(notes))
     return engine
 
 
@@ -135,6 +165,9 @@ class InferenceEngine(nn.Module):
 
         self.stream = stream
         """Of ``offload``: the handle that `stream_blocks` returned; None without."""
+
+        self.notes: list[str] = []
+        """What became of DeepSpeed's arguments, a line each."""
 
         self._divided = divided
         self.eval()
@@ -174,6 +207,7 @@ class InferenceEngine(nn.Module):
         """What is divided, quantised and elsewhere, over a few lines."""
         lines = [self._divided.describe()]
         lines += [part.describe() for part in (self.quantization, self.stream) if part is not None]
+        lines += self.notes
         return "\n".join(lines)
 
     def close(self) -> None:
@@ -248,7 +282,7 @@ class _Division:
             for layer in resolved.layers
             if isinstance(layer.style, Row) and layer.module.bias is not None
         )
-        parallel = apply_tensor_parallel(model, plan.styles, axis)
+        parallel = apply_tensor_parallel(model, plan.styles, axis, trains=False)
         result = cls(axis, parallel, later)
         result._gather_logits(model, resolved)
         return result
@@ -276,8 +310,8 @@ def _check_options(
     Raises:
         ConfigError: one of them makes no sense.
     """
-    if size < 1:
-        raise ConfigError(f"tensor_parallel_size={size}: give the number of ranks that divide the model, at least 1.")
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ConfigError(f"tensor_parallel_size={size!r}: give the number of ranks that divide the model, at least 1.")
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if ranks % size:
         how = "" if ranks > 1 else " Start them by torchrun, and call torch.distributed.init_process_group() first."
@@ -290,8 +324,11 @@ def _check_options(
         raise ConfigError(f"nvme_path={nvme_path!r} is for offload='nvme', but offload={offload!r}. Change either.")
     if isinstance(dtype, str):
         if dtype not in DTYPES:
-            raise ConfigError(f"dtype={dtype!r}: give a torch.dtype, or one of {', '.join(DTYPES)}.")
+            cure = " For integers set quantize='int8' or 'int4'." if "int" in dtype else ""
+            raise ConfigError(f"dtype={dtype!r}: give a torch.dtype, or one of {', '.join(DTYPES)}.{cure}")
         return DTYPES[dtype]
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"dtype={dtype!r}: give a torch.dtype, or one of {', '.join(DTYPES)}.")
     if dtype is not None and not dtype.is_floating_point:
         raise ConfigError(f"dtype={dtype}: weights are cast to it; for integers set quantize='int8' or 'int4'.")
     return dtype

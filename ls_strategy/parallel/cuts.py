@@ -5,7 +5,7 @@ Nothing is changed here, nothing is sent, and every rank comes to the same resul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TypeAlias
@@ -16,10 +16,12 @@ from torch.nn.parameter import UninitializedParameter
 
 from ls_strategy.errors import PlanError
 from ls_strategy.layout import TensorPart
+from ls_strategy.parallel import families
 from ls_strategy.parallel.styles import (
     Attributes,
     Column,
     Divide,
+    Experts,
     Features,
     PartialGradient,
     Plan,
@@ -31,7 +33,7 @@ from ls_strategy.parallel.styles import (
     resolve_sections,
 )
 
-LayerStyle: TypeAlias = Column | Row | Vocab | Features | Replicate | PartialGradient
+LayerStyle: TypeAlias = Column | Row | Vocab | Features | Experts | Replicate | PartialGradient
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,12 @@ class Cut:
     dim: int
     sections: tuple[int, ...]
     granule: int = 1
-    copies: int = 1
+    copies: int | tuple[int, ...] = 1
+
+    @property
+    def sections_differ(self) -> bool:
+        """Whether some sections are held by more ranks than others."""
+        return not isinstance(self.copies, int) and len(set(self.copies)) > 1
 
     def part(self, shape: Iterable[int], rank: int, size: int) -> TensorPart:
         """What of a parameter of this shape ``rank`` of ``size`` holds."""
@@ -248,14 +255,16 @@ def _require_linear(name: str, module: nn.Module, style: LayerStyle) -> None:
 
 def _column(name: str, module: nn.Module, style: Column, size: int) -> Mapping[str, Cut]:
     _require_linear(name, module, style)
-    if style.copies < 1 or size % style.copies:
+    each = (style.copies,) if isinstance(style.copies, int) else style.copies
+    if any(c < 1 or size % c for c in each) or (each != (style.copies,) and len(each) != len(style.sections)):
         raise PlanError(
-            f"module {name!r} is {style}, but copies={style.copies} does not divide the {size} tensor-parallel ranks."
+            f"module {name!r} is {style}, but copies={style.copies} does not divide the {size} tensor-parallel ranks, "
+            "or is not one number per section."
         )
-    if style.gather and style.copies > 1:
+    if style.gather and max(each) > 1:
         raise PlanError(f"module {name!r} is {style}: gather=True has no meaning with copies. Leave copies out.")
     dim = 1 if is_conv1d(module) else 0
-    sections = _sections(name, module, style, dim, size // style.copies)
+    sections = _sections(name, module, style, dim, [size // c for c in each])
     cuts = {"weight": Cut(dim, sections, style.granule, style.copies)}
     if module.bias is not None:
         cuts["bias"] = Cut(0, sections, style.granule, style.copies)
@@ -264,21 +273,22 @@ def _column(name: str, module: nn.Module, style: Column, size: int) -> Mapping[s
 
 def _row(name: str, module: nn.Module, style: Row, size: int) -> Mapping[str, Cut]:
     _require_linear(name, module, style)
-    if type(module).forward is not nn.Linear.forward and not is_conv1d(module) and module.bias is not None:
+    known = type(module).forward is nn.Linear.forward or type(module).__name__ in families.PLAIN_LINEARS
+    if not known and not is_conv1d(module) and module.bias is not None:
         raise PlanError(
             f"module {name!r} ({type(module).__name__}) is {style}, but has a forward of its own and a bias, which is "
             "to be added once, after the sum over the ranks. Use nn.Linear, or bias=False."
         )
     dim = 0 if is_conv1d(module) else 1
-    return {"weight": Cut(dim, _sections(name, module, style, dim, size), style.granule)}
+    return {"weight": Cut(dim, _sections(name, module, style, dim, [size]), style.granule)}
 
 
-def _sections(name: str, module: nn.Module, style: Column | Row, dim: int, parts: int) -> tuple[int, ...]:
+def _sections(name: str, module: nn.Module, style: Column | Row, dim: int, parts_of: Sequence[int]) -> tuple[int, ...]:
     weight = module.weight
     assert isinstance(weight, nn.Parameter)
     what = "output features" if isinstance(style, Column) else "input features"
     sections = resolve_sections(style.sections, weight.shape[dim], f"module {name!r}, {what}")
-    for section in sections:
+    for section, parts in zip(sections, parts_of if len(parts_of) > 1 else [*parts_of] * len(sections), strict=True):
         if style.granule < 1 or section % style.granule:
             raise PlanError(
                 f"module {name!r}: {section} {what} are no whole number of granules of {style.granule}. Set granule to "
@@ -333,7 +343,44 @@ def _features_cut(owned: Owned, style: Features, size: int) -> Cut:
     return Cut(style.dim, (shape[style.dim],))
 
 
-_CHECKS: dict[type, Callable[..., Mapping[str, Cut]]] = {Column: _column, Row: _row, Vocab: _vocab, Features: _features}
+def _experts(name: str, module: nn.Module, style: Experts, size: int) -> Mapping[str, Cut]:
+    """Gate and up are cut by rows, down by columns.
+
+    Raises:
+        PlanError: the module holds its weights otherwise, or they do not divide.
+    """
+    gate_up, down = (getattr(module, key, None) for key in families.EXPERT_WEIGHTS)
+    plain = {key for key, _ in module.named_parameters()} == set(families.EXPERT_WEIGHTS)
+    special = getattr(module, "is_transposed", False) or not getattr(module, "is_concatenated", True)
+    if not plain or special or not isinstance(gate_up, nn.Parameter) or not isinstance(down, nn.Parameter):
+        raise _misfit(
+            name,
+            module,
+            style,
+            "experts with the parameters gate_up_proj (E, 2 * inner, D) and down_proj (E, D, inner)",
+        )
+    inner = down.shape[-1]
+    if tuple(gate_up.shape) != (down.shape[0], 2 * inner, down.shape[1]):
+        raise PlanError(
+            f"module {name!r} is {style}: gate_up_proj of shape {tuple(gate_up.shape)} does not belong to down_proj of "
+            f"shape {tuple(down.shape)}, for which it would be {(down.shape[0], 2 * inner, down.shape[1])}. Leave the "
+            "module whole."
+        )
+    if inner % size:
+        raise PlanError(
+            f"module {name!r}: the {inner} inner features of an expert do not divide by the {size} tensor-parallel "
+            f"ranks. Use a number of ranks that divides {inner}."
+        )
+    return {"gate_up_proj": Cut(1, (inner, inner)), "down_proj": Cut(2, (inner,))}
+
+
+_CHECKS: dict[type, Callable[..., Mapping[str, Cut]]] = {
+    Column: _column,
+    Row: _row,
+    Vocab: _vocab,
+    Features: _features,
+    Experts: _experts,
+}
 
 
 # --- shared parameters -----------------------------------------------------------------------------------------------

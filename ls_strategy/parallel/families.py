@@ -23,9 +23,9 @@ ROLES: dict[str, Role] = {
     **dict.fromkeys(
         ("gate_proj", "up_proj", "fc1", "c_fc", "w1", "w3", "wi", "wi_0", "wi_1", "dense_h_to_4h", "fc_in"), "up"
     ),
-    **dict.fromkeys(("intermediate.dense", "lin1", "linear1", "feed_forward.up", "feed_forward.gate"), "up"),
+    **dict.fromkeys(("intermediate.dense", "lin1", "linear1", "feed_forward.up", "feed_forward.gate", "ffn"), "up"),
     **dict.fromkeys(("down_proj", "fc2", "w2", "dense_4h_to_h", "fc_out", "output.dense"), "down"),
-    **dict.fromkeys(("lin2", "linear2", "feed_forward.down"), "down"),
+    **dict.fromkeys(("lin2", "linear2", "feed_forward.down", "ffn_output"), "down"),
 }
 """By name, or by the longest ending that is listed."""
 
@@ -69,11 +69,21 @@ HEAD_NORMS = frozenset(("q_norm", "k_norm", "query_norm", "key_norm", "q_layerno
 HEAD_TABLES = frozenset(("relative_attention_bias",))
 """Embeddings of one column per head (T5)."""
 
-FUSED_PER_HEAD = {"GPTNeoXAttention": 3, "GPTNeoXJapaneseAttention": 3, "BloomAttention": 3}
-"""Class of the attention -> parts that follow each other within every head: ``(heads, parts, head size)``."""
+FUSED_PER_HEAD = frozenset(("GPTNeoXAttention", "GPTNeoXJapaneseAttention", "BloomAttention", "PersimmonAttention"))
+"""Classes of attention whose fused layer holds query, key and value of one head after the other."""
 
-FUSED_SECTIONS = {"GPT2Attention": (-1, -1, -1), "MptAttention": (-1, -1, -1)}
-"""Class of the attention -> sections of the fused layer, each divided over the heads."""
+FUSED_SECTIONS = frozenset(("GPT2Attention", "MptAttention", "modeling_openai.Attention"))
+"""Classes of attention, with their file where the name says little, whose fused layer holds all queries, all keys, all
+values."""
+
+FUSED_BY_FLAGS = frozenset(("FalconAttention", "FalconFlashAttention2", "GPTBigCodeAttention"))
+"""Classes of attention whose attributes ``new_decoder_architecture`` and ``multi_query`` tell the layout."""
+
+PLAIN_LINEARS = frozenset(("FalconLinear",))
+"""Classes of linear layers with a forward of their own that computes what that of `nn.Linear` does."""
+
+EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")
+"""Parameters of transformers' modules of experts: ``(E, 2 * inner, D)``, gate before up, and ``(E, D, inner)``."""
 
 TOKEN_EMBEDDINGS = frozenset(
     (

@@ -134,6 +134,11 @@ class Heads:
         return Attributes(changed) if changed else None
 
 
+def head_size(module: nn.Module) -> int | None:
+    """Features of one head, where the module or its ``config`` tells."""
+    return _integer(module, families.HEAD_SIZES)
+
+
 def _integer(module: nn.Module, names: Any) -> int | None:
     """The first of ``names`` that the module holds as a positive integer, or else its ``config``."""
     for owner in (module, getattr(module, "config", None)):

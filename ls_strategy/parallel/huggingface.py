@@ -18,9 +18,10 @@ from ls_strategy.moe.sparse import SparseLayer
 from ls_strategy.parallel import families
 from ls_strategy.parallel.cuts import plain_name
 from ls_strategy.parallel.families import Role
+from ls_strategy.parallel.fused import fused_heads
 from ls_strategy.parallel.heads import Heads, width_out
 from ls_strategy.parallel.inference import Found
-from ls_strategy.parallel.styles import Attributes, Column, Style, parse
+from ls_strategy.parallel.styles import Attributes, Column, Experts, Style, parse
 
 _LAYER_NUMBER = re.compile(r"\.\d+(?=\.|$)")
 _WHOLE = "replicate"
@@ -60,7 +61,7 @@ def styles_of(prefix: str, model: nn.Module, plan: Mapping[str, str], size: int)
             found[full] = _parse(full, module, style)
         for key, _ in module.named_parameters(recurse=False):
             style = plan.get(_LAYER_NUMBER.sub(".*", f"{name}.{key}"))
-            if style is not None and style != _WHOLE:
+            if style is not None and style != _WHOLE and not isinstance(found.get(full), Experts):
                 raise PlanError(
                     f"Hugging Face's tensor-parallel plan divides the parameter {full}.{key} ({type(module).__name__}) "
                     f"as {style!r}, which is not supported here. Give the whole plan as tensor_parallel_plan={{...}}."
@@ -97,12 +98,8 @@ def _refine(
     """Make the layers of one attention keep whole heads."""
     if "fused" in layers:
         fused, layer = layers["fused"]
-        cls = type(module).__name__
-        if cls in families.FUSED_PER_HEAD:
-            parts = families.FUSED_PER_HEAD[cls]
-            heads = Heads.of(name, module, width_out(layer) // parts, width_out(layer) // parts)
-            heads.check(name, module, size)
-            found[fused] = Column(granule=parts * heads.size)
+        if type(module).__name__ in families.FUSED_PER_HEAD:
+            found[fused] = fused_heads(name, module, fused, layer, size)[1]
         return
     if not {"query", "key", "value"} <= set(layers):
         return

@@ -19,6 +19,7 @@ from ls_strategy.moe.sparse import SparseLayer
 from ls_strategy.parallel import families
 from ls_strategy.parallel.cuts import is_conv1d, plain_name
 from ls_strategy.parallel.families import Role
+from ls_strategy.parallel.fused import fused_heads
 from ls_strategy.parallel.heads import Heads, refusal, width_in, width_out
 from ls_strategy.parallel.styles import Column, Features, PartialGradient, Row, Style
 
@@ -126,29 +127,10 @@ class Attention:
         return found | self._close(heads, value_size, size)
 
     def _fused(self, fused: str, size: int) -> Found:
-        cls = type(self.module).__name__
-        width = width_out(self.modules[fused])
-        if cls in families.FUSED_PER_HEAD:
-            parts = families.FUSED_PER_HEAD[cls]
-            heads = self._heads(width // parts, width // parts)
-            style = Column(granule=parts * heads.size)
-        elif cls in families.FUSED_SECTIONS:
-            sections = families.FUSED_SECTIONS[cls]
-            heads = self._heads(width // len(sections), width // len(sections))
-            style = Column(sections=sections, granule=heads.size)
-        else:
-            raise refusal(
-                fused,
-                self.modules[fused],
-                "makes query, key and value in one matrix of a layout that is not known",
-                f'{{"{fused}": Column(sections=(-1, -1, -1), granule=<head size>), ...}} (if they follow one another)',
-            )
+        heads, style = fused_heads(self.name, self.module, fused, self.modules[fused], size)
         if "query" in self.layers:
             raise refusal(self.name, self.module, "is cross attention with a fused key and value")
-        heads.check(self.name, self.module, size)
-        found = self._close(heads, heads.size, size)
-        found[fused] = style
-        return found
+        return self._close(heads, heads.size, size) | {fused: style}
 
     def _heads(self, query: int, key: int) -> Heads:
         return Heads.of(self.name, self.module, query, key)

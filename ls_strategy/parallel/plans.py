@@ -23,7 +23,7 @@ from ls_strategy.errors import PlanError
 from ls_strategy.parallel import huggingface
 from ls_strategy.parallel.cuts import Resolved, plain_name, resolve
 from ls_strategy.parallel.inference import infer, repeated_blocks
-from ls_strategy.parallel.styles import Style, parse_all
+from ls_strategy.parallel.styles import Experts, Style, parse_all
 from ls_strategy.parallel.vocabulary import vocabulary
 
 Given: TypeAlias = "Literal['auto'] | Mapping[str, Style | str | Sequence[Style | str] | ParallelStyle]"
@@ -163,7 +163,8 @@ def _rows(resolved: Resolved, size: int) -> list[tuple[str, str, str, str, int]]
         counts[row] = counts.get(row, 0) + 1
 
     for layer in resolved.layers:
-        weight, cut = getattr(layer.module, "weight", None), layer.cuts.get("weight")
+        key = "down_proj" if isinstance(layer.style, Experts) else "weight"
+        weight, cut = getattr(layer.module, key, None), layer.cuts.get(key)
         shapes = "whole"
         if isinstance(weight, nn.Parameter) and cut is not None:
             shapes = f"{tuple(weight.shape)} -> {cut.part(weight.shape, 0, size).shape}"

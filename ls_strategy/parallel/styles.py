@@ -61,8 +61,9 @@ class Column:
     granule: int = 1
     """Output features that stay together: those of one head."""
 
-    copies: int = 1
-    """Ranks side by side that hold the same part, where there are fewer heads than ranks."""
+    copies: int | tuple[int, ...] = 1
+    """Ranks side by side that hold the same part, where there are fewer heads than ranks; or one number per section,
+    which only inference takes: a parameter that is trained is divided or held by several ranks as one."""
 
     gather: bool = False
     """Whether every rank gets the whole output."""
@@ -139,6 +140,15 @@ class Divide:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """Module of experts of transformers: of every expert some rows of gate and up, and columns of down, on each rank.
+
+    Its parameters are ``gate_up_proj`` of ``(E, 2 * inner, D)`` and ``down_proj`` of ``(E, D, inner)``; its outputs are
+    summed. All ranks choose the same experts, since the router is whole on each.
+    """
+
+
+@dataclass(frozen=True)
 class Replicate:
     """Whole on every rank: what a module that no pattern names is anyway."""
 
@@ -148,7 +158,7 @@ class PartialGradient:
     """Whole on every rank, but each sees only some tokens or heads: gradients of its parameters are summed."""
 
 
-Style: TypeAlias = Column | Row | Vocab | Features | Attributes | Divide | Replicate | PartialGradient
+Style: TypeAlias = Column | Row | Vocab | Features | Experts | Attributes | Divide | Replicate | PartialGradient
 Plan: TypeAlias = Mapping[str, "Style | str | Sequence[Style | str]"]
 
 NAMES: dict[str, Style] = {
@@ -160,6 +170,7 @@ NAMES: dict[str, Style] = {
     "features": Features(),
     "replicate": Replicate(),
     "partial_gradient": PartialGradient(),
+    "experts": Experts(),
     # Those of Hugging Face transformers (`base_model_tp_plan`), where they say the same.
     "colwise": Column(),
     "colwise_rep": Column(gather=True),
@@ -172,6 +183,7 @@ NAMES: dict[str, Style] = {
     "embedding_rowwise": Vocab(),
     "embedding_colwise": Features(gather=True),
     "replicated_with_grad_allreduce": PartialGradient(),
+    "moe_tp_experts": Experts(),
 }
 """Styles by name."""
 
@@ -179,7 +191,6 @@ REFUSED: dict[str, str] = {
     "sequence_parallel": "the whole block is divided along the tokens, or none of it: set sequence=True instead",
     "all_reduce": "its module sums partial outputs that this package sums in the row layer",
     "mla_kv_a_proj": "its output is used whole and in parts at once",
-    "moe_tp_experts": "experts are not divided by tensor parallelism here",
     "moe_identity_expert": "experts are not divided by tensor parallelism here",
     "local_params": "parameters are plain local tensors here, so there is nothing to unwrap",
     "ep_dispatch_experts": "experts are not divided by tensor parallelism here",
@@ -224,7 +235,7 @@ def parse_all(value: Style | str | Sequence[Style | str]) -> tuple[Style, ...]:
         return (parse(value),)
     if isinstance(value, Sequence):
         return tuple(style for entry in value for style in parse_all(entry))
-    if not isinstance(value, Column | Row | Vocab | Features | Attributes | Divide | Replicate | PartialGradient):
+    if not isinstance(value, Style):
         raise PlanError(
             f"{value!r} ({type(value).__name__}) is no tensor-parallel style. Give one of ls_strategy.parallel.styles, "
             f"or its name: {', '.join(NAMES)}."

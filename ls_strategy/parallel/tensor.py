@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from ls_strategy.axis import Axis
+from ls_strategy.errors import PlanError
 from ls_strategy.layout import TensorPart
 from ls_strategy.parallel.alibi import cut_head_biases
 from ls_strategy.parallel.cuts import Layer, Owned, Resolved, is_conv1d, resolve
@@ -30,6 +31,7 @@ from ls_strategy.parallel.logits import wrap_vocabulary
 from ls_strategy.parallel.random import Streams, share_random_state, wire_device
 from ls_strategy.parallel.regions import (
     SharedCopy,
+    copy_to,
     gather_from,
     reduce_from,
     scatter_sequence,
@@ -37,7 +39,7 @@ from ls_strategy.parallel.regions import (
     sum_copies,
 )
 from ls_strategy.parallel.sequence import TokenBlocks, owners
-from ls_strategy.parallel.styles import Column, Features, PartialGradient, Plan, Row, Vocab
+from ls_strategy.parallel.styles import Column, Experts, Features, PartialGradient, Plan, Row, Vocab
 
 
 def apply_tensor_parallel(
@@ -48,6 +50,7 @@ def apply_tensor_parallel(
     sequence: bool = False,
     blocks: Sequence[nn.Module] = (),
     elsewhere: Collection[int] = (),
+    trains: bool = True,
 ) -> TensorParallel:
     """Divide a model over the ranks of ``axis``, in place. Collective.
 
@@ -61,11 +64,14 @@ def apply_tensor_parallel(
         sequence: divide activations between ``blocks`` along the tokens, dimension 1 of ``(B, T, D)``.
         blocks: with ``sequence``, the repeated blocks. All that mixes tokens in them must have column and row layers.
         elsewhere: ``id`` of parameters that another kind of parallelism divides over these ranks and others: experts.
+        trains: whether parameters are trained and saved, not only read: what only inference can divide is refused.
 
     Raises:
         PlanError: the plan does not fit the model; before anything is changed or sent, on all ranks alike.
     """
     resolved = resolve(model, plan, axis.size)
+    if axis.size > 1:
+        _check_use(resolved, trains, sequence)
     tokens = TokenBlocks(model, blocks, resolved, elsewhere) if sequence else None
     for module, name, value in resolved.attributes.values():
         setattr(module, name, value)
@@ -127,7 +133,7 @@ class TensorParallel:
                 part = cut.part(parameter.shape, self.axis.rank, self.axis.size)
                 parameter.data = _take(parameter.data, part)
                 self.parts[id(parameter)] = part
-            if cut.copies > 1:
+            if isinstance(cut.copies, int) and cut.copies > 1:
                 self._gradients.add(owned, self._sum_over(cut.copies))
 
     def _sum_over(self, copies: int) -> Callable[[Tensor], Tensor]:
@@ -147,6 +153,8 @@ class TensorParallel:
                 self._attach_head(layer.module)
             case Features():
                 self._attach_features(layer.module, layer.style)
+            case Experts():
+                self._attach_experts(layer.module)
             case PartialGradient():
                 self._attach_partial(layer)
             case _:
@@ -243,6 +251,22 @@ class TensorParallel:
         if style.gather:
             self._hooks.after(module, lambda _m, _args, y: gather_from(y, self.axis))
 
+    def _attach_experts(self, module: nn.Module) -> None:
+        """Tokens and the weights of their experts go in whole; what the experts' parts make of them is summed."""
+        axis = self.axis
+        for name in ("intermediate_dim", "intermediate_size"):
+            if isinstance(getattr(module, name, None), int):
+                _set(module, name, self._local(module, "down_proj", 2))
+
+        def before(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+            def enter(value: Any) -> Any:
+                return copy_to(value, axis) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+            return tuple(map(enter, args)), {key: enter(value) for key, value in kwargs.items()}
+
+        self._hooks.before(module, before)
+        self._hooks.after(module, lambda _m, _args, y: reduce_from(y, axis))
+
     def _attach_partial(self, layer: Layer) -> None:
         """Sums gradients of all parameters below; and its dropout draws this rank's own numbers."""
         for name, module in layer.module.named_modules(prefix=layer.name):
@@ -321,6 +345,23 @@ class _DropoutSources:
 
 
 # --- functions -------------------------------------------------------------------------------------------------------
+
+
+def _check_use(resolved: Resolved, trains: bool, sequence: bool) -> None:
+    """Refuse what cannot be divided for training, or where tokens are divided, too."""
+    for layer in resolved.layers:
+        if trains and any(cut.sections_differ for cut in layer.cuts.values()):
+            raise PlanError(
+                f"module {layer.name!r} ({type(layer.module).__name__}) makes the queries of all heads and one key and "
+                "value head, which all ranks need, in one matrix: it is divided for inference (init_inference), not "
+                "for training. Train with tensor_parallel_size=1; stage 3 shards its weights."
+            )
+        if sequence and isinstance(layer.style, Experts):
+            raise PlanError(
+                f"tensor_parallel_sequence=True: module {layer.name!r} ({type(layer.module).__name__}) divides every "
+                "expert over ranks that would hold other tokens. Set tensor_parallel_sequence=False, or convert the "
+                "experts (ls_strategy.moe.convert_moe)."
+            )
 
 
 def _linear_product(module: nn.Module, input: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,13 +58,17 @@ class ModelStates:
         return draft
 
     def plan(self, config: ZeROConfig, world_size: int) -> Plan:
-        """The plan of an engine on ``world_size`` ranks."""
+        """The plan of an engine on ``world_size`` ranks: with ``shard_weights``, of the rank that holds the most."""
         sizes: Any = SimpleNamespace(
             zero=SimpleNamespace(world_size=world_size),
             expert_zero=SimpleNamespace(world_size=world_size),
             tensor=SimpleNamespace(size=1),
         )
-        return self.draft(config, world_size).resolve(sizes, {})
+        given = config.shard_weights
+        known = isinstance(given, tuple) and len(given) == world_size > 1
+        weights = tuple(map(Fraction, given)) if known and isinstance(given, tuple) else ()
+        fullest = weights.index(max(weights)) if weights else 0
+        return self.draft(config, world_size).resolve(sizes, {}, weights, fullest)
 
     def optimizer_bytes(self, config: ZeROConfig) -> tuple[float, ...]:
         """Bytes that each optimizer keeps per element that it steps."""

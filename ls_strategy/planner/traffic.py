@@ -59,12 +59,12 @@ def _sent(plan: Plan, micro_batches: int, *, native_fp32: bool) -> int:
     policy = plan.policy
 
     def gathered(flat: FlatPlan) -> int:
-        return flat.others_numel * (flat.dtype.itemsize if policy.optimizer else 4)
+        return flat.gathered_numel * (flat.dtype.itemsize if policy.optimizer else 4)
 
     def reduced(flat: FlatPlan) -> int:
         size = flat.dtype.itemsize
         accumulates = policy.optimizer and not policy.gradients and micro_batches > 1
         fp32 = native_fp32 or not policy.optimizer or accumulates
-        return flat.others_numel * (max(size, 4) if fp32 else size)
+        return flat.reduced_numel * (max(size, 4) if fp32 else size)
 
     return plan.count_sent(micro_batches, gathered=gathered, reduced=reduced)

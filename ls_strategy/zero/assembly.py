@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 
 import torch
 from torch import Tensor, nn
@@ -93,12 +94,18 @@ class Draft:
         part = self._parts.get(id(param))
         return tuple(param.shape) if part is None else part.full_shape
 
-    def resolve(self, mesh: Mesh, held: dict[int, Flat]) -> Plan:
+    def refuse(self, error: PlanError | None) -> None:
+        """Let `agree` raise ``error``, unless there was one before."""
+        self._error = self._error or error
+
+    def resolve(self, mesh: Mesh, held: dict[int, Flat], weights: Sequence[Fraction] = (), rank: int = 0) -> Plan:
         """Lay out the buffers.
 
         Args:
             mesh: the ranks.
             held: ``id(parameter) -> flat`` of an earlier engine that holds the parameters now.
+            weights: of the ranks' shards; none: all have the same length.
+            rank: this one, with weights.
         """
         kept = {id(p) for m in self.kept_fp32 for p in m.parameters()}
 
@@ -121,6 +128,8 @@ class Draft:
             master_dtype=self.precision.master,
             compute_dtype=self.precision.compute,
             config=self._config,
+            weights=weights,
+            rank=rank,
         )
 
     def build(

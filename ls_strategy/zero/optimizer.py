@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from ls_strategy.axis import Axis
 from ls_strategy.config import MomentFormat
 from ls_strategy.errors import PlanError, StateError
-from ls_strategy.layout import Slot
+from ls_strategy.layout import Slot, round_up
 from ls_strategy.mesh import Mesh
 from ls_strategy.ops.update import native_available
 from ls_strategy.zero.elementwise import is_elementwise
@@ -383,6 +383,8 @@ class ShardedOptimizer:
                 current_key = run_key
                 self._runs.append(current)
         for r in self._runs:
+            if self.cuts:  # to the end of the slot: wherever the shard ends, a vector loop meets the same elements
+                r.stop = round_up(r.stop, r.flat.layout.align)
             if r.fused:
                 self._recall(r)
                 continue
@@ -516,7 +518,7 @@ class ShardedOptimizer:
             return mine.cpu()
         whole = torch.zeros(flat.layout.numel, dtype=dtype, device=flat.full.device)
         whole[slice(*flat.owned)].copy_(mine)
-        flat.comm.all_gather(whole).wait()
+        flat.comm.all_gather(whole, flat.name, flat.layout.sizes).wait()
         return whole.cpu() if self._puts_together(flat) else torch.empty(0)
 
     def named_state(

@@ -199,7 +199,7 @@ class Reducer:
         if not self.policy.gradients:
             for p in flat.params:
                 p.grad = None  # autograd must not add to what is being sent
-        flat.reducing = flat.comm.reduce_scatter(flat.grad, self.wire_dtype, flat.name)
+        flat.reducing = flat.comm.reduce_scatter(flat.grad, self.wire_dtype, flat.name, flat.layout.sizes)
         self._in_flight.append(flat)
         while self._too_much_in_flight():
             self._finish(self._in_flight.popleft())

@@ -249,7 +249,7 @@ class Flat:
             return mine
         whole = torch.zeros(self.layout.numel, dtype=mine.dtype, device=self.full.device)
         whole[slice(*self.owned)].copy_(mine)
-        self.comm.all_gather(whole).wait()
+        self.comm.all_gather(whole, self.name, self.layout.sizes).wait()
         return whole
 
     def refresh(self) -> None:
@@ -328,7 +328,7 @@ class Flat:
         elif self.optimizer_tier == "device" and not self.master_is_slice:
             self.full[lo:hi].copy_(self.master)
         if self.policy.optimizer:
-            self.gathering = self.comm.all_gather(self.full, self.name)
+            self.gathering = self.comm.all_gather(self.full, self.name, self.layout.sizes)
 
     @property
     def _reads_ahead(self) -> bool:

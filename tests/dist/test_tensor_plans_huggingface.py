@@ -38,6 +38,7 @@ T5 = {
     "dropout_rate": 0,
     "decoder_start_token_id": 0,
 }
+FALCON = {**BERT, "bias": True}
 BART = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "dropout": 0, "max_position_embeddings": 32}
 SIDES = ("encoder_attention_heads", "decoder_attention_heads", "encoder_ffn_dim", "decoder_ffn_dim")
 
@@ -69,8 +70,34 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "BartConfig",
         {**BART, "vocab_size": VOCABULARY, **dict(zip(SIDES, (4, 4, 48, 48), strict=True))},
     ),
+    "falcon, rw": ("FalconForCausalLM", "FalconConfig", {**FALCON, "alibi": True, "multi_query": False}),
+    "falcon, 40b": (
+        "FalconForCausalLM",
+        "FalconConfig",
+        {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 4},
+    ),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**SIZES, "num_key_value_heads": 2, "num_local_experts": 4}),
+    "qwen2-moe": (
+        "Qwen2MoeForCausalLM",
+        "Qwen2MoeConfig",
+        {
+            **{**SIZES, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2},
+            **{"moe_intermediate_size": 24, "shared_expert_intermediate_size": 32},
+        },
+    ),
+    "albert": (
+        "AlbertForMaskedLM",
+        "AlbertConfig",
+        {**SIZES, "num_hidden_layers": 4, "embedding_size": 16, "num_hidden_groups": 2, "inner_group_num": 2},
+    ),
+    "gpt": ("OpenAIGPTLMHeadModel", "OpenAIGPTConfig", {**GPT2, "vocab_size": VOCABULARY}),
+    "starcoder, all heads": (
+        "GPTBigCodeForCausalLM",
+        "GPTBigCodeConfig",
+        {**GPT2, "vocab_size": VOCABULARY, "multi_query": False},
+    ),
 }
-FIRST = ("llama", "llama, one key head", "gpt-neox", "bert, masked", "t5")
+FIRST = ("llama", "llama, one key head", "gpt-neox", "bert, masked", "t5", "mixtral", "falcon, 40b")
 
 
 def limit(name: str) -> float:
@@ -86,7 +113,8 @@ def build(name: str, attention: str) -> nn.Module:
     model_class, config_class, options = MODELS[name]
     ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}  # all in the small vocabulary
     config = getattr(transformers, config_class)(**ids, **options)
-    config._attn_implementation = attention
+    config._attn_implementation = "eager" if name == "gpt" else attention  # the only one that GPT has
+    config._experts_implementation = "eager"  # torch's grouped product has no fp64
     torch.manual_seed(0)
     model: nn.Module = getattr(transformers, model_class)(config)
     with torch.no_grad():  # biases and norms that are not zeros and ones

@@ -486,6 +486,7 @@ def test_plans_that_models_carry() -> None:
         "model.layers.0.o_proj": [Row()],
     }
     assert "4 attention heads, which do not divide" in refused(model, size=3)
-    message = refused(Carrying(router="moe_tp_experts"))
+    message = refused(Carrying(router="ep_router"))
     assert "plan for 'layers.0.router' (Linear)" in message
     assert "experts are not divided" in message
+    assert "which takes experts with the parameters gate_up_proj" in refused(Carrying(router="moe_tp_experts"))
