@@ -16,13 +16,14 @@ import pytest
 import torch
 
 from ls_strategy.config import OffloadConfig
+from ls_strategy.errors import StateError
 from ls_strategy.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.dist import parallel_runs
 from tests.dist import test_manual_optimization as manual
 from tests.dist.models import GROWING, Case, quiet, run, same_bits, scaled_fp32
 from tests.dist.parallel_runs import Run
-from tests.dist.ranks import Net, fit, global_batches, weights
+from tests.dist.ranks import Net, fit, global_batches, on_ranks, weights
 from tests.marks import slow
 
 STAGES = (0, 1, 2, 3)
@@ -282,3 +283,22 @@ def test_a_loss_scale_changes_no_bit_of_divided_models() -> None:
 def test_full_product_of_divided_models(world_size: int) -> None:
     runs = [one for kind in divided(world_size).values() for one in kind]
     check(check_divided, world_size, runs, timeout_s=3500)
+
+
+# --- what must not pass silently --------------------------------------------------------------------------------------
+
+
+class MixesBackwards(manual.Manual):
+    """Adds gradients of a loss that nobody scaled to those of one that was."""
+
+    def training_step(self, batch: Any, i: int) -> None:
+        self.manual_backward(self.remembered(batch))
+        (0.5 * self(batch[0]).square().mean()).backward()
+        self.optimizers().step()
+
+
+@on_ranks(2)
+def test_unscaled_gradients_are_not_added_to_scaled_ones(rank: int, world_size: int) -> None:
+    for stage in STAGES:
+        with scaled_fp32(), pytest.raises(StateError, match=r"loss\.backward\(\).*Call self\.manual_backward\(loss\)"):
+            train_manual(rank, world_size, MixesBackwards, stage, loss_scale=GROWING)
