@@ -26,6 +26,7 @@ from ls_strategy.config import LossScaleConfig
 from ls_strategy.precision import PrecisionPolicy, resolve_precision
 from ls_strategy.precision_plugin import ZeROPrecision
 from ls_strategy.strategy import ZeROStrategy
+from tests.dist.everywhere import check_every_rank
 
 VOCABULARY = 13
 LENGTH = 5
@@ -75,10 +76,13 @@ class Case:
 
 @dataclass
 class Result:
-    """What a run left behind on one rank; ``weights`` on rank 0 only."""
+    """What a run left behind on one rank; ``weights`` on rank 0 only, after `check_every_rank`."""
 
     losses: list[float] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    """On every rank."""
+
     norms: list[float] = field(default_factory=list)
     """Global gradient norms before clipping, one per optimizer step."""
 
@@ -309,6 +313,9 @@ def run(rank: int, world_size: int, case: Case) -> Result:
     with scaled_fp32() if case.precision == "32-scaled" else nullcontext():
         trainer.fit(module, loader(case, world_size))
     weights = trainer.strategy.lightning_module_state_dict()
+    module.result.buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+    if case.stage is not None:
+        check_every_rank(trainer.strategy, weights)
     if rank == 0:
         module.result.weights = {k: v.detach().clone() for k, v in weights.items()}
     return module.result
@@ -333,10 +340,19 @@ def weight_difference(trusted: Result, ours: Result) -> float:
     return max(((a - b).abs().max() / a.abs().max()).item() for a, b in pairs)
 
 
+def buffer_difference(trusted: Result, ours: Result) -> float:
+    """Largest difference of any element of a buffer, relative to the buffer's largest."""
+    assert trusted.buffers.keys() == ours.buffers.keys()
+    pairs = [(v.double(), ours.buffers[k].double()) for k, v in trusted.buffers.items()]
+    return max((((a - b).abs().max() / a.abs().max()).item() for a, b in pairs), default=0.0)
+
+
 def same_bits(a: Result, b: Result) -> bool:
-    """Whether losses and weights are equal bit for bit."""
+    """Whether losses, weights and buffers are equal bit for bit."""
     return (
         a.losses == b.losses
+        and a.buffers.keys() == b.buffers.keys()
+        and all(torch.equal(v, b.buffers[k]) for k, v in a.buffers.items())
         and a.weights.keys() == b.weights.keys()
         and all(torch.equal(v, b.weights[k]) for k, v in a.weights.items())
     )

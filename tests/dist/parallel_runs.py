@@ -18,6 +18,7 @@ from ls_strategy.moe.layer import MoE
 from ls_strategy.moe.losses import moe_losses
 from ls_strategy.strategy import ZeROStrategy
 from recipes.gpt.network import GPT, GPTConfig
+from tests.dist.everywhere import check_every_rank
 from tests.dist.ranks import mean_over_ranks, quiet
 
 SHAPE: dict[str, Any] = {
@@ -56,7 +57,7 @@ class Run:
 
 @dataclass
 class Outcome:
-    """What a run left behind; ``weights`` on rank 0 only."""
+    """What a run left behind; ``weights`` on rank 0 only, after `check_every_rank`."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -112,6 +113,12 @@ class Module(pl.LightningModule):
         return DataLoader(TensorDataset(text[index, :-1], text[index, 1:]), batch_size=mine)
 
 
+def attention_plan() -> dict[str, Any]:
+    """Tensor parallelism of the attention alone: experts, in the place of feed-forwards, are divided another way."""
+    plan = GPT(GPTConfig(**SHAPE)).tensor_parallel_plan()
+    return {f"model.{name}": style for name, style in plan.items() if ".mlp" not in name}
+
+
 def with_experts(num_experts: int = 4, ffn: int = 40, **options: Any) -> AbstractContextManager[Any]:
     """Inside, a GPT gets a Mixture of Experts in the place of every feed-forward."""
 
@@ -149,6 +156,8 @@ def train(rank: int, world_size: int, run: Run, kind: type[Module] = Module) -> 
         outcome.notes["zero"] = dict(trainer.strategy.traffic.elements)
         outcome.notes["plan"] = trainer.strategy.require_engine().plan
     weights = trainer.strategy.lightning_module_state_dict()
+    if isinstance(trainer.strategy, ZeROStrategy):
+        check_every_rank(trainer.strategy, weights)
     if rank == 0:
         outcome.weights = {k: v.detach().clone() for k, v in weights.items()}
     return outcome

@@ -44,6 +44,7 @@ ROWS = {
     "two": Case(optimizer="two", traits=("uneven", "unused", "tied"), accumulate=3, **NORM),
     "bf16": Case(traits=("private", "tied"), precision="bf16-true"),
     "bf16_clipped": Case(traits=("private",), precision="bf16-true", accumulate=3, **NORM),
+    "bf16_guest": Case(traits=("private", "unused", "unused_here", "frozen"), precision="bf16-true"),
     "fp16": Case(traits=("private",), precision="16-true", **NORM),
     "fp16_mixed": Case(traits=("tied",), precision="16-mixed"),
 }
@@ -85,3 +86,10 @@ def test_every_tier_trains_to_the_same_bits(world_size: int, stage: int, row: st
         ours = group[row, name]
         assert all(map(same_bits, trusted, ours)), name
         assert [r.norms for r in trusted] == [r.norms for r in ours], name
+
+
+def test_parameters_on_every_tier_with_some_that_are_not_stepped() -> None:
+    """Stage 3 in 16 bits: what no update writes keeps its value, also where parameters are kept beside the masters."""
+    group = results(2, 3, ("bf16_guest",))
+    for name in tiers_of(3):
+        assert all(map(same_bits, group["bf16_guest", None], group["bf16_guest", name])), name

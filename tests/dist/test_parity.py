@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ls_strategy.testing import spawn
-from tests.dist.models import Case, Result, loss_difference, run_all, same_bits, weight_difference
+from tests.dist.models import Case, Result, buffer_difference, loss_difference, run_all, same_bits, weight_difference
 
 STAGES = (0, 1, 2, 3)
 BOUND = 1e-6  # DESIGN.md section 4: equal up to the order of sums
@@ -55,6 +55,8 @@ def check_parity(case: Case, trusted: Group, ours: Group) -> None:
     assert len(ours[0].losses) == case.steps * case.accumulate >= 20
     assert loss_difference(list(trusted), list(ours)) <= BOUND
     assert weight_difference(trusted[0], ours[0]) <= BOUND
+    for here, there in zip(trusted, ours, strict=True):
+        assert buffer_difference(here, there) <= BOUND
     for a, b in zip(trusted[0].norms, ours[0].norms, strict=True):
         assert abs(a - b) <= BOUND * a
     if case.clip == "norm":
@@ -69,7 +71,10 @@ def check_parity(case: Case, trusted: Group, ours: Group) -> None:
     [pytest.param(w, row, id=f"{w}-{ROWS[row]}", marks=MORE[w]) for w, rows in COVERING.items() for row in rows],
 )
 def test_training_is_ddp_up_to_the_order_of_sums(world_size: int, row: str, stage: int) -> None:
-    """Losses of all ranks, weights and gradient norms; trusted run: DDP."""
+    """Losses and buffers of all ranks, weights and gradient norms; trusted run: DDP.
+
+    Weights are those of rank 0, and `run` has compared what every other rank has with them.
+    """
     group = results(world_size, COVERING[world_size])
     check_parity(ROWS[row], group[row, None], group[row, stage])
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ls_strategy.errors import PlanError
 from ls_strategy.testing import spawn
-from tests.dist.parallel_runs import Module, Outcome, Run, train, train_all, unequal
+from tests.dist.parallel_runs import Module, Outcome, Run, attention_plan, train, train_all, unequal
 from tests.dist.ranks import on_ranks
 
 pytestmark = pytest.mark.dist
@@ -71,7 +71,7 @@ FOUR_RANKS: dict[str, dict[str, Any]] = {
     "pipeline": {"stage": 1, "pipeline_parallel_size": 2, "micro_batches": 2},
     "pipeline, tensor": {"stage": 1, "pipeline_parallel_size": 2, "tensor_parallel_size": 2, "micro_batches": 2},
     "experts": {"stage": 2, "expert_parallel_size": 2},
-    "experts, tensor": {"stage": 1, "expert_parallel_size": 2, "tensor_parallel_size": 2},
+    "experts, tensor": {"stage": 1, "expert_parallel_size": 2, "tensor_parallel_size": 2, "tensor_parallel_plan": attention_plan()},
 }
 
 

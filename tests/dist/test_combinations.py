@@ -1,0 +1,157 @@
+"""Tensor, sequence, pipeline and expert parallelism together with what saves, stores in fewer bits, averages and stops.
+
+`train` looks at what every rank has after each of these runs: parts fit together, and copies are equal bit for bit.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ls_strategy.callbacks import ShardedEMA
+from ls_strategy.preemption import Preempted, PreemptionHandler
+from ls_strategy.testing import spawn
+from tests.dist.parallel_runs import Module, Outcome, Run, attention_plan, train, train_all, unequal
+from tests.dist.ranks import saved
+
+pytestmark = pytest.mark.dist
+
+STEPS, HALF = 6, 3
+EXPERTS = {"num_experts": 4, "k": 2, "drop_tokens": False, "balance_loss": 0.0, "second_expert_sampling": False}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tensor": {"stage": 1, "tensor_parallel_size": 2, "offload_optimizer": "cpu"},
+    "sequence": {"stage": 3, "sequence_parallel_size": 2},
+    "pipeline": {"stage": 2, "pipeline_parallel_size": 2, "micro_batches": 2},
+    "experts": {"stage": 2, "expert_parallel_size": 2},
+}
+FOUR: dict[str, dict[str, Any]] = {
+    "tensor": {"stage": 3, "tensor_parallel_size": 2, "tensor_parallel_sequence": True},
+    "sequence, tensor": {"stage": 2, "sequence_parallel_size": 2, "tensor_parallel_size": 2},
+    "pipeline": {"stage": 1, "pipeline_parallel_size": 2, "micro_batches": 2, "offload_optimizer": "cpu"},
+    "pipeline, tensor": {"stage": 1, "pipeline_parallel_size": 2, "tensor_parallel_size": 2, "micro_batches": 2},
+    "experts": {"stage": 3, "expert_parallel_size": 2},
+    "experts, tensor": {"stage": 1, "expert_parallel_size": 2, "tensor_parallel_size": 2, "tensor_parallel_plan": attention_plan()},
+}
+WORLDS = [(2, LAYOUTS), pytest.param(4, FOUR, marks=pytest.mark.slow)]
+
+
+def run_of(options: dict[str, Any] | None, **more: Any) -> Run:
+    experts = EXPERTS if options and "expert_parallel_size" in options else None
+    return Run(options, {"num_layers": 4}, more.pop("experts", experts), steps=STEPS, **more)
+
+
+def start(world_size: int, runs: list[Run], kind: type[Module] = Module) -> list[Outcome]:
+    return spawn(train_all, world_size, runs, kind, init_process_group=False, timeout_s=150)[0]
+
+
+@cache
+def trusted(*, experts: bool, moments: str = "fp32") -> Outcome:
+    """One process; with ZeRO where moments are stored in fewer bits."""
+    options = None if moments == "fp32" else {"stage": 1, "moments": moments}
+    return start(1, [run_of(options, experts=EXPERTS if experts else None)])[0]
+
+
+def assert_goes_on(whole: Outcome, rest: Outcome) -> None:
+    """Bit for bit."""
+    assert rest.losses == whole.losses[-len(rest.losses) :]
+    assert len(rest.losses) == STEPS - HALF
+    assert all(torch.equal(v, rest.weights[k]) for k, v in whole.weights.items())
+
+
+@pytest.mark.parametrize(("world_size", "layouts"), WORLDS)
+def test_saves_in_the_background(world_size: int, layouts: dict[str, Any], tmp_path: Path) -> None:
+    """The run goes on as if nothing was saved; from the checkpoint another goes on to the same bits."""
+    paths = [str(tmp_path / f"{i}.ckpt") for i in range(len(layouts))]
+    runs = [run_of({**o, "async_save": True}, save=(HALF, p)) for o, p in zip(layouts.values(), paths, strict=True)]
+    wholes = start(world_size, runs)
+    for run, whole in zip(runs, wholes, strict=True):
+        assert not unequal(trusted(experts=run.experts is not None), [run], [whole])
+    resumed = [run_of(o, resume=p) for o, p in zip(layouts.values(), paths, strict=True)]
+    for whole, rest in zip(wholes, start(world_size, resumed), strict=True):
+        assert_goes_on(whole, rest)
+
+
+def distance(one: Outcome, other: Outcome) -> float:
+    return sum(float((v - other.weights[k]).square().sum()) for k, v in one.weights.items()) ** 0.5
+
+
+@pytest.mark.parametrize("moments", ["bf16", "int8"])
+@pytest.mark.parametrize(("world_size", "layouts"), WORLDS)
+def test_moments_in_fewer_bits(world_size: int, layouts: dict[str, Any], moments: str) -> None:
+    """As far from fp32 as one process with such moments, and no farther than twice that."""
+    runs = [run_of({**options, "moments": moments}) for options in layouts.values()]
+    for run, outcome in zip(runs, start(world_size, runs), strict=True):
+        experts = run.experts is not None
+        exact, rounded = trusted(experts=experts), trusted(experts=experts, moments=moments)
+        assert 0 < distance(exact, outcome) <= 2 * distance(exact, rounded), run
+
+
+class Averaged(Module):
+    """Saves the weights' average after the last step, in a folder and in a file."""
+
+    def configure_callbacks(self) -> Any:
+        return [ShardedEMA(decay=0.5)]
+
+
+@pytest.mark.parametrize("save_as", ["sharded", "file"])
+@pytest.mark.parametrize(("world_size", "layouts"), WORLDS)
+def test_averages_of_weights(world_size: int, layouts: dict[str, Any], save_as: str, tmp_path: Path) -> None:
+    """Complete, and those of one process."""
+
+    def average(ranks: int, name: str, options: dict[str, Any], *, experts: bool) -> dict[str, Tensor]:
+        path = tmp_path / f"{name}.ckpt"
+        run = run_of({**options, "save_as": save_as}, experts=EXPERTS if experts else None, save=(STEPS, str(path)))
+        start(ranks, [run], Averaged)
+        checkpoint = saved(path) if save_as == "sharded" else torch.load(path, weights_only=False)
+        return checkpoint["ema_state_dict"]
+
+    expected = {e: average(1, f"one{e}", {"stage": 1}, experts=e) for e in (False, True)}
+    for name, options in layouts.items():
+        if save_as == "file" and "pipeline_parallel_size" in options:
+            continue  # refused
+        experts = "expert_parallel_size" in options
+        found = average(world_size, name, options, experts=experts)
+        assert found.keys() == expected[experts].keys(), name
+        for key, value in expected[experts].items():
+            assert (found[key] - value).abs().max() <= 4e-6 * value.abs().max(), (name, key)
+
+
+class Stopped(Module):
+    """The last rank gets a signal in the step before half of them are done, if there is no checkpoint to go on from."""
+
+    def configure_callbacks(self) -> Any:
+        return [PreemptionHandler(dirpath=self.run.trainer["default_root_dir"], check_every_s=0)]
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        first = len(self.outcome.losses) == self.trainer.global_step
+        if first and self.trainer.global_step == HALF - 1 and self.global_rank == self.trainer.world_size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def stop_and_go_on(rank: int, world_size: int, runs: list[Run]) -> list[tuple[Outcome, Outcome]]:
+    """The run without a signal, and what came after one."""
+    found = []
+    for run in runs:
+        whole = train(rank, world_size, Run(**{**vars(run), "trainer": {}}))
+        with pytest.raises(Preempted):
+            train(rank, world_size, run, Stopped)
+        found.append((whole, train(rank, world_size, run, Stopped)))
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "layouts"), WORLDS)
+def test_a_signal_ends_the_run_and_the_next_goes_on(world_size: int, layouts: dict[str, Any], tmp_path: Path) -> None:
+    """To the same bits as the run that nothing has stopped."""
+    runs = [
+        run_of(options, trainer={"default_root_dir": str(tmp_path / str(i))})
+        for i, options in enumerate(layouts.values())
+    ]
+    for whole, rest in spawn(stop_and_go_on, world_size, runs, init_process_group=False, timeout_s=150)[0]:
+        assert_goes_on(whole, rest)
