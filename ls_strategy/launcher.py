@@ -33,9 +33,9 @@ class LauncherWatch:
     """Ends this process some seconds after the launcher has ended, while it is in force."""
 
     def __init__(self) -> None:
-        """Nothing is watched yet."""
-        self._done = threading.Event()
+        """Nothing is watched yet, and nothing is held that cannot be pickled for a spawned rank."""
         self._thread: threading.Thread | None = None
+        self._done: threading.Event | None = None
 
     def start(self) -> None:
         """Watch the launcher that the environment names. Nothing where there is none, or it is no parent of this."""
@@ -45,25 +45,27 @@ class LauncherWatch:
         pid = int(launcher)
         if pid == os.getpid() or (os.getppid() != pid and _is_running(pid)):
             return
-        self._done.clear()
-        self._thread = threading.Thread(target=self._watch, args=(pid,), name="ls_launcher_watch", daemon=True)
+        self._done = threading.Event()
+        arguments = (pid, self._done)
+        self._thread = threading.Thread(target=_watch, args=arguments, name="ls_launcher_watch", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """Watch no more."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
+        if self._thread is not None and self._done is not None:
             self._done.set()
-            thread.join()
+            self._thread.join()
+        self._thread = self._done = None
 
-    def _watch(self, pid: int) -> None:
-        while os.getppid() == pid:
-            if self._done.wait(_LOOK_EVERY_S):
-                return
-        if not self._done.wait(_GRACE_S):
-            sys.stderr.write(f"ls_strategy: the process {pid} that started this rank has ended, so it ends, too.\n")
-            sys.stderr.flush()
-            os.kill(os.getpid(), signal.SIGKILL)  # whatever it waits for
+
+def _watch(launcher: int, done: threading.Event) -> None:
+    while os.getppid() == launcher:
+        if done.wait(_LOOK_EVERY_S):
+            return
+    if not done.wait(_GRACE_S):
+        sys.stderr.write(f"ls_strategy: the process {launcher} that started this rank has ended, so it ends, too.\n")
+        sys.stderr.flush()
+        os.kill(os.getpid(), signal.SIGKILL)  # whatever it waits for
 
 
 def end_processes(processes: Iterable[BaseProcess]) -> None:
