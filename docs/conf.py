@@ -21,9 +21,11 @@ include_patterns = [
     "recipes/*/README.md",
 ]
 html_title = project
-html_theme = "alabaster"
-html_theme_options = {"page_width": "1100px", "fixed_sidebar": True}
+html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_copy_source = False
+html_show_copyright = False
 
 myst_heading_anchors = 4
 

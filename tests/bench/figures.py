@@ -4,6 +4,8 @@ A traced figure is written between two comments, which readers do not see::
 
     <!--=step_time:results/5M/contenders/zero1/ratio .2f-->1.02<!---->
 
+Not at the beginning of a line, where Markdown takes the comment for the start of a block that is no text.
+
 The first names a record, the way to a number in it, and how it is shown: a format of Python, with ``%`` for a share as
 a percentage, and behind it ``*1000`` or ``/2**20`` to change the unit. ``python -m tests.bench.tables`` writes the
 figure; a test asserts that it is up to date.

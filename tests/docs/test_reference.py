@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-import subprocess
-import sys
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -209,17 +207,3 @@ def test_the_reference_has_every_method_of_the_strategy() -> None:
     assert listed
     assert set(listed[1].split(", ")) == own - {"require_engine", "raw_state_dict", "restore_random_states"}
     assert all(inspect.getdoc(getattr(ZeROStrategy, name)) for name in own)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    pytest.importorskip("sphinx")
-    pytest.importorskip("myst_parser")
-    (command,) = re.findall(r"sphinx-build (-W -n -c docs \.) build/docs", (ROOT / "README.md").read_text())
-    done = subprocess.run(
-        [sys.executable, "-m", "sphinx", "-q", *command.split(), str(tmp_path / "site")],
-        cwd=ROOT, capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "grad_norm" in (tmp_path / "site" / "docs" / "api.html").read_text()
