@@ -118,7 +118,7 @@ def write_file(
     checkpoint_io: CheckpointIO,
     storage_options: Any,
     rank: int,
-    exchange: save.Exchange,
+    exchange: Callable[[Any], list[Any]],
 ) -> None:
     """Write what was gathered on rank 0, and every rank's random states, to one file. Collective.
 
