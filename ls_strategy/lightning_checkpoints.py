@@ -131,7 +131,8 @@ def write_file(
     error: Exception | None = None
     if rank == 0:
         if "optimizer_states" in checkpoint:  # else there is nothing to resume
-            checkpoint[RANDOM] = {f"rank_{number}": state for number, state in enumerate(states)}
+            ours = checkpoint.setdefault(OURS, {})
+            ours[RANDOM] = {f"rank_{number}": state for number, state in enumerate(states)}
         try:
             if not is_lightnings(checkpoint_io) or storage_options is not None:
                 checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)  # type: ignore[call-arg]

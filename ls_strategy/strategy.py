@@ -1029,7 +1029,7 @@ class ZeROStrategy(DDPStrategy):
             mapped = checkpoints.map_file(checkpoint_path, self.checkpoint_io, weights_only)
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only) if mapped is None else mapped
             self._position = checkpoint.get(checkpoints.OURS)
-            self._take_random_states(checkpoint)
+            self._take_random_states(self._position or {})  # a file's top level is Lightning's and the user's
             return checkpoint
         read = partial(checkpoints.read, checkpoint_path, self.checkpoint_io, weights_only)
         checkpoint = self._on_all_ranks(read)
@@ -1037,8 +1037,8 @@ class ZeROStrategy(DDPStrategy):
         self._take_random_states(checkpoint)
         return checkpoint
 
-    def _take_random_states(self, checkpoint: dict[str, Any]) -> None:
-        self._pending_random = checkpoint.pop(checkpoints.RANDOM, {}).get(f"rank_{self.parallel.first_rank}")
+    def _take_random_states(self, saved: dict[str, Any]) -> None:
+        self._pending_random = saved.pop(checkpoints.RANDOM, {}).get(f"rank_{self.parallel.first_rank}")
 
     def _on_all_ranks(self, work: Callable[[], T]) -> T:
         """Run ``work``, which is not collective; if it fails on any rank, raise on all of them."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ls_strategy.checkpoint.output import Progress, whole_or_nothing
-from ls_strategy.checkpoint.source import RANDOM, read_checkpoint
+from ls_strategy.checkpoint.source import OURS, RANDOM, read_checkpoint
 from ls_strategy.checkpoint.torch_file import StreamedSave
 from ls_strategy.errors import ConfigError
 
@@ -48,8 +48,9 @@ def consolidate(
         raise ConfigError(f"{source} is both source and target. Give another name for the target.")
     checkpoint: dict[str, Any] = read_checkpoint(source, weights_only=False)
     if weights_only:
-        for key in (*TRAINING_KEYS, RANDOM):
+        for key in TRAINING_KEYS:
             checkpoint.pop(key, None)
+        checkpoint.get(OURS, {}).pop(RANDOM, None)
     save = StreamedSave(checkpoint)
     with whole_or_nothing(Path(target), nbytes=save.nbytes, force=force) as partial:
         save.write(partial, progress)

@@ -28,7 +28,7 @@ OURS = "ls_strategy"
 """Key for what only the strategy reads: where in the data it was, which frozen parameters were left out."""
 
 RANDOM = "random_states"
-"""Key of the states of the ranks' random number generators."""
+"""Key of the states of the ranks' random number generators; in a single file, below `OURS`."""
 
 
 @dataclass
@@ -192,8 +192,11 @@ def read_checkpoint(path: str | os.PathLike[str], *, weights_only: bool | None =
     reader, manifest = open_folder(path)
     safe = True if weights_only is None else weights_only
     checkpoint = assemble(reader, _load_meta(path, manifest, weights_only=weights_only), weights_only=safe)
+    extra: dict[str, Any] = {RANDOM: checkpoint.pop(RANDOM)} if RANDOM in checkpoint else {}
     if manifest is not None and manifest.left_out:
-        checkpoint[OURS] = {**(checkpoint.get(OURS) or {}), "left_out": manifest.left_out}
+        extra["left_out"] = manifest.left_out
+    if extra:
+        checkpoint[OURS] = {**(checkpoint.get(OURS) or {}), **extra}
     for key in ("state_dict", "ema_state_dict"):
         if key in checkpoint:
             checkpoint[key] = Weights.of(checkpoint[key]).state_dict()

@@ -164,9 +164,9 @@ def test_dropout_goes_on_from_one_file_bit_for_bit(rank: int, world_size: int, s
         assert_equal(weights(rest), weights(whole), f"{name}: weights")
         assert_equal(moments(trainer), expected, f"{name}: moments")
     found = torch.load(tmp_path / "10.ckpt", weights_only=True)
-    assert sorted(found["random_states"]) == ["rank_0", "rank_1"]
+    assert sorted(found["ls_strategy"]["random_states"]) == ["rank_0", "rank_1"]
     half.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
-    assert "random_states" not in torch.load(tmp_path / "weights.ckpt", weights_only=True)
+    assert "random_states" not in torch.load(tmp_path / "weights.ckpt", weights_only=True)["ls_strategy"]
 
 
 @on_ranks(2)

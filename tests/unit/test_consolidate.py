@@ -59,7 +59,9 @@ def test_the_file_is_a_lightning_checkpoint(tmp_path: Path, mmap: bool) -> None:
     assert torch.equal(second["state"][0]["momentum_buffer"], momentum)
     assert torch.equal(loaded["callbacks"]["Metric"]["values"], torch.arange(4.0).view(2, 2).T)
     assert loaded["lr_schedulers"] == [{"last_epoch": 7}]
-    assert torch.equal(loaded["random_states"]["rank_0"]["torch"], torch.arange(3, dtype=torch.uint8))
+    assert "random_states" not in loaded
+    states = loaded["ls_strategy"].pop("random_states")
+    assert torch.equal(states["rank_0"]["torch"], torch.arange(3, dtype=torch.uint8))
     assert loaded["ls_strategy"] == {"world_size": 3}  # from which ZeROStrategy finds its place in the data
     assert [p.name for p in tmp_path.glob("[.]*")] == []
 
