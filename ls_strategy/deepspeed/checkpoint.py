@@ -19,7 +19,7 @@ from ls_strategy.checkpoint.output import Progress, whole_or_nothing
 from ls_strategy.checkpoint.torch_file import StreamedSave
 from ls_strategy.deepspeed.folder import Files, is_deepspeed, open_save
 from ls_strategy.deepspeed.placement import InParts, Place, numel_of, places
-from ls_strategy.errors import CheckpointError, ConfigError
+from ls_strategy.errors import ConfigError
 
 __all__ = ["consolidate_deepspeed", "is_deepspeed", "read_deepspeed"]
 
@@ -48,13 +48,12 @@ def read_deepspeed(
 ) -> dict[str, Any]:
     """A checkpoint of DeepSpeed as Lightning's dictionary; tensors are read when they are used. Not collective.
 
-    Pickled objects in it are built, as by ``torch.load(weights_only=False)``: only for checkpoints that you trust.
-
     Args:
         path: the folder given to ``save_checkpoint``, of which the newest save is taken, or the folder of one save.
         by_name: optimizer states by parameter name, as our own folders have them; else numbered as torch does.
         rename: beginnings of parameter names that are replaced, of those that a name has the first.
-        weights_only: True is refused, since DeepSpeed's files consist of pickled objects.
+        weights_only: whether to build only what torch holds for safe; DeepSpeed's own objects are never built. False:
+            whatever the files name is built, only for checkpoints that you trust. None: torch's own default, True.
 
     Returns:
         fp32 ``state_dict``, ``optimizer_states`` and ``lr_schedulers`` where they can be had; under Lightning, what it
@@ -62,14 +61,9 @@ def read_deepspeed(
         rate, and counts epochs and steps from 0.
 
     Raises:
-        CheckpointError: files are missing, or were written under model parallelism; or ``weights_only``.
+        CheckpointError: files are missing, or were written under model parallelism; or something in them is not safe.
     """
-    if weights_only:
-        raise CheckpointError(
-            f"{path}: weights_only=True, and DeepSpeed's files consist of pickled objects. If you trust them, leave "
-            "weights_only out; `ls-strategy consolidate` makes a file without objects of DeepSpeed."
-        )
-    files = open_save(path)
+    files = open_save(path, weights_only=weights_only is not False)
     model = files.models[0]
     names = _renamer(rename)
     checkpoint = {key: value for key, value in model.items() if key not in _OWN_KEYS}
@@ -237,7 +231,7 @@ def consolidate_deepspeed(
     """
     if Path(source).resolve() == Path(target).resolve():
         raise ConfigError(f"{source} is both source and target. Give another name for the target.")
-    checkpoint = read_deepspeed(source, rename=rename)
+    checkpoint = read_deepspeed(source, rename=rename, weights_only=False)
     if weights_only:
         for key in TRAINING_KEYS:
             checkpoint.pop(key, None)

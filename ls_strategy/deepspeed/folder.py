@@ -62,8 +62,12 @@ class Files:
         return 3 if "fp32_flat_groups" in self.parts[0] else 2
 
 
-def open_save(path: str | os.PathLike[str]) -> Files:
+def open_save(path: str | os.PathLike[str], *, weights_only: bool = True) -> Files:
     """All files of a save.
+
+    Args:
+        path: the folder.
+        weights_only: build only what torch holds for safe, and holders of DeepSpeed's objects. Else whatever they name.
 
     Raises:
         CheckpointError: there is none, files are missing, or they were written under model parallelism.
@@ -73,8 +77,8 @@ def open_save(path: str | os.PathLike[str]) -> Files:
         raise CheckpointError(f"{path} is no checkpoint of DeepSpeed: there are no *_model_states.pt in it.")
     models, parts = (_by_rank(folder, f"*_{kind}_states.pt") for kind in ("model", "optim"))
     _check_parallel(folder, [*models, *parts])
-    files = Files(folder, [_load(file) for file in models])
-    files.parts = [_load(file)["optimizer_state_dict"] for file in parts]
+    files = Files(folder, [_load(file, weights_only=weights_only) for file in models])
+    files.parts = [_load(file, weights_only=weights_only)["optimizer_state_dict"] for file in parts]
     _check_whole(files)
     return files
 
@@ -135,15 +139,24 @@ class _Pickle:
     load = staticmethod(lambda file, **kwargs: _Unpickler(file, **kwargs).load())
 
 
-def _load(file: Path) -> dict[str, Any]:
+def _load(file: Path, *, weights_only: bool) -> dict[str, Any]:
     try:
-        return torch.load(
-            file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=False, pickle_module=_Pickle
-        )
+        mappable = zipfile.is_zipfile(file)
+        if not weights_only:
+            return torch.load(file, map_location="cpu", mmap=mappable, weights_only=False, pickle_module=_Pickle)
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(file) if mappable else []
+        holders: list[Any] = [(_Holder, name) for name in names if name.split(".")[0] == "deepspeed"]
+        with torch.serialization.safe_globals(holders):
+            return torch.load(file, map_location="cpu", mmap=mappable, weights_only=True)
     except (ImportError, AttributeError) as error:
         raise CheckpointError(
             f"{file} has an object whose class cannot be imported here: {error}. Run where the training's own modules "
             "can be imported (PYTHONPATH)."
         ) from error
-    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{file} cannot be read, or has objects that torch does not hold for safe: {error}. If you trust the "
+            "checkpoint, read it with weights_only=False."
+        ) from error
+    except (RuntimeError, EOFError, OSError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error

@@ -205,7 +205,7 @@ def check_trusted(folder: Path) -> None:
     against = reason_against(folder)
     if against is not None:
         raise BuildError(
-            f"{against}: a library of somebody else could be loaded from the cache {folder}. Take the rights away "
+            f"a library of somebody else could be loaded from the cache {folder}: {against}. Take the rights away "
             "(chmod go-w), or set LS_STRATEGY_CACHE to a folder that only you may write to"
         )
 

@@ -151,10 +151,32 @@ def test_what_is_missing_or_divided(tmp_path):
         read_deepspeed(folder)
     with pytest.raises(CheckpointError, match="no checkpoint of DeepSpeed"):
         read_deepspeed(tmp_path)
-    with pytest.raises(CheckpointError, match="weights_only"):
-        read_deepspeed(GOLDEN / "stage1", weights_only=True)
     with pytest.raises(ConfigError, match="both source and target"):
         consolidate_deepspeed(folder, folder)
+
+
+class Runs:
+    """A pickle of this runs a command."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.marker}",)
+
+
+@pytest.mark.parametrize("weights_only", [None, True])
+def test_objects_that_are_not_safe_are_built_only_on_demand(tmp_path, weights_only):
+    folder, marker = tmp_path / "run", tmp_path / "marker"
+    shutil.copytree(GOLDEN / "stage1", folder)
+    read_deepspeed(folder, weights_only=weights_only)
+    file = folder / f"global_step{STEPS}" / "mp_rank_00_model_states.pt"
+    torch.save({**torch.load(file, weights_only=True), "callbacks": Runs(marker)}, file)
+    with pytest.raises(CheckpointError, match="read it with weights_only=False"):
+        read_deepspeed(folder, weights_only=weights_only)
+    assert not marker.exists()
+    read_deepspeed(folder, weights_only=False)
+    assert marker.exists()
 
 
 class Module(pl.LightningModule):
