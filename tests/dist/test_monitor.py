@@ -346,7 +346,7 @@ def test_nothing_is_noted_after_a_fit_that_failed() -> None:
 
 def test_refusals() -> None:
     quiet()
-    with pytest.raises(ConfigError, match=r"trace_step=0: give the number of a step"):
+    with pytest.raises(ConfigError, match=r"Got trace_step=0, but .* at least 1"):
         Monitor(trace_step=0)
     with pytest.raises(PlanError, match=r"2 Monitors"):
         fit(1, Net(), callbacks=[Monitor(), Monitor()])

@@ -414,10 +414,10 @@ def test_refusals(rank, world_size):
             trainer_of(ZeROStrategy(1, **options), max_epochs=1).fit(module(), images())
     for pattern, options in {
         "consolidate": {**size, "save_as": "file"},
-        "at least one part": {**size, "micro_batches": 0},
+        "Got micro_batches=0": {**size, "micro_batches": 0},
         "pipeline_partition='time'": {**size, "pipeline_partition": "time"},
         "accumulate_grad_batches": {"micro_batch_size": 4},
-        "at least one sample": {**size, "micro_batch_size": 0},
+        "Got micro_batch_size=0": {**size, "micro_batch_size": 0},
     }.items():
         with pytest.raises(ConfigError, match=pattern):
             ZeROStrategy(1, **options)

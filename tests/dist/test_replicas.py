@@ -297,7 +297,7 @@ def test_refusals(rank, world_size):
     for words, options in {
         "activation_checkpointing": {"activation_partitioning": True},
         "need tensor_parallel_size": {"tensor_parallel_sequence": True},
-        "without": {"sequence_parallel_size": 0},
+        "Got sequence_parallel_size=0": {"sequence_parallel_size": 0},
     }.items():
         with pytest.raises(ConfigError, match=words):
             ZeROStrategy(1, **options)

@@ -86,9 +86,12 @@ def test_host_memory_is_refused(capsys):
     assert "host memory" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("option", "value", "expected"), [("--gib", "0", "above 0"), ("--block-mib", "0.001", "4096")])
+@pytest.mark.parametrize(
+    ("option", "value", "expected"), [("--gib", "0", "above 0"), ("--block-mib", "0", "from 0.0039")]
+)
 def test_wrong_options(tmp_path, capsys, option, value, expected):
-    assert cli.main(["tune-io", str(tmp_path), option, value]) == 1
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["tune-io", str(tmp_path), option, value])
     assert expected in capsys.readouterr().err
 
 

@@ -416,7 +416,6 @@ def test_the_command_writes_a_file_and_says_so(tmp_path: Path, capsys: Any) -> N
         (["--ema"], "--dtype, --rename and --ema need --format safetensors"),
         (["--format", "safetensors", "--weights-only"], "--weights-only is an option of --format ckpt"),
         (["--format", "safetensors", "--rename", "model."], "give OLD=NEW"),
-        (["--format", "safetensors", "--max-shard-gb", "0"], "above 0"),
     ],
 )
 def test_options_that_do_not_go_together(tmp_path: Path, capsys: Any, options: list[str], message: str) -> None:

@@ -203,5 +203,5 @@ class TestEngine:
     def test_options(self):
         with pytest.raises(ConfigError, match="multiple of 4096"):
             NVMeIOConfig(block_bytes=5000)
-        with pytest.raises(ConfigError, match="at least 1"):
+        with pytest.raises(ConfigError, match="from 1 to 1,024"):
             NVMeIOConfig(parallelism=0)

@@ -6,6 +6,7 @@ Options come from signatures, so that a new one is covered without a change here
 from __future__ import annotations
 
 import dataclasses
+import gc
 import inspect
 import logging
 import math
@@ -263,4 +264,6 @@ def test_what_is_accepted_trains_or_is_refused_before(tmp_path: Path, monkeypatc
             result = outcome(fit, 60)
             if result is not None:
                 bad.append(f"{option}={words(value)} -> {result}")
+            del strategy, fit
+            gc.collect()  # threads of a tier end with the engine
     assert not bad, "\n".join(bad)
