@@ -6,9 +6,10 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ls_strategy.charts import Unit, unit_for
 from ls_strategy.spans import COMMUNICATION, COPY, PHASES, Record
 
-GIB, MIB = 1 << 30, 1 << 20
+MIB = 1 << 20
 
 BESIDE = {COMMUNICATION: "communication", COPY: "copies"}
 """Categories of spans, and what they are called in tags."""
@@ -25,7 +26,7 @@ class Sample:
     steps: int
 
     def metrics(self) -> dict[str, float]:
-        """Scalars of communication, copies and memory."""
+        """Scalars of communication and copies."""
         record, result = self.record, {}
         for category, name in BESIDE.items():
             total, exposed = record.total_s(category), record.exposed_s(category)
@@ -38,9 +39,15 @@ class Sample:
             if total and moved:
                 result[f"traffic/{name}_gb_per_s"] = moved / total / 1e9
         result |= {f"traffic/{kind}_mib_per_step": n / self.steps / MIB for kind, n in record.sent.items()}
-        for where, held in self.memory().items():
-            result |= {f"memory_after_{where}_gib/{category}": n / GIB for category, n in held.items()}
         return result
+
+    def memory_metrics(self, unit: Unit) -> dict[str, float]:
+        """Scalars of memory by phase."""
+        return {
+            f"memory_after_{where}_{unit.name}/{category}": n / unit.nbytes
+            for where, held in self.memory().items()
+            for category, n in held.items()
+        }
 
     def moved(self, category: str) -> int:
         """Bytes: sent by this rank, as its meters count them; or copied."""
@@ -154,8 +161,9 @@ class Sums:
             words.append(f"MFU {100 * self.flops / total:.1f} %")
         lines = ["  ".join(words)] if words else []
         if self.memory:
-            held = ", ".join(f"{name} {n / GIB:.3g}" for name, n in self.memory.items() if n)
-            lines.append(f"memory, GiB: {held}")
+            unit = unit_for(max(self.memory.values()))
+            held = ", ".join(f"{name} {n / unit.nbytes:.3g}" for name, n in self.memory.items() if n)
+            lines.append(f"memory, {unit.name[0].upper()}iB: {held}")
         return [f"  {line}" for line in lines]
 
 

@@ -20,9 +20,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ls_strategy._compat import around_fetches, tree_iter
-from ls_strategy.callbacks.intervals import GIB, MIB, FitTable, Interval, Sample
+from ls_strategy.callbacks.intervals import MIB, FitTable, Interval, Sample
 from ls_strategy.callbacks.sharded import zero_strategy
 from ls_strategy.callbacks.step_trace import RankTrace, merged
+from ls_strategy.charts import Charts, Unit, unit_for
 from ls_strategy.checked import above, at_least, checked
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.spans import DATA, VALIDATION, Record, Recorder, Window
@@ -30,6 +31,9 @@ from ls_strategy.strategy import ZeROStrategy
 
 _WITHOUT_LOGGING = 50
 """Steps of an interval, where nothing is logged."""
+
+_ALWAYS = ("monitor/skipped_steps", "monitor/exposed_update_ms", "monitor/exposed_update")
+"""Scalars whose 0 says something."""
 
 
 class Monitor(Callback):
@@ -62,12 +66,15 @@ class Monitor(Callback):
     ``traffic/*_mib_per_step``        of it, by kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ...
     ``time/copies*_ms``               likewise copies between device and host memory, and to and from drives
     ``traffic/copies_*``              likewise
-    ``memory_gib/*``                  parameters, masters, gradients, optimizer, communication: model states on this
+    ``memory_UNIT/*``                 parameters, masters, gradients, optimizer, communication: model states on this
                                       rank; on CUDA also ``peak`` and ``activations`` (peak less states)
-    ``memory_after_PHASE_gib/*``      the same when forward, backward, optimizer ends, of one step of the interval; also
+    ``memory_after_PHASE_UNIT/*``     the same when forward, backward, optimizer ends, of one step of the interval; also
                                       ``allocated`` (CUDA), ``process`` (resident memory) and ``offloaded`` activations
     ``activations/*``                 what was kept, offloaded, and waited for, of the tensors that backward needs
     ================================= ===============================================================================
+
+    UNIT is ``gib``, ``mib`` or ``kib``, as fits what this rank holds when the fit begins. What is not used (copies,
+    messages of a single rank) has no chart: one begins when its number is not 0 for the first time.
 
     Phases are measured in every step and add up to it. What goes on beside them (communication, copies) is part of
     them where it is exposed. It takes more notes, so that it is recorded in one step of an interval, in its middle.
@@ -106,6 +113,9 @@ class Monitor(Callback):
         self._window: tuple[Window, int] | None = None
         """Of this interval, and its steps."""
         self._norms: dict[str, Tensor] = {}
+        self._charts = Charts()
+        self._unit: Unit | None = None
+        """Of memory, in this fit."""
 
     # fit -------------------------------------------------------------------------------------------------------------
 
@@ -121,6 +131,7 @@ class Monitor(Callback):
             trainer, partial(self._recorder.enter, DATA), partial(self._recorder.leave, DATA)
         )  # fmt: skip
         self._table = FitTable()
+        self._charts, self._unit = Charts(_ALWAYS), None
         self._last_step, self._stride = trainer.global_step, 1
         self._recorder.start()
         self._recorder.measure = partial(_bytes_in_use, strategy)
@@ -232,9 +243,13 @@ class Monitor(Callback):
         self._table.add(interval)
         if self._every(trainer):
             metrics = self._speed(trainer, strategy) | ({} if utilisation is None else {"monitor/mfu": utilisation})
-            metrics |= interval.metrics() | _memory(strategy) | strategy.activations.metrics()
+            self._unit = self._unit or unit_for(sum(strategy.memory_bytes().values()))
+            metrics |= interval.metrics() | _memory(strategy, self._unit) | strategy.activations.metrics()
+            if interval.sample is not None:
+                metrics |= interval.sample.memory_metrics(self._unit)
+            shown = self._charts.of(metrics)
             for logger in trainer.loggers:
-                logger.log_metrics(metrics, step=trainer.global_step)
+                logger.log_metrics(shown, step=trainer.global_step)
         self._norms.clear()
         self._restart(trainer, strategy)
 
@@ -345,14 +360,15 @@ def _sent_bytes(strategy: ZeROStrategy) -> int:
     return sum(sum(meter.bytes.values()) for meter in {id(m): m for m in meters}.values())
 
 
-def _memory(strategy: ZeROStrategy) -> dict[str, float]:
+def _memory(strategy: ZeROStrategy, unit: Unit) -> dict[str, float]:
     states = strategy.memory_bytes()
-    result = {f"memory_gib/{k}": v / GIB for k, v in states.items()}
+    group = f"memory_{unit.name}"
+    result = {f"{group}/{k}": v / unit.nbytes for k, v in states.items()}
     device = strategy.root_device
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
-        result["memory_gib/peak"] = peak / GIB
-        result["memory_gib/activations"] = max(peak - sum(states.values()), 0) / GIB
+        result[f"{group}/peak"] = peak / unit.nbytes
+        result[f"{group}/activations"] = max(peak - sum(states.values()), 0) / unit.nbytes
         torch.cuda.reset_peak_memory_stats(device)
     return result
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from ls_strategy import spans
 from ls_strategy.callbacks.intervals import FitTable, Interval, Sample
 from ls_strategy.callbacks.step_trace import RankTrace, merged
+from ls_strategy.charts import Charts, unit_for
 from ls_strategy.spans import (
     BACKWARD,
     COMMUNICATION,
@@ -364,7 +365,20 @@ def test_a_sample_tells_what_was_exposed() -> None:
     assert metrics["time/copies_ms"] == 1000
     assert metrics["time/copies_exposed_ms"] == 500
     assert metrics["traffic/copies_mib_per_step"] == pytest.approx(10 / 2 / (1 << 20))
-    assert metrics["memory_after_forward_gib/parameters"] == pytest.approx(1 / 1024)
+    memory = Sample(record(), 2).memory_metrics(unit_for(1 << 20))
+    assert memory["memory_after_forward_mib/parameters"] == pytest.approx(1.0)
+
+
+def test_units_fit_the_size() -> None:
+    """Never 0.000917 GiB."""
+    assert [unit_for(n).name for n in (0, 5000, 1 << 20, (1 << 30) - 1, 1 << 30)] == ["kib", "kib", "mib", "mib", "gib"]
+
+
+def test_what_is_not_used_has_no_chart() -> None:
+    charts = Charts(["skipped"])
+    assert charts.of({"copies": 0.0, "loss": 1.0, "skipped": 0.0}) == {"loss": 1.0, "skipped": 0.0}
+    assert charts.of({"copies": 2.0, "loss": 0.0}) == {"copies": 2.0, "loss": 0.0}
+    assert charts.of({"copies": 0.0}) == {"copies": 0.0}
 
 
 def test_a_trace_shows_all_ranks_on_one_clock() -> None:
