@@ -383,7 +383,9 @@ class ShardedOptimizer:
                 current_key = run_key
                 self._runs.append(current)
         for r in self._runs:
-            if self.cuts:  # to the end of the slot: wherever the shard ends, a vector loop meets the same elements
+            # To the end of the slot: wherever a shard ends, a vector loop meets the same elements. Not a run of one
+            # element, whose state may be that of the parameter or of the step.
+            if self.cuts and r.stop - r.start > 1:
                 r.stop = round_up(r.stop, r.flat.layout.align)
             if r.fused:
                 self._recall(r)
