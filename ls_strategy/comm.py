@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -178,7 +180,7 @@ class Comm:
             sockets: those that the process groups opened, see `break_connections`.
             failures: of all ranks, for a group of some.
         """
-        self._sockets = sockets or set()
+        self._sockets = set() if sockets is None else sockets
         self._before = open_sockets() - self._sockets
         self.group = group
         self.control = control
@@ -362,22 +364,6 @@ class _KeepAlive:
         """Nothing to wait for."""
 
 
-def make_comm(before: set[tuple[int, int]] | None = None) -> Comm:
-    """The communicator over all ranks of the default process group, or of one process without any. Collective.
-
-    Args:
-        before: sockets that were open before the default process group was made.
-    """
-    before = open_sockets() if before is None else before
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return Comm(None, None)
-    world = dist.group.WORLD
-    control = dist.new_group(backend="gloo")
-    assert isinstance(world, dist.ProcessGroup)
-    assert isinstance(control, dist.ProcessGroup)
-    return Comm(world, control, open_sockets() - before)
-
-
 class Failures:
     """Who failed, left in the rendezvous store of the process group, so that no rank waits for one that is gone."""
 
@@ -426,3 +412,61 @@ class Failures:
         if message is not None:
             self.told = True
             raise RankFailedError(f"this rank stops because another one failed: {message}") from error
+
+
+def make_comm(before: set[tuple[int, int]] | None = None) -> Comm:
+    """The communicator over all ranks of the default process group, or of one process without any. Collective.
+
+    Args:
+        before: sockets that were open before the default process group was made.
+    """
+    before = open_sockets() if before is None else before
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return Comm(None, None)
+    world = dist.group.WORLD
+    control = process_group("control", backend="gloo")
+    assert isinstance(world, dist.ProcessGroup)
+    assert isinstance(control, dist.ProcessGroup)
+    shared = _shared_by(world)
+    shared.sockets |= open_sockets() - before
+    return Comm(world, control, shared.sockets, shared.failures)
+
+
+@dataclass
+class _Shared:
+    """What all strategies of a process share that train on one default process group, one after the other."""
+
+    failures: Failures
+    sockets: set[tuple[int, int]] = field(default_factory=set)
+    groups: dict[tuple[str, tuple[int, ...] | None, str | None], Any] = field(default_factory=dict)
+
+
+_shared: weakref.WeakKeyDictionary[dist.ProcessGroup, _Shared] = weakref.WeakKeyDictionary()
+"""Of the default process group. The package's only state of a process: torch keeps every group, with its threads and
+connections, until the default one ends, so that a group for each fit would be one more for each."""
+
+
+def _shared_by(world: dist.ProcessGroup) -> _Shared:
+    if world not in _shared:
+        _shared[world] = _Shared(Failures(dist.get_rank(), dist.get_world_size()))
+    return _shared[world]
+
+
+def process_group(purpose: str, ranks: Sequence[int] | None = None, *, backend: str | None = None) -> Any:
+    """A process group for one purpose, made when it is first asked for. Collective over all ranks then.
+
+    Args:
+        purpose: groups of different purposes never share a connection, so their operations need no common order.
+        ranks: global ranks. None: all.
+        backend: None: the default group's.
+
+    Returns:
+        The group; on ranks that are not in it torch's `GroupMember.NON_GROUP_MEMBER`.
+    """
+    world = dist.group.WORLD
+    assert isinstance(world, dist.ProcessGroup)
+    groups = _shared_by(world).groups
+    key = (purpose, None if ranks is None else tuple(ranks), backend)
+    if key not in groups:
+        groups[key] = dist.new_group(None if ranks is None else list(ranks), backend=backend)
+    return groups[key]

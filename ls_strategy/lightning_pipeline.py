@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 
 from ls_strategy._compat import batches_of, is_compiled_function, metric_state, set_metric_state, tree_map
 from ls_strategy.checkpoint.random import random_states, restore_random_states
+from ls_strategy.comm import process_group
 from ls_strategy.config import ParallelConfig
 from ls_strategy.engine import Engine
 from ls_strategy.errors import PlanError, StateError
@@ -174,7 +175,7 @@ class Pipeline:
             raise PlanError(f"parameters are tied over different sets of stages: {sorted(members)}. Cut elsewhere.")
         mine = None
         for ranks in self.mesh.shape.groups("pipeline") if members else ():
-            group = dist.new_group([ranks[i] for i in next(iter(members))])
+            group = process_group("tied", [ranks[i] for i in next(iter(members))])
             if self.mesh.world.rank in ranks and self.mesh.pipeline.rank in next(iter(members)):
                 assert isinstance(group, dist.ProcessGroup)
                 mine = group

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from ls_strategy import spans
 from ls_strategy._compat import REQUEUE, STOP, default_store
-from ls_strategy.comm import Comm
+from ls_strategy.comm import Comm, process_group
 from ls_strategy.errors import DataError
 
 _CHECK_EVERY_S = 0.5
@@ -80,7 +80,7 @@ class Lockstep:
             self._store = default_store().clone()  # a connection of its own: others wait on theirs
             self._keys = [f"ls_strategy/batch/{rank}" for rank in range(comm.world_size)]
             self._store.set(self._keys[comm.rank], "0 0 0")
-            self._group: Any = dist.new_group(backend="gloo")
+            self._group: Any = process_group("lockstep", backend="gloo")
             comm.own_open_sockets()
 
     # rounds ----------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from ls_strategy.axis import Axis
-from ls_strategy.comm import Comm
+from ls_strategy.comm import Comm, process_group
 from ls_strategy.errors import PlanError
 from ls_strategy.layout import TensorPart
 
@@ -182,8 +182,8 @@ def _comm_of(groups: tuple[tuple[int, ...], ...], world: Comm) -> Comm:
         return Comm(None, None)
     mine: Comm | None = None
     for ranks in groups:
-        group = dist.new_group(list(ranks))
-        control = dist.new_group(list(ranks), backend="gloo")
+        group = process_group("mesh", ranks)
+        control = process_group("control", ranks, backend="gloo")
         if world.rank in ranks:
             assert isinstance(group, dist.ProcessGroup)
             assert isinstance(control, dist.ProcessGroup)

@@ -13,6 +13,7 @@ a parameter's gradient is complete  hand it to the reducer
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -77,6 +78,25 @@ def _tensors(value: Any) -> Iterator[Tensor]:
                 yield from _tensors(getattr(leaf, field.name))
 
 
+@dataclass
+class _Place:
+    """The hook of a parameter's gradient: where it belongs.
+
+    It refers weakly to all of it: autograd keeps the hook where Python's garbage collection does not look, so that a
+    circle through it, and with it every buffer of a finished fit, would stay for good.
+    """
+
+    hooks: weakref.ref[UnitHooks]
+    unit: weakref.ref[Unit]
+    flat: weakref.ref[Flat]
+    index: int
+
+    def __call__(self, param: Tensor) -> None:
+        hooks, unit, flat = self.hooks(), self.unit(), self.flat()
+        if hooks is not None and unit is not None and flat is not None:
+            hooks.on_grad(unit, flat, self.index, param)  # type: ignore[arg-type]
+
+
 class UnitHooks:
     """Connects modules and parameters to the gatherer and the reducer."""
 
@@ -92,7 +112,7 @@ class UnitHooks:
             unit.modules.clear()  # the engine must not keep the model alive
             for flat in unit.trainable_flats:
                 for i, param in enumerate(flat.params):
-                    self._attach_param(unit, flat, i, param)
+                    self._attach_param(param, _Place(weakref.ref(self), weakref.ref(unit), weakref.ref(flat), i))
 
     def detach(self) -> None:
         """Remove every hook."""
@@ -116,16 +136,17 @@ class UnitHooks:
             hook = _Hook(after, sharded=True)
             self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
 
-    def _attach_param(self, unit: Unit, flat: Flat, index: int, param: nn.Parameter) -> None:
-        def ready(p: Tensor) -> None:
-            self.reducer.on_grad(unit, flat, index, p)  # type: ignore[arg-type]
-            if self.sharded and unit.waiting_for <= 0 and not unit.is_root:
-                self._close_all(unit)
+    def on_grad(self, unit: Unit, flat: Flat, index: int, param: nn.Parameter) -> None:
+        """Autograd finished a parameter's gradient."""
+        self.reducer.on_grad(unit, flat, index, param)
+        if self.sharded and unit.waiting_for <= 0 and not unit.is_root:
+            self._close_all(unit)
 
+    def _attach_param(self, param: nn.Parameter, place: _Place) -> None:
         # The parameter may be frozen for now; the hook needs a gradient accumulator, which only requires_grad has.
         required = param.requires_grad
         param.requires_grad_(True)
-        self._handles.append(param.register_post_accumulate_grad_hook(ready))
+        self._handles.append(param.register_post_accumulate_grad_hook(place))
         param.requires_grad_(required)
 
     # stage 3 ---------------------------------------------------------------------------------------------------------

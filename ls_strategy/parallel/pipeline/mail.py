@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ls_strategy.comm import Comm
+from ls_strategy.comm import Comm, process_group
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.parallel.pipeline.handover import Handover
 from ls_strategy.parallel.pipeline.schedules import Action, Table
@@ -233,7 +233,7 @@ def make_links(comm: Comm, pipelines: Sequence[Sequence[int]]) -> Links:
         size = len(ranks)
         pairs = {(i, (i + 1) % size) for i in range(size)} | {((i + 1) % size, i) for i in range(size)}
         for i, j in sorted(pair for pair in pairs if pair[0] != pair[1]):
-            group = dist.new_group(sorted((ranks[i], ranks[j])))
+            group = process_group("mail", sorted((ranks[i], ranks[j])))
             if dist.get_rank() in (ranks[i], ranks[j]):
                 assert isinstance(group, dist.ProcessGroup)
                 groups[i, j] = group
