@@ -32,9 +32,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from ls_strategy._compat import StorageInfo
 from ls_strategy.checkpoint.commit import METADATA, FileRecord, Manifest, Place, check, sync_file
+from ls_strategy.checkpoint.target import INDEX
 from ls_strategy.errors import CheckpointError
-
-INDEX = "index.json"
 
 Path = tuple[str, ...]
 """Keys from the checkpoint's dictionary down to a value: ``("optimizer_0", "state", "blocks.0.weight", "exp_avg")``."""

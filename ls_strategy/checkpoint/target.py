@@ -16,8 +16,10 @@ from ls_strategy.errors import CheckpointError
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
 META = "meta.pt"
+INDEX = "index.json"
 
-_OURS = re.compile(rf"__\d+_\d+\.distcp|{re.escape(METADATA)}|{re.escape(META)}|{re.escape(MANIFEST)}(\.tmp)?")
+_NAMES = "|".join(map(re.escape, (METADATA, META, INDEX, MANIFEST, f"{MANIFEST}.tmp")))
+_OURS = re.compile(rf"__\d+_\d+\.distcp|{_NAMES}")
 _BY_THE_SYSTEM = re.compile(r"\.nfs[0-9a-f]+")
 """Files that were removed while a process had them open, on NFS."""
 
