@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ls_strategy import spans
 from ls_strategy._compat import default_store, open_sockets, shut_sockets
-from ls_strategy.errors import LSError, RankFailedError, StateError
+from ls_strategy.errors import LSError, RankFailedError
 
 CHUNK = 1 << 16
 """Elements summed at a time on the CPU: 256 KiB in fp32, so that the second operand meets a warm L2 cache."""
@@ -141,25 +141,13 @@ class PendingGather:
 
     def __init__(self, works: Sequence[Any], comm: Comm) -> None:
         """Remember what must be waited for."""
-        self._works = list(works)
+        self._works = works
         self._comm = comm
-        self._failed = False
 
     def wait(self) -> None:
-        """Block until every shard has arrived.
-
-        No operation is waited for twice, after an error neither: gloo would wait for a second message.
-
-        Raises:
-            StateError: an earlier wait ended with an error.
-        """
-        if self._failed:
-            raise StateError("a gather failed before, and its buffer is incomplete.")
-        try:
-            self._comm.consume(self._works)
-        except Exception:
-            self._failed = True
-            raise
+        """Block until every shard has arrived."""
+        self._comm.wait(self._works)
+        self._works = ()
 
 
 class Comm:
@@ -225,15 +213,11 @@ class Comm:
         Raises:
             RankFailedError: the connection broke, and another rank had left word why.
         """
-        self.consume(list(works))
-
-    def consume(self, works: list[Any]) -> None:
-        """As `wait`, and take each operation out of the list before it is waited for."""
         if not works:
             return
         with self.naming_failures(), spans.waiting(spans.COMMUNICATION):
-            while works:
-                works.pop(0).wait()
+            for work in works:
+                work.wait()
 
     def _exchange(
         self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], kind: str, of: str

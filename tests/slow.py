@@ -12,7 +12,7 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
-from tests.bench.record import header
+from tests.bench.record import environment
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "tests" / "records" / "slow.json"
@@ -86,7 +86,7 @@ def run(piece: str, workers: int) -> dict[str, Any]:
 
 def save(piece: str, figures: dict[str, Any]) -> dict[str, Any]:
     """Put a piece's figures into the record; those of another commit go."""
-    record = header("slow") | {"command": "bash .ci/slow", "commit": tested_commit(), "pieces": {}}
+    record: dict[str, Any] = {"command": "bash .ci/slow", "commit": tested_commit(), **environment(), "pieces": {}}
     if RECORD.is_file():
         before = json.loads(RECORD.read_text())
         if before["commit"] == record["commit"]:

@@ -49,7 +49,7 @@ from ls_strategy.parallel.vocabulary import output_heads
 log = logging.getLogger(__name__)
 
 Tier = Literal["cpu", "nvme"]
-Injection: TypeAlias = "Policy | Plan | Literal['auto'] | None"
+Injection: TypeAlias = Policy | Plan | Literal["auto"] | None
 
 DTYPES = {
     **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), torch.float32),

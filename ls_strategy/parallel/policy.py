@@ -30,7 +30,7 @@ from ls_strategy.parallel.inference import Attention, Found, repeated_blocks, sh
 from ls_strategy.parallel.styles import Column, Row
 from ls_strategy.parallel.vocabulary import vocabulary
 
-Policy: TypeAlias = "Mapping[type[nn.Module] | str, Sequence[str] | str]"
+Policy: TypeAlias = Mapping[type[nn.Module] | str, Sequence[str] | str]
 
 _SEPARATE: tuple[Role, ...] = ("query", "key", "value")
 

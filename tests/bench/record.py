@@ -54,13 +54,20 @@ def header(benchmark: str, *, private: tuple[Path | str, ...] = ()) -> dict[str,
     return {
         "benchmark": benchmark,
         "command": " ".join([f"python -m tests.bench.{benchmark}", *arguments]),
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "commit": commit.stdout.strip(),
+        **environment(),
+        "spread": bench.spread,
+        "seeds": bench.seeds,
+    }
+
+
+def environment() -> dict[str, Any]:
+    """Date, hardware and versions."""
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         **_hardware(),
         "python": platform.python_version(),
         "versions": {p: importlib.metadata.version(p) for p in _PACKAGES if importlib.util.find_spec(p)},
-        "spread": bench.spread,
-        "seeds": bench.seeds,
     }
 
 

@@ -141,7 +141,7 @@ def test_options_that_make_no_sense() -> None:
         ({"tensor_parallel_size": 2}, "does not divide the 1 ranks.*torchrun"),
         ({"dtype": "int8"}, "give a torch.dtype"),
         ({"dtype": torch.int8}, "weights are cast to it"),
-        ({"quantize": "int3"}, "'int8', 'int4'"),
+        ({"quantize": "int3"}, "'int8' or 'int4'"),
         ({"offload": "disk"}, "give 'cpu', 'nvme'"),
         ({"nvme_path": "/tmp"}, "is for offload='nvme'"),
     ):

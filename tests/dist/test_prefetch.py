@@ -52,8 +52,8 @@ def events_of_a_step(**options: Any) -> list[tuple[str, int]]:
     numbers = {f"blocks.{i}.norm.weight": i for i in range(BLOCKS)}
     gather = Comm.all_gather
 
-    def noted(comm: Comm, full: Tensor, of: str = "") -> PendingGather:
-        pending = gather(comm, full, of)
+    def noted(comm: Comm, full: Tensor, of: str = "", *more: Any) -> PendingGather:
+        pending = gather(comm, full, of, *more)
         if of not in numbers:
             return pending
         wait = pending.wait

@@ -76,7 +76,7 @@ def test_a_path_that_is_read_only(tmp_path, capsys, monkeypatch):
 
 
 def test_a_drive_that_is_too_small(tmp_path, capsys):
-    assert cli.main(["tune-io", str(tmp_path), "--gib", "1e9"]) == 1
+    assert cli.main(["tune-io", str(tmp_path), "--gib", "1e6"]) == 1
     assert "GB free" in capsys.readouterr().err
 
 
