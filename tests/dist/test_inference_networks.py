@@ -142,7 +142,7 @@ def test_options_that_make_no_sense() -> None:
         ({"dtype": "int8"}, "give a torch.dtype"),
         ({"dtype": torch.int8}, "weights are cast to it"),
         ({"quantize": "int3"}, "'int8' or 'int4'"),
-        ({"offload": "disk"}, "give 'cpu', 'nvme'"),
+        ({"offload": "disk"}, "offload must be 'cpu' or 'nvme'"),
         ({"nvme_path": "/tmp"}, "is for offload='nvme'"),
     ):
         with pytest.raises(ConfigError, match=words):
