@@ -1,0 +1,62 @@
+"""Fits one after the other in one process, as in a notebook or a search: a finished one leaves nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from typing import Any
+
+import pytest
+
+from ls_strategy.strategy import ZeROStrategy
+from tests.dist.ranks import STAGES, Net, assert_close, fit, on_ranks, weights
+
+OFFLOADS: dict[str, dict[str, Any]] = {
+    "device": {},
+    "host": {"offload_optimizer": "cpu"},
+    "drive": {"offload_optimizer": "nvme", "nvme_allow_ram": True},
+}
+
+
+def threads() -> int:
+    """Of this process, those of gloo included."""
+    return len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.parametrize("tier", OFFLOADS)
+@on_ranks(2)
+def test_nothing_of_a_fit_is_left(rank: int, world_size: int, tier: str, tmp_path: Any) -> None:
+    stages = (0, 1, 2, 3) if tier == "device" else (2, 3)
+    options = {**OFFLOADS[tier], **({"nvme_path": str(tmp_path)} if tier == "drive" else {})}
+    counts: dict[int, int] = {}
+    for number in range(2):
+        for stage in stages:
+            strategy = ZeROStrategy(stage, min_unit_numel=0, **options)
+            model = Net()
+            fit(strategy, model)
+            engine = strategy.require_engine()
+            kept = [weakref.ref(each) for each in (engine, *(f for u in engine.units for f in u.flats), model)]
+            kept += [weakref.ref(p) for p in model.parameters()]
+            del strategy, model, engine
+            gc.collect()
+            gc.collect()  # what tensors held in circles is seen when they are gone
+            left = [type(each()).__name__ for each in kept if each() is not None]
+            assert not left, f"stage {stage}: {left}"
+            before = counts.setdefault(stage, threads())
+            assert threads() <= before, f"stage {stage}, fit {number}"
+
+
+@on_ranks(2)
+def test_a_model_trains_on_as_under_ddp_after_the_fit_of_another(rank: int, world_size: int) -> None:
+    """The hooks of gradients, which refer weakly to everything, live as long as the module."""
+    expected: dict[str, Any] = {}
+    for strategy in ("ddp", *STAGES):
+        model = Net()
+        fit(strategy, model)
+        fit(strategy, Net(lr=1.0))
+        gc.collect()
+        fit(strategy, model)
+        found = weights(model)
+        expected = expected or found
+        assert_close(found, expected, f"stage {strategy}")
