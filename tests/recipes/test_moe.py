@@ -275,6 +275,9 @@ def test_two_ranks_train_divide_experts_log_and_save(tmp_path: Path) -> None:
     assert len(logged["train/loss"]) == 6
     assert logged["train/loss"][-1] < logged["train/loss"][0]
     assert logged["val/loss"][-1] < logged["val/loss"][0]
+    groups = sorted({tag.split("/")[0] for tag in logged})  # as TensorBoard shows them; it opens the first two
+    assert groups[:2] == ["train", "val"]
+    assert all(group.startswith("zero") for group in groups[2:])
     assert logged.keys() >= {"zero_experts/dropped", "zero_experts/largest_load", "zero/grad_norm", "val/bits_per_byte"}
     assert all(sent > 0 for sent in logged["zero_experts/sent_mib_per_step"])
     assert all(0 < value < math.log(8) + 1e-6 for value in logged["zero_experts/entropy"])
