@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from ls_strategy.axis import Axis, Waits
+from ls_strategy.charts import Charts
 from ls_strategy.checked import at_least, checked
+from ls_strategy.figure import ROW_GAP, Frame, framed
 from ls_strategy.moe.sparse import SparseLayer
 from ls_strategy.strategy import ZeROStrategy
 
@@ -63,23 +65,26 @@ class LayerLoad:
 class ExpertMonitor(Callback):
     """Logs what routers and experts of all `MoE` layers do, summed over all ranks. Works under every strategy.
 
-    =============================  ==================================================================================
-    scalar                         meaning
-    =============================  ==================================================================================
-    ``experts/largest_load``       tokens routed to the busiest expert over those of the mean one, of the worst layer
-    ``experts/unused``             part of all experts that no token chose
-    ``experts/dropped``            part of the choices that found their expert full
-    ``experts/entropy``            of the routers' probabilities, nats, mean over layers; log(E) without a preference
-    ``experts/balance_loss``       mean over layers, not weighted; 1 when loads are even
-    ``experts/z_loss``             likewise
-    ``experts/sent_mib_per_step``  MiB that a rank sent to others with experts, mean over ranks
-    ``experts/wait_ms_per_step``   ms that computation stood still for these exchanges, mean over ranks
-    ``expert_largest_load/*``      and ``expert_unused``, ``expert_dropped``, ``expert_entropy``,
-                                   ``expert_balance_loss``: the same by layer
-    =============================  ==================================================================================
+    ==================================== ===============================================================================
+    scalar                               meaning
+    ==================================== ===============================================================================
+    ``zero_experts/largest_load``        tokens routed to the busiest expert over those of the mean one, of the worst
+                                         layer
+    ``zero_experts/unused``              part of all experts that no token chose
+    ``zero_experts/dropped``             part of the choices that found their expert full
+    ``zero_experts/entropy``             of the routers' probabilities, nats, mean over layers; log(E) without a
+                                         preference
+    ``zero_experts/balance_loss``        mean over layers, not weighted; 1 when loads are even
+    ``zero_experts/z_loss``              likewise
+    ``zero_experts/sent_mib_per_step``   MiB that a rank sent to others with experts, mean over ranks
+    ``zero_experts/wait_ms_per_step``    ms that computation stood still for these exchanges, mean over ranks
+    ``zero_expert_largest_load/*``       and ``zero_expert_unused``, ``zero_expert_dropped``, ``zero_expert_entropy``,
+                                         ``zero_expert_balance_loss``: the same by layer
+    ==================================== ===============================================================================
 
     Loggers with TensorBoard's interface also get the tokens of each expert as a histogram per layer,
-    ``expert_tokens/*``, and a picture of all layers, ``experts/load``: see `picture`.
+    ``zero_expert_tokens/*``, and a picture of all layers, ``zero_experts/load``: see `picture`. What is not used (drops
+    without a limit of tokens) has no chart: one begins when its number is not 0 for the first time.
 
     Of a step that trains, nothing changes. Ranks add up their counts once per interval, in one all-reduce of a few
     numbers per expert.
@@ -105,12 +110,13 @@ class ExpertMonitor(Callback):
         self._since_step = 0
         self._picture_step: int | None = None
         self._sent_before = 0
+        self._charts = Charts()
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Find the layers."""
         self._layers = {name: m for name, m in pl_module.named_modules() if isinstance(m, SparseLayer)}
-        self._picture_step = None
+        self._picture_step, self._charts = None, Charts()
         if not self._layers:
             rank_zero_info("ExpertMonitor: the model has no MoE layer, so there is nothing to log.")
         self._restart(trainer)
@@ -146,10 +152,11 @@ class ExpertMonitor(Callback):
         if trainer.is_global_zero:
             metrics = scalars(loads)
             if _is_divided(trainer):
-                metrics["experts/sent_mib_per_step"] = sent / steps / (1 << 20)
-                metrics["experts/wait_ms_per_step"] = waited / steps * 1e3
+                metrics["zero_experts/sent_mib_per_step"] = sent / steps / (1 << 20)
+                metrics["zero_experts/wait_ms_per_step"] = waited / steps * 1e3
+            shown = self._charts.of(metrics)
             for logger in trainer.loggers:
-                logger.log_metrics(metrics, step=step)
+                logger.log_metrics(shown, step=step)
                 if draw:
                     _show(getattr(logger, "experiment", None), loads, step)
         self._restart(trainer)
@@ -221,26 +228,26 @@ def scalars(loads: dict[str, LayerLoad]) -> dict[str, float]:
     values = ("entropy", "balance_loss", "z_loss")
     means = {key: statistics.fmean(getattr(load, key) for load in layers) for key in values}
     whole = LayerLoad(routed, kept, **means)
-    result = {f"experts/{key}": getattr(whole, key) for key in ("unused", "dropped", *means)}
-    result["experts/largest_load"] = max(load.largest for load in layers)
+    result = {f"zero_experts/{key}": getattr(whole, key) for key in ("unused", "dropped", *means)}
+    result["zero_experts/largest_load"] = max(load.largest for load in layers)
     for name, load in loads.items():
-        result[f"expert_largest_load/{name}"] = load.largest
+        result[f"zero_expert_largest_load/{name}"] = load.largest
         for key in ("unused", "dropped", "entropy", "balance_loss"):
-            result[f"expert_{key}/{name}"] = getattr(load, key)
+            result[f"zero_expert_{key}/{name}"] = getattr(load, key)
     return result
 
 
 def _show(experiment: Any, loads: dict[str, LayerLoad], step: int) -> None:
     """Give a logger's ``experiment`` histograms and the picture, if it takes such."""
     if hasattr(experiment, "add_image"):
-        experiment.add_image("experts/load", picture([load.routed for load in loads.values()]), step)
+        experiment.add_image("zero_experts/load", picture({name: load.routed for name, load in loads.items()}), step)
     if not hasattr(experiment, "add_histogram_raw"):
         return
     for name, load in loads.items():
         tokens = load.routed
         number = torch.arange(len(tokens), dtype=torch.double)
         experiment.add_histogram_raw(
-            f"expert_tokens/{name}",
+            f"zero_expert_tokens/{name}",
             min=-0.5,
             max=len(tokens) - 0.5,
             num=float(tokens.sum()),
@@ -252,20 +259,44 @@ def _show(experiment: Any, loads: dict[str, LayerLoad], step: int) -> None:
         )
 
 
-def picture(loads: Sequence[Tensor], *, width: int = 960, height: int = 24) -> Tensor:
-    """Loads as an image, ``(3, layers * (height + 4) + 4, width)`` uint8, for TensorBoard's ``add_image``.
+def picture(loads: Mapping[str, Tensor], *, width: int = 960, height: int = 24) -> Tensor:
+    """Loads as an image, ``(3, H, W)`` uint8, for TensorBoard's ``add_image``: `cells` with axes and a colour scale.
+
+    Args:
+        loads: ``(E,)`` tokens per expert, by the layer's name; E may differ.
+        width: of the cells, pixels.
+        height: of a line, pixels.
+    """
+    sizes = {len(load) for load in loads.values()}
+    shades = _shades(torch.linspace(0, 2, 101)).tolist()
+    return framed(
+        cells(list(loads.values()), width=width, height=height),
+        Frame(
+            title="tokens routed to each expert, by MoE layer",
+            rows=[name if len(sizes) == 1 else f"{name}, {len(load)} experts" for name, load in loads.items()],
+            x_label="number of the expert" if len(sizes) == 1 else "experts of the layer, from number 0 at the left",
+            x_ticks=_expert_ticks(sizes.pop()) if len(sizes) == 1 else [],
+            legend=[(_UNUSED, "no token")],
+            scale=("load over the layer's mean load (white: 1):  0", [tuple(c) for c in shades], "2 or more"),
+        ),
+    )
+
+
+def _expert_ticks(experts: int) -> list[tuple[float, str]]:
+    """Numbers in the middle of cells, 16 at most."""
+    step = -(-experts // 16)
+    return [((e + 0.5) / experts, str(e)) for e in range(0, experts, step)]
+
+
+def cells(loads: Sequence[Tensor], *, width: int = 960, height: int = 24) -> Tensor:
+    """The loads alone, ``(3, layers * (height + 4) + 4, width)`` uint8.
 
     One line per layer, from the first at the top; one cell per expert, as wide as the layer has room for. White is the
     mean load of the layer, red twice that or more, blue less; black is an expert that no token chose.
-
-    Args:
-        loads: ``(E,)`` tokens per expert, for each layer; E may differ.
-        width: pixels.
-        height: of a line, pixels.
     """
-    image = torch.full((3, len(loads) * (height + 4) + 4, width), _BACKGROUND, dtype=torch.uint8)
+    image = torch.full((3, len(loads) * (height + ROW_GAP) + ROW_GAP, width), _BACKGROUND, dtype=torch.uint8)
     for line, load in enumerate(loads):
-        top = 4 + line * (height + 4)
+        top = ROW_GAP + line * (height + ROW_GAP)
         expert = torch.arange(width) * len(load) // width
         image[:, top : top + height] = _colours(load)[expert].t()[:, None, :]
         begins = expert.diff(prepend=expert[:1] - 1) > 0
@@ -276,9 +307,13 @@ def picture(loads: Sequence[Tensor], *, width: int = 960, height: int = 24) -> T
 
 def _colours(load: Tensor) -> Tensor:
     """``(E, 3)`` uint8."""
-    mean = load.double().mean().clamp(min=1e-9)
-    above = (load.double() / mean - 1).clamp(-1, 1)[:, None]
+    colours = _shades(load.double() / load.double().mean().clamp(min=1e-9))
+    colours[load == 0] = torch.tensor(_UNUSED, dtype=torch.uint8)
+    return colours
+
+
+def _shades(relative: Tensor) -> Tensor:
+    """Colours ``(E, 3)`` uint8 of loads over their mean."""
+    above = (relative.double() - 1).clamp(-1, 1)[:, None]
     even, busy, idle = (torch.tensor(c, dtype=torch.double) for c in (_EVEN, _BUSY, _IDLE))
-    colours = torch.where(above > 0, even + (busy - even) * above, even + (even - idle) * above)
-    colours[load == 0] = torch.tensor(_UNUSED, dtype=torch.double)
-    return colours.round().to(torch.uint8)
+    return torch.where(above > 0, even + (busy - even) * above, even + (even - idle) * above).round().to(torch.uint8)

@@ -445,7 +445,7 @@ class ActivationMemory:
 
     def metrics(self) -> dict[str, float]:
         """Numbers to log."""
-        return {} if self.active is None else {f"activations/{k}": v for k, v in self.active.metrics().items()}
+        return {} if self.active is None else {f"zero_activations/{k}": v for k, v in self.active.metrics().items()}
 
     def remove(self) -> None:
         """Let the module be what it was."""

@@ -30,21 +30,21 @@ class Sample:
         record, result = self.record, {}
         for category, name in BESIDE.items():
             total, exposed = record.total_s(category), record.exposed_s(category)
-            result[f"time/{name}_ms"] = 1e3 * total / self.steps
-            result[f"time/{name}_exposed_ms"] = 1e3 * exposed / self.steps
-            result[f"time/{name}_hidden_ms"] = 1e3 * (total - exposed) / self.steps
-            result[f"time_share/{name}_exposed"] = exposed / record.seconds
+            result[f"zero_time/{name}_ms"] = 1e3 * total / self.steps
+            result[f"zero_time/{name}_exposed_ms"] = 1e3 * exposed / self.steps
+            result[f"zero_time/{name}_hidden_ms"] = 1e3 * (total - exposed) / self.steps
+            result[f"zero_time_share/{name}_exposed"] = exposed / record.seconds
             moved = self.moved(category)
-            result[f"traffic/{name}_mib_per_step"] = moved / self.steps / MIB
+            result[f"zero_traffic/{name}_mib_per_step"] = moved / self.steps / MIB
             if total and moved:
-                result[f"traffic/{name}_gb_per_s"] = moved / total / 1e9
-        result |= {f"traffic/{kind}_mib_per_step": n / self.steps / MIB for kind, n in record.sent.items()}
+                result[f"zero_traffic/{name}_gb_per_s"] = moved / total / 1e9
+        result |= {f"zero_traffic/{kind}_mib_per_step": n / self.steps / MIB for kind, n in record.sent.items()}
         return result
 
     def memory_metrics(self, unit: Unit) -> dict[str, float]:
         """Scalars of memory by phase."""
         return {
-            f"memory_after_{where}_{unit.name}/{category}": n / unit.nbytes
+            f"zero_memory_after_{where}_{unit.name}/{category}": n / unit.nbytes
             for where, held in self.memory().items()
             for category, n in held.items()
         }
@@ -86,11 +86,11 @@ class Interval:
 
     def metrics(self) -> dict[str, float]:
         """Scalars of the phases, and of what was recorded in full."""
-        result = {"time/step_ms": 1e3 * self.step_s / self.steps}
+        result = {"zero_time/step_ms": 1e3 * self.step_s / self.steps}
         for phase in PHASES:
             seconds = self.seconds.get(phase, 0.0)
-            result[f"time/{phase}_ms"] = 1e3 * seconds / self.steps
-            result[f"time_share/{phase}"] = seconds / self.step_s if self.step_s else 0.0
+            result[f"zero_time/{phase}_ms"] = 1e3 * seconds / self.steps
+            result[f"zero_time_share/{phase}"] = seconds / self.step_s if self.step_s else 0.0
         return result | ({} if self.sample is None else self.sample.metrics())
 
 

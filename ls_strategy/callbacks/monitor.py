@@ -32,46 +32,49 @@ from ls_strategy.strategy import ZeROStrategy
 _WITHOUT_LOGGING = 50
 """Steps of an interval, where nothing is logged."""
 
-_ALWAYS = ("monitor/skipped_steps", "monitor/exposed_update_ms", "monitor/exposed_update")
+_ALWAYS = ("zero/skipped_steps", "zero/exposed_update_ms", "zero/exposed_update")
 """Scalars whose 0 says something."""
 
 
 class Monitor(Callback):
     """Logs how fast the run is, where its time goes and where the memory is, every ``trainer.log_every_n_steps`` steps.
 
-    ================================= ===============================================================================
-    scalar                            meaning
-    ================================= ===============================================================================
-    ``monitor/grad_norm``             global norm of the averaged gradients, before clipping
-    ``monitor/loss_scale``            loss scale (fp16 precisions)
-    ``monitor/skipped_steps``         steps skipped after an overflow so far
-    ``monitor/samples_per_s``         samples of all ranks per second, data loading included
-    ``monitor/tokens_per_s``          likewise tokens, where a batch's first tensor is (batch, tokens), int64 or int32
-    ``monitor/mfu``                   model FLOP utilisation, where the module has ``flops_per_token()`` or
-                                      ``flops_per_sample()`` and the peak of the device is known
-    ``monitor/sent_mib_per_step``     MiB this rank sent per step for sharded states, layers and sequences
-    ``monitor/exposed_update_ms``     milliseconds per step that training waited for updates of offloaded states
-    ``monitor/exposed_update``        the same as a share of the step
-    ``time/step_ms``                  milliseconds per optimizer step; validation between steps does not count
-    ``time/forward_ms``               of it, in ``training_step``; in a pipeline also the waits between its actions
-    ``time/backward_ms``              in backward passes
-    ``time/optimizer_ms``             in ``optimizer.step()``: gradients that are still under way, clipping, update
-    ``time/data_ms``                  waiting for the next batch, and bringing it to the device
-    ``time/other_ms``                 callbacks, logging, checkpoints, Lightning's own work: all the rest
-    ``time_share/*``                  the same as shares of the step, which add up to 1
-    ``time/communication_ms``         collectives and messages were under way, of one step of the interval
-    ``time/communication_exposed_ms`` of it, computation stood still for them
-    ``time/communication_hidden_ms``  of it, something was computed meanwhile
-    ``traffic/communication_*``       ``mib_per_step`` that this rank sent, for whatever; ``gb_per_s`` while under way
-    ``traffic/*_mib_per_step``        of it, by kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ...
-    ``time/copies*_ms``               likewise copies between device and host memory, and to and from drives
-    ``traffic/copies_*``              likewise
-    ``memory_UNIT/*``                 parameters, masters, gradients, optimizer, communication: model states on this
-                                      rank; on CUDA also ``peak`` and ``activations`` (peak less states)
-    ``memory_after_PHASE_UNIT/*``     the same when forward, backward, optimizer ends, of one step of the interval; also
-                                      ``allocated`` (CUDA), ``process`` (resident memory) and ``offloaded`` activations
-    ``activations/*``                 what was kept, offloaded, and waited for, of the tensors that backward needs
-    ================================= ===============================================================================
+    ====================================== =============================================================================
+    scalar                                 meaning
+    ====================================== =============================================================================
+    ``zero/grad_norm``                     global norm of the averaged gradients, before clipping
+    ``zero/loss_scale``                    loss scale (fp16 precisions)
+    ``zero/skipped_steps``                 steps skipped after an overflow so far
+    ``zero/samples_per_s``                 samples of all ranks per second, data loading included
+    ``zero/tokens_per_s``                  likewise tokens, where a batch's first tensor is (batch, tokens), int64 or
+                                           int32
+    ``zero/mfu``                           model FLOP utilisation, where the module has ``flops_per_token()`` or
+                                           ``flops_per_sample()`` and the peak of the device is known
+    ``zero/sent_mib_per_step``             MiB this rank sent per step for sharded states, layers and sequences
+    ``zero/exposed_update_ms``             milliseconds per step that training waited for updates of offloaded states
+    ``zero/exposed_update``                the same as a share of the step
+    ``zero_time/step_ms``                  milliseconds per optimizer step; validation between steps does not count
+    ``zero_time/forward_ms``               of it, in ``training_step``; in a pipeline also the waits between its actions
+    ``zero_time/backward_ms``              in backward passes
+    ``zero_time/optimizer_ms``             in ``optimizer.step()``: gradients that are still under way, clipping, update
+    ``zero_time/data_ms``                  waiting for the next batch, and bringing it to the device
+    ``zero_time/other_ms``                 callbacks, logging, checkpoints, Lightning's own work: all the rest
+    ``zero_time_share/*``                  the same as shares of the step, which add up to 1
+    ``zero_time/communication_ms``         collectives and messages were under way, of one step of the interval
+    ``zero_time/communication_exposed_ms`` of it, computation stood still for them
+    ``zero_time/communication_hidden_ms``  of it, something was computed meanwhile
+    ``zero_traffic/communication_*``       ``mib_per_step`` that this rank sent, for whatever; ``gb_per_s`` while under
+                                           way
+    ``zero_traffic/*_mib_per_step``        of it, by kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ...
+    ``zero_time/copies*_ms``               likewise copies between device and host memory, and to and from drives
+    ``zero_traffic/copies_*``              likewise
+    ``zero_memory_UNIT/*``                 parameters, masters, gradients, optimizer, communication: model states on
+                                           this rank; on CUDA also ``peak`` and ``activations`` (peak less states)
+    ``zero_memory_after_PHASE_UNIT/*``     the same when forward, backward, optimizer ends, of one step of the interval;
+                                           also ``allocated`` (CUDA), ``process`` (resident memory) and ``offloaded``
+                                           activations
+    ``zero_activations/*``                 what was kept, offloaded, and waited for, of the tensors that backward needs
+    ====================================== =============================================================================
 
     UNIT is ``gib``, ``mib`` or ``kib``, as fits what this rank holds when the fit begins. What is not used (copies,
     messages of a single rank) has no chart: one begins when its number is not 0 for the first time.
@@ -211,7 +214,7 @@ class Monitor(Callback):
         if not self._due(trainer):
             return
         strategy = zero_strategy(trainer, self)
-        name = "monitor/grad_norm"
+        name = "zero/grad_norm"
         if len(trainer.optimizers) > 1:
             name += f"_{next(i for i, o in enumerate(trainer.optimizers) if o is optimizer)}"
         try:
@@ -242,7 +245,7 @@ class Monitor(Callback):
         interval = self._interval(trainer, strategy, utilisation)
         self._table.add(interval)
         if self._every(trainer):
-            metrics = self._speed(trainer, strategy) | ({} if utilisation is None else {"monitor/mfu": utilisation})
+            metrics = self._speed(trainer, strategy) | ({} if utilisation is None else {"zero/mfu": utilisation})
             self._unit = self._unit or unit_for(sum(strategy.memory_bytes().values()))
             metrics |= interval.metrics() | _memory(strategy, self._unit) | strategy.activations.metrics()
             if interval.sample is not None:
@@ -269,17 +272,17 @@ class Monitor(Callback):
         elapsed = time.perf_counter() - self._since
         steps = trainer.global_step - self._step_before
         metrics: dict[str, float] = {k: float(v) for k, v in self._norms.items()}
-        metrics["monitor/samples_per_s"] = self._samples * strategy.data_parallel_size / elapsed
+        metrics["zero/samples_per_s"] = self._samples * strategy.data_parallel_size / elapsed
         if self._tokens:
-            metrics["monitor/tokens_per_s"] = self._tokens * strategy.data_parallel_size / elapsed
-        metrics["monitor/sent_mib_per_step"] = (_sent_bytes(strategy) - self._sent_before) / steps / MIB
+            metrics["zero/tokens_per_s"] = self._tokens * strategy.data_parallel_size / elapsed
+        metrics["zero/sent_mib_per_step"] = (_sent_bytes(strategy) - self._sent_before) / steps / MIB
         if strategy.config.offload_optimizer is not None:
             exposed = strategy.exposed_step_s - self._exposed_before
-            metrics["monitor/exposed_update_ms"] = 1e3 * exposed / steps
-            metrics["monitor/exposed_update"] = exposed / elapsed
+            metrics["zero/exposed_update_ms"] = 1e3 * exposed / steps
+            metrics["zero/exposed_update"] = exposed / elapsed
         if strategy.loss_scale is not None:
-            metrics["monitor/loss_scale"] = strategy.loss_scale
-            metrics["monitor/skipped_steps"] = strategy.skipped_steps
+            metrics["zero/loss_scale"] = strategy.loss_scale
+            metrics["zero/skipped_steps"] = strategy.skipped_steps
         return metrics
 
     def _utilisation(self, module: pl.LightningModule, strategy: ZeROStrategy) -> float | None:
@@ -362,7 +365,7 @@ def _sent_bytes(strategy: ZeROStrategy) -> int:
 
 def _memory(strategy: ZeROStrategy, unit: Unit) -> dict[str, float]:
     states = strategy.memory_bytes()
-    group = f"memory_{unit.name}"
+    group = f"zero_memory_{unit.name}"
     result = {f"{group}/{k}": v / unit.nbytes for k, v in states.items()}
     device = strategy.root_device
     if device.type == "cuda":
@@ -380,7 +383,7 @@ def _bytes_in_use(strategy: ZeROStrategy) -> dict[str, int]:
         allocated = torch.cuda.memory_allocated(strategy.root_device)
         held["activations"] = max(allocated - sum(held.values()), 0)
         held["allocated"] = allocated
-    offloaded = strategy.activations.metrics().get("activations/stored_bytes")
+    offloaded = strategy.activations.metrics().get("zero_activations/stored_bytes")
     if offloaded is not None:
         held["offloaded"] = int(offloaded)
     statistics = Path("/proc/self/statm")  # Linux

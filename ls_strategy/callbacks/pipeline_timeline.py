@@ -19,9 +19,9 @@ from ls_strategy.parallel.pipeline import timeline
 class PipelineTimeline(Callback):
     """Shows what every stage of a pipeline did when, every so many steps.
 
-    Loggers with TensorBoard's interface get a picture, ``pipeline/timeline``, with one line per rank: forwards blue,
-    backwards green, bubbles grey; and all loggers the share of bubbles, ``pipeline/bubble``. Beside the logs comes
-    ``pipeline_step<N>.json``, for chrome://tracing or ui.perfetto.dev.
+    Loggers with TensorBoard's interface get a picture, ``zero_pipeline/timeline``, with one line per rank over the
+    time in ms: forwards blue, backwards green, bubbles grey; and all loggers the share of bubbles,
+    ``zero_pipeline/bubble``. Beside the logs comes ``pipeline_step<N>.json``, for chrome://tracing or ui.perfetto.dev.
     """
 
     reads_weights = False
@@ -73,9 +73,9 @@ class PipelineTimeline(Callback):
             return
         step = trainer.global_step
         for logger in trainer.loggers:
-            logger.log_metrics({"pipeline/bubble": timeline.bubble(spans)}, step=step)
+            logger.log_metrics({"zero_pipeline/bubble": timeline.bubble(spans)}, step=step)
             experiment: Any = getattr(logger, "experiment", None)
             if hasattr(experiment, "add_image"):
-                experiment.add_image("pipeline/timeline", timeline.picture(spans), step)
+                experiment.add_image("zero_pipeline/timeline", timeline.picture(spans), step)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"pipeline_step{step}.json").write_text(timeline.chrome_trace(spans))

@@ -180,7 +180,10 @@ class CIFARModule(pl.LightningModule):
             return one_cycle(step, peak_step=c.warmup_fraction * total_steps, total_steps=total_steps)
 
         scheduler = LambdaLR(optimizer, factor)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step", "name": "train/lr"},
+        }
 
     def _total_steps(self) -> int:
         steps = self.trainer.estimated_stepping_batches

@@ -306,7 +306,10 @@ class GPTModule(pl.LightningModule):
             )
 
         scheduler = LambdaLR(optimizer, factor)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step", "name": "train/lr"},
+        }
 
     def _total_steps(self) -> int:
         if self.optim.total_steps is not None:

@@ -103,17 +103,17 @@ def test_monitor_logs_what_the_strategy_counts(rank: int, world_size: int, stage
     if rank:
         return
     with (tmp_path / "0" / "metrics.csv").open() as file:
-        last = [row for row in csv.DictReader(file) if row.get("monitor/grad_norm")][-1]
-    assert float(last["monitor/grad_norm"]) == pytest.approx(module.norm, rel=1e-6)
+        last = [row for row in csv.DictReader(file) if row.get("zero/grad_norm")][-1]
+    assert float(last["zero/grad_norm"]) == pytest.approx(module.norm, rel=1e-6)
     strategy: Any = trainer.strategy
-    sent = float(last["monitor/sent_mib_per_step"]) * (1 << 20)
+    sent = float(last["zero/sent_mib_per_step"]) * (1 << 20)
     planned = 4 * strategy.engine.plan.elements_sent()
     assert planned <= sent < planned + 256  # and the agreements of a few bytes
     states = strategy.memory_bytes()
-    assert float(last["memory_kib/optimizer"]) * (1 << 10) == pytest.approx(states["optimizer"])
-    assert float(last["monitor/samples_per_s"]) > 0
-    assert float(last["monitor/mfu"]) > 0
-    assert "monitor/tokens_per_s" not in last
+    assert float(last["zero_memory_kib/optimizer"]) * (1 << 10) == pytest.approx(states["optimizer"])
+    assert float(last["zero/samples_per_s"]) > 0
+    assert float(last["zero/mfu"]) > 0
+    assert "zero/tokens_per_s" not in last
 
 
 @on_ranks(2)

@@ -497,8 +497,8 @@ def test_a_picture_and_a_trace_of_the_stages(rank, world_size, tmp_path):
     if rank == 0:
         logger.experiment.flush()
         events = EventAccumulator(str(tmp_path / "run"), size_guidance={"images": 0}).Reload()
-        assert [e.step for e in events.Images("pipeline/timeline")] == [2, 5]
-        assert all(0 < e.value < 1 for e in events.Scalars("pipeline/bubble"))
+        assert [e.step for e in events.Images("zero_pipeline/timeline")] == [2, 5]
+        assert all(0 < e.value < 1 for e in events.Scalars("zero_pipeline/bubble"))
         events = json.loads((tmp_path / "run" / "pipeline_step2.json").read_text())["traceEvents"]
         names = [e["name"] for e in events if e["ph"] == "X"]
         assert sorted(names) == sorted(f"{s}{kind}{m}" for s in range(2) for kind in "FB" for m in range(4))

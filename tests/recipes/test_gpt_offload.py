@@ -29,7 +29,7 @@ def test_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlay: str) -> 
     assert len(logged["train/loss"]) == 3
     assert all(math.isfinite(loss) and 3.0 < loss < 8.0 for loss in logged["train/loss"])
     # States that are on a drive take no memory, and have no chart.
-    masters, moments = (logged.get(f"memory_mib/{kind}", [0.0])[-1] for kind in ("masters", "optimizer"))
+    masters, moments = (logged.get(f"zero_memory_mib/{kind}", [0.0])[-1] for kind in ("masters", "optimizer"))
     if "nvme" in overlay:
         assert masters < 1e-6
         assert moments == 0

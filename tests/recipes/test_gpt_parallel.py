@@ -28,7 +28,7 @@ def test_one_model_on_two_ranks_learns_as_on_one(tmp_path: Path, overlay: str) -
     fit(tmp_path / overlay, ["base", overlay], *SHORT)
     expected, found = scalars(tmp_path / "one"), scalars(tmp_path / overlay)
     assert len(found["train/loss"]) == 3
-    for name in ("train/loss", "val/loss", "monitor/grad_norm"):
+    for name in ("train/loss", "val/loss", "zero/grad_norm"):
         assert found[name] == pytest.approx(expected[name], rel=1e-5), name
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ls_strategy import ConfigError
-from ls_strategy.expert_monitor import ExpertMonitor, LayerLoad, picture, scalars
+from ls_strategy.expert_monitor import ExpertMonitor, LayerLoad, cells, scalars
 from ls_strategy.moe.layer import MoE
 from ls_strategy.moe.losses import moe_losses
 from ls_strategy.strategy import ZeROStrategy
@@ -99,7 +99,9 @@ def fit(module: Net, folder: Path, *, callbacks: list[pl.Callback], **options: A
 def rows(folder: Path) -> list[dict[str, float]]:
     with (folder / "0" / "metrics.csv").open() as file:
         return [
-            {k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file) if row.get("experts/dropped")
+            {k: float(v) for k, v in row.items() if v}
+            for row in csv.DictReader(file)
+            if row.get("zero_experts/entropy")
         ]
 
 
@@ -120,13 +122,13 @@ def test_logs_what_the_layers_counted(tmp_path: Path) -> None:
     assert [row["step"] for row in logged] == [2, 4]
     for interval, row in enumerate(logged):
         first, second = kept_by_hand([module], interval)
-        assert row["expert_dropped/layers.0"] == pytest.approx(first)
-        assert row["expert_dropped/layers.1"] == pytest.approx(second)
-        assert row["experts/dropped"] == pytest.approx((first + second) / 2)
-        assert row["experts/dropped"] > 0
-        assert row["experts/largest_load"] == max(row[f"expert_largest_load/layers.{i}"] for i in (0, 1))
-        assert 0 < row["expert_entropy/layers.0"] <= math.log(EXPERTS[0])
-        assert "experts/sent_mib_per_step" not in row
+        assert row["zero_expert_dropped/layers.0"] == pytest.approx(first)
+        assert row["zero_expert_dropped/layers.1"] == pytest.approx(second)
+        assert row["zero_experts/dropped"] == pytest.approx((first + second) / 2)
+        assert row["zero_experts/dropped"] > 0
+        assert row["zero_experts/largest_load"] == max(row[f"zero_expert_largest_load/layers.{i}"] for i in (0, 1))
+        assert 0 < row["zero_expert_entropy/layers.0"] <= math.log(EXPERTS[0])
+        assert "zero_experts/sent_mib_per_step" not in row
 
 
 def test_training_is_the_same_without_it(tmp_path: Path) -> None:
@@ -148,7 +150,7 @@ def test_accumulated_batches_are_one_step(tmp_path: Path) -> None:
     fit(module, tmp_path, callbacks=[ExpertMonitor(1)], max_steps=2, accumulate_grad_batches=4)
     assert [row["step"] for row in rows(tmp_path)] == [1, 2]
     kept = module.interval[0][0]
-    assert rows(tmp_path)[0]["expert_dropped/layers.0"] == pytest.approx(1 - int(kept.sum()) / 32)
+    assert rows(tmp_path)[0]["zero_expert_dropped/layers.0"] == pytest.approx(1 - int(kept.sum()) / 32)
 
 
 def test_a_model_without_experts_logs_nothing(tmp_path: Path) -> None:
@@ -160,9 +162,10 @@ def test_a_model_without_experts_logs_nothing(tmp_path: Path) -> None:
 def test_a_layer_that_another_rank_holds_adds_nothing(tmp_path: Path) -> None:
     fit(Absent(), tmp_path, callbacks=[ExpertMonitor(EVERY)])
     for row in rows(tmp_path):
-        assert row["expert_largest_load/layers.1"] == row["expert_entropy/layers.1"] == 0.0
-        assert row["expert_largest_load/layers.0"] >= 1.0
-        assert row["experts/dropped"] == row["expert_dropped/layers.0"]
+        assert not {"zero_expert_largest_load/layers.1", "zero_expert_entropy/layers.1"} & row.keys()
+        assert row["zero_expert_unused/layers.1"] == 1.0
+        assert row["zero_expert_largest_load/layers.0"] >= 1.0
+        assert row["zero_experts/dropped"] == row["zero_expert_dropped/layers.0"]
 
 
 @pytest.mark.parametrize("options", [{"every_n_steps": 0}, {"picture_every_n_steps": 0}])
@@ -197,14 +200,15 @@ def test_sums_over_all_ranks_under_ddp_and_expert_parallelism(tmp_path: Path) ->
         assert [row["step"] for row in logged] == [2, 4]
         for interval, row in enumerate(logged):
             first, second = kept_by_hand(modules, interval)
-            assert row["expert_dropped/layers.0"] == pytest.approx(first)
-            assert row["expert_dropped/layers.1"] == pytest.approx(second)
-            assert ("experts/sent_mib_per_step" in row) == (name == "ep2")
-            assert row.get("experts/sent_mib_per_step", 1) > 0
-            assert ("experts/wait_ms_per_step" in row) == (name == "ep2")
-            assert row.get("experts/wait_ms_per_step", 1) > 0
+            assert row["zero_expert_dropped/layers.0"] == pytest.approx(first)
+            assert row["zero_expert_dropped/layers.1"] == pytest.approx(second)
+            assert ("zero_experts/sent_mib_per_step" in row) == (name == "ep2")
+            assert row.get("zero_experts/sent_mib_per_step", 1) > 0
+            assert ("zero_experts/wait_ms_per_step" in row) == (name == "ep2")
+            assert row.get("zero_experts/wait_ms_per_step", 1) > 0
     # The same tokens and weights at first, however states and experts are divided.
-    assert rows(tmp_path / "ep1")[0]["experts/largest_load"] == rows(tmp_path / "ddp")[0]["experts/largest_load"]
+    loads = [rows(tmp_path / name)[0]["zero_experts/largest_load"] for name in ("ep1", "ddp")]
+    assert loads[0] == loads[1]
 
 
 # --- numbers and pictures -------------------------------------------------------------------------------------------
@@ -217,24 +221,24 @@ def load(*routed: int, kept: tuple[int, ...] | None = None) -> LayerLoad:
 
 def test_numbers_by_hand() -> None:
     found = scalars({"a": load(6, 2, 0, 0, kept=(3, 2, 0, 0)), "b": load(1, 1)})
-    assert found["expert_largest_load/a"] == 3.0
-    assert found["expert_largest_load/b"] == 1.0
-    assert found["experts/largest_load"] == 3.0
-    assert found["expert_unused/a"] == 0.5
-    assert found["experts/unused"] == pytest.approx(2 / 6)
-    assert found["expert_dropped/a"] == pytest.approx(3 / 8)
-    assert found["experts/dropped"] == pytest.approx(3 / 10)
-    assert (found["experts/entropy"], found["experts/balance_loss"], found["experts/z_loss"]) == (1.0, 2.0, 3.0)
+    assert found["zero_expert_largest_load/a"] == 3.0
+    assert found["zero_expert_largest_load/b"] == 1.0
+    assert found["zero_experts/largest_load"] == 3.0
+    assert found["zero_expert_unused/a"] == 0.5
+    assert found["zero_experts/unused"] == pytest.approx(2 / 6)
+    assert found["zero_expert_dropped/a"] == pytest.approx(3 / 8)
+    assert found["zero_experts/dropped"] == pytest.approx(3 / 10)
+    assert [found[f"zero_experts/{name}"] for name in ("entropy", "balance_loss", "z_loss")] == [1.0, 2.0, 3.0]
 
 
 def test_a_layer_that_saw_nothing_has_numbers() -> None:
     found = scalars({"a": load(0, 0)})
-    assert found["experts/largest_load"] == found["experts/dropped"] == 0.0
-    assert found["experts/unused"] == 1.0
+    assert found["zero_experts/largest_load"] == found["zero_experts/dropped"] == 0.0
+    assert found["zero_experts/unused"] == 1.0
 
 
 def test_the_picture_shows_layers_by_lines_and_experts_by_cells() -> None:
-    image = picture([torch.tensor([0.0, 1.0, 1.0, 2.0]), torch.tensor([5.0, 5.0])], width=400, height=10)
+    image = cells([torch.tensor([0.0, 1.0, 1.0, 2.0]), torch.tensor([5.0, 5.0])], width=400, height=10)
     assert image.shape == (3, 2 * 14 + 4, 400)
     assert image.dtype == torch.uint8
 
@@ -247,12 +251,12 @@ def test_the_picture_shows_layers_by_lines_and_experts_by_cells() -> None:
     assert busy[0] > 200 > busy[1]  # red
     assert busy[1] < even[1]
     assert colour(1, 100) == colour(1, 300) == even  # half as many experts, cells twice as wide
-    little = picture([torch.tensor([1.0, 19.0])], width=100)[:, 10, 25].tolist()
+    little = cells([torch.tensor([1.0, 19.0])], width=100)[:, 10, 25].tolist()
     assert little[2] > little[0]  # blue
 
 
 def test_many_experts_still_fit() -> None:
-    image = picture([torch.arange(1.0, 513.0)], width=960, height=4)
+    image = cells([torch.arange(1.0, 513.0)], width=960, height=4)
     assert image[:, 6].float().std() > 10
 
 
@@ -265,9 +269,9 @@ def test_tensorboard_gets_histograms_and_pictures(tmp_path: Path) -> None:
     monitor = ExpertMonitor(1, picture_every_n_steps=2)
     fit(module, tmp_path, callbacks=[monitor], logger=TensorBoardLogger(tmp_path, name="", version="0"))
     events = EventAccumulator(str(tmp_path / "0"), size_guidance={"histograms": 0, "images": 0}).Reload()
-    assert [e.step for e in events.Images("experts/load")] == [1, 3]
-    assert [e.step for e in events.Scalars("experts/entropy")] == [1, 2, 3, 4]
+    assert [e.step for e in events.Images("zero_experts/load")] == [1, 3]
+    assert [e.step for e in events.Scalars("zero_experts/entropy")] == [1, 2, 3, 4]
     for layer, experts in enumerate(EXPERTS):
-        histogram = events.Histograms(f"expert_tokens/layers.{layer}")[0].histogram_value
+        histogram = events.Histograms(f"zero_expert_tokens/layers.{layer}")[0].histogram_value
         assert histogram.bucket_limit == [i + 0.5 for i in range(experts)]
         assert sum(histogram.bucket) == histogram.num == 8

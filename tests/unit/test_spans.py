@@ -356,17 +356,17 @@ def record(shift: float = 0.0) -> Record:
 
 def test_a_sample_tells_what_was_exposed() -> None:
     metrics = Sample(record(), 2).metrics()
-    assert metrics["time/communication_ms"] == 2500
-    assert metrics["time/communication_exposed_ms"] == 500
-    assert metrics["time/communication_hidden_ms"] == 2000
-    assert metrics["time_share/communication_exposed"] == pytest.approx(0.1)
-    assert metrics["traffic/all_gather_mib_per_step"] == pytest.approx(100 / 2 / (1 << 20))
-    assert metrics["traffic/communication_gb_per_s"] == pytest.approx(150 / 5 / 1e9)
-    assert metrics["time/copies_ms"] == 1000
-    assert metrics["time/copies_exposed_ms"] == 500
-    assert metrics["traffic/copies_mib_per_step"] == pytest.approx(10 / 2 / (1 << 20))
+    assert metrics["zero_time/communication_ms"] == 2500
+    assert metrics["zero_time/communication_exposed_ms"] == 500
+    assert metrics["zero_time/communication_hidden_ms"] == 2000
+    assert metrics["zero_time_share/communication_exposed"] == pytest.approx(0.1)
+    assert metrics["zero_traffic/all_gather_mib_per_step"] == pytest.approx(100 / 2 / (1 << 20))
+    assert metrics["zero_traffic/communication_gb_per_s"] == pytest.approx(150 / 5 / 1e9)
+    assert metrics["zero_time/copies_ms"] == 1000
+    assert metrics["zero_time/copies_exposed_ms"] == 500
+    assert metrics["zero_traffic/copies_mib_per_step"] == pytest.approx(10 / 2 / (1 << 20))
     memory = Sample(record(), 2).memory_metrics(unit_for(1 << 20))
-    assert memory["memory_after_forward_mib/parameters"] == pytest.approx(1.0)
+    assert memory["zero_memory_after_forward_mib/parameters"] == pytest.approx(1.0)
 
 
 def test_units_fit_the_size() -> None:

@@ -11,12 +11,16 @@ import torch
 from torch import Tensor
 
 from ls_strategy.chrome_trace import ChromeTrace
+from ls_strategy.figure import ROW_GAP, Frame, framed, ticks
 from ls_strategy.parallel.pipeline.schedules import Action
 
 Span = tuple[Action, float, float]
 """An action, its start and its end, seconds."""
 
 _COLOURS = {"F": (66, 133, 244), "B": (52, 168, 83), "I": (120, 200, 120), "W": (251, 188, 4)}
+_NAMES = {
+    "F": "F: forward", "B": "B: backward", "I": "I: backward, gradients of inputs", "W": "W: backward, of weights"
+}  # fmt: skip
 _BACKGROUND = 240
 
 
@@ -86,15 +90,32 @@ def chrome_trace(spans: Sequence[Sequence[Span]]) -> str:
 
 
 def picture(spans: Sequence[Sequence[Span]], *, width: int = 1200, height: int = 24) -> Tensor:
-    """The schedule as an image, ``(3, ranks * (height + 4) + 4, width)`` uint8, for TensorBoard's ``add_image``.
+    """The schedule as an image, ``(3, H, W)`` uint8, for TensorBoard's ``add_image``: `bars` with axes and a legend."""
+    kinds = {action.kind for row in spans for action, _, _ in row}
+    legend = [(_COLOURS[kind], name) for kind, name in _NAMES.items() if kind in kinds]
+    stages = max((len({action.stage for action, _, _ in row}) for row in spans), default=1)
+    several = f"; lighter: later of a rank's {stages} stages" if stages > 1 else ""
+    return framed(
+        bars(spans, width=width, height=height),
+        Frame(
+            title=f"one optimizer step by pipeline rank: {100 * bubble(spans):.1f} % of the time is bubble{several}",
+            rows=[f"pipeline rank {rank}" for rank in range(len(spans))],
+            x_label="time since the first action, ms",
+            x_ticks=ticks(1e3 * _extent(spans)[1]),
+            legend=[*legend, ((_BACKGROUND, _BACKGROUND, _BACKGROUND), "bubble (no work)")],
+        ),
+    )
+
+
+def bars(spans: Sequence[Sequence[Span]], *, width: int = 1200, height: int = 24) -> Tensor:
+    """The actions alone, ``(3, ranks * (height + 4) + 4, width)`` uint8.
 
     One line per rank: F blue, B green, I light green, W yellow, lighter for later stages of the rank; bubbles grey.
     """
-    image = torch.full((3, len(spans) * (height + 4) + 4, width), _BACKGROUND, dtype=torch.uint8)
-    zero = min((start for row in spans for _, start, _ in row), default=0.0)
-    length = max((end for row in spans for _, _, end in row), default=1.0) - zero
+    image = torch.full((3, len(spans) * (height + ROW_GAP) + ROW_GAP, width), _BACKGROUND, dtype=torch.uint8)
+    zero, length = _extent(spans)
     for rank, row in enumerate(spans):
-        top = 4 + rank * (height + 4)
+        top = ROW_GAP + rank * (height + ROW_GAP)
         stages = sorted({action.stage for action, _, _ in row})
         for action, start, end in row:
             left = int((start - zero) / length * width)
@@ -106,22 +127,7 @@ def picture(spans: Sequence[Sequence[Span]], *, width: int = 1200, height: int =
     return image
 
 
-def svg(spans: Sequence[Sequence[Span]], *, width: int = 1200, height: int = 24) -> str:
-    """The same picture as SVG, with the name of every action as a tooltip."""
-    zero = min((start for row in spans for _, start, _ in row), default=0.0)
-    length = max((end for row in spans for _, _, end in row), default=1.0) - zero
-    total = len(spans) * (height + 4) + 4
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{total}">']
-    parts.append(
-        f'<rect width="{width}" height="{total}" fill="#{_BACKGROUND:02x}{_BACKGROUND:02x}{_BACKGROUND:02x}"/>'
-    )
-    for rank, row in enumerate(spans):
-        y = 4 + rank * (height + 4)
-        for action, start, end in row:
-            x, w = (start - zero) / length * width, (end - start) / length * width
-            colour = "#{:02x}{:02x}{:02x}".format(*_COLOURS[action.kind])
-            parts.append(
-                f'<rect x="{x:.2f}" y="{y}" width="{w:.2f}" height="{height}" fill="{colour}" stroke="#5a5a5a">'
-                f"<title>{action}: {(end - start) * 1e3:.3f} ms</title></rect>"
-            )
-    return "".join([*parts, "</svg>"])
+def _extent(spans: Sequence[Sequence[Span]]) -> tuple[float, float]:
+    """The first start, and the seconds from there to the last end."""
+    start = min((start for row in spans for _, start, _ in row), default=0.0)
+    return start, max((end for row in spans for _, _, end in row), default=1.0) - start
