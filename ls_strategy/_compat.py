@@ -260,7 +260,8 @@ def around_batches(
 
     def is_last() -> bool:
         progress = epochs.batch_progress
-        return progress.is_last_batch or progress.current.ready >= trainer.num_training_batches
+        last = progress.is_last_batch or progress.current.ready >= trainer.num_training_batches
+        return last and not _reaches_max_steps(trainer)
 
     def run(data_fetcher: Any) -> None:
         begin("training epoch", "limit_train_batches", is_last)
@@ -278,6 +279,13 @@ def around_batches(
             vars(loop).pop(name, None)
         if evaluation:
             _around_evaluation(loop, partial(begin, what, limit, partial(_is_last_batch, loop)), end)
+
+
+def _reaches_max_steps(trainer: Any) -> bool:
+    """Whether all ranks stop after this batch, however many more their loaders have."""
+    module, epochs = trainer.lightning_module, trainer.fit_loop.epoch_loop
+    ends_accumulation = epochs.batch_progress.current.ready % trainer.accumulate_grad_batches == 0
+    return module.automatic_optimization and ends_accumulation and epochs.global_step + 1 == trainer.max_steps
 
 
 def _is_last_batch(loop: Any) -> bool:

@@ -25,11 +25,13 @@ class Endless(IterableDataset):
         self.numel, self.fails_at, self.error = numel, fails_at, error
 
     def __iter__(self) -> Iterator[Any]:
-        x, y = samples(max(self.numel, 1))
-        for i in range(self.numel):
-            if i == self.fails_at:
-                raise self.error("the file of sample 5 is gone")
-            yield x[i], y[i]
+        return map(self.sample, range(self.numel))  # a generator would turn StopIteration into a RuntimeError
+
+    def sample(self, i: int) -> Any:
+        if i == self.fails_at:
+            raise self.error("the file of sample 5 is gone")
+        x, y = samples(self.numel)
+        return x[i], y[i]
 
 
 def loader(batches: int, *, sized: bool) -> DataLoader:
@@ -44,7 +46,7 @@ def run(strategy: Any, call: str, *data: Any, module: Net | None = None, **optio
     before = time.monotonic()
     with pytest.raises(LSError) as error:
         getattr(trainer, call)(module, *data)
-    assert isinstance(error.value, (DataError, RankFailedError))
+    assert isinstance(error.value, (DataError, RankFailedError)), error.value
     return str(error.value), time.monotonic() - before
 
 
@@ -67,6 +69,31 @@ def test_the_cure_works(rank: int, world_size: int) -> None:
     trainer = trainer_of(2, max_epochs=2, use_distributed_sampler=False, limit_train_batches=FEW)
     trainer.fit(Net(), loader((FEW, MORE)[rank], sized=False))
     assert trainer.global_step == 2 * FEW
+
+
+@pytest.mark.parametrize(("sized", "accumulate"), [(True, 1), (False, 2)])
+@on_ranks(2)
+def test_nobody_runs_out_where_all_stop_at_the_same_step(
+    rank: int, world_size: int, sized: bool, accumulate: int
+) -> None:
+    """The last batch of rank 0 is the one that reaches ``max_steps`` on all ranks, as DDP trains it."""
+    ddp, ours = Net(), Net()
+    for strategy, module in (("ddp", ddp), (2, ours)):
+        trainer = trainer_of(
+            strategy, max_epochs=-1, max_steps=FEW // accumulate, accumulate_grad_batches=accumulate,
+            use_distributed_sampler=False,
+        )  # fmt: skip
+        trainer.fit(module, loader((FEW, MORE)[rank], sized=sized))
+        assert trainer.global_step == FEW // accumulate
+    assert ours.losses == pytest.approx(ddp.losses, rel=1e-6)
+
+
+@on_ranks(2)
+def test_a_last_batch_ends_an_accumulation_on_one_rank_alone(rank: int, world_size: int) -> None:
+    """Both would stop at step 2: rank 0 after its batch 4, the last, and rank 1 after batch 6."""
+    options = {"max_steps": 2, "accumulate_grad_batches": 3}
+    message, _ = run(2, "fit", loader((FEW, MORE)[rank], sized=True), **options)
+    assert "Got 4 batches on rank 0" in message
 
 
 @on_ranks(3)
@@ -125,23 +152,29 @@ def test_leaving_the_epoch_on_one_rank(rank: int, world_size: int, how: str) -> 
     assert seconds < 30
 
 
-@pytest.mark.parametrize("error", [KeyError, StopIteration])
 @pytest.mark.slow
 @on_ranks(2)
-def test_an_error_in_one_ranks_loader(rank: int, world_size: int, error: type[BaseException]) -> None:
-    data = DataLoader(Endless(12, fails_at=5 if rank else None, error=error), batch_size=2)
-    trainer = trainer_of(2, max_epochs=1)
+def test_an_error_in_one_ranks_loader(rank: int, world_size: int) -> None:
+    data = DataLoader(Endless(12, fails_at=5 if rank else None), batch_size=2)
     before = time.monotonic()
-    with pytest.raises((KeyError, RuntimeError)) as raised:
-        trainer.fit(Net(), data)
-    assert rank == 1 or "the file of sample 5 is gone" in str(raised.value)
+    with pytest.raises((KeyError, RankFailedError), match="the file of sample 5 is gone"):
+        trainer_of(2, max_epochs=1).fit(Net(), data)
     assert time.monotonic() - before < 30
 
 
 @pytest.mark.slow
 @on_ranks(2)
+def test_a_stop_iteration_in_one_ranks_loader_ends_its_data(rank: int, world_size: int) -> None:
+    data = DataLoader(Endless(12, fails_at=5 if rank else None, error=StopIteration), batch_size=2)
+    message, seconds = run(2, "fit", data)
+    assert "Got 3 batches on rank 1 in this training epoch, and" in message
+    assert seconds < 30
+
+
+@pytest.mark.slow
+@on_ranks(2)
 def test_a_pipeline(rank: int, world_size: int) -> None:
-    data = loader((FEW, MORE)[rank], sized=True)
+    data = DataLoader(TensorDataset(*(t[: 2 * (FEW, MORE)[rank]] for t in samples(2 * MORE))), batch_size=2)
     message, _ = run(ZeROStrategy(1, pipeline_parallel_size=2, micro_batches=2), "fit", data)
     assert "Got 4 batches on rank 0" in message
 
