@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(400)
 
 PROGRAM = """
-import os, sys, time
+import gc, os, sys, time
 from pathlib import Path
 
 folder, strategy, how = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
@@ -32,6 +32,7 @@ from tests.dist.ranks import Net, batches, quiet
 
 class Program(Net):
     def on_train_start(self):
+        gc.collect()  # Python drops a KeyboardInterrupt that meets it in a ``__del__``, and imports leave some behind
         (folder / f"rank{rank}.trains").touch()
 
     def on_validation_start(self):
@@ -157,10 +158,6 @@ def test_signals_at_random_moments(start: Callable[..., Run], stage: str, number
         run.wait_for("trains")
         time.sleep(moments.random())
         strike(run, target, number)
-        if number == signal.SIGINT:  # Python drops a KeyboardInterrupt that meets it in a ``__del__``
-            time.sleep(5)
-            if _is_running(run.process.pid):
-                strike(run, "launcher", number)
         run.ends_within(30)
 
 
