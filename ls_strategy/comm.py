@@ -362,20 +362,28 @@ class Failures:
     def _key(self, rank: int) -> str:
         return f"ls_strategy/failure/{self.round}/{rank}"
 
-    def announce(self, error: BaseException, *, patience_s: float) -> bool:
+    def announce(self, error: BaseException, *, patience_s: float, place: str = "") -> bool:
         """Leave word that this rank failed, and see whether all others fail too.
 
+        Args:
+            error: why.
+            patience_s: how long to wait for the others.
+            place: what this rank has in flight.
+
         Returns:
-            True if every rank failed within ``patience_s`` seconds: nobody waits, and the group may live on.
+            True if every rank failed within ``patience_s`` seconds at the same place: nobody waits, and the group may
+            live on. What only some ranks have in flight would meet operations of the next run.
         """
         try:
             store = default_store()
+            store.set(f"{self._key(self.rank)}/place", place)
             store.set(self._key(self.rank), f"rank {self.rank}: {type(error).__name__}: {error}")
             deadline = time.monotonic() + patience_s
             while time.monotonic() < deadline:
                 if store.check([self._key(r) for r in range(self.world_size)]):
+                    places = store.multi_get([f"{self._key(r)}/place" for r in range(self.world_size)])
                     self.round += 1
-                    return True
+                    return len(set(places)) == 1
                 time.sleep(0.05)
         except Exception:  # the store is gone with the rank that held it; the first error matters more
             return False

@@ -47,7 +47,7 @@ from ls_strategy.parallel.pipeline.schedules import Action, least_micro_batches,
 from ls_strategy.parallel.pipeline.stage import StageRunner
 from ls_strategy.parallel.pipeline.timeline import Recorder, Span
 from ls_strategy.parallel.pipeline.trace import observe, stand_in
-from ls_strategy.parallel.random import draw, generator_of, hash64, set_state
+from ls_strategy.parallel.random import draw, generator_of, hash64, position, set_state
 from ls_strategy.zero.share import Share
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -102,6 +102,7 @@ class Pipeline:
         self._tied_group = self._make_tied_group()
         self._engine: Engine | None = None
         self._last = False
+        self._evaluated = 0  # batches since the last one that was trained
 
     def _dry_run(self, module: pl.LightningModule, stages: int) -> Usage:
         """The user's step once, on the shapes of a batch, on a copy of the module. Collective over all ranks.
@@ -236,7 +237,8 @@ class Pipeline:
         self._engine, self._last = engine, last
         logged = Logged(module)
         engine.begin_micro_batches()
-        with self._own_random_numbers(), logged.recording():
+        self._evaluated = 0
+        with self._own_random_numbers(trainer), logged.recording():
             report = self.runner.train(
                 lambda part: step(part, *args[1:]), parts, [share * scale / accumulate for share in shares]
             )
@@ -269,7 +271,8 @@ class Pipeline:
         """A validation, test or predict step; what it returns is on every rank. Collective."""
         parts, sizes = self._split(args[0])
         logged = Logged(module)
-        with self._own_random_numbers(), logged.recording():
+        self._evaluated += 1
+        with self._own_random_numbers(module.trainer), logged.recording():
             results = self.runner.evaluate(lambda part: step(part, *args[1:]), parts)
         shares = [size / sum(sizes) for size in sizes]
         merged = merge(results, shares) if self.is_last else None
@@ -319,19 +322,24 @@ class Pipeline:
         return found
 
     @contextmanager
-    def _own_random_numbers(self) -> Generator[None, None, None]:
-        """Inside, every stage draws its own numbers; afterwards all go on alike."""
+    def _own_random_numbers(self, trainer: pl.Trainer) -> Generator[None, None, None]:
+        """Inside, every stage draws its own numbers; afterwards all go on from where they were.
+
+        The numbers follow from the generator's state and the place in the run, which a checkpoint restores.
+        """
+        place = hash64(trainer.current_epoch << 32 | trainer.fit_loop.epoch_loop.batch_idx + 1)
+        seed = hash64(place ^ hash64(self._evaluated << 16 | self.mesh.pipeline.rank))
         generators = {generator_of(torch.device("cpu")), generator_of(self.device)}
         kept = []
         for generator in generators:
-            number, after = draw(generator)
-            kept.append((generator, after))
-            generator.manual_seed(hash64(number << 16 | self.mesh.pipeline.rank) >> 32)
+            kept.append((generator, position(generator)))
+            number, _ = draw(generator)
+            generator.manual_seed(hash64(seed ^ number) >> 32)
         try:
             yield
         finally:
-            for generator, after in kept:
-                set_state(generator, after)
+            for generator, before in kept:
+                set_state(generator, before)
 
 
 def _side_loss(module: nn.Module) -> SideLoss:

@@ -76,6 +76,8 @@ class Lockstep:
         self._due = 1
         self._batches = 0
         self._since = time.perf_counter()
+        self.in_flight = False
+        """Whether an exception has ended a wait for other ranks; they may not have come."""
         if comm.world_size > 1:
             self._store = default_store().clone()  # a connection of its own: others wait on theirs
             self._keys = [f"ls_strategy/batch/{rank}" for rank in range(comm.world_size)]
@@ -134,12 +136,14 @@ class Lockstep:
 
     def _meet(self, now: Round) -> None:
         now.met = True
+        self.in_flight = True
         values = self._values(now, meeting=True)
         with self._comm.naming_failures(), spans.waiting(spans.COMMUNICATION, "batches"):
             work = dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group, async_op=True)
             assert work is not None
             self._wait(work, now)
             work.wait()
+        self.in_flight = False
         self._check(values, now)
 
     def _wait(self, work: dist.Work, now: Round) -> None:
@@ -228,6 +232,12 @@ class Lockstep:
         return torch.tensor([self.asked, batch_us, meeting, not meeting, place, -place], dtype=torch.int64)
 
 
+_PREDICTION = (
+    " Lightning's sampler for prediction does not pad the data: at stage 3 repeat samples until their number is a "
+    "multiple of devices * batch_size, or predict with ZeROStrategy(stage=2) or devices=1."
+)
+
+
 def _uneven(now: Round, few: dict[int, int], more: dict[int, int]) -> str:
     """The message: who has how many batches, and the cure."""
     fewest = min(few.values())
@@ -236,7 +246,7 @@ def _uneven(now: Round, few: dict[int, int], more: dict[int, int]) -> str:
         f"Got {_counts(few)} in this {now.what}, and {others}. Ranks wait for each other in every step, "
         "so all need the same number. Let a DistributedSampler cut the data (Lightning inserts one unless "
         "use_distributed_sampler=False), let an IterableDataset yield as many batches on every rank, or set "
-        f"Trainer({now.limit}={max(fewest, 1)})."
+        f"Trainer({now.limit}={max(fewest, 1)})." + (_PREDICTION if now.what == "prediction" else "")
     )
 
 

@@ -9,7 +9,7 @@ import random
 import socket
 from pathlib import Path
 
-from ls_strategy.errors import PlanError
+from ls_strategy.errors import PlanError, StateError
 
 PORTS = range(20_000, 32_000)
 """Below the range that the kernel hands out to outgoing connections, so that none of these takes the port meanwhile."""
@@ -32,6 +32,29 @@ def free_port() -> int:
         f"found no free TCP port between {PORTS.start} and {PORTS.stop - 1} on {socket.gethostname()}. "
         "Set MASTER_PORT to one that is."
     )
+
+
+_left: dict[tuple[str, int], str] = {}
+"""Where this process has left its process group after an error, and the error."""
+
+
+def leave(address: str, port: int, why: str) -> None:
+    """Note that this process has closed its connections to the ranks that met there."""
+    _left[address, port] = why
+
+
+def check_left(address: str, port: int) -> None:
+    """Raise where ranks cannot meet again: the store there has the addresses of connections that are closed.
+
+    Raises:
+        StateError: with the error that closed them.
+    """
+    if (address, port) in _left:
+        raise StateError(
+            f"an earlier run of this process ended with an error that other ranks did not share ({_left[address, port]}"
+            f"), so connections were closed, and ranks cannot meet at {address}:{port} again. Start all processes of "
+            "the run anew."
+        )
 
 
 def check_port(address: str, port: int, rank: int) -> None:

@@ -515,6 +515,7 @@ class ZeROStrategy(DDPStrategy):
         if not dist.is_initialized() and environment is not None:
             gpus = self.root_device.type == "cuda"
             preflight.require(os.environ, devices=self.num_processes, num_nodes=self.num_nodes, gpus=gpus)
+            rendezvous.check_left(environment.main_address, environment.main_port)
             self.set_world_ranks()  # a forked rank has its local one alone so far
             rendezvous.check_port(environment.main_address, environment.main_port, environment.global_rank())
         super().setup_environment()
@@ -1197,7 +1198,9 @@ class ZeROStrategy(DDPStrategy):
             return  # raised on every rank alike: nobody waits
         if self._comm is None or not dist.is_initialized() or self._comm.world_size == 1:
             return
-        all_failed = self._comm.failures.announce(exception, patience_s=_PATIENCE_S)
+        waits = self._lockstep is not None and self._lockstep.in_flight
+        place = f"{waits} {self.engine.reducer.abandoned if self.engine is not None else 0}"
+        all_failed = self._comm.failures.announce(exception, patience_s=_PATIENCE_S, place=place)
         if not all_failed and self._saver is not None:
             self._saver.abandon()
         if not all_failed or isinstance(exception, RankFailedError):
@@ -1205,6 +1208,9 @@ class ZeROStrategy(DDPStrategy):
                 self.parallel.pipeline.break_connections()
             self._comm.break_connections()
             dist.destroy_process_group()
+            if self.cluster_environment is not None:
+                where = self.cluster_environment.main_address, self.cluster_environment.main_port
+                rendezvous.leave(*where, f"{type(exception).__name__}: {exception}")
 
     def _end_saves(self, *, quietly: bool) -> None:
         """Wait for saves in the background; after an exception only log what goes wrong."""

@@ -141,8 +141,21 @@ def draw(generator: torch.Generator) -> tuple[int, Any]:
     return number, (seed, offset + 4)  # offsets are multiples of 4
 
 
+def position(generator: torch.Generator) -> Any:
+    """The state, for `set_state`. Waits for no device."""
+    if generator.device.type == "cpu":
+        return generator.get_state()
+    return generator.initial_seed(), generator.get_offset()
+
+
+def has_drawn(generator: torch.Generator, since: Any) -> bool:
+    """Whether a generator has left a `position`."""
+    now = position(generator)
+    return not torch.equal(now, since) if isinstance(now, torch.Tensor) else now != since
+
+
 def set_state(generator: torch.Generator, state: Any) -> None:
-    """Go on from a state that `draw` returned."""
+    """Go on from a state that `draw` or `position` returned."""
     if isinstance(state, torch.Tensor):
         generator.set_state(state)
     else:

@@ -28,7 +28,7 @@ from ls_strategy.parallel.attention import Interception, attention_over, leave, 
 from ls_strategy.parallel.divided import Cut, whole
 from ls_strategy.parallel.hooks import Hooks, change_output
 from ls_strategy.parallel.logits import wrap_sequence
-from ls_strategy.parallel.random import draw, generator_of, hash64, set_state
+from ls_strategy.parallel.random import draw, generator_of, has_drawn, hash64, position, set_state
 from ls_strategy.parallel.token_check import compare_with_whole
 from ls_strategy.parallel.tokens import Call, hidden_states, narrow
 
@@ -209,18 +209,20 @@ class SequenceParallel:
 
 @contextmanager
 def _own_stream(axis: Axis, device: torch.device) -> Generator[None, None, None]:
-    """Inside, every rank draws its own numbers; afterwards all go on alike.
+    """Inside, every rank draws its own numbers; afterwards all go on alike, from where they were if none was drawn.
 
     The numbers follow from the generator's state alone, so that recomputation in backward draws the same.
     """
     generator = generator_of(device)
+    before = position(generator)
     number, after = draw(generator)
     # Seeds of 32 bits are none that `random.forked` could take for its own: regions inside work as ever.
     generator.manual_seed(hash64(number << 16 | axis.rank) >> 32)
+    own = position(generator)
     try:
         yield
     finally:
-        set_state(generator, after)
+        set_state(generator, after if has_drawn(generator, own) else before)
 
 
 class _Forward:

@@ -67,6 +67,8 @@ class Reducer:
         self._in_flight: deque[Flat] = deque()
         self._gathers: list[Flat] = []
         self._abandoned: list[Any] = []
+        self.abandoned = 0
+        """Operations that the last `abort` has left in flight."""
         self.reset()
 
     # one backward pass -----------------------------------------------------------------------------------------------
@@ -374,6 +376,7 @@ class Reducer:
 
         What was under way stays referenced for good: freeing a buffer that is still being received into would be worse.
         """
+        self.abandoned = len(self._in_flight) + len(self._gathers)
         self._abandoned.append([(f.reducing, f.gathering_grads, f.grad) for f in (*self._in_flight, *self._gathers)])
         self._in_flight.clear()
         self._gathers.clear()

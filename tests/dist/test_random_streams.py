@@ -62,3 +62,20 @@ def test_the_users_random_numbers_are_those_of_ddp(rank: int, world_size: int) -
     assert len(expected) > 5
     for options in OPTIONS:
         assert seen(ZeROStrategy(**options)) == expected, options
+
+
+@on_ranks(2)
+def test_steps_of_a_pipeline_move_no_generator_outside(rank: int, world_size: int) -> None:
+    """Inside of its steps each stage has numbers of its own."""
+    expected = outside(seen("ddp"))
+    assert len(expected) > 3
+    strategy = ZeROStrategy(1, pipeline_parallel_size=2, micro_batches=2)
+    found = seen(strategy)
+    assert outside(found) == expected
+    inside = [state for place, state in found if place.startswith("training_step")]
+    assert len(set(inside)) == len(inside) // 2, "both micro-batches of a step begin with its numbers, no two steps do"
+
+
+def outside(places: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Of the steps."""
+    return [place for place in places if not place[0].startswith("training_step")]

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(400)
 
 PROGRAM = """
-import os, sys, time
+import gc, os, sys, time
 from pathlib import Path
 
 folder, strategy, how = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
@@ -32,6 +32,7 @@ from tests.dist.ranks import Net, batches, quiet
 
 class Program(Net):
     def on_train_start(self):
+        gc.collect()  # Python drops a KeyboardInterrupt that meets it in a ``__del__``, and imports leave some behind
         (folder / f"rank{rank}.trains").touch()
 
     def on_validation_start(self):
@@ -50,7 +51,7 @@ if __name__ == "__main__":
     quiet()
     options = {"start_method": "fork"} if how == "fork" else {}
     if how == "sleep":
-        options["timeout"] = timedelta(seconds=5)
+        options["timeout"] = timedelta(seconds=15)  # also of the rendezvous
     trainer = L.Trainer(
         accelerator="cpu", devices=2, strategy=strategy if strategy == "ddp" else ZeROStrategy(int(strategy), **options),
         max_epochs=-1, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
@@ -157,10 +158,6 @@ def test_signals_at_random_moments(start: Callable[..., Run], stage: str, number
         run.wait_for("trains")
         time.sleep(moments.random())
         strike(run, target, number)
-        if number == signal.SIGINT:  # Python drops a KeyboardInterrupt that meets it in a ``__del__``
-            time.sleep(5)
-            if _is_running(run.process.pid):
-                strike(run, "launcher", number)
         run.ends_within(30)
 
 
@@ -201,7 +198,7 @@ def test_the_launcher_ends_before_the_fit(start: Callable[..., Run], number: int
 def test_a_rank_that_sleeps_ends_with_the_launcher(start: Callable[..., Run]) -> None:
     run = start("2", "sleep")
     run.wait_for("trains")
-    run.ends_within(60)
+    run.ends_within(75)
     assert "has ended, so it ends, too" in run.said()
 
 

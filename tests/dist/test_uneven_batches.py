@@ -110,6 +110,16 @@ def test_evaluation_at_stage_3(rank: int, world_size: int, call: str) -> None:
     assert seconds < 30
 
 
+@on_ranks(2)
+def test_an_odd_number_of_samples_at_stage_3(rank: int, world_size: int) -> None:
+    """Lightning pads what is validated and tested, not what is predicted."""
+    data = DataLoader(TensorDataset(*samples(9)), batch_size=2)
+    for call in ("validate", "test"):
+        getattr(trainer_of(3), call)(Net(), data, verbose=False)
+    with pytest.raises(LSError, match=r"in this prediction.*does not pad the data.*stage=2\) or devices=1"):
+        trainer_of(3).predict(Net(), data)
+
+
 @pytest.mark.slow
 @on_ranks(2)
 def test_validation_during_a_fit_at_stage_3(rank: int, world_size: int) -> None:
@@ -191,3 +201,51 @@ def test_a_failed_run_does_not_prevent_the_next_fit(rank: int, world_size: int) 
     trainer.fit_loop.max_epochs = 3
     trainer.fit(Net(), loader(3, sized=False))
     assert torch.tensor(lockstep._count).item() >= 3
+
+
+class FailsAlone(Net):
+    """An exception on one rank, in the third step."""
+
+    def training_step(self, batch: Any, i: int) -> Any:
+        if i == 2 and self.global_rank == 1:
+            raise ZeroDivisionError("user code failed")
+        return super().training_step(batch, i)
+
+
+class FailsInLast(Net):
+    """Rank 1 fails in the batch that rank 0 does not begin, for it is its last."""
+
+    def training_step(self, batch: Any, i: int) -> Any:
+        if i == FEW - 1 and self.global_rank == 1:
+            time.sleep(1)
+            raise ZeroDivisionError("user code failed")
+        return super().training_step(batch, i)
+
+
+class FailsEverywhere(Net):
+    def training_step(self, batch: Any, i: int) -> Any:
+        raise ZeroDivisionError("user code failed")
+
+
+def fails(module: Net, data: DataLoader, words: str) -> None:
+    before = time.monotonic()
+    with pytest.raises((LSError, ZeroDivisionError), match=words):
+        trainer_of(2, max_epochs=1, use_distributed_sampler=False).fit(module, data)
+    assert time.monotonic() - before < 15
+
+
+@pytest.mark.parametrize("first", ["alone", "uneven", slow("both")])
+@on_ranks(2)
+def test_the_fit_after_a_failure(rank: int, world_size: int, first: str) -> None:
+    """Fits of one process share their groups: they live on if all ranks failed alike, else the next fit says why not."""
+    fails(FailsEverywhere(), loader(FEW, sized=True), "user code failed")
+    module = Net()
+    trainer_of(2, max_epochs=1).fit(module, loader(2 * FEW, sized=True))
+    assert len(module.losses) == FEW
+    if first == "alone":
+        fails(FailsAlone(), loader(FEW, sized=True), "user code failed")
+    elif first == "uneven":
+        fails(Net(), loader((FEW, MORE)[rank], sized=False), "Got 4 batches on rank 0")
+    else:
+        fails(FailsInLast(), loader((FEW, MORE)[rank], sized=True), "Got 4 batches on rank 0|user code failed")
+    fails(Net(), loader(FEW, sized=True), "cannot meet at .* again. Start all processes of the run anew")
