@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; parity tests compare bit for bit
+
+settings.register_profile("loaded", deadline=None)  # how long one example takes says more of what else runs here
+settings.load_profile("loaded")
 
 ROOT = Path(__file__).parent
 FOLDER_MARKERS = ("dist", "gpu", "bench", "slurm")

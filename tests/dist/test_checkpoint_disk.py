@@ -29,6 +29,7 @@ from tests.dist.test_checkpoint_crash import Wide, files_of_at_most
 from tests.dist.test_checkpoint_folder import TEN, TEN_STEPS, Dropped, DroppedAgain, moments, seeded
 from tests.dist.test_preemption import Resumable
 from tests.marks import slow
+from tests.os_calls import replaced
 
 # --- what a save may take away ----------------------------------------------------------------------------------------
 
@@ -296,11 +297,11 @@ def recorded() -> Iterator[list[Event]]:
         events.append((time.monotonic(), "rename", Path(b).name))
         return exchange(a, b)
 
-    os.fsync, os.rename, os.replace, commit._exchange = fsync, renamed("rename"), renamed("replace"), swap
+    commit._exchange = swap
     try:
-        yield events
+        with replaced({"fsync": fsync, "rename": renamed("rename"), "replace": renamed("replace")}):
+            yield events
     finally:
-        os.fsync, os.rename, os.replace = plain["fsync"], plain["rename"], plain["replace"]
         commit._exchange = exchange
 
 

@@ -25,6 +25,7 @@ from ls_strategy.checkpoint import claim, commit
 from ls_strategy.checkpoint.commit import MANIFEST, FileRecord, Manifest, Place
 from ls_strategy.errors import CheckpointError
 from ls_strategy.layout import Box, flat_range_to_boxes
+from tests.os_calls import replaced
 
 FILES = ("__0_0.distcp", "__1_0.distcp", ".metadata", "meta.pt")
 
@@ -85,16 +86,12 @@ def ends_before(step: int, *, exchange: bool) -> Iterator[list[str]]:
 
         return call
 
-    plain_steps = {name: getattr(os, name) for name in STEPS}
-    for name, plain in plain_steps.items():
-        setattr(os, name, counted(name, plain))
     Place.open = counted("open", plain_open)  # type: ignore[method-assign]
     commit._exchange = counted("exchange", plain_exchange if exchange else lambda a, b: False)
     try:
-        yield done
+        with replaced({name: counted(name, getattr(os, name)) for name in STEPS}):
+            yield done
     finally:
-        for name, plain in plain_steps.items():
-            setattr(os, name, plain)
         Place.open = plain_open  # type: ignore[method-assign]
         commit._exchange = plain_exchange
         claim.forget_all()
@@ -272,9 +269,8 @@ def test_everything_is_on_the_disk_before_the_name_is(tmp_path: Path, monkeypatc
         events.append(f"rename {Path(target).name}")
         plain_rename(source, target, **options)
 
-    monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(os, "rename", rename)
-    save(tmp_path / "a.ckpt", 1)
+    with replaced({"fsync": fsync, "rename": rename}):
+        save(tmp_path / "a.ckpt", 1)
     to_manifest, named = events.index(f"rename {MANIFEST}"), events.index("rename a.ckpt")
     assert {f"sync {name}" for name in (*FILES, f"{MANIFEST}.tmp")} <= set(events[:to_manifest])
     folder = [n for n, e in enumerate(events) if e.startswith("sync .a.ckpt.") and e.endswith(".partial")]
