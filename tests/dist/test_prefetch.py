@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 
 from ls_strategy.comm import Comm, PendingGather
 from ls_strategy.strategy import ZeROStrategy
+from ls_strategy.testing import spawn
+from ls_strategy.zero.units import Flat
 from tests.dist.ranks import WIDTH, Block, Net, fit, on_ranks
 
 BLOCKS, STEPS = 5, 3
@@ -50,7 +53,13 @@ def events_of_a_step(**options: Any) -> list[tuple[str, int]]:
     """Of the last; gathers of blocks among them, when they begin and when they have been waited for."""
     module = Watched()
     numbers = {f"blocks.{i}.norm.weight": i for i in range(BLOCKS)}
-    gather = Comm.all_gather
+    gather, read = Comm.all_gather, Flat.start_read
+
+    def reads(flat: Flat) -> None:
+        before = flat.reading
+        read(flat)
+        if flat.reading is not before and flat.name in numbers:
+            module.events.append(("read begins", numbers[flat.name]))
 
     def noted(comm: Comm, full: Tensor, of: str = "", *more: Any) -> PendingGather:
         pending = gather(comm, full, of, *more)
@@ -68,6 +77,7 @@ def events_of_a_step(**options: Any) -> list[tuple[str, int]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Comm, "all_gather", noted)
+        patch.setattr(Flat, "start_read", reads)
         fit(ZeROStrategy(3, min_unit_numel=0, **options), module, max_steps=STEPS)
         events = list(module.events)
     steps = [i for i, event in enumerate(events) if event[0] == "step"]
@@ -103,3 +113,23 @@ def test_so_many_blocks_ahead_are_being_gathered_while_one_computes(rank: int, w
         if depth and k:
             between = events[begins[0] : at["gather ends", k][0]]
             assert ("forward ends", k - 1) in between, "another block computes meanwhile"
+
+
+def check_reads(rank: int, world_size: int, depth: int, folder: str) -> None:
+    events = events_of_a_step(
+        prefetch_units=depth, offload_param="nvme", offload_optimizer="nvme", nvme_path=folder, nvme_allow_ram=True
+    )
+    turn = events.index(("backward begins", BLOCKS - 1))
+    forward, backward = events[:turn], events[turn:]
+    for k in range(1, BLOCKS - depth - 1):
+        read = forward.index(("read begins", k + depth + 1))
+        assert read < forward.index(("forward begins", k)) < forward.index(("gather begins", k + depth + 1))
+    for k in range(depth + 2, BLOCKS - 1):
+        read = backward.index(("read begins", k - depth - 1))
+        assert read < backward.index(("backward begins", k - 1)) < backward.index(("gather begins", k - depth - 1))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_drive_is_read_one_block_earlier_than_it_is_gathered(depth: int, tmp_path: Path) -> None:
+    """So that the gather finds its part in memory, and does not wait for the drive."""
+    spawn(check_reads, 2, depth, str(tmp_path))

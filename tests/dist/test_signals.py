@@ -33,10 +33,11 @@ from tests.dist.ranks import Net, batches, quiet
 class Program(Net):
     def on_train_start(self):
         gc.collect()  # Python drops a KeyboardInterrupt that meets it in a ``__del__``, and imports leave some behind
-        (folder / f"rank{rank}.trains").touch()
+        (folder / f"rank{self.global_rank}.pid").write_text(str(os.getpid()))  # forked ranks did not run the lines above
+        (folder / f"rank{self.global_rank}.trains").touch()
 
     def on_validation_start(self):
-        (folder / f"rank{rank}.validates").touch()
+        (folder / f"rank{self.global_rank}.validates").touch()
 
     def validation_step(self, batch, i):
         if how == "validation":
@@ -44,7 +45,7 @@ class Program(Net):
         super().validation_step(batch, i)
 
     def on_train_batch_end(self, *_):
-        if how == "sleep" and rank == 1 and self.trainer.global_step == 2:
+        if how == "sleep" and self.global_rank == 1 and self.trainer.global_step == 2:
             time.sleep(1000)
 
 if __name__ == "__main__":

@@ -58,6 +58,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero3": {"stage": 3},
     "tensor": {"stage": 1, "tensor_parallel_size": 2},
     "tensor, stage 3": {"stage": 3, "tensor_parallel_size": 2},
+    "tensor, attention alone": {"stage": 1, "tensor_parallel_size": 2, "tensor_parallel_plan": attention_plan()},
     "sequence": {"stage": 2, "sequence_parallel_size": 2},
     "pipeline": {"stage": 1, "pipeline_parallel_size": 2, "micro_batches": 2},
     "pipeline, interleaved": {
