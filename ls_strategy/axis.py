@@ -181,7 +181,7 @@ class Axis:
             to, frm = (self.rank + distance) % self.size, (self.rank - distance) % self.size
             if sends[to].numel():
                 self.traffic.count(kind, sends[to])
-                nbytes += sends[to].nbytes
+                nbytes += sends[to].numel() * sends[to].element_size()  # `nbytes` fails where dynamo traces this
                 operations.append(dist.P2POp(dist.isend, sends[to], group=group, group_peer=to))
             if receives[frm].numel():
                 operations.append(dist.P2POp(dist.irecv, receives[frm], group=group, group_peer=frm))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -57,6 +58,8 @@ class Materializer:
         if not any(p.is_meta and id(p) not in absent for p in model.parameters()):
             self._modules = [m for m in self._modules if not self._is_absent(m[1])]
         self._next = 0
+        self._sums: dict[str, int] = {}
+        """In a pipeline: checksums of what modules filled themselves with, by name of the parameter."""
 
     def _is_absent(self, module: nn.Module) -> bool:
         """Whether nothing of it is needed here: its parameters are elsewhere, or those around it."""
@@ -74,10 +77,24 @@ class Materializer:
             self._next += 1
 
     def finish(self) -> None:
-        """Fill what is left: modules with buffers only, and those that share parameters with earlier ones."""
+        """Fill what is left: modules with buffers only, and those that share parameters with earlier ones. Collective.
+
+        Raises:
+            PlanError: in a pipeline, where blocks keep what their own ranks fill them with, ranks differ in it.
+        """
         while self._next < len(self._modules):
             self._fill(*self._modules[self._next])
             self._next += 1
+        if not self._absent:
+            return
+        sums = self._mesh.model.exchange_objects(self._sums)
+        different = sorted(n for n in sums[0] if any(other.get(n, sums[0][n]) != sums[0][n] for other in sums))
+        if different:
+            raise PlanError(
+                f"{', '.join(different[:3])}: reset_parameters() fills them with other values on the ranks of a "
+                "pipeline, where every block keeps what its own rank has made. Let it depend on torch's random numbers "
+                "alone, or build the module in configure_model under `with torch.device('cpu'):`, which takes rank 0's."
+            )
 
     def _whole(self, param: nn.Parameter) -> nn.Parameter:
         """One of the whole parameter's shape, for its module to fill."""
@@ -108,6 +125,8 @@ class Materializer:
                 setattr(module, key, torch.empty_like(buffer, device=self._device))
         with torch.no_grad():
             module.reset_parameters()  # type: ignore[operator]
+        if self._absent:
+            self._sums |= {f"{name}.{k}": _checksum(p.detach()) for k, p in module.named_parameters(recurse=False)}
         for key, p in kept.items():
             setattr(module, key, p)
         for p in fresh:
@@ -119,6 +138,10 @@ class Materializer:
             real = nn.Parameter(part_of(whole, part).clone(), requires_grad=p.requires_grad)
             torch.utils.swap_tensors(p, real)
             setattr(module, key, p)
+
+
+def _checksum(values: Tensor) -> int:
+    return zlib.crc32(values.reshape(-1).view(torch.uint8).cpu().numpy().data) if values.numel() else 0
 
 
 def place_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype, keep: set[int]) -> None:

@@ -158,9 +158,10 @@ def run(case: Case, folder: Path, port: int, cache: str) -> list[dict[str, Any]]
     """
     job = folder / "job.json"
     job.write_text(json.dumps({"case": asdict(case), "folder": str(folder), "port": port, "cache": cache}))
+    python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, __file__, str(job)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path, "DS_ACCELERATOR": "cpu"},
         capture_output=True, text=True, timeout=500, check=False,
     )  # fmt: skip
     if done.returncode != 0:

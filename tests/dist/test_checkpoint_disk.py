@@ -21,6 +21,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from ls_strategy import ZeROStrategy
 from ls_strategy.checkpoint import commit
 from ls_strategy.checkpoint.consolidate import consolidate
+from ls_strategy.checkpoint.safetensors import export_safetensors
 from ls_strategy.errors import CheckpointError
 from ls_strategy.preemption import PreemptionHandler
 from ls_strategy.testing import spawn
@@ -30,6 +31,7 @@ from tests.dist.test_checkpoint_folder import TEN, TEN_STEPS, Dropped, DroppedAg
 from tests.dist.test_preemption import Resumable
 from tests.marks import slow
 from tests.os_calls import replaced
+from tests.unit.checkpoint_folders import small_folder
 
 # --- what a save may take away ----------------------------------------------------------------------------------------
 
@@ -350,3 +352,19 @@ def test_everything_is_on_the_disk_before_the_checkpoint_has_its_name(tmp_path: 
             assert synced(name, marked), f"{name} is not synced before the manifest has its name: {events}"
         assert synced("x.ckpt", marked), "the names of the files are not synced before the manifest has its name"
         assert synced("x.ckpt", named, after=marked), "the manifest's name is not synced before the rename"
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_an_export_is_on_the_disk_before_it_has_its_name(tmp_path: Path, kind: str) -> None:
+    source = small_folder(tmp_path / "x.ckpt")
+    with recorded() as events:
+        if kind == "folder":
+            export_safetensors(source, tmp_path / "out", max_shard_bytes=90)
+        else:
+            consolidate(source, tmp_path / "out")
+    [named] = [at for at, what, name in events if (what, name) == ("rename", "out")]
+    synced = {name for at, what, name in events if what == "sync" and at < named}
+    files = {p.name for p in (tmp_path / "out").iterdir()} if kind == "folder" else set()
+    assert synced >= files | {"out"}
+    assert len(files) == (4 if kind == "folder" else 0), "three files of weights and their index"
+    assert [name for at, what, name in events if what == "sync" and at > named] == [tmp_path.name]

@@ -92,7 +92,12 @@ class Moment:
 def loader(workers: int = 0, batch_size: int = 10, replicas: int = 2) -> DataLoader:
     dataset = TensorDataset(torch.arange(SAMPLES).float())
     sampler = DistributedSampler(dataset, num_replicas=replicas, rank=0) if replicas else None
-    return DataLoader(dataset, batch_size, sampler=sampler, shuffle=None if replicas else True, num_workers=workers)
+    # As in a program of its own; a rank of `spawn` would start every worker by importing torch again.
+    context = "fork" if workers else None
+    return DataLoader(
+        dataset, batch_size, sampler=sampler, shuffle=None if replicas else True,
+        num_workers=workers, multiprocessing_context=context,
+    )  # fmt: skip
 
 
 def train(strategy: Any, data: Any, options: Options, *callbacks: pl.Callback, **fit: Any) -> tuple[pl.Trainer, Any]:

@@ -18,9 +18,10 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(400)
 
 PROGRAM = """
-import gc, os, sys, time
+import gc, os, signal, sys, time
 from pathlib import Path
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell has started in the background ignores it
 folder, strategy, how = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 rank = int(os.environ.get("LOCAL_RANK", "0"))
 (folder / f"rank{rank}.pid").write_text(str(os.getpid()))

@@ -6,12 +6,12 @@ A rank 0 that alone reads a file of pretrained weights is enough under DDP, so i
 from __future__ import annotations
 
 import os
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ls_strategy.errors import PlanError
 from ls_strategy.testing import spawn
@@ -51,6 +51,17 @@ class DifferentOnMeta(Module):
         super().configure_model()
 
 
+class OtherConstants(Module):
+    """When norms fill themselves they do so with another number on every rank."""
+
+    def configure_model(self) -> None:
+        built = self.model is not None
+        super().configure_model()
+        for norm in self.model.modules() if not built else ():
+            if "Norm" in type(norm).__name__:
+                norm.reset_parameters = partial(nn.init.constant_, norm.weight, 1.0 + 0.1 * rank())
+
+
 LAYOUTS: dict[str, dict[str, Any]] = {
     "zero0": {"stage": 0},
     "zero1": {"stage": 1},
@@ -58,8 +69,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero3": {"stage": 3},
     "tensor": {"stage": 1, "tensor_parallel_size": 2},
     "tensor, stage 3": {"stage": 3, "tensor_parallel_size": 2},
-    "tensor, attention alone": {"stage": 1, "tensor_parallel_size": 2, "tensor_parallel_plan": attention_plan()},
     "sequence": {"stage": 2, "sequence_parallel_size": 2},
+    "sequence, stage 3": {"stage": 3, "sequence_parallel_size": 2},
     "pipeline": {"stage": 1, "pipeline_parallel_size": 2, "micro_batches": 2},
     "pipeline, interleaved": {
         "stage": 3, "pipeline_parallel_size": 2, "micro_batches": 2, "pipeline_schedule": "zbv",
@@ -99,6 +110,19 @@ def problems(world_size: int, layouts: dict[str, dict[str, Any]], kind: type[Mod
 def test_all_ranks_start_from_what_rank_0_has(kind: type[Module]) -> None:
     """Trusted run: one process, which has rank 0's values; the same global batches."""
     assert not problems(2, LAYOUTS, kind)
+
+
+def test_constants_of_rank_0_too() -> None:
+    """Of parameters that every rank of a replica holds, and fills by itself."""
+    names = ("zero3", "tensor, stage 3", "sequence, stage 3", "experts, stage 3")
+    assert not problems(2, {n: LAYOUTS[n] for n in names}, OtherConstants)
+
+
+@on_ranks(2)
+def test_constants_that_differ_within_a_pipeline_are_refused(rank: int, world_size: int) -> None:
+    """Every block is filled where it is, so there is no rank 0 that could be asked."""
+    with pytest.raises(PlanError, match=r"norm\.weight.*fills them with other values on the ranks of a pipeline"):
+        train(rank, world_size, Run(LAYOUTS["pipeline"], {"num_layers": 4}, None, STEPS), OtherConstants)
 
 
 @pytest.mark.slow
