@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_iter, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
+from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = [
     "REQUEUE",
@@ -36,6 +37,7 @@ __all__ = [
     "StorageInfo",
     "StorageWeakRef",
     "TorchDispatchMode",
+    "WeakIdKeyDictionary",
     "around_batches",
     "around_data_setup",
     "around_dumps",
@@ -78,8 +80,10 @@ __all__ = [
     "set_metric_state",
     "shut_sockets",
     "storage_key",
+    "storage_users",
     "sync_batch_norm_error",
     "take_signals_over",
+    "torch_function_is_on",
     "training_data",
     "training_loaders",
     "tree_flatten",
@@ -94,6 +98,7 @@ __all__ = [
     "without_crc32",
     "without_dispatch_modes",
     "without_function_mode",
+    "without_torch_function",
     "without_torch_functions",
 ]
 
@@ -370,6 +375,21 @@ def storage_key(tensor: Tensor) -> int:
     A `StorageWeakRef` to the storage keeps the number from being given to another one.
     """
     return tensor.untyped_storage()._cdata
+
+
+def storage_users(tensor: Tensor) -> int:
+    """How many tensors, and others, hold the memory of this one."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+def without_torch_function() -> AbstractContextManager[Any]:
+    """Inside, on this thread, ``__torch_function__`` of subclasses is not called."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def torch_function_is_on() -> bool:
+    """Whether this thread is not inside `without_torch_function`."""
+    return torch._C._is_torch_function_enabled()
 
 
 def version_of(tensor: Tensor) -> int:

@@ -42,12 +42,15 @@ from ls_strategy.zero import weights
 from ls_strategy.zero.assembly import Draft
 from ls_strategy.zero.gather import Gatherer
 from ls_strategy.zero.hooks import UnitHooks
+from ls_strategy.zero.lending import Lender
 from ls_strategy.zero.offload import Offload
 from ls_strategy.zero.optimizer import ShardedOptimizer
+from ls_strategy.zero.parameters import unnoticed, unsettle
 from ls_strategy.zero.reduce import Reducer
 from ls_strategy.zero.schedule import UpdateSchedule
 from ls_strategy.zero.share import Share
 from ls_strategy.zero.units import Flat
+from ls_strategy.zero.writes import take_writes
 from ls_strategy.zero_stages import POLICIES
 
 _HOLDERS: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
@@ -143,7 +146,9 @@ class Engine:
         shares = weights.shard_weights(config.shard_weights, comm, device)
         self.plan = draft.resolve(mesh, held, shares, comm.rank)
         self.offload = Offload.prepare(self.plan, optimizers, config, mesh.world, device)
-        self.units = draft.build(self.plan, mesh, device, held, self.offload)
+        with unnoticed():
+            self.units = draft.build(self.plan, mesh, device, held, self.offload)
+        self.lender = Lender(self.flats, sharded=self.policy.parameters)
         if previous is not None:
             previous.offload.close()
         routers = [m for m in model.modules() if isinstance(m, RoutingAccounts)]  # biases move in small steps
@@ -201,6 +206,7 @@ class Engine:
             )
         if self._stepping.optimizer is optimizer:
             self._stepping.begin_own_step()
+            self.gatherer.outdate(self._stepping.flats)
 
     @property
     def private_gradients(self) -> bool:
@@ -248,6 +254,10 @@ class Engine:
         for callback in self.on_detach:
             callback()
         self.on_detach.clear()
+        for flat in self.flats:
+            flat.lender = None
+            for p in () if self.policy.parameters else flat.params:
+                unsettle(p)
 
     # forward ---------------------------------------------------------------------------------------------------------
 
@@ -258,6 +268,7 @@ class Engine:
             sync_buffers_after: whether the step after this one starts by taking rank 0's buffers; DDP does so after
                 every forward whose backward synchronises.
         """
+        self.settle()
         self.gatherer.fetch_root()
         if self._broadcast_buffers_next:
             self._broadcast_buffers()
@@ -265,7 +276,13 @@ class Engine:
 
     def end_forward(self) -> None:
         """The step's forward is over. Not collective."""
+        self.settle()
         self.gatherer.end_forward()
+
+    def settle(self) -> None:
+        """Take what user code has written into parameters, and give back what was lent to it. Not collective."""
+        self.lender.take_writes()
+        self.lender.give_back()
 
     def _broadcast_buffers(self) -> None:
         if self.comm.world_size == 1:
@@ -289,6 +306,7 @@ class Engine:
         for index in range(len(self.optimizers)):
             self.schedule.bring_in_delayed(index)
         self.gatherer.finish_all()
+        self.settle()
 
     # backward --------------------------------------------------------------------------------------------------------
 
@@ -432,6 +450,7 @@ class Engine:
         proceed = self.finish(index)
         state = self.optimizers[index]
         result = None
+        self.settle()
         if proceed:
             number = self.schedule.begin_step(index)
             self._stepping = state.sharded
@@ -556,17 +575,35 @@ class Engine:
     # reading ---------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def gathered(self) -> Iterator[None]:
-        """All parameters in full on every rank, for reading. Collective; takes the whole model's memory."""
+    def gathered(self, params: Iterable[nn.Parameter] | None = None, *, modify: bool = False) -> Iterator[None]:
+        """Inside, parameters are in full on every rank, all at once. Collective; takes their memory.
+
+        Args:
+            params: which; their neighbours in the flat buffers come along. Default: all.
+            modify: what is written inside counts. Otherwise it is an error.
+
+        Raises:
+            StateError: on every rank, if any has written without ``modify``.
+        """
         self.wait()
-        if self.policy.parameters:
-            for unit in self.units:
-                self.gatherer.start(unit)
-            self.wait()
+        wanted = None if params is None else {id(p) for p in params}
+        flats = [f for f in self.flats if wanted is None or any(id(p) in wanted for p in f.params)]
+        for flat in flats:
+            self.lender.begin(flat)
+        for flat in flats:
+            self.lender.touch(flat)
         try:
             yield
+            written = torch.tensor([any([take_writes(flat) for flat in flats])], dtype=torch.uint8)
+            if not modify and self.mesh.world.agree(written).item():
+                raise StateError(
+                    "parameters were written to inside gathered_parameters(), which was opened for reading. Open it "
+                    "with modify=True, on every rank, and write the same on all of them."
+                )
         finally:
-            self.gatherer.release_all()
+            for flat in flats:
+                self.lender.touched(flat)
+            self.settle()
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes of model state that this rank holds now, by kind. Not collective.

@@ -90,7 +90,6 @@ class ExpertMonitor(Callback):
     numbers per expert.
     """
 
-    reads_weights = False
     reads_gradients = False
 
     @checked(every_n_steps=at_least(1), picture_every_n_steps=at_least(1))

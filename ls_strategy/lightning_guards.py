@@ -24,10 +24,6 @@ from ls_strategy.errors import PlanError, StateError
 from ls_strategy.precision_plugin import ZeROPrecision
 from ls_strategy.zero_stages import POLICIES
 
-_BETWEEN_STEPS = ("on_train_batch_start", "on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end")
-"""Hooks that run after an optimizer step and before the next forward."""
-
-
 _AFTER_BACKWARD = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad", "on_train_batch_end")
 """Hooks that run after backward and before the gradients are dropped."""
 
@@ -68,35 +64,11 @@ def check_trainer(trainer: pl.Trainer, config: ZeROConfig, precision: ZeROPrecis
             raise PlanError(f"sync_batchnorm=True: {reason}. Set sync_batchnorm=False on this machine.")
 
 
-def reads_weights_between_steps(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
-    """Whether user code might read parameters after a step and before the forward that waits for them.
-
-    Manual optimization always might; otherwise any callback or module hook that runs in between, but Lightning's own
-    callbacks (which read weights only through the strategy), and modules and callbacks that say so by
-    ``reads_weights = False``.
-    """
-    if not module.automatic_optimization:
-        return True
-    looks = _BETWEEN_STEPS if getattr(module, "reads_weights", True) else ()
-    if any(is_overridden(hook, module, parent=pl.LightningModule) for hook in looks):
-        return True
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, WeightAveraging):
-            return True
-        if (
-            type(callback).__module__.startswith("lightning.pytorch.")
-            or getattr(callback, "reads_weights", True) is False
-        ):
-            continue
-        if any(is_overridden(hook, callback, parent=pl.Callback) for hook in _BETWEEN_STEPS):
-            return True
-    return False
-
-
 def reads_gradients(trainer: pl.Trainer, module: pl.LightningModule, engine: Engine | None) -> bool:
     """Whether user code might read or change gradients between backward and the step, or leave the step out.
 
-    As `reads_weights_between_steps`; a module or a callback that does not says so by ``reads_gradients = False``.
+    Manual optimization always might; otherwise any callback or module hook that runs in between, but Lightning's own
+    callbacks, and modules and callbacks that say so by ``reads_gradients = False``.
     """
     if not module.automatic_optimization or trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
         return True

@@ -63,7 +63,6 @@ class PreemptionHandler(Callback):
     warns without one.
     """
 
-    reads_weights = False
     reads_gradients = False
 
     @checked(check_every_s=at_least(0), minutes_before_end=at_least(0))

@@ -15,7 +15,7 @@ checkpoint hooks             `ls_strategy.checkpoint`
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -95,6 +95,7 @@ from ls_strategy.precision import PrecisionPolicy, resolve_precision
 from ls_strategy.precision_plugin import ZeROPrecision
 from ls_strategy.slurm import job, preflight
 from ls_strategy.zero.lazy import LazyTensor
+from ls_strategy.zero.parameters import unnoticed
 from ls_strategy.zero_stages import POLICIES
 
 T = TypeVar("T")
@@ -445,9 +446,23 @@ class ZeROStrategy(DDPStrategy):
         return self.require_engine().exposed_step_s
 
     @contextmanager
-    def gathered_parameters(self) -> Generator[None, None, None]:
-        """Inside, every parameter can be read in full on every rank. Collective; changes are not kept."""
-        with self.require_engine().gathered():
+    def gathered_parameters(
+        self, part: nn.Module | Iterable[nn.Parameter] | None = None, *, modify: bool = False
+    ) -> Generator[None, None, None]:
+        """Inside, parameters are in full on every rank, all at once. Collective.
+
+        It is never needed: whoever touches a parameter has it gathered, and writes count. It saves time where many are
+        used again and again, and takes their memory.
+
+        Args:
+            part: a module, or parameters. Default: the whole model.
+            modify: what is written inside counts; every rank writes the same. Without it a write is an error.
+
+        Raises:
+            StateError: something was written without ``modify``; on every rank.
+        """
+        params = part.parameters() if isinstance(part, nn.Module) else part
+        with self.require_engine().gathered(params, modify=modify):
             yield
 
     def require_engine(self) -> Engine:
@@ -586,9 +601,7 @@ class ZeROStrategy(DDPStrategy):
             around_data_setup(trainer, self._making_iterators)
         self.setup_precision_plugin()
         assert self.engine is not None
-        self.engine.schedule.overlap = (
-            fitting and self.config.overlap_step and not guards.reads_weights_between_steps(trainer, module)
-        )
+        self.engine.schedule.overlap = fitting and self.config.overlap_step
         self.engine.private_gradients = fitting and not guards.reads_gradients(trainer, module, self.engine)
         self.engine.early_step = (
             self.engine.private_gradients
@@ -1078,9 +1091,7 @@ class ZeROStrategy(DDPStrategy):
         """``state_dict()`` as the module holds it: at stage 3 with released parameters. Not collective."""
         assert self.lightning_module is not None
         self._wait_for_weights()
-        if self._state_dict_hooks is None:
-            return self.lightning_module.state_dict()
-        with self._state_dict_hooks.disabled():
+        with unnoticed() if self._state_dict_hooks is None else self._state_dict_hooks.disabled():
             return self.lightning_module.state_dict()
 
     @override

@@ -22,7 +22,6 @@ class ShardedEMA(Callback):
     names and shapes of ``state_dict``, so that ``module.load_state_dict(checkpoint["ema_state_dict"])`` works anywhere.
     """
 
-    reads_weights = False
     reads_gradients = False
 
     @checked(decay=between(0, 1), every_n_steps=at_least(1))

@@ -86,7 +86,6 @@ class Monitor(Callback):
     At the end of a fit the log shows a table of it all; not with ``Trainer(enable_model_summary=False)``.
     """
 
-    reads_weights = False
     reads_gradients = False  # the norm comes from the strategy
 
     @checked(peak_tflops=above(0), trace_step=at_least(1))

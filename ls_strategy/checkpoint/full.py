@@ -5,9 +5,11 @@ Weights are saved in master precision, so that a 16-bit run resumes exactly; a p
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping
 from contextlib import contextmanager
-from typing import Any
+from types import FrameType
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +18,10 @@ from ls_strategy._compat import persistent_buffer_names
 from ls_strategy.errors import StateError
 from ls_strategy.mesh import Mesh
 from ls_strategy.zero.lazy import parts_of
+from ls_strategy.zero.lending import Lender
+from ls_strategy.zero.parameters import unnoticed
 from ls_strategy.zero.parts import part_of, whole_of
-from ls_strategy.zero.units import Flat, Unit
-
-
-def _places(units: list[Unit]) -> dict[int, tuple[Flat, int]]:
-    """``address of a parameter's memory -> (flat, slot)``: finds a parameter in a state dict under whatever key."""
-    return {
-        p.data_ptr(): (flat, i) for unit in units for flat in unit.flats for i, p in enumerate(flat.params) if p.numel()
-    }
+from ls_strategy.zero.units import Flat, Unit, places_of
 
 
 def full_state_dict(
@@ -39,11 +36,11 @@ def full_state_dict(
         all_ranks: fill it on every rank instead of on rank 0 alone (others get an empty dict).
         master: in master precision; otherwise in the dtype the forward reads.
     """
-    places = _places(units)
     wanted: dict[int, list[tuple[str, int]]] = {}
     result: dict[str, Any] = {}
+    places = places_of(raw, units)
     for key, value in raw.items():
-        place = places.get(value.data_ptr()) if isinstance(value, Tensor) and value.numel() else None
+        place = places.get(key)
         if place is None:
             if not (isinstance(value, Tensor) and value.is_meta):  # else on another rank of a pipeline
                 result[key] = value.detach().cpu() if isinstance(value, Tensor) else value
@@ -151,6 +148,28 @@ def _extra_names(model: nn.Module) -> set[str]:
     return {f"{prefix}.{'_extra_state'}" if prefix else "_extra_state" for prefix, _ in model.named_modules()}
 
 
+def _nothing(*_: Any) -> None:
+    """What a hook becomes in a copy of its module."""
+
+
+def _do_nothing() -> Any:
+    return _nothing
+
+
+class _Begin:
+    """What runs before a module lists its parameters."""
+
+    def __init__(self, hooks: StateDictHooks) -> None:
+        self._hooks = hooks
+
+    def __call__(self, _module: nn.Module, prefix: str, _keep_vars: bool) -> None:
+        if not prefix:
+            self._hooks.begin(sys._getframe(1))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_do_nothing, ())
+
+
 class StateDictHooks:
     """Stage 3: makes ``state_dict()`` of any module return full tensors. Collective: call it on all ranks."""
 
@@ -160,27 +179,37 @@ class StateDictHooks:
         self._mesh = mesh
         self._enabled = True
         self._handles = [m.register_state_dict_post_hook(self) for m in model.modules()]
+        self._handles += [m.register_state_dict_pre_hook(_Begin(self)) for m in model.modules()]
 
     def __call__(self, _module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
         """Replace what the call collected, once, at its outermost module."""
         if prefix or not self._enabled:
             return
+        self._lender.collects(None)
         state.update(full_state_dict(state, self._units, self._mesh, all_ranks=True, master=False))
+
+    def begin(self, frame: FrameType) -> None:
+        """Note that ``frame``, a call of ``state_dict()``, lists parameters; their values are brought in the end."""
+        if self._enabled:
+            self._lender.collects(frame)
+
+    @property
+    def _lender(self) -> Lender:
+        return cast("Lender", next(flat.lender for unit in self._units for flat in unit.flats))
 
     @contextmanager
     def disabled(self) -> Any:
         """Inside, ``state_dict()`` returns what the module holds."""
         self._enabled = False
         try:
-            yield
+            with unnoticed():
+                yield
         finally:
             self._enabled = True
 
     def __reduce__(self) -> tuple[Any, ...]:
-        raise StateError(
-            "this module's parameters are sharded (stage 3), so it cannot be pickled or copied. Take "
-            "module.state_dict() on all ranks, or trainer.save_checkpoint(path), and load that into a new module."
-        )
+        """A copy of the module has full parameters of its own, and hooks that do nothing."""
+        return (_do_nothing, ())
 
     def remove(self) -> None:
         """Detach."""

@@ -23,7 +23,7 @@ from ls_strategy.checkpoint.files import Path, RankFile, Reader, read_box, read_
 from ls_strategy.errors import CheckpointError
 from ls_strategy.layout import Box, flat_range_to_boxes
 from ls_strategy.zero.lazy import CHUNK, LazyTensor
-from ls_strategy.zero.units import Flat, Unit
+from ls_strategy.zero.units import Flat, Unit, places_of
 
 
 @dataclass(eq=False)
@@ -98,20 +98,14 @@ class Contents:
         Returns:
             the state dict, and the names that were left out.
         """
-        places = {
-            p.data_ptr(): (flat, i)
-            for unit in units
-            for flat in unit.flats
-            for i, p in enumerate(flat.params)
-            if p.numel()
-        }
+        places = places_of(raw, units)
         trainable = [flat for unit in units for flat in unit.trainable_flats]
         others = {} if masters is None else {id(f): m for f, m in zip(trainable, masters, strict=True)}
         result: dict[str, Any] = {}
         left_out: list[str] = []
         made: dict[tuple[int, int], Tensor] = {}
         for key, value in raw.items():
-            place = places.get(value.data_ptr()) if isinstance(value, Tensor) and value.numel() else None
+            place = places.get(key)
             if place is None:
                 if not (isinstance(value, Tensor) and value.is_meta):  # else on another rank of a pipeline
                     result[key] = value

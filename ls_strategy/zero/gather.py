@@ -9,6 +9,7 @@ Stage 3, forward of unit k (backward runs the same in the other direction)::
 from __future__ import annotations
 
 from ls_strategy.zero.units import Flat, Unit
+from ls_strategy.zero.writes import take_writes
 
 
 class Gatherer:
@@ -62,10 +63,17 @@ class Gatherer:
         for flat in unit.flats:
             flat.start_read()
 
-    def release(self, unit: Unit) -> None:
-        """Stage 3: let a unit's full parameters go, unless it is pinned."""
+    def release(self, unit: Unit, *, stepped: bool = False) -> None:
+        """Stage 3: let a unit's full parameters go, unless it is pinned; what was written there is taken.
+
+        Args:
+            unit: the unit.
+            stepped: the masters are newer than what is gathered.
+        """
         if self.sharded and not unit.pinned:
             for flat in unit.flats:
+                if not stepped:
+                    take_writes(flat)
                 if flat.is_gathered or flat.gathering is not None or flat.reading is not None:
                     flat.release()
 
@@ -101,13 +109,22 @@ class Gatherer:
         for unit in roots:
             self.fetch(unit)
 
-    def release_all(self) -> None:
-        """Stage 3: let everything go that is gathered, or on its way."""
+    def release_all(self, *, stepped: bool = False) -> None:
+        """Stage 3: let everything go that is gathered, or on its way. ``stepped``: as in `release`."""
         for unit in self.units:
             unit.open_backwards = unit.unclosable_backwards = 0
             unit.pinned = False
-            self.release(unit)
+            self.release(unit, stepped=stepped)
         self._seen.clear()
+
+    def outdate(self, flats: list[Flat]) -> None:
+        """The optimizer is stepping these: hooks that run after its step find what it makes. Not collective."""
+        for flat in flats:
+            if self.sharded and flat.is_gathered:
+                flat.release()
+            elif not self.sharded and not flat.master_is_complete:
+                flat.publish_due = True
+                flat.hide()
 
     # stages 0 to 2 ---------------------------------------------------------------------------------------------------
 
@@ -119,11 +136,14 @@ class Gatherer:
             lazily: updates are still under way: send a unit's weights when they are needed, the next unit's with them.
         """
         for flat in flats:
-            flat.finish_gather()
+            if flat.gathering is not None:
+                flat.finish_gather()
             if lazily:
                 flat.publish_due = True
             else:
                 flat.start_gather()
+            if flat.is_on_its_way:
+                flat.hide()
 
     def _start_due(self, unit: Unit) -> None:
         """Send what a unit waits for; of blocks always the first that are due, so that all ranks keep to one order."""
@@ -144,5 +164,5 @@ class Gatherer:
                     flat.start_gather()
         for unit in self.units:
             for flat in unit.flats:
-                if flat.gathering is not None:
+                if flat.gathering is not None or flat.hidden:
                     flat.finish_gather()

@@ -23,31 +23,21 @@ from torch import Tensor, nn
 
 from ls_strategy import spans
 from ls_strategy._compat import current_backward_pass, tree_iter
-from ls_strategy.errors import StateError
 from ls_strategy.zero.gather import Gatherer
 from ls_strategy.zero.reduce import Reducer
 from ls_strategy.zero.units import Flat, Unit
 
 
 class _Hook:
-    """A callable on a module that survives a copy or a pickle of the module as a hook that does nothing.
+    """A callable on a module that survives a copy or a pickle of the module as a hook that does nothing."""
 
-    At stage 3 the module's parameters are not in the module, so that a copy would be a copy of nothing: it is refused.
-    """
-
-    def __init__(self, call: Callable[..., Any], *, sharded: bool) -> None:
+    def __init__(self, call: Callable[..., Any]) -> None:
         self._call = torch.compiler.disable(call)
-        self._sharded = sharded
 
     def __call__(self, *args: Any) -> None:
         self._call(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self._sharded:
-            raise StateError(
-                "this module's parameters are sharded (stage 3), so it cannot be pickled or copied. Take "
-                "module.state_dict() on all ranks, or trainer.save_checkpoint(path), and load that into a new module."
-            )
         return (_do_nothing, ())
 
 
@@ -127,13 +117,13 @@ class UnitHooks:
             spans.at_unit(unit.name)
 
         # Before all others, which may read parameters.
-        self._handles.append(module.register_forward_pre_hook(_Hook(before, sharded=self.sharded), prepend=True))
+        self._handles.append(module.register_forward_pre_hook(_Hook(before), prepend=True))
         if self.sharded and not unit.is_root:
 
             def after(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
                 self._after_forward(unit, (args, kwargs), output)
 
-            hook = _Hook(after, sharded=True)
+            hook = _Hook(after)
             self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
 
     def on_grad(self, unit: Unit, flat: Flat, index: int, param: nn.Parameter) -> None:

@@ -300,9 +300,18 @@ class Reducer:
                 flat.used_here = [p.grad is not None for p in flat.params]
         flags = [u for f in flats for u in f.used_here] + [h for f in flats for h in f.held_here]
         flags += [f.dirty for f in flats]
+        flags += [f.was_written for f in flats] + [not f.was_written for f in flats]
         agreed = [bool(flag) for flag in self.comm.agree(torch.tensor(flags, dtype=torch.uint8)).tolist()]
-        count = (len(agreed) - len(flats)) // 2
-        used, held, left = agreed[:count], agreed[count : 2 * count], agreed[2 * count :]
+        count = (len(agreed) - 3 * len(flats)) // 2
+        used, held, rest = agreed[:count], agreed[count : 2 * count], agreed[2 * count :]
+        left, written, unwritten = (rest[i * len(flats) : (i + 1) * len(flats)] for i in range(3))
+        for flat, here, elsewhere in zip(flats, written, unwritten, strict=True):
+            flat.was_written = False
+            if here and elsewhere:
+                raise StateError(
+                    f"a parameter of {flat.name!r} and its neighbours was written to on some ranks and not on others, "
+                    "which each hold a shard of it. Run the code that writes weights on every rank."
+                )
         for flat, dirty in zip(flats, left, strict=True):
             if dirty:
                 self._launch(flat)

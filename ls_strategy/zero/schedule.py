@@ -154,7 +154,7 @@ class UpdateSchedule:
                 flat.refresh_due = True  # the optimizer stepped the masters and nothing else
         self._early.clear()
         if self._gatherer.sharded:
-            self._gatherer.release_all()
+            self._gatherer.release_all(stepped=True)
         else:
             held_back = {id(flat) for flat in self._delayed[index]}
             lazily = self._offload.config.offload_optimizer is not None

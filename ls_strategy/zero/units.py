@@ -11,20 +11,23 @@
 ``full`` and ``grad`` are on the device. ``master``, ``shard`` and ``averages`` rest on the tier that the plan gave
 them; on the NVMe tier there is no tensor between two uses, and ``master`` is a placeholder that reads as NaN.
 In fp32, ``master`` is a slice of ``full`` wherever both are on the device: there is no second copy.
-A parameter keeps its identity and its shape. While its unit is released it reads as NaN, so that a use outside the
-module that owns it shows at once instead of reading freed memory.
+A parameter keeps its identity and its shape. While its unit is released it points at a NaN, and whoever touches it has
+it gathered first (`ls_strategy.zero.parameters`).
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future
-from typing import Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ls_strategy import spans
+from ls_strategy._compat import storage_users
 from ls_strategy.axis import Axis
 from ls_strategy.comm import Comm, PendingGather, PendingReduce
 from ls_strategy.config import TierName
@@ -34,8 +37,29 @@ from ls_strategy.plan import FlatPlan
 from ls_strategy.tiers.link import DONE, Arrival, host_empty
 from ls_strategy.tiers.stream import Ticket
 from ls_strategy.zero.averages import Averages
+from ls_strategy.zero.parameters import Absent, Present, point, settle, unnoticed
 from ls_strategy.zero.rest import Rest
 from ls_strategy.zero_stages import StagePolicy
+
+
+class Lends(Protocol):
+    """Who gathers buffers for those that touch their parameters."""
+
+    def touch(self, flat: Flat) -> None:
+        """Bring the values into memory, and keep them until `touched`. Collective."""
+        ...
+
+    def touched(self, flat: Flat) -> None:
+        """They are not needed any more."""
+        ...
+
+    def is_collected(self) -> bool:
+        """Whether a state dict is being put together, by hooks that bring the values in their own way."""
+        ...
+
+    def saving(self) -> AbstractContextManager[Any]:
+        """Around an operation on them: what autograd saves is found again after they were let go."""
+        ...
 
 
 class Holding(Protocol):
@@ -51,6 +75,24 @@ class Flat:
 
     hold: Holding | None = None
     """Of a save under way that has still to read its states."""
+
+    lender: Lends | None = None
+    """Asked when somebody touches a parameter that is elsewhere."""
+
+    may_be_written = False
+    """Whether somebody has looked at the parameters' memory since `bind`, see `ls_strategy.zero.writes`."""
+
+    was_written = False
+    """Whether something was written since the last step, as far as versions tell."""
+
+    lent = False
+    """Stage 3: gathered for somebody's touch, not for the unit's own module."""
+
+    hidden = False
+    """Stages 0 to 2: new values are on their way; a touch waits for them."""
+
+    users = 0
+    """Touches that are not over."""
 
     grad_scale = 1.0
     """What this rank's gradients, in ``grad`` or ``p.grad``, are multiplied by; see `Averages.scale`."""
@@ -178,10 +220,12 @@ class Flat:
         self._place(whole[slice(*self.stepped)])
         self.average_dtype = torch.promote_types(torch.float32, master_dtype) if self.trainable else torch.float32
         self.views = [self.full[s.offset : s.end].view(s.shape) for s in layout.slots]
+        self._switched = [p for p in self.params if settle(p, self)]
         # One element per parameter, so that its address still tells which parameter it is (checkpoint.py asks).
         nothing = float("nan") if dtype.is_floating_point else 0
         self._released = torch.full((len(self.params),), nothing, device=device, dtype=dtype)
         self.bind()
+        self._holders = storage_users(self.full)
         if self.policy.parameters:
             self.release()
 
@@ -269,6 +313,11 @@ class Flat:
         """Whether the master weights are a slice of ``full`` and need no copy into it."""
         return self.master.untyped_storage().data_ptr() == self.full.untyped_storage().data_ptr() != 0
 
+    @property
+    def master_is_complete(self) -> bool:
+        """Whether this rank's masters are all of ``full``: who steps them changes the parameters at once."""
+        return self.master_is_slice and not self.policy.optimizer
+
     # updates under way -----------------------------------------------------------------------------------------------
 
     def wait_updated(self) -> None:
@@ -301,11 +350,64 @@ class Flat:
 
     # parameters ------------------------------------------------------------------------------------------------------
 
-    def bind(self) -> None:
-        """Point every parameter at its slot."""
-        for p, view in zip(self.params, self.views, strict=True):
-            p.data = view
+    def bind(self, *, lend: bool = False) -> None:
+        """Point every parameter at its slot. ``lend``: and let whoever touches one go on asking."""
+        with unnoticed():
+            for p, view in zip(self.params, self.views, strict=True):
+                point(p, view)
+        self._switch(Absent if lend else Present)
         self.is_gathered = True
+        self.lent = lend
+        self.look()
+
+    def look(self) -> None:
+        """Note how the parameters are, so that `ls_strategy.zero.writes` sees what becomes of them."""
+        with unnoticed():
+            self.seen = [(p._version, p.data_ptr()) for p in self.params]
+        self.may_be_written = False
+
+    def _switch(self, to: type[nn.Parameter]) -> None:
+        for p in self._switched:
+            p.__class__ = to
+
+    def hide(self) -> None:
+        """Stages 0 to 2: new values are on their way."""
+        self._switch(Absent)
+        self.hidden = True
+
+    @property
+    def is_on_its_way(self) -> bool:
+        """Whether new values are to be waited for."""
+        pending = (self.gathering, self.updating, self.arriving)
+        return self.publish_due or any(p is not None for p in pending)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether somebody else has a view of ``full``, where masters are elsewhere."""
+        own = self._holders if self.is_gathered else self._holders - len(self.params)
+        return storage_users(self.full) > own
+
+    def touch(self) -> None:
+        """Somebody is about to use a parameter. Collective."""
+        if self.lender is None:
+            raise StateError(
+                f"{self.name!r} is read while its unit is not gathered, and training has ended on this rank, so that "
+                "the other ranks' shards cannot be had. Read it inside the fit, or from a checkpoint."
+            )
+        self.lender.touch(self)
+
+    def touched(self) -> None:
+        """Somebody has used it."""
+        if self.lender is not None:
+            self.lender.touched(self)
+
+    def is_collected(self) -> bool:
+        """Whether the parameters are only being listed."""
+        return self.lender is not None and self.lender.is_collected()
+
+    def saving(self) -> AbstractContextManager[Any]:
+        """Around that use."""
+        return nullcontext() if self.lender is None else self.lender.saving()
 
     def start_gather(self) -> None:
         """Bring the newest parameters of all ranks into ``full``; `finish_gather` waits. Collective."""
@@ -368,26 +470,40 @@ class Flat:
         arrival.wait_on_device()
         self.reading = None
 
-    def finish_gather(self) -> None:
-        """Wait until the parameters may be read."""
+    def finish_gather(self, *, lend: bool = False) -> None:
+        """Wait until the parameters may be read. ``lend``: for somebody's touch."""
         if self.gathering is not None:
             self.gathering.wait()
             self.gathering = None
         if not self.is_gathered:
-            self.bind()
+            self.bind(lend=lend)
+        elif (self.hidden or self.lent) and not lend:
+            self.reveal()
+
+    def reveal(self) -> None:
+        """The parameters have their values, and nobody needs to ask for them."""
+        self._switch(Present)
+        self.lent = False
+        if self.hidden:
+            self.hidden = False
+            self.look()
 
     def release(self) -> None:
-        """Stage 3: give the full buffer's memory back. Parameters keep shape and read as NaN."""
+        """Stage 3: give the full buffer's memory back, unless somebody has a view of it. Parameters keep shape."""
         if self.gathering is not None:
             self.gathering.wait()
             self.gathering = None
         if self.reading is not None:
             self.reading.result()
             self.reading = None
-        for i, (p, slot) in enumerate(zip(self.params, self.layout.slots, strict=True)):
-            p.data = self._released[i].expand(slot.shape)
-        self.full.untyped_storage().resize_(0)
-        self.is_gathered = False
+        keep = self.lent and self.is_held
+        with unnoticed():
+            for i, (p, slot) in enumerate(zip(self.params, self.layout.slots, strict=True)):
+                point(p, self._released[i].expand(slot.shape))
+        self._switch(Absent)
+        self.is_gathered = self.lent = False
+        if not keep:
+            self.full.untyped_storage().resize_(0)
 
     # gradients -------------------------------------------------------------------------------------------------------
 
@@ -485,3 +601,15 @@ class Unit:
         """Those among them whose end no input's gradient will tell."""
         self.pinned = False
         """Stay gathered until the backward pass is over: nothing tells earlier that it is safe to let go."""
+
+
+def places_of(state: Mapping[str, Any], units: list[Unit]) -> dict[str, tuple[Flat, int]]:
+    """Which entries of ``module.state_dict()`` are parameters of the units: ``key -> (flat, slot)``. Not collective.
+
+    By the address of their memory, which is a parameter's own also while it is released: under whatever key it stands.
+    """
+    flats = [flat for unit in units for flat in unit.flats]
+    with unnoticed():
+        found = {p.data_ptr(): (flat, i) for flat in flats for i, p in enumerate(flat.params) if p.numel()}
+        tensors = {k: v.data_ptr() for k, v in state.items() if isinstance(v, Tensor) and v.numel()}
+    return {key: found[address] for key, address in tensors.items() if address in found}

@@ -214,7 +214,7 @@ def simulated(setting: str, flops: float) -> Iterator[None]:
 class Clock(pl.Callback):
     """Seconds of every step, and those that it waited for updates."""
 
-    reads_weights = reads_gradients = False
+    reads_gradients = False
 
     def __init__(self) -> None:
         self.seconds: list[float] = []

@@ -121,7 +121,7 @@ class Model(pl.LightningModule):
 class Scale(pl.Callback):
     """Weighs the process between two steps, when nothing is under way."""
 
-    reads_weights = reads_gradients = False
+    reads_gradients = False
 
     def __init__(self) -> None:
         self.rss: list[int] = []

@@ -40,7 +40,7 @@ LAST = 50
 class Losses(pl.Callback):
     """Training loss of every step."""
 
-    reads_weights = reads_gradients = False
+    reads_gradients = False
 
     def __init__(self) -> None:
         self.values: list[Tensor] = []

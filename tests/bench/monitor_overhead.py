@@ -69,7 +69,6 @@ class Inside:
 class Alternating(pl.Callback):
     """A `Monitor` that is there in every other turn."""
 
-    reads_weights = False
     reads_gradients = False
 
     def __init__(self, rounds: int, steps: int) -> None:

@@ -42,8 +42,6 @@ QUICK = ("--sizes", "1M", "--rounds", "2", "--steps", "4", "--batch", "1", "--bl
 class Clock(pl.Callback):
     """Seconds from one batch's end to the next's."""
 
-    reads_weights = False
-
     def __init__(self) -> None:
         """Start empty."""
         self.seconds: list[float] = []

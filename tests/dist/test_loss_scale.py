@@ -46,8 +46,6 @@ class Overflowing(Net):
 class Recorder(pl.Callback):
     """After every optimizer step: the scale, the count of skipped steps, and all masters, moments and step counts."""
 
-    reads_weights = False
-
     def __init__(self) -> None:
         self.scales: list[float] = []
         self.skipped: list[int] = []

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ls_strategy.testing import spawn
 from ls_strategy.zero import reduce
+from ls_strategy.zero.parameters import unnoticed
 from tests.dist.models import VOCABULARY, Case, Net, loader, quiet, trainer_of
 
 WIDTH, BLOCKS = 192, 10
@@ -37,8 +38,9 @@ def storages() -> dict[int, int]:
     for thing in gc.get_objects():
         if isinstance(thing, Tensor):
             for tensor in (thing, thing.grad if thing.is_leaf else None):
-                if tensor is not None and not tensor.is_meta:
-                    result[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+                with unnoticed():  # to ask a parameter for its storage would gather it
+                    if tensor is not None and not tensor.is_meta:
+                        result[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     return result
 
 

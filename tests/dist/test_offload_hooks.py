@@ -207,7 +207,6 @@ class Seconds:
 class Counts(pl.Callback):
     """Seconds that were exposed so far, after every step. ``before``: what to do before each, ``after``: after all."""
 
-    reads_weights = False
     reads_gradients = False
 
     def __init__(self, before: Any = None, after: Any = None) -> None:

@@ -1,0 +1,151 @@
+"""Buffers that are gathered because somebody touched a parameter outside the module that owns it.
+
+Such a buffer is *lent*. Of all that are, the `KEPT` last stay while others are touched, the rest is released, and all
+of them where the step goes on: a model that is read from end to end never takes more than these. What autograd saves of
+a lent buffer it saves by its place in it, and has gathered again when backward needs it. A buffer of which somebody
+keeps a view keeps its memory until the view is gone.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from ls_strategy._compat import storage_key
+from ls_strategy.zero.units import Flat
+from ls_strategy.zero.writes import take_writes
+
+KEPT = 2
+"""Lent buffers that stay when another one is touched: reading a model in order needs one, comparing neighbours two."""
+
+
+@dataclass
+class _Saved:
+    """A tensor that autograd saved, by its place in a flat buffer."""
+
+    flat: Flat
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Lender:
+    """Gathers and releases on touch. Touches are collective: every rank makes the same, in the same order."""
+
+    def __init__(self, flats: list[Flat], *, sharded: bool) -> None:
+        """``sharded``: parameters are sharded (stage 3); otherwise a touch only waits for values on their way."""
+        self._flats = flats
+        self._sharded = sharded
+        self._lent: dict[int, Flat] = {}
+        self._kept: dict[int, Flat] = {}
+        self._by_storage = {storage_key(flat.full): flat for flat in flats} if sharded else {}
+        self._collecting: FrameType | None = None
+        for flat in flats:
+            flat.lender = self
+
+    # on behalf of whoever touches ------------------------------------------------------------------------------------
+
+    def touch(self, flat: Flat) -> None:
+        """Bring a buffer's values into memory, and keep them until `touched`. Collective."""
+        flat.users += 1
+        if not self._sharded:
+            self._wait_for(flat)
+            return
+        if not flat.is_gathered:
+            self.begin(flat)
+            flat.finish_gather(lend=True)
+        if flat.lent:
+            self._lent.pop(id(flat), None)
+            self._lent[id(flat)] = flat
+
+    def begin(self, flat: Flat) -> None:
+        """Start what `touch` would wait for. Collective."""
+        if self._sharded and not flat.is_gathered and flat.gathering is None:
+            flat.start_gather()
+
+    @staticmethod
+    def _wait_for(flat: Flat) -> None:
+        flat.wait_updated()
+        if flat.publish_due:
+            flat.start_gather()
+        flat.finish_gather()
+
+    def touched(self, flat: Flat) -> None:
+        """The touch is over: those of before may go."""
+        flat.users -= 1
+        idle = [f for f in self._lent.values() if f.users == 0]
+        for other in idle[:-KEPT]:
+            self._take_back(other)
+
+    def saving(self) -> AbstractContextManager[Any]:
+        """Around an operation on lent buffers: what autograd saves of them is gathered again when it is needed."""
+        if not self._sharded or not torch.is_grad_enabled():
+            return nullcontext()
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: Tensor) -> Tensor | _Saved:
+        flat = self._by_storage.get(storage_key(tensor))
+        if flat is None or not flat.lent:
+            return tensor
+        return _Saved(flat, tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
+
+    def _unpack(self, saved: Tensor | _Saved) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        self.touch(saved.flat)
+        values = saved.flat.full.as_strided(saved.size, saved.stride, saved.offset)
+        self.touched(saved.flat)  # what is held is not given back
+        return values
+
+    # on behalf of the engine -----------------------------------------------------------------------------------------
+
+    def give_back(self) -> None:
+        """Release what is lent, with what was written there. Not collective."""
+        for flat in list(self._lent.values()):
+            if flat.users == 0:
+                self._take_back(flat)
+        for key, flat in list(self._kept.items()):
+            if flat.is_gathered or flat.gathering is not None:
+                continue
+            if not flat.is_held:
+                flat.full.untyped_storage().resize_(0)
+                del self._kept[key]
+
+    def _take_back(self, flat: Flat) -> None:
+        del self._lent[id(flat)]
+        if not flat.lent:
+            return  # the unit's own module has taken it over
+        take_writes(flat)
+        flat.release()
+        if flat.full.untyped_storage().size():
+            self._kept[id(flat)] = flat
+
+    def take_writes(self) -> None:
+        """What was written anywhere reaches masters and shards. Not collective."""
+        for flat in self._flats:
+            take_writes(flat)
+
+    # while a state dict is collected ---------------------------------------------------------------------------------
+
+    def collects(self, frame: FrameType | None) -> None:
+        """While ``frame`` runs, parameters are only looked at, by who brings their values himself; None: it is over."""
+        self._collecting = frame
+
+    def is_collected(self) -> bool:
+        """Whether that frame runs."""
+        if self._collecting is None:
+            return False
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            if frame is self._collecting:
+                return True
+            frame = frame.f_back
+        self._collecting = None  # it ended with an exception
+        return False

@@ -1,0 +1,365 @@
+"""Habits of user code outside the standard path: the same code under DDP gives the same numbers.
+
+Weights that hooks read and write, wherever they rest. Every habit runs under DDP and at every stage on the same ranks;
+what it reads, its losses and the final weights are compared.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from ls_strategy.errors import StateError
+from ls_strategy.strategy import ZeROStrategy
+from ls_strategy.testing import spawn
+from tests.dist.ranks import WIDTH, Net, assert_close, fit, global_batches, mean_over_ranks, quiet, weights
+
+STEPS = 6
+OPTIONS: dict[str, dict[str, Any]] = {
+    "zero1": {"stage": 1},
+    "zero2": {"stage": 2},
+    "zero3": {"stage": 3},
+    "zero3, small units": {"stage": 3, "min_unit_numel": 0},
+    "zero3_offload": {"stage": 3, "min_unit_numel": 0, "offload_optimizer": "cpu", "offload_param": "cpu"},
+    "zero1_offload": {"stage": 1, "offload_optimizer": "cpu"},
+}
+
+
+class Habit(Net):
+    """Notes numbers in ``seen``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def note(self, value: Any) -> None:
+        self.seen.append(float(torch.as_tensor(value).double().sum()))
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+class ReadsNorms(Habit):
+    """After every batch, and in the middle of the step."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.note(sum(p.norm() for p in self.parameters()))
+
+    def on_after_backward(self) -> None:
+        self.note(self.blocks[1].wide.weight.abs().max())
+
+
+class Penalty(Habit):
+    """L1 and L2 of everything, with gradients; some parameters before their block runs, some after."""
+
+    def loss(self, batch: Any) -> Tensor:
+        before = sum(p.abs().sum() for p in self.blocks[1].parameters())
+        loss = super().loss(batch)
+        after = sum(p.square().sum() for p in self.parameters())
+        cross = (self.blocks[0].wide.weight * self.blocks[2].wide.weight).sum()
+        return loss + 1e-3 * before + 1e-3 * after + 1e-3 * cross
+
+
+class PenaltyOnProducts(Habit):
+    """Results of views and products that autograd saves: orthogonality of each weight."""
+
+    def loss(self, batch: Any) -> Tensor:
+        terms = []
+        for block in self.blocks:
+            w = block.wide.weight
+            terms.append((w.t() @ w - torch.eye(WIDTH)).square().mean())
+        return super().loss(batch) + 0.01 * torch.stack(terms).sum()
+
+
+class ReadsVector(Habit):
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.note(parameters_to_vector(self.parameters()).detach().abs())
+
+    def on_train_epoch_end(self) -> None:
+        self.note(parameters_to_vector(self.blocks[2].parameters()).norm())
+
+
+class ReadsStateDict(Habit):
+    def on_train_batch_end(self, *_: Any) -> None:
+        for name, value in sorted(self.state_dict().items()):
+            if "bias" in name:
+                self.note(value)
+        self.note(self.blocks[1].state_dict()["narrow.weight"])
+
+
+class Copies(Habit):
+    """A copy of a block stays as it was, and works on its own."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        block = copy.deepcopy(self.blocks[1])
+        assert all(type(p) is nn.Parameter for p in block.parameters())
+        with torch.no_grad():
+            for p in block.parameters():
+                p.mul_(2)
+            self.note(block(torch.ones(1, WIDTH)))
+
+
+class KeepsViews(Habit):
+    """Views that outlive the hook: they go on showing the parameter."""
+
+    def on_train_start(self) -> None:
+        self.kept = [self.blocks[0].wide.weight.detach(), self.last.weight.data, self.blocks[2].norm.bias.view(-1)]
+        self.first_values = [k.clone() for k in self.kept]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.note(sum(p.square().sum() for p in self.parameters()))
+        self.note(self.first_values[0])
+
+
+class UsesWeightsElsewhere(Habit):
+    """A block's weight used by functions outside of the block, before, after and without the block's own forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.layer_norm(x, (WIDTH,), self.blocks[2].norm.weight, self.blocks[2].norm.bias)
+        h = super().forward(x)
+        return h + 0.1 * functional.linear(torch.tanh(functional.linear(h, self.blocks[0].wide.weight)),
+                                           self.blocks[1].narrow.weight)  # fmt: skip
+
+
+class ForwardInHook(Habit):
+    """The model itself, run in a hook without gradients."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            self.note(self(batch[0]).square().mean())
+        self.note(self.blocks[0](batch[0]).detach().mean())
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+class Clamps(Habit):
+    """As a WGAN's critic, in place of data."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for p in self.parameters():
+            p.data.clamp_(-0.15, 0.15)
+
+
+class ScalesInPlace(Habit):
+    def on_train_batch_start(self, *_: Any) -> None:
+        with torch.no_grad():
+            for p in self.blocks[1].parameters():
+                p.mul_(0.95)
+
+
+class SetsData(Habit):
+    def on_train_batch_end(self, *_: Any) -> None:
+        for p in self.parameters():
+            p.data = p.data * 0.99
+
+
+class Vectors(Habit):
+    def on_train_batch_end(self, *_: Any) -> None:
+        vector_to_parameters(parameters_to_vector(self.parameters()).detach() * 0.98, self.parameters())
+
+
+class LoadsAtStart(Habit):
+    """Pretrained weights in a hook."""
+
+    def on_fit_start(self) -> None:
+        self.load_state_dict({k: v * 0.5 for k, v in self.state_dict().items()})
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.note(self.first.weight)
+
+
+class LoadsAPart(Habit):
+    def on_train_epoch_start(self) -> None:
+        self.blocks[1].load_state_dict(self.blocks[0].state_dict())
+
+
+class ResetsALayer(Habit):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 3:
+            torch.manual_seed(7)
+            self.blocks[2].wide.reset_parameters()
+            nn.init.constant_(self.blocks[0].narrow.bias, 0.25)
+
+
+class NormalisesInStep(Habit):
+    """As SwAV's prototypes, at the start of the step; and in a block's own forward."""
+
+    def training_step(self, batch: Any, i: int) -> Tensor:
+        with torch.no_grad():
+            w = self.blocks[1].wide.weight.data.clone()
+            self.blocks[1].wide.weight.copy_(functional.normalize(w, dim=1))
+        return super().training_step(batch, i)
+
+
+class NormalisesInForward(Habit):
+    def build(self) -> None:
+        super().build()
+        for block in self.blocks:
+            block.register_forward_pre_hook(normalise)
+
+
+def normalise(block: nn.Module, _: Any) -> None:
+    w: Any = block.wide.weight  # type: ignore[union-attr]
+    w.data = functional.normalize(w.data, dim=1)
+
+
+class Momentum(Habit):
+    """A teacher that follows by a moving average, as in BYOL and DINO: in the model, without gradients."""
+
+    def build(self) -> None:
+        super().build()
+        self.teacher = copy.deepcopy(self.blocks).requires_grad_(False)
+
+    def loss(self, batch: Any) -> Tensor:
+        with torch.no_grad():
+            target = batch[0]
+            for block in self.teacher:
+                target = block(target)
+        h = self.first(batch[0])
+        for block in self.blocks:
+            h = block(h)
+        return functional.mse_loss(self.last(h), batch[1]) + functional.mse_loss(h, target)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            for t, p in zip(self.teacher.parameters(), self.blocks.parameters(), strict=True):
+                t.mul_(0.9).add_(p, alpha=0.1)
+
+
+class MomentumOfData(Momentum):
+    def on_train_batch_end(self, *_: Any) -> None:
+        for t, p in zip(self.teacher.parameters(), self.blocks.parameters(), strict=True):
+            t.data = t.data * 0.9 + p.data * 0.1
+
+
+class Average(Habit):
+    """An average kept outside of the module, swapped in at the end."""
+
+    def on_train_start(self) -> None:
+        self.average = [p.detach().clone() for p in self.parameters()]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for a, p in zip(self.average, self.parameters(), strict=True):
+            a.lerp_(p.detach(), 0.3)
+
+    def on_train_end(self) -> None:
+        with torch.no_grad():
+            for a, p in zip(self.average, self.parameters(), strict=True):
+                p.copy_(a)
+
+
+class Sam(Habit):
+    """Two backward passes per step, the weights perturbed in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, i: int) -> None:
+        optimizer: Any = self.optimizers()
+        loss = self.loss(batch)
+        self.losses.append(loss.item())
+        self.manual_backward(loss)
+        optimizer.zero_grad()
+        with torch.no_grad():
+            moves = [0.01 * p.sign() for p in self.parameters()]
+            for p, move in zip(self.parameters(), moves, strict=True):
+                p.add_(move)
+        self.manual_backward(self.loss(batch))
+        with torch.no_grad():
+            for p, move in zip(self.parameters(), moves, strict=True):
+                p.sub_(move)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+HABITS = [
+    ReadsNorms, Penalty, PenaltyOnProducts, ReadsVector, ReadsStateDict, Copies, KeepsViews, UsesWeightsElsewhere,
+    ForwardInHook, Clamps, ScalesInPlace, SetsData, Vectors, LoadsAtStart, LoadsAPart, ResetsALayer, NormalisesInStep,
+    NormalisesInForward, Momentum, MomentumOfData, Average, Sam,
+]  # fmt: skip
+
+
+def outcome(rank: int, world_size: int, habit: type[Habit], strategy: Any) -> tuple[Any, ...]:
+    module = habit()
+    data = global_batches(rank, world_size, STEPS)
+    fit(strategy, module, data, use_distributed_sampler=False, max_epochs=2)
+    return mean_over_ranks(module.losses), mean_over_ranks(module.seen), weights(module)
+
+
+def problems(rank: int, world_size: int, habit: type[Habit], options: dict[str, dict[str, Any]]) -> list[str]:
+    quiet()
+    found = []
+    expected = outcome(rank, world_size, habit, "ddp" if world_size > 1 else "auto")
+    for name, one in options.items():
+        try:
+            actual = outcome(rank, world_size, habit, ZeROStrategy(**one))
+            for what, ours, theirs in zip(("losses", "seen", "weights"), actual, expected, strict=True):
+                assert_close(ours, theirs, f"{name}: {what}", 2e-6)
+        except Exception as error:
+            found.append(f"{habit.__name__}, {name}: {type(error).__name__}: {str(error)[:300]}")
+    return found
+
+
+@pytest.mark.parametrize("habit", HABITS)
+def test_on_two_ranks_as_under_ddp(habit: type[Habit]) -> None:
+    found = spawn(problems, 2, habit, OPTIONS, timeout_s=100)
+    assert not any(found), "\n".join(found[0])
+
+
+class WritesOnOneRank(Habit):
+    def on_train_batch_start(self, *_: Any) -> None:
+        if self.global_rank == 1:
+            with torch.no_grad():
+                self.first.weight.mul_(0.5)
+
+
+def writes_on_one_rank(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    quiet()
+    with pytest.raises(StateError, match="written to on some ranks and not on others"):
+        outcome(rank, world_size, WritesOnOneRank, ZeROStrategy(**options))
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero1_offload"])
+def test_a_write_on_one_rank_is_an_error_on_all(name: str) -> None:
+    """Under DDP the ranks would go on with different models. At stage 3 the touch itself waits for the others."""
+    spawn(writes_on_one_rank, 2, OPTIONS[name], timeout_s=60)
+
+
+class Bounded(Clamps):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4)  # stepped by one kernel on every tier
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            nn.init.constant_(self.blocks[1].narrow.bias, 0.1)
+
+
+def in_16_bit(rank: int, world_size: int, precision: str) -> list[str]:
+    quiet()
+    results, found = {}, []
+    for name in ("zero1", "zero2", "zero3", "zero3, small units", "zero3_offload", "zero1_offload"):
+        module = Bounded()
+        data = global_batches(rank, world_size, STEPS)
+        options = {"use_distributed_sampler": False, "max_epochs": 2, "precision": precision}
+        fit(ZeROStrategy(**OPTIONS[name]), module, data, **options)
+        results[name] = weights(module)
+        largest = max(float(v.abs().max()) for v in results[name].values())
+        found += [f"{name}: {largest} after clamping to 0.15"] * (largest > 0.1505)
+        same = all(torch.equal(v, results["zero1"][k]) for k, v in results[name].items())
+        found += [] if same else [f"{name} differs from zero1"]
+    return found
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+def test_writes_reach_the_masters_in_16_bit(precision: str) -> None:
+    """All stages and tiers come to the same bits, and the bounds hold."""
+    found = spawn(in_16_bit, 2, precision, timeout_s=100)
+    assert not any(found), found[0]
