@@ -7,6 +7,7 @@ what it reads, its losses and the final weights are compared.
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -363,3 +364,96 @@ def test_writes_reach_the_masters_in_16_bit(precision: str) -> None:
     """All stages and tiers come to the same bits, and the bounds hold."""
     found = spawn(in_16_bit, 2, precision, timeout_s=100)
     assert not any(found), found[0]
+
+
+# --- gathered_parameters ----------------------------------------------------------------------------------------------
+
+
+class Opens(Habit):
+    """Reads and writes a block through the strategy, or through the module alone under DDP."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        strategy: Any = self.trainer.strategy
+        opened = getattr(strategy, "gathered_parameters", lambda *_, **__: nullcontext())
+        with opened(self.blocks[1]):
+            self.note(self.blocks[1].wide.weight.norm())
+        with opened(self.blocks[1].parameters(), modify=True):
+            self.blocks[1].wide.weight.data.mul_(0.9)
+        with opened():
+            self.note(parameters_to_vector(self.parameters()).norm())
+
+
+class WritesUnasked(Habit):
+    def on_train_batch_end(self, *_: Any) -> None:
+        strategy: Any = self.trainer.strategy
+        with strategy.gathered_parameters(self.blocks[1]):
+            self.blocks[1].wide.weight.data[0].zero_()  # in one rank's shard only
+
+
+def refused(rank: int, world_size: int, habit: type[Habit], message: str) -> None:
+    quiet()
+    for name in ("zero3, small units", "zero3_offload"):
+        with pytest.raises(StateError, match=message):
+            outcome(rank, world_size, habit, ZeROStrategy(**OPTIONS[name]))
+
+
+def test_opened_parameters_count_like_others() -> None:
+    found = spawn(problems, 2, Opens, OPTIONS, timeout_s=100)
+    assert not any(found), "\n".join(found[0])
+
+
+def test_a_write_where_only_reading_was_asked_for_is_an_error_on_all_ranks() -> None:
+    spawn(refused, 2, WritesUnasked, r"opened for reading.*modify=True", timeout_s=60)
+
+
+class GivesAnotherShape(Habit):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.last.weight.data = torch.zeros(2, 2)
+
+
+def test_data_of_another_shape_is_an_error() -> None:
+    spawn(refused, 2, GivesAnotherShape, r"last\.weight\.data was set to.*shape \(2, 2\)", timeout_s=60)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+class Weighs(Habit):
+    """How many blocks are in memory while all are read, one after the other, and after the hook."""
+
+    def in_memory(self) -> int:
+        strategy: Any = self.trainer.strategy
+        blocks = [f for f in strategy.require_engine().flats if f.name.startswith("blocks")]
+        return sum(f.full.untyped_storage().size() > 0 for f in blocks)
+
+    def build(self) -> None:
+        super().build()
+        self.blocks = nn.ModuleList([*self.blocks, *copy.deepcopy(self.blocks)])
+        self.largest, self.between = 0, 0
+
+    def training_step(self, batch: Any, i: int) -> Tensor:
+        self.between = max(self.between, self.in_memory())
+        penalty: Any = 0
+        for p in self.blocks.parameters():
+            penalty = penalty + p.square().sum()
+            self.largest = max(self.largest, self.in_memory())
+        return super().training_step(batch, i) + 1e-3 * penalty
+
+    def on_after_backward(self) -> None:
+        for p in self.blocks.parameters():
+            p.norm()
+            self.largest = max(self.largest, self.in_memory())
+
+
+def weigh(rank: int, world_size: int) -> tuple[int, int]:
+    quiet()
+    module = Weighs()
+    fit(3, module, global_batches(rank, world_size, 2), use_distributed_sampler=False, max_epochs=1)
+    return module.largest, module.between
+
+
+def test_reading_all_blocks_takes_the_memory_of_few() -> None:
+    """Two that are kept, the one that is read, and the next one that is being gathered for the forward."""
+    for largest, between in spawn(weigh, 2, timeout_s=60):
+        assert 1 <= largest <= 4
+        assert between <= 1
