@@ -41,11 +41,12 @@ from ls_strategy.zero import step as stepping
 from ls_strategy.zero import weights
 from ls_strategy.zero.assembly import Draft
 from ls_strategy.zero.gather import Gatherer
+from ls_strategy.zero.gradients import Gradients
 from ls_strategy.zero.hooks import UnitHooks
 from ls_strategy.zero.lending import Lender
 from ls_strategy.zero.offload import Offload
 from ls_strategy.zero.optimizer import ShardedOptimizer
-from ls_strategy.zero.parameters import unnoticed, unsettle
+from ls_strategy.zero.parameters import grad_of, unnoticed, unsettle
 from ls_strategy.zero.reduce import Reducer
 from ls_strategy.zero.schedule import UpdateSchedule
 from ls_strategy.zero.share import Share
@@ -161,6 +162,7 @@ class Engine:
         )  # fmt: skip
         self.reducer.selective = len(optimizers) > 1
         self.optimizers = [self._adopt(i, optimizer) for i, optimizer in enumerate(optimizers)]
+        self.gradients = Gradients(self.flats, self._average)
         self.schedule = UpdateSchedule([s.sharded for s in self.optimizers], self.gatherer, self.offload, owner=self)
         self.reducer.reset()
         self.hooks = UnitHooks(self.units, self.gatherer, self.reducer, sharded=self.policy.parameters)
@@ -255,7 +257,7 @@ class Engine:
             callback()
         self.on_detach.clear()
         for flat in self.flats:
-            flat.lender = None
+            flat.lender = flat.gradients = None
             for p in () if self.policy.parameters else flat.params:
                 unsettle(p)
 
@@ -317,14 +319,16 @@ class Engine:
             state.finished = False
             state.norm = None
             state.clip = None
+        self.gradients.take_all()
         early = self.early_step and eager and self.scaler is None and self.schedule.allows_early
         self.reducer.on_complete = None  # what an earlier micro-batch left under way is not complete
         self.reducer.begin_backward(eager=eager, loss_scale=self.scaler.scale if self.scaler is not None else 1.0)
         self.reducer.on_complete = self.schedule.begin_early if early else None
 
-    def end_backward(self) -> None:
-        """The backward pass is over."""
+    def end_backward(self, *, local: bool = False) -> None:
+        """The backward pass is over. ``local``: more are to come before gradients are averaged (stages 0 and 1)."""
         self.reducer.end_backward()
+        self.gradients.local = local and not self.policy.gradients
         if not self.reducer.holds:
             self._let_go()
         spans.leave(spans.BACKWARD)
@@ -366,11 +370,8 @@ class Engine:
         state = self.optimizers[index]
         if state.finished:
             return not state.overflow
-        state.used = self.reducer.complete(state.flats)
-        for flat in state.flats:
-            if flat.plan.tied and flat.averages.hold_values and state.tied_due:
-                flat.averages.change(self.share.sum_tied)
-        state.tied_due = False
+        self.gradients.take(index)
+        self._average(index)
         state.overflow = state.clipped = False
         state.clip = None
         if self.scaler is not None:
@@ -383,6 +384,16 @@ class Engine:
             state.sharded.bind_grads(state.used)
         state.finished = True
         return not state.overflow
+
+    def _average(self, index: int) -> list[bool]:
+        """Average what is left of an optimizer's gradients, and agree on which parameters have any. Collective."""
+        state = self.optimizers[index]
+        state.used = self.reducer.complete(state.flats)
+        for flat in state.flats:
+            if flat.plan.tied and flat.averages.hold_values and state.tied_due:
+                flat.averages.change(self.share.sum_tied)
+        state.tied_due = False
+        return state.used
 
     def clip_norm_(self, index: int, max_norm: float) -> Tensor:
         """Clip by global norm over all gradients of the optimizer, exactly; returns the norm before clipping."""
@@ -407,6 +418,10 @@ class Engine:
         if not self.private_gradients:
             state.sharded.take_edits(state.used)
             state.norm = None
+        if self.gradients.take(index, state.used):
+            state.norm = None
+            if not self.private_gradients:
+                state.sharded.bind_grads(state.used)
         return state
 
     def _clipped(self, state: _OptimizerState) -> None:
@@ -448,7 +463,7 @@ class Engine:
         After an overflow nothing is updated on any rank, and the step is counted in ``skipped_steps``.
         """
         proceed = self.finish(index)
-        state = self.optimizers[index]
+        state = self._as_they_are(index)
         result = None
         self.settle()
         if proceed:
@@ -482,6 +497,7 @@ class Engine:
         state = self.optimizers[index]
         state.finished = False
         state.norm = None
+        self.gradients.forget(index)
         self.reducer.zero_grad(state.flats, set_to_none=set_to_none)
         for piece in state.sharded.pieces:
             if set_to_none:
@@ -624,7 +640,7 @@ class Engine:
         return {
             "parameters": sum(size(f.full, f.shard) for f in self.flats),
             "masters": sum(size(f.master) for f in self.flats),
-            "gradients": sum(size(f.grad, f.averages.values, *(p.grad for p in f.params)) for f in self.flats),
+            "gradients": sum(size(f.grad, f.averages.values, *map(grad_of, f.params)) for f in self.flats),
             "optimizer": sum(s.sharded.state_bytes() for s in self.optimizers),
             "communication": sum(pool.bytes for pool in {f.comm.pool for f in self.flats} | {self.comm.pool}),
         }

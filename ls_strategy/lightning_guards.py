@@ -22,6 +22,7 @@ from ls_strategy.config import ZeROConfig
 from ls_strategy.engine import Engine
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.precision_plugin import ZeROPrecision
+from ls_strategy.zero.parameters import unnoticed
 from ls_strategy.zero_stages import POLICIES
 
 _AFTER_BACKWARD = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad", "on_train_batch_end")
@@ -110,7 +111,8 @@ def watch_methods(module: pl.LightningModule, engine: Engine) -> None:
         return result
 
     def zero_grad(part: nn.Module, set_to_none: bool = True) -> None:
-        type(part).zero_grad(part, set_to_none)
+        with unnoticed():  # it looks at every gradient, only to drop it
+            type(part).zero_grad(part, set_to_none)
         engine.zero_params(part.parameters(), set_to_none=set_to_none)
 
     for name in ("toggle_optimizer", "untoggle_optimizer"):

@@ -819,7 +819,7 @@ class ZeROStrategy(DDPStrategy):
         engine.begin_backward(eager=module.automatic_optimization and not self._accumulating)
         with guards.explain_released_parameters(), engine.comm.naming_failures(), self._explaining_memory():
             plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
-        engine.end_backward()
+        engine.end_backward(local=self._accumulating)
         return plugin.post_backward(closure_loss, module)
 
     @override

@@ -42,6 +42,9 @@ class Averages:
         self.recorded_sums: Tensor | None = None
         """Sum of squares and number of non-finite elements of averages that are no longer at hand, ``(2,)`` fp64."""
 
+        self.gone = False
+        """Whether an update has taken them before its step."""
+
         self.landing: Future[None] | None = None
         """On their way to the host."""
 
@@ -70,7 +73,7 @@ class Averages:
 
     def forget(self) -> None:
         """What was averaged so far counts for nothing."""
-        self.hold_values = False
+        self.hold_values = self.gone = False
         self._set_scale(1.0)
 
     def tensor(self) -> Tensor:
@@ -124,7 +127,7 @@ class Averages:
         if self.values is not None or self.on_drive:
             self._flat.wait_updated()  # it may still read what would be overwritten
         accumulate = self.hold_values
-        self.hold_values = True
+        self.hold_values, self.gone = True, False
         factor = self._flat.grad_scale / self._scale  # what is there takes on the scale of what comes
         self._scale = self._flat.grad_scale
         if self.on_drive and (accumulate or not at_hand):
@@ -157,6 +160,14 @@ class Averages:
             reducing.finish(self.values, accumulate=accumulate)
             return
         self._land_on_host(reducing, self.values, accumulate=accumulate)
+
+    def widen(self) -> None:
+        """Hold them in full precision, also where 16 bit were exact so far."""
+        if self.values is not None and self.values.dtype != self._flat.average_dtype:
+            before, self.values = self.values, self._new(self._flat.average_dtype)
+            self.values.copy_(before)
+            if self._flat.gradient_tier != "device":
+                self._flat.rest.ring.give([before])
 
     def _land_on_host(self, reducing: PendingReduce, out: Tensor, *, accumulate: bool) -> None:
         """Sum on the device, in the order and precision of a run without offload, then copy beside the computation."""
@@ -269,6 +280,7 @@ class Averages:
 
     def let_go(self) -> None:
         """An update under way has them; backward may fill new ones meanwhile. `take_back` when the update is done."""
+        self.gone = True
         if self.values is not None:
             self._lent, self.values = self.values, None
 

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from ls_strategy._compat import WeakIdKeyDictionary, torch_function_is_on, tree_iter, without_torch_function
 
 _DATA: Any = torch.Tensor.data
+_GRAD: Any = torch.Tensor.grad
 _DETACH: Any = torch.Tensor.detach
 
 _PROPERTIES = """
@@ -78,6 +79,14 @@ class Home(Protocol):
         """The operation is over."""
         ...
 
+    def read_grad(self, param: nn.Parameter) -> Tensor | None:
+        """``param.grad``. Collective."""
+        ...
+
+    def write_grad(self, param: nn.Parameter, value: Tensor | None) -> None:
+        """``param.grad = value``. Collective."""
+        ...
+
     def is_collected(self) -> bool:
         """Whether a state dict is being put together, by hooks that bring the values in their own way."""
         ...
@@ -102,6 +111,24 @@ class Present(nn.Parameter):
         self._look()
         with without_torch_function():
             _DATA.__set__(self, value)
+
+    @property  # type: ignore[override]
+    def grad(self) -> Tensor | None:
+        """After backward the averaged gradient, as under DDP; see `ls_strategy.zero.gradients`."""
+        home = home_of(self) if torch_function_is_on() else None
+        return grad_of(self) if home is None else home.read_grad(self)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        home = home_of(self) if torch_function_is_on() else None
+        if home is None:
+            set_grad(self, value)
+        else:
+            home.write_grad(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
 
     def detach(self) -> Tensor:
         """As of any parameter."""
@@ -184,6 +211,18 @@ def home_of(param: Tensor) -> Any:
 def point(param: nn.Parameter, values: Tensor) -> None:
     """Let it be at ``values``, of its shape. Inside `unnoticed`."""
     _DATA.__set__(param, values)
+
+
+def grad_of(param: Tensor) -> Tensor | None:
+    """What autograd has put into ``.grad``: of this rank, as it is."""
+    with without_torch_function():
+        return _GRAD.__get__(param)
+
+
+def set_grad(param: Tensor, value: Tensor | None) -> None:
+    """Put something there, or None."""
+    with without_torch_function():
+        _GRAD.__set__(param, value)
 
 
 def values_of(param: nn.Parameter) -> Tensor:

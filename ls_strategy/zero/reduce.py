@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ls_strategy.comm import Comm
 from ls_strategy.errors import StateError
+from ls_strategy.zero.parameters import grad_of, set_grad
 from ls_strategy.zero.units import Flat, Unit
 from ls_strategy.zero_stages import StagePolicy
 
@@ -99,7 +100,7 @@ class Reducer:
 
     def on_grad(self, unit: Unit, flat: Flat, index: int, param: nn.Parameter) -> None:
         """Autograd finished ``param.grad``."""
-        grad = param.grad
+        grad = grad_of(param)
         if grad is None:
             return
         if flat.grad_scale != self.loss_scale:
@@ -147,7 +148,7 @@ class Reducer:
             view.copy_(grad)
             flat.filled[index] = True
         flat.dirty = True
-        param.grad = None
+        set_grad(param, None)
 
     def _advance(self) -> None:
         while self._next < len(self.order) and self.order[self._next].waiting_for <= 0:
@@ -193,14 +194,14 @@ class Reducer:
             self._fill_resident(flat)
         flat.dirty = False
         if not self.policy.gradients:
-            flat.held_here = [p.grad is not None for p in flat.params]
+            flat.held_here = [grad_of(p) is not None for p in flat.params]
         if flat.averages.in_place:
             flat.averages.hold_values = True
             if flat.comm.world_size == 1:  # nothing to average over
                 return
         if not self.policy.gradients:
             for p in flat.params:
-                p.grad = None  # autograd must not add to what is being sent
+                set_grad(p, None)  # autograd must not add to what is being sent
         flat.reducing = flat.comm.reduce_scatter(flat.grad, self.wire_dtype, flat.name, flat.layout.sizes)
         self._in_flight.append(flat)
         while self._too_much_in_flight():
@@ -216,9 +217,9 @@ class Reducer:
     def _fill_transient(self, flat: Flat) -> None:
         """Make every slot of the buffer valid: late gradients added, zeros where there was none."""
         for i, (param, view) in enumerate(zip(flat.params, flat.grad_views, strict=True)):
-            if param.grad is not None:
-                view.add_(param.grad) if flat.filled[i] else view.copy_(param.grad)
-                param.grad = None
+            if grad_of(param) is not None:
+                view.add_(grad_of(param)) if flat.filled[i] else view.copy_(grad_of(param))
+                set_grad(param, None)
             elif not flat.filled[i]:
                 view.zero_()
         flat.filled = [False] * len(flat.params)
@@ -268,7 +269,7 @@ class Reducer:
     def _show_grads(self, flat: Flat) -> None:
         """Put the resident gradients back into ``p.grad``, with whatever came while they were under way."""
         for i, (param, view, held) in enumerate(zip(flat.params, flat.grad_views, flat.held_here, strict=True)):
-            late = param.grad
+            late = grad_of(param)
             if late is not None and late is not view:
                 view.add_(late) if held else view.copy_(late)
                 flat.dirty = True
@@ -297,7 +298,7 @@ class Reducer:
         self.finish_in_flight()
         for flat in flats:
             if not self.policy.gradients:
-                flat.used_here = [p.grad is not None for p in flat.params]
+                flat.used_here = [grad_of(p) is not None for p in flat.params]
         flags = [u for f in flats for u in f.used_here] + [h for f in flats for h in f.held_here]
         flags += [f.dirty for f in flats]
         flags += [f.was_written for f in flats] + [not f.was_written for f in flats]
@@ -360,14 +361,14 @@ class Reducer:
             else:
                 flat.averages.zero()
             for param in flat.params:
-                if param.grad is None:
+                if grad_of(param) is None:
                     continue
                 if set_to_none:
-                    param.grad = None
+                    set_grad(param, None)
                     if param.grad_dtype != param.dtype:  # type: ignore[attr-defined]
                         param.grad_dtype = param.dtype  # type: ignore[attr-defined]
                 else:
-                    param.grad.zero_()
+                    grad_of(param).zero_()
 
     def zero_params(self, flats: list[Flat], wanted: set[int], *, set_to_none: bool) -> None:
         """Drop the averaged gradients of the parameters whose ``id`` is in ``wanted``, not their ``p.grad``."""

@@ -37,7 +37,7 @@ from ls_strategy.plan import FlatPlan
 from ls_strategy.tiers.link import DONE, Arrival, host_empty
 from ls_strategy.tiers.stream import Ticket
 from ls_strategy.zero.averages import Averages
-from ls_strategy.zero.parameters import Absent, Present, point, settle, unnoticed
+from ls_strategy.zero.parameters import Absent, Present, grad_of, point, set_grad, settle, unnoticed
 from ls_strategy.zero.rest import Rest
 from ls_strategy.zero_stages import StagePolicy
 
@@ -62,6 +62,18 @@ class Lends(Protocol):
         ...
 
 
+class ShowsGradients(Protocol):
+    """Who says what ``p.grad`` is after backward."""
+
+    def read(self, flat: Flat, index: int) -> Tensor | None:
+        """``p.grad``. Collective."""
+        ...
+
+    def write(self, flat: Flat, index: int, value: Tensor | None) -> None:
+        """``p.grad = value``. Collective."""
+        ...
+
+
 class Holding(Protocol):
     """What keeps the states of a flat buffer from changing unnoticed."""
 
@@ -78,6 +90,9 @@ class Flat:
 
     lender: Lends | None = None
     """Asked when somebody touches a parameter that is elsewhere."""
+
+    gradients: ShowsGradients | None = None
+    """Asked when somebody looks at ``p.grad``; without, that is what autograd has put there."""
 
     may_be_written = False
     """Whether somebody has looked at the parameters' memory since `bind`, see `ls_strategy.zero.writes`."""
@@ -221,6 +236,7 @@ class Flat:
         self.average_dtype = torch.promote_types(torch.float32, master_dtype) if self.trainable else torch.float32
         self.views = [self.full[s.offset : s.end].view(s.shape) for s in layout.slots]
         self._switched = [p for p in self.params if settle(p, self)]
+        self._index = {id(p): i for i, p in enumerate(self.params)}
         # One element per parameter, so that its address still tells which parameter it is (checkpoint.py asks).
         nothing = float("nan") if dtype.is_floating_point else 0
         self._released = torch.full((len(self.params),), nothing, device=device, dtype=dtype)
@@ -401,6 +417,19 @@ class Flat:
         if self.lender is not None:
             self.lender.touched(self)
 
+    def read_grad(self, param: nn.Parameter) -> Tensor | None:
+        """``param.grad``. Collective."""
+        if self.gradients is None:
+            return grad_of(param)
+        return self.gradients.read(self, self._index[id(param)])
+
+    def write_grad(self, param: nn.Parameter, value: Tensor | None) -> None:
+        """``param.grad = value``. Collective."""
+        if self.gradients is None:
+            set_grad(param, value)
+        else:
+            self.gradients.write(self, self._index[id(param)], value)
+
     def is_collected(self) -> bool:
         """Whether the parameters are only being listed."""
         return self.lender is not None and self.lender.is_collected()
@@ -526,12 +555,12 @@ class Flat:
         if factor == 1.0:
             return
         here = [v for v, filled in zip(self.grad_views, self.filled, strict=False) if filled]
-        for grad in [*here, *(p.grad for p in self.params if p.grad is not None)]:
+        for grad in [*here, *(grad_of(p) for p in self.params if grad_of(p) is not None)]:
             grad.detach().mul_(factor)
 
     def take_replaced(self, index: int) -> bool:
         """Stage 0: take another tensor that ``p.grad`` was made. Returns whether it was made None."""
-        grad, view = self.params[index].grad, self.grad_views[index]
+        grad, view = grad_of(self.params[index]), self.grad_views[index]
         if grad is not None and grad is not view:
             view.copy_(grad)
             self.show_grad(index)
@@ -545,14 +574,14 @@ class Flat:
         """
         param, view = self.params[index], self.grad_views[index]
         if param.grad_dtype != view.dtype:  # type: ignore[attr-defined]
-            param.grad = None
+            set_grad(param, None)
             param.grad_dtype = view.dtype  # type: ignore[attr-defined]
-        param.grad = view
+        set_grad(param, view)
 
     def holds_gradients(self, besides: int) -> bool:
         """Whether this rank has gradients, not counting the one that parameter ``besides`` has just got."""
-        others = any(p.grad is not None for i, p in enumerate(self.params) if i != besides)
-        added = bool(self.grad_views) and self.params[besides].grad is self.grad_views[besides]
+        others = any(grad_of(p) is not None for i, p in enumerate(self.params) if i != besides)
+        added = bool(self.grad_views) and grad_of(self.params[besides]) is self.grad_views[besides]
         return others or added or any(self.filled) or self.reducing is not None
 
     def drop_grad_buffer(self) -> None:
@@ -572,13 +601,13 @@ class Flat:
         wide = self.grad.float()
         views = [wide[s.offset : s.end].view(s.shape) for s in self.layout.slots]
         for p, old, new in zip(self.params, self.grad_views, views, strict=True):
-            held = p.grad
-            p.grad = None
+            held = grad_of(p)
+            set_grad(p, None)
             p.grad_dtype = torch.float32  # type: ignore[attr-defined]
             if held is old:
-                p.grad = new
+                set_grad(p, new)
             elif held is not None:
-                p.grad = held.float()
+                set_grad(p, held.float())
         self.grad, self.grad_views = wide, views
 
 

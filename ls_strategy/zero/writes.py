@@ -74,7 +74,7 @@ def _take_shard(flat: Flat) -> bool:
     now = flat.full[slice(*flat.stepped)]
     master = flat.read_master().detach()
     before = (master if flat.shard is None else flat.shard).to(device=now.device, dtype=now.dtype)
-    differs = _bits(now) != _bits(before)
+    differs = bits(now) != bits(before)
     if not bool(differs.any()):
         return False
     differs = differs.to(master.device)
@@ -84,6 +84,6 @@ def _take_shard(flat: Flat) -> bool:
     return True
 
 
-def _bits(values: Tensor) -> Tensor:
+def bits(values: Tensor) -> Tensor:
     """So that a NaN is equal to itself, and -0 is not 0."""
     return values.view(_BITS[values.element_size()])
