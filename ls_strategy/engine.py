@@ -162,7 +162,7 @@ class Engine:
         )  # fmt: skip
         self.reducer.selective = len(optimizers) > 1
         self.optimizers = [self._adopt(i, optimizer) for i, optimizer in enumerate(optimizers)]
-        self.gradients = Gradients(self.flats, self._average)
+        self.gradients = Gradients(self.flats, self._average, parallel=mesh.shape.kinds)
         self.schedule = UpdateSchedule([s.sharded for s in self.optimizers], self.gatherer, self.offload, owner=self)
         self.reducer.reset()
         self.hooks = UnitHooks(self.units, self.gatherer, self.reducer, sharded=self.policy.parameters)
@@ -506,6 +506,7 @@ class Engine:
     def zero_params(self, params: Iterable[nn.Parameter], *, set_to_none: bool) -> None:
         """Drop averaged gradients of some parameters, as ``module.zero_grad()`` means it. Not collective."""
         wanted = {id(p) for p in params}
+        self.gradients.zero(wanted, set_to_none=set_to_none)
         self.reducer.zero_params([f for f in self.flats if f.trainable], wanted, set_to_none=set_to_none)
         for state in self.optimizers:
             state.finished = False

@@ -91,6 +91,11 @@ class MeshShape:
         return self.data * self.model_ranks
 
     @property
+    def kinds(self) -> str:
+        """Kinds of parallelism that leave a rank with a part of the model, in words; empty without any."""
+        return ", ".join(k for k in ("tensor", "pipeline", "expert") if getattr(self, k) > 1)
+
+    @property
     def model_ranks(self) -> int:
         """Ranks that work on one batch together."""
         return self.pipeline * self.sequence * self.tensor

@@ -47,22 +47,24 @@ class Shown:
 class Gradients:
     """What user code sees as ``p.grad`` of an engine's parameters."""
 
-    def __init__(self, flats: list[Flat], complete: Callable[[int], list[bool]]) -> None:
+    def __init__(self, flats: list[Flat], complete: Callable[[int], list[bool]], *, parallel: str = "") -> None:
         """Look at ``flats``.
 
         Args:
             flats: of the engine.
             complete: averages what is left of an optimizer's gradients, collectively; one flag per parameter of its
                 flats: whether any rank has a gradient.
+            parallel: kinds of parallelism that leave a rank with a part of the model, for the message.
         """
         self._complete = complete
+        self._parallel = parallel
         self._of = {n: [f for f in flats if f.optimizer_index == n] for n in {f.optimizer_index for f in flats}}
         self._shown: dict[int, tuple[Flat, Shown]] = {}
         self.local = False
         """Whether the gradients of the last backward stay on their rank for now."""
 
         for flat in flats:
-            if flat.trainable and flat.policy.optimizer:
+            if flat.trainable and (flat.policy.optimizer or parallel):
                 flat.gradients = self
 
     # what user code does ---------------------------------------------------------------------------------------------
@@ -71,12 +73,20 @@ class Gradients:
         """``p.grad``. Collective, the first time after a backward."""
         if self._is_local():
             return grad_of(flat.params[index])
+        if self._parallel:
+            raise StateError(
+                f"{flat.layout.slots[index].name}.grad was read under {self._parallel} parallelism, where a rank has a "
+                "part of the model, so that norms over what it has differ from rank to rank. Use "
+                "trainer.strategy.grad_norm() and Trainer(gradient_clip_val=...) or self.clip_gradients(...); to "
+                "change gradients element by element, change those of optimizer.param_groups in "
+                "on_before_optimizer_step."
+            )
         shown = self._show(flat)
         return shown.views[index] if shown.used[index] else None
 
     def write(self, flat: Flat, index: int, value: Tensor | None) -> None:
         """``p.grad = value``. Collective, the first time after a backward."""
-        if self._is_local():
+        if self._is_local() or not flat.policy.optimizer:
             set_grad(flat.params[index], value)
             return
         shown = self._show(flat)
@@ -145,6 +155,14 @@ class Gradients:
         """Of every optimizer."""
         for index in self._of:
             self.take(index)
+
+    def zero(self, params: set[int], *, set_to_none: bool) -> None:
+        """``module.zero_grad()`` has dropped those of the parameters with these ``id``."""
+        for flat, shown in self._shown.values():
+            for i, param in enumerate(flat.params):
+                if id(param) in params:
+                    shown.views[i].zero_()
+                    shown.used[i] = shown.used[i] and not set_to_none
 
     def forget(self, index: int) -> None:
         """An optimizer's gradients were dropped."""

@@ -127,7 +127,7 @@ class Present(nn.Parameter):
             home.write_grad(self, value)
 
     @grad.deleter
-    def grad(self) -> None:
+    def grad(self) -> None:  # type: ignore[override]
         self.grad = None
 
     def detach(self) -> Tensor:

@@ -217,8 +217,9 @@ class Reducer:
     def _fill_transient(self, flat: Flat) -> None:
         """Make every slot of the buffer valid: late gradients added, zeros where there was none."""
         for i, (param, view) in enumerate(zip(flat.params, flat.grad_views, strict=True)):
-            if grad_of(param) is not None:
-                view.add_(grad_of(param)) if flat.filled[i] else view.copy_(grad_of(param))
+            late = grad_of(param)
+            if late is not None:
+                view.add_(late) if flat.filled[i] else view.copy_(late)
                 set_grad(param, None)
             elif not flat.filled[i]:
                 view.zero_()
@@ -361,14 +362,15 @@ class Reducer:
             else:
                 flat.averages.zero()
             for param in flat.params:
-                if grad_of(param) is None:
+                grad = grad_of(param)
+                if grad is None:
                     continue
                 if set_to_none:
                     set_grad(param, None)
                     if param.grad_dtype != param.dtype:  # type: ignore[attr-defined]
                         param.grad_dtype = param.dtype  # type: ignore[attr-defined]
                 else:
-                    grad_of(param).zero_()
+                    grad.zero_()
 
     def zero_params(self, flats: list[Flat], wanted: set[int], *, set_to_none: bool) -> None:
         """Drop the averaged gradients of the parameters whose ``id`` is in ``wanted``, not their ``p.grad``."""

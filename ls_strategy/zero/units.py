@@ -555,8 +555,9 @@ class Flat:
         if factor == 1.0:
             return
         here = [v for v, filled in zip(self.grad_views, self.filled, strict=False) if filled]
-        for grad in [*here, *(grad_of(p) for p in self.params if grad_of(p) is not None)]:
-            grad.detach().mul_(factor)
+        for grad in [*here, *map(grad_of, self.params)]:
+            if grad is not None:
+                grad.detach().mul_(factor)
 
     def take_replaced(self, index: int) -> bool:
         """Stage 0: take another tensor that ``p.grad`` was made. Returns whether it was made None."""

@@ -10,8 +10,14 @@ from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
 
 from ls_strategy.testing import spawn
-from tests.dist.ranks import global_batches
-from tests.dist.test_habits import OPTIONS, Habit, problems
+from ls_strategy.config import LossScaleConfig
+from ls_strategy.errors import StateError
+from ls_strategy.precision_plugin import ZeROPrecision
+from ls_strategy.strategy import ZeROStrategy
+from tests.dist.parallel_runs import Module, Run, train
+from tests.dist.ranks import fit, global_batches, quiet
+from tests.dist.test_combinations import EXPERTS, LAYOUTS
+from tests.dist.test_habits import OPTIONS, STEPS, Habit, problems
 
 
 class Clips(Habit):
@@ -127,21 +133,17 @@ class ReadsAfterTheStep(Habit):
             self.note(p.grad.abs())
 
 
-class Accumulates(Clips):
-    """Over two batches; what it reads between them is this rank's own."""
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.note(self.blocks[0].wide.weight.grad.abs())
-
-
 class ZeroesThem(Habit):
     """After backward, for a part of the model."""
 
     def on_after_backward(self) -> None:
+        self.note(sum(p.grad.norm() for p in self.parameters()))  # type: ignore[union-attr]
         self.blocks[0].zero_grad()
+        self.blocks[2].narrow.zero_grad(set_to_none=False)
         for p in self.blocks[1].parameters():
             assert p.grad is not None
             p.grad.zero_()
+        self.note(sum(p.grad.norm() for p in self.parameters() if p.grad is not None))
 
 
 class Conflicts(Habit):
@@ -178,3 +180,67 @@ HABITS = [
 def test_on_two_ranks_as_under_ddp(habit: type[Habit]) -> None:
     found = spawn(problems, 2, habit, OPTIONS, timeout_s=100)
     assert not any(found), "\n".join(found[0])
+
+
+@pytest.mark.parametrize("habit", [Clips, Scales, Drops, LightningsNorm])
+def test_with_accumulation_as_under_ddp(habit: type[Habit]) -> None:
+    """Hooks after every backward see what has come so far."""
+    found = spawn(problems, 2, habit, OPTIONS, {"accumulate_grad_batches": 2}, timeout_s=100)
+    assert not any(found), "\n".join(found[0])
+
+
+@pytest.mark.parametrize("habit", [Clips, Replaces, ScalesData])
+def test_on_one_rank_as_a_plain_trainer(habit: type[Habit]) -> None:
+    found = spawn(problems, 1, habit, OPTIONS, timeout_s=100)
+    assert not any(found), "\n".join(found[0])
+
+
+class TwoNorms(Habit):
+    """Torch's own norm of ``p.grad`` beside the strategy's, where gradients are scaled, and where they are not."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        strategy: Any = self.trainer.strategy
+        before = torch.nn.utils.get_total_norm([p.grad for p in self.parameters()])  # type: ignore[misc]
+        self.note(before / strategy.grad_norm() - 1)
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+        after = torch.nn.utils.get_total_norm([p.grad for p in self.parameters()])  # type: ignore[misc]
+        self.note(strategy.grad_norm() / after - 1)
+        self.note(after.clamp(min=0.1) / 0.1 - 1)
+
+
+def norms(rank: int, world_size: int, precision: str) -> list[str]:
+    quiet()
+    found = []
+    for name, options in OPTIONS.items():
+        module = TwoNorms()
+        data = global_batches(rank, world_size, STEPS)
+        plugin, scale = ZeROPrecision(precision), LossScaleConfig(initial_power=6)
+        strategy = ZeROStrategy(**options, precision_plugin=plugin, loss_scale=scale)
+        fit(strategy, module, data, use_distributed_sampler=False, max_epochs=1)
+        worst = max(map(abs, module.seen))
+        found += [f"{name}: {worst}, {len(module.seen)} norms"] * (not worst < 2e-6 or len(module.seen) < 2 * STEPS)
+    return found
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "16-mixed", "16-true"])
+def test_norms_and_clipping_in_16_bit(precision: str) -> None:
+    found = spawn(norms, 2, precision, timeout_s=100)
+    assert not any(found), found[0]
+
+
+def refused(rank: int, world_size: int, layout: dict[str, Any]) -> None:
+    quiet()
+    run = Run(layout, {"num_layers": 4}, EXPERTS if "expert_parallel_size" in layout else None, 2)
+    with pytest.raises(StateError, match=r"grad was read under (tensor|pipeline|expert) parallelism.*grad_norm\(\)"):
+        train(rank, world_size, run, ClipsParts)
+
+
+class ClipsParts(Module):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "sequence"])
+def test_norms_over_a_part_of_the_model_are_refused(name: str) -> None:
+    """Not under sequence parallelism, which leaves every rank with the whole model."""
+    spawn(refused, 2, LAYOUTS[name], init_process_group=False, timeout_s=60)

@@ -288,20 +288,22 @@ HABITS = [
 ]  # fmt: skip
 
 
-def outcome(rank: int, world_size: int, habit: type[Habit], strategy: Any) -> tuple[Any, ...]:
+def outcome(rank: int, world_size: int, habit: type[Habit], strategy: Any, **trainer: Any) -> tuple[Any, ...]:
     module = habit()
     data = global_batches(rank, world_size, STEPS)
-    fit(strategy, module, data, use_distributed_sampler=False, max_epochs=2)
+    fit(strategy, module, data, use_distributed_sampler=False, max_epochs=2, **trainer)
     return mean_over_ranks(module.losses), mean_over_ranks(module.seen), weights(module)
 
 
-def problems(rank: int, world_size: int, habit: type[Habit], options: dict[str, dict[str, Any]]) -> list[str]:
+def problems(
+    rank: int, world_size: int, habit: type[Habit], options: dict[str, dict[str, Any]], trainer: Any = None
+) -> list[str]:
     quiet()
-    found = []
-    expected = outcome(rank, world_size, habit, "ddp" if world_size > 1 else "auto")
+    found, trainer = [], trainer or {}
+    expected = outcome(rank, world_size, habit, "ddp" if world_size > 1 else "auto", **trainer)
     for name, one in options.items():
         try:
-            actual = outcome(rank, world_size, habit, ZeROStrategy(**one))
+            actual = outcome(rank, world_size, habit, ZeROStrategy(**one), **trainer)
             for what, ours, theirs in zip(("losses", "seen", "weights"), actual, expected, strict=True):
                 assert_close(ours, theirs, f"{name}: {what}", 2e-6)
         except Exception as error:
@@ -364,6 +366,12 @@ def test_writes_reach_the_masters_in_16_bit(precision: str) -> None:
     """All stages and tiers come to the same bits, and the bounds hold."""
     found = spawn(in_16_bit, 2, precision, timeout_s=100)
     assert not any(found), found[0]
+
+
+@pytest.mark.parametrize("habit", [Penalty, SetsData, Clamps, Momentum, Copies, Average])
+def test_on_one_rank_as_a_plain_trainer(habit: type[Habit]) -> None:
+    found = spawn(problems, 1, habit, OPTIONS, timeout_s=100)
+    assert not any(found), "\n".join(found[0])
 
 
 # --- gathered_parameters ----------------------------------------------------------------------------------------------

@@ -37,8 +37,8 @@ def storages() -> dict[int, int]:
     result: dict[int, int] = {}
     for thing in gc.get_objects():
         if isinstance(thing, Tensor):
-            for tensor in (thing, thing.grad if thing.is_leaf else None):
-                with unnoticed():  # to ask a parameter for its storage would gather it
+            with unnoticed():  # to ask a parameter for its storage or its gradient would gather that
+                for tensor in (thing, thing.grad if thing.is_leaf else None):
                     if tensor is not None and not tensor.is_meta:
                         result[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     return result
