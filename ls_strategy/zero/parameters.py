@@ -112,23 +112,22 @@ class Present(nn.Parameter):
         with without_torch_function():
             _DATA.__set__(self, value)
 
-    @property  # type: ignore[override]
-    def grad(self) -> Tensor | None:
-        """After backward the averaged gradient, as under DDP; see `ls_strategy.zero.gradients`."""
+    def _read_grad(self) -> Tensor | None:
         home = home_of(self) if torch_function_is_on() else None
         return grad_of(self) if home is None else home.read_grad(self)
 
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
+    def _write_grad(self, value: Tensor | None) -> None:
         home = home_of(self) if torch_function_is_on() else None
         if home is None:
             set_grad(self, value)
         else:
             home.write_grad(self, value)
 
-    @grad.deleter
-    def grad(self) -> None:  # type: ignore[override]
-        self.grad = None
+    def _drop_grad(self) -> None:
+        self._write_grad(None)
+
+    grad: Any = property(_read_grad, _write_grad, _drop_grad)
+    """After backward the averaged gradient, as under DDP; see `ls_strategy.zero.gradients`."""
 
     def detach(self) -> Tensor:
         """As of any parameter."""
