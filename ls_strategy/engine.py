@@ -40,6 +40,7 @@ from ls_strategy.zero import materialize as materials
 from ls_strategy.zero import step as stepping
 from ls_strategy.zero import weights
 from ls_strategy.zero.assembly import Draft
+from ls_strategy.zero.copies import Method, PlainCopies
 from ls_strategy.zero.gather import Gatherer
 from ls_strategy.zero.hooks import UnitHooks
 from ls_strategy.zero.offload import Offload
@@ -47,7 +48,7 @@ from ls_strategy.zero.optimizer import ShardedOptimizer
 from ls_strategy.zero.reduce import Reducer
 from ls_strategy.zero.schedule import UpdateSchedule
 from ls_strategy.zero.share import Share
-from ls_strategy.zero.units import Flat
+from ls_strategy.zero.units import Flat, Unit
 from ls_strategy.zero_stages import POLICIES
 
 _HOLDERS: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
@@ -165,6 +166,7 @@ class Engine:
             if precision.compute != torch.float32 and type(m).__name__ in config.fp32_modules
         ]
         self._broadcast_buffers_next = True
+        self._copies = PlainCopies(model, self.flats)
 
         self.on_detach: list[Callable[[], None]] = []
         """Run when another engine takes the model over."""
@@ -190,7 +192,7 @@ class Engine:
         sharded = ShardedOptimizer(optimizer, flats, self.mesh, self.config.moments, names)
         state = _OptimizerState(sharded, flats)
         optimizer.register_step_pre_hook(self._on_step)
-        optimizer.zero_grad = lambda set_to_none=True: self.zero_grad(index, set_to_none=set_to_none)  # type: ignore[method-assign]
+        Method(optimizer, "zero_grad", lambda _, set_to_none=True: self.zero_grad(index, set_to_none=set_to_none))
         return state
 
     def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -243,6 +245,7 @@ class Engine:
         self.reducer.finish_in_flight()
         self.wait()
         self.hooks.detach()
+        self._copies.remove()
         for boundary in self._boundaries:
             boundary.remove()
         for callback in self.on_detach:
@@ -556,17 +559,25 @@ class Engine:
     # reading ---------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def gathered(self) -> Iterator[None]:
-        """All parameters in full on every rank, for reading. Collective; takes the whole model's memory."""
+    def gathered(self, units: list[Unit] | None = None) -> Iterator[None]:
+        """Parameters in full on every rank, for reading. Collective; takes their memory.
+
+        Args:
+            units: which; default all. What else is gathered stays so.
+        """
         self.wait()
+        away = [unit for unit in units or () if not all(flat.is_gathered for flat in unit.flats)]
         if self.policy.parameters:
-            for unit in self.units:
+            for unit in self.units if units is None else away:
                 self.gatherer.start(unit)
             self.wait()
         try:
             yield
         finally:
-            self.gatherer.release_all()
+            if units is None:
+                self.gatherer.release_all()
+            for unit in away:
+                self.gatherer.release(unit)
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes of model state that this rank holds now, by kind. Not collective.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ls_strategy._compat import persistent_buffer_names
 from ls_strategy.errors import StateError
 from ls_strategy.mesh import Mesh
+from ls_strategy.zero.copies import Transient, refusal
 from ls_strategy.zero.lazy import parts_of
 from ls_strategy.zero.parts import part_of, whole_of
 from ls_strategy.zero.units import Flat, Unit
@@ -151,7 +152,7 @@ def _extra_names(model: nn.Module) -> set[str]:
     return {f"{prefix}.{'_extra_state'}" if prefix else "_extra_state" for prefix, _ in model.named_modules()}
 
 
-class StateDictHooks:
+class StateDictHooks(Transient):
     """Stage 3: makes ``state_dict()`` of any module return full tensors. Collective: call it on all ranks."""
 
     def __init__(self, model: nn.Module, units: list[Unit], mesh: Mesh) -> None:
@@ -177,10 +178,7 @@ class StateDictHooks:
             self._enabled = True
 
     def __reduce__(self) -> tuple[Any, ...]:
-        raise StateError(
-            "this module's parameters are sharded (stage 3), so it cannot be pickled or copied. Take "
-            "module.state_dict() on all ranks, or trainer.save_checkpoint(path), and load that into a new module."
-        )
+        raise refusal()
 
     def remove(self) -> None:
         """Detach."""

@@ -23,16 +23,16 @@ from torch import Tensor, nn
 
 from ls_strategy import spans
 from ls_strategy._compat import current_backward_pass, tree_iter
-from ls_strategy.errors import StateError
+from ls_strategy.zero.copies import Transient, refusal
 from ls_strategy.zero.gather import Gatherer
 from ls_strategy.zero.reduce import Reducer
 from ls_strategy.zero.units import Flat, Unit
 
 
-class _Hook:
-    """A callable on a module that survives a copy or a pickle of the module as a hook that does nothing.
+class _Hook(Transient):
+    """A callable on a module that copies of the module lack.
 
-    At stage 3 the module's parameters are not in the module, so that a copy would be a copy of nothing: it is refused.
+    Where a class copies its hooks by itself, they are left with one that does nothing, or refused at stage 3.
     """
 
     def __init__(self, call: Callable[..., Any], *, sharded: bool) -> None:
@@ -44,10 +44,7 @@ class _Hook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._sharded:
-            raise StateError(
-                "this module's parameters are sharded (stage 3), so it cannot be pickled or copied. Take "
-                "module.state_dict() on all ranks, or trainer.save_checkpoint(path), and load that into a new module."
-            )
+            raise refusal()
         return (_do_nothing, ())
 
 
