@@ -36,11 +36,12 @@ from ls_strategy.mesh import Mesh
 from ls_strategy.moe.router import RoutingAccounts
 from ls_strategy.precision import LossScaler, PrecisionPolicy
 from ls_strategy.tiers.link import trim_heap
+from ls_strategy.transient import Method
 from ls_strategy.zero import materialize as materials
 from ls_strategy.zero import step as stepping
 from ls_strategy.zero import weights
 from ls_strategy.zero.assembly import Draft
-from ls_strategy.zero.copies import Method, PlainCopies
+from ls_strategy.zero.copies import PlainCopies
 from ls_strategy.zero.gather import Gatherer
 from ls_strategy.zero.hooks import UnitHooks
 from ls_strategy.zero.offload import Offload

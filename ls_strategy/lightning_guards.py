@@ -22,7 +22,7 @@ from ls_strategy.config import ZeROConfig
 from ls_strategy.engine import Engine
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.precision_plugin import ZeROPrecision
-from ls_strategy.zero.copies import Method
+from ls_strategy.transient import Method
 from ls_strategy.zero_stages import POLICIES
 
 _BETWEEN_STEPS = ("on_train_batch_start", "on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end")

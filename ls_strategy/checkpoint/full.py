@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from ls_strategy._compat import persistent_buffer_names
 from ls_strategy.errors import StateError
 from ls_strategy.mesh import Mesh
-from ls_strategy.zero.copies import Transient, refusal
+from ls_strategy.transient import Transient
+from ls_strategy.zero.copies import not_here
 from ls_strategy.zero.lazy import parts_of
 from ls_strategy.zero.parts import part_of, whole_of
 from ls_strategy.zero.units import Flat, Unit
@@ -178,7 +179,7 @@ class StateDictHooks(Transient):
             self._enabled = True
 
     def __reduce__(self) -> tuple[Any, ...]:
-        raise refusal()
+        raise not_here()
 
     def remove(self) -> None:
         """Detach."""

@@ -5,7 +5,7 @@ nothing of this package, and takes the room that the module takes.
 
 ::
 
-    module.__reduce_ex__     leaves out what is `Transient`: our hooks and the methods that we stand in for
+    module.__reduce_ex__     leaves out what is `Transient`: our hooks, and what stands in for methods
     nn.Parameter             is pickled with its own elements, not with all of the flat buffer that it is a view of
 
 Shallow copies share hooks and parameters with the module, as ever. Processes that ``multiprocessing`` starts share the
@@ -16,51 +16,24 @@ from __future__ import annotations
 
 import copy
 import copyreg
-import functools
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
+from ls_strategy._compat import StorageWeakRef, storage_key
 from ls_strategy.errors import StateError
+from ls_strategy.transient import Method, Transient
 from ls_strategy.zero.units import Flat
 
-_FLAT_OF: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Parameter -> weak reference to the flat buffer that it is, or was last, a view of. Ends with the parameter."""
+_FLAT_OF: weakref.WeakValueDictionary[int, Flat] = weakref.WeakValueDictionary()
+"""``id(parameter)`` -> its flat buffer, which holds the parameter for as long as it lives."""
 
-
-class Transient:
-    """What this package hangs on modules, as a hook or an attribute, and their copies are to lack."""
-
-
-class Method(Transient):
-    """Stands in for a method on one object. A copy of the object has the method of its class."""
-
-    def __init__(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
-        """Put it on ``owner``; ``call`` gets the owner, then the arguments."""
-        self._owner = weakref.ref(owner)
-        self._name = name
-        self._call = call
-        vars(owner)[name] = self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the method does."""
-        return self._call(self._owner(), *args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Where a class copies its ``__dict__`` by itself."""
-        owner = self._owner()
-        return functools.partial, (getattr(type(owner), self._name), owner)
-
-    def remove(self) -> None:
-        """Take it off, unless somebody else has put something in its place."""
-        owner = self._owner()
-        if owner is not None and vars(owner).get(self._name) is self:
-            del vars(owner)[self._name]
+_BUFFERS: dict[int, StorageWeakRef] = {}
+"""Memory of flat buffers, by `storage_key`: parameters stay views of it when the engine has gone."""
 
 
 class PlainCopies:
@@ -69,9 +42,11 @@ class PlainCopies:
     def __init__(self, model: nn.Module, flats: Iterable[Flat]) -> None:
         """Attach to every module of ``model``, whose parameters are in ``flats``."""
         copyreg.pickle(nn.Parameter, _reduce_parameter)  # type: ignore[arg-type]
+        for key in [key for key, reference in _BUFFERS.items() if reference.expired()]:
+            del _BUFFERS[key]
         for flat in flats:
-            for param in flat.params:
-                _FLAT_OF[param] = weakref.ref(flat)
+            _FLAT_OF.update((id(param), flat) for param in flat.params)
+            _BUFFERS[storage_key(flat.full)] = StorageWeakRef(flat.full.untyped_storage())
         self._methods = [Method(module, "__reduce_ex__", _reduce_module) for module in model.modules()]
 
     def remove(self) -> None:
@@ -81,35 +56,40 @@ class PlainCopies:
         self._methods.clear()
 
 
-class ShardedError(StateError, TypeError):
-    """A copy of a module without its parameters would be a copy of nothing.
+class NotHereError(StateError, TypeError):
+    """What a copy or a pickle raises whose parameters are on other ranks: it would be a copy of nothing.
 
     A ``TypeError``, as Python's own for what cannot be pickled: loggers leave such hyperparameters out.
     """
 
 
-def refusal() -> ShardedError:
-    """What a copy or a pickle raises whose parameters are elsewhere."""
-    return ShardedError(
-        "this module's parameters are sharded (stage 3), so it cannot be pickled or copied. Copy it inside "
-        "strategy.gathered_parameters(), or take module.state_dict() on all ranks, or trainer.save_checkpoint(path), "
-        "and load that into a new module."
+def not_here(
+    why: str = "sharded (stage 3)", cure: str = "Copy it inside gathered_parameters(), or take"
+) -> NotHereError:
+    """The error. ``why``: what the parameters are; ``cure``: how the cures begin."""
+    return NotHereError(
+        f"this module's parameters are {why}, so it cannot be pickled or copied. {cure} module.state_dict() on all "
+        "ranks, or trainer.save_checkpoint(path), and load that into a new module."
     )
 
 
-def is_released(param: nn.Parameter) -> bool:
-    """Whether a parameter's values are not here, but in shards."""
-    reference = _FLAT_OF.get(param)
-    flat: Flat | None = None if reference is None else reference()
-    return flat is not None and flat.policy.parameters and not flat.is_gathered
+def require_here(params: Iterable[nn.Parameter]) -> None:
+    """Let new weights that are on their way to parameters arrive. Not collective.
 
-
-def _wait(param: nn.Parameter) -> None:
-    """Let new weights that are on their way arrive."""
-    reference = _FLAT_OF.get(param)
-    flat: Flat | None = None if reference is None else reference()
-    if flat is not None and flat.gathering is not None:
-        flat.finish_gather()
+    Raises:
+        NotHereError: one is in shards, or in parts.
+    """
+    for param in params:
+        flat = _FLAT_OF.get(id(param))
+        index = next((i for i, p in enumerate(flat.params) if p is param), None) if flat is not None else None
+        if flat is None or index is None:
+            continue
+        if flat.layout.slots[index].part is not None:
+            raise not_here("divided over ranks", "Take")
+        if flat.gathering is not None and not flat.policy.parameters:
+            flat.finish_gather()
+        if flat.policy.parameters and not flat.is_gathered:
+            raise not_here()
 
 
 def _reduce_module(module: nn.Module, protocol: Any) -> Any:
@@ -118,10 +98,7 @@ def _reduce_module(module: nn.Module, protocol: Any) -> Any:
         return reduced
     shallow = _for_shallow_copy(depth=3)
     if not shallow:
-        for param in module.parameters():
-            _wait(param)
-            if is_released(param):
-                raise refusal()
+        require_here(module.parameters())
     function, args, state, *rest = reduced
     return (function, args, _without_ours(state, hooks=not shallow), *rest)
 
@@ -137,7 +114,8 @@ def _without_ours(state: Any, *, hooks: bool) -> Any:
         return _without_ours(state[0], hooks=hooks), state[1]
     if not isinstance(state, dict):
         return state
-    kept = {key: value for key, value in state.items() if not isinstance(value, Transient)}
+    plain = {key: value.plain() if isinstance(value, Transient) else value for key, value in state.items()}
+    kept = {key: value for key, value in plain.items() if value is state[key] or value is not None}
     if hooks:
         tables = {key: value for key, value in kept.items() if "_hooks" in key and isinstance(value, dict)}
         ours = {i for table in tables.values() for i, hook in table.items() if isinstance(hook, Transient)}
@@ -150,10 +128,10 @@ def _without_ours(state: Any, *, hooks: bool) -> Any:
 def _reduce_parameter(param: nn.Parameter) -> Any:
     """As torch does, but for a view of a flat buffer, which would be pickled in full: with elements of its own."""
     reduced = param.__reduce_ex__(2)
-    if param not in _FLAT_OF or _for_shallow_copy(depth=2):
+    if _for_shallow_copy(depth=2):
         return reduced
-    if is_released(param):
-        raise refusal()
-    _wait(param)
+    require_here([param])
+    if storage_key(param) not in _BUFFERS:
+        return reduced
     function, (data, *rest), *more = reduced
     return (function, (data.clone(), *rest), *more)

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from ls_strategy import spans
 from ls_strategy._compat import current_backward_pass, tree_iter
-from ls_strategy.zero.copies import Transient, refusal
+from ls_strategy.transient import Transient
+from ls_strategy.zero.copies import not_here
 from ls_strategy.zero.gather import Gatherer
 from ls_strategy.zero.reduce import Reducer
 from ls_strategy.zero.units import Flat, Unit
@@ -44,7 +45,7 @@ class _Hook(Transient):
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._sharded:
-            raise refusal()
+            raise not_here()
         return (_do_nothing, ())
 
 

@@ -296,3 +296,71 @@ def _loading(rank: int, world_size: int) -> None:
         module = Loading()
         trainer_of(stage, max_epochs=2).fit(module)
         assert_close(module.losses, trusted.losses, f"stage {stage}")
+
+
+# --- classes that copy themselves, recomputation, parts over ranks ----------------------------------------------------
+
+
+class Own(nn.Linear):
+    """Copies its dictionary by itself, as ``torch.fx.GraphModule`` does."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Own:
+        twin = Own.__new__(Own)
+        memo[id(self)] = twin
+        twin.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return twin
+
+
+class WithOwn(Net):
+    def build(self) -> None:
+        super().build()
+        self.blocks[1] = Own(8, 8)
+        self.last = Own(8, 8)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for part in (self.blocks[1], self.last):
+            twin = copy.deepcopy(part)
+            assert_equal(weights(twin), weights(part), "a class that copies itself")
+            twin(torch.ones(8)).sum().backward()
+            twin.zero_grad()
+            assert twin.weight.grad is None
+            assert pickle.loads(pickle.dumps(twin)).weight.equal(twin.weight)
+
+
+@on_ranks(2)
+def test_classes_that_copy_themselves(rank: int, world_size: int) -> None:
+    for strategy in ("ddp", 1):
+        fit(strategy, WithOwn(), max_epochs=1)
+    with pytest.raises(StateError, match=r"sharded \(stage 3\)"):
+        fit(3, WithOwn(), max_epochs=1)
+
+
+@on_ranks(2)
+def test_copies_of_recomputed_blocks_compute_as_their_class(rank: int, world_size: int) -> None:
+    module = Copying()
+    fit(ZeROStrategy(2, min_unit_numel=0, activation_checkpointing="full"), module, max_epochs=1)
+    assert module.copied == 4
+
+
+@on_ranks(2)
+def test_layers_that_are_divided_are_refused(rank: int, world_size: int) -> None:
+    """What no rank has in full is not copied; what every rank has is."""
+    module = Net()
+    plan = {"blocks.*.wide": "column", "blocks.*.narrow": "row"}
+    strategy = ZeROStrategy(1, min_unit_numel=0, tensor_parallel_size=2, tensor_parallel_plan=plan)
+    module.blocks = nn.ModuleList([Even() for _ in range(3)])
+    fit(strategy, module, max_epochs=1)
+    for part in (module, module.blocks[0], module.blocks[0].wide):
+        for way in WAYS.values():
+            with pytest.raises(StateError, match="cannot be pickled"):
+                way(part)
+    assert_equal(weights(copy.deepcopy(module.first)), weights(module.first), "what is not divided")
+
+
+class Even(Block):
+    """Its inner width divides by two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(8, 16)
+        self.narrow = nn.Linear(16, 8)
