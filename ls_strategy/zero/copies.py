@@ -35,13 +35,16 @@ _FLAT_OF: weakref.WeakValueDictionary[int, Flat] = weakref.WeakValueDictionary()
 _BUFFERS: dict[int, StorageWeakRef] = {}
 """Memory of flat buffers, by `storage_key`: parameters stay views of it when the engine has gone."""
 
+_HOOK_TABLES = frozenset(key for key, value in vars(nn.Module()).items() if "_hooks" in key and isinstance(value, dict))
+"""Attributes in which a module has its hooks, and what is to be known of each, by the same numbers."""
+
 
 class PlainCopies:
     """Makes copies of a model's modules plain, for as long as it is attached."""
 
     def __init__(self, model: nn.Module, flats: Iterable[Flat]) -> None:
         """Attach to every module of ``model``, whose parameters are in ``flats``."""
-        copyreg.pickle(nn.Parameter, _reduce_parameter)  # type: ignore[arg-type]
+        copyreg.pickle(nn.Parameter, reduce_parameter)  # type: ignore[arg-type]
         for key in [key for key, reference in _BUFFERS.items() if reference.expired()]:
             del _BUFFERS[key]
         for flat in flats:
@@ -117,7 +120,7 @@ def _without_ours(state: Any, *, hooks: bool) -> Any:
     plain = {key: value.plain() if isinstance(value, Transient) else value for key, value in state.items()}
     kept = {key: value for key, value in plain.items() if value is state[key] or value is not None}
     if hooks:
-        tables = {key: value for key, value in kept.items() if "_hooks" in key and isinstance(value, dict)}
+        tables = {key: kept[key] for key in _HOOK_TABLES & kept.keys()}
         ours = {i for table in tables.values() for i, hook in table.items() if isinstance(hook, Transient)}
         for key, table in tables.items():
             if not ours.isdisjoint(table):
@@ -125,7 +128,7 @@ def _without_ours(state: Any, *, hooks: bool) -> Any:
     return kept
 
 
-def _reduce_parameter(param: nn.Parameter) -> Any:
+def reduce_parameter(param: nn.Parameter) -> Any:
     """As torch does, but for a view of a flat buffer, which would be pickled in full: with elements of its own."""
     reduced = param.__reduce_ex__(2)
     if _for_shallow_copy(depth=2):

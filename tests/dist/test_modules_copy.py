@@ -63,6 +63,7 @@ class Copying(Net):
         self.first.register_forward_hook(functools.partial(noted, "a hook of the user's"))
         self.criterion = nn.SmoothL1Loss()
         self.copied = 0
+        self.my_hooks = dict.fromkeys(range(200), "mine")
 
     def loss(self, batch: Any) -> Tensor:
         return self.criterion(self(batch[0]), batch[1])
@@ -96,6 +97,7 @@ class Copying(Net):
                 for hook in value.values() if isinstance(value, dict) else ():
                     assert not type(hook).__module__.startswith("ls_strategy"), f"{name}: {key}"
         assert len(twin.first._forward_hooks) == 1, f"{name}: the user's own hook"
+        assert twin.my_hooks == self.my_hooks, name
 
     def look_at_training(self, twin: Any, name: str) -> None:
         """As a plain module, by plain torch."""
