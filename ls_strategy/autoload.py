@@ -1,9 +1,10 @@
-"""Put the strategy's aliases into Lightning's registry, without loading Lightning or torch.
+"""Lets Lightning know the strategy's aliases and checkpoint folders, without loading Lightning or torch.
 
 The one invariant: nothing here can make ``import torch`` or ``import lightning`` fail.
 
     import torch ── entry point "torch.backends" ──> install() ──> one finder on sys.meta_path
     import lightning.pytorch ... strategies has executed ──> register(StrategyRegistry)
+    import lightning.fabric.utilities.cloud_io ... has executed ──> its reader of checkpoints takes folders of ours
     import lightning.pytorch.cli ... has executed ──> import ls_strategy.aliases, for its parser
     Trainer(strategy="zero2") ── StrategyRegistry.get ──> ls_strategy.strategy is imported, now
 
@@ -20,6 +21,8 @@ import os
 import sys
 import warnings
 from typing import TYPE_CHECKING, Any, Protocol
+
+from ls_strategy import lightning_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -90,6 +93,9 @@ def install() -> None:
             register(registry)
         if _CLI_MODULE in sys.modules:
             _load_aliases(sys.modules[_CLI_MODULE])
+        for name in lightning_files.MODULES:
+            if name in sys.modules:
+                _take_folders(sys.modules[name])
         if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
             sys.meta_path.insert(0, _Finder())
 
@@ -98,6 +104,7 @@ def register(registry: _Registry | None = None) -> None:
     """Add every alias to ``registry``, or to Lightning's own. Names that are taken stay as they are."""
     if registry is None:
         registry = _lightning_registry()
+        _take_folders(sys.modules[lightning_files.MODULES[0]])
     taken = set(registry.available_strategies())
     for name, init_params in ALIASES.items():
         if name not in taken:
@@ -155,7 +162,16 @@ def _register_module(module: ModuleType) -> None:
     register(module.StrategyRegistry)
 
 
-_AFTER: dict[str, Callable[[ModuleType], None]] = {_STRATEGIES_MODULE: _register_module, _CLI_MODULE: _load_aliases}
+def _take_folders(module: ModuleType) -> None:
+    with _harmless("let Lightning read its checkpoint folders"):
+        lightning_files.take_folders(module)
+
+
+_AFTER: dict[str, Callable[[ModuleType], None]] = {
+    _STRATEGIES_MODULE: _register_module,
+    _CLI_MODULE: _load_aliases,
+    **dict.fromkeys(lightning_files.MODULES, _take_folders),
+}
 """What is done as soon as a module has executed."""
 
 
@@ -191,10 +207,10 @@ def _act_after(loader: Loader | None, action: Callable[[ModuleType], None]) -> N
 
 
 @contextlib.contextmanager
-def _harmless():  # noqa: ANN202  (the type's module is not worth importing in every process that uses torch)
+def _harmless(what: str = "register its strategy aliases"):  # noqa: ANN202  (the type's module is not worth importing in every process that uses torch)
     """Turn an exception into a warning, and a warning that is an exception (``-W error``) into nothing."""
     try:
         yield
     except Exception as error:
         with contextlib.suppress(Exception):
-            warnings.warn(f"ls_strategy could not register its strategy aliases: {error!r}", stacklevel=3)
+            warnings.warn(f"ls_strategy could not {what}: {error!r}", stacklevel=3)

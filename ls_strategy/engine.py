@@ -36,10 +36,12 @@ from ls_strategy.mesh import Mesh
 from ls_strategy.moe.router import RoutingAccounts
 from ls_strategy.precision import LossScaler, PrecisionPolicy
 from ls_strategy.tiers.link import trim_heap
+from ls_strategy.transient import Method
 from ls_strategy.zero import materialize as materials
 from ls_strategy.zero import step as stepping
 from ls_strategy.zero import weights
 from ls_strategy.zero.assembly import Draft
+from ls_strategy.zero.copies import PlainCopies
 from ls_strategy.zero.gather import Gatherer
 from ls_strategy.zero.gradients import Gradients
 from ls_strategy.zero.hooks import UnitHooks
@@ -152,9 +154,7 @@ class Engine:
         self.lender = Lender(self.flats, sharded=self.policy.parameters)
         if previous is not None:
             previous.offload.close()
-        routers = [m for m in model.modules() if isinstance(m, RoutingAccounts)]  # biases move in small steps
-        kept = {id(m) for m in (*draft.kept_fp32, *routers)}
-        materials.place_buffers(model, device, precision.compute, kept)
+        self._place_buffers(draft)
         self.gatherer = Gatherer(self.units, sharded=self.policy.parameters, prefetch_units=config.prefetch_units)
         together = mesh.zero if mesh.shape.expert == 1 else mesh.stage
         self.reducer = Reducer(
@@ -172,10 +172,16 @@ class Engine:
             if precision.compute != torch.float32 and type(m).__name__ in config.fp32_modules
         ]
         self._broadcast_buffers_next = True
+        self._copies = PlainCopies(model, self.flats)
 
         self.on_detach: list[Callable[[], None]] = []
         """Run when another engine takes the model over."""
         _HOLDERS[model] = self
+
+    def _place_buffers(self, draft: Draft) -> None:
+        routers = [m for m in self.model.modules() if isinstance(m, RoutingAccounts)]  # biases move in small steps
+        kept = {id(m) for m in (*draft.kept_fp32, *routers)}
+        materials.place_buffers(self.model, self.device, self.precision.compute, kept)
 
     @property
     def model(self) -> nn.Module:
@@ -197,7 +203,7 @@ class Engine:
         sharded = ShardedOptimizer(optimizer, flats, self.mesh, self.config.moments, names)
         state = _OptimizerState(sharded, flats)
         optimizer.register_step_pre_hook(self._on_step)
-        optimizer.zero_grad = lambda set_to_none=True: self.zero_grad(index, set_to_none=set_to_none)  # type: ignore[method-assign]
+        Method(optimizer, "zero_grad", lambda _, set_to_none=True: self.zero_grad(index, set_to_none=set_to_none))
         return state
 
     def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -251,6 +257,7 @@ class Engine:
         self.reducer.finish_in_flight()
         self.wait()
         self.hooks.detach()
+        self._copies.remove()
         for boundary in self._boundaries:
             boundary.remove()
         for callback in self.on_detach:

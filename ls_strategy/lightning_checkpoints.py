@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 import zipfile
 from collections.abc import Callable, Generator, Mapping
@@ -21,9 +22,9 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
 
-from ls_strategy._compat import plain_checkpoint_io
+from ls_strategy._compat import plain_checkpoint_io, tree_iter, tree_map
 from ls_strategy.checkpoint import commit, save
 from ls_strategy.checkpoint.background import BackgroundSaver
 from ls_strategy.checkpoint.commit import META, Manifest, Place
@@ -110,6 +111,27 @@ def write(
     stall = 0.0
     background.submit(job, done)
     stall = time.perf_counter() - started
+
+
+def with_full_modules(checkpoint: dict[str, Any], engine: Engine) -> dict[str, Any]:
+    """The checkpoint with copies of modules that hold sharded parameters: hyperparameters that are parts of the model.
+
+    Collective if there are any, which is then the same on all ranks. The copies are made on rank 0, which writes them;
+    others get None.
+    """
+    small = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+    modules = [leaf for leaf in tree_iter(small) if isinstance(leaf, nn.Module)]
+    wanted = [p for module in modules for p in module.parameters()]
+    held = {id(p) for flat in engine.flats for p in flat.params}
+    if not engine.policy.parameters or held.isdisjoint(map(id, wanted)):
+        return checkpoint
+    with engine.gathered(wanted):
+        try:
+            copies = copy.deepcopy(modules) if engine.mesh.world.rank == 0 else [None] * len(modules)
+        except Exception:  # of the module's own: the save, which meets it again, tells all ranks
+            return checkpoint
+    found = {id(module): twin for module, twin in zip(modules, copies, strict=True)}
+    return {**checkpoint, **tree_map(lambda leaf: found.get(id(leaf), leaf), small)}
 
 
 def write_file(

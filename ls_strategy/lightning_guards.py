@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from ls_strategy.config import ZeROConfig
 from ls_strategy.engine import Engine
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.precision_plugin import ZeROPrecision
+from ls_strategy.transient import Method
 from ls_strategy.zero.parameters import unnoticed
 from ls_strategy.zero_stages import POLICIES
 
@@ -90,12 +91,15 @@ def reads_gradients(trainer: pl.Trainer, module: pl.LightningModule, engine: Eng
 def forward_zero_grad(wrappers: list[LightningOptimizer]) -> None:
     """``opt.zero_grad()`` on Lightning's wrapper runs torch's method on the wrapper; make it run the optimizer's."""
     for wrapper in wrappers:
-        inner: Optimizer = unwrap_optimizer(wrapper)
+        Method(wrapper, "zero_grad", _zero_inner)
 
-        def zero_grad(set_to_none: bool = True, *, _inner: Optimizer = inner) -> None:
-            _inner.zero_grad(set_to_none=set_to_none)
 
-        wrapper.zero_grad = zero_grad  # type: ignore[attr-defined]
+def _zero_inner(wrapper: LightningOptimizer, set_to_none: bool = True) -> None:
+    inner: Optimizer = unwrap_optimizer(wrapper)
+    inner.zero_grad(set_to_none=set_to_none)
+
+
+_TOGGLES = ("toggle_optimizer", "untoggle_optimizer")
 
 
 def watch_methods(module: pl.LightningModule, engine: Engine) -> None:
@@ -105,8 +109,8 @@ def watch_methods(module: pl.LightningModule, engine: Engine) -> None:
     ``zero_grad`` of any module clears ``p.grad``, which is not where gradients are once they are averaged.
     """
 
-    def toggle(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = method(*args, **kwargs)
+    def toggle(name: str, owner: pl.LightningModule, *args: Any, **kwargs: Any) -> Any:
+        result = getattr(type(owner), name)(owner, *args, **kwargs)
         engine.mirror_requires_grad()
         return result
 
@@ -115,18 +119,19 @@ def watch_methods(module: pl.LightningModule, engine: Engine) -> None:
             type(part).zero_grad(part, set_to_none)
         engine.zero_params(part.parameters(), set_to_none=set_to_none)
 
-    for name in ("toggle_optimizer", "untoggle_optimizer"):
-        module.__dict__[name] = partial(toggle, getattr(type(module), name).__get__(module))
+    for name in _TOGGLES:
+        Method(module, name, partial(toggle, name))
     for part in module.modules():
-        part.__dict__["zero_grad"] = partial(zero_grad, part)
+        Method(part, "zero_grad", zero_grad)
 
 
 def unwatch_methods(module: pl.LightningModule) -> None:
     """Undo `watch_methods`."""
-    for name in ("toggle_optimizer", "untoggle_optimizer"):
-        module.__dict__.pop(name, None)
     for part in module.modules():
-        part.__dict__.pop("zero_grad", None)
+        for name in ("zero_grad", *_TOGGLES):
+            method = vars(part).get(name)
+            if isinstance(method, Method):
+                method.remove()
 
 
 @contextmanager

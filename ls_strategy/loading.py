@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import os
 import warnings
 from typing import Any, TypeVar, cast
 
 import lightning.pytorch as pl
-import torch
 
 from ls_strategy._compat import load_state, migrate_checkpoint
 from ls_strategy.checked import checked
-from ls_strategy.checkpoint.source import is_folder, open_folder, read_checkpoint
+from ls_strategy.checkpoint.source import device_of, is_folder, open_folder, read_checkpoint
 from ls_strategy.errors import CheckpointError
 
 Module = TypeVar("Module", bound=pl.LightningModule)
@@ -59,7 +57,7 @@ def load_from_checkpoint(
         module = _load_without(left_out, module_class, checkpoint, path, kwargs)
     else:
         module = cast("Module", load_state(module_class, checkpoint, strict=strict, **kwargs))
-    return module.to(_device(map_location))
+    return module.to(device_of(map_location))
 
 
 def _load_without(
@@ -81,13 +79,3 @@ def _load_without(
             "from, or pass strict=False."
         )
     return module
-
-
-def _device(map_location: Any) -> torch.device:
-    """Where ``torch.load`` would put a tensor of the CPU."""
-    if map_location is None:
-        return torch.device("cpu")
-    file = io.BytesIO()
-    torch.save(torch.empty(0), file)
-    file.seek(0)
-    return torch.load(file, map_location=map_location, weights_only=True).device

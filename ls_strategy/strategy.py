@@ -920,6 +920,8 @@ class ZeROStrategy(DDPStrategy):
             return
         if self.lightning_module is not None:
             checkpoint[checkpoints.OURS] = data_position.position(self.lightning_module.trainer)
+        if self.engine is not None:
+            checkpoint = checkpoints.with_full_modules(checkpoint, self.engine)
         path = os.fspath(filepath)
         if collection is None:
             exchange = self._comm.exchange_objects if self._comm is not None else lambda value: [value]

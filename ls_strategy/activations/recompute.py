@@ -36,6 +36,7 @@ from ls_strategy._compat import (
 from ls_strategy.activations.policy import SelectivePolicy
 from ls_strategy.config import RecomputeConfig
 from ls_strategy.errors import PlanError
+from ls_strategy.transient import Transient
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
@@ -140,7 +141,7 @@ def _container_children(module: nn.Module, *, inside_container: bool) -> Iterato
             yield from _container_children(child, inside_container=False)
 
 
-class _RecomputedForward:
+class _RecomputedForward(Transient):
     """Stands in for ``module.forward``. Not in copies and pickles of the module, which compute as its class says."""
 
     def __init__(self, module: nn.Module, options: dict[str, Any], around_inputs: AroundInputs) -> None:
@@ -151,6 +152,10 @@ class _RecomputedForward:
         self._around_inputs = around_inputs
         self._buffers = [(m, name) for m in module.modules() for name, _ in m.named_buffers(recurse=False)]
         module.forward = self
+
+    def plain(self) -> Any:
+        """The forward that the module had of its own, if any."""
+        return self.__wrapped__ if self._had_own else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if self._had_own:

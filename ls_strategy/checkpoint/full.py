@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ls_strategy._compat import persistent_buffer_names
 from ls_strategy.errors import StateError
 from ls_strategy.mesh import Mesh
+from ls_strategy.transient import Transient
 from ls_strategy.zero.lazy import parts_of
 from ls_strategy.zero.lending import Lender
 from ls_strategy.zero.parameters import unnoticed
@@ -149,14 +150,14 @@ def _extra_names(model: nn.Module) -> set[str]:
 
 
 def _nothing(*_: Any) -> None:
-    """What a hook becomes in a copy of its module."""
+    """What a hook becomes where a class copies its hooks by itself."""
 
 
 def _do_nothing() -> Any:
     return _nothing
 
 
-class _Begin:
+class _Begin(Transient):
     """What runs before a module lists its parameters."""
 
     def __init__(self, hooks: StateDictHooks) -> None:
@@ -170,7 +171,7 @@ class _Begin:
         return (_do_nothing, ())
 
 
-class StateDictHooks:
+class StateDictHooks(Transient):
     """Stage 3: makes ``state_dict()`` of any module return full tensors. Collective: call it on all ranks."""
 
     def __init__(self, model: nn.Module, units: list[Unit], mesh: Mesh) -> None:
@@ -208,7 +209,7 @@ class StateDictHooks:
             self._enabled = True
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of the module has full parameters of its own, and hooks that do nothing."""
+        """A copy of the module has full parameters of its own."""
         return (_do_nothing, ())
 
     def remove(self) -> None:

@@ -5,6 +5,7 @@ A folder gives `SavedTensor`, a file is mapped into memory by ``torch.load``.
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import pickle
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from ls_strategy._compat import tree_map
 from ls_strategy.checkpoint.commit import MANIFEST, META, METADATA, Manifest, Place, read_manifest, verify
 from ls_strategy.checkpoint.files import Reader
 from ls_strategy.checkpoint.sharded import SavedTensor, assemble
@@ -177,21 +179,25 @@ def read_weights(path: str | os.PathLike[str], *, average: bool = False) -> Weig
     return weights
 
 
-def read_checkpoint(path: str | os.PathLike[str], *, weights_only: bool | None = None) -> dict[str, Any]:
+def read_checkpoint(
+    path: str | os.PathLike[str], *, weights_only: bool | None = None, map_location: Any = "cpu"
+) -> dict[str, Any]:
     """Lightning's checkpoint dictionary, as ``torch.load`` of a single file gives it.
 
     Args:
         path: folder or file.
         weights_only: whether ``torch.load`` may build only what it holds for safe. None: torch's own default.
+        map_location: as for ``torch.load``; of a folder for what is in memory, which `LazyTensor` are not.
 
     Raises:
         CheckpointError: the checkpoint is not whole, or something in it cannot be built.
     """
     if not is_folder(path):
-        return _load_file(path, weights_only=weights_only)
+        return _load_file(path, weights_only=weights_only, map_location=map_location)
     reader, manifest = open_folder(path)
     safe = True if weights_only is None else weights_only
-    checkpoint = assemble(reader, _load_meta(path, manifest, weights_only=weights_only), weights_only=safe)
+    meta = _load_meta(path, manifest, weights_only=weights_only, map_location=map_location)
+    checkpoint = assemble(reader, meta, weights_only=safe)
     extra: dict[str, Any] = {RANDOM: checkpoint.pop(RANDOM)} if RANDOM in checkpoint else {}
     if manifest is not None and manifest.left_out:
         extra["left_out"] = manifest.left_out
@@ -202,7 +208,55 @@ def read_checkpoint(path: str | os.PathLike[str], *, weights_only: bool | None =
             checkpoint[key] = Weights.of(checkpoint[key]).state_dict()
     if "optimizer_states" in checkpoint:
         checkpoint["optimizer_states"] = [_numbered(reader, s) for s in checkpoint["optimizer_states"]]
+    _add_scaler_state(checkpoint)
     return checkpoint
+
+
+def read_full(
+    path: str | os.PathLike[str], *, map_location: Any = None, weights_only: bool | None = None
+) -> dict[str, Any]:
+    """`read_checkpoint` with every tensor in memory, for what knows nothing of `LazyTensor`. Tied ones stay tied.
+
+    Args:
+        path: folder or file.
+        map_location: as for ``torch.load``. None: what ranks hold in parts goes to the CPU.
+        weights_only: as for `read_checkpoint`.
+
+    Raises:
+        CheckpointError: the checkpoint is not whole, or something in it cannot be built.
+    """
+    checkpoint = read_checkpoint(path, weights_only=weights_only, map_location=map_location)
+    device = device_of(map_location)
+    brought: dict[int, Tensor] = {}
+
+    def bring(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.device.type != "cpu":
+            return leaf
+        if id(leaf) not in brought:
+            brought[id(leaf)] = (leaf.whole() if isinstance(leaf, LazyTensor) else leaf).to(device)
+        return brought[id(leaf)]
+
+    return tree_map(bring, checkpoint)
+
+
+def device_of(map_location: Any) -> torch.device:
+    """Where ``torch.load`` would put a tensor of the CPU."""
+    if map_location is None:
+        return torch.device("cpu")
+    file = io.BytesIO()
+    torch.save(torch.empty(0), file)
+    file.seek(0)
+    return torch.load(file, map_location=map_location, weights_only=True).device
+
+
+def _add_scaler_state(checkpoint: dict[str, Any]) -> None:
+    """The loss scale also as Lightning's own precision plugin has it, with torch's own growth."""
+    state = checkpoint.get("ZeROPrecision")
+    if not state or "MixedPrecision" in checkpoint:
+        return
+    growth = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+    tracker = int(state["good_steps"]) % growth["growth_interval"]
+    checkpoint["MixedPrecision"] = {"scale": float(state["scale"]), **growth, "_growth_tracker": tracker}
 
 
 def _numbered(reader: Reader, state: dict[str, Any]) -> dict[str, Any]:
@@ -221,29 +275,29 @@ def _numbered(reader: Reader, state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "state": dict(sorted(numbered.items())), "param_groups": groups}
 
 
-def _load_meta(path: str | os.PathLike[str], manifest: Manifest | None, *, weights_only: bool | None) -> dict[str, Any]:
+def _load_meta(path: str | os.PathLike[str], manifest: Manifest | None, **arguments: Any) -> dict[str, Any]:
     place = Place(path)
     if manifest is not None:
         if META not in manifest.files:
             raise CheckpointError(f"{place} has no {META}: it was not saved by a Trainer.")
         verify(path, META, manifest.files[META])
     with place.open(META, "rb") as file:
-        return _load(f"{place}/{META}", file, weights_only=weights_only)
+        return _load(f"{place}/{META}", file, **arguments)
 
 
-def _load_file(path: str | os.PathLike[str], *, weights_only: bool | None) -> dict[str, Any]:
+def _load_file(path: str | os.PathLike[str], **arguments: Any) -> dict[str, Any]:
     place = Place(path)
     if not place.local:
         with place.fs.open(place.path, "rb") as file:
-            return _load(str(place), file, weights_only=weights_only)
+            return _load(str(place), file, **arguments)
     with Path(place.path).open("rb") as file:
         mappable = file.read(4) == b"PK\x03\x04"  # files of torch before 1.6 are no zip archives
-    return _load(str(place), place.path, weights_only=weights_only, mmap=mappable)
+    return _load(str(place), place.path, mmap=mappable, **arguments)
 
 
-def _load(name: str, file: Any, *, weights_only: bool | None, **arguments: Any) -> dict[str, Any]:
+def _load(name: str, file: Any, *, map_location: Any = "cpu", **arguments: Any) -> dict[str, Any]:
     try:
-        found = torch.load(file, map_location="cpu", weights_only=weights_only, **arguments)
+        found = torch.load(file, map_location=map_location, **arguments)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{name} has objects that torch does not hold for safe: {error}. If you trust the checkpoint, read it "

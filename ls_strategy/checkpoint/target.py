@@ -40,6 +40,15 @@ def check_replaceable(path: str | os.PathLike[str]) -> None:
         raise CheckpointError(f"Got the checkpoint path {text!r}, which {problem}")
 
 
+def is_ours(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is a folder with a manifest of this package, be it harmed."""
+    place = Place(path)
+    if not place.fs.isdir(place.path):
+        return False
+    names = {name for name, _ in _names_in(place)}
+    return MANIFEST in names and _looks_ours(place, names)
+
+
 def _of_the_name(text: str, place: Place) -> str | None:
     if not text.strip():
         return "is empty. Give a name, such as runs/last.ckpt."

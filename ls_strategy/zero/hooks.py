@@ -23,13 +23,14 @@ from torch import Tensor, nn
 
 from ls_strategy import spans
 from ls_strategy._compat import current_backward_pass, tree_iter
+from ls_strategy.transient import Transient
 from ls_strategy.zero.gather import Gatherer
 from ls_strategy.zero.reduce import Reducer
 from ls_strategy.zero.units import Flat, Unit
 
 
-class _Hook:
-    """A callable on a module that survives a copy or a pickle of the module as a hook that does nothing."""
+class _Hook(Transient):
+    """A callable on a module that copies of the module lack, or have as one that does nothing."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = torch.compiler.disable(call)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.marks import slow
+from tests.unit.checkpoint_folders import small_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = "['zero0', 'zero1', 'zero2', 'zero3', 'zero2_notebook', 'zerostrategy', 'ls_strategy.zerostrategy']"
@@ -287,3 +289,101 @@ os._exit(0)  # gloo aborts a regular interpreter exit now and then; that is not 
         cwd=tmp_path,
         PYTHONPATH=str(ROOT),
     )
+
+
+# --- checkpoint folders -----------------------------------------------------------------------------------------------
+
+MODEL = """
+import {package} as L
+class Toy(L.LightningModule):
+    def __init__(self, scale=1.0):
+        super().__init__()
+        self.save_hyperparameters()
+        import torch
+        self.table = torch.nn.Embedding(11, 6)
+import sys
+early = {{name for name in sys.modules if name.startswith("ls_strategy.")}}
+assert early == {{"ls_strategy.autoload", "ls_strategy.lightning_files"}}, early
+found = Toy.load_from_checkpoint(sys.argv[1], strict=False, scale=2.0)
+assert found.hparams.scale == 2.0 and "ls_strategy.checkpoint.source" in sys.modules
+print(found.table.weight.sum().item())
+"""
+
+
+@needs_entry_point
+@pytest.mark.parametrize("package", ["lightning", slow("lightning.pytorch"), "pytorch_lightning"])
+def test_a_folder_is_loaded_with_lightning_alone(tmp_path: Path, package: str) -> None:
+    """Nothing of it but the two files without torch is there before."""
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    folder = small_folder(tmp_path / "x.ckpt")
+    out = check(MODEL.format(package=package), str(folder), cwd=tmp_path)
+    from ls_strategy.checkpoint.source import read_weights
+
+    assert float(out) == pytest.approx(float(read_weights(folder).tensors["table.weight"].sum()))
+
+
+@pytest.mark.slow
+def test_a_folder_is_loaded_after_a_late_import_or_registration_by_hand(tmp_path: Path) -> None:
+    folder = small_folder(tmp_path / "x.ckpt")
+    late = """
+import lightning, sys
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+try:
+    TorchCheckpointIO().load_checkpoint(sys.argv[1])
+except IsADirectoryError:
+    pass
+else:
+    raise AssertionError
+{}
+assert TorchCheckpointIO().load_checkpoint(sys.argv[1])["state_dict"]
+"""
+    check(late.format("import ls_strategy"), str(folder), TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    by_hand = "import ls_strategy.autoload\nls_strategy.autoload.register()"
+    check(late.format(by_hand), str(folder), LS_STRATEGY_AUTOLOAD="0")
+
+
+def test_what_is_no_folder_of_ours_is_as_without_us(tmp_path: Path) -> None:
+    """The same errors, word for word."""
+    import torch
+    from lightning.fabric.utilities import cloud_io
+
+    import ls_strategy.autoload
+
+    ls_strategy.autoload.install()
+    theirs, ours = cloud_io._load.__wrapped__, cloud_io._load  # type: ignore[attr-defined]
+    foreign, named = tmp_path / "foreign.ckpt", tmp_path / "named.ckpt"
+    for folder in (foreign, named):
+        folder.mkdir()
+        (folder / "data.bin").write_bytes(b"x")
+    (named / "manifest.json").write_text('{"name": "a page"}')
+    damaged = tmp_path / "damaged.ckpt"
+    damaged.write_bytes(b"PK\x03\x04 and nothing")
+    for path in (foreign, named, damaged, tmp_path / "absent.ckpt", "", "memory://absent.ckpt", "nothing://x", None, 3):
+        errors = []
+        for load in (theirs, ours):
+            with pytest.raises(Exception) as caught:  # noqa: PT011
+                load(path, weights_only=True)
+            errors.append((type(caught.value), str(caught.value)))
+        assert errors[0] == errors[1], path
+    torch.save({"a": torch.ones(2)}, tmp_path / "file.ckpt")
+    with (tmp_path / "file.ckpt").open("rb") as file:
+        assert ours(file)["a"].tolist() == ours(path_or_url=str(tmp_path / "file.ckpt"))["a"].tolist() == [1, 1]
+    cloud_io._atomic_save({"a": 1}, tmp_path / "other.ckpt")
+    assert ours(tmp_path / "other.ckpt") == {"a": 1}
+
+
+def test_a_folder_on_another_file_system_is_loaded(tmp_path: Path) -> None:
+    import fsspec
+    from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+
+    import ls_strategy.autoload
+
+    ls_strategy.autoload.install()
+    folder = small_folder(tmp_path / "x.ckpt")
+    memory = fsspec.filesystem("memory")
+    memory.put(str(folder), "/elsewhere/x.ckpt", recursive=True)
+    for path in ("memory://elsewhere/x.ckpt", f"file://{folder}"):
+        found = TorchCheckpointIO().load_checkpoint(path)
+        assert found["state_dict"]["table.weight"].shape == (11, 6)
+    memory.rm("/elsewhere", recursive=True)
