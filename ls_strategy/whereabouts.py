@@ -11,7 +11,7 @@ The training thread keeps a journal of the collectives of every process group, a
 attributes. A thread of its own looks at them, asks and answers through the rendezvous store, on a connection of its
 own, and touches no process group. One rank at a time asks, so that the load grows with the number of ranks.
 
-The one invariant: a run is ended early only on proof, see `proof`.
+The one invariant: a run is ended early only on proof, see `ls_strategy.stuck.proof`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ import time
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ls_strategy._compat import default_store, world_group
 from ls_strategy.standing import standing
+from ls_strategy.stuck import Answer, awaited, differing, explain, named, place, proof
 
 _RECENT = 64
 """Entries of a journal that are kept for comparison."""
@@ -43,9 +44,6 @@ _NO_BATCH: tuple[int, int, str] = (0, 0, "")
 _ASKED = "ls_strategy/whereabouts/asked"
 _VERDICT = "ls_strategy/whereabouts/verdict"
 _ENDED = "ended"
-
-Answer = dict[str, Any]
-"""What a rank says of itself; JSON, because whoever reaches the store's port can write to it."""
 
 
 class Entry:
@@ -298,7 +296,7 @@ class _Watch:
         self._store.set(self._key(self._where.rank), json.dumps(answer))
         if self._shown < self._incident:
             self._shown = self._incident
-            _print(f"{_place(answer)}{waits_for}")
+            _print(f"{place(answer)}{waits_for}")
 
     # all ranks --------------------------------------------------------------------------------------------------------
 
@@ -309,9 +307,9 @@ class _Watch:
         answers[self._where.rank] = mine
         absent = [r for r in range(self._where.world_size) if r not in answers]
         waits_for = sorted({*awaited(mine, answers), *(differing(mine, answers) if mine["late"] else ()), *absent})
-        words = f"; it waits for {_ranks(waits_for)}" if waits_for else ""
+        words = f"; it waits for {named(waits_for)}" if waits_for else ""
         if absent:
-            words += f" ({_ranks(absent)} did not answer: stopped, or in code that does not let go of Python's lock)"
+            words += f" ({named(absent)} did not answer: stopped, or in code that does not let go of Python's lock)"
         self._say(mine, words)
         guilty = proof(answers)
         seen = [(r, answers[r]["progress"], answers[r]["wait"]) for r in guilty]
@@ -328,15 +326,12 @@ class _Watch:
         answers: dict[int, Answer] = {}
         left = {r for r in range(self._where.world_size) if r != self._where.rank}
         deadline = time.monotonic() + 2.5 * max(self._look_every_s, 0.2)
-        while left and time.monotonic() < deadline and not self._done.wait(self._look_every_s / 8):
-            for rank in sorted(left):
-                if not self._store.check([self._key(rank)]):
-                    break
+        while left and time.monotonic() < deadline and not self._done.wait(self._look_every_s / 4):
+            for rank in [r for r in left if self._store.check([self._key(r)])]:
                 answer = json.loads(self._store.get(self._key(rank)))
-                if answer["number"] < self._number:
-                    break
-                answers[rank] = answer
-                left.discard(rank)
+                if answer["number"] >= self._number:
+                    answers[rank] = answer
+                    left.discard(rank)
         return answers
 
     def _stop_waiting(self) -> None:
@@ -357,110 +352,8 @@ def _print(words: str) -> None:
 
 
 def _what(entry: Entry | None, call: str, on_device: Entry | None, seconds: float) -> str:
-    named = entry or on_device
-    if named is not None:
-        of = f" of {named.of!r}" if named.of else ""
-        return f"has waited {seconds:.0f} s in {named.kind}{of}" + (" or before it, on the GPU" if on_device else "")
-    return f"is in torch.distributed.{call}" if call else "does not wait for other ranks"
-
-
-# --- evidence ---------------------------------------------------------------------------------------------------------
-
-
-def awaited(answer: Answer, answers: Mapping[int, Answer]) -> list[int]:
-    """The ranks that one waits for: those that have not come to where it is."""
-    wait, mine = answer["wait"], answer["rank"]
-    if wait is None:
-        others = answers if answer["everyone"] else ()
-        return [r for r in others if r != mine and answers[r]["call"] != answer["call"]]
-    ranks = answer["journals"][wait["group"]][2]
-    needed = ranks if wait["needs"] is None else wait["needs"]
-    return [
-        r
-        for r in needed
-        if r != mine and r in answers and answers[r]["era"] == answer["era"]
-        and answers[r]["journals"].get(wait["group"], [0])[0] < wait["number"]
-    ]  # fmt: skip
-
-
-def differing(answer: Answer, answers: Mapping[int, Answer]) -> list[int]:
-    """The ranks that have entered something else where this one has entered what it waits for, or before."""
-    return [
-        r
-        for r, other in answers.items()
-        if r != answer["rank"] and other["era"] == answer["era"]
-        and any(_differ(mine, other["journals"].get(name)) for name, mine in answer["journals"].items())
-    ]  # fmt: skip
-
-
-def _differ(mine: Sequence[Any], other: Sequence[Any] | None) -> bool:
-    if other is None or mine[2] != other[2]:
-        return False
-    theirs = dict(other[1])
-    return any(theirs.get(number, tag) != tag for number, tag in mine[1])
-
-
-def proof(answers: Mapping[int, Answer]) -> list[int]:
-    """Ranks whose waits can never end, or none.
-
-    Either ranks wait for each other in a circle; or one waits, and another one has entered a different collective of
-    the same group in the place of one of its own. A slow rank, however long it takes, is neither.
-    """
-    for rank, answer in answers.items():
-        if answer["late"] and (answer["wait"] is not None or answer["what"].endswith("GPU")):
-            others = differing(answer, answers)
-            if others:
-                return sorted([rank, *others[:1]])
-    edges = {rank: awaited(answer, answers) for rank, answer in answers.items()}
-    for rank in edges:
-        circle = next(_circles(rank, edges, [rank]), None)
-        if circle is not None:
-            return sorted(circle)
-    return []
-
-
-def _circles(start: int, edges: Mapping[int, Sequence[int]], path: list[int]) -> Iterator[list[int]]:
-    """Ranks along a way from ``start`` back to it; every rank is gone through once."""
-    seen, ways = {start}, [path]
-    while ways:
-        way = ways.pop()
-        for rank in edges.get(way[-1], ()):
-            if rank == start:
-                yield way
-            elif rank not in seen:
-                seen.add(rank)
-                ways.append([*way, rank])
-
-
-# --- words ------------------------------------------------------------------------------------------------------------
-
-
-def explain(answers: Sequence[Answer]) -> str:
-    """Why these ranks wait for ever, and what to do about it."""
-    where = "; ".join(map(_place, answers[:8]))
-    same_batch = len({tuple(a["batch"]) for a in answers}) == 1
-    inside = all(any(w in a["what"] for w in (" all_gather of '", " reduce_scatter of '")) for a in answers)
-    if same_batch and inside:
-        cure = (
-            "In every batch all ranks have to run the same modules, forward and backward: let them take the same branch"
-            " of the model, or set ZeROStrategy(stage=2), where a rank may leave modules out."
-        )
-    else:
-        cure = (
-            "What ranks do together has to run on all of them: take forwards and reads of parameters at stage 3, "
-            "state_dict(), save_checkpoint(), barrier(), optimizer steps and self.log(..., sync_dist=True) out of what "
-            "one rank does alone, such as code under `if trainer.is_global_zero:` or after an exception that one "
-            "rank has caught."
-        )
-    return f"ranks wait for each other in different places, and would for ever: {where}. {cure}"
-
-
-def _place(answer: Answer) -> str:
-    _, batch, what = answer["batch"]
-    at = f"batch {batch} of this {what}" if batch else "before the first batch"
-    return f"rank {answer['rank']} {answer['what']} ({at}, {answer['line']})"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank{'' if len(ranks) == 1 else 's'} {shown}"
+    shown = entry or on_device
+    if shown is not None:
+        of = f" of {shown.of!r}" if shown.of else ""
+        return f"has waited {seconds:.0f} s in {shown.kind}{of}" + (" or before it, on the GPU" if on_device else "")
+    return f"is in torch.distributed.{call}" if call else "is in no collective"
