@@ -227,7 +227,7 @@ class Comm:
         if not works:
             return
         entry = works[0].entry if isinstance(works[0], Started) else None
-        with self.naming_failures(), self.where.wait(entry), spans.waiting(spans.COMMUNICATION):
+        with self.where.wait(entry), self.naming_failures(), spans.waiting(spans.COMMUNICATION):
             for work in works:
                 work.wait()
 
@@ -248,7 +248,7 @@ class Comm:
         """
         journal = self.journal if group is None else self._journal_of(group)
         entry = journal.enter(kind, of, None if source is None else (journal.ranks[source],))
-        with self.naming_failures(), self.where.wait(entry), spans.waiting(spans.COMMUNICATION, of or kind):
+        with self.where.wait(entry), self.naming_failures(), spans.waiting(spans.COMMUNICATION, of or kind):
             yield
 
     def _exchange(
@@ -437,19 +437,17 @@ class Failures:
         """
         try:
             verdict = self.where.told()
-        except Exception:  # as below
-            return
-        if verdict:
-            self.told = True
-            raise OutOfStepError(verdict) from error
-        try:
             store = default_store()
             failed = [r for r in range(self.world_size) if r != self.rank and store.check([self._key(r)])]
             message = store.get(self._key(failed[0])).decode(errors="replace") if failed else None
+            if not verdict and not failed:
+                verdict = self.where.deserted()
         except Exception:  # no store, no word: the caller raises the original error
             return
+        self.told = bool(verdict) or message is not None
+        if verdict:
+            raise OutOfStepError(verdict) from error
         if message is not None:
-            self.told = True
             raise RankFailedError(f"this rank stops because another one failed: {message}") from error
 
 

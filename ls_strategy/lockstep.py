@@ -153,7 +153,7 @@ class Lockstep:
     def _waiting(self, kind: str) -> Generator[None, None, None]:
         """Around a collective of the group of this class."""
         entry = self._journal.enter(kind)
-        with self._comm.naming_failures(), self._comm.where.wait(entry), spans.waiting(spans.COMMUNICATION, "batches"):
+        with self._comm.where.wait(entry), self._comm.naming_failures(), spans.waiting(spans.COMMUNICATION, "batches"):
             yield
 
     def _wait(self, work: dist.Work, now: Round) -> None:

@@ -1278,3 +1278,5 @@ class ZeROStrategy(DDPStrategy):
             self.accelerator.teardown()
         self.checkpoint_io.teardown()
         self._watch.stop()
+        if self._comm is not None:
+            self._comm.where.leave()

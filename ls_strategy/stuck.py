@@ -1,9 +1,9 @@
 """Whether ranks that wait for each other could ever go on, by what each one says of itself; and the words for it.
 
 A rank's answer says what it waits for (``wait``: process group, number of the collective there, the ranks without
-which it does not end), whether for long (``late``), and what it has entered so far (``journals``: of every group how
-many collectives, number and tag of the last ones, and the ranks). Numbers count from the beginning of an ``era``, where
-all ranks met. Equal tags mean the same thing at the same batch.
+which it does not end), whether for long (``late``), whether it is done with the run (``left``), and what it has entered
+so far (``journals``: of every group how many collectives, number and tag of the last ones, and the ranks). Numbers
+count from the beginning of an ``era``, where all ranks met. Equal tags mean the same thing at the same batch.
 """
 
 from __future__ import annotations
@@ -54,11 +54,13 @@ def proof(answers: Mapping[int, Answer]) -> list[int]:
     """Ranks whose waits can never end, or none.
 
     Either ranks wait for each other in a circle; or one waits, and another one has entered a different collective of
-    the same group in the place of one of its own. A slow rank, however long it takes, is neither.
+    the same group in the place of one of its own, or is done with the run. A slow rank, however long it takes, is none
+    of these.
     """
     for rank, answer in answers.items():
         if answer["late"] and (answer["wait"] is not None or answer["what"].endswith("GPU")):
-            others = differing(answer, answers)
+            left = [r for r in awaited(answer, answers) if answers[r]["left"] and not answer["left"]]
+            others = differing(answer, answers) or left
             if others:
                 return sorted([rank, *others[:1]])
     edges = {rank: awaited(answer, answers) for rank, answer in answers.items()}
@@ -84,6 +86,13 @@ def _circles(start: int, edges: Mapping[int, Sequence[int]], path: list[int]) ->
 
 # --- words ------------------------------------------------------------------------------------------------------------
 
+_TOGETHER = (
+    "What ranks do together has to run on all of them: take forwards and reads of parameters at stage 3, "
+    "state_dict(), save_checkpoint(), barrier(), optimizer steps and self.log(..., sync_dist=True) out of what "
+    "one rank does alone, such as code under `if trainer.is_global_zero:` or after an exception that one "
+    "rank has caught."
+)
+
 
 def explain(answers: Sequence[Answer]) -> str:
     """Why these ranks wait for ever, and what to do about it."""
@@ -96,20 +105,25 @@ def explain(answers: Sequence[Answer]) -> str:
             " of the model, or set ZeROStrategy(stage=2), where a rank may leave modules out."
         )
     else:
-        cure = (
-            "What ranks do together has to run on all of them: take forwards and reads of parameters at stage 3, "
-            "state_dict(), save_checkpoint(), barrier(), optimizer steps and self.log(..., sync_dist=True) out of what "
-            "one rank does alone, such as code under `if trainer.is_global_zero:` or after an exception that one "
-            "rank has caught."
-        )
+        cure = _TOGETHER
     return f"ranks wait for each other in different places, and would for ever: {where}. {cure}"
+
+
+def explain_end(gone: Sequence[int], what: str) -> str:
+    """Why this rank waits for some that are done with the run, and what to do about it."""
+    have = "has" if len(gone) == 1 else "have"
+    return (
+        f"this rank {what}, and {named(gone)} {have} ended a run without coming there. Unless an error in the log "
+        f"of {named(gone)} is the cause: {_TOGETHER[0].lower()}{_TOGETHER[1:]}"
+    )
 
 
 def place(answer: Answer) -> str:
     """Where a rank is."""
     _, batch, what = answer["batch"]
     at = f"batch {batch} of this {what}" if batch else "before the first batch"
-    return f"rank {answer['rank']} {answer['what']} ({at}, {answer['line']})"
+    done = " and done with the run" if answer["left"] else ""
+    return f"rank {answer['rank']} {answer['what']}{done} ({at}, {answer['line']})"
 
 
 def named(ranks: Sequence[int]) -> str:

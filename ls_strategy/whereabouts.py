@@ -25,13 +25,14 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from ls_strategy._compat import default_store, world_group
 from ls_strategy.standing import standing
-from ls_strategy.stuck import Answer, awaited, differing, explain, named, place, proof
+from ls_strategy.stuck import Answer, awaited, differing, explain, explain_end, named, place, proof
 
 _RECENT = 64
 """Entries of a journal that are kept for comparison."""
@@ -43,6 +44,7 @@ _NO_BATCH: tuple[int, int, str] = (0, 0, "")
 
 _ASKED = "ls_strategy/whereabouts/asked"
 _VERDICT = "ls_strategy/whereabouts/verdict"
+_LEFT = "ls_strategy/whereabouts/left"
 _ENDED = "ended"
 
 
@@ -122,6 +124,8 @@ class Whereabouts:
         self.progress = 0
         self.last: Entry | None = None
         self.waiting: Entry | None = None
+        self.left = False
+        """Whether this rank is done with the run of this era."""
         self.verdict = ""
         """Why the waits of this run cannot end."""
         self._watch: _Watch | None = None
@@ -139,10 +143,18 @@ class Whereabouts:
     def begin_era(self) -> None:
         """All ranks are here: what comes is counted from 1. Collective, but waits for nobody."""
         self.era += 1
+        self.left = False
         self.batch = _NO_BATCH
         for journal in self.journals.values():
             journal.count = 0
             journal.recent.clear()
+
+    def leave(self) -> None:
+        """This rank is done with the run, and leaves word of it for those that wait for it still."""
+        self.left = True
+        if self.world_size > 1 and world_group() is not None:
+            with suppress(RuntimeError, OSError):  # the store is gone with the rank that held it
+                default_store().set(f"{_LEFT}/{self.rank}", str(self.era))
 
     def watch(self, after_s: float | None, device: torch.device, end: Callable[[], None]) -> None:
         """Explain waits of the calling thread that last longer than ``after_s``; None: none.
@@ -167,6 +179,15 @@ class Whereabouts:
             if store.check([_VERDICT]):
                 self.verdict = store.get(_VERDICT).decode(errors="replace")
         return self.verdict
+
+    def deserted(self) -> str:
+        """Why a connection is closed, if ranks are done with the run in which this one waits for them."""
+        entry, store = self.waiting, default_store()
+        if entry is None:
+            return ""
+        keys = {r: f"{_LEFT}/{r}" for r in entry.journal.ranks if r != self.rank}
+        gone = [r for r, key in keys.items() if store.check([key]) and int(store.get(key)) >= entry.era]
+        return explain_end(gone, _what(entry, "", None, time.monotonic() - entry.since)) if gone else ""
 
 
 class _Watch:
@@ -278,6 +299,7 @@ class _Watch:
             "era": where.era,
             "progress": progress,
             "late": late,
+            "left": where.left,
             "wait": wait,
             "call": f"torch.distributed.{call}" if call and entry is None else "",
             "everyone": everyone and entry is None,

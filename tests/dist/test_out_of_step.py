@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import signal
 import sys
 import threading
@@ -255,21 +256,36 @@ def test_a_process_that_is_stopped_is_named(tmp_path: Path) -> None:
 
 
 class Alone(Module):
-    """Rank 0 runs the model once more by itself; in a pipeline, where that is refused, it waits for all."""
+    """Rank 0 runs the model once more by itself."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1 and self.trainer.is_global_zero:
-            if "pipeline_parallel_size" in (self.run.options or {}):
-                self.trainer.strategy.barrier()
             with torch.no_grad():
                 self.model(batch[0])
 
 
-LAYOUTS: dict[str, tuple[dict[str, Any], str, str]] = {
-    "tensor": ({"stage": 1, "tensor_parallel_size": 2}, "tensor all_reduce", ""),
-    "sequence": ({"stage": 1, "sequence_parallel_size": 2}, "sequence all_to_all", ""),
-    "experts": ({"stage": 1, "expert_parallel_size": 2}, "expert", ""),
-    "pipeline": ({"stage": 1, "pipeline_parallel_size": 2, "micro_batches": 2}, "barrier", "from rank 0 to rank 1"),
+class WaitsInABlock(Module):
+    """Of a pipeline, on rank 0."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.model.blocks[0].register_forward_pre_hook(_wait_on_rank_0)
+
+
+def _wait_on_rank_0(_block: Any, _inputs: Any) -> None:
+    if torch.distributed.get_rank() == 0:
+        torch.distributed.barrier()
+
+
+LAYOUTS: dict[str, tuple[type[Module], dict[str, Any], str]] = {
+    "tensor": (Alone, {"tensor_parallel_size": 2}, "tensor all_reduce .* in Alone.on_train_batch_end"),
+    "sequence": (Alone, {"sequence_parallel_size": 2}, "sequence all_to_all .* in Alone.on_train_batch_end"),
+    "experts": (Alone, {"expert_parallel_size": 2}, "expert counts .* in Alone.on_train_batch_end"),
+    "pipeline": (
+        WaitsInABlock,
+        {"pipeline_parallel_size": 2, "micro_batches": 2},
+        r"torch.distributed.barrier .* in _wait_on_rank_0.* from rank 0 to rank 1",
+    ),
 }
 
 
@@ -277,13 +293,47 @@ LAYOUTS: dict[str, tuple[dict[str, Any], str, str]] = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @on_ranks(2)
 def test_ranks_that_share_layers(rank: int, world_size: int, layout: str) -> None:
-    options, kind, other = LAYOUTS[layout]
+    kind, options, words = LAYOUTS[layout]
     experts = {"num_experts": 4, "drop_tokens": False} if layout == "experts" else None
-    module = Alone(Run({**options, "explain_waits_after": AFTER_S}, {"num_layers": 2}, experts, steps=4))
-    strategy = ZeROStrategy(min_unit_numel=0, **module.run.options)  # type: ignore[arg-type]
+    module = kind(Run(None, {"num_layers": 2}, experts, steps=4))
+    strategy = ZeROStrategy(1, min_unit_numel=0, explain_waits_after=AFTER_S, **options)
     started = time.monotonic()
-    with pytest.raises(OutOfStepError, match=kind) as error:
-        trainer_of(strategy, max_epochs=1).fit(module)
+    with pytest.raises(RuntimeError) as error:
+        trainer_of(strategy, max_epochs=1, use_distributed_sampler=False).fit(module)
     assert time.monotonic() - started < LIMIT_S
-    assert other in str(error.value)
-    assert "in Alone.on_train_batch_end" in str(error.value)
+    if (rank, layout) != (0, "pipeline"):  # there it is raised in the user's own call
+        assert isinstance(error.value, OutOfStepError)
+        assert re.search(words, str(error.value)), str(error.value)
+
+
+@on_ranks(2)
+def test_a_rank_that_has_ended_is_named(rank: int, world_size: int) -> None:
+    """The weights are read after the fit, on rank 0 alone; rank 1 has nothing more to do."""
+    module = Net()
+    error, _, _ = run(module, stage=3)
+    assert error is None
+    if rank == 1:
+        torch.distributed.barrier()
+        module.trainer.strategy._break_connections()  # as when its process ends
+        return
+    torch.distributed.barrier()
+    words = r"this rank has waited .* of 'first.weight', and rank 1 has ended a run.*is_global_zero"
+    with pytest.raises(OutOfStepError, match=words):
+        module.state_dict()
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_code_on_one_rank_at_the_end_of_a_run(rank: int, world_size: int) -> None:
+    class ReadsAtTheEnd(Net):
+        def on_train_end(self) -> None:
+            if self.trainer.is_global_zero:
+                self.state_dict()
+
+    error, printed, _ = run(ReadsAtTheEnd(), stage=3)
+    if rank == 0:
+        assert isinstance(error, OutOfStepError)
+        assert "rank 1 is in no collective and done with the run" in str(error)
+        assert "ReadsAtTheEnd.on_train_end" in str(error)
+    else:
+        time.sleep(5 * AFTER_S)

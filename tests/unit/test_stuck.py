@@ -21,6 +21,7 @@ def rank(number: int, counts: dict[str, int], wait: str | None = None, **more: A
         "rank": number,
         "era": 1,
         "late": wait is not None,
+        "left": False,
         "wait": None if wait is None else {"group": wait, "number": counts[wait], "needs": needs},
         "call": "",
         "everyone": False,
@@ -77,6 +78,16 @@ def test_something_else_in_the_same_place() -> None:
     assert proof(among(a, b)) == [0, 1]
     a["late"] = False
     assert proof(among(a, b)) == []
+
+
+def test_a_rank_that_is_done_with_the_run_will_not_come() -> None:
+    a, b = rank(0, {"g": 5}, "g"), rank(1, {"g": 4}, left=True)
+    assert proof(among(a, b)) == [0, 1]
+    assert "rank 1 is in no collective and done with the run (" in explain([a, b])
+    a["left"] = True  # both are in the user's code, which may still do the same
+    assert proof(among(a, b)) == []
+    b["journals"]["g"][0] = 5  # it came, and has left since
+    assert proof(among({**a, "left": False}, b)) == []
 
 
 def test_numbers_of_different_eras_are_not_compared() -> None:
