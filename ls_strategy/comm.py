@@ -442,9 +442,9 @@ class Failures:
             message = store.get(self._key(failed[0])).decode(errors="replace") if failed else None
             if not verdict and not failed:
                 verdict = self.where.deserted()
-        except Exception:  # no store, no word: the caller raises the original error
-            return
-        self.told = bool(verdict) or message is not None
+        except Exception:  # no store, no word
+            verdict, message = self.where.deserted(), None
+        self.told = self.told or bool(verdict) or message is not None
         if verdict:
             raise OutOfStepError(verdict) from error
         if message is not None:

@@ -122,8 +122,7 @@ def place(answer: Answer) -> str:
     """Where a rank is."""
     _, batch, what = answer["batch"]
     at = f"batch {batch} of this {what}" if batch else "before the first batch"
-    done = " and done with the run" if answer["left"] else ""
-    return f"rank {answer['rank']} {answer['what']}{done} ({at}, {answer['line']})"
+    return f"rank {answer['rank']} {answer['what']} ({'after the run' if answer['left'] else at}, {answer['line']})"
 
 
 def named(ranks: Sequence[int]) -> str:

@@ -182,11 +182,16 @@ class Whereabouts:
 
     def deserted(self) -> str:
         """Why a connection is closed, if ranks are done with the run in which this one waits for them."""
-        entry, store = self.waiting, default_store()
+        entry = self.waiting
         if entry is None:
             return ""
-        keys = {r: f"{_LEFT}/{r}" for r in entry.journal.ranks if r != self.rank}
-        gone = [r for r, key in keys.items() if store.check([key]) and int(store.get(key)) >= entry.era]
+        others = [r for r in entry.journal.ranks if r != self.rank]
+        try:
+            store = default_store()
+            known = [r for r in others if store.check([f"{_LEFT}/{r}"])]
+            gone = [r for r in known if int(store.get(f"{_LEFT}/{r}")) >= entry.era]
+        except RuntimeError:  # the store is gone with the rank that held it
+            gone = others if self.left else []
         return explain_end(gone, _what(entry, "", None, time.monotonic() - entry.since)) if gone else ""
 
 
@@ -331,7 +336,7 @@ class _Watch:
         waits_for = sorted({*awaited(mine, answers), *(differing(mine, answers) if mine["late"] else ()), *absent})
         words = f"; it waits for {named(waits_for)}" if waits_for else ""
         if absent:
-            words += f" ({named(absent)} did not answer: stopped, or in code that does not let go of Python's lock)"
+            words += f" ({named(absent)} did not answer: ended, stopped, or in code that keeps Python's lock)"
         self._say(mine, words)
         guilty = proof(answers)
         seen = [(r, answers[r]["progress"], answers[r]["wait"]) for r in guilty]

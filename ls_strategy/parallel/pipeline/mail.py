@@ -188,7 +188,7 @@ class Links:
     def _start(self, operation: Any, tensor: Tensor, source: int, to: int, peer: int) -> Any:
         group = self._groups.get((source, to), self.comm.group)
         among = _among(group, self.comm, peer)
-        entry = self._enter("mail", source, to)
+        entry = self._enter("activations", source, to)
         if operation is dist.isend:
             return Started([operation(tensor, group=group, group_dst=among)], entry)
         return Started([operation(tensor, group=group, group_src=among)], entry)
@@ -196,20 +196,20 @@ class Links:
     def _enter(self, what: str, source: int, to: int) -> Entry:
         """Note a message for who asks where this rank waits: both of its ends have the same number."""
         ranks = self.comm.journal.ranks[source], self.comm.journal.ranks[to]
-        name = f"{what} from rank {ranks[0]} to {ranks[1]}"
+        name = f"transfer of {what} from rank {ranks[0]} to {ranks[1]}"
         return self.comm.where.journal(name, ranks).enter(name)
 
     def send_header(self, header: Tensor, to: int) -> Any:
         """Start sending a header."""
         self.comm.traffic.count("control", header)
-        entry = self._enter("header", self.comm.rank, to)
+        entry = self._enter("shapes", self.comm.rank, to)
         with self.comm.naming_failures():
             return Started([dist.isend(header, group=self.comm.control, group_dst=to)], entry)
 
     def receive_header(self, source: int) -> Tensor:
         """The next header from ``source``. Blocking."""
         header = empty_header()
-        entry = self._enter("header", source, self.comm.rank)
+        entry = self._enter("shapes", source, self.comm.rank)
         with self.comm.naming_failures():
             work = dist.irecv(header, group=self.comm.control, group_src=source)
         self.comm.wait([Started([work], entry)])
