@@ -133,20 +133,20 @@ def run(module: Net, act: Callable[..., Any] | None = None, **options: Any) -> t
 
 
 CASES: dict[str, tuple[int, type[Net], Callable[..., Any] | None, str, str]] = {
-    "forward": (3, Net, forward, "all_gather of 'first.weight'", "OnRank0.on_train_batch_end"),
+    "forward": (3, Net, forward, "all_gather of 'first.weight'", "on_train_batch_end"),
     "state_dict": (3, Net, state_dict, "all_gather of 'first.weight'", "state_dict"),
     "barrier": (2, Net, barrier, "barrier", "barrier"),
     "torch's barrier": (2, Net, torch_barrier, "torch.distributed.barrier", "torch_barrier"),
     "save_checkpoint": (2, Net, save, "all_gather of 'objects'", "save"),
     "save_checkpoint, stage 3": (3, Net, save, "all_gather of 'objects'", "save"),
-    "log": (1, LogsOnOneRank, None, "reduce", "LogsOnOneRank.training_step"),
-    "log, stage 3": (3, LogsOnOneRank, None, "reduce", "LogsOnOneRank.training_step"),
+    "log": (1, LogsOnOneRank, None, "reduce", "training_step"),
+    "log, stage 3": (3, LogsOnOneRank, None, "reduce", "training_step"),
     "branch, stage 3": (3, LeavesABlockOut, None, "all_gather of 'blocks.1.norm.weight'", "backward"),
-    "skipped step, stage 1": (1, SkipsAStep, None, "reduce_scatter of 'first.weight'", "SkipsAStep.training_step"),
-    "skipped step, stage 2": (2, SkipsAStep, None, "reduce_scatter of 'last.weight'", "SkipsAStep.training_step"),
-    "skipped step, stage 3": (3, SkipsAStep, None, "all_gather of 'blocks", "SkipsAStep.training_step"),
-    "validation": (2, Net, validate, "reduce", "OnRank0.on_train_batch_end"),
-    "validation, stage 3": (3, Net, validate, "all_gather of 'first.weight'", "OnRank0.on_train_batch_end"),
+    "skipped step, stage 1": (1, SkipsAStep, None, "reduce_scatter of 'first.weight'", "training_step"),
+    "skipped step, stage 2": (2, SkipsAStep, None, "reduce_scatter of 'last.weight'", "training_step"),
+    "skipped step, stage 3": (3, SkipsAStep, None, "all_gather of 'blocks", "training_step"),
+    "validation": (2, Net, validate, "reduce", "on_train_batch_end"),
+    "validation, stage 3": (3, Net, validate, "all_gather of 'first.weight'", "on_train_batch_end"),
 }  # fmt: skip
 QUICK = ("forward", "branch, stage 3", "skipped step, stage 1")
 
@@ -184,7 +184,7 @@ def test_a_slow_rank_is_explained_and_waited_for(rank: int, world_size: int) -> 
     if rank == 0:
         assert "rank 0 is in no collective (batch 2 of this training epoch, at " in line
         assert " in sleep, from tests/dist/test_out_of_step.py:" in line
-        assert " in OnRank0.on_train_batch_end)" in line
+        assert "on_train_batch_end)" in line
     else:
         assert "rank 1 has waited 1 s in reduce_scatter of 'last.weight' (batch 3 of this training epoch" in line
         assert line.endswith("; it waits for rank 0")
@@ -278,9 +278,9 @@ def _wait_on_rank_0(_block: Any, _inputs: Any) -> None:
 
 
 LAYOUTS: dict[str, tuple[type[Module], dict[str, Any], str]] = {
-    "tensor": (Alone, {"tensor_parallel_size": 2}, "tensor all_reduce .* in Alone.on_train_batch_end"),
-    "sequence": (Alone, {"sequence_parallel_size": 2}, "sequence all_to_all .* in Alone.on_train_batch_end"),
-    "experts": (Alone, {"expert_parallel_size": 2}, "expert counts .* in Alone.on_train_batch_end"),
+    "tensor": (Alone, {"tensor_parallel_size": 2}, "tensor all_reduce .*on_train_batch_end"),
+    "sequence": (Alone, {"sequence_parallel_size": 2}, "sequence all_to_all .*on_train_batch_end"),
+    "experts": (Alone, {"expert_parallel_size": 2}, "expert counts .*on_train_batch_end"),
     "pipeline": (
         WaitsInABlock,
         {"pipeline_parallel_size": 2, "micro_batches": 2},
@@ -334,6 +334,6 @@ def test_code_on_one_rank_at_the_end_of_a_run(rank: int, world_size: int) -> Non
     if rank == 0:
         assert isinstance(error, OutOfStepError)
         assert "rank 1 is in no collective (after the run, " in str(error)
-        assert "ReadsAtTheEnd.on_train_end" in str(error)
+        assert "on_train_end" in str(error)
     else:
         time.sleep(5 * AFTER_S)
