@@ -100,6 +100,7 @@ __all__ = [
     "without_function_mode",
     "without_torch_function",
     "without_torch_functions",
+    "world_group",
 ]
 
 
@@ -125,6 +126,11 @@ def make_wrapper(kind: type[Any], local: torch.Tensor, shape: tuple[int, ...]) -
 def default_store() -> Any:
     """Rendezvous store of the default process group. Raises if there is none."""
     return dist.distributed_c10d._get_default_store()
+
+
+def world_group() -> Any:
+    """The default process group, None if there is none. Another one is another object."""
+    return dist.group.WORLD if dist.is_initialized() else None
 
 
 def open_sockets() -> set[tuple[int, int]]:

@@ -53,7 +53,7 @@ class Axis:
             result = tensor.contiguous().clone()
             # What a ring sends; NCCL may choose another algorithm.
             self.traffic.count("all_reduce", result[:0].new_empty(2 * (self.size - 1) * result.numel() // self.size))
-            with self.comm.naming_failures(), spans.waiting(spans.COMMUNICATION, f"{self.name} all_reduce"):
+            with self.comm.blocking(f"{self.name} all_reduce"):
                 dist.all_reduce(result, group=self.comm.group)
             return result
         flat = tensor.contiguous().reshape(-1)
@@ -176,17 +176,18 @@ class Axis:
 
     def _start(self, sends: Sequence[Tensor], receives: Sequence[Tensor], kind: str) -> Sequence[Any]:
         operations: list[dist.P2POp] = []
-        group, nbytes = self.comm.group, 0
+        entry = self.comm.journal.enter(f"{self.name} {kind}")
+        group, nbytes, tag = self.comm.group, 0, 0 if self.comm.native else entry.tag
         for distance in range(1, self.size):
             to, frm = (self.rank + distance) % self.size, (self.rank - distance) % self.size
             if sends[to].numel():
                 self.traffic.count(kind, sends[to])
                 nbytes += sends[to].numel() * sends[to].element_size()  # `nbytes` fails where dynamo traces this
-                operations.append(dist.P2POp(dist.isend, sends[to], group=group, group_peer=to))
+                operations.append(dist.P2POp(dist.isend, sends[to], group=group, group_peer=to, tag=tag))
             if receives[frm].numel():
-                operations.append(dist.P2POp(dist.irecv, receives[frm], group=group, group_peer=frm))
+                operations.append(dist.P2POp(dist.irecv, receives[frm], group=group, group_peer=frm, tag=tag))
         works = dist.batch_isend_irecv(operations) if operations else []
-        return [Started(spans.followed(works, f"{self.name} {kind}", nbytes))] if works else []
+        return [Started(spans.followed(works, f"{self.name} {kind}", nbytes), entry)] if works else []
 
 
 class Waits:

@@ -13,7 +13,7 @@ import os
 import time
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -24,7 +24,8 @@ from torch import Tensor
 
 from ls_strategy import spans
 from ls_strategy._compat import default_store, open_sockets, shut_sockets
-from ls_strategy.errors import LSError, RankFailedError
+from ls_strategy.errors import LSError, OutOfStepError, RankFailedError
+from ls_strategy.whereabouts import Entry, Journal, Whereabouts
 
 CHUNK = 1 << 16
 """Elements summed at a time on the CPU: 256 KiB in fp32, so that the second operand meets a warm L2 cache."""
@@ -87,10 +88,11 @@ class Started:
     An error is raised by every later wait again; after an interrupt the next wait goes on with what is left.
     """
 
-    def __init__(self, works: Sequence[Any]) -> None:
-        """Nothing was waited for yet."""
+    def __init__(self, works: Sequence[Any], entry: Entry | None = None) -> None:
+        """Nothing was waited for yet. ``entry``: what it is, for who asks where this rank waits."""
         self._left = list(works)
         self._error: Exception | None = None
+        self.entry = entry
 
     def wait(self) -> None:
         """Block until all are done."""
@@ -176,8 +178,16 @@ class Comm:
         self.world_size = dist.get_world_size(group) if group is not None else 1
         self.native = group is not None and "nccl" in dist.get_backend(group)
         self.failures = failures or Failures(self.rank, self.world_size)
+        self.where = self.failures.where
+        self.journal = self._journal_of(group)
         self.traffic = Traffic()
         self.pool = BufferPool()
+
+    def _journal_of(self, group: Any) -> Journal:
+        if not isinstance(group, dist.ProcessGroup):  # none, or one that this rank is not in
+            return Journal(self.where, [self.where.rank])
+        name = group.group_name
+        return self.where.journals.get(name) or self.where.journal(name, dist.get_process_group_ranks(group))
 
     def is_alive(self) -> bool:
         """Whether the process group it was made on still exists."""
@@ -199,6 +209,7 @@ class Comm:
 
         Raises:
             RankFailedError: in place of the RuntimeError from a collective.
+            OutOfStepError: likewise; no rank could have gone on.
         """
         try:
             yield
@@ -215,14 +226,39 @@ class Comm:
         """
         if not works:
             return
-        with self.naming_failures(), spans.waiting(spans.COMMUNICATION):
+        entry = works[0].entry if isinstance(works[0], Started) else None
+        with self.where.wait(entry), self.naming_failures(), spans.waiting(spans.COMMUNICATION):
             for work in works:
                 work.wait()
+
+    @contextmanager
+    def blocking(
+        self, kind: str, of: str = "", *, group: Any = None, source: int | None = None
+    ) -> Generator[None, None, None]:
+        """Around a collective of torch's that blocks.
+
+        Args:
+            kind: of collective.
+            of: what it moves.
+            group: None: that of `group`.
+            source: rank within the group that alone sends.
+
+        Raises:
+            RankFailedError: the connection broke, and another rank had left word why.
+        """
+        journal = self.journal if group is None else self._journal_of(group)
+        entry = journal.enter(kind, of, None if source is None else (journal.ranks[source],))
+        with self.where.wait(entry), self.naming_failures(), spans.waiting(spans.COMMUNICATION, of or kind):
+            yield
 
     def _exchange(
         self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], kind: str, of: str
     ) -> Sequence[Any]:
-        """Start sending ``sends[r]`` to every other rank ``r`` and receiving ``receives[r]`` from it."""
+        """Start sending ``sends[r]`` to every other rank ``r`` and receiving ``receives[r]`` from it.
+
+        What means something else there is never taken for it: it has another tag, and both wait.
+        """
+        entry = self.journal.enter(kind, of)
         operations: list[dist.P2POp] = []
         for distance in range(1, self.world_size):
             to = (self.rank + distance) % self.world_size
@@ -231,10 +267,10 @@ class Comm:
             assert outgoing is not None
             assert incoming is not None
             self.traffic.count(kind, outgoing)
-            operations.append(dist.P2POp(dist.isend, outgoing, group=self.group, group_peer=to))
-            operations.append(dist.P2POp(dist.irecv, incoming, group=self.group, group_peer=frm))
+            operations.append(dist.P2POp(dist.isend, outgoing, group=self.group, group_peer=to, tag=entry.tag))
+            operations.append(dist.P2POp(dist.irecv, incoming, group=self.group, group_peer=frm, tag=entry.tag))
         works = dist.batch_isend_irecv(operations)
-        return [Started(spans.followed(works, f"{kind} {of}", _sent_by(sends, self.rank)))]
+        return [Started(spans.followed(works, f"{kind} {of}", _sent_by(sends, self.rank)), entry)]
 
     def all_gather(self, full: Tensor, of: str = "", sizes: Sequence[int] | None = None) -> PendingGather:
         """Complete ``full``, ``(world_size * shard,)``, of which this rank has filled its own shard.
@@ -253,6 +289,7 @@ class Comm:
         shards = _cut(full, self.world_size, sizes)
         mine = shards[self.rank]
         if self.native:
+            self.journal.enter("all_gather", of)
             self.traffic.count("all_gather", mine, self.world_size - 1)
             if sizes is None:
                 work = dist.all_gather_into_tensor(full, mine, group=self.group, async_op=True)
@@ -283,6 +320,7 @@ class Comm:
         if self.world_size == 1 or full.numel() == 0:
             return PendingReduce((), [mine], (), self)
         if self.native:
+            self.journal.enter("reduce_scatter", of)
             wire = full if dtype is None else full.to(dtype)
             out = self.pool.take(mine.numel(), wire.dtype, wire.device)
             self.traffic.count("reduce_scatter", wire[mine.numel() :])
@@ -305,14 +343,14 @@ class Comm:
             assert self.group is not None
             if self.rank == source:
                 self.traffic.count("broadcast", tensor, self.world_size - 1)
-            with self.naming_failures(), spans.waiting(spans.COMMUNICATION, "broadcast"):
+            with self.blocking("broadcast", source=source):
                 dist.broadcast(tensor, dist.get_global_rank(self.group, source), group=self.group)
 
     def agree(self, values: Tensor, op: Any = dist.ReduceOp.MAX) -> Tensor:
         """All-reduce a small CPU tensor over the side group, in place. Blocking; never waits for the GPU."""
         if self.world_size > 1 and values.numel():
             self.traffic.count("control", values)
-            with self.naming_failures(), spans.waiting(spans.COMMUNICATION, "control"):
+            with self.blocking("all_reduce", "control", group=self.control):
                 dist.all_reduce(values, op=op, group=self.control)
         return values
 
@@ -321,7 +359,7 @@ class Comm:
         if self.world_size == 1:
             return [value]
         result: list[Any] = [None] * self.world_size
-        with spans.waiting(spans.COMMUNICATION, "objects"):
+        with self.blocking("all_gather", "objects", group=self.control):
             dist.all_gather_object(result, value, group=self.control)
         return result
 
@@ -355,6 +393,7 @@ class Failures:
         """One per process; ``round`` tells apart failures that all ranks survived."""
         self.rank = rank
         self.world_size = world_size
+        self.where = Whereabouts(rank, world_size)
         self.round = 0
         self.told = False
         """Whether this rank has stopped because another one failed."""
@@ -394,15 +433,21 @@ class Failures:
 
         Raises:
             RankFailedError: with the other rank's number and message.
+            OutOfStepError: the connection was ended because no rank could have gone on.
         """
         try:
+            verdict = self.where.told()
             store = default_store()
             failed = [r for r in range(self.world_size) if r != self.rank and store.check([self._key(r)])]
             message = store.get(self._key(failed[0])).decode(errors="replace") if failed else None
-        except Exception:  # no store, no word: the caller raises the original error
-            return
+            if not verdict and not failed:
+                verdict = self.where.deserted()
+        except Exception:  # no store, no word
+            verdict, message = self.where.deserted(), None
+        self.told = self.told or bool(verdict) or message is not None
+        if verdict:
+            raise OutOfStepError(verdict) from error
         if message is not None:
-            self.told = True
             raise RankFailedError(f"this rank stops because another one failed: {message}") from error
 
 

@@ -29,3 +29,7 @@ class CheckpointError(LSError, RuntimeError):
 
 class DataError(LSError, RuntimeError):
     """Ranks that wait for each other in every step have different numbers of batches."""
+
+
+class OutOfStepError(LSError, RuntimeError):
+    """Ranks wait for each other in different places, so that none can go on; the message says where each one is."""

@@ -83,6 +83,7 @@ class Lockstep:
             self._keys = [f"ls_strategy/batch/{rank}" for rank in range(comm.world_size)]
             self._store.set(self._keys[comm.rank], "0 0 0")
             self._group: Any = process_group("lockstep", backend="gloo")
+            self._journal = comm.where.journal(self._group.group_name, range(comm.world_size))
             comm.own_open_sockets()
 
     # rounds ----------------------------------------------------------------------------------------------------------
@@ -96,9 +97,10 @@ class Lockstep:
         self._since = time.perf_counter()
         if self._comm.world_size > 1:
             count = torch.tensor([self._count])
-            with self._comm.naming_failures():
+            with self._waiting("beginning of a run"):
                 dist.all_reduce(count, dist.ReduceOp.MAX, group=self._group)
             self._count = int(count.item())
+            self._comm.where.begin_era()
 
     def begin(self, what: str, limit: str, is_last: Callable[[], bool]) -> None:
         """Begin a pass over a loader."""
@@ -118,6 +120,7 @@ class Lockstep:
         now = self._rounds[-1]
         now.started += 1
         now.last = now.is_last()
+        self._comm.where.batch = now.number, now.started, now.what
         self._store.set(self._keys[self._comm.rank], f"{now.number} {now.started} {int(now.last)}")
         if now.last:
             self._meet(now)
@@ -138,13 +141,20 @@ class Lockstep:
         now.met = True
         self.in_flight = True
         values = self._values(now, meeting=True)
-        with self._comm.naming_failures(), spans.waiting(spans.COMMUNICATION, "batches"):
+        with self._waiting(f"end of a {now.what}"):
             work = dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group, async_op=True)
             assert work is not None
             self._wait(work, now)
             work.wait()
         self.in_flight = False
         self._check(values, now)
+
+    @contextmanager
+    def _waiting(self, kind: str) -> Generator[None, None, None]:
+        """Around a collective of the group of this class."""
+        entry = self._journal.enter(kind)
+        with self._comm.where.wait(entry), self._comm.naming_failures(), spans.waiting(spans.COMMUNICATION, "batches"):
+            yield
 
     def _wait(self, work: dist.Work, now: Round) -> None:
         """Return once the others have come; look whether they do."""
@@ -213,7 +223,7 @@ class Lockstep:
             return 0
         now = self._rounds[-1]
         values = self._values(now, meeting=False)
-        with self._comm.naming_failures(), spans.waiting(spans.COMMUNICATION, "batches"):
+        with self._waiting("comparison of batches"):
             dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group)
         self._check(values, now)
         batch_us = max(int(values[1]), 1)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -58,7 +58,7 @@ from ls_strategy._compat import (
     unwrap_optimizer,
 )
 from ls_strategy.activations.places import Drive
-from ls_strategy.checked import checked
+from ls_strategy.checked import at_least, checked
 from ls_strategy.checkpoint.background import BackgroundSaver
 from ls_strategy.checkpoint.commit import link as link_checkpoint
 from ls_strategy.checkpoint.commit import recover
@@ -79,7 +79,7 @@ from ls_strategy.config import (
 from ls_strategy.deepspeed.config import Translation
 from ls_strategy.deepspeed.options import takes_deepspeed_config
 from ls_strategy.engine import Engine
-from ls_strategy.errors import CheckpointError, ConfigError, PlanError, RankFailedError, StateError
+from ls_strategy.errors import CheckpointError, ConfigError, OutOfStepError, PlanError, RankFailedError, StateError
 from ls_strategy.launcher import VARIABLE as LAUNCHER
 from ls_strategy.launcher import LauncherWatch, end_processes
 from ls_strategy.layout import TensorPart
@@ -208,11 +208,13 @@ class ZeROStrategy(DDPStrategy):
         precision_plugin: made from ``Trainer(precision=...)``; pass a `ZeROPrecision` for fp16 on the CPU.
         process_group_backend: ``nccl`` on GPUs and ``gloo`` on CPUs unless given.
         timeout: of collectives; a rank that waits longer fails.
+        explain_waits_after: a rank that waits longer for others asks them where they are, and every rank prints a line.
+            If none could ever go on (code that ran on one rank only), all fail then. None: never. Seconds.
         start_method: how ranks are started when no launcher did: ``popen``, ``spawn``, ``fork``, ``forkserver``.
     """
 
     @takes_deepspeed_config(took_default)
-    @checked(("deepspeed_config",))
+    @checked(("deepspeed_config",), explain_waits_after=at_least(0.5))
     def __init__(
         self,
         stage: Literal[0, 1, 2, 3, "auto"] = 3,
@@ -262,6 +264,7 @@ class ZeROStrategy(DDPStrategy):
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
+        explain_waits_after: float | None = 20.0,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
         self._deepspeed = (
@@ -331,6 +334,7 @@ class ZeROStrategy(DDPStrategy):
         self.async_save = async_save
         self.save_frozen = save_frozen
         self.on_save_error = on_save_error
+        self.explain_waits_after = explain_waits_after
         self.collection: Collection | None = None
         """While ``trainer.save_checkpoint`` collects what a folder will hold."""
         self._saver: BackgroundSaver | None = None
@@ -546,6 +550,7 @@ class ZeROStrategy(DDPStrategy):
             self.parallel.connect(self._comm, self.root_device.type)
             self.engine = None
             self._alone = False
+        self._comm.where.watch(self.explain_waits_after, self.root_device, self._break_connections)
         self.parallel.show_device_mesh(self.lightning_module)
         name = job.job_id(os.environ)
         if name is not None and self.lightning_module is not None and not self._logs_are_named:
@@ -855,7 +860,7 @@ class ZeROStrategy(DDPStrategy):
         result = tensor.detach().clone().contiguous().to(self.root_device)
         if mean and not result.is_floating_point():
             result = result.float()
-        with spans.waiting(spans.COMMUNICATION, "reduce"):
+        with mesh.data.blocking("reduce", group=None if group is mesh.data.group else group):
             dist.all_reduce(result, op=op, group=group)
         return result / dist.get_world_size(group) if mean else result
 
@@ -990,7 +995,25 @@ class ZeROStrategy(DDPStrategy):
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks; for none, if this one failed alone."""
         if not self._alone:
-            super().barrier(*args, **kwargs)
+            with self._blocking("barrier"):
+                super().barrier(*args, **kwargs)
+
+    @override
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        with self._blocking("broadcast", source=src):
+            return super().broadcast(obj, src)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        with self._blocking("all_gather", group=group):
+            return super().all_gather(tensor, group, sync_grads)
+
+    def _blocking(self, kind: str, **options: Any) -> AbstractContextManager[None]:
+        """Around a collective of Lightning's."""
+        comm = self._comm
+        if comm is None or comm.world_size == 1 or not comm.is_alive():
+            return nullcontext()
+        return comm.blocking(kind, **options)
 
     def _after_save(self, action: Callable[[], None]) -> None:
         """On rank 0, once the last save is committed; never, if it failed: what it was to replace is still needed."""
@@ -1213,17 +1236,23 @@ class ZeROStrategy(DDPStrategy):
             return
         waits = self._lockstep is not None and self._lockstep.in_flight
         place = f"{waits} {self.engine.reducer.abandoned if self.engine is not None else 0}"
-        all_failed = self._comm.failures.announce(exception, patience_s=_PATIENCE_S, place=place)
+        known = isinstance(exception, OutOfStepError)
+        all_failed = not known and self._comm.failures.announce(exception, patience_s=_PATIENCE_S, place=place)
         if not all_failed and self._saver is not None:
             self._saver.abandon()
         if not all_failed or isinstance(exception, RankFailedError):
-            if self.parallel.pipeline is not None:
-                self.parallel.pipeline.break_connections()
-            self._comm.break_connections()
+            self._break_connections()
             dist.destroy_process_group()
             if self.cluster_environment is not None:
                 where = self.cluster_environment.main_address, self.cluster_environment.main_port
                 rendezvous.leave(*where, f"{type(exception).__name__}: {exception}")
+
+    def _break_connections(self) -> None:
+        """Make every wait of this rank, and for it, fail."""
+        if self.parallel.pipeline is not None:
+            self.parallel.pipeline.break_connections()
+        if self._comm is not None:
+            self._comm.break_connections()
 
     def _end_saves(self, *, quietly: bool) -> None:
         """Wait for saves in the background; after an exception only log what goes wrong."""
@@ -1262,3 +1291,5 @@ class ZeROStrategy(DDPStrategy):
             self.accelerator.teardown()
         self.checkpoint_io.teardown()
         self._watch.stop()
+        if self._comm is not None:
+            self._comm.where.leave()

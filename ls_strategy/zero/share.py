@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
-from ls_strategy import spans
 from ls_strategy.comm import Comm
 
 
@@ -48,5 +47,5 @@ class Share:
         if self.tied_group is not None:
             assert self.pipeline is not None
             self.pipeline.traffic.count("tied", gradients)
-            with self.pipeline.naming_failures(), spans.waiting(spans.COMMUNICATION, "tied"):
+            with self.pipeline.blocking("all_reduce", "tied", group=self.tied_group):
                 dist.all_reduce(gradients, group=self.tied_group)

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ls_strategy import spans
 from ls_strategy.comm import Comm
 from ls_strategy.errors import StateError
 from ls_strategy.zero.units import Flat
@@ -64,7 +63,7 @@ def _reduce(value: Tensor, comm: Comm, op: dist.ReduceOp.RedOpType) -> Tensor:
         return value
     if comm.native:  # on the device: the host does not wait
         comm.traffic.count("control", value)
-        with spans.waiting(spans.COMMUNICATION, "control"):
+        with comm.blocking("all_reduce", "control"):
             dist.all_reduce(value, op=op, group=comm.group)
         return value
     return comm.agree(value, op)

@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ls_strategy.comm import Comm, process_group
+from ls_strategy.comm import Comm, Started, process_group
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.parallel.pipeline.handover import Handover
 from ls_strategy.parallel.pipeline.schedules import Action, Table
+from ls_strategy.whereabouts import Entry
 
 LOOKAHEAD = 2
 """Actions ahead of its use at which a receive is posted."""
@@ -187,22 +188,31 @@ class Links:
     def _start(self, operation: Any, tensor: Tensor, source: int, to: int, peer: int) -> Any:
         group = self._groups.get((source, to), self.comm.group)
         among = _among(group, self.comm, peer)
+        entry = self._enter("activations", source, to)
         if operation is dist.isend:
-            return operation(tensor, group=group, group_dst=among)
-        return operation(tensor, group=group, group_src=among)
+            return Started([operation(tensor, group=group, group_dst=among)], entry)
+        return Started([operation(tensor, group=group, group_src=among)], entry)
+
+    def _enter(self, what: str, source: int, to: int) -> Entry:
+        """Note a message for who asks where this rank waits: both of its ends have the same number."""
+        ranks = self.comm.journal.ranks[source], self.comm.journal.ranks[to]
+        name = f"transfer of {what} from rank {ranks[0]} to {ranks[1]}"
+        return self.comm.where.journal(name, ranks).enter(name)
 
     def send_header(self, header: Tensor, to: int) -> Any:
         """Start sending a header."""
         self.comm.traffic.count("control", header)
+        entry = self._enter("shapes", self.comm.rank, to)
         with self.comm.naming_failures():
-            return dist.isend(header, group=self.comm.control, group_dst=to)
+            return Started([dist.isend(header, group=self.comm.control, group_dst=to)], entry)
 
     def receive_header(self, source: int) -> Tensor:
         """The next header from ``source``. Blocking."""
         header = empty_header()
+        entry = self._enter("shapes", source, self.comm.rank)
         with self.comm.naming_failures():
             work = dist.irecv(header, group=self.comm.control, group_src=source)
-        self.comm.wait([work])
+        self.comm.wait([Started([work], entry)])
         return header
 
     def break_connections(self) -> None:

@@ -203,7 +203,7 @@ class PipelineRunner:
         if comm.world_size == 1:
             return value
         box = [value]
-        with comm.naming_failures():
+        with comm.blocking("broadcast", "outputs", group=comm.control, source=self.last_rank):
             dist.broadcast_object_list(box, group=comm.control, group_src=self.last_rank)
         return box[0]
 

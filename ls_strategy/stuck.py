@@ -1,0 +1,131 @@
+"""Whether ranks that wait for each other could ever go on, by what each one says of itself; and the words for it.
+
+A rank's answer says what it waits for (``wait``: process group, number of the collective there, the ranks without
+which it does not end), whether for long (``late``), whether it is done with the run (``left``), and what it has entered
+so far (``journals``: of every group how many collectives, number and tag of the last ones, and the ranks). Numbers
+count from the beginning of an ``era``, where all ranks met. Equal tags mean the same thing at the same batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+Answer = dict[str, Any]
+"""What a rank says of itself; JSON, because whoever reaches the store's port can write to it."""
+
+
+# --- evidence ---------------------------------------------------------------------------------------------------------
+
+
+def awaited(answer: Answer, answers: Mapping[int, Answer]) -> list[int]:
+    """The ranks that one waits for: those that have not come to where it is."""
+    wait, mine = answer["wait"], answer["rank"]
+    if wait is None:
+        others = answers if answer["everyone"] else ()
+        return [r for r in others if r != mine and answers[r]["call"] != answer["call"]]
+    needed = answer["journals"][wait["group"]][2] if wait["needs"] is None else wait["needs"]
+    return [
+        r
+        for r in needed
+        if r != mine and r in answers and answers[r]["era"] == answer["era"]
+        and answers[r]["journals"].get(wait["group"], [0])[0] < wait["number"]
+    ]  # fmt: skip
+
+
+def differing(answer: Answer, answers: Mapping[int, Answer]) -> list[int]:
+    """The ranks that have entered something else where this one has entered what it waits for, or before."""
+    return [
+        r
+        for r, other in answers.items()
+        if r != answer["rank"] and other["era"] == answer["era"]
+        and any(_differ(mine, other["journals"].get(name)) for name, mine in answer["journals"].items())
+    ]  # fmt: skip
+
+
+def _differ(mine: Sequence[Any], other: Sequence[Any] | None) -> bool:
+    if other is None or mine[2] != other[2]:
+        return False
+    theirs = dict(other[1])
+    return any(theirs.get(number, tag) != tag for number, tag in mine[1])
+
+
+def proof(answers: Mapping[int, Answer]) -> list[int]:
+    """Ranks whose waits can never end, or none.
+
+    Either ranks wait for each other in a circle; or one waits, and another one has entered a different collective of
+    the same group in the place of one of its own, or is done with the run. A slow rank, however long it takes, is none
+    of these.
+    """
+    for rank, answer in answers.items():
+        if answer["late"] and (answer["wait"] is not None or answer["what"].endswith("GPU")):
+            left = [r for r in awaited(answer, answers) if answers[r]["left"] and not answer["left"]]
+            others = differing(answer, answers) or left
+            if others:
+                return sorted([rank, *others[:1]])
+    edges = {rank: awaited(answer, answers) for rank, answer in answers.items()}
+    for rank in edges:
+        circle = next(_circles(rank, edges, [rank]), None)
+        if circle is not None:
+            return sorted(circle)
+    return []
+
+
+def _circles(start: int, edges: Mapping[int, Sequence[int]], path: list[int]) -> Iterator[list[int]]:
+    """Ranks along a way from ``start`` back to it; every rank is gone through once."""
+    seen, ways = {start}, [path]
+    while ways:
+        way = ways.pop()
+        for rank in edges.get(way[-1], ()):
+            if rank == start:
+                yield way
+            elif rank not in seen:
+                seen.add(rank)
+                ways.append([*way, rank])
+
+
+# --- words ------------------------------------------------------------------------------------------------------------
+
+_TOGETHER = (
+    "What ranks do together has to run on all of them: take forwards and reads of parameters at stage 3, "
+    "state_dict(), save_checkpoint(), barrier(), optimizer steps and self.log(..., sync_dist=True) out of what "
+    "one rank does alone, such as code under `if trainer.is_global_zero:` or after an exception that one "
+    "rank has caught."
+)
+
+
+def explain(answers: Sequence[Answer]) -> str:
+    """Why these ranks wait for ever, and what to do about it."""
+    where = "; ".join(map(place, answers[:8]))
+    same_batch = len({tuple(a["batch"]) for a in answers}) == 1
+    inside = all(any(w in a["what"] for w in (" all_gather of '", " reduce_scatter of '")) for a in answers)
+    if same_batch and inside:
+        cure = (
+            "In every batch all ranks have to run the same modules, forward and backward: let them take the same branch"
+            " of the model, or set ZeROStrategy(stage=2), where a rank may leave modules out."
+        )
+    else:
+        cure = _TOGETHER
+    return f"ranks wait for each other in different places, and would for ever: {where}. {cure}"
+
+
+def explain_end(gone: Sequence[int], what: str) -> str:
+    """Why this rank waits for some that are done with the run, and what to do about it."""
+    have = "has" if len(gone) == 1 else "have"
+    return (
+        f"this rank {what}, and {named(gone)} {have} ended a run without coming there. Unless an error in the log "
+        f"of {named(gone)} is the cause: {_TOGETHER[0].lower()}{_TOGETHER[1:]}"
+    )
+
+
+def place(answer: Answer) -> str:
+    """Where a rank is."""
+    _, batch, what = answer["batch"]
+    at = f"batch {batch} of this {what}" if batch else "before the first batch"
+    return f"rank {answer['rank']} {answer['what']} ({'after the run' if answer['left'] else at}, {answer['line']})"
+
+
+def named(ranks: Sequence[int]) -> str:
+    """``ranks 1, 2``."""
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'' if len(ranks) == 1 else 's'} {shown}"

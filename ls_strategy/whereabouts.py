@@ -1,0 +1,386 @@
+"""Where every rank is: an explanation when one of them waits long for the others, and an end when it would be for ever.
+
+::
+
+    rank 0  waits in all_gather of 'blocks.0' ── 20 s ──> asks ─┬─> collects the answers: its own line, and a verdict
+    rank 1  waits in barrier                  <── once a second ┴─> answers: its own line
+            verdict   nobody waits for a rank that waits for it: rank 1 is slow, and the wait goes on
+                      otherwise, seen twice: every rank ends its connections, and its wait raises `OutOfStepError`
+
+The training thread keeps a journal of the collectives of every process group, and notes what it waits for: plain
+attributes. A thread of its own looks at them, asks and answers through the rendezvous store, on a connection of its
+own, and touches no process group. One rank at a time asks, so that the load grows with the number of ranks.
+
+The one invariant: a run is ended early only on proof, see `ls_strategy.stuck.proof`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import sys
+import threading
+import time
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from ls_strategy._compat import default_store, world_group
+from ls_strategy.standing import standing
+from ls_strategy.stuck import Answer, awaited, differing, explain, explain_end, named, place, proof
+
+_RECENT = 64
+"""Entries of a journal that are kept for comparison."""
+
+_LOOK_EVERY_S = 1.0
+_ASK_AGAIN_S = 5.0
+
+_NO_BATCH: tuple[int, int, str] = (0, 0, "")
+
+_ASKED = "ls_strategy/whereabouts/asked"
+_VERDICT = "ls_strategy/whereabouts/verdict"
+_LEFT = "ls_strategy/whereabouts/left"
+_ENDED = "ended"
+
+
+class Entry:
+    """One collective that this rank has come to."""
+
+    __slots__ = ("era", "journal", "kind", "needs", "number", "of", "since", "tag")
+
+    def __init__(self, journal: Journal, kind: str, of: str, needs: Sequence[int] | None) -> None:
+        where = journal.where
+        self.journal = journal
+        self.kind = kind
+        self.of = of
+        self.needs = needs
+        self.era = where.era
+        self.number = journal.count
+        self.since = 0.0
+        self.tag = zlib.crc32(f"{kind} {of} {where.batch}".encode()) & 0x7FFFFFFF
+        """The same on two ranks if they mean the same thing, at the same batch."""
+
+
+class Journal:
+    """The collectives of one process group, in the order in which this rank came to them."""
+
+    def __init__(self, where: Whereabouts, ranks: Sequence[int]) -> None:
+        """``ranks``: global, of the group."""
+        self.where = where
+        self.ranks = tuple(ranks)
+        self.count = 0
+        self.recent: deque[tuple[int, int]] = deque(maxlen=_RECENT)
+        """Number and tag of the last entries."""
+
+    def enter(self, kind: str, of: str = "", needs: Sequence[int] | None = None) -> Entry:
+        """This rank comes to a collective.
+
+        Args:
+            kind: of collective.
+            of: what it moves.
+            needs: global ranks without which it does not end. None: all of the group.
+        """
+        self.count += 1
+        self.where.progress += 1
+        entry = self.where.last = Entry(self, kind, of, needs)
+        self.recent.append((entry.number, entry.tag))
+        return entry
+
+
+class _Waiting:
+    """Around a wait for other ranks."""
+
+    __slots__ = ("_before", "_entry", "_where")
+
+    def __init__(self, where: Whereabouts, entry: Entry | None) -> None:
+        self._where, self._entry = where, entry
+
+    def __enter__(self) -> None:
+        self._before = self._where.waiting
+        if self._entry is not None:
+            self._entry.since = time.monotonic()
+            self._where.waiting = self._entry
+
+    def __exit__(self, *_: object) -> None:
+        self._where.waiting = self._before
+
+
+class Whereabouts:
+    """What the training thread notes of itself. One per default process group."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        """Nothing is watched before `watch`."""
+        self.rank = rank
+        self.world_size = world_size
+        self.journals: dict[str, Journal] = {}
+        self.era = 0
+        self.batch = _NO_BATCH
+        """Number of the pass over the data, batch, and kind of pass; the same on all ranks at the same place."""
+        self.progress = 0
+        self.last: Entry | None = None
+        self.waiting: Entry | None = None
+        self.left = False
+        """Whether this rank is done with the run of this era."""
+        self.verdict = ""
+        """Why the waits of this run cannot end."""
+        self._watch: _Watch | None = None
+
+    def journal(self, name: str, ranks: Sequence[int]) -> Journal:
+        """The journal of a process group, by a name that its ranks have in common."""
+        if name not in self.journals:
+            self.journals[name] = Journal(self, ranks)
+        return self.journals[name]
+
+    def wait(self, entry: Entry | None) -> _Waiting:
+        """Around a wait for what was entered; around nothing in particular for None."""
+        return _Waiting(self, entry)
+
+    def begin_era(self) -> None:
+        """All ranks are here: what comes is counted from 1. Collective, but waits for nobody."""
+        self.era += 1
+        self.left = False
+        self.batch = _NO_BATCH
+        for journal in self.journals.values():
+            journal.count = 0
+            journal.recent.clear()
+
+    def leave(self) -> None:
+        """This rank is done with the run, and leaves word of it for those that wait for it still."""
+        self.left = True
+        if self.world_size > 1 and world_group() is not None:
+            with suppress(RuntimeError, OSError):  # the store is gone with the rank that held it
+                default_store().set(f"{_LEFT}/{self.rank}", str(self.era))
+
+    def watch(self, after_s: float | None, device: torch.device, end: Callable[[], None]) -> None:
+        """Explain waits of the calling thread that last longer than ``after_s``; None: none.
+
+        Args:
+            after_s: seconds.
+            device: on which this rank trains.
+            end: a method that makes every wait of this rank fail. Its object may be gone by then.
+        """
+        if self._watch is not None and self._watch.goes_on(after_s, device, end):
+            return
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
+        if after_s is not None and self.world_size > 1:
+            self._watch = _Watch(self, after_s, device, end)
+
+    def told(self) -> str:
+        """The verdict, from the store if this rank has not heard it yet."""
+        if not self.verdict and self.world_size > 1:
+            store = default_store()
+            if store.check([_VERDICT]):
+                self.verdict = store.get(_VERDICT).decode(errors="replace")
+        return self.verdict
+
+    def deserted(self) -> str:
+        """Why a connection is closed, if ranks are done with the run in which this one waits for them."""
+        entry = self.waiting
+        if entry is None:
+            return ""
+        others = [r for r in entry.journal.ranks if r != self.rank]
+        try:
+            store = default_store()
+            known = [r for r in others if store.check([f"{_LEFT}/{r}"])]
+            gone = [r for r in known if int(store.get(f"{_LEFT}/{r}")) >= entry.era]
+        except RuntimeError:  # the store is gone with the rank that held it
+            gone = others if self.left else []
+        return explain_end(gone, _what(entry, "", None, time.monotonic() - entry.since)) if gone else ""
+
+
+class _Watch:
+    """The thread that asks and answers."""
+
+    def __init__(self, where: Whereabouts, after_s: float, device: torch.device, end: Callable[[], None]) -> None:
+        self._where = where
+        self._after_s = after_s
+        self._device = device
+        self._end = weakref.WeakMethod(end)
+        self._look_every_s = min(_LOOK_EVERY_S, after_s / 10)
+        self._ask_again_s = min(_ASK_AGAIN_S, after_s)
+        self._trained_by = threading.get_ident()
+        self._world = weakref.ref(world_group())
+        self._store = default_store().clone()  # a connection of its own: others wait on theirs
+        self._store.compare_set(_ASKED, "", "0:-1:0")
+        self._incident = self._shown = 0
+        self._number = -1
+        self._heard = -1e9
+        self._next_question = 0.0
+        self._progress = (-1, time.monotonic())
+        self._suspected: object = None
+        self._done = threading.Event()
+        _, self._number, _ = self._read_question()
+        self._thread = threading.Thread(target=self._run, name="ls_whereabouts", daemon=True)
+        self._thread.start()
+        atexit.register(self.stop)  # a thread that is inside the store when the interpreter ends aborts the process
+
+    def goes_on(self, after_s: float | None, device: torch.device, end: Callable[[], None]) -> bool:
+        """Serve the next run of this process, if it is watched as the last one."""
+        if (after_s, device, threading.get_ident()) != (self._after_s, self._device, self._trained_by):
+            return False
+        self._end = weakref.WeakMethod(end)
+        return self._thread.is_alive()
+
+    def stop(self) -> None:
+        """End the thread."""
+        atexit.unregister(self.stop)
+        self._done.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(2.0)
+
+    def _run(self) -> None:
+        while not self._done.wait(self._look_every_s) and world_group() is self._world():
+            try:
+                self._look()
+            except (RuntimeError, OSError):  # the store is gone with the rank that held it
+                break
+        atexit.unregister(self.stop)
+
+    def _look(self) -> None:
+        asked, number, incident = self._read_question()
+        if self._where.verdict:
+            self._done.set()
+            return
+        if number > self._number:
+            self._heed(number, incident)
+            self._say(self._answer(), "")
+            return
+        now = time.monotonic()
+        answer = self._answer(only_due=True)
+        if answer is None or now < self._next_question:
+            return
+        fresh = now - self._heard > 3 * (self._ask_again_s + 1)
+        wanted = f"{number + 1}:{self._where.rank}:{incident + fresh}"
+        if self._store.compare_set(_ASKED, asked, wanted).decode() == wanted:
+            self._heed(number + 1, incident + fresh)
+            self._investigate()
+
+    def _read_question(self) -> tuple[str, int, int]:
+        """The last question as it is in the store, its number, and that of its occasion. A verdict ends the waits."""
+        asked = self._store.get(_ASKED).decode()
+        if asked == _ENDED:
+            self._where.verdict = self._store.get(_VERDICT).decode(errors="replace")
+            self._stop_waiting()
+            return asked, 0, 0
+        number, _, incident = map(int, asked.split(":"))
+        return asked, number, incident
+
+    def _heed(self, number: int, incident: int) -> None:
+        self._number, self._incident, self._heard = number, incident, time.monotonic()
+        self._next_question = self._heard + self._ask_again_s
+
+    def _key(self, rank: int) -> str:
+        return f"ls_strategy/whereabouts/{rank}"
+
+    # this rank --------------------------------------------------------------------------------------------------------
+
+    def _answer(self, *, only_due: bool = False) -> Any:
+        """What this rank says of itself; None if ``only_due`` and it has not waited for long."""
+        where, now = self._where, time.monotonic()
+        entry, progress = where.waiting, where.progress
+        if self._progress[0] != progress:
+            self._progress = (progress, now)
+        since = entry.since if entry is not None else self._progress[1]
+        late = now - since >= self._after_s
+        if only_due and not late:
+            return None
+        line, call, everyone = standing(self._trained_by)
+        on_device = late and entry is None and not call and self._device_is_busy()
+        if only_due and entry is None and not call and not on_device:
+            return None  # it computes, or sleeps
+        wait: Answer | None = None
+        if entry is not None and entry.era == where.era:
+            wait = {"group": _name(where.journals, entry.journal), "number": entry.number, "needs": entry.needs}
+        return {
+            "number": self._number,
+            "rank": where.rank,
+            "era": where.era,
+            "progress": progress,
+            "late": late,
+            "left": where.left,
+            "wait": wait,
+            "call": f"torch.distributed.{call}" if call and entry is None else "",
+            "everyone": everyone and entry is None,
+            "what": _what(entry, call, where.last if on_device else None, now - since),
+            "batch": where.batch,
+            "line": line,
+            "journals": {name: [j.count, list(j.recent), list(j.ranks)] for name, j in list(where.journals.items())},
+        }
+
+    def _device_is_busy(self) -> bool:
+        """Whether a GPU has not done what it was given: after so long, it waits in a collective of NCCL."""
+        return self._device.type == "cuda" and not torch.cuda.default_stream(self._device).query()
+
+    def _say(self, answer: Answer, waits_for: str) -> None:
+        """Give the answer, and print it once for every occasion."""
+        self._store.set(self._key(self._where.rank), json.dumps(answer))
+        if self._shown < self._incident:
+            self._shown = self._incident
+            _print(f"{place(answer)}{waits_for}")
+
+    # all ranks --------------------------------------------------------------------------------------------------------
+
+    def _investigate(self) -> None:
+        mine = self._answer()
+        self._store.set(self._key(self._where.rank), json.dumps(mine))
+        answers = self._collect()
+        answers[self._where.rank] = mine
+        absent = [r for r in range(self._where.world_size) if r not in answers]
+        waits_for = sorted({*awaited(mine, answers), *(differing(mine, answers) if mine["late"] else ()), *absent})
+        words = f"; it waits for {named(waits_for)}" if waits_for else ""
+        if absent:
+            words += f" ({named(absent)} did not answer: ended, stopped, or in code that keeps Python's lock)"
+        self._say(mine, words)
+        guilty = proof(answers)
+        seen = [(r, answers[r]["progress"], answers[r]["wait"]) for r in guilty]
+        if guilty and seen == self._suspected:
+            self._store.set(_VERDICT, explain([answers[r] for r in guilty]))
+            self._store.set(_ASKED, _ENDED)
+            self._read_question()
+        elif guilty:
+            self._next_question = 0.0
+        self._suspected = seen
+
+    def _collect(self) -> dict[int, Answer]:
+        """The others' answers to this question, as far as they come."""
+        answers: dict[int, Answer] = {}
+        left = {r for r in range(self._where.world_size) if r != self._where.rank}
+        deadline = time.monotonic() + 2.5 * max(self._look_every_s, 0.2)
+        while left and time.monotonic() < deadline and not self._done.wait(self._look_every_s / 4):
+            for rank in [r for r in left if self._store.check([self._key(r)])]:
+                answer = json.loads(self._store.get(self._key(rank)))
+                if answer["number"] >= self._number:
+                    answers[rank] = answer
+                    left.discard(rank)
+        return answers
+
+    def _stop_waiting(self) -> None:
+        entry, end = self._where.waiting, self._end()
+        if entry is None:  # then no wait of this package raises the verdict
+            _print(self._where.verdict)
+        if end is not None:
+            end()
+
+
+def _name(journals: Mapping[str, Journal], journal: Journal) -> str:
+    return next(name for name, each in journals.items() if each is journal)
+
+
+def _print(words: str) -> None:
+    sys.stderr.write(f"ls_strategy: {words}\n")  # in one piece: ranks share the terminal
+    sys.stderr.flush()
+
+
+def _what(entry: Entry | None, call: str, on_device: Entry | None, seconds: float) -> str:
+    shown = entry or on_device
+    if shown is not None:
+        of = f" of {shown.of!r}" if shown.of else ""
+        return f"has waited {seconds:.0f} s in {shown.kind}{of}" + (" or before it, on the GPU" if on_device else "")
+    return f"is in torch.distributed.{call}" if call else "is in no collective"
