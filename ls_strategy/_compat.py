@@ -380,7 +380,8 @@ def storage_key(tensor: Tensor) -> int:
 
     A `StorageWeakRef` to the storage keeps the number from being given to another one.
     """
-    return tensor.untyped_storage()._cdata
+    with without_torch_function():  # of a parameter that is elsewhere this asks for a key, not for values
+        return tensor.untyped_storage()._cdata
 
 
 def storage_users(tensor: Tensor) -> int:

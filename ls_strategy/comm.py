@@ -269,7 +269,8 @@ class Comm:
             self.traffic.count(kind, outgoing)
             operations.append(dist.P2POp(dist.isend, outgoing, group=self.group, group_peer=to, tag=entry.tag))
             operations.append(dist.P2POp(dist.irecv, incoming, group=self.group, group_peer=frm, tag=entry.tag))
-        works = dist.batch_isend_irecv(operations)
+        with self.where.wait(entry), self.naming_failures():  # a peer that has left shows here or in the wait
+            works = dist.batch_isend_irecv(operations)
         return [Started(spans.followed(works, f"{kind} {of}", _sent_by(sends, self.rank)), entry)]
 
     def all_gather(self, full: Tensor, of: str = "", sizes: Sequence[int] | None = None) -> PendingGather:

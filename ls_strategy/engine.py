@@ -53,7 +53,6 @@ from ls_strategy.zero.reduce import Reducer
 from ls_strategy.zero.schedule import UpdateSchedule
 from ls_strategy.zero.share import Share
 from ls_strategy.zero.units import Flat
-from ls_strategy.zero.writes import take_writes
 from ls_strategy.zero_stages import POLICIES
 
 _HOLDERS: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
@@ -618,7 +617,7 @@ class Engine:
             self.lender.touch(flat)
         try:
             yield
-            written = torch.tensor([any([take_writes(flat) for flat in flats])], dtype=torch.uint8)
+            written = torch.tensor([any([flat.take_writes() for flat in flats])], dtype=torch.uint8)
             if not modify and self.mesh.world.agree(written).item():
                 raise StateError(
                     "parameters were written to inside gathered_parameters(), which was opened for reading. Open it "

@@ -105,6 +105,8 @@ class PaperFlat:
     reading: bool | None = None
     held: bool = False
     publish_due: bool = False
+    hidden: bool = False
+    is_on_its_way: bool = False
     # gradients
     grad: tuple[int, int] | None = None
     borrowed: list[tuple[int, int]] = field(default_factory=list)
@@ -146,6 +148,10 @@ class PaperFlat:
         if self.held:
             self.held = False
             self.ledger.add("parameters", -self.whole_bytes)
+
+    def take_writes(self) -> bool:
+        """See `Flat`: nobody writes on paper."""
+        return False
 
 
 class PaperUnit:

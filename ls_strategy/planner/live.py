@@ -14,10 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ls_strategy._compat import TorchDispatchMode, tree_iter
+from ls_strategy._compat import TorchDispatchMode, tree_iter, without_torch_function
 
 Changed = Callable[[int, int], None]
 """Called with the number of a storage and by how many bytes it has grown, or shrunk."""
+
+
+def _storage_of(tensor: Tensor) -> torch.UntypedStorage:
+    with without_torch_function():  # a parameter whose values are elsewhere would bring them
+        return tensor.untyped_storage()
 
 
 class StorageWatch(TorchDispatchMode):
@@ -35,12 +40,12 @@ class StorageWatch(TorchDispatchMode):
 
     def number_of(self, tensor: Tensor) -> int | None:
         """The number of a tensor's storage; None: no operation has made it."""
-        entry = self._known.get(id(tensor.untyped_storage()))
+        entry = self._known.get(id(_storage_of(tensor)))
         return None if entry is None else entry[1]
 
     def note(self, tensor: Tensor) -> None:
         """Count a tensor's storage from now on, if it is not counted yet."""
-        storage = tensor.untyped_storage()
+        storage = _storage_of(tensor)
         key = id(storage)  # Python keeps one object for a storage as long as that lives
         if key in self._known:
             return
@@ -104,7 +109,7 @@ class LiveBytes(StorageWatch):
 
     def note(self, tensor: Tensor) -> None:
         """See `StorageWatch`."""
-        if not tensor.is_meta and id(tensor.untyped_storage()) not in self._ignored_keys:
+        if not tensor.is_meta and id(_storage_of(tensor)) not in self._ignored_keys:
             super().note(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -82,11 +82,15 @@ def not_here(
     )
 
 
-def require_here(params: Iterable[nn.Parameter]) -> None:
+def require_here(params: Iterable[nn.Parameter], *, gathers: bool = False) -> None:
     """Let new weights that are on their way to parameters arrive. Not collective.
 
+    Args:
+        params: to be copied.
+        gathers: whoever copies them will touch them, on every rank. A pickle is often made on one rank alone.
+
     Raises:
-        NotHereError: one is in shards, or in parts.
+        NotHereError: one is in parts, or in shards that are not gathered.
     """
     for param in params:
         flat = _FLAT_OF.get(id(param))
@@ -97,7 +101,7 @@ def require_here(params: Iterable[nn.Parameter]) -> None:
             raise not_here("divided over ranks", "Take")
         if flat.gathering is not None and not flat.policy.parameters:
             flat.finish_gather()
-        if flat.policy.parameters and not flat.is_gathered:
+        if flat.policy.parameters and not flat.is_gathered and not gathers:
             raise not_here()
 
 
@@ -106,8 +110,9 @@ def _reduce_module(module: nn.Module, protocol: Any) -> Any:
     if isinstance(reduced, str) or len(reduced) < 3:
         return reduced
     shallow = _called_by(copy.copy, depth=3)
-    if not shallow and not _called_by(copy.deepcopy, depth=3):  # which copies parameters one by one
-        require_here(module.parameters())
+    if not shallow:
+        deep = _called_by(copy.deepcopy, depth=3)  # which copies parameters one by one, and gathers for that
+        require_here(module.parameters(), gathers=deep)
     function, args, state, *rest = reduced
     return (function, args, _without_ours(state, hooks=not shallow), *rest)
 

@@ -9,7 +9,6 @@ Stage 3, forward of unit k (backward runs the same in the other direction)::
 from __future__ import annotations
 
 from ls_strategy.zero.units import Flat, Unit
-from ls_strategy.zero.writes import take_writes
 
 
 class Gatherer:
@@ -73,7 +72,7 @@ class Gatherer:
         if self.sharded and not unit.pinned:
             for flat in unit.flats:
                 if not stepped:
-                    take_writes(flat)
+                    flat.take_writes()
                 if flat.is_gathered or flat.gathering is not None or flat.reading is not None:
                     flat.release()
 

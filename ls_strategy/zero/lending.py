@@ -20,7 +20,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ls_strategy._compat import storage_key
 from ls_strategy.zero.units import Flat
-from ls_strategy.zero.writes import take_writes
 
 KEPT = 2
 """Lent buffers that stay when another one is touched: reading a model in order needs one, comparing neighbours two."""
@@ -122,7 +121,7 @@ class Lender:
         del self._lent[id(flat)]
         if not flat.lent:
             return  # the unit's own module has taken it over
-        take_writes(flat)
+        flat.take_writes()
         flat.release()
         if flat.full.untyped_storage().size():
             self._kept[id(flat)] = flat
@@ -130,7 +129,7 @@ class Lender:
     def take_writes(self) -> None:
         """What was written anywhere reaches masters and shards. Not collective."""
         for flat in self._flats:
-            take_writes(flat)
+            flat.take_writes()
 
     # while a state dict is collected ---------------------------------------------------------------------------------
 

@@ -5,9 +5,8 @@ A parameter object changes its class, which costs 0.1 us:
 =========  =============================================  =============================================================
 class      its values                                     what touches it
 =========  =============================================  =============================================================
-`Present`  in memory; at stage 3 while its unit computes  to torch an ordinary parameter. A look at ``.data`` or
-                                                          ``.detach()`` is noted: what is written there does not count
-                                                          in ``_version``
+`Present`  in memory; at stage 3 while its unit computes  to torch an ordinary parameter. A look at ``.data`` is
+                                                          noted: what is written there does not count in ``_version``
 `Absent`   released, in flight, or lent                   any torch function asks its `Home` to gather it, or to wait
 =========  =============================================  =============================================================
 
@@ -129,14 +128,6 @@ class Present(nn.Parameter):
     grad: Any = property(_read_grad, _write_grad, _drop_grad)
     """After backward the averaged gradient, as under DDP; see `ls_strategy.zero.gradients`."""
 
-    def detach(self) -> Tensor:
-        """As of any parameter."""
-        home = home_of(self) if type(self) is Absent else None
-        if home is None or not home.is_collected():
-            self._look()
-        with without_torch_function():
-            return _DETACH(self)
-
     def _look(self) -> None:
         if torch_function_is_on() and (home := home_of(self)) is not None:
             if type(self) is Absent:
@@ -169,6 +160,9 @@ class Absent(Present):
         if func in _NEED_NO_VALUES:
             with without_torch_function():
                 return func(*args, **kwargs)
+        if func is _DETACH and (home := home_of(args[0])) is not None and home.is_collected():
+            with without_torch_function():
+                return func(*args)
         params: list[nn.Parameter] = [leaf for leaf in tree_iter((args, kwargs)) if type(leaf) is Absent]
         homes = {id(home): home for p in params if (home := home_of(p)) is not None}
         for home in homes.values():

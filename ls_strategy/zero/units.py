@@ -39,6 +39,7 @@ from ls_strategy.tiers.stream import Ticket
 from ls_strategy.zero.averages import Averages
 from ls_strategy.zero.parameters import Absent, Present, grad_of, point, set_grad, settle, unnoticed
 from ls_strategy.zero.rest import Rest
+from ls_strategy.zero.writes import take_writes
 from ls_strategy.zero_stages import StagePolicy
 
 
@@ -385,6 +386,10 @@ class Flat:
     def _switch(self, to: type[nn.Parameter]) -> None:
         for p in self._switched:
             p.__class__ = to
+
+    def take_writes(self) -> bool:
+        """Take what was written to the parameters, see `ls_strategy.zero.writes`. Not collective."""
+        return take_writes(self)
 
     def hide(self) -> None:
         """Stages 0 to 2: new values are on their way."""

@@ -1,20 +1,23 @@
 """What user code has written into parameters reaches masters and shards: no write is lost, at any stage and tier.
 
-In-place changes count in a parameter's version; ``p.data = other`` moves its memory; who looked at ``.data`` or
-``.detach()``, or holds a view, may have written without either. So a buffer that may have been written to is compared
-with what this rank holds of it, bit by bit, and only elements that differ are taken: in 16 bit the others keep their
-fp32 master weights. Nothing is sent: all ranks run the same code, and each takes its own shard. Optimizer states stay
-as they are, as in plain torch.
+In-place changes count in a parameter's version; ``p.data = other`` moves its memory; who looked at ``.data`` and holds
+it may have written without either. So a buffer that may have been written to is compared with what this rank holds of
+it, bit by bit, and only elements that differ are taken: in 16 bit the others keep their fp32 master weights. Nothing is
+sent: all ranks run the same code, and each takes its own shard. Optimizer states stay as they are, as in plain torch.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ls_strategy.errors import StateError
 from ls_strategy.zero.parameters import point, unnoticed, values_of
-from ls_strategy.zero.units import Flat
+
+if TYPE_CHECKING:
+    from ls_strategy.zero.units import Flat
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
