@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._guards import CompileContext
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
@@ -61,6 +62,7 @@ __all__ = [
     "is_hooked",
     "is_mock_optimizer",
     "is_started_by_lightning",
+    "is_tracing",
     "load_state",
     "made_by_parser",
     "make_wrapper",
@@ -397,6 +399,11 @@ def without_torch_function() -> AbstractContextManager[Any]:
 def torch_function_is_on() -> bool:
     """Whether this thread is not inside `without_torch_function`."""
     return torch._C._is_torch_function_enabled()
+
+
+def is_tracing() -> bool:
+    """Whether dynamo compiles on this thread; it looks at parameters, and on torch 2.11 at their gradients."""
+    return CompileContext.try_get() is not None
 
 
 def version_of(tensor: Tensor) -> int:

@@ -23,7 +23,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ls_strategy._compat import WeakIdKeyDictionary, torch_function_is_on, tree_iter, without_torch_function
+from ls_strategy._compat import (
+    WeakIdKeyDictionary,
+    is_tracing,
+    torch_function_is_on,
+    tree_iter,
+    without_torch_function,
+)
 
 _DATA: Any = torch.Tensor.data
 _GRAD: Any = torch.Tensor.grad
@@ -112,7 +118,7 @@ class Present(nn.Parameter):
             _DATA.__set__(self, value)
 
     def _read_grad(self) -> Tensor | None:
-        home = home_of(self) if torch_function_is_on() else None
+        home = home_of(self) if torch_function_is_on() and not is_tracing() else None
         return grad_of(self) if home is None else home.read_grad(self)
 
     def _write_grad(self, value: Tensor | None) -> None:
