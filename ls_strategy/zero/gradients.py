@@ -61,7 +61,7 @@ class Gradients:
         self._of = {n: [f for f in flats if f.optimizer_index == n] for n in {f.optimizer_index for f in flats}}
         self._shown: dict[int, tuple[Flat, Shown]] = {}
         self.local = False
-        """Whether the gradients of the last backward stay on their rank for now."""
+        """Whether the gradients of the last backward stay on their rank: for now, or since training has ended."""
 
         for flat in flats:
             if flat.trainable and (flat.policy.optimizer or parallel):
