@@ -30,6 +30,7 @@ from ls_strategy._compat import (
     tree_iter,
     without_torch_function,
 )
+from ls_strategy.errors import StateError
 
 _DATA: Any = torch.Tensor.data
 _GRAD: Any = torch.Tensor.grad
@@ -140,6 +141,8 @@ class Present(nn.Parameter):
                 home.touch()
                 home.touched()
             home.may_be_written = True
+        elif torch_function_is_on() and type(self) is Absent:
+            _home_now(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """A plain parameter with memory of its own."""
@@ -170,7 +173,7 @@ class Absent(Present):
             with without_torch_function():
                 return func(*args)
         params: list[nn.Parameter] = [leaf for leaf in tree_iter((args, kwargs)) if type(leaf) is Absent]
-        homes = {id(home): home for p in params if (home := home_of(p)) is not None}
+        homes = {id(home): home for home in map(_home_now, params)}
         for home in homes.values():
             home.touch()
         # Torch, and what it calls inside, sees ordinary parameters; others that are absent stay so.
@@ -205,6 +208,17 @@ def home_of(param: Tensor) -> Any:
     """Its home; None for a stranger, and once the engine is gone."""
     reference = _HOMES.get(param)
     return None if reference is None else reference()
+
+
+def _home_now(param: Tensor) -> Any:
+    """The home of one whose values are elsewhere; an error once the engine that had them is gone."""
+    home = home_of(param)
+    if home is None:
+        raise StateError(
+            f"a parameter of shape {tuple(param.shape)} was used after the model and the strategy that held its values "
+            "(stage 3) were gone. Keep the model, or take model.state_dict() before it goes."
+        )
+    return home
 
 
 def point(param: nn.Parameter, values: Tensor) -> None:

@@ -7,6 +7,7 @@ what it reads, its losses and the final weights are compared.
 from __future__ import annotations
 
 import copy
+import gc
 from contextlib import nullcontext
 from typing import Any
 
@@ -465,3 +466,21 @@ def test_reading_all_blocks_takes_the_memory_of_few() -> None:
     for largest, between in spawn(weigh, 2, timeout_s=60):
         assert 1 <= largest <= 4
         assert between <= 1
+
+
+def outlives(rank: int, world_size: int) -> None:
+    quiet()
+    module = Habit()
+    fit(3, module, global_batches(rank, world_size, 2), use_distributed_sampler=False, max_epochs=1)
+    param = module.blocks[0].wide.weight
+    module._trainer = None
+    del module
+    gc.collect()
+    gc.collect()  # what tensors held in circles is seen when they are gone
+    for use in (lambda: param.sum(), lambda: param.data):
+        with pytest.raises(StateError, match=r"shape .* used after the model .* were gone"):
+            use()
+
+
+def test_a_parameter_without_its_model_is_an_error_and_no_nan() -> None:
+    spawn(outlives, 2, timeout_s=60)

@@ -71,9 +71,9 @@ class Copying(Net):
     def on_train_batch_end(self, *_: Any) -> None:
         expected = weights(self)
         for name, way in WAYS.items():
-            twin = way(self)
-            self.look_at(twin, expected, name)
-            self.look_at_training(twin, name)
+            copied = way(self)
+            self.look_at(copied, expected, name)
+            self.look_at_training(copied, name)
         assert_equal(weights(self), expected, "the module itself")
         for part in (self.blocks[1], self.first, self.criterion, self.first.weight, self.blocks[2].norm.bias):
             size = sum(p.numel() for p in (part.parameters() if isinstance(part, nn.Module) else [part]))
@@ -81,35 +81,35 @@ class Copying(Net):
                 assert len(dump(part)) < 4 * size + 6_000, f"{type(part).__name__}: more than the part itself"
         self.copied += 1
 
-    def look_at(self, twin: Any, expected: dict[str, Tensor], name: str) -> None:
-        assert_equal(weights(twin), expected, name)
-        assert twin.last.weight is twin.first.weight, f"{name}: tied no more"
-        for p, own in zip(twin.parameters(), self.parameters(), strict=True):
+    def look_at(self, copied: Any, expected: dict[str, Tensor], name: str) -> None:
+        assert_equal(weights(copied), expected, name)
+        assert copied.last.weight is copied.first.weight, f"{name}: tied no more"
+        for p, own in zip(copied.parameters(), self.parameters(), strict=True):
             assert type(p) is nn.Parameter, name
             assert p.requires_grad == own.requires_grad, name
             assert p.untyped_storage().data_ptr() != own.untyped_storage().data_ptr(), f"{name}: shares memory"
             assert p.untyped_storage().nbytes() == p.numel() * p.element_size(), f"{name}: a view of a flat buffer"
-        for module, own in zip(twin.modules(), self.modules(), strict=True):
+        for module, own in zip(copied.modules(), self.modules(), strict=True):
             plain = vars(type(module)()) if not isinstance(module, (Net, nn.Linear, nn.LayerNorm)) else vars(module)
             assert vars(module).keys() <= plain.keys() | vars(own).keys(), name
             for key, value in vars(module).items():
                 assert not type(value).__module__.startswith("ls_strategy"), f"{name}: {key}"
                 for hook in value.values() if isinstance(value, dict) else ():
                     assert not type(hook).__module__.startswith("ls_strategy"), f"{name}: {key}"
-        assert len(twin.first._forward_hooks) == 1, f"{name}: the user's own hook"
-        assert twin.my_hooks == self.my_hooks, name
+        assert len(copied.first._forward_hooks) == 1, f"{name}: the user's own hook"
+        assert copied.my_hooks == self.my_hooks, name
 
-    def look_at_training(self, twin: Any, name: str) -> None:
+    def look_at_training(self, copied: Any, name: str) -> None:
         """As a plain module, by plain torch."""
         x, y = samples(4)
-        before = weights(twin)
-        optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
-        twin.loss((x, y)).backward()
-        assert all(p.grad is not None for p in twin.parameters()), name
+        before = weights(copied)
+        optimizer = torch.optim.SGD(copied.parameters(), lr=0.1)
+        copied.loss((x, y)).backward()
+        assert all(p.grad is not None for p in copied.parameters()), name
         optimizer.step()
-        twin.zero_grad()
-        assert all(p.grad is None for p in twin.parameters()), name
-        twin.load_state_dict(before)
+        copied.zero_grad()
+        assert all(p.grad is None for p in copied.parameters()), name
+        copied.load_state_dict(before)
 
 
 def noted(_what: str, *_: Any) -> None:
@@ -207,19 +207,19 @@ def test_pickles_of_sharded_modules_are_refused_and_others_made(rank: int, world
             trainer.strategy.require_engine().settle()  # what was touched before is given back
             with pytest.raises(StateError, match=r"sharded \(stage 3\).*state_dict\(\)"):
                 way(part)
-        twin = way(module.loss_fn)
-        assert_equal(twin(*samples(4)), module.loss_fn(*samples(4)), name)
-        assert not twin._state_dict_hooks, name
+        copied = way(module.loss_fn)
+        assert_equal(copied(*samples(4)), module.loss_fn(*samples(4)), name)
+        assert not copied._state_dict_hooks, name
     trainer.strategy.require_engine().settle()
     with pytest.raises(StateError, match=r"sharded \(stage 3\)"):
         pickle.dumps(module.blocks[1].wide.weight)
     x = samples(4)[0]
     with trainer.strategy.gathered_parameters():
-        twins = {name: way(module) for name, way in WAYS.items()}
+        copies = {name: way(module) for name, way in WAYS.items()}
         expected = module(x)
-    for name, twin in twins.items():
-        assert_equal(weights(twin), weights(module), name)
-        assert_equal(twin(x), expected, name)
+    for name, copied in copies.items():
+        assert_equal(weights(copied), weights(module), name)
+        assert_equal(copied(x), expected, name)
 
 
 @on_ranks(2)
@@ -228,15 +228,15 @@ def test_shallow_copies_share_everything(rank: int, world_size: int) -> None:
     for stage in (1, 3):
         module = Net()
         fit(stage, module, max_epochs=1)
-        twin = copy.copy(module.blocks[0])
-        assert twin.wide is module.blocks[0].wide
-        twin = copy.copy(module.first)
-        assert twin.weight is module.first.weight
+        copied = copy.copy(module.blocks[0])
+        assert copied.wide is module.blocks[0].wide
+        copied = copy.copy(module.first)
+        assert copied.weight is module.first.weight
         assert copy.copy(module.blocks[1].wide.weight).shape == module.blocks[1].wide.weight.shape
         if stage == 1:
             assert copy.copy(module.first.weight).data_ptr() == module.first.weight.data_ptr()
-            assert_equal(twin(samples(4)[0]), module.first(samples(4)[0]), "forward")
-            assert_equal(weights(copy.deepcopy(twin)), weights(twin), "a deep copy of it")
+            assert_equal(copied(samples(4)[0]), module.first(samples(4)[0]), "forward")
+            assert_equal(weights(copy.deepcopy(copied)), weights(copied), "a deep copy of it")
 
 
 # --- other processes --------------------------------------------------------------------------------------------------
@@ -312,10 +312,10 @@ class Own(nn.Linear):
     """Copies its dictionary by itself, as ``torch.fx.GraphModule`` does."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Own:
-        twin = Own.__new__(Own)
-        memo[id(self)] = twin
-        twin.__dict__ = copy.deepcopy(self.__dict__, memo)
-        return twin
+        copied = Own.__new__(Own)
+        memo[id(self)] = copied
+        copied.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return copied
 
 
 class WithOwn(Net):
@@ -326,12 +326,12 @@ class WithOwn(Net):
 
     def on_train_batch_end(self, *_: Any) -> None:
         for part in (self.blocks[1], self.last):
-            twin = copy.deepcopy(part)
-            assert_equal(weights(twin), weights(part), "a class that copies itself")
-            twin(torch.ones(8)).sum().backward()
-            twin.zero_grad()
-            assert twin.weight.grad is None
-            assert pickle.loads(pickle.dumps(twin)).weight.equal(twin.weight)
+            copied = copy.deepcopy(part)
+            assert_equal(weights(copied), weights(part), "a class that copies itself")
+            copied(torch.ones(8)).sum().backward()
+            copied.zero_grad()
+            assert copied.weight.grad is None
+            assert pickle.loads(pickle.dumps(copied)).weight.equal(copied.weight)
 
 
 @on_ranks(2)
