@@ -45,6 +45,7 @@ T = TypeVar("T")
 
 _PRELOAD = ["torch", "torch.distributed", "lightning.pytorch", "ls_strategy.strategy"]
 _KILL_GRACE_S = 10.0
+_DEATH_GRACE_S = 0.5  # a peer of a rank that died may report its broken connection before the death itself is seen
 _STACK_LEAD_S = 0.5  # ranks write where they stand this long before the deadline
 
 
@@ -206,12 +207,15 @@ class _Rank:
 def _collect(ranks: list[_Rank], deadline: float, timeout_s: float, scratch: Path) -> list[object]:
     """Wait for every rank's report; raise for the first rank that failed."""
     results: dict[int, object] = {}
+    failed: list[tuple[_Rank, _Report]] = []
     waiting = {each.connection: each for each in ranks}
     while waiting:
-        ready = multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        left_s = _DEATH_GRACE_S if failed else deadline - time.monotonic()
+        ready = multiprocessing.connection.wait(list(waiting), max(0.0, left_s))
+        if failed and not ready:
+            break
         if not ready:
             _raise_timeout(list(waiting.values()), timeout_s, scratch)
-        failed: list[tuple[_Rank, _Report]] = []
         died: list[_Rank] = []
         for connection in ready:
             each = waiting.pop(cast("Connection", connection))
@@ -224,8 +228,8 @@ def _collect(ranks: list[_Rank], deadline: float, timeout_s: float, scratch: Pat
                 failed.append((each, report))
         if died:  # before errors: a peer's death is what the others trip over
             _raise_death(died[0])
-        if failed:
-            _raise_failure(*min(failed, key=lambda pair: pair[1].at))
+    if failed:
+        _raise_failure(*min(failed, key=lambda pair: pair[1].at))
     return [results[rank] for rank in range(len(ranks))]
 
 

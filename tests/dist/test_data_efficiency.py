@@ -95,13 +95,11 @@ def test_divided_otherwise(options):
     assert not unequal(trusted, [ours], spawn(train_all_alike, 2, [ours], init_process_group=False)[0])
 
 
-@pytest.mark.slow
 def test_lengths_with_tokens_divided_between_layers():
     ours = run(curriculum(), stage=1, tensor_parallel_size=2, tensor_parallel_sequence=True)
     assert not unequal(alone(run(curriculum()))[0], [ours], spawn(train_all, 2, [ours], init_process_group=False)[0])
 
 
-@pytest.mark.slow
 def test_lengths_by_tokens_are_those_of_ddp():
     """Tokens of all ranks are counted under any strategy."""
     trusted, ours = run(curriculum("tokens")), run(curriculum("tokens"), stage=3)
@@ -109,7 +107,6 @@ def test_lengths_by_tokens_are_those_of_ddp():
     assert not unequal(found[0], [ours], found[1:])
 
 
-@pytest.mark.slow
 def test_with_experts():
     experts = {"k": 2, "drop_tokens": False, "balance_loss": 0.0, "second_expert_sampling": False}
     trusted, ours = (

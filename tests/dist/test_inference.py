@@ -153,7 +153,6 @@ def test_any_number_of_ranks_generates_what_one_does(world_size: int) -> None:
 
 
 @needs_transformers
-@pytest.mark.slow
 def test_copies_of_a_divided_model() -> None:
     check(4, [("llama", None)], size=2)
 
@@ -177,7 +176,6 @@ def quantized(rank: int, world_size: int, format: Any) -> dict[str, tuple[float,
 
 
 @needs_transformers
-@pytest.mark.slow
 @pytest.mark.parametrize("format", ["int8", "int4"])
 def test_divided_layers_are_quantised(format: Any) -> None:
     one, other = spawn(quantized, 2, format)

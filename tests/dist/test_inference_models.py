@@ -223,7 +223,6 @@ def test_every_model_of_the_table(world_size: int) -> None:
     check(tuple(MODELS), world_size)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 def test_models_that_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is sent: one process without a group is enough."""

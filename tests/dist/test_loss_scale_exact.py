@@ -201,7 +201,7 @@ def check_manual(
 
 
 @pytest.mark.parametrize(
-    ("world_size", "stages", "tier"), [(1, [0], "none"), (2, [0, 1, 2], "none"), (2, [2], "nvme"), slow(1, [1], "cpu")]
+    ("world_size", "stages", "tier"), [(1, [0], "none"), (2, [0, 1, 2], "none"), (2, [2], "nvme"), (1, [1], "cpu")]
 )
 def test_a_loss_scale_changes_no_bit_of_manual_optimization(world_size: int, stages: list[int], tier: str) -> None:
     nets = MANUAL if world_size == 1 else [*ADDING, *MANUAL[-5:]]

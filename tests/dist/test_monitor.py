@@ -358,8 +358,8 @@ def test_refusals() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"stage": 1, "tensor_parallel_size": 2}, marks=pytest.mark.slow),
-        pytest.param({"stage": 1, "sequence_parallel_size": 2}, marks=pytest.mark.slow),
+        {"stage": 1, "tensor_parallel_size": 2},
+        {"stage": 1, "sequence_parallel_size": 2},
         {"stage": 1, "pipeline_parallel_size": 2, "micro_batches": 4},
     ],
     ids=lambda options: next(k for k in options if k.endswith("parallel_size")),

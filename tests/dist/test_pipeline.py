@@ -312,7 +312,6 @@ def train_tied(rank: int, world_size: int, options: dict[str, Any] | None, preci
     return {k: v.clone() for k, v in trainer.strategy.lightning_module_state_dict().items()}
 
 
-@pytest.mark.slow
 def test_tied_weights_with_offloaded_updates_in_two_precisions():
     expected = spawn(train_tied, 1, None, "32-true", init_process_group=False)[0]
     pipeline = {"pipeline_parallel_size": 2, "micro_batches": 4}
@@ -360,7 +359,7 @@ def train_compiled(rank: int, world_size: int, wrapped: bool) -> tuple[dict[str,
     return {k.replace("_orig_mod.", ""): v.clone() for k, v in weights.items()}, len(COMPILED)
 
 
-@pytest.mark.parametrize("wrapped", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("wrapped", [False, True])
 def test_compiled_blocks_and_layers_around_them(wrapped):
     expected = spawn(train_tied, 1, None, "32-true", init_process_group=False)[0]
     found = spawn(train_compiled, 2, wrapped, init_process_group=False)

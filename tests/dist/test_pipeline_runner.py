@@ -621,7 +621,7 @@ def bubbles(rank: int, world_size: int, counts: tuple[int, ...]) -> dict[tuple[s
 
 
 @pytest.mark.parametrize(
-    ("world_size", "counts"), [(2, (4, 8, 16)), pytest.param(4, (4, 12), marks=pytest.mark.slow)]
+    ("world_size", "counts"), [(2, (4, 8, 16)), (4, (4, 12))]
 )
 def test_the_bubble_is_that_of_the_formula(world_size: int, counts: tuple[int, ...]) -> None:
     """In slots of time, not in seconds: actions of one slot are in flight together on all ranks."""
@@ -679,7 +679,6 @@ def train_foreign(rank: int, world_size: int, kind: str) -> dict[str, float]:
     return worst
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "t5", "vit"])
 def test_models_of_others_need_no_change(kind: str) -> None:
     """T5 hands a bias that its first block computes on to all others; Llama asks its input for its device."""

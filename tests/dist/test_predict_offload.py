@@ -141,7 +141,6 @@ def weigh(rank: int, world_size: int, name: str, folder: str, blocks: int, width
     return host_memory.status("VmHWM") - before
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", OFFLOADED)
 def test_resident_memory_of_a_prediction(name: str, tmp_path: Path) -> None:
     """Host memory: the weights, and some units. A drive: its buffers, and some units, whatever the model's size."""

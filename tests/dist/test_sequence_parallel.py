@@ -33,7 +33,6 @@ def test_losses_norms_and_weights_are_those_of_one_process(world, size):
     at_stages(world, sequence_parallel_size=size)
 
 
-@pytest.mark.slow
 def test_with_divided_layers():
     at_stages(4, (1, 3), sequence_parallel_size=2, tensor_parallel_size=2)
 

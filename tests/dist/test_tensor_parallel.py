@@ -49,7 +49,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shape", VARIANTS.values(), ids=VARIANTS.keys())
 def test_variants_of_the_model(shape):
     at_every_stage(2, 2, shape)

@@ -52,7 +52,7 @@ def run(strategy: Any, call: str, *data: Any, module: Net | None = None, **optio
 
 @pytest.mark.parametrize(
     ("stage", "sized", "accumulate"),
-    [(2, False, 1), slow(0, True, 1), slow(1, False, 3), slow(2, True, 3), slow(3, True, 1), slow(3, False, 3)],
+    [(2, False, 1), slow(0, True, 1), (1, False, 3), slow(2, True, 3), slow(3, True, 1), slow(3, False, 3)],
 )
 @on_ranks(2)
 def test_training(rank: int, world_size: int, stage: int, sized: bool, accumulate: int) -> None:
@@ -120,14 +120,13 @@ def test_an_odd_number_of_samples_at_stage_3(rank: int, world_size: int) -> None
         trainer_of(3).predict(Net(), data)
 
 
-@pytest.mark.slow
 @on_ranks(2)
 def test_validation_during_a_fit_at_stage_3(rank: int, world_size: int) -> None:
     message, _ = run(3, "fit", loader(4, sized=True), loader((MORE, FEW)[rank], sized=True), val_check_interval=2)
     assert "in this validation" in message
 
 
-@pytest.mark.parametrize("stage", [0, slow(2)])
+@pytest.mark.parametrize("stage", [0, 2])
 @on_ranks(2)
 def test_evaluation_below_stage_3_may_be_uneven_as_under_ddp(rank: int, world_size: int, stage: int) -> None:
     for call in ("validate", "predict"):
@@ -162,7 +161,6 @@ def test_leaving_the_epoch_on_one_rank(rank: int, world_size: int, how: str) -> 
     assert seconds < 30
 
 
-@pytest.mark.slow
 @on_ranks(2)
 def test_an_error_in_one_ranks_loader(rank: int, world_size: int) -> None:
     data = DataLoader(Endless(12, fails_at=5 if rank else None), batch_size=2)
@@ -172,7 +170,6 @@ def test_an_error_in_one_ranks_loader(rank: int, world_size: int) -> None:
     assert time.monotonic() - before < 30
 
 
-@pytest.mark.slow
 @on_ranks(2)
 def test_a_stop_iteration_in_one_ranks_loader_ends_its_data(rank: int, world_size: int) -> None:
     data = DataLoader(Endless(12, fails_at=5 if rank else None, error=StopIteration), batch_size=2)
@@ -181,7 +178,6 @@ def test_a_stop_iteration_in_one_ranks_loader_ends_its_data(rank: int, world_siz
     assert seconds < 30
 
 
-@pytest.mark.slow
 @on_ranks(2)
 def test_a_pipeline(rank: int, world_size: int) -> None:
     data = DataLoader(TensorDataset(*(t[: 2 * (FEW, MORE)[rank]] for t in samples(2 * MORE))), batch_size=2)
@@ -234,7 +230,7 @@ def fails(module: Net, data: DataLoader, words: str) -> None:
     assert time.monotonic() - before < 15
 
 
-@pytest.mark.parametrize("first", ["alone", "uneven", slow("both")])
+@pytest.mark.parametrize("first", ["alone", "uneven", "both"])
 @on_ranks(2)
 def test_the_fit_after_a_failure(rank: int, world_size: int, first: str) -> None:
     """Fits of one process share their groups: they live on if all ranks failed alike, else the next fit says why not."""

@@ -16,7 +16,6 @@ from ls_strategy.parallel.cuts import resolve
 from ls_strategy.parallel.plans import resolve_tensor_plan
 from ls_strategy.parallel.policy import is_policy, styles_of_policy
 from tests.dist.test_inference import MODELS, POLICIES
-from tests.marks import slow
 
 
 def cuts(model: nn.Module, styles: Any, size: int) -> tuple[dict[str, Any], dict[tuple[int, str], int]]:
@@ -28,7 +27,7 @@ def cuts(model: nn.Module, styles: Any, size: int) -> tuple[dict[str, Any], dict
 
 
 @pytest.mark.parametrize(
-    ("name", "by_class"), [("t5", True), ("opt", False), *(slow(name, True) for name in POLICIES if name != "t5")]
+    ("name", "by_class"), [("t5", True), ("opt", False), *((name, True) for name in POLICIES if name != "t5")]
 )
 def test_the_examples_of_deepspeed(name: str, by_class: bool) -> None:
     transformers = pytest.importorskip("transformers")

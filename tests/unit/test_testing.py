@@ -51,6 +51,13 @@ def _exit_on(rank: int, world_size: int, bad: int) -> None:
     dist.barrier()
 
 
+def _exit_after_the_other_failed(rank: int, world_size: int) -> None:
+    if rank == 1:
+        time.sleep(0.1)
+        os._exit(3)
+    raise ConnectionError("connection reset by peer")
+
+
 def _system_exit(rank: int, world_size: int) -> None:
     raise SystemExit(0)
 
@@ -143,6 +150,11 @@ def _is_running(pid: int) -> bool:
 def test_a_rank_that_exits_by_itself_is_an_error_with_its_exit_code() -> None:
     with pytest.raises(RankDiedError, match="rank 1 ended with exit code 3"):
         spawn(_exit_on, 2, 1)
+
+
+def test_a_death_is_the_cause_even_if_a_peers_error_arrives_first() -> None:
+    with pytest.raises(RankDiedError, match="rank 1 ended with exit code 3"):
+        spawn(_exit_after_the_other_failed, 2)
 
 
 def test_system_exit_on_a_rank_does_not_end_the_caller() -> None:
