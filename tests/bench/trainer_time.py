@@ -15,6 +15,7 @@ ratio to the first strategy named.
 
 from __future__ import annotations
 
+import gc
 import logging
 import statistics
 import time
@@ -137,6 +138,8 @@ def run_rank(
         times[name].append(statistics.median(clock.seconds))
         assert len(callback.losses) == steps
         losses[name] = callback.losses[-1]
+        del trainer, module
+        gc.collect()  # a Trainer and its module refer to each other: 72 models of 20M would fill the memory
     return times, losses
 
 
