@@ -51,6 +51,7 @@ __all__ = [
     "default_store",
     "defer_signals",
     "fake_tensors",
+    "foreach_function",
     "forget_step_hooks",
     "free_main_port",
     "give_data",
@@ -384,6 +385,11 @@ def storage_key(tensor: Tensor) -> int:
     """
     with without_torch_function():  # of a parameter that is elsewhere this asks for a key, not for values
         return tensor.untyped_storage()._cdata
+
+
+def foreach_function(name: str) -> Callable[..., Any]:
+    """What torch's own clipping calls on lists of tensors: ``norm``, ``mul_``, ``clamp_min_``, ..."""
+    return getattr(torch, f"_foreach_{name}")
 
 
 def storage_users(tensor: Tensor) -> int:

@@ -503,7 +503,7 @@ class Engine:
         state = self.optimizers[index]
         state.finished = False
         state.norm = None
-        self.gradients.forget(index)
+        self.gradients.forget(index, set_to_none=set_to_none)
         self.reducer.zero_grad(state.flats, set_to_none=set_to_none)
         for piece in state.sharded.pieces:
             if set_to_none:

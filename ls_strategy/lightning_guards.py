@@ -10,7 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, LambdaCallback, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -70,7 +70,7 @@ def reads_gradients(trainer: pl.Trainer, module: pl.LightningModule, engine: Eng
     """Whether user code might read or change gradients between backward and the step, or leave the step out.
 
     Manual optimization always might; otherwise any callback or module hook that runs in between, but Lightning's own
-    callbacks, and modules and callbacks that say so by ``reads_gradients = False``.
+    callbacks (a `LambdaCallback` is the user's), and modules and callbacks that say so by ``reads_gradients = False``.
     """
     if not module.automatic_optimization or trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
         return True
@@ -80,7 +80,7 @@ def reads_gradients(trainer: pl.Trainer, module: pl.LightningModule, engine: Eng
     if any(has_step_hooks(optimizer, besides=engine) for optimizer in trainer.strategy.optimizers):
         return True
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        own = type(callback).__module__.startswith("lightning.pytorch.")
+        own = type(callback).__module__.startswith("lightning.pytorch.") and type(callback) is not LambdaCallback
         if own or getattr(callback, "reads_gradients", True) is False:
             continue
         if any(is_overridden(hook, callback, parent=pl.Callback) for hook in _AFTER_BACKWARD):

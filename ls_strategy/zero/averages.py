@@ -45,6 +45,12 @@ class Averages:
         self.gone = False
         """Whether an update has taken them before its step."""
 
+        self.generation = 0
+        """How often they were added to or changed, but for what user code has written."""
+
+        self.edited = False
+        """Whether they were clipped, or changed by user code, since they were averaged; the same on all ranks."""
+
         self.landing: Future[None] | None = None
         """On their way to the host."""
 
@@ -73,7 +79,7 @@ class Averages:
 
     def forget(self) -> None:
         """What was averaged so far counts for nothing."""
-        self.hold_values = self.gone = False
+        self.hold_values = self.gone = self.edited = False
         self._set_scale(1.0)
 
     def tensor(self) -> Tensor:
@@ -127,6 +133,7 @@ class Averages:
         if self.values is not None or self.on_drive:
             self._flat.wait_updated()  # it may still read what would be overwritten
         accumulate = self.hold_values
+        self.generation += 1
         self.hold_values, self.gone = True, False
         factor = self._flat.grad_scale / self._scale  # what is there takes on the scale of what comes
         self._scale = self._flat.grad_scale
@@ -219,6 +226,7 @@ class Averages:
 
     def change(self, edit: Callable[[Tensor], Any]) -> None:
         """Change averaged gradients in place, wherever they rest and whatever their scale is."""
+        self.generation += 1
         if not self.on_drive:
             edit(self.tensor())
             return

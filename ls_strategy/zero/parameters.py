@@ -56,7 +56,7 @@ def _ways(names: str, *ways: str) -> set[Any]:
     return {getattr(f, way) for f in found for way in ways if hasattr(f, way)} if ways else set(found)
 
 
-_NEED_NO_VALUES = (
+NEED_NO_VALUES = (
     _ways(_PROPERTIES, "__get__", "__set__", "__delete__")
     | _ways(_METHODS)
     | {getattr(torch, name) for name in _FUNCTIONS.split()}
@@ -166,7 +166,7 @@ class Absent(Present):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Bring the values first; what only asks for shapes and the like needs none."""
         kwargs = kwargs or {}
-        if func in _NEED_NO_VALUES:
+        if func in NEED_NO_VALUES:
             with without_torch_function():
                 return func(*args, **kwargs)
         if func is _DETACH and (home := home_of(args[0])) is not None and home.is_collected():

@@ -132,7 +132,7 @@ class Reducer:
             return  # a second gradient in one pass, while the first is under way: kept apart in p.grad until it is back
         flat.hold_grad_buffer(grad.dtype if self.policy.optimizer else flat.average_dtype)
         view = flat.grad_views[index]
-        if grad is not view:
+        if grad is not view and not flat.has_adopted(index, grad):
             view.copy_(grad)
             flat.show_grad(index)
 
@@ -352,6 +352,7 @@ class Reducer:
             self.finish_in_flight()
         for flat in flats:
             if set_to_none:
+                flat.give_back_grads(range(len(flat.params)))
                 flat.used_here = [False] * len(flat.params)
                 flat.averages.forget()
                 flat.held_here = [False] * len(flat.params)
@@ -379,6 +380,8 @@ class Reducer:
             for i, (param, piece) in enumerate(zip(flat.params, flat.pieces, strict=True)):
                 if id(param) not in wanted:
                     continue
+                if set_to_none:
+                    flat.give_back_grads([i])
                 flat.averages.zero(piece.start, piece.stop)
                 if set_to_none:
                     flat.used_here[i] = flat.filled[i] = False

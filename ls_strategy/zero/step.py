@@ -36,14 +36,14 @@ def global_norm(flats: list[Flat], comm: Comm, norm_type: float = 2.0) -> Tensor
         local = torch.zeros(1, dtype=torch.float64, device=device)
         for flat in flats:
             local += flat.averages.sums()[:1].to(device)
-        return _reduce(local, comm, dist.ReduceOp.SUM).sqrt().squeeze(0).float()
+        return reduce_numbers(local, comm, dist.ReduceOp.SUM).sqrt().squeeze(0).float()
     parts = [torch.linalg.vector_norm(_at_hand(f), norm_type).to(device) for f in flats]
     local = torch.stack(parts) if parts else torch.zeros(1, device=device)
     if math.isinf(norm_type):
         total = local.max().reshape(1)
-        return _reduce(total, comm, dist.ReduceOp.MAX).squeeze(0).float()
+        return reduce_numbers(total, comm, dist.ReduceOp.MAX).squeeze(0).float()
     total = local.double().pow(norm_type).sum().reshape(1)
-    return _reduce(total, comm, dist.ReduceOp.SUM).pow(1.0 / norm_type).squeeze(0).float()
+    return reduce_numbers(total, comm, dist.ReduceOp.SUM).pow(1.0 / norm_type).squeeze(0).float()
 
 
 def _at_hand(flat: Flat) -> Tensor:
@@ -58,7 +58,8 @@ def _at_hand(flat: Flat) -> Tensor:
     return grads.float() * flat.averages.unscale
 
 
-def _reduce(value: Tensor, comm: Comm, op: dist.ReduceOp.RedOpType) -> Tensor:
+def reduce_numbers(value: Tensor, comm: Comm, op: dist.ReduceOp.RedOpType) -> Tensor:
+    """All-reduce a few numbers, in place where it can be. Collective."""
     if comm.world_size == 1:
         return value
     if comm.native:  # on the device: the host does not wait
@@ -81,9 +82,11 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor | None:
 def scale_(flat: Flat, factor: Tensor) -> None:
     """Multiply averaged gradients in place."""
     flat.averages.change(lambda grads: grads.mul_(factor.to(grads.device)))
+    flat.averages.edited = True
 
 
 def clip_value_(flats: list[Flat], limit: float) -> None:
     """Clamp every averaged gradient element to ``[-limit, limit]``."""
     for flat in flats:
         flat.averages.change_unscaled(lambda grads: grads.clamp_(-limit, limit))
+        flat.averages.edited = True

@@ -18,7 +18,7 @@ it gathered first (`ls_strategy.zero.parameters`).
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from ls_strategy import spans
-from ls_strategy._compat import storage_users
+from ls_strategy._compat import storage_key, storage_users
 from ls_strategy.axis import Axis
 from ls_strategy.comm import Comm, PendingGather, PendingReduce
 from ls_strategy.config import TierName
@@ -238,6 +238,8 @@ class Flat:
         self.views = [self.full[s.offset : s.end].view(s.shape) for s in layout.slots]
         self._switched = [p for p in self.params if settle(p, self)]
         self._index = {id(p): i for i, p in enumerate(self.params)}
+        self._adopted: dict[int, Tensor] = {}
+        """Stage 0: tensors that user code made ``p.grad``."""
         # One element per parameter, so that its address still tells which parameter it is (checkpoint.py asks).
         nothing = float("nan") if dtype.is_floating_point else 0
         self._released = torch.full((len(self.params),), nothing, device=device, dtype=dtype)
@@ -565,12 +567,53 @@ class Flat:
                 grad.detach().mul_(factor)
 
     def take_replaced(self, index: int) -> bool:
-        """Stage 0: take another tensor that ``p.grad`` was made. Returns whether it was made None."""
+        """Take another tensor that ``p.grad`` was made. Returns whether it was made None.
+
+        At stage 0 it stays ``p.grad``, as in plain torch: until `give_back_grads` its memory is that of the slot.
+        """
         grad, view = grad_of(self.params[index]), self.grad_views[index]
-        if grad is not None and grad is not view:
-            view.copy_(grad)
-            self.show_grad(index)
-        return grad is None
+        self._bring_back_view(index)
+        if grad is None or grad is view or self.has_adopted(index, grad):
+            if grad is None:
+                self.give_back_grads([index])
+            return grad is None
+        view.copy_(grad)
+        if self.averages.in_place and self._can_be_adopted(grad, view):
+            grad.data = view
+            self._adopted[index] = grad
+        self.show_grad(index)
+        return False
+
+    def _bring_back_view(self, index: int) -> None:
+        """User code may have given it other memory: ``p.grad.data = other``."""
+        assert self.grad is not None
+        view, slot = self.grad_views[index], self.layout.slots[index]
+        if view.numel() and view.data_ptr() != self.grad.data_ptr() + slot.offset * self.grad.element_size():
+            here = self.grad[slot.offset : slot.end].view(slot.shape)
+            here.copy_(view)
+            view.data = here
+
+    def has_adopted(self, index: int, grad: Tensor) -> bool:
+        """Whether ``grad`` is at the slot already; another tensor that was loses it."""
+        adopted = self._adopted.get(index)
+        if adopted is None:
+            return False
+        if adopted is grad and grad.data_ptr() == self.grad_views[index].data_ptr():
+            return True
+        self.give_back_grads([index])
+        return False
+
+    def _can_be_adopted(self, grad: Tensor, view: Tensor) -> bool:
+        """Whether its memory can be the slot: not that of another slot's."""
+        same_kind = type(grad) is Tensor and grad.dtype == view.dtype and grad.device == view.device
+        return same_kind and not grad.requires_grad and storage_key(grad) != storage_key(view)
+
+    def give_back_grads(self, indices: Iterable[int]) -> None:
+        """Tensors that ``p.grad`` was made get memory of their own again, with the values of now."""
+        for i in indices:
+            grad = self._adopted.pop(i, None)
+            if grad is not None and grad.data_ptr() == self.grad_views[i].data_ptr():
+                grad.data = grad.detach().clone()
 
     def show_grad(self, index: int) -> None:
         """Make the slot the parameter's gradient, also where that is fp32 and the parameter is not.
@@ -582,7 +625,7 @@ class Flat:
         if param.grad_dtype != view.dtype:  # type: ignore[attr-defined]
             set_grad(param, None)
             param.grad_dtype = view.dtype  # type: ignore[attr-defined]
-        set_grad(param, view)
+        set_grad(param, self._adopted.get(index, view))
 
     def holds_gradients(self, besides: int) -> bool:
         """Whether this rank has gradients, not counting the one that parameter ``besides`` has just got."""
@@ -604,6 +647,7 @@ class Flat:
         """
         if self.grad is None or self.grad.dtype == torch.float32:
             return
+        self.give_back_grads(list(self._adopted))
         wide = self.grad.float()
         views = [wide[s.offset : s.end].view(s.shape) for s in self.layout.slots]
         for p, old, new in zip(self.params, self.grad_views, views, strict=True):

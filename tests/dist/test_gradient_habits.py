@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
 
-from ls_strategy.testing import spawn
 from ls_strategy.config import LossScaleConfig
 from ls_strategy.errors import StateError
 from ls_strategy.precision_plugin import ZeROPrecision
 from ls_strategy.strategy import ZeROStrategy
+from ls_strategy.testing import spawn
 from tests.dist.parallel_runs import Module, Run, train
 from tests.dist.ranks import fit, global_batches, quiet
 from tests.dist.test_combinations import EXPERTS, LAYOUTS
-from tests.dist.test_habits import OPTIONS, STEPS, Habit, problems
+from tests.dist.test_habits import OPTIONS, STEPS, Habit, outcome, problems
+
+
+class ByHand(Habit):
+    """Manual optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def noted_loss(self, batch: Any) -> Tensor:
+        loss = self.loss(batch)
+        self.losses.append(loss.item())
+        return loss
 
 
 class Clips(Habit):
@@ -37,17 +52,11 @@ class ClipsABlock(Habit):
         self.note(torch.nn.utils.clip_grad_norm_(self.blocks[1].parameters(), 0.01))
 
 
-class ClipsByHand(Habit):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
+class ClipsByHand(ByHand):
     def training_step(self, batch: Any, i: int) -> None:
         optimizer: Any = self.optimizers()
         optimizer.zero_grad()
-        loss = self.loss(batch)
-        self.losses.append(loss.item())
-        self.manual_backward(loss)
+        self.manual_backward(self.noted_loss(batch))
         self.note(torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1))
         optimizer.step()
 
@@ -88,16 +97,12 @@ class Replaces(Habit):
             p.grad = p.grad.sign() * 1e-3  # type: ignore[union-attr]
 
 
-class SkipsNaN(Habit):
+class SkipsNaN(ByHand):
     """A step whose gradients are not finite is left out."""
 
     def loss(self, batch: Any) -> Tensor:
         loss = super().loss(batch)
         return loss * float("nan") if self.trainer.global_step == 0 and len(self.losses) == 2 else loss
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
 
     def training_step(self, batch: Any, i: int) -> None:
         optimizer: Any = self.optimizers()
@@ -146,21 +151,15 @@ class ZeroesThem(Habit):
         self.note(sum(p.grad.norm() for p in self.parameters() if p.grad is not None))
 
 
-class Conflicts(Habit):
+class Conflicts(ByHand):
     """Two losses, two backwards, and the second's gradient without its part against the first's (PCGrad)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
 
     def training_step(self, batch: Any, i: int) -> None:
         optimizer: Any = self.optimizers()
         gradients = []
         for target in batch[1], -batch[1]:
             optimizer.zero_grad()
-            loss = self.loss((batch[0], target))
-            self.losses.append(loss.item())
-            self.manual_backward(loss)
+            self.manual_backward(self.noted_loss((batch[0], target)))
             gradients.append([p.grad.clone() for p in self.parameters()])  # type: ignore[union-attr]
         inner = sum((a * b).sum() for a, b in zip(*gradients, strict=True))
         square = sum((a * a).sum() for a in gradients[0])
@@ -170,15 +169,167 @@ class Conflicts(Habit):
         optimizer.step()
 
 
+class OtherNorms(Habit):
+    """Of several orders, of single parameters, between changes of one element and of all."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for order in (1.0, 2.0, 3.5, float("inf"), float("-inf"), 0.0):
+            for p in self.parameters():
+                assert p.grad is not None
+                self.note(torch.linalg.vector_norm(p.grad, order))
+        first, second = self.blocks[0].wide, self.blocks[1].narrow
+        assert first.weight.grad is not None
+        assert second.weight.grad is not None
+        first.weight.grad.div_(-4)
+        self.note(first.weight.grad.norm())
+        first.weight.grad[0, 0] = 0.5  # in one rank's shard
+        self.note(torch.nn.utils.get_total_norm([p.grad for p in self.parameters()], 3.0))  # type: ignore[misc]
+        second.weight.grad.clamp_(min=0).nan_to_num_()
+        self.note(second.weight.grad.norm(1))
+        self.note(torch.linalg.norm(second.weight.grad, ord="nuc"))
+        self.note(torch.linalg.matrix_norm(second.weight.grad))
+        self.note(second.weight.grad.norm(dim=1).max())
+
+
+class NormThenEdit(Habit):
+    """The strategy's norm, then an element that is in one rank's shard, then clipping: what the norm was is no more."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norm = getattr(self.trainer.strategy, "grad_norm", None)
+        if norm is not None:
+            norm()
+        self.first.weight.grad[0, 0] += 1.0  # type: ignore[index]
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+
+
+class KeepsObjects(Habit):
+    """Gradients that were taken in one hook and are changed in others, before and after the engine clips."""
+
+    def on_after_backward(self) -> None:
+        self.kept = [p.grad for p in self.parameters()]
+        self.kept[0][0] *= 3  # type: ignore[index]
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.kept[1].mul_(2)  # type: ignore[union-attr]
+        self.kept[2][:1] += 0.01  # type: ignore[index]
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+        self.kept[3].mul_(2)  # type: ignore[union-attr]
+        self.kept[4].copy_(self.kept[4].flip(0))  # type: ignore[union-attr]
+        self.note(torch.stack([k.norm() for k in self.kept]))  # type: ignore[union-attr]
+
+
+class GivesItsOwn(Habit):
+    """``p.grad`` is a tensor of the user's, which goes on changing."""
+
+    def on_after_backward(self) -> None:
+        self.mine = {}
+        for name, p in self.named_parameters():
+            if "blocks" in name:
+                self.mine[name] = p.grad.clone() * 2  # type: ignore[union-attr]
+                p.grad = self.mine[name]
+                assert p.grad is self.mine[name]
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for mine in self.mine.values():
+            mine.mul_(0.75)
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+        self.note(torch.stack([p.grad.norm() for p in self.parameters()]))  # type: ignore[union-attr]
+        self.note(torch.stack([mine.norm() for mine in self.mine.values()]))
+        for mine in self.mine.values():
+            mine.add_(1e-3)
+
+
+class ReusesItsOwn(Habit):
+    """``p.grad`` is a buffer that lives on from step to step: an average of gradients."""
+
+    def on_after_backward(self) -> None:
+        if not hasattr(self, "averages"):
+            self.averages = [torch.zeros(p.shape) for p in self.parameters()]
+        for p, average in zip(self.parameters(), self.averages, strict=True):
+            average.lerp_(p.grad, 0.5)  # type: ignore[arg-type]
+            p.grad = average
+
+
+class ViewsOfAll(Habit):
+    """Views of every gradient at once, written to after that."""
+
+    def on_after_backward(self) -> None:
+        views = [p.grad.view(-1) for p in self.parameters()]  # type: ignore[union-attr]
+        for view in views:
+            view.mul_(0.5)
+        self.note(torch.cat(views).norm())
+
+
+class PointsElsewhere(Habit):
+    def on_after_backward(self) -> None:
+        for p in self.blocks[1].parameters():
+            p.grad.data = p.grad.sign() * 1e-3  # type: ignore[union-attr]
+
+
+class ChangesThenAdds(ByHand):
+    """Two backwards before the step; in between gradients are clipped, changed and dropped, and then added to."""
+
+    def training_step(self, batch: Any, i: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.noted_loss(batch))
+        self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+        self.blocks[0].wide.weight.grad.mul_(3)
+        self.blocks[1].wide.weight.grad = None
+        self.first.weight.grad[0] = 0.01  # type: ignore[index]
+        self.manual_backward(self.noted_loss((batch[0], -batch[1])))
+        self.note(torch.stack([p.grad.norm() for p in self.parameters()]))  # type: ignore[union-attr]
+        self.clip_gradients(optimizer, gradient_clip_val=0.003, gradient_clip_algorithm="value")
+        self.manual_backward(self.noted_loss((batch[0] * 2, batch[1])))
+        optimizer.step()
+
+
+class SetsAside(ByHand):
+    """The gradients of one backward are put aside by name, not copied, while another one runs."""
+
+    def training_step(self, batch: Any, i: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.manual_backward(self.noted_loss(batch))
+        aside = [p.grad.float() * 1 for p in self.parameters()]  # type: ignore[union-attr]
+        for p in self.parameters():
+            p.grad = None
+        self.manual_backward(self.noted_loss((batch[0], -batch[1])))
+        for p, other in zip(self.parameters(), aside, strict=True):
+            p.grad = p.grad + other  # type: ignore[operator]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=i % 2 == 0)
+
+
+class HooksOfParameters(Habit):
+    """``register_post_accumulate_grad_hook`` before the fit: what the hook sees and changes is this rank's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for p in self.blocks[1].parameters():
+            p.register_post_accumulate_grad_hook(self.halve)
+
+    @staticmethod
+    def halve(p: Tensor) -> None:
+        assert p.grad is not None
+        p.grad.mul_(0.5)
+
+
 HABITS = [
     Clips, ClipsByValue, ClipsABlock, ClipsByHand, Scales, ScalesData, Drops, DropsInTurn, Replaces, SkipsNaN,
-    LightningsNorm, Noise, ReadsAfterTheStep, ZeroesThem, Conflicts,
+    LightningsNorm, Noise, ReadsAfterTheStep, ZeroesThem, Conflicts, OtherNorms, NormThenEdit, KeepsObjects,
+    GivesItsOwn, ReusesItsOwn, ViewsOfAll, PointsElsewhere, ChangesThenAdds, SetsAside, HooksOfParameters,
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("habit", HABITS)
 def test_on_two_ranks_as_under_ddp(habit: type[Habit]) -> None:
-    found = spawn(problems, 2, habit, OPTIONS, timeout_s=100)
+    found = spawn(problems, 2, habit, {"zero0": {"stage": 0}, **OPTIONS}, timeout_s=100)
     assert not any(found), "\n".join(found[0])
 
 
@@ -189,7 +340,15 @@ def test_with_accumulation_as_under_ddp(habit: type[Habit]) -> None:
     assert not any(found), "\n".join(found[0])
 
 
-@pytest.mark.parametrize("habit", [Clips, Replaces, ScalesData])
+@pytest.mark.parametrize("habit", [Clips, ClipsByValue, Replaces, KeepsObjects, GivesItsOwn, ChangesThenAdds])
+def test_where_gradients_rest_on_a_drive(habit: type[Habit], tmp_path: Path) -> None:
+    drive: dict[str, Any] = {"offload_optimizer": "nvme", "nvme_path": str(tmp_path), "min_unit_numel": 0}
+    options = {f"zero{stage}_nvme": {"stage": stage, **drive} for stage in (1, 2, 3)}
+    found = spawn(problems, 2, habit, options, timeout_s=100)
+    assert not any(found), "\n".join(found[0])
+
+
+@pytest.mark.parametrize("habit", [Clips, Replaces, ScalesData, KeepsObjects, GivesItsOwn, ReusesItsOwn, OtherNorms])
 def test_on_one_rank_as_a_plain_trainer(habit: type[Habit]) -> None:
     found = spawn(problems, 1, habit, OPTIONS, timeout_s=100)
     assert not any(found), "\n".join(found[0])
@@ -244,3 +403,151 @@ class ClipsParts(Module):
 def test_norms_over_a_part_of_the_model_are_refused(name: str) -> None:
     """Not under sequence parallelism, which leaves every rank with the whole model."""
     spawn(refused, 2, LAYOUTS[name], init_process_group=False, timeout_s=60)
+
+
+def by_lambda(rank: int, world_size: int) -> list[float]:
+    quiet()
+    seen: list[float] = []
+
+    def look(trainer: Any, module: Any, optimizer: Any) -> None:
+        gradients = [p.grad for p in module.parameters()]
+        seen.append(float(torch.nn.utils.get_total_norm(gradients) / trainer.strategy.grad_norm() - 1))
+
+    for options in OPTIONS.values():
+        strategy = ZeROStrategy(**options, precision_plugin=ZeROPrecision("16-mixed"), loss_scale=LossScaleConfig(initial_power=6))
+        callback = LambdaCallback(on_before_optimizer_step=look)
+        data = global_batches(rank, world_size, 2)
+        fit(strategy, Habit(), data, use_distributed_sampler=False, max_epochs=1, callbacks=[callback])
+    return seen
+
+
+def test_a_lambda_callback_is_user_code() -> None:
+    """Though its class is Lightning's: it sees gradients without the loss scale."""
+    for seen in spawn(by_lambda, 2, timeout_s=100):
+        assert len(seen) == 2 * len(OPTIONS)
+        assert max(map(abs, seen)) < 2e-6
+
+
+# --- what it costs ----------------------------------------------------------------------------------------------------
+
+
+def traffic_of(strategy: Any) -> dict[str, int]:
+    return dict(strategy.require_engine().comm.traffic.bytes)
+
+
+class Counts(Habit):
+    """Bytes that torch's clipping sends, and gradients in full that are in memory while all are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[dict[str, int]] = []
+        self.largest = 0
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        engine = self.trainer.strategy.require_engine()  # type: ignore[attr-defined]
+        engine.finish(0)
+        before = traffic_of(self.trainer.strategy)
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+        torch.nn.utils.clip_grad_value_(self.parameters(), 0.05)
+        self.clip_gradients(optimizer, gradient_clip_val=0.2, gradient_clip_algorithm="norm")
+        after = traffic_of(self.trainer.strategy)
+        self.sent.append({kind: after[kind] - before.get(kind, 0) for kind in after if after[kind] != before.get(kind)})
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        gradients = self.trainer.strategy.require_engine().gradients  # type: ignore[attr-defined]
+        for p in self.parameters():
+            assert p.grad is not None
+            self.note(p.grad.sum())
+            self.largest = max(self.largest, sum(s.full is not None for s in gradients._shown.values()))
+
+
+def count(rank: int, world_size: int) -> list[str]:
+    quiet()
+    found = []
+    for name, options in OPTIONS.items():
+        module = Counts()
+        data = global_batches(rank, world_size, 2)
+        fit(ZeROStrategy(**options), module, data, use_distributed_sampler=False, max_epochs=1)
+        parameters = len(list(module.parameters()))
+        found += [f"{name} sent {s}" for s in module.sent if set(s) - {"control"} or s["control"] > 30 * parameters]
+        found += [f"{name}: {module.largest} gathered buffers"] * (module.largest > 3)
+    return found
+
+
+def test_torchs_clipping_sends_a_number_per_parameter_and_reading_takes_few_buffers() -> None:
+    """8 bytes of its norm, and the flags of what has a gradient; two buffers that stay and the one that is read."""
+    found = spawn(count, 2, timeout_s=100)
+    assert not any(found), found[0]
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+class UsesWhatIsGone(Habit):
+    def on_after_backward(self) -> None:
+        self.kept = [p.grad for p in self.parameters()]
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        if hasattr(self, "kept"):
+            self.trainer.optimizers[0].zero_grad()
+            self.kept[0].sum()  # type: ignore[union-attr]
+
+
+class UsesItInBackward(ByHand):
+    def training_step(self, batch: Any, i: int) -> None:
+        self.manual_backward(self.noted_loss(batch))
+        kept = self.first.weight.grad
+        output = self(batch[0])
+        output.register_hook(lambda grad: grad * kept.sum())  # type: ignore[union-attr]
+        self.manual_backward(output.sum())
+
+
+class KeepsAView(Habit):
+    def on_after_backward(self) -> None:
+        self.view = self.first.weight.grad.view(-1)  # type: ignore[union-attr]
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+        self.view.mul_(2)
+
+
+class GivesAnotherShape(Habit):
+    def on_after_backward(self) -> None:
+        self.first.weight.grad = torch.zeros(1)
+
+
+class HooksTooLate(Habit):
+    def on_train_start(self) -> None:
+        for p in self.blocks[1].parameters():
+            p.register_post_accumulate_grad_hook(HooksOfParameters.halve)
+
+
+REFUSED = {
+    UsesWhatIsGone: r"was used after zero_grad\(\).*Keep p\.grad\.clone\(\)",
+    UsesItInBackward: r"kept from an earlier backward was used where gradients are not averaged",
+    KeepsAView: r"a view of first\.weight\.grad.*Write to p\.grad itself",
+    GivesAnotherShape: r"Got a gradient of shape \(1,\) for 'first\.weight'",
+}
+
+
+def refuse(rank: int, world_size: int, habit: type[Habit], message: str) -> None:
+    quiet()
+    for options in OPTIONS.values():
+        with pytest.raises(StateError, match=message):
+            outcome(rank, world_size, habit, ZeROStrategy(**options))
+
+
+@pytest.mark.parametrize("habit", REFUSED)
+def test_what_cannot_be_had_is_an_error_with_the_cure(habit: type[Habit]) -> None:
+    spawn(refuse, 2, habit, REFUSED[habit], timeout_s=100)
+
+
+def late_hooks(rank: int, world_size: int) -> list[str]:
+    """What is neither equal to DDP nor refused."""
+    cure = "Register such hooks in __init__"
+    return [problem for problem in problems(rank, world_size, HooksTooLate, OPTIONS) if cure not in problem]
+
+
+def test_hooks_that_come_too_late_are_refused_or_count() -> None:
+    found = spawn(late_hooks, 2, timeout_s=100)
+    assert not any(found), found[0]
