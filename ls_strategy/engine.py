@@ -16,6 +16,7 @@ Everything here is collective unless it says otherwise: every rank makes the sam
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -161,7 +162,7 @@ class Engine:
         )  # fmt: skip
         self.reducer.selective = len(optimizers) > 1
         self.optimizers = [self._adopt(i, optimizer) for i, optimizer in enumerate(optimizers)]
-        self.gradients = Gradients(self.flats, self._average, parallel=mesh.shape.kinds)
+        self.gradients = Gradients(self.flats, self._average, self.lender, parallel=mesh.shape.kinds)
         self.schedule = UpdateSchedule([s.sharded for s in self.optimizers], self.gatherer, self.offload, owner=self)
         self.reducer.reset()
         self.hooks = UnitHooks(self.units, self.gatherer, self.reducer, sharded=self.policy.parameters)
@@ -276,6 +277,7 @@ class Engine:
             sync_buffers_after: whether the step after this one starts by taking rank 0's buffers; DDP does so after
                 every forward whose backward synchronises.
         """
+        self.lender.thread = threading.get_ident()
         self.settle()
         self.gatherer.fetch_root()
         if self._broadcast_buffers_next:
@@ -335,6 +337,7 @@ class Engine:
         """The backward pass is over. ``local``: more are to come before gradients are averaged (stages 0 and 1)."""
         self.reducer.end_backward()
         self.gradients.local = local and not self.policy.gradients
+        self.gradients.averaged = self.reducer.eager
         if not self.reducer.holds:
             self._let_go()
         spans.leave(spans.BACKWARD)

@@ -1274,6 +1274,7 @@ class ZeROStrategy(DDPStrategy):
         module = self.lightning_module
         if self.engine is not None:
             self.engine.gradients.local = True  # no step is to come; Trainers call zero_grad() before they validate
+            self.engine.lender.thread = None
         if self.engine is not None and (self.engine.comm.world_size == 1 or dist.is_initialized()):
             self.engine.wait()
             if self._state_dict_hooks is None:  # every rank has whole parameters

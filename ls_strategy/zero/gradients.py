@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from ls_strategy._compat import current_backward_pass, foreach_function, storage_key, storage_users
 from ls_strategy.errors import StateError
 from ls_strategy.zero import sharded_gradient
+from ls_strategy.zero.lending import Lender
 from ls_strategy.zero.parameters import grad_of, set_grad
 from ls_strategy.zero.step import reduce_numbers
 from ls_strategy.zero.units import Flat
@@ -325,16 +326,20 @@ class _Source:
 class Gradients:
     """What user code sees as ``p.grad`` of an engine's parameters."""
 
-    def __init__(self, flats: list[Flat], complete: Callable[[int], list[bool]], *, parallel: str = "") -> None:
+    def __init__(
+        self, flats: list[Flat], complete: Callable[[int], list[bool]], lender: Lender, *, parallel: str = ""
+    ) -> None:
         """Look at ``flats``.
 
         Args:
             flats: of the engine.
             complete: averages what is left of an optimizer's gradients, collectively; one flag per parameter of its
                 flats: whether any rank has a gradient.
+            lender: knows which thread trains.
             parallel: kinds of parallelism that leave a rank with a part of the model, for the message.
         """
         self._complete = complete
+        self._lender = lender
         self._parallel = parallel
         self._of = {n: [f for f in flats if f.optimizer_index == n] for n in {f.optimizer_index for f in flats}}
         self._shown: dict[int, _Shown] = {}
@@ -342,6 +347,8 @@ class Gradients:
         """Optimizers whose gradients were averaged to the last since the last backward."""
         self._gathered: list[_Shown] = []
         """In the order of their last use."""
+        self.averaged = False
+        """Whether the last backward has sent everything, so that at stage 0 nothing is left to do."""
         self.local = False
         """Whether the gradients of the last backward stay on their rank: for now, or since training has ended."""
 
@@ -364,8 +371,7 @@ class Gradients:
                 "on_before_optimizer_step."
             )
         if not flat.policy.optimizer:
-            self._average_in_place(flat)
-            return grad_of(flat.params[index])
+            return self._read_in_place(flat, index)
         shown = self.settle(flat)
         return shown.object_of(index) if shown.used[index] else None
 
@@ -373,6 +379,9 @@ class Gradients:
         """``p.grad = value``. Collective, the first time after a backward."""
         if not flat.policy.optimizer and not self._is_local():
             self._average_in_place(flat)
+            if value is None and flat.grad is not None:
+                flat.give_back_grads([index])
+                flat.grad_views[index].zero_()
         if not flat.policy.optimizer or self._is_local():
             if value is not None and self.holds(sharded_gradient.as_plain(value)):
                 value = value.clone()
@@ -401,6 +410,7 @@ class Gradients:
                 "where gradients are not averaged: inside a backward, in a micro-batch that stays on its rank, or "
                 "after the fit. Keep p.grad.clone() instead of p.grad."
             )
+        self._lender.refuse_other_threads(flat.name)
         index = flat.optimizer_index
         if index not in self._settled:
             self._note_used(index, self._complete(index))
@@ -408,9 +418,19 @@ class Gradients:
         _refuse_if_gone(flat)
         return self._shown[id(flat)]
 
+    def _read_in_place(self, flat: Flat, index: int) -> Tensor | None:
+        """Stage 0: ``p.grad``, also where only another rank produced one."""
+        self._average_in_place(flat)
+        if grad_of(flat.params[index]) is None and flat.averages.hold_values and flat.grad_views[index].any():
+            flat.show_grad(index)
+        return grad_of(flat.params[index])
+
     def _average_in_place(self, flat: Flat) -> None:
-        """Stage 0: what is left is averaged, and ``p.grad`` is the buffer. Collective, the first time."""
-        if flat.comm.world_size > 1 and flat.optimizer_index not in self._settled:
+        """Stage 0: what is left is averaged, and ``p.grad`` is the buffer.
+
+        Collective, but not after a backward that has averaged all: there one rank may look alone, as under DDP.
+        """
+        if not self.averaged and flat.comm.world_size > 1 and flat.optimizer_index not in self._settled:
             self._complete(flat.optimizer_index)
             self._settled.add(flat.optimizer_index)
 

@@ -9,6 +9,7 @@ keeps a view keeps its memory until the view is gone.
 from __future__ import annotations
 
 import sys
+import threading
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
@@ -18,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from ls_strategy._compat import storage_key
+from ls_strategy._compat import current_backward_pass, storage_key
+from ls_strategy.errors import StateError
 from ls_strategy.zero.units import Flat
 
 KEPT = 2
@@ -46,6 +48,9 @@ class Lender:
         self._kept: dict[int, Flat] = {}
         self._by_storage = {storage_key(flat.full): flat for flat in flats} if sharded else {}
         self._collecting: FrameType | None = None
+        self.thread: int | None = None
+        """The thread that trains, while it does: another one would exchange with other ranks at a moment of its own."""
+
         for flat in flats:
             flat.lender = self
 
@@ -53,6 +58,7 @@ class Lender:
 
     def touch(self, flat: Flat) -> None:
         """Bring a buffer's values into memory, and keep them until `touched`. Collective."""
+        self.refuse_other_threads(flat.name)
         flat.users += 1
         if not self._sharded:
             self._wait_for(flat)
@@ -63,6 +69,20 @@ class Lender:
         if flat.lent:
             self._lent.pop(id(flat), None)
             self._lent[id(flat)] = flat
+
+    def refuse_other_threads(self, name: str) -> None:
+        """Not collective.
+
+        Raises:
+            StateError: this is not the thread that trains, nor one of autograd's.
+        """
+        if self.thread not in (None, threading.get_ident()) and current_backward_pass() < 0:
+            raise StateError(
+                f"{name!r}, or a neighbour, was used by the thread {threading.current_thread().name!r} while another "
+                "one trains. Its values, or its gradient's, are sharded or on their way, and the other ranks take "
+                "part in fetching them at one point of the training only. Take a copy in a hook, and hand that to the "
+                "thread."
+            )
 
     def begin(self, flat: Flat) -> None:
         """Start what `touch` would wait for. Collective."""

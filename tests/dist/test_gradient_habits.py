@@ -17,7 +17,7 @@ from ls_strategy.precision_plugin import ZeROPrecision
 from ls_strategy.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.dist.parallel_runs import Module, Run, train
-from tests.dist.ranks import fit, global_batches, quiet
+from tests.dist.ranks import WIDTH, fit, global_batches, quiet
 from tests.dist.test_combinations import EXPERTS, LAYOUTS
 from tests.dist.test_habits import OPTIONS, STEPS, Habit, outcome, problems
 
@@ -426,6 +426,49 @@ def test_a_lambda_callback_is_user_code() -> None:
     for seen in spawn(by_lambda, 2, timeout_s=100):
         assert len(seen) == 2 * len(OPTIONS)
         assert max(map(abs, seen)) < 2e-6
+
+
+class LooksOnOneRank(Habit):
+    """At stage 0 gradients are on every rank, as under DDP."""
+
+    def on_after_backward(self) -> None:
+        if self.global_rank == 0:
+            self.note(sum(p.grad.norm() for p in self.parameters() if p.grad is not None))
+
+
+class UsedOnOneRank(LooksOnOneRank):
+    """A layer that only rank 1 has used has a gradient on rank 0."""
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        if self.global_rank == 1:
+            loss = loss + self.extra(batch[0]).square().mean()
+        return loss
+
+    def build(self) -> None:
+        super().build()
+        self.extra = torch.nn.Linear(WIDTH, 3)
+
+
+def one_rank(rank: int, world_size: int) -> list[str]:
+    quiet()
+    found = []
+    for habit in (LooksOnOneRank, UsedOnOneRank):
+        data = global_batches(rank, world_size, STEPS)
+        seen = []
+        for strategy in ("ddp_find_unused_parameters_true", ZeROStrategy(0)):
+            module = habit()
+            fit(strategy, module, data, use_distributed_sampler=False, max_epochs=1)
+            seen.append(torch.tensor(module.seen))
+        assert len(seen[0]) == (STEPS if rank == 0 else 0)
+        if not torch.allclose(*seen, rtol=2e-6):
+            found.append(f"{habit.__name__}: {seen}")
+    return found
+
+
+def test_one_rank_may_look_alone_where_all_have_them() -> None:
+    found = spawn(one_rank, 2, timeout_s=60)
+    assert not any(found), found[0]
 
 
 # --- what it costs ----------------------------------------------------------------------------------------------------

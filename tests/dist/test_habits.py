@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 from contextlib import nullcontext
 from typing import Any
 
@@ -466,6 +467,44 @@ def test_reading_all_blocks_takes_the_memory_of_few() -> None:
     for largest, between in spawn(weigh, 2, timeout_s=60):
         assert 1 <= largest <= 4
         assert between <= 1
+
+
+class ReadsInAThread(Habit):
+    """A thread of the user's looks at weights while training goes on."""
+
+    def __init__(self, of: str) -> None:
+        super().__init__()
+        self.of = of
+        self.errors: list[BaseException] = []
+
+    def look(self) -> None:
+        weight = self.blocks[1].wide.weight
+        try:
+            self.note(weight.norm() if self.of == "weight" else weight.grad.norm())  # type: ignore[union-attr]
+        except StateError as error:
+            self.errors.append(error)
+
+    def on_after_backward(self) -> None:
+        thread = threading.Thread(target=self.look, name="users_logger")
+        thread.start()
+        thread.join()
+
+
+def threads(rank: int, world_size: int, of: str) -> None:
+    quiet()
+    for stage in (2, 3) if of == "gradient" else (3,):
+        module = ReadsInAThread(of)
+        fit(stage, module, global_batches(rank, world_size, 2), use_distributed_sampler=False, max_epochs=1)
+        assert len(module.errors) == 2
+        assert "used by the thread 'users_logger' while another one trains" in str(module.errors[0])
+        if of == "weight":
+            module.look()  # after the fit every thread may
+            assert len(module.errors) == 2
+
+
+@pytest.mark.parametrize("of", ["weight", "gradient"])
+def test_a_thread_beside_the_training_is_refused(of: str) -> None:
+    spawn(threads, 2, of, timeout_s=60)
 
 
 def outlives(rank: int, world_size: int) -> None:
