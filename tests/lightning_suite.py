@@ -46,8 +46,17 @@ MODULES = (
 )
 """Restoring, hooks, manual optimization, several optimizers, checkpoint callbacks; below ``tests/tests_pytorch``."""
 
-EXPECTED: dict[str, str] = {}
-"""Test -> why it cannot pass: it counts calls of what is inside torch or Lightning."""
+_COUNTS = "counts calls of Strategy.backward, which this strategy overrides"
+_FOLDER = "opens the path by torch.load, and a checkpoint is a folder; save_as='file' makes files"
+EXPECTED = {
+    "test_step_with_optimizer_closure": _COUNTS,
+    "test_step_with_optimizer_closure_2": _COUNTS,
+    "test_step_with_optimizer_closure_with_different_frequencies": _COUNTS,
+    "test_correct_step_and_epoch": _FOLDER,
+    "test_load_model_from_checkpoint": _FOLDER,
+    "test_strict_model_load_less_params[True]": "serves the checkpoint as a file over HTTP, and it is a folder",
+}
+"""Name of a test, with or without parameters -> why it cannot pass."""
 
 
 @dataclass
@@ -160,7 +169,9 @@ def main() -> int:
             compared.append(test)
             for strategy in asked.strategies:
                 found = outcome_of(tests, test, strategy, f"{scratch}/{number}-{strategy}")
-                if found["outcome"] not in ("passed", "skipped") and test not in EXPECTED:
+                name = test.rsplit("::", 1)[1]
+                expected = name in EXPECTED or name.split("[")[0] in EXPECTED
+                if found["outcome"] not in ("passed", "skipped") and not expected:
                     differ[strategy][test] = found["text"]
                     print(f"--- {strategy} {test}: {found['outcome']}\n{found['text']}", flush=True)
     print(f"under ddp: {counts}; compared: {len(compared)}")
