@@ -1,9 +1,10 @@
-"""The user's optimizer, re-pointed at master shards.
+"""The user's optimizer, re-pointed at master shards while it steps.
 
-The object stays the user's own: schedulers, hooks and loggers keep working on it. Its ``param_groups`` hold one 1-d
-view per parameter, the piece of it that this rank steps. During `step` they hold *runs* instead: stretches of adjacent
-pieces with the same group and the same history, so that an optimizer meets a few long tensors instead of many short
-ones::
+The object stays the user's own: schedulers, hooks and loggers keep working on it. Between two steps its
+``param_groups`` hold the model's parameters, as in plain torch; only where a rank has a part of the model (tensor,
+pipeline and expert parallelism) they hold *pieces*: one 1-d view per parameter, the range of it that this rank steps.
+During `step` they hold *runs*: stretches of adjacent pieces with the same group and the same history, so that an
+optimizer meets a few long tensors instead of many short ones::
 
     pieces  | a | b |   | c | d | e |        c unused since the start, say: no decay, no momentum, no step count
     runs    |  a b  |       |  d e  |
@@ -18,9 +19,11 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -77,11 +80,13 @@ class ShardedOptimizer:
         moment_format: MomentFormat = "fp32",
         group_names: Sequence[Sequence[str]] | None = None,
     ) -> None:
-        """Swap the groups' parameters for pieces. State that exists already (Adagrad makes it at once) is cut too."""
+        """Cut the groups' parameters into pieces. State that exists already (Adagrad makes it at once) is cut too."""
         self.optimizer = optimizer
         self._group_names = group_names
         self.flats = flats
         self.mesh = mesh
+        self.shows_pieces = bool(mesh.shape.kinds)
+        """Whether the groups hold pieces between two steps, too, in place of the model's parameters."""
         self.kernel = kernel_for(optimizer)
         self._fused_flats = [self._takes_fused_update(flat, moment_format) for flat in flats]
         for flat, fused in zip(flats, self._fused_flats, strict=True):
@@ -113,13 +118,15 @@ class ShardedOptimizer:
                 self._make_piece(number, flats[n], i, param)
                 if param in early_state:
                     self._absorb(number, flats[n], i, early_state[param])
-                group["params"][j] = self.pieces[number]
+                if self.shows_pieces:
+                    group["params"][j] = self.pieces[number]
         optimizer.state = defaultdict(dict)
-        self._lengths = [len(group["params"]) for group in optimizer.param_groups]
+        self._members: list[list[Tensor]] = [list(group["params"]) for group in optimizer.param_groups]
+        """What the groups hold between two steps."""
 
     def _takes_fused_update(self, flat: Flat, moment_format: MomentFormat) -> bool:
         """Whether a fused update steps this buffer: where it is faster, or where a tier or a format needs it."""
-        if self.kernel is None or flat.master_dtype != torch.float32:
+        if self.kernel is None or flat.master_dtype != torch.float32 or flat.plan.shared_by:
             return False
         if flat.optimizer_tier != "device" or moment_format != "fp32":
             return True
@@ -217,12 +224,11 @@ class ShardedOptimizer:
             shown: the gradients were bound to the pieces, and changes there count.
             submit: takes the fused updates, in order of the flats; runs them at once by default.
         """
-        groups = self.optimizer.param_groups
-        if [len(group["params"]) for group in groups] != self._lengths:
+        if not self.is_current:
             raise PlanError(
-                f"{type(self.optimizer).__name__} got parameters after training had started (add_param_group, or a "
-                "fine-tuning callback): their states are not sharded. Give all parameters to the optimizer in "
-                "configure_optimizers and freeze them with requires_grad_(False) until they are to train."
+                f"the parameter groups of {type(self.optimizer).__name__} were changed in the middle of a training "
+                "step (add_param_group, or a replaced group), after its forward had begun. Change them before: in "
+                "on_train_epoch_start, on_train_batch_start or at the end of the step before."
             )
         if shown:
             self.take_edits(used)
@@ -231,9 +237,33 @@ class ShardedOptimizer:
             if not r.fused:
                 r.flat.before_change()
         self._pending = (used, clip, submit or _run_all)
-        if all(r.fused for r in self._runs):
-            return self._step_hooks_only(run)
-        return self._step_runs(run)
+        with self._showing_pieces():
+            if all(r.fused for r in self._runs):
+                return self._step_hooks_only(run)
+            return self._step_runs(run)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the optimizer's groups hold what they held when they were taken over. Takes microseconds."""
+        groups = self.optimizer.param_groups
+        return len(groups) == len(self._members) and all(
+            len(group["params"]) == len(known) and all(map(is_, group["params"], known))
+            for group, known in zip(groups, self._members, strict=True)
+        )
+
+    @contextmanager
+    def _showing_pieces(self) -> Iterator[None]:
+        """Inside, the groups hold the pieces."""
+        groups = self.optimizer.param_groups
+        before = [group["params"] for group in groups]
+        numbers = iter(self.order)
+        try:
+            for group in groups:
+                group["params"] = [self.pieces[next(numbers)] for _ in group["params"]]
+            yield
+        finally:
+            for group, members in zip(groups, before, strict=True):
+                group["params"] = members
 
     def _step_hooks_only(self, run: Callable[[], Any]) -> Any:
         """Let ``optimizer.step`` run on parameters without gradients, for the sake of its hooks."""
@@ -510,18 +540,45 @@ class ShardedOptimizer:
                     packed[index] = whole
         return {"state": packed, "param_groups": groups}
 
+    def take_over(self, before: ShardedOptimizer) -> None:
+        """Go on with the states that an earlier engine keeps for the same optimizer, by parameter name. Collective.
+
+        One buffer at a time is gathered in full, on every rank. Parameters that are new start without state.
+        """
+        before.dissolve()
+        by_rank = before.mesh.stage.exchange_objects((before._state, [s.dtypes() for s in before._store]))
+        number_of = dict(zip(self.names, self.order, strict=True))
+        for n, flat in enumerate(before.flats):
+            keys = {k: dtype for _, dtypes in by_rank for k, dtype in dtypes[n].items()}
+            full = {k: before._gather_here(n, flat, k, keys[k]) for k in sorted(keys)}
+            for i, slot in enumerate(flat.layout.slots):
+                entries: dict[str, Any] = {}
+                for state, _ in by_rank:
+                    entries |= state.get(before._offsets[n] + i, {})
+                if entries and slot.name in number_of:
+                    number = number_of[slot.name]
+                    mine, place = self._locate(number)
+                    state = {k: _full_value(full.get(k), slot, v, flat.axis) for k, v in entries.items()}
+                    self._absorb(number, self.flats[mine], place, state)
+        self._taken = before._taken
+
     def _puts_together(self, flat: Flat) -> bool:
         """Whether this rank joins those that make whole parameters of parts: all that hold one which rank 0 wants."""
         return self.mesh.zero.rank == 0 or flat.axis is self.mesh.expert
 
     def _gather(self, flat_number: int, flat: Flat, key: str, dtype: torch.dtype) -> Tensor:
+        full = self._gather_here(flat_number, flat, key, dtype)
+        return full.cpu() if self._puts_together(flat) or not flat.policy.optimizer else torch.empty(0)
+
+    def _gather_here(self, flat_number: int, flat: Flat, key: str, dtype: torch.dtype) -> Tensor:
+        """Gather a state of one buffer in full, on the device of every rank."""
         mine = self._store[flat_number].read(key, dtype)
         if not flat.policy.optimizer:
-            return mine.cpu()
-        whole = torch.zeros(flat.layout.numel, dtype=dtype, device=flat.full.device)
-        whole[slice(*flat.owned)].copy_(mine)
-        flat.comm.all_gather(whole, flat.name, flat.layout.sizes).wait()
-        return whole.cpu() if self._puts_together(flat) else torch.empty(0)
+            return mine
+        full = torch.zeros(flat.layout.numel, dtype=dtype, device=flat.full.device)
+        full[slice(*flat.owned)].copy_(mine)
+        flat.comm.all_gather(full, flat.name, flat.layout.sizes).wait()
+        return full
 
     def named_state(
         self, stand_in: Callable[[Flat, int, Callable[[int, int], Tensor], torch.dtype], Any]

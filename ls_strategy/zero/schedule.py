@@ -48,6 +48,10 @@ class UpdateSchedule:
         self._delayed: list[list[Flat]] = [[] for _ in optimizers]
         self._steps = [0 for _ in optimizers]
 
+    def go_on_from(self, index: int, previous: UpdateSchedule, number: int) -> None:
+        """Count the steps of optimizer ``index`` on from those of the earlier schedule's optimizer ``number``."""
+        self._steps[index] = previous._steps[number]
+
     # while backward runs ---------------------------------------------------------------------------------------------
 
     @property

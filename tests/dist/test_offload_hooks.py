@@ -95,9 +95,9 @@ def pairs(stage: int, path: Any) -> list[ZeROStrategy]:
     return [ZeROStrategy(stage, min_unit_numel=0, nvme_path=str(path), **o) for o in TIERS[stage]]  # type: ignore
 
 
-# On a drive there is neither a gradient nor a weight to be looked at piece by piece (README).
-EVERYWHERE = [ByDefault, ReadsWeights, Toggles]
-IN_MEMORY = [ReadsGradients, ChangesGradients, StepHooks]
+# Hooks of the step itself look at pieces, and on a drive there are none.
+EVERYWHERE = [ByDefault, ReadsWeights, Toggles, ReadsGradients, ChangesGradients]
+IN_MEMORY = [StepHooks]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
