@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ls_strategy import spans
-from ls_strategy._compat import storage_key
+from ls_strategy._compat import has_step_hooks, put_step_hooks_inside, storage_key
 from ls_strategy.config import LossScaleConfig, ZeROConfig
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.layout import TensorPart
@@ -77,8 +77,8 @@ class _OptimizerState:
     """Whether the gradients were clipped since, in place."""
     clip: Tensor | None = None
     """Factor that the fused update multiplies the gradients by; None where it was done in place, or is 1."""
-    hook: Any = None
-    """Handle of what runs before the optimizer's own ``step``."""
+    hooks: tuple[Any, ...] = ()
+    """Handles of what runs before and after the optimizer's own ``step``."""
 
 
 class Engine:
@@ -225,9 +225,11 @@ class Engine:
         state = _OptimizerState(sharded, flats, list(dict.fromkeys(f.optimizer_index for f in flats)))
         number = None if previous is None else previous.index_of(optimizer)
         if previous is not None and number is not None:
-            previous.optimizers[number].hook.remove()
+            for hook in previous.optimizers[number].hooks:
+                hook.remove()
             sharded.take_over(previous.optimizers[number].sharded)
-        state.hook = optimizer.register_step_pre_hook(self._on_step)
+        after = optimizer.register_step_post_hook(self._after_step)
+        state.hooks = (optimizer.register_step_pre_hook(self._on_step), after)
         Method(optimizer, "zero_grad", lambda _, set_to_none=True: self.zero_grad(index, set_to_none=set_to_none))
         return state
 
@@ -237,9 +239,21 @@ class Engine:
                 f"{type(optimizer).__name__}.step() was called on the bare optimizer, which knows nothing of the other "
                 "ranks' gradients. Call step() on what self.optimizers() returns."
             )
-        if self._stepping.optimizer is optimizer:
-            self._stepping.begin_own_step()
-            self.gatherer.outdate(self._stepping.flats)
+        if self._stepping.optimizer is not optimizer:
+            return
+        used = None
+        if has_step_hooks(optimizer, besides=self):  # they may have changed gradients, and weights
+            number = self.index_of(optimizer)
+            assert number is not None
+            used = self._as_they_are(number).used
+            self.settle()
+        self._stepping.begin_own_step(used)
+        self.gatherer.outdate(self._stepping.flats)
+        self.schedule.note_stepped(self._stepping.flats)
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._stepping is not None and self._stepping.optimizer is optimizer:
+            self._stepping.end_own_step()
 
     @property
     def private_gradients(self) -> bool:
@@ -419,6 +433,7 @@ class Engine:
         self.gradients.take_all()
         self._unstepped.outdate()
         early = self.early_step and eager and self.scaler is None and self.schedule.allows_early
+        early = early and all(map(self._is_private, self.optimizers))
         self.reducer.on_complete = None  # what an earlier micro-batch left under way is not complete
         self.reducer.begin_backward(eager=eager, loss_scale=self.scaler.scale if self.scaler is not None else 1.0)
         self.reducer.on_complete = self.schedule.begin_early if early else None
@@ -476,10 +491,10 @@ class Engine:
         if self.scaler is not None:
             for flat in state.flats:
                 # Otherwise the update multiplies by what undoes the scale.
-                if not (flat.averages.on_drive or (self.private_gradients and flat.averages.folds_factors)):
+                if not (flat.averages.on_drive or (self._is_private(state) and flat.averages.folds_factors)):
                     flat.averages.undo_scale()
             state.overflow = stepping.any_overflow(state.flats, self.mesh.world)
-        if not self.private_gradients:
+        if not self._is_private(state):
             state.sharded.bind_grads(state.used)
         state.finished = True
         return not state.overflow
@@ -531,7 +546,7 @@ class Engine:
         if factor is None:
             return state.norm
         for flat in state.flats:
-            if self.private_gradients and flat.averages.folds_factors:
+            if self._is_private(state) and flat.averages.folds_factors:
                 state.clip = factor
             else:
                 stepping.scale_(flat, factor)
@@ -542,20 +557,24 @@ class Engine:
         """Finish, and take in what user code has made of the gradients since; norms of before are no longer theirs."""
         self.finish(index)
         state = self.optimizers[index]
-        if not self.private_gradients:
+        if not self._is_private(state):
             state.sharded.take_edits(state.used)
             state.norm = None
         if any([self.gradients.take(kind, self._used[kind]) for kind in state.kinds]):
             state.norm = None
             self._outdate_others(state)
             self._note_used(state)
-            if not self.private_gradients:
+            if not self._is_private(state):
                 state.sharded.bind_grads(state.used)
         return state
 
+    def _is_private(self, state: _OptimizerState) -> bool:
+        """Whether nobody looks at an optimizer's gradients, hooks of its step that came after set-up included."""
+        return self.private_gradients and not has_step_hooks(state.sharded.optimizer, besides=self)
+
     def _clipped(self, state: _OptimizerState) -> None:
         self._outdate_others(state)
-        if not self.private_gradients:
+        if not self._is_private(state):
             state.clipped = True
             state.sharded.show_again()
 
@@ -573,7 +592,7 @@ class Engine:
         """
         states = self.optimizers if index is None else [self.optimizers[index]]
         known = states[0].norm if len(states) == 1 and norm_type == 2.0 else None
-        if known is not None and (states[0].clipped or self.private_gradients):
+        if known is not None and (states[0].clipped or self._is_private(states[0])):
             return known
         for i, state in enumerate(self.optimizers):
             if state in states:
@@ -599,16 +618,19 @@ class Engine:
         if proceed:
             number = self.schedule.begin_step(index)
             self._stepping = state.sharded
+            put_step_hooks_inside(state.sharded.optimizer, *state.hooks)
             try:
                 result = state.sharded.step(
                     state.used,
                     run,
                     clip=state.clip,
-                    shown=not self.private_gradients,
+                    shown=not self._is_private(state),
                     submit=lambda updates: self.schedule.submit(index, updates),
                 )
             finally:
                 self._stepping = None
+            if has_step_hooks(state.sharded.optimizer, besides=self):
+                self.settle()  # what hooks after the step have written
             self.schedule.publish(index)
             if self.config.offloads and number == 1:
                 trim_heap()  # the first step's transient buffers, before what stays settles among them

@@ -256,7 +256,7 @@ def load_optimizers(engine: Engine, indices: list[int | None], states: list[Mapp
     for place, index in enumerate(indices):
         if index is None:
             continue
-        own = states[place] if place < len(states) else {"param_groups": []}
+        own: Mapping[str, Any] = states[place] if place < len(states) else {"param_groups": []}
         by_name: dict[str, Any] = {}
         groups: list[dict[str, Any]] = []
         for state in [*(s for s in states if s is not own), own]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ls_strategy._compat import is_mock_optimizer, unwrap_optimizer
+from ls_strategy._compat import is_mock_optimizer, run_step_pre_hooks, unwrap_optimizer, without_step_pre_hooks
 from ls_strategy.checked import checked
 from ls_strategy.errors import ConfigError, PlanError
 from ls_strategy.precision import PRECISIONS, PrecisionPolicy, resolve_precision
@@ -146,6 +146,9 @@ class ZeROPrecision(Precision):
         """Forward and backward (the closure), hooks and clipping on averaged gradients, then the sharded step."""
         if self.engine is None or is_mock_optimizer(optimizer):
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        hooks_first = self.engine.scaler is None  # as where `step` itself calls the closure; a scaled step comes after
+        if hooks_first:
+            kwargs = run_step_pre_hooks(optimizer, kwargs, besides=self.engine)
         result = closure()
         index = self._index(optimizer)  # now: the engine may have followed a change of the optimizers
         if index is None:
@@ -157,7 +160,12 @@ class ZeROPrecision(Precision):
         self._after_closure(model, optimizer)
         if takes_closure(optimizer):
             kwargs["closure"] = _Result(result, type(optimizer).__name__)
-        self.engine.step(index, lambda: optimizer.step(**kwargs))
+
+        def run() -> Any:
+            with without_step_pre_hooks(optimizer, besides=self.engine) if hooks_first else nullcontext():
+                return optimizer.step(**kwargs)
+
+        self.engine.step(index, run)
         return result
 
     @override

@@ -141,13 +141,13 @@ class Draft:
             if p.is_floating_point() and self.precision.compute != torch.float32:
                 dtype = torch.float32 if id(p) in kept else self.precision.compute
             owners = self._owners.get(id(p), ((FROZEN, 0),))
-            together = tuple(i for i, _ in owners) if len(owners) > 1 else ()
+            (number, group), together = owners[0], tuple(i for i, _ in owners) if len(owners) > 1 else ()
             return ParamFacts(
                 name,
                 tuple(p.shape),
                 dtype,
-                self._shared.get(together, owners[0][0]),
-                owners[0][1],
+                self._shared.get(together, number),
+                group,
                 part=self._parts.get(id(p)),
                 tied=id(p) in self._share.tied,
                 twin=id(p) in self._share.twins,

@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import is_
@@ -69,6 +69,16 @@ class _Run:
     scalars: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass
+class _Pending:
+    """The step that is about to begin."""
+
+    used: list[bool]
+    clip: Tensor | None
+    submit: Callable[[list[Update]], None]
+    shown: bool
+
+
 class ShardedOptimizer:
     """One optimizer of the user and its sharded state."""
 
@@ -107,6 +117,8 @@ class ShardedOptimizer:
         self._runs: list[_Run] = []
         self._run_state: defaultdict[Tensor, Any] = defaultdict(dict)
         self._composed_for: tuple[Any, ...] | None = None
+        self._own_step = ExitStack()
+        """What ends with the optimizer's own ``step``."""
         self._grad_views: dict[int, tuple[Tensor, list[Tensor]]] = {}
         early_state = {k: v for k, v in optimizer.state.items() if v}
         for g, group in enumerate(optimizer.param_groups):
@@ -230,17 +242,9 @@ class ShardedOptimizer:
                 "step (add_param_group, or a replaced group), after its forward had begun. Change them before: in "
                 "on_train_epoch_start, on_train_batch_start or at the end of the step before."
             )
-        if shown:
-            self.take_edits(used)
-        self._compose(used, shown=shown)
-        for r in self._runs:
-            if not r.fused:
-                r.flat.before_change()
-        self._pending = (used, clip, submit or _run_all)
-        with self._showing_pieces():
-            if all(r.fused for r in self._runs):
-                return self._step_hooks_only(run)
-            return self._step_runs(run)
+        self._pending = _Pending(used, clip, submit or _run_all, shown)
+        with self._own_step:
+            return run()
 
     @property
     def is_current(self) -> bool:
@@ -251,38 +255,31 @@ class ShardedOptimizer:
             for group, known in zip(groups, self._members, strict=True)
         )
 
-    @contextmanager
-    def _showing_pieces(self) -> Iterator[None]:
-        """Inside, the groups hold the pieces."""
-        groups = self.optimizer.param_groups
-        before = [group["params"] for group in groups]
-        numbers = iter(self.order)
-        try:
-            for group in groups:
-                group["params"] = [self.pieces[next(numbers)] for _ in group["params"]]
-            yield
-        finally:
-            for group, members in zip(groups, before, strict=True):
-                group["params"] = members
+    def begin_own_step(self, used: list[bool] | None = None) -> None:
+        """Let the groups hold what the optimizer is to step, and run the fused updates.
 
-    def _step_hooks_only(self, run: Callable[[], Any]) -> Any:
-        """Let ``optimizer.step`` run on parameters without gradients, for the sake of its hooks."""
-        bound = [piece.grad for piece in self.pieces]
-        try:
-            return run()
-        finally:
-            for piece, grad in zip(self.pieces, bound, strict=True):
-                piece.grad = grad
+        Called when the optimizer's ``step`` begins, after the user's own hooks before it.
 
-    def begin_own_step(self) -> None:
-        """Called when the optimizer's ``step`` begins, after the user's own pre-hooks: the fused updates run here."""
-        _, clip, submit = self._pending
-        updates = self._fused_updates(clip)
-        if all(r.fused for r in self._runs):
-            for piece in self.pieces:
-                piece.grad = None  # nothing is left to the optimizer's own arithmetic
+        Args:
+            used: what `step` was given, where those hooks have changed it.
+        """
+        pending = self._pending
+        if used is not None:
+            pending.used = used
+        if pending.shown:
+            self.take_edits(pending.used)
+        self._compose(pending.used, shown=pending.shown)
+        for r in self._runs:
+            if not r.fused:
+                r.flat.before_change()
+        updates = self._fused_updates(pending.clip)
+        self._own_step.enter_context(self._showing_runs())
         if updates:
-            submit(updates)
+            pending.submit(updates)
+
+    def end_own_step(self) -> None:
+        """Let the groups hold again what they held. Called before the user's own hooks after ``step``."""
+        self._own_step.close()
 
     def describe(self) -> str:
         """Who steps, in one line."""
@@ -350,8 +347,9 @@ class ShardedOptimizer:
             publish=offloaded,
         )
 
-    def _step_runs(self, run: Callable[[], Any]) -> Any:
-        """Let the optimizer's own ``step`` work on the runs that no fused update takes."""
+    @contextmanager
+    def _showing_runs(self) -> Iterator[None]:
+        """Inside, the groups hold the runs that no fused update takes: all that is left to the optimizer's ``step``."""
         groups = self.optimizer.param_groups
         pieces = [group["params"] for group in groups]
         piece_state = self.optimizer.state
@@ -366,7 +364,7 @@ class ShardedOptimizer:
             for r in runs:
                 grads = r.flat.averages.tensor()[r.start : r.stop]
                 r.tensor.grad = grads.view(r.tensor.shape).to(r.tensor.dtype)
-            return run()
+            yield
         finally:
             self._run_state = self.optimizer.state  # type: ignore[assignment]
             self.optimizer.state = piece_state

@@ -831,3 +831,85 @@ def shared_refusals(rank: int, world_size: int, path: str) -> None:
 
 def test_shared_parameters_are_refused_where_states_have_one_place(tmp_path: Path) -> None:
     spawn(shared_refusals, 2, str(tmp_path), timeout_s=60)
+
+
+# --- hooks of the step itself -----------------------------------------------------------------------------------------
+
+
+class StepHooks(Net):
+    """Hooks of the optimizer, which look at its groups; before the closure that ``step`` gets, and after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    @staticmethod
+    def params(optimizer: Any) -> list[Tensor]:
+        return [p for group in optimizer.param_groups for p in group["params"]]
+
+    def before(self, optimizer: Any, *_: Any) -> None:
+        """Clips by the norm, and drops a gradient."""
+        self.seen.append(float(torch.nn.utils.clip_grad_norm_(self.params(optimizer), 0.1)))
+        self.params(optimizer)[1].grad = None
+
+    def after(self, optimizer: Any, *_: Any) -> None:
+        self.seen += [float(p.detach().double().norm()) for p in self.params(optimizer)]
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, eps=1e-3, fused=self.fused)
+        optimizer.register_step_pre_hook(self.before)
+        optimizer.register_step_post_hook(self.after)
+        return optimizer
+
+    fused: bool | None = True
+
+
+class StepHooksFused(StepHooks):
+    """Stepped by this package's own kernels."""
+
+    fused = None
+
+
+class StepHooksLate(StepHooks):
+    """Registered when the fit has begun; weights are written before the step and after."""
+
+    def on_train_start(self) -> None:
+        for optimizer in self.trainer.optimizers:
+            optimizer.register_step_pre_hook(self.scale)
+            optimizer.register_step_post_hook(self.clamp)
+
+    def scale(self, optimizer: Any, *_: Any) -> None:
+        for p in self.params(optimizer):
+            p.data.mul_(0.99)
+            if p.grad is not None:
+                p.grad.mul_(0.5)
+
+    def clamp(self, optimizer: Any, *_: Any) -> None:
+        with torch.no_grad():
+            for p in self.params(optimizer):
+                p.clamp_(-0.2, 0.2)
+
+
+class StepHooksByHand(StepHooksLate):
+    """After backward, where ``step`` is called without a closure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, i: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.losses.append(loss.item())
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+class StepHooksByHandFused(StepHooksByHand):
+    fused = None
+
+
+@pytest.mark.parametrize("kind", [StepHooks, StepHooksFused, StepHooksLate, StepHooksByHand, StepHooksByHandFused])
+def test_hooks_of_the_step_see_what_they_see_under_ddp(kind: type[Any]) -> None:
+    compare(2, [kind])

@@ -173,7 +173,12 @@ class Sharded:
                     whole[slot.offset : slot.end].copy_(grad.reshape(-1))
             flat.averages.tensor().copy_(whole[slice(*flat.stepped)])
         self.sharded.bind_grads(used)
-        self.sharded.step(used, self.optimizer.step)
+        self.sharded.step(used, self._own_step)
+
+    def _own_step(self) -> None:
+        """As the engine's hook before ``step`` does."""
+        self.sharded.begin_own_step()
+        self.optimizer.step()
 
     def run(self, dtype: torch.dtype, start: int = 0) -> Sharded:
         for step, grads in list(enumerate(gradients(dtype)))[start:]:
