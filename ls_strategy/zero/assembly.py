@@ -19,7 +19,7 @@ from ls_strategy.precision import PrecisionPolicy
 from ls_strategy.tiers.link import trim_heap
 from ls_strategy.zero import agreement
 from ls_strategy.zero import materialize as materials
-from ls_strategy.zero.elementwise import is_elementwise, require_elementwise, require_one_pass
+from ls_strategy.zero.elementwise import is_elementwise, refuse_wrapper, require_elementwise, require_one_pass
 from ls_strategy.zero.offload import Offload
 from ls_strategy.zero.partition import UnitSpec, partition
 from ls_strategy.zero.share import Share
@@ -72,6 +72,7 @@ class Draft:
             self._owners = agreement.owners_of(model, optimizers)
             self._number_shared(len(optimizers), single=not parts and share.pipeline is None)
             for optimizer in optimizers:
+                refuse_wrapper(optimizer)
                 require_one_pass(optimizer)
                 check = require_elementwise if policy.optimizer or parts else is_elementwise
                 check(optimizer)

@@ -65,6 +65,21 @@ ONE_PASS = (
 """The cure for optimizers that need more than one pass, for messages."""
 
 
+def refuse_wrapper(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that steps another one (Lookahead, SAM), whose states would be neither sharded nor saved.
+
+    Raises:
+        PlanError: with the cure.
+    """
+    inner = next((v for v in vars(optimizer).values() if isinstance(v, Optimizer) and v is not optimizer), None)
+    if inner is not None:
+        raise PlanError(
+            f"{type(optimizer).__name__} wraps another optimizer, {type(inner).__name__}, whose states would be neither "
+            "sharded nor saved. Return the inner one from configure_optimizers, and do what the wrapper adds in a hook "
+            "(on_train_batch_end), or with automatic_optimization=False in training_step."
+        )
+
+
 def takes_closure(optimizer: Optimizer) -> bool:
     """Whether ``step`` may be called with ``closure=...``."""
     parameters = inspect.signature(type(optimizer).step).parameters
@@ -156,6 +171,8 @@ def _probe(
 def _copy_of(optimizer: Optimizer, settings: dict[str, Any], params: list[Tensor]) -> Optimizer:
     """Return a copy with one group of its own, and with the state that a constructor makes."""
     settings = {k: (v.detach().cpu() if isinstance(v, Tensor) else v) for k, v in settings.items()}
+    if settings.get("capturable"):  # only on a GPU
+        settings["capturable"] = False
     if "lr" in settings:
         settings["lr"] = 1e-2  # a warm-up may start at 0, and then nothing would move
     fresh = type(optimizer).__new__(type(optimizer))

@@ -475,6 +475,17 @@ class Once(Sam):
         return loss
 
 
+class Lookahead(torch.optim.Optimizer):
+    """Slow weights that follow those of another optimizer."""
+
+    def __init__(self, params: Any) -> None:
+        self.inner = torch.optim.AdamW(params, lr=1e-2)
+        super().__init__(self.inner.param_groups, {"lr": 1e-2})
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        return self.inner.step(closure)
+
+
 class With(Net):
     def __init__(self, make: Any, *, manual: bool = False) -> None:
         super().__init__()
@@ -506,6 +517,7 @@ SEVERAL_PASSES: list[tuple[Any, str]] = [
     (Ahead, r"Ahead\.step\(closure\) computes something else"),
     (ByTheLoss, r"ByTheLoss\.step\(closure\) computes something else"),
     (Asserts, r"Asserts\.step\(\) calls its closure 2 times in a step"),
+    (Lookahead, "Lookahead wraps another optimizer, AdamW.*on_train_batch_end"),
     (Demands, r"Demands\.step\(\) cannot run on gradients alone \(AssertionError: give a closure\)"),
 ]
 
