@@ -74,9 +74,9 @@ def refuse_wrapper(optimizer: Optimizer) -> None:
     inner = next((v for v in vars(optimizer).values() if isinstance(v, Optimizer) and v is not optimizer), None)
     if inner is not None:
         raise PlanError(
-            f"{type(optimizer).__name__} wraps another optimizer, {type(inner).__name__}, whose states would be neither "
-            "sharded nor saved. Return the inner one from configure_optimizers, and do what the wrapper adds in a hook "
-            "(on_train_batch_end), or with automatic_optimization=False in training_step."
+            f"{type(optimizer).__name__} wraps another optimizer, {type(inner).__name__}, whose states would be "
+            "neither sharded nor saved. Return the inner one from configure_optimizers, and do what the wrapper adds "
+            "in a hook (on_train_batch_end), or with automatic_optimization=False in training_step."
         )
 
 
