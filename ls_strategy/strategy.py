@@ -607,19 +607,13 @@ class ZeROStrategy(DDPStrategy):
             around_data_setup(trainer, self._making_iterators)
         self.setup_precision_plugin()
         self._arm(trainer, module, fitting=fitting)
-        if fitting:
-            assert self.parallel.mesh is not None
-            path, io = self.config.nvme_path, self.config.nvme_io
-            drive = Drive(path, io, self.global_rank, allow_ram=self.config.nvme_allow_ram)
-            own = lambda: self.require_engine().storages()  # noqa: E731  (of the engine that is there then)
-            self.activations.apply(module, self.parallel.mesh, self.root_device, own, drive)
         if POLICIES[self.config.stage].parameters:
             # A gathered inference tensor could not take part in autograd later.
             for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
                 loop.inference_mode = False
 
     def _arm(self, trainer: pl.Trainer, module: pl.LightningModule, *, fitting: bool) -> None:
-        """Let the engine know what it may do while user code looks on."""
+        """Let the engine know what it may do while user code looks on, and its modules what activations they keep."""
         engine = self.require_engine()
         engine.schedule.overlap = fitting and self.config.overlap_step
         engine.private_gradients = fitting and not guards.reads_gradients(trainer, module, engine)
@@ -631,6 +625,10 @@ class ZeROStrategy(DDPStrategy):
         )
         if fitting:
             guards.watch_methods(module, engine)
+            assert self.parallel.mesh is not None
+            path, io = self.config.nvme_path, self.config.nvme_io
+            drive = Drive(path, io, self.global_rank, allow_ram=self.config.nvme_allow_ram)
+            self.activations.apply(module, self.parallel.mesh, self.root_device, engine.storages, drive)
 
     def _follow_optimizers(self) -> Engine:
         """Return the engine, another one where user code has changed optimizers or groups since. Collective then.

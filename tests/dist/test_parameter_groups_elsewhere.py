@@ -55,6 +55,19 @@ def test_with_states_on_a_drive_and_nothing_is_left_of_the_engine_before(tmp_pat
     spawn(drive, 2, expected, str(tmp_path), timeout_s=90)
 
 
+def activations(rank: int, world_size: int, expected: Outcome) -> None:
+    quiet()
+    for stage in (1, 3):
+        for options in ({"activation_checkpointing": "full"}, {"activation_offload": "cpu"}):
+            strategy = ZeROStrategy(stage, min_unit_numel=0, **options)  # type: ignore[arg-type]
+            assert_equal_outcomes(outcome(rank, world_size, AtEpochs(), strategy), expected, f"{stage}, {options}")
+
+
+def test_with_activations_that_are_recomputed_or_offloaded() -> None:
+    expected = spawn(trusted, 1, [AtEpochs], {}, init_process_group=False)[0]["AtEpochs"]
+    spawn(activations, 2, expected, timeout_s=90)
+
+
 class Saves(AtEpochs):
     """Between the change and the step that follows it, and in the background at the end of epochs."""
 
