@@ -599,7 +599,8 @@ class Engine:
                 self._as_they_are(i)
         if not any(any(s.used) for s in states):
             raise StateError("no gradient to take the norm of: call between backward and the next zero_grad().")
-        norm = stepping.global_norm([f for s in states for f in s.flats], self.mesh.world, norm_type)
+        flats = {id(f): f for s in states for f in s.flats}  # once, also what several optimizers share
+        norm = stepping.global_norm(list(flats.values()), self.mesh.world, norm_type)
         if len(states) == 1 and norm_type == 2.0:
             states[0].norm = norm
         return norm

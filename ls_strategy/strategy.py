@@ -30,7 +30,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.ddp import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -99,6 +99,9 @@ from ls_strategy.zero.parameters import unnoticed
 from ls_strategy.zero_stages import POLICIES
 
 T = TypeVar("T")
+
+_FITTING = (TrainerFn.FITTING, TrainerStatus.RUNNING)
+"""The Trainer's state during a fit, while it validates too."""
 
 _PATIENCE_S = 3.0
 """How long a rank that failed looks for the others' failures before it breaks the connections."""
@@ -926,7 +929,8 @@ class ZeROStrategy(DDPStrategy):
             rank_zero_warn("No checkpoint is saved on this exception: other ranks go on, or a step was half done.")
             yield False
             return
-        if engine is not None and module is not None and module.trainer.training:
+        state = None if module is None else module.trainer.state
+        if engine is not None and state is not None and (state.fn, state.status) == _FITTING:
             engine = self._follow_optimizers()
         if engine is None or self.save_as == "file":
             yield True

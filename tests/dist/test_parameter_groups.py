@@ -779,7 +779,10 @@ class ByNorm(Shared):
         params = [p for group in optimizer.param_groups for p in group["params"]]
         norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
         if hasattr(self.trainer.strategy, "grad_norm"):
-            assert_close([float(self.trainer.strategy.grad_norm(optimizer=optimizer))], [float(norm)], "norm")
+            strategy: Any = self.trainer.strategy
+            assert_close([float(strategy.grad_norm(optimizer=optimizer))], [float(norm)], "norm")
+            total = torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
+            assert_close([float(strategy.grad_norm())], [float(total)], "norm of all")
         self.seen.append(float(norm))
         optimizer.step()
 

@@ -19,7 +19,17 @@ from ls_strategy.errors import PlanError
 from ls_strategy.precision_plugin import ZeROPrecision
 from ls_strategy.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
-from tests.dist.ranks import Net, assert_close, assert_equal, fit, global_batches, mean_over_ranks, quiet, weights
+from tests.dist.ranks import (
+    Net,
+    assert_close,
+    assert_equal,
+    fit,
+    global_batches,
+    mean_over_ranks,
+    quiet,
+    trainer_of,
+    weights,
+)
 from tests.dist.test_parameter_groups import (
     EPOCHS,
     OPTIONS,
@@ -131,6 +141,43 @@ def test_saves_around_the_change(tmp_path: Path) -> None:
     """Between the change of groups and the step after it, and in the background at the ends of epochs."""
     expected = spawn(trusted_around, 1, str(tmp_path / "trusted"), init_process_group=False)[0]
     spawn(saves, 2, expected, str(tmp_path), timeout_s=100)
+
+
+class AtValidation(Joins):
+    """Before the checkpoint that follows the validation."""
+
+    def on_validation_epoch_end(self) -> None:
+        if self.current_epoch == 1 and not self.trainer.sanity_checking:
+            self.unfreeze(self.blocks, 0.02)
+
+
+def validates(rank: int, world_size: int, strategies: dict[str, Any], path: str) -> list[Outcome]:
+    results: list[Outcome] = []
+    for name, strategy in strategies.items():
+        module = AtValidation()
+        data, each = global_batches(rank, world_size, STEPS), ModelCheckpoint(f"{path}/{name}", save_top_k=-1)
+        options: dict[str, Any] = {"use_distributed_sampler": False, "max_epochs": EPOCHS}
+        trainer = trainer_of(strategy, callbacks=[each], enable_checkpointing=True, **options)
+        trainer.fit(module, data, data)
+        results.append((mean_over_ranks(module.losses), module.seen, weights(module)))
+    return results
+
+
+def trusted_validation(rank: int, world_size: int, path: str) -> list[Outcome]:
+    quiet()
+    return validates(0, 1, {"trusted": "auto"}, path)
+
+
+def validation(rank: int, world_size: int, expected: list[Outcome], path: str) -> None:
+    quiet()
+    strategies = {name: ZeROStrategy(**OPTIONS[name]) for name in ("zero1", "zero3, small units", "zero3_offload")}
+    for name, actual in zip(strategies, validates(rank, world_size, strategies, path), strict=True):
+        assert_equal_outcomes(actual, expected[0], name)
+
+
+def test_a_change_between_validation_and_checkpoint(tmp_path: Path) -> None:
+    expected = spawn(trusted_validation, 1, str(tmp_path), init_process_group=False)[0]
+    spawn(validation, 2, expected, str(tmp_path), timeout_s=90)
 
 
 def precisions(rank: int, world_size: int, precision: str, kind: type[Any]) -> None:
