@@ -76,10 +76,12 @@ __all__ = [
     "parse_again",
     "persistent_buffer_names",
     "plain_checkpoint_io",
+    "put_step_hooks_inside",
     "raise_sigterm",
     "replace_links",
     "resume_from",
     "route_calls",
+    "run_step_pre_hooks",
     "set_metric_state",
     "shut_sockets",
     "storage_key",
@@ -174,6 +176,42 @@ def has_step_hooks(optimizer: Optimizer, *, besides: Any) -> bool:
     """Whether anything runs before or after the optimizer's ``step``, other than a method of ``besides``."""
     hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
     return any(getattr(hook, "__self__", None) is not besides for hook in hooks)
+
+
+def put_step_hooks_inside(optimizer: Optimizer, before: Any, after: Any) -> None:
+    """Let a hook before ``step``, by its handle, run after all others, and one after it before all others."""
+    optimizer._optimizer_step_pre_hooks.move_to_end(before.id)  # type: ignore[attr-defined]
+    optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]
+
+
+def run_step_pre_hooks(optimizer: Optimizer, kwargs: dict[str, Any], *, besides: Any) -> dict[str, Any]:
+    """Run what runs before the optimizer's ``step``, other than methods of ``besides``; return the step's arguments.
+
+    Raises:
+        RuntimeError: as torch does, where a hook returns something else than arguments.
+    """
+    args: tuple[Any, ...] = (optimizer,)
+    for hook in list(optimizer._optimizer_step_pre_hooks.values()):
+        if getattr(hook, "__self__", None) is besides:
+            continue
+        result = hook(optimizer, args, kwargs)
+        if result is not None:
+            if not (isinstance(result, tuple) and len(result) == 2):
+                raise RuntimeError(f"{hook} must return None or a tuple of (new_args, new_kwargs), but got {result}.")
+            args, kwargs = result  # type: ignore[assignment]
+    return kwargs
+
+
+@contextmanager
+def without_step_pre_hooks(optimizer: Optimizer, *, besides: Any) -> Generator[None, None, None]:
+    """Inside, nothing runs before the optimizer's ``step`` but methods of ``besides``."""
+    hooks = optimizer._optimizer_step_pre_hooks
+    kept = [(key, hook) for key, hook in hooks.items() if getattr(hook, "__self__", None) is besides]
+    optimizer._optimizer_step_pre_hooks = OrderedDict(kept)
+    try:
+        yield
+    finally:
+        optimizer._optimizer_step_pre_hooks = hooks
 
 
 def persistent_buffer_names(model: nn.Module) -> set[str]:

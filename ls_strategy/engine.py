@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ls_strategy import spans
-from ls_strategy._compat import storage_key
+from ls_strategy._compat import has_step_hooks, put_step_hooks_inside, storage_key
 from ls_strategy.config import LossScaleConfig, ZeROConfig
-from ls_strategy.errors import StateError
+from ls_strategy.errors import PlanError, StateError
 from ls_strategy.layout import TensorPart
 from ls_strategy.mesh import Mesh
 from ls_strategy.moe.router import RoutingAccounts
@@ -54,6 +54,7 @@ from ls_strategy.zero.reduce import Reducer
 from ls_strategy.zero.schedule import UpdateSchedule
 from ls_strategy.zero.share import Share
 from ls_strategy.zero.units import Flat
+from ls_strategy.zero.unstepped import Unstepped
 from ls_strategy.zero_stages import POLICIES
 
 _HOLDERS: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
@@ -66,6 +67,8 @@ class _OptimizerState:
 
     sharded: ShardedOptimizer
     flats: list[Flat]
+    kinds: list[int] = field(default_factory=list)
+    """`Flat.optimizer_index` of its flats: one number for its own, and one for each set of optimizers it is in."""
     used: list[bool] = field(default_factory=list)
     finished: bool = False
     overflow: bool = False
@@ -73,14 +76,33 @@ class _OptimizerState:
     """Before clipping."""
     clipped: bool = False
     """Whether the gradients were clipped since, in place."""
-    tied_due: bool = False
-    """Whether gradients have still to be summed over the stages of a pipeline."""
     clip: Tensor | None = None
     """Factor that the fused update multiplies the gradients by; None where it was done in place, or is 1."""
+    hooks: tuple[Any, ...] = ()
+    """Handles of what runs before and after the optimizer's own ``step``."""
 
 
 class Engine:
     """Units, gatherer, reducer and sharded optimizers of one model."""
+
+    skipped_steps = 0
+    """Steps that an overflow has skipped."""
+
+    early_step = False
+    """Begin a unit's update as soon as its gradients are complete. Only where the step is certain to follow, with
+    neither clipping nor a loss scale, and with the hyper-parameters of now."""
+
+    keeps_gradients = False
+    """Ignore `zero_grad`: the gradients are those of the step to come."""
+
+    _torn = False
+    """Whether an exception ended a backward pass that had begun to update."""
+
+    _exposed_before_s = 0.0
+    """What `exposed_step_s` was when this engine went on from another one."""
+
+    _stepping: ShardedOptimizer | None = None
+    """Whose ``step`` is running."""
 
     def __init__(
         self,
@@ -123,14 +145,12 @@ class Engine:
         # offload the stage says what is on the device at all.
         self.policy = POLICIES[config.stage if comm.world_size > 1 or config.offloads else 0]
         self.scaler = LossScaler(loss_scale or LossScaleConfig()) if precision.loss_scaling else None
-        self.skipped_steps = 0
-        self.early_step = False
-        """Begin a unit's update as soon as its gradients are complete. Only where the step is certain to follow, with
-        neither clipping nor a loss scale, and with the hyper-parameters of now."""
-        self.keeps_gradients = False
-        """Ignore `zero_grad`: the gradients are those of the step to come."""
-        self._torn = False
-        self._stepping: ShardedOptimizer | None = None
+        self._used: dict[int, list[bool]] = {}
+        """By `Flat.optimizer_index`: which parameters have a gradient."""
+        self._dropped: set[int] = set()
+        """Those whose gradients were given up, and the step may still want: see `go_on_from`."""
+        self._tied_due: set[int] = set()
+        """Those whose gradients have still to be summed over the stages of a pipeline."""
         draft = Draft(
             model,
             optimizers,
@@ -152,8 +172,6 @@ class Engine:
         with unnoticed():
             self.units = draft.build(self.plan, mesh, device, held, self.offload)
         self.lender = Lender(self.flats, sharded=self.policy.parameters)
-        if previous is not None:
-            previous.offload.close()
         self._place_buffers(draft)
         self.gatherer = Gatherer(self.units, sharded=self.policy.parameters, prefetch_units=config.prefetch_units)
         together = mesh.zero if mesh.shape.expert == 1 else mesh.stage
@@ -161,8 +179,11 @@ class Engine:
             self.units, policy=self.policy, comm=together, reduce_in_fp32=precision.reduce_in_fp32
         )  # fmt: skip
         self.reducer.selective = len(optimizers) > 1
-        self.optimizers = [self._adopt(i, optimizer) for i, optimizer in enumerate(optimizers)]
+        self.optimizers = [self._adopt(i, optimizer, previous) for i, optimizer in enumerate(optimizers)]
+        if previous is not None:
+            previous.offload.close()
         self.gradients = Gradients(self.flats, self._average, self.lender, parallel=mesh.shape.kinds)
+        self._unstepped = Unstepped([] if mesh.shape.kinds else self.flats, comm, lambda: self.gradients.local)
         self.schedule = UpdateSchedule([s.sharded for s in self.optimizers], self.gatherer, self.offload, owner=self)
         self.reducer.reset()
         self.hooks = UnitHooks(self.units, self.gatherer, self.reducer, sharded=self.policy.parameters)
@@ -197,12 +218,19 @@ class Engine:
 
     # set-up ----------------------------------------------------------------------------------------------------------
 
-    def _adopt(self, index: int, optimizer: Optimizer) -> _OptimizerState:
-        flats = [f for f in self.flats if f.optimizer_index == index]
+    def _adopt(self, index: int, optimizer: Optimizer, previous: Engine | None) -> _OptimizerState:
+        """Take an optimizer over, from an earlier engine with its states."""
+        flats = [f for f in self.flats if index in f.plan.owners]
         names = self.share.group_names[index] if self.share.group_names else None
         sharded = ShardedOptimizer(optimizer, flats, self.mesh, self.config.moments, names)
-        state = _OptimizerState(sharded, flats)
-        optimizer.register_step_pre_hook(self._on_step)
+        state = _OptimizerState(sharded, flats, list(dict.fromkeys(f.optimizer_index for f in flats)))
+        number = None if previous is None else previous.index_of(optimizer)
+        if previous is not None and number is not None:
+            for hook in previous.optimizers[number].hooks:
+                hook.remove()
+            sharded.take_over(previous.optimizers[number].sharded)
+        after = optimizer.register_step_post_hook(self._after_step)
+        state.hooks = (optimizer.register_step_pre_hook(self._on_step), after)
         Method(optimizer, "zero_grad", lambda _, set_to_none=True: self.zero_grad(index, set_to_none=set_to_none))
         return state
 
@@ -212,9 +240,21 @@ class Engine:
                 f"{type(optimizer).__name__}.step() was called on the bare optimizer, which knows nothing of the other "
                 "ranks' gradients. Call step() on what self.optimizers() returns."
             )
-        if self._stepping.optimizer is optimizer:
-            self._stepping.begin_own_step()
-            self.gatherer.outdate(self._stepping.flats)
+        if self._stepping.optimizer is not optimizer:
+            return
+        used = None
+        if has_step_hooks(optimizer, besides=self):  # they may have changed gradients, and weights
+            number = self.index_of(optimizer)
+            assert number is not None
+            used = self._as_they_are(number).used
+            self.settle()
+        self._stepping.begin_own_step(used)
+        self.gatherer.outdate(self._stepping.flats)
+        self.schedule.note_stepped(self._stepping.flats)
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._stepping is not None and self._stepping.optimizer is optimizer:
+            self._stepping.end_own_step()
 
     @property
     def private_gradients(self) -> bool:
@@ -237,11 +277,76 @@ class Engine:
         return None
 
     def mirror_requires_grad(self) -> None:
-        """Copy ``requires_grad`` from the optimizers' pieces to the parameters. Not collective."""
+        """Copy ``requires_grad`` to the parameters from pieces that stand for them in groups. Not collective."""
         for state in self.optimizers:
+            if not state.sharded.shows_pieces:
+                continue
             params = [p for f in state.flats for p in f.params]
             for piece, p in zip(state.sharded.pieces, params, strict=True):
                 p.requires_grad_(piece.requires_grad)
+
+    # parameters that join in the middle of a fit ---------------------------------------------------------------------
+
+    def follows(self, optimizers: list[Optimizer]) -> bool:
+        """Whether these are the engine's optimizers, with the groups that it knows. Not collective; microseconds."""
+        return len(optimizers) == len(self.optimizers) and all(
+            state.sharded.optimizer is optimizer and state.sharded.is_current
+            for state, optimizer in zip(self.optimizers, optimizers, strict=True)
+        )
+
+    def check_change(self, optimizers: list[Optimizer]) -> None:
+        """Refuse changes of groups that another engine could not follow. Not collective: the same on all ranks.
+
+        Raises:
+            PlanError: with the cure.
+        """
+        changed = [
+            type(o).__name__
+            for o in optimizers
+            if (i := self.index_of(o)) is None or not self.optimizers[i].sharded.is_current
+        ]
+        what = f"the parameter groups of {', '.join(changed) or 'the optimizers'} changed while training runs"
+        if self.mesh.shape.kinds:
+            raise PlanError(
+                f"{what}, under {self.mesh.shape.kinds} parallelism, where the layout of the shards stays as it is. "
+                "Give all parameters to the optimizer in configure_optimizers, and freeze those that are to wait by "
+                "requires_grad_(False)."
+            )
+        now = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+        for state in self.optimizers:
+            for flat in state.flats:
+                for slot, param in zip(flat.layout.slots, flat.params, strict=True):
+                    if id(param) not in now:
+                        raise PlanError(
+                            f"{what}, and {slot.name!r} is in none of them any more. Leave it where it is, and set the "
+                            "learning rate and weight decay of its group to 0, or freeze it by requires_grad_(False)."
+                        )
+
+    def go_on_from(self, previous: Engine) -> None:
+        """Go on in the middle of a fit where an earlier engine of the model has stopped. Collective.
+
+        Gradients of before go on where ``p.grad`` holds them (stages 0 and 1). Sharded averages are given up: an
+        optimizer that steps without a ``zero_grad`` since is an error.
+        """
+        self.scaler, self.skipped_steps = previous.scaler, previous.skipped_steps
+        self.keeps_gradients = previous.keeps_gradients
+        self._broadcast_buffers_next = previous._broadcast_buffers_next
+        self._exposed_before_s = previous.exposed_step_s
+        self.gradients.local = previous.gradients.local
+        scales = {id(p): flat.grad_scale for flat in previous.flats for p in flat.params}
+        held = {id(p): any(flat.used_here) for flat in previous.flats for p in flat.params}
+        for i, state in enumerate(self.optimizers):
+            number = previous.index_of(state.sharded.optimizer)
+            if number is not None:
+                self.schedule.go_on_from(i, previous.schedule, number)
+            if not self.policy.gradients:
+                for flat in state.flats:
+                    flat.take_held_grads(scales)
+        if self.policy.gradients:
+            trained = [f for f in self.flats if f.trainable]
+            flags = torch.tensor([any(held[id(p)] for p in f.params) for f in trained], dtype=torch.uint8)
+            agreed = self.mesh.world.agree(flags).tolist()
+            self._dropped = {f.optimizer_index for f, dropped in zip(trained, agreed, strict=True) if dropped}
 
     @property
     def flats(self) -> list[Flat]:
@@ -328,7 +433,9 @@ class Engine:
             state.norm = None
             state.clip = None
         self.gradients.take_all()
+        self._unstepped.outdate()
         early = self.early_step and eager and self.scaler is None and self.schedule.allows_early
+        early = early and all(map(self._is_private, self.optimizers))
         self.reducer.on_complete = None  # what an earlier micro-batch left under way is not complete
         self.reducer.begin_backward(eager=eager, loss_scale=self.scaler.scale if self.scaler is not None else 1.0)
         self.reducer.on_complete = self.schedule.begin_early if early else None
@@ -365,8 +472,7 @@ class Engine:
         """They are over. ``reduce``: send what no pass has sent; collective then."""
         if reduce:
             self.reducer.send_held()
-            for state in self.optimizers:
-                state.tied_due = True
+            self._tied_due = {kind for state in self.optimizers for kind in state.kinds}
         self.reducer.holds = False
         self._let_go()
 
@@ -379,30 +485,60 @@ class Engine:
         state = self.optimizers[index]
         if state.finished:
             return not state.overflow
-        self.gradients.take(index)
-        self._average(index)
+        for kind in state.kinds:
+            self.gradients.take(kind)
+            self._average(kind)
+        self._note_used(state)
         state.overflow = state.clipped = False
         state.clip = None
         if self.scaler is not None:
             for flat in state.flats:
                 # Otherwise the update multiplies by what undoes the scale.
-                if not (flat.averages.on_drive or (self.private_gradients and flat.averages.folds_factors)):
+                if not (flat.averages.on_drive or (self._is_private(state) and flat.averages.folds_factors)):
                     flat.averages.undo_scale()
             state.overflow = stepping.any_overflow(state.flats, self.mesh.world)
-        if not self.private_gradients:
+        if not self._is_private(state):
             state.sharded.bind_grads(state.used)
         state.finished = True
         return not state.overflow
 
-    def _average(self, index: int) -> list[bool]:
-        """Average what is left of an optimizer's gradients, and agree on which parameters have any. Collective."""
-        state = self.optimizers[index]
-        state.used = self.reducer.complete(state.flats)
-        for flat in state.flats:
-            if flat.plan.tied and flat.averages.hold_values and state.tied_due:
+    def _average(self, kind: int) -> list[bool]:
+        """Average what is left of gradients, and agree on which parameters have any. Collective.
+
+        Args:
+            kind: an optimizer's number, or that of several which share parameters.
+        """
+        flats = [f for f in self.flats if f.optimizer_index == kind]
+        if kind in self._dropped:
+            names = [type(s.sharded.optimizer).__name__ for s in self.optimizers if kind in s.kinds]
+            raise StateError(
+                f"parameter groups were changed while parameters of {' and '.join(names)} had gradients, and "
+                "zero_grad() was not called since: they are gone. Change groups before the first micro-batch of a "
+                "step, and call zero_grad() before its backward."
+            )
+        self._used[kind] = self.reducer.complete(flats)
+        for state in self.optimizers:
+            if state.kinds == [kind]:
+                state.used = self._used[kind]
+        for flat in flats:
+            if flat.plan.tied and flat.averages.hold_values and kind in self._tied_due:
                 flat.averages.change(self.share.sum_tied)
-        state.tied_due = False
-        return state.used
+        self._tied_due.discard(kind)
+        return self._used[kind]
+
+    def _note_used(self, state: _OptimizerState) -> None:
+        """Put together, in the order of an optimizer's flats, which parameters have gradients."""
+        if len(state.kinds) == 1:
+            return
+        rows = {kind: iter(self._used[kind]) for kind in state.kinds}
+        state.used = [next(rows[flat.optimizer_index]) for flat in state.flats for _ in flat.params]
+
+    def _outdate_others(self, state: _OptimizerState) -> None:
+        """What other optimizers know of gradients that they share with this one is of before."""
+        for other in self.optimizers:
+            if other is not state and not set(other.kinds).isdisjoint(state.kinds):
+                other.finished = False
+                other.norm = None
 
     def clip_norm_(self, index: int, max_norm: float) -> Tensor:
         """Clip by global norm over all gradients of the optimizer, exactly; returns the norm before clipping."""
@@ -413,7 +549,7 @@ class Engine:
         if factor is None:
             return state.norm
         for flat in state.flats:
-            if self.private_gradients and flat.averages.folds_factors:
+            if self._is_private(state) and flat.averages.folds_factors:
                 state.clip = factor
             else:
                 stepping.scale_(flat, factor)
@@ -424,17 +560,24 @@ class Engine:
         """Finish, and take in what user code has made of the gradients since; norms of before are no longer theirs."""
         self.finish(index)
         state = self.optimizers[index]
-        if not self.private_gradients:
+        if not self._is_private(state):
             state.sharded.take_edits(state.used)
             state.norm = None
-        if self.gradients.take(index, state.used):
+        if any([self.gradients.take(kind, self._used[kind]) for kind in state.kinds]):
             state.norm = None
-            if not self.private_gradients:
+            self._outdate_others(state)
+            self._note_used(state)
+            if not self._is_private(state):
                 state.sharded.bind_grads(state.used)
         return state
 
+    def _is_private(self, state: _OptimizerState) -> bool:
+        """Whether nobody looks at an optimizer's gradients, hooks of its step that came after set-up included."""
+        return self.private_gradients and not has_step_hooks(state.sharded.optimizer, besides=self)
+
     def _clipped(self, state: _OptimizerState) -> None:
-        if not self.private_gradients:
+        self._outdate_others(state)
+        if not self._is_private(state):
             state.clipped = True
             state.sharded.show_again()
 
@@ -452,14 +595,15 @@ class Engine:
         """
         states = self.optimizers if index is None else [self.optimizers[index]]
         known = states[0].norm if len(states) == 1 and norm_type == 2.0 else None
-        if known is not None and (states[0].clipped or self.private_gradients):
+        if known is not None and (states[0].clipped or self._is_private(states[0])):
             return known
         for i, state in enumerate(self.optimizers):
             if state in states:
                 self._as_they_are(i)
         if not any(any(s.used) for s in states):
             raise StateError("no gradient to take the norm of: call between backward and the next zero_grad().")
-        norm = stepping.global_norm([f for s in states for f in s.flats], self.mesh.world, norm_type)
+        flats = {id(f): f for s in states for f in s.flats}  # once, also what several optimizers share
+        norm = stepping.global_norm(list(flats.values()), self.mesh.world, norm_type)
         if len(states) == 1 and norm_type == 2.0:
             states[0].norm = norm
         return norm
@@ -478,16 +622,19 @@ class Engine:
         if proceed:
             number = self.schedule.begin_step(index)
             self._stepping = state.sharded
+            put_step_hooks_inside(state.sharded.optimizer, *state.hooks)
             try:
                 result = state.sharded.step(
                     state.used,
                     run,
                     clip=state.clip,
-                    shown=not self.private_gradients,
+                    shown=not self._is_private(state),
                     submit=lambda updates: self.schedule.submit(index, updates),
                 )
             finally:
                 self._stepping = None
+            if has_step_hooks(state.sharded.optimizer, besides=self):
+                self.settle()  # what hooks after the step have written
             self.schedule.publish(index)
             if self.config.offloads and number == 1:
                 trim_heap()  # the first step's transient buffers, before what stays settles among them
@@ -506,7 +653,11 @@ class Engine:
         state = self.optimizers[index]
         state.finished = False
         state.norm = None
-        self.gradients.forget(index, set_to_none=set_to_none)
+        for kind in state.kinds:
+            self.gradients.forget(kind, set_to_none=set_to_none)
+        if set_to_none:
+            self._dropped.difference_update(state.kinds)
+        self._outdate_others(state)
         self.reducer.zero_grad(state.flats, set_to_none=set_to_none)
         for piece in state.sharded.pieces:
             if set_to_none:
@@ -520,6 +671,10 @@ class Engine:
         for state in self.optimizers:
             state.finished = False
             state.norm = None
+        if set_to_none:
+            self._dropped.intersection_update(
+                f.optimizer_index for f in self.flats if not wanted.issuperset(map(id, f.params))
+            )
 
     def check_whole(self) -> None:
         """Refuse to hand out weights of which some have taken a step that the others have not. Not collective.
@@ -563,7 +718,7 @@ class Engine:
         The wait for gradients to reach the host, which a norm begins with, is among them.
         """
         inline = 0.0 if self.offload.stream.threaded else self.offload.stream.busy_s
-        return inline + sum(flat.waited_s for flat in self.flats)
+        return self._exposed_before_s + inline + sum(flat.waited_s for flat in self.flats)
 
     def describe(self) -> str:
         """What this engine will do, for the log: the plan, who updates what, and where."""

@@ -249,15 +249,21 @@ def read(path: Any, checkpoint_io: CheckpointIO, weights_only: bool | None) -> d
 
 
 def load_optimizers(engine: Engine, indices: list[int | None], states: list[Mapping[str, Any]]) -> None:
-    """Give every optimizer its parameters' states by name, whichever optimizers they were saved from."""
-    by_name: dict[str, Any] = {}
-    groups: list[dict[str, Any]] = []
-    for state in states:
-        by_name.update(state.get("state", {}))
-        groups += state["param_groups"]
-    for index in indices:
+    """Give every optimizer its parameters' states by name, whichever optimizers they were saved from.
+
+    Of a parameter that was in several, the state of the optimizer at the same place.
+    """
+    for place, index in enumerate(indices):
         if index is None:
             continue
+        own: Mapping[str, Any] = states[place] if place < len(states) else {"param_groups": []}
+        by_name: dict[str, Any] = {}
+        groups: list[dict[str, Any]] = []
+        for state in [*(s for s in states if s is not own), own]:
+            by_name.update(state.get("state", {}))
+            groups += state["param_groups"]
+        for name in {name for group in own["param_groups"] for name in group["params"]} - own.get("state", {}).keys():
+            by_name.pop(name, None)  # it had none there, whatever others had
         sharded = engine.optimizers[index].sharded
         if not sharded.load_named_state(by_name, groups):
             rank_zero_info(

@@ -33,8 +33,14 @@ _IN_CHARGE = ("configure_gradient_clipping", "optimizer_step", "optimizer_zero_g
 """Hooks of the module that change gradients, or decide whether a step follows at all."""
 
 
-def check_trainer(trainer: pl.Trainer, config: ZeROConfig, precision: ZeROPrecision) -> None:
+def check_trainer(trainer: pl.Trainer, config: ZeROConfig, precision: ZeROPrecision, parallel: str) -> None:
     """Refuse what cannot work, before anything is sharded.
+
+    Args:
+        trainer: with its callbacks.
+        config: options.
+        precision: dtypes.
+        parallel: kinds of parallelism that leave a rank with a part of the model, in words.
 
     Raises:
         PlanError: with the cure.
@@ -48,11 +54,11 @@ def check_trainer(trainer: pl.Trainer, config: ZeROConfig, precision: ZeROPrecis
                 f"{name} swaps the module's weights behind the optimizer's back, and with stage={config.stage} the "
                 "optimizer's weights are shards. Use ls_strategy.ShardedEMA, or stage 0."
             )
-        if isinstance(callback, BaseFinetuning):
+        if isinstance(callback, BaseFinetuning) and parallel:
             raise PlanError(
-                f"{name} adds parameters to the optimizer while training runs; their states would not be sharded. Give "
-                "all parameters to the optimizer in configure_optimizers, and freeze and unfreeze them by "
-                "requires_grad_()."
+                f"{name} adds parameters to the optimizer while training runs, and under {parallel} parallelism the "
+                "layout of the shards stays as it is. Give all parameters to the optimizer in configure_optimizers, "
+                "and freeze and unfreeze them by requires_grad_()."
             )
         if isinstance(callback, WeightAveraging) and (policy.parameters or precision.policy.compute != torch.float32):
             raise PlanError(

@@ -43,6 +43,9 @@ class ParamFacts:
     twin: bool = False
     """Whether that one counts and saves it."""
 
+    shared_by: tuple[int, ...] = ()
+    """Numbers of its optimizers, where there are several; ``optimizer`` is then a number for all of them together."""
+
 
 @dataclass(frozen=True)
 class FlatPlan:
@@ -69,6 +72,14 @@ class FlatPlan:
 
     twin: bool = False
     """Whether that one counts and saves them."""
+
+    shared_by: tuple[int, ...] = ()
+    """Numbers of its optimizers, where there are several: each has a state of its own."""
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """Numbers of the optimizers that update it."""
+        return self.shared_by or ((self.optimizer,) if self.trainable else ())
 
     @property
     def trainable(self) -> bool:
@@ -195,12 +206,12 @@ class Plan:
         policy, full, trained = self.policy, flat.layout.numel, flat.trainable
         stepped = flat.layout.shard if policy.optimizer else full
         own_master = trained and (flat.master_dtype != flat.dtype or flat.optimizer_tier != "device")
-        each = self._moment_bytes(flat) if optimizer_bytes is None or not trained else optimizer_bytes[flat.optimizer]
+        kept = [self._moment_bytes(flat) if optimizer_bytes is None else optimizer_bytes[i] for i in flat.owners]
         return FlatStates(
             parameters=0 if policy.parameters else full * flat.dtype.itemsize,
             own_shard=stepped * flat.dtype.itemsize if flat.has_own_shard(policy) else 0,
             masters=stepped * flat.master_dtype.itemsize if policy.parameters or own_master else 0,
-            optimizer=round(stepped * each) if trained else 0,
+            optimizer=round(stepped * sum(kept)),
             averages=stepped * 4 if trained else 0,
             local_gradients=full * flat.dtype.itemsize if trained and policy.optimizer and not policy.gradients else 0,
         )
@@ -346,7 +357,10 @@ def resolve_plan(  # noqa: PLR0913  (sizes of groups, one by one)
             )
             own = optimizer == FROZEN or dtype != compute_dtype
             kept = dtype if own else master_dtype
-            flats.append(FlatPlan(layout, dtype, kept, optimizer, copies=copies, tied=tied, twin=twin))
+            shared_by = members[0].shared_by
+            flats.append(
+                FlatPlan(layout, dtype, kept, optimizer, copies=copies, tied=tied, twin=twin, shared_by=shared_by)
+            )
         plans.append(UnitPlan(name, is_root, tuple(flats)))
     return Plan(policy, world_size, _assign_tiers(plans, config), config.moments, weights, rank)
 

@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ls_strategy._compat import unwrap_optimizer
+from ls_strategy._compat import is_mock_optimizer, run_step_pre_hooks, unwrap_optimizer, without_step_pre_hooks
 from ls_strategy.checked import checked
-from ls_strategy.errors import ConfigError
+from ls_strategy.errors import ConfigError, PlanError
 from ls_strategy.precision import PRECISIONS, PrecisionPolicy, resolve_precision
+from ls_strategy.zero.elementwise import ONE_PASS, takes_closure
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -26,6 +27,21 @@ if TYPE_CHECKING:
 
 _FOREIGN_SCALER_KEYS = ("MixedPrecision", "FSDPPrecision", "native_amp_scaling_state")
 """Where other strategies' checkpoints keep the loss scale."""
+
+
+class _Result:
+    """What an optimizer gets for a closure once forward and backward have run: their result, and only once."""
+
+    def __init__(self, result: Any, name: str) -> None:
+        self._result = result
+        self._name = name
+        self._called = False
+
+    def __call__(self) -> Any:
+        if self._called:
+            raise PlanError(f"{self._name}.step() calls its closure several times in a step. {ONE_PASS}")
+        self._called = True
+        return self._result
 
 
 class ZeROPrecision(Precision):
@@ -128,13 +144,28 @@ class ZeROPrecision(Precision):
         self, optimizer: Optimizer, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """Forward and backward (the closure), hooks and clipping on averaged gradients, then the sharded step."""
-        index = self._index(optimizer)
-        if self.engine is None or index is None:
+        if self.engine is None or is_mock_optimizer(optimizer):
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        hooks_first = self.engine.scaler is None  # as where `step` itself calls the closure; a scaled step comes after
+        if hooks_first:
+            kwargs = run_step_pre_hooks(optimizer, kwargs, besides=self.engine)
         result = closure()
+        index = self._index(optimizer)  # now: the engine may have followed a change of the optimizers
+        if index is None:
+            raise PlanError(
+                f"{type(optimizer).__name__} is to step, but joined the strategy in the middle of a training step. Set "
+                "trainer.strategy.optimizers before: in on_train_epoch_start or on_train_batch_start."
+            )
         self.engine.finish(index)
         self._after_closure(model, optimizer)
-        self.engine.step(index, lambda: optimizer.step(**kwargs))
+        if takes_closure(optimizer):
+            kwargs["closure"] = _Result(result, type(optimizer).__name__)
+
+        def run() -> Any:
+            with without_step_pre_hooks(optimizer, besides=self.engine) if hooks_first else nullcontext():
+                return optimizer.step(**kwargs)
+
+        self.engine.step(index, run)
         return result
 
     @override

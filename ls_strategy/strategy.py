@@ -30,7 +30,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.ddp import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -99,6 +99,9 @@ from ls_strategy.zero.parameters import unnoticed
 from ls_strategy.zero_stages import POLICIES
 
 T = TypeVar("T")
+
+_FITTING = (TrainerFn.FITTING, TrainerStatus.RUNNING)
+"""The Trainer's state during a fit, while it validates too."""
 
 _PATIENCE_S = 3.0
 """How long a rank that failed looks for the others' failures before it breaks the connections."""
@@ -588,7 +591,8 @@ class ZeROStrategy(DDPStrategy):
         if not fitting:
             self._reset_optimizers_and_schedulers()
         if fitting or not held:
-            guards.check_trainer(trainer, self.config, self._precision())
+            kinds = "" if self.parallel.mesh is None else self.parallel.mesh.shape.kinds
+            guards.check_trainer(trainer, self.config, self._precision(), kinds)
             if fitting and self._layer_sync:
                 self.model = self._layer_sync.apply(module)
             parts = self.parallel.divide(module, self.root_device, recomputes=self.activations.recomputes)
@@ -605,25 +609,50 @@ class ZeROStrategy(DDPStrategy):
         if fitting and self._pending_random is not None:
             around_data_setup(trainer, self._making_iterators)
         self.setup_precision_plugin()
-        assert self.engine is not None
-        self.engine.schedule.overlap = fitting and self.config.overlap_step
-        self.engine.private_gradients = fitting and not guards.reads_gradients(trainer, module, self.engine)
-        self.engine.early_step = (
-            self.engine.private_gradients
+        self._arm(trainer, module, fitting=fitting)
+        if POLICIES[self.config.stage].parameters:
+            # A gathered inference tensor could not take part in autograd later.
+            for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+                loop.inference_mode = False
+
+    def _arm(self, trainer: pl.Trainer, module: pl.LightningModule, *, fitting: bool) -> None:
+        """Let the engine know what it may do while user code looks on, and its modules what activations they keep."""
+        engine = self.require_engine()
+        engine.schedule.overlap = fitting and self.config.overlap_step
+        engine.private_gradients = fitting and not guards.reads_gradients(trainer, module, engine)
+        engine.early_step = (
+            engine.private_gradients
             and self.config.overlap_step
             and not trainer.gradient_clip_val
             and self.parallel.pipeline is None  # what is tied over stages has to be summed first
         )
         if fitting:
-            guards.watch_methods(module, self.engine)
+            guards.watch_methods(module, engine)
             assert self.parallel.mesh is not None
             path, io = self.config.nvme_path, self.config.nvme_io
             drive = Drive(path, io, self.global_rank, allow_ram=self.config.nvme_allow_ram)
-            self.activations.apply(module, self.parallel.mesh, self.root_device, self.engine.storages, drive)
-        if POLICIES[self.config.stage].parameters:
-            # A gathered inference tensor could not take part in autograd later.
-            for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-                loop.inference_mode = False
+            self.activations.apply(module, self.parallel.mesh, self.root_device, engine.storages, drive)
+
+    def _follow_optimizers(self) -> Engine:
+        """Return the engine, another one where user code has changed optimizers or groups since. Collective then.
+
+        Raises:
+            PlanError: no engine can follow.
+        """
+        engine, module = self.require_engine(), self.lightning_module
+        optimizers = self._real_optimizers()
+        if engine.follows(optimizers):
+            return engine
+        assert module is not None
+        engine.check_change(optimizers)
+        self.wait_for_saves()
+        self._build_engine(module, {})
+        self.require_engine().go_on_from(engine)
+        self._arm(module.trainer, module, fitting=True)
+        return self.require_engine()
+
+    def _real_optimizers(self) -> list[Optimizer]:
+        return [unwrap_optimizer(o) for o in self.optimizers if not is_mock_optimizer(o)]
 
     def _keep_step(self, trainer: pl.Trainer) -> None:
         """Let ranks notice one that has no further batch, and do what signals ask for at the same batch. Collective."""
@@ -723,7 +752,7 @@ class ZeROStrategy(DDPStrategy):
         assert self.parallel.mesh is not None
         plugin = self._precision()
         self._state_dict_hooks = None
-        optimizers = [o for o in self.optimizers if not is_mock_optimizer(o)]
+        optimizers = self._real_optimizers()
         self.engine = Engine(
             module,
             optimizers,
@@ -761,6 +790,7 @@ class ZeROStrategy(DDPStrategy):
         synchronises = self.lightning_module.automatic_optimization and not self._accumulating
         with lockstep.step(), engine.comm.naming_failures(), self._explaining_memory():
             self.restore_random_states()
+            engine = self._follow_optimizers()
             engine.begin_step(sync_buffers_after=synchronises)
             if self.parallel.pipeline is not None:
                 last = not self._accumulating
@@ -899,6 +929,9 @@ class ZeROStrategy(DDPStrategy):
             rank_zero_warn("No checkpoint is saved on this exception: other ranks go on, or a step was half done.")
             yield False
             return
+        state = None if module is None else module.trainer.state
+        if engine is not None and state is not None and (state.fn, state.status) == _FITTING:
+            engine = self._follow_optimizers()
         if engine is None or self.save_as == "file":
             yield True
             return
@@ -1157,9 +1190,9 @@ class ZeROStrategy(DDPStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = checkpoint["optimizer_states"]
-        engine = self.require_engine()
+        engine = self._follow_optimizers()
         if checkpoints.is_named(states):
-            indices = [engine.index_of(o) for o in self.optimizers]
+            indices = [engine.index_of(unwrap_optimizer(o)) for o in self.optimizers]
             self._on_all_ranks(partial(checkpoints.load_optimizers, engine, indices, states))
             return
         if len(states) != len(self.optimizers):
@@ -1168,7 +1201,7 @@ class ZeROStrategy(DDPStrategy):
                 f"{len(self.optimizers)}. Return the same optimizers, in the same order."
             )
         for optimizer, state in zip(self.optimizers, states, strict=True):
-            index = engine.index_of(optimizer)
+            index = engine.index_of(unwrap_optimizer(optimizer))
             if index is not None:
                 engine.optimizers[index].sharded.load_full_state_dict(state)
 

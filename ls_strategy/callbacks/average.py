@@ -13,6 +13,8 @@ from typing_extensions import override
 from ls_strategy.callbacks.sharded import zero_strategy
 from ls_strategy.checked import at_least, between, checked
 from ls_strategy.checkpoint.full import full_state_dict, masters_from_state_dict
+from ls_strategy.engine import Engine
+from ls_strategy.errors import PlanError
 
 
 class ShardedEMA(Callback):
@@ -59,12 +61,24 @@ class ShardedEMA(Callback):
         if trainer.global_step == self._last_step or trainer.global_step % self.every_n_steps:
             return
         self._last_step = trainer.global_step
-        engine = zero_strategy(trainer, self).require_engine()
+        engine = self._engine(trainer)
         for average, master in zip(self._average, engine.trainable_masters(), strict=True):
             average.lerp_(master.detach().float(), 1.0 - self.decay)
 
+    def _engine(self, trainer: pl.Trainer) -> Engine:
+        """Return the engine, if its shards are those that the average began with. Not collective."""
+        engine = zero_strategy(trainer, self).require_engine()
+        shards = [flat.stepped[1] - flat.stepped[0] for unit in engine.units for flat in unit.trainable_flats]
+        if shards != [a.numel() for a in self._average]:
+            raise PlanError(
+                "ShardedEMA averages the parameters that were in the optimizers when the fit began, and parameters "
+                "joined since (add_param_group, or a fine-tuning callback). Give all parameters to the optimizer in "
+                "configure_optimizers, and freeze those that are to wait by requires_grad_(False)."
+            )
+        return engine
+
     def _swap(self, trainer: pl.Trainer, *, publish: bool) -> None:
-        zero_strategy(trainer, self).require_engine().exchange_masters(self._average, publish=publish)
+        self._engine(trainer).exchange_masters(self._average, publish=publish)
         self._swapped = not self._swapped
 
     @override
@@ -92,6 +106,7 @@ class ShardedEMA(Callback):
         if not self._average:
             return
         strategy = zero_strategy(trainer, self)
+        self._engine(trainer)
         if strategy.collection is not None:
             raw = strategy.raw_state_dict()
             checkpoint["ema_state_dict"] = strategy.collection.weights(raw, self._average)

@@ -13,14 +13,14 @@ from ls_strategy.comm import Comm
 from ls_strategy.errors import PlanError
 
 
-def optimizer_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[int, tuple[int, int]]:
-    """``id(parameter) -> (optimizer, group)`` for every parameter that an optimizer updates.
+def owners_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[int, tuple[tuple[int, int], ...]]:
+    """``id(parameter) -> ((optimizer, group), ...)`` for every parameter that optimizers update, in their order.
 
     Raises:
-        PlanError: a parameter is in two optimizers, or not in the model.
+        PlanError: a parameter is twice in one optimizer, or not in the model.
     """
     names = {id(p): n for n, p in model.named_parameters()}
-    owners: dict[int, tuple[int, int]] = {}
+    owners: dict[int, tuple[tuple[int, int], ...]] = {}
     for i, optimizer in enumerate(optimizers):
         for g, group in enumerate(optimizer.param_groups):
             for p in group["params"]:
@@ -29,16 +29,17 @@ def optimizer_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[int,
                         f"optimizer {i} ({type(optimizer).__name__}) holds a parameter of shape {tuple(p.shape)} that "
                         "is not in the LightningModule. Register it there (self.name = nn.Parameter(...))."
                     )
-                if id(p) in owners:
+                before = owners.get(id(p), ())
+                if before and before[-1][0] == i:
                     raise PlanError(
-                        f"parameter {names[id(p)]!r} is in optimizer {owners[id(p)][0]} and in optimizer {i}: its "
-                        "gradient and state can have one owner only. Give it to one of them."
+                        f"parameter {names[id(p)]!r} is twice in optimizer {i} ({type(optimizer).__name__}), in groups "
+                        f"{before[-1][1]} and {g}, where it has one state. Leave one of them."
                     )
-                owners[id(p)] = (i, g)
+                owners[id(p)] = (*before, (i, g))
     return owners
 
 
-OWNED = "(name, shape, dtype, requires_grad, (optimizer, group))"
+OWNED = "(name, shape, dtype, requires_grad, ((optimizer, group), ...))"
 """What a row says of a parameter where optimizers are known."""
 
 

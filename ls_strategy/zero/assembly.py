@@ -19,7 +19,7 @@ from ls_strategy.precision import PrecisionPolicy
 from ls_strategy.tiers.link import trim_heap
 from ls_strategy.zero import agreement
 from ls_strategy.zero import materialize as materials
-from ls_strategy.zero.elementwise import require_elementwise
+from ls_strategy.zero.elementwise import is_elementwise, refuse_wrapper, require_elementwise, require_one_pass
 from ls_strategy.zero.offload import Offload
 from ls_strategy.zero.partition import UnitSpec, partition
 from ls_strategy.zero.share import Share
@@ -60,18 +60,46 @@ class Draft:
         self.specs: list[UnitSpec] = []
         self.kept_fp32: list[nn.Module] = []
         """Modules that stay in fp32 in the 16-bit modes."""
-        self._owners: dict[int, tuple[int, int]] = {}
+        self._owners: dict[int, tuple[tuple[int, int], ...]] = {}
+        self._shared: dict[tuple[int, ...], int] = {}
+        """A number for every set of optimizers that have parameters in common, after those of the optimizers."""
         self._config = config
         self._options = repr((config, precision))
         self._error: PlanError | None = None
         try:
             self.specs = partition(model, config.unit_classes, config.min_unit_numel, share.absent)
             self.kept_fp32 = materials.fp32_modules(model, config.fp32_modules)
-            self._owners = agreement.optimizer_of(model, optimizers)
-            for optimizer in optimizers if policy.optimizer or parts else []:
-                require_elementwise(optimizer)
+            self._owners = agreement.owners_of(model, optimizers)
+            self._number_shared(len(optimizers), single=not parts and share.pipeline is None)
+            for optimizer in optimizers:
+                refuse_wrapper(optimizer)
+                require_one_pass(optimizer)
+                check = require_elementwise if policy.optimizer or parts else is_elementwise
+                check(optimizer)
         except PlanError as error:
             self._error = error
+
+    def _number_shared(self, count: int, *, single: bool) -> None:
+        """Give numbers to sets of optimizers that have parameters in common.
+
+        Raises:
+            PlanError: what steps them keeps one state per parameter.
+        """
+        sets = {tuple(i for i, _ in owners) for owners in self._owners.values() if len(owners) > 1}
+        self._shared = {each: count + n for n, each in enumerate(sorted(sets))}
+        config = self._config
+        if not sets or (single and config.offload_optimizer is None and config.moments == "fp32"):
+            return
+        what = "tensor, expert or pipeline parallelism" if not single else f"moments={config.moments!r}"
+        if config.offload_optimizer is not None:
+            what = f"offload_optimizer={config.offload_optimizer.tier!r}"
+        shared = next(p for p, owners in self._owners.items() if len(owners) > 1)
+        name = next(n for n, p in self.model.named_parameters() if id(p) == shared)
+        numbers = " and ".join(str(i) for i, _ in self._owners[shared])
+        raise PlanError(
+            f"parameter {name!r} is in optimizers {numbers}, but {what} keeps one state per parameter. Give it to one "
+            "of them, or leave that option out."
+        )
 
     def agree(self, world: Comm) -> None:
         """Raise on every rank if any rank found an error, has other options or another model. Collective.
@@ -113,11 +141,19 @@ class Draft:
             dtype = held[id(p)].master_dtype if id(p) in held else p.dtype
             if p.is_floating_point() and self.precision.compute != torch.float32:
                 dtype = torch.float32 if id(p) in kept else self.precision.compute
-            owner = self._owners.get(id(p), (FROZEN, 0))
-            tied, twin = id(p) in self._share.tied, id(p) in self._share.twins
+            owners = self._owners.get(id(p), ((FROZEN, 0),))
+            (number, group), together = owners[0], tuple(i for i, _ in owners) if len(owners) > 1 else ()
             return ParamFacts(
-                name, tuple(p.shape), dtype, *owner, part=self._parts.get(id(p)), tied=tied, twin=twin
-            )  # fmt: skip
+                name,
+                tuple(p.shape),
+                dtype,
+                self._shared.get(together, number),
+                group,
+                part=self._parts.get(id(p)),
+                tied=id(p) in self._share.tied,
+                twin=id(p) in self._share.twins,
+                shared_by=together,
+            )
 
         return resolve_plan(
             [(spec.name, spec.is_root, [facts(n, p) for n, p in spec.params]) for spec in self.specs],

@@ -1,8 +1,9 @@
-"""Whether an optimizer may be handed cut parameters: found out by trying, for any class."""
+"""Whether an optimizer may be handed cut parameters, and gradients without a closure: found out by trying."""
 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import defaultdict
 from typing import Any
 
@@ -23,7 +24,6 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     Raises:
         PlanError: the optimizer does not step even a whole matrix without being handed a closure (LBFGS).
     """
-    name = type(optimizer).__name__
     generator = torch.Generator().manual_seed(0)
     value = torch.randn(8, 6, generator=generator)
     grads = [torch.randn(8, 6, generator=generator) for _ in range(3)]
@@ -31,11 +31,10 @@ def is_elementwise(optimizer: Optimizer) -> bool:
         settings = {k: v for k, v in group.items() if k != "params"}
         try:
             (whole,) = _probe(optimizer, settings, [value], [[g] for g in grads])
-        except TypeError as error:
-            raise PlanError(
-                f"{name}.step() cannot run on gradients alone ({error}). ZeROStrategy averages gradients once per "
-                "step; use a first-order optimizer (AdamW, SGD, ...)."
-            ) from error
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".rstrip(" :")
+            name = type(optimizer).__name__
+            raise PlanError(f"{name}.step() cannot run on gradients alone ({reason}). {ONE_PASS}") from error
         try:
             halves = _probe(optimizer, settings, _halves(value), [_halves(g) for g in grads])
         except Exception:
@@ -59,6 +58,98 @@ def require_elementwise(optimizer: Optimizer) -> None:
         )
 
 
+ONE_PASS = (
+    "ZeROStrategy runs forward and backward once per step, before it. Use a first-order optimizer (AdamW, SGD, ...); "
+    "for several passes per step (SAM) set automatic_optimization=False, and run them in training_step."
+)
+"""The cure for optimizers that need more than one pass, for messages."""
+
+
+def refuse_wrapper(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that steps another one (Lookahead, SAM), whose states would be neither sharded nor saved.
+
+    Raises:
+        PlanError: with the cure.
+    """
+    inner = next((v for v in vars(optimizer).values() if isinstance(v, Optimizer) and v is not optimizer), None)
+    if inner is not None:
+        raise PlanError(
+            f"{type(optimizer).__name__} wraps another optimizer, {type(inner).__name__}, whose states would be "
+            "neither sharded nor saved. Return the inner one from configure_optimizers, and do what the wrapper adds "
+            "in a hook (on_train_batch_end), or with automatic_optimization=False in training_step."
+        )
+
+
+def takes_closure(optimizer: Optimizer) -> bool:
+    """Whether ``step`` may be called with ``closure=...``."""
+    parameters = inspect.signature(type(optimizer).step).parameters
+    return "closure" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def require_one_pass(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that runs its closure several times in a step, or in the middle of it.
+
+    Tried out on gradients that depend on the weights: with a closure that computes them, the step has to do what it
+    does with gradients that are there before.
+
+    Raises:
+        PlanError: with the cure.
+    """
+    if not takes_closure(optimizer):
+        return
+    name = type(optimizer).__name__
+    for group in optimizer.param_groups:
+        settings = {k: v for k, v in group.items() if k != "params"}
+        try:
+            _, before = _probe_closure(optimizer, settings, inside=False)
+            calls, inside = _probe_closure(optimizer, settings, inside=True)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".rstrip(" :")
+            raise PlanError(f"{name}.step() cannot run on gradients alone ({reason}). {ONE_PASS}") from error
+        if calls > _CLOSURE_STEPS:
+            raise PlanError(f"{name}.step() calls its closure {calls / _CLOSURE_STEPS:g} times in a step. {ONE_PASS}")
+        if calls and not torch.allclose(before, inside, rtol=1e-5, atol=1e-7, equal_nan=True):
+            raise PlanError(
+                f"{name}.step(closure) computes something else than step() with the closure's gradients, so it needs "
+                f"the loss, or gradients at other weights. {ONE_PASS}"
+            )
+
+
+_CLOSURE_STEPS = 3
+
+
+def _probe_closure(optimizer: Optimizer, settings: dict[str, Any], *, inside: bool) -> tuple[int, Tensor]:
+    """Return how often a copy of the optimizer has called its closure in some steps, and the weights after them.
+
+    Args:
+        optimizer: it is not touched.
+        settings: of a group.
+        inside: the closure computes gradients. Otherwise they are there before, and it returns another loss.
+    """
+    generator = torch.Generator().manual_seed(0)
+    param = torch.randn(8, 6, generator=generator).requires_grad_()
+    fresh = _copy_of(optimizer, settings, [param])
+    calls = 0
+
+    def backward() -> None:
+        param.grad = 0.3 * param.detach() + torch.randn(8, 6, generator=generator)
+
+    def closure() -> Tensor:
+        nonlocal calls
+        calls += 1
+        if inside:
+            backward()
+        return torch.tensor(1.5 if inside else 2.5)
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for _ in range(_CLOSURE_STEPS):
+            if not inside:
+                backward()
+            type(optimizer).step(fresh, closure=closure)  # type: ignore[call-arg]
+    return calls, param.detach()
+
+
 def _halves(value: Tensor) -> list[Tensor]:
     flat = value.flatten()
     return [flat[:19], flat[19:]]
@@ -69,7 +160,19 @@ def _probe(
 ) -> list[Tensor]:
     """Run a copy of the optimizer on ``values`` for ``len(grads)`` steps; the original is not touched."""
     params = [v.clone().requires_grad_() for v in values]
+    fresh = _copy_of(optimizer, settings, params)
+    for step_grads in grads:
+        for p, g in zip(params, step_grads, strict=True):
+            p.grad = g.clone()
+        type(optimizer).step(fresh)
+    return [p.detach() for p in params]
+
+
+def _copy_of(optimizer: Optimizer, settings: dict[str, Any], params: list[Tensor]) -> Optimizer:
+    """Return a copy with one group of its own, and with the state that a constructor makes."""
     settings = {k: (v.detach().cpu() if isinstance(v, Tensor) else v) for k, v in settings.items()}
+    if settings.get("capturable"):  # only on a GPU
+        settings["capturable"] = False
     if "lr" in settings:
         settings["lr"] = 1e-2  # a warm-up may start at 0, and then nothing would move
     fresh = type(optimizer).__new__(type(optimizer))
@@ -84,8 +187,4 @@ def _probe(
                 fresh.state[p][k] = torch.full_like(p, float(v.flatten()[0]))
             else:
                 fresh.state[p][k] = copy.deepcopy(v)
-    for step_grads in grads:
-        for p, g in zip(params, step_grads, strict=True):
-            p.grad = g.clone()
-        type(optimizer).step(fresh)
-    return [p.detach() for p in params]
+    return fresh

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ls_strategy.comm import Comm
 from ls_strategy.config import ZeROConfig
 from ls_strategy.errors import LSError, PlanError
-from ls_strategy.plan import FROZEN, Plan
+from ls_strategy.plan import Plan
 from ls_strategy.tiers.base import Key, ResidentTier, Tier
 from ls_strategy.tiers.drive import check_path, drive_wear
 from ls_strategy.tiers.link import Link, host_empty
@@ -48,15 +48,13 @@ def states_by_tier(plan: Plan, optimizers: list[Optimizer], config: ZeROConfig) 
             result[flat.param_tier][number, "param"] = (numel, flat.dtype)
         if flat.gradient_tier == "nvme":
             result["nvme"][number, "grad"] = (numel, torch.float32)
-        if flat.optimizer == FROZEN:
-            continue
-        optimizer = optimizers[flat.optimizer]
-        kernel = kernel_for(optimizer)
-        if kernel is None or flat.master_dtype != torch.float32:
-            _refuse_without_kernel(optimizer, flat.optimizer_tier, config, fp32=flat.master_dtype == torch.float32)
-        elif flat.optimizer_tier != "device":
-            moments = {n: s for group in optimizer.param_groups for n, s in kernel.moments(group).items()}
-            result[flat.optimizer_tier] |= moment_sizes(number, numel, moments, config.moments)
+        for optimizer in (optimizers[i] for i in flat.owners):
+            kernel = kernel_for(optimizer)
+            if kernel is None or flat.master_dtype != torch.float32:
+                _refuse_without_kernel(optimizer, flat.optimizer_tier, config, fp32=flat.master_dtype == torch.float32)
+            elif flat.optimizer_tier != "device":
+                moments = {n: s for group in optimizer.param_groups for n, s in kernel.moments(group).items()}
+                result[flat.optimizer_tier] |= moment_sizes(number, numel, moments, config.moments)
     return result
 
 

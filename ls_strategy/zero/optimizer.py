@@ -1,9 +1,10 @@
-"""The user's optimizer, re-pointed at master shards.
+"""The user's optimizer, re-pointed at master shards while it steps.
 
-The object stays the user's own: schedulers, hooks and loggers keep working on it. Its ``param_groups`` hold one 1-d
-view per parameter, the piece of it that this rank steps. During `step` they hold *runs* instead: stretches of adjacent
-pieces with the same group and the same history, so that an optimizer meets a few long tensors instead of many short
-ones::
+The object stays the user's own: schedulers, hooks and loggers keep working on it. Between two steps its
+``param_groups`` hold the model's parameters, as in plain torch; only where a rank has a part of the model (tensor,
+pipeline and expert parallelism) they hold *pieces*: one 1-d view per parameter, the range of it that this rank steps.
+During `step` they hold *runs*: stretches of adjacent pieces with the same group and the same history, so that an
+optimizer meets a few long tensors instead of many short ones::
 
     pieces  | a | b |   | c | d | e |        c unused since the start, say: no decay, no momentum, no step count
     runs    |  a b  |       |  d e  |
@@ -18,9 +19,11 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -66,6 +69,16 @@ class _Run:
     scalars: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass
+class _Pending:
+    """The step that is about to begin."""
+
+    used: list[bool]
+    clip: Tensor | None
+    submit: Callable[[list[Update]], None]
+    shown: bool
+
+
 class ShardedOptimizer:
     """One optimizer of the user and its sharded state."""
 
@@ -77,11 +90,13 @@ class ShardedOptimizer:
         moment_format: MomentFormat = "fp32",
         group_names: Sequence[Sequence[str]] | None = None,
     ) -> None:
-        """Swap the groups' parameters for pieces. State that exists already (Adagrad makes it at once) is cut too."""
+        """Cut the groups' parameters into pieces. State that exists already (Adagrad makes it at once) is cut too."""
         self.optimizer = optimizer
         self._group_names = group_names
         self.flats = flats
         self.mesh = mesh
+        self.shows_pieces = bool(mesh.shape.kinds)
+        """Whether the groups hold pieces between two steps, too, in place of the model's parameters."""
         self.kernel = kernel_for(optimizer)
         self._fused_flats = [self._takes_fused_update(flat, moment_format) for flat in flats]
         for flat, fused in zip(flats, self._fused_flats, strict=True):
@@ -102,6 +117,8 @@ class ShardedOptimizer:
         self._runs: list[_Run] = []
         self._run_state: defaultdict[Tensor, Any] = defaultdict(dict)
         self._composed_for: tuple[Any, ...] | None = None
+        self._own_step = ExitStack()
+        """What ends with the optimizer's own ``step``."""
         self._grad_views: dict[int, tuple[Tensor, list[Tensor]]] = {}
         early_state = {k: v for k, v in optimizer.state.items() if v}
         for g, group in enumerate(optimizer.param_groups):
@@ -113,13 +130,15 @@ class ShardedOptimizer:
                 self._make_piece(number, flats[n], i, param)
                 if param in early_state:
                     self._absorb(number, flats[n], i, early_state[param])
-                group["params"][j] = self.pieces[number]
+                if self.shows_pieces:
+                    group["params"][j] = self.pieces[number]
         optimizer.state = defaultdict(dict)
-        self._lengths = [len(group["params"]) for group in optimizer.param_groups]
+        self._members: list[list[Tensor]] = [list(group["params"]) for group in optimizer.param_groups]
+        """What the groups hold between two steps."""
 
     def _takes_fused_update(self, flat: Flat, moment_format: MomentFormat) -> bool:
         """Whether a fused update steps this buffer: where it is faster, or where a tier or a format needs it."""
-        if self.kernel is None or flat.master_dtype != torch.float32:
+        if self.kernel is None or flat.master_dtype != torch.float32 or flat.plan.shared_by:
             return False
         if flat.optimizer_tier != "device" or moment_format != "fp32":
             return True
@@ -217,42 +236,50 @@ class ShardedOptimizer:
             shown: the gradients were bound to the pieces, and changes there count.
             submit: takes the fused updates, in order of the flats; runs them at once by default.
         """
-        groups = self.optimizer.param_groups
-        if [len(group["params"]) for group in groups] != self._lengths:
+        if not self.is_current:
             raise PlanError(
-                f"{type(self.optimizer).__name__} got parameters after training had started (add_param_group, or a "
-                "fine-tuning callback): their states are not sharded. Give all parameters to the optimizer in "
-                "configure_optimizers and freeze them with requires_grad_(False) until they are to train."
+                f"the parameter groups of {type(self.optimizer).__name__} were changed in the middle of a training "
+                "step (add_param_group, or a replaced group), after its forward had begun. Change them before: in "
+                "on_train_epoch_start, on_train_batch_start or at the end of the step before."
             )
-        if shown:
-            self.take_edits(used)
-        self._compose(used, shown=shown)
+        self._pending = _Pending(used, clip, submit or _run_all, shown)
+        with self._own_step:
+            return run()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the optimizer's groups hold what they held when they were taken over. Takes microseconds."""
+        groups = self.optimizer.param_groups
+        return len(groups) == len(self._members) and all(
+            len(group["params"]) == len(known) and all(map(is_, group["params"], known))
+            for group, known in zip(groups, self._members, strict=True)
+        )
+
+    def begin_own_step(self, used: list[bool] | None = None) -> None:
+        """Let the groups hold what the optimizer is to step, and run the fused updates.
+
+        Called when the optimizer's ``step`` begins, after the user's own hooks before it.
+
+        Args:
+            used: what `step` was given, where those hooks have changed it.
+        """
+        pending = self._pending
+        if used is not None:
+            pending.used = used
+        if pending.shown:
+            self.take_edits(pending.used)
+        self._compose(pending.used, shown=pending.shown)
         for r in self._runs:
             if not r.fused:
                 r.flat.before_change()
-        self._pending = (used, clip, submit or _run_all)
-        if all(r.fused for r in self._runs):
-            return self._step_hooks_only(run)
-        return self._step_runs(run)
-
-    def _step_hooks_only(self, run: Callable[[], Any]) -> Any:
-        """Let ``optimizer.step`` run on parameters without gradients, for the sake of its hooks."""
-        bound = [piece.grad for piece in self.pieces]
-        try:
-            return run()
-        finally:
-            for piece, grad in zip(self.pieces, bound, strict=True):
-                piece.grad = grad
-
-    def begin_own_step(self) -> None:
-        """Called when the optimizer's ``step`` begins, after the user's own pre-hooks: the fused updates run here."""
-        _, clip, submit = self._pending
-        updates = self._fused_updates(clip)
-        if all(r.fused for r in self._runs):
-            for piece in self.pieces:
-                piece.grad = None  # nothing is left to the optimizer's own arithmetic
+        updates = self._fused_updates(pending.clip)
+        self._own_step.enter_context(self._showing_runs())
         if updates:
-            submit(updates)
+            pending.submit(updates)
+
+    def end_own_step(self) -> None:
+        """Let the groups hold again what they held. Called before the user's own hooks after ``step``."""
+        self._own_step.close()
 
     def describe(self) -> str:
         """Who steps, in one line."""
@@ -320,8 +347,9 @@ class ShardedOptimizer:
             publish=offloaded,
         )
 
-    def _step_runs(self, run: Callable[[], Any]) -> Any:
-        """Let the optimizer's own ``step`` work on the runs that no fused update takes."""
+    @contextmanager
+    def _showing_runs(self) -> Iterator[None]:
+        """Inside, the groups hold the runs that no fused update takes: all that is left to the optimizer's ``step``."""
         groups = self.optimizer.param_groups
         pieces = [group["params"] for group in groups]
         piece_state = self.optimizer.state
@@ -336,7 +364,7 @@ class ShardedOptimizer:
             for r in runs:
                 grads = r.flat.averages.tensor()[r.start : r.stop]
                 r.tensor.grad = grads.view(r.tensor.shape).to(r.tensor.dtype)
-            return run()
+            yield
         finally:
             self._run_state = self.optimizer.state  # type: ignore[assignment]
             self.optimizer.state = piece_state
@@ -510,18 +538,45 @@ class ShardedOptimizer:
                     packed[index] = whole
         return {"state": packed, "param_groups": groups}
 
+    def take_over(self, before: ShardedOptimizer) -> None:
+        """Go on with the states that an earlier engine keeps for the same optimizer, by parameter name. Collective.
+
+        One buffer at a time is gathered in full, on every rank. Parameters that are new start without state.
+        """
+        before.dissolve()
+        by_rank = before.mesh.stage.exchange_objects((before._state, [s.dtypes() for s in before._store]))
+        number_of = dict(zip(self.names, self.order, strict=True))
+        for n, flat in enumerate(before.flats):
+            keys = {k: dtype for _, dtypes in by_rank for k, dtype in dtypes[n].items()}
+            full = {k: before._gather_here(n, flat, k, keys[k]) for k in sorted(keys)}
+            for i, slot in enumerate(flat.layout.slots):
+                entries: dict[str, Any] = {}
+                for state, _ in by_rank:
+                    entries |= state.get(before._offsets[n] + i, {})
+                if entries and slot.name in number_of:
+                    number = number_of[slot.name]
+                    mine, place = self._locate(number)
+                    state = {k: _full_value(full.get(k), slot, v, flat.axis) for k, v in entries.items()}
+                    self._absorb(number, self.flats[mine], place, state)
+        self._taken = before._taken
+
     def _puts_together(self, flat: Flat) -> bool:
         """Whether this rank joins those that make whole parameters of parts: all that hold one which rank 0 wants."""
         return self.mesh.zero.rank == 0 or flat.axis is self.mesh.expert
 
     def _gather(self, flat_number: int, flat: Flat, key: str, dtype: torch.dtype) -> Tensor:
+        full = self._gather_here(flat_number, flat, key, dtype)
+        return full.cpu() if self._puts_together(flat) or not flat.policy.optimizer else torch.empty(0)
+
+    def _gather_here(self, flat_number: int, flat: Flat, key: str, dtype: torch.dtype) -> Tensor:
+        """Gather a state of one buffer in full, on the device of every rank."""
         mine = self._store[flat_number].read(key, dtype)
         if not flat.policy.optimizer:
-            return mine.cpu()
-        whole = torch.zeros(flat.layout.numel, dtype=dtype, device=flat.full.device)
-        whole[slice(*flat.owned)].copy_(mine)
-        flat.comm.all_gather(whole, flat.name, flat.layout.sizes).wait()
-        return whole.cpu() if self._puts_together(flat) else torch.empty(0)
+            return mine
+        full = torch.zeros(flat.layout.numel, dtype=dtype, device=flat.full.device)
+        full[slice(*flat.owned)].copy_(mine)
+        flat.comm.all_gather(full, flat.name, flat.layout.sizes).wait()
+        return full
 
     def named_state(
         self, stand_in: Callable[[Flat, int, Callable[[int, int], Tensor], torch.dtype], Any]

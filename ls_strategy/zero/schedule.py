@@ -48,6 +48,10 @@ class UpdateSchedule:
         self._delayed: list[list[Flat]] = [[] for _ in optimizers]
         self._steps = [0 for _ in optimizers]
 
+    def go_on_from(self, index: int, previous: UpdateSchedule, number: int) -> None:
+        """Count the steps of optimizer ``index`` on from those of the earlier schedule's optimizer ``number``."""
+        self._steps[index] = previous._steps[number]
+
     # while backward runs ---------------------------------------------------------------------------------------------
 
     @property
@@ -143,15 +147,20 @@ class UpdateSchedule:
                 if flat.optimizer_index == index and flat.updated_early and not flat.policy.parameters:
                     flat.updating = self._offload.stream.submit([CopyOut(flat, after)])
 
+    @staticmethod
+    def note_stepped(flats: list[Flat]) -> None:
+        """Note that the optimizer steps masters of ``flats``. Not collective."""
+        for flat in flats:
+            brought_along = flat.optimizer_tier != "device" and flat.averages.folds_factors
+            if not brought_along and (flat.optimizer_tier != "device" or flat.has_own_shard):
+                flat.refresh_due = True  # it steps the masters and nothing else
+
     def publish(self, index: int) -> None:
         """New weights to where they are read; updates that are under way are waited for when a unit needs them."""
         flats = self._optimizers[index].flats
         self._copy_out_early(index)
         for flat in flats:
             flat.updated_early = False
-            brought_along = flat.optimizer_tier != "device" and flat.averages.folds_factors
-            if not brought_along and (flat.optimizer_tier != "device" or flat.has_own_shard):
-                flat.refresh_due = True  # the optimizer stepped the masters and nothing else
         self._early.clear()
         if self._gatherer.sharded:
             self._gatherer.release_all(stepped=True)

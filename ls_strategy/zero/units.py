@@ -556,6 +556,24 @@ class Flat:
             self.grad = torch.zeros(self.layout.numel, dtype=dtype, device=device)
         self.grad_views = [self.grad[s.offset : s.end].view(s.shape) for s in self.layout.slots]
 
+    def take_held_grads(self, scales: Mapping[int, float]) -> None:
+        """Stages 0 and 1: take what ``p.grad`` holds since an earlier engine; it is averaged again by the step.
+
+        Args:
+            scales: by ``id`` of the parameters, what their gradients were multiplied by.
+        """
+        grads = [grad_of(p) for p in self.params]
+        held = [g for g in grads if g is not None]
+        if not held:
+            return
+        self.grad_scale = next(scales[id(p)] for p, g in zip(self.params, grads, strict=True) if g is not None)
+        self.hold_grad_buffer(held[0].dtype if self.policy.optimizer else self.average_dtype)
+        self.used_here = [g is not None for g in grads]
+        for i, used in enumerate(self.used_here):
+            if used:
+                self.take_replaced(i)
+        self.dirty = True
+
     def carry(self, scale: float) -> None:
         """Gradients to come are multiplied by ``scale``: bring those that are here already to it."""
         factor, self.grad_scale = scale / self.grad_scale, scale

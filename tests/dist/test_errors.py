@@ -185,27 +185,14 @@ def test_any_elementwise_optimizer_is_taken(rank: int, world_size: int) -> None:
             assert ours.losses == pytest.approx(ddp.losses, rel=2e-6), f"{name}, stage {stage}"
 
 
-class TwoOwners(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(self.parameters(), 0.1), torch.optim.SGD(self.last.parameters(), 0.1)]
-
-
 class Stranger(Net):
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([*self.parameters(), nn.Parameter(torch.ones(3, 7))], 0.1)
 
 
 @on_ranks(2)
-def test_parameters_with_two_owners_or_none_are_refused(rank: int, world_size: int) -> None:
+def test_parameters_of_no_module_are_refused(rank: int, world_size: int) -> None:
     for stage in STAGES:
-        with pytest.raises(
-            PlanError, match=r"'last\.weight' is in optimizer 0 and in optimizer 1.*one owner.*Give it to one"
-        ):
-            fit(stage, TwoOwners())
         with pytest.raises(
             PlanError, match=r"optimizer 0 \(SGD\).*\(3, 7\).*not in the LightningModule.*nn\.Parameter"
         ):

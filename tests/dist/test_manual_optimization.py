@@ -349,25 +349,6 @@ def test_clamping_sharded_weights_counts(rank: int, world_size: int) -> None:
     assert_close(weights(ours), weights(theirs), "weights")
 
 
-class AddsGroup(Manual):
-    """Adds parameters to a running optimizer, as fine-tuning callbacks do."""
-
-    def training_step(self, batch: Any, i: int) -> None:
-        if i == 1:
-            self.optimizers().optimizer.add_param_group({"params": list(self.last.parameters())})
-        super().training_step(batch, i)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD([*self.first.parameters(), *self.blocks.parameters()], lr=0.05)
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-@on_ranks(2)
-def test_new_parameter_group_is_refused_at_the_step(rank: int, world_size: int, stage: int) -> None:
-    with pytest.raises(PlanError, match=r"add_param_group.*configure_optimizers"):
-        fit(stage, AddsGroup())
-
-
 @on_ranks(2)
 def test_checkpoint_and_resume_of_two_optimizers(rank: int, world_size: int, tmp_path: Path) -> None:
     """Six steps, a checkpoint, four steps: the same bits as ten steps."""

@@ -20,7 +20,7 @@ from ls_strategy.tiers import stream
 from ls_strategy.tiers.nvme import NVMeTier
 from ls_strategy.tiers.stream import Ticket
 from ls_strategy.zero import averages, kernels, units
-from tests.dist.ranks import WIDTH, Block, Net, assert_close, assert_equal, batches, fit, on_ranks, trainer_of, weights
+from tests.dist.ranks import WIDTH, Block, Net, assert_equal, batches, fit, on_ranks, trainer_of, weights
 
 TIERS = {
     1: [{"offload_optimizer": "cpu"}, {"offload_optimizer": "nvme"}],
@@ -95,19 +95,17 @@ def pairs(stage: int, path: Any) -> list[ZeROStrategy]:
     return [ZeROStrategy(stage, min_unit_numel=0, nvme_path=str(path), **o) for o in TIERS[stage]]  # type: ignore
 
 
-# On a drive there is neither a gradient nor a weight to be looked at piece by piece (README).
-EVERYWHERE = [ByDefault, ReadsWeights, Toggles]
-IN_MEMORY = [ReadsGradients, ChangesGradients, StepHooks]
+EVERYWHERE = [ByDefault, ReadsWeights, Toggles, ReadsGradients, ChangesGradients, StepHooks]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @on_ranks(2, timeout_s=150)
 def test_hooks(rank: int, world_size: int, stage: int, tmp_path: Any) -> None:
     """Losses, weights and what the hooks saw; trusted run: the same stage without offload."""
-    for net in EVERYWHERE + IN_MEMORY:
+    for net in EVERYWHERE:
         trusted = net()
         fit(stage, trusted)
-        for strategy in pairs(stage, tmp_path)[: 2 if net in EVERYWHERE else 1]:
+        for strategy in pairs(stage, tmp_path):
             ours = net()
             fit(strategy, ours)
             what = f"{net.__name__} on {strategy.config.offload_optimizer}"

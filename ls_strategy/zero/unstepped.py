@@ -1,0 +1,86 @@
+"""Gradients of parameters that require one and are in no optimizer: averaged over ranks, as under DDP.
+
+Nobody steps them, so they are not sharded and not sent with the others: ``p.grad`` stays on its rank until somebody
+looks, and is averaged then, with its flat buffer's. Adding up local gradients to an average and averaging again is the
+average of all, so that accumulation needs no note of what was averaged before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ls_strategy._compat import current_backward_pass
+from ls_strategy.comm import Comm
+from ls_strategy.zero.parameters import grad_of, set_grad
+from ls_strategy.zero.sharded_gradient import ShardedGradient, as_plain
+from ls_strategy.zero.units import Flat
+
+
+class Unstepped:
+    """What user code sees as ``p.grad`` of buffers that no optimizer updates."""
+
+    def __init__(self, flats: list[Flat], comm: Comm, is_local: Callable[[], bool]) -> None:
+        """Look at those of ``flats`` that no optimizer updates.
+
+        Args:
+            flats: of the engine.
+            comm: the ranks over which gradients are averaged.
+            is_local: whether the gradients of the last backward stay on their rank.
+        """
+        self._comm = comm
+        self._is_local = is_local
+        self._averaged: set[int] = set()
+        for flat in flats:
+            if not flat.trainable and comm.world_size > 1:
+                flat.gradients = self
+
+    def outdate(self) -> None:
+        """Note that a backward pass adds to the gradients. Not collective."""
+        self._averaged.clear()
+
+    def read(self, flat: Flat, index: int) -> Tensor | None:
+        """``p.grad``. Collective, the first time after a backward."""
+        param = flat.params[index]
+        if param.requires_grad and not self._is_local() and current_backward_pass() < 0:
+            self._average(flat)
+        return grad_of(param)
+
+    def write(self, flat: Flat, index: int, value: Tensor | None) -> None:
+        """``p.grad = value``. Collective, the first time after a backward."""
+        if value is not None:
+            self.read(flat, index)
+            if type(value) is ShardedGradient:
+                value = as_plain(value).clone()
+        set_grad(flat.params[index], value)
+
+    def _average(self, flat: Flat) -> None:
+        if id(flat) in self._averaged:
+            return
+        self._averaged.add(id(flat))
+        held = torch.tensor([grad_of(p) is not None for p in flat.params], dtype=torch.uint8)
+        used = [i for i, each in enumerate(self._comm.agree(held).tolist()) if each]
+        if not used:
+            return
+        grads = [grad_of(flat.params[i]) for i in used]
+        wide = torch.promote_types(torch.float32, flat.dtype)
+        parts = [
+            torch.zeros(flat.params[i].numel(), dtype=wide, device=flat.full.device)
+            if g is None
+            else g.detach().to(wide)
+            for i, g in zip(used, grads, strict=True)
+        ]
+        total = torch.cat([part.reshape(-1) for part in parts])
+        self._comm.traffic.count("all_reduce", total)
+        with self._comm.blocking("all_reduce", flat.name):
+            dist.all_reduce(total, group=self._comm.group)
+        total /= self._comm.world_size
+        for i, grad, mean in zip(used, grads, total.split([p.numel() for p in parts]), strict=True):
+            param = flat.params[i]
+            if grad is None:
+                set_grad(param, mean.to(param.dtype).view(param.shape))
+            else:
+                grad.detach().copy_(mean.view(grad.shape))
