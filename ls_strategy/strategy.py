@@ -588,7 +588,8 @@ class ZeROStrategy(DDPStrategy):
         if not fitting:
             self._reset_optimizers_and_schedulers()
         if fitting or not held:
-            guards.check_trainer(trainer, self.config, self._precision())
+            assert self.parallel.mesh is not None
+            guards.check_trainer(trainer, self._precision(), self.parallel.mesh.shape.kinds)
             if fitting and self._layer_sync:
                 self.model = self._layer_sync.apply(module)
             parts = self.parallel.divide(module, self.root_device, recomputes=self.activations.recomputes)
@@ -1274,6 +1275,7 @@ class ZeROStrategy(DDPStrategy):
         module = self.lightning_module
         if self.engine is not None:
             self.engine.gradients.local = True  # no step is to come; Trainers call zero_grad() before they validate
+            self.engine.lender.given.training = False
         if self.engine is not None and (self.engine.comm.world_size == 1 or dist.is_initialized()):
             self.engine.wait()
             if self._state_dict_hooks is None:  # every rank has whole parameters

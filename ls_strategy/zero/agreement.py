@@ -17,8 +17,10 @@ def optimizer_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[int,
     """``id(parameter) -> (optimizer, group)`` for every parameter that an optimizer updates.
 
     Raises:
-        PlanError: a parameter is in two optimizers, or not in the model.
+        PlanError: a parameter is in two optimizers, or not in the model; or an optimizer wraps another one.
     """
+    for optimizer in optimizers:
+        _refuse_wrapper(optimizer)
     names = {id(p): n for n, p in model.named_parameters()}
     owners: dict[int, tuple[int, int]] = {}
     for i, optimizer in enumerate(optimizers):
@@ -36,6 +38,17 @@ def optimizer_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[int,
                     )
                 owners[id(p)] = (i, g)
     return owners
+
+
+def _refuse_wrapper(optimizer: Optimizer) -> None:
+    for name, inner in vars(optimizer).items():
+        if isinstance(inner, Optimizer) and inner is not optimizer:
+            raise PlanError(
+                f"{type(optimizer).__name__} wraps an optimizer of its own (.{name}, {type(inner).__name__}), whose "
+                f"state would be neither sharded nor saved. Return the {type(inner).__name__} from "
+                "configure_optimizers, and do what the wrapper adds to the weights (slow weights, perturbed weights) "
+                "on self.parameters(): in on_train_batch_end, or in training_step with manual optimization."
+            )
 
 
 OWNED = "(name, shape, dtype, requires_grad, (optimizer, group))"

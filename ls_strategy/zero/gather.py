@@ -119,9 +119,11 @@ class Gatherer:
     def outdate(self, flats: list[Flat]) -> None:
         """The optimizer is stepping these: hooks that run after its step find what it makes. Not collective."""
         for flat in flats:
-            if self.sharded and flat.is_gathered:
-                flat.release()
-            elif not self.sharded and not flat.master_is_complete:
+            if self.sharded:
+                if flat.is_gathered:
+                    flat.release()
+                flat.outdate_views()
+            elif not flat.master_is_complete:
                 flat.publish_due = True
                 flat.hide()
 

@@ -66,6 +66,29 @@ class _Run:
     scalars: dict[str, Any] = field(default_factory=dict)
 
 
+class _Elsewhere(defaultdict):
+    """An optimizer's ``state`` between steps: empty, and an error for who looks a parameter's up."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(dict)
+        self._name = name
+
+    def __missing__(self, key: Any) -> Any:
+        raise StateError(
+            f"{self._name}.state was asked for the state of a parameter, which is sharded over the ranks. Take it from "
+            "trainer.strategy.optimizer_state(optimizer), on every rank: rank 0 gets it in full."
+        )
+
+    def __contains__(self, key: object) -> bool:
+        return self.__missing__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return self.__missing__(key)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_Elsewhere, (self._name,))
+
+
 class ShardedOptimizer:
     """One optimizer of the user and its sharded state."""
 
@@ -114,7 +137,7 @@ class ShardedOptimizer:
                 if param in early_state:
                     self._absorb(number, flats[n], i, early_state[param])
                 group["params"][j] = self.pieces[number]
-        optimizer.state = defaultdict(dict)
+        optimizer.state = _Elsewhere(type(optimizer).__name__)
         self._lengths = [len(group["params"]) for group in optimizer.param_groups]
 
     def _takes_fused_update(self, flat: Flat, moment_format: MomentFormat) -> bool:

@@ -104,6 +104,12 @@ class Flat:
     lent = False
     """Stage 3: gathered for somebody's touch, not for the unit's own module."""
 
+    kept: Tensor | None = None
+    """Stage 3: this rank's part of a buffer that is released, and keeps its memory for somebody's view of it."""
+
+    is_viewed = False
+    """Stage 3: whether somebody has, or had, such a view."""
+
     hidden = False
     """Stages 0 to 2: new values are on their way; a touch waits for them."""
 
@@ -457,6 +463,8 @@ class Flat:
                     f"a parameter of {self.layout.slots[0].name!r} and its neighbours is read again in the backward "
                     "pass that has already updated it. Set overlap_step=False on the strategy."
                 )
+            self.take_writes()
+            self.kept = None
             self.start_read()
             if self.full.untyped_storage().size() == 0:
                 self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
@@ -517,6 +525,7 @@ class Flat:
     def reveal(self) -> None:
         """The parameters have their values, and nobody needs to ask for them."""
         self._switch(Present)
+        self.is_viewed |= self.lent and self.is_held
         self.lent = False
         if self.hidden:
             self.hidden = False
@@ -530,14 +539,27 @@ class Flat:
         if self.reading is not None:
             self.reading.result()
             self.reading = None
-        keep = self.lent and self.is_held
+        keep = self.is_viewed = (self.lent or self.is_viewed) and self.is_held
         with unnoticed():
             for i, (p, slot) in enumerate(zip(self.params, self.layout.slots, strict=True)):
                 point(p, self._released[i].expand(slot.shape))
         self._switch(Absent)
         self.is_gathered = self.lent = False
-        if not keep:
+        if keep:
+            self.kept = self.full[slice(*self.stepped)].clone()
+        else:
             self.full.untyped_storage().resize_(0)
+
+    def outdate_views(self) -> None:
+        """Stage 3: the masters are newer than what somebody's view of a released buffer shows."""
+        if self.kept is not None:
+            self.kept = None
+            self.full.fill_(float("nan"))
+
+    def forget_views(self) -> None:
+        """Stage 3: nobody has a view any more."""
+        self.kept, self.is_viewed = None, False
+        self.full.untyped_storage().resize_(0)
 
     # gradients -------------------------------------------------------------------------------------------------------
 

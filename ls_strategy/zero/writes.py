@@ -32,6 +32,8 @@ def take_writes(flat: Flat) -> bool:
         StateError: ``p.data`` was given a tensor of another shape or dtype; or something was written while an update
             of the same weights was running.
     """
+    if flat.kept is not None:
+        return _take_kept(flat)
     if not flat.is_gathered or flat.hidden or flat.gathering is not None:
         return False
     with unnoticed():
@@ -41,11 +43,7 @@ def take_writes(flat: Flat) -> bool:
         return False
     if flat.updated_early or flat.updating is not None:  # the masters are newer, and nothing can be compared
         if moved or counted:
-            raise StateError(
-                f"a parameter of {flat.name!r} and its neighbours was written to after its update had begun, which "
-                "early and delayed updates do before the optimizer's step. Set overlap_step=False on the strategy, "
-                "and leave delayed_update_after out."
-            )
+            raise _too_late(flat)
         return False
     flat.was_written |= bool(moved) or counted
     for i in moved:
@@ -55,6 +53,14 @@ def take_writes(flat: Flat) -> bool:
     flat.look()
     flat.may_be_written = held  # a view that somebody keeps can be written to at any time
     return changed
+
+
+def _too_late(flat: Flat) -> StateError:
+    return StateError(
+        f"a parameter of {flat.name!r} and its neighbours was written to after its update had begun, which early and "
+        "delayed updates do before the optimizer's step. Set overlap_step=False on the strategy, and leave "
+        "delayed_update_after out."
+    )
 
 
 def _bring_back(flat: Flat, i: int) -> None:
@@ -69,6 +75,37 @@ def _bring_back(flat: Flat, i: int) -> None:
     view.copy_(values)
     with unnoticed():
         point(param, view)
+
+
+def _take_kept(flat: Flat) -> bool:
+    """The buffer is released, but somebody has a view of its memory."""
+    assert flat.kept is not None
+    now = flat.full[slice(*flat.stepped)]
+    if not bool((bits(now) != bits(flat.kept)).any()):
+        return False
+    if flat.updated_early or flat.updating is not None:
+        raise _too_late(flat)
+    take_elements(flat, 0, now, flat.kept)
+    flat.kept = now.clone()
+    flat.was_written = True
+    return True
+
+
+def take_elements(flat: Flat, start: int, now: Tensor, before: Tensor) -> bool:
+    """Take what differs from ``before`` into this rank's masters from element ``start`` on, and their shard.
+
+    Returns:
+        Whether anything does.
+    """
+    differs = bits(now) != bits(before)
+    if not bool(differs.any()):
+        return False
+    master = flat.read_master().detach()[start : start + now.numel()]
+    new = torch.where(differs.to(master.device), now.to(device=master.device, dtype=master.dtype), master)
+    flat.write_master(start, new)
+    if flat.has_own_shard:
+        flat.refresh()
+    return True
 
 
 def _take_shard(flat: Flat) -> bool:
