@@ -85,6 +85,10 @@ class Home(Protocol):
         """The operation is over."""
         ...
 
+    def hand_out(self, param: nn.Parameter, values: Tensor) -> None:
+        """Somebody gets a view of a parameter's memory, which he may go on to use when the parameter has another."""
+        ...
+
     def read_grad(self, param: nn.Parameter) -> Tensor | None:
         """``param.grad``. Collective."""
         ...
@@ -110,7 +114,10 @@ class Present(nn.Parameter):
         """As of any parameter."""
         self._look()
         with without_torch_function():
-            return _DATA.__get__(self)
+            values = _DATA.__get__(self)
+        if torch_function_is_on() and (home := home_of(self)) is not None:
+            home.hand_out(self, values)
+        return values
 
     @data.setter
     def data(self, value: Tensor) -> None:

@@ -18,6 +18,7 @@ it gathered first (`ls_strategy.zero.parameters`).
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from ls_strategy import spans
-from ls_strategy._compat import storage_users
+from ls_strategy._compat import storage_users, version_of
 from ls_strategy.axis import Axis
 from ls_strategy.comm import Comm, PendingGather, PendingReduce
 from ls_strategy.config import TierName
@@ -244,6 +245,10 @@ class Flat:
         self.views = [self.full[s.offset : s.end].view(s.shape) for s in layout.slots]
         self._switched = [p for p in self.params if settle(p, self)]
         self._index = {id(p): i for i, p in enumerate(self.params)}
+        self.handed_out: dict[int, list[weakref.ref[Tensor]]] = {}
+        """What ``param.data`` gave, by parameter: views of its slot."""
+        self.outdated: list[tuple[weakref.ref[Tensor], int]] = []
+        """Those among them that do not show the parameters since the step, and their versions then."""
         # One element per parameter, so that its address still tells which parameter it is (checkpoint.py asks).
         nothing = float("nan") if dtype.is_floating_point else 0
         self._released = torch.full((len(self.params),), nothing, device=device, dtype=dtype)
@@ -441,6 +446,16 @@ class Flat:
         else:
             self.gradients.write(self, self._index[id(param)], value)
 
+    def hand_out(self, param: nn.Parameter, values: Tensor) -> None:
+        """Somebody has asked for ``param.data``."""
+        alive = [r for r in self.handed_out.get(self._index[id(param)], ()) if r() is not None]
+        self.handed_out[self._index[id(param)]] = [*alive, weakref.ref(values)]
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether somebody keeps what ``param.data`` gave."""
+        return any(r() is not None for references in self.handed_out.values() for r in references)
+
     def is_collected(self) -> bool:
         """Whether the parameters are only being listed."""
         return self.lender is not None and self.lender.is_collected()
@@ -464,7 +479,7 @@ class Flat:
                     "pass that has already updated it. Set overlap_step=False on the strategy."
                 )
             self.take_writes()
-            self.kept = None
+            self.kept, self.outdated = None, []
             self.start_read()
             if self.full.untyped_storage().size() == 0:
                 self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
@@ -529,6 +544,9 @@ class Flat:
         self.lent = False
         if self.hidden:
             self.hidden = False
+            if self.outdated:
+                self.take_writes()
+                self.outdated = []
             self.look()
 
     def release(self) -> None:
@@ -555,6 +573,12 @@ class Flat:
         if self.kept is not None:
             self.kept = None
             self.full.fill_(float("nan"))
+            self.note_outdated()
+
+    def note_outdated(self) -> None:
+        """What ``param.data`` gave does not show the parameters for now."""
+        handed = [r for references in self.handed_out.values() for r in references]
+        self.outdated = [(r, version_of(values)) for r in handed if (values := r()) is not None]
 
     def forget_views(self) -> None:
         """Stage 3: nobody has a view any more."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ls_strategy._compat import version_of
 from ls_strategy.errors import StateError
 from ls_strategy.zero.parameters import point, unnoticed, values_of
 
@@ -29,9 +30,11 @@ def take_writes(flat: Flat) -> bool:
         Whether this rank's part of them has changed, or may have.
 
     Raises:
-        StateError: ``p.data`` was given a tensor of another shape or dtype; or something was written while an update
-            of the same weights was running.
+        StateError: ``p.data`` was given a tensor of another shape or dtype; something was written while an update of
+            the same weights was running, or to what ``p.data`` gave before the last step (stage 3).
     """
+    if flat.outdated:
+        _check_outdated(flat)
     if flat.kept is not None:
         return _take_kept(flat)
     if not flat.is_gathered or flat.hidden or flat.gathering is not None:
@@ -72,9 +75,30 @@ def _bring_back(flat: Flat, i: int) -> None:
             f"while the strategy holds the parameter it stays {view.dtype} of shape {tuple(view.shape)}. Change it "
             "before the fit."
         )
+    _part_with(flat, i)
     view.copy_(values)
     with unnoticed():
         point(param, view)
+
+
+def _part_with(flat: Flat, i: int) -> None:
+    """Who kept ``param.data`` before it was set to another tensor has the old values: give him memory of his own."""
+    handed = [values for reference in flat.handed_out.pop(i, ()) if (values := reference()) is not None]
+    view = flat.views[i]
+    for values in handed:
+        if values.data_ptr() == view.data_ptr() and values.shape == view.shape:
+            values.data = view.clone()
+
+
+def _check_outdated(flat: Flat) -> None:
+    for reference, version in flat.outdated:
+        values = reference()
+        if values is not None and version_of(values) != version:
+            flat.outdated = []
+            raise StateError(
+                f"a view of {flat.name!r} or its neighbours (p.data) that was kept through a step was written to. At "
+                "stage 3 and with offload it does not show the parameter then. Ask for p.data again in every hook."
+            )
 
 
 def _take_kept(flat: Flat) -> bool:

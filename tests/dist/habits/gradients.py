@@ -116,7 +116,12 @@ class WritesToLists(Row):
 
 
 class WritesToKeptViews(Row):
-    """Views taken once and written to later, in every step."""
+    """Views taken once and written to later, in every step. Nothing can follow them through a step where that
+    brings new memory."""
+
+    refused: ClassVar[dict[str, str]] = dict.fromkeys(
+        ["zero3", "zero3, small units", "zero3_offload", "zero1_offload"], r"kept through a step.*p\.data again"
+    )
 
     def on_train_start(self) -> None:
         self.views = [p.data for p in self.blocks.parameters()]
