@@ -116,8 +116,7 @@ class WritesToLists(Row):
 
 
 class WritesToKeptViews(Row):
-    """Views taken once and written to later, in every step. Nothing can follow them through a step where that
-    brings new memory."""
+    """Views taken once and written to in every step. Where a step brings new values from elsewhere they are lost."""
 
     refused: ClassVar[dict[str, str]] = dict.fromkeys(
         ["zero3", "zero3, small units", "zero3_offload", "zero1_offload"], r"kept through a step.*p\.data again"

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import (
+    LearningRateFinder,
     ModelCheckpoint,
 )
 from torch import Tensor, nn
@@ -130,6 +131,22 @@ class LateTeacher(FrozenTeacher):
 
     def on_fit_start(self) -> None:
         self.teacher = copy.deepcopy(self.blocks).requires_grad_(False)
+
+
+class Searches(LearningRateFinder):
+    """In the middle of a fit: saves, trains, and restores."""
+
+    def on_fit_start(self, *_: Any) -> None:
+        pass
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.current_epoch == 1:
+            self.lr_find(trainer, pl_module)
+
+
+class LateTeacherRestored(LateTeacher):
+    def callbacks(self, root: Path) -> list[pl.Callback]:
+        return [Searches(num_training_steps=3, update_attr=False)]
 
 
 class TargetNetwork(FrozenTeacher):
