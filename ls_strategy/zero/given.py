@@ -64,7 +64,7 @@ class Given:
         """Take what was written to copies that nobody else holds any more, and let go of them. Not collective."""
         alive = []
         for copy in self._fresh:
-            if copy.held is not None and sys.getrefcount(copy.held) == _OURS:
+            if copy.held is not None and sys.getrefcount(copy.held) <= _OURS:
                 _take(copy, copy.held)
             elif copy.values() is not None:
                 alive.append(copy)

@@ -45,7 +45,7 @@ class Lender:
         self._flats = flats
         self._sharded = sharded
         self._lent: dict[int, Flat] = {}
-        self._by_storage = {storage_key(flat.full): flat for flat in flats} if sharded else {}
+        self._by_storage = {storage_key(flat.full): flat for flat in flats}
         self._collecting: FrameType | None = None
         self.given = Given()
         """Copies that state dicts have given away (stage 3)."""
@@ -85,6 +85,10 @@ class Lender:
         idle = [f for f in self._lent.values() if f.users == 0]
         for other in idle[:-KEPT]:
             self._take_back(other)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether it lies in the memory of parameters."""
+        return storage_key(tensor) in self._by_storage
 
     def saving(self) -> AbstractContextManager[Any]:
         """Around an operation on lent buffers: what autograd saves of them is gathered again when it is needed."""

@@ -89,6 +89,10 @@ class Home(Protocol):
         """Somebody gets a view of a parameter's memory, which he may go on to use when the parameter has another."""
         ...
 
+    def apart(self, value: Tensor) -> Tensor:
+        """What a parameter's ``data`` is set to; a copy, if it is the memory of a parameter, which others will have."""
+        ...
+
     def read_grad(self, param: nn.Parameter) -> Tensor | None:
         """``param.grad``. Collective."""
         ...
@@ -122,6 +126,8 @@ class Present(nn.Parameter):
     @data.setter
     def data(self, value: Tensor) -> None:
         self._look()
+        if torch_function_is_on() and (home := home_of(self)) is not None:
+            value = home.apart(value)
         with without_torch_function():
             _DATA.__set__(self, value)
 

@@ -51,6 +51,10 @@ class Lends(Protocol):
         """Bring the values into memory, and keep them until `touched`. Collective."""
         ...
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether it lies in the memory of parameters."""
+        ...
+
     def touched(self, flat: Flat) -> None:
         """They are not needed any more."""
         ...
@@ -450,6 +454,10 @@ class Flat:
         """Somebody has asked for ``param.data``."""
         alive = [r for r in self.handed_out.get(self._index[id(param)], ()) if r() is not None]
         self.handed_out[self._index[id(param)]] = [*alive, weakref.ref(values)]
+
+    def apart(self, value: Tensor) -> Tensor:
+        """A copy, if it lies in the memory of parameters."""
+        return value.detach().clone() if self.lender is not None and self.lender.holds(value) else value
 
     @property
     def is_seen(self) -> bool:
