@@ -74,10 +74,7 @@ class _Elsewhere(defaultdict):
         self._name = name
 
     def __missing__(self, key: Any) -> Any:
-        raise StateError(
-            f"{self._name}.state was asked for the state of a parameter, which is sharded over the ranks. Take it from "
-            "trainer.strategy.optimizer_state(optimizer), on every rank: rank 0 gets it in full."
-        )
+        raise _sharded_state(f"{self._name}.state[...]")
 
     def __contains__(self, key: object) -> bool:
         return self.__missing__(key)
@@ -87,6 +84,13 @@ class _Elsewhere(defaultdict):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_Elsewhere, (self._name,))
+
+
+def _sharded_state(what: str) -> StateError:
+    return StateError(
+        f"{what} was asked for the state of parameters, which is sharded over the ranks. Take it from "
+        "trainer.strategy.optimizer_state(optimizer), on every rank: rank 0 gets it in full."
+    )
 
 
 class ShardedOptimizer:
@@ -488,6 +492,14 @@ class ShardedOptimizer:
         self._runs = []
         self._run_state = defaultdict(dict)
         self._composed_for = None
+
+    def refuse_state(self, what: str) -> Any:
+        """What is asked of the bare optimizer, which has no state between steps.
+
+        Raises:
+            StateError: always.
+        """
+        raise _sharded_state(f"{type(self.optimizer).__name__}.{what}")
 
     def state_bytes(self) -> int:
         """Bytes of optimizer state that this rank has in memory, without masters."""

@@ -138,13 +138,33 @@ class WritesToKeptViews(Row):
 class ReadsState(Row):
     """The optimizer's state, parameter by parameter."""
 
-    refused: ClassVar[dict[str, str]] = dict.fromkeys(OPTIONS, r"state.*optimizer_state\(")
+    refused: ClassVar[dict[str, str]] = dict.fromkeys(OPTIONS, r"state.*sharded.*optimizer_state\(")
 
     def on_train_batch_end(self, *_: Any) -> None:
         optimizer = self.trainer.optimizers[0]
         for group in optimizer.param_groups:
             for p in group["params"]:
                 self.note(optimizer.state[p]["exp_avg"].norm())
+
+
+class SavesState(ReadsState):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.kept = self.trainer.optimizers[0].state_dict()
+
+
+class LoadsState(Row):
+    """An optimizer's state from elsewhere."""
+
+    def on_train_start(self) -> None:
+        generator = torch.Generator().manual_seed(3)
+        optimizer = self.trainer.optimizers[0]
+        states = {}
+        for i, p in enumerate(self.parameters()):
+            average, square = (0.01 * torch.rand(p.shape, generator=generator) for _ in range(2))
+            states[i] = {"step": torch.tensor(7.0), "exp_avg": average, "exp_avg_sq": square}
+        group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+        groups = [{**group, "lr": 2e-2, "params": list(states)}]
+        optimizer.load_state_dict({"state": states, "param_groups": groups})
 
 
 class Ewc(Row):
