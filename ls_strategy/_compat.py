@@ -411,7 +411,7 @@ def is_tracing() -> bool:
 
 def is_transforming() -> bool:
     """Whether this thread is inside a transform of `torch.func` (grad, vmap, ...)."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return torch._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined]
 
 
 def outside_transforms() -> AbstractContextManager[Any]:
