@@ -90,6 +90,11 @@ class Lender:
         """Whether it lies in the memory of parameters."""
         return storage_key(tensor) in self._by_storage
 
+    def note_memory(self, flat: Flat) -> None:
+        """A buffer has other memory from now on."""
+        self._by_storage = {key: each for key, each in self._by_storage.items() if each is not flat}
+        self._by_storage[storage_key(flat.full)] = flat
+
     def saving(self) -> AbstractContextManager[Any]:
         """Around an operation on lent buffers: what autograd saves of them is gathered again when it is needed."""
         if not self._sharded or not torch.is_grad_enabled():

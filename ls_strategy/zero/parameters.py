@@ -64,6 +64,10 @@ _NEED_NO_VALUES = (
 """Torch functions that ask a parameter what it is, not what its values are."""
 
 
+_GIVE_MEMORY = _ways("__array__ __dlpack__ data_ptr numpy storage untyped_storage")
+"""Torch functions whose results are written to without a trace in ``_version``."""
+
+
 class Home(Protocol):
     """Where a parameter's values come from."""
 
@@ -193,6 +197,9 @@ class Absent(Present):
         for p in params:
             p.__class__ = Present
         try:
+            if func in _GIVE_MEMORY:
+                for home in homes.values():
+                    home.may_be_written = True
             with next(iter(homes.values())).saving() if homes else nullcontext():
                 return func(*args, **kwargs)
         finally:

@@ -55,6 +55,10 @@ class Lends(Protocol):
         """Whether it lies in the memory of parameters."""
         ...
 
+    def note_memory(self, flat: Flat) -> None:
+        """A buffer has other memory from now on."""
+        ...
+
     def touched(self, flat: Flat) -> None:
         """They are not needed any more."""
         ...
@@ -574,7 +578,17 @@ class Flat:
         if keep:
             self.kept = self.full[slice(*self.stepped)].clone()
         else:
-            self.full.untyped_storage().resize_(0)
+            self._free()
+
+    def _free(self) -> None:
+        """Give the memory of ``full`` back; to who has made a NumPy array of it, which fixes its size, for good."""
+        if not self.full.untyped_storage().resizable():
+            self.full = torch.empty_like(self.full)
+            self.views = [self.full[s.offset : s.end].view(s.shape) for s in self.layout.slots]
+            self._holders = storage_users(self.full) + len(self.params)
+            if self.lender is not None:
+                self.lender.note_memory(self)
+        self.full.untyped_storage().resize_(0)
 
     def outdate_views(self) -> None:
         """Stage 3: the masters are newer than what somebody's view of a released buffer shows."""
@@ -591,7 +605,7 @@ class Flat:
     def forget_views(self) -> None:
         """Stage 3: nobody has a view any more."""
         self.kept, self.is_viewed = None, False
-        self.full.untyped_storage().resize_(0)
+        self._free()
 
     # gradients -------------------------------------------------------------------------------------------------------
 

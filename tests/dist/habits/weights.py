@@ -113,6 +113,21 @@ class ExchangesWeights(Row):
         self.first.bias.data = kept
 
 
+class MakesArrays(Row):
+    """NumPy arrays of weights and gradients, as for TensorBoard's histograms; some are kept."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.note(sum(p.detach().cpu().numpy().sum() for p in self.parameters()))
+        with torch.no_grad():
+            self.first.weight.numpy()[0] *= 0.5
+        self.kept = self.blocks[1].wide.weight.detach().numpy()
+        self.note(self.kept)
+
+    def on_after_backward(self) -> None:
+        for p in self.blocks.parameters():
+            self.note(p.grad.detach().cpu().numpy())  # type: ignore[union-attr]
+
+
 class StandardizesWeights(Row):
     def build(self) -> None:
         super().build()
