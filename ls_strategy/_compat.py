@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import CompileContext
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -64,6 +65,7 @@ __all__ = [
     "is_mock_optimizer",
     "is_started_by_lightning",
     "is_tracing",
+    "is_transforming",
     "load_state",
     "made_by_parser",
     "make_wrapper",
@@ -72,6 +74,7 @@ __all__ = [
     "name_logs_by_job",
     "onednn_linear",
     "open_sockets",
+    "outside_transforms",
     "overwrite_saved_config",
     "parse_again",
     "persistent_buffer_names",
@@ -448,6 +451,16 @@ def torch_function_is_on() -> bool:
 def is_tracing() -> bool:
     """Whether dynamo compiles on this thread; it looks at parameters, and on torch 2.11 at their gradients."""
     return CompileContext.try_get() is not None
+
+
+def is_transforming() -> bool:
+    """Whether this thread is inside a transform of `torch.func` (grad, vmap, ...)."""
+    return torch._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined]
+
+
+def outside_transforms() -> AbstractContextManager[Any]:
+    """Inside, operations on plain tensors are seen by no transform of `torch.func`."""
+    return temporarily_clear_interpreter_stack()
 
 
 def version_of(tensor: Tensor) -> int:

@@ -232,6 +232,8 @@ class Engine:
         after = optimizer.register_step_post_hook(self._after_step)
         state.hooks = (optimizer.register_step_pre_hook(self._on_step), after)
         Method(optimizer, "zero_grad", lambda _, set_to_none=True: self.zero_grad(index, set_to_none=set_to_none))
+        Method(optimizer, "state_dict", lambda _: sharded.refuse_state("state_dict()"))
+        Method(optimizer, "load_state_dict", lambda _, state_dict: sharded.load_full_state_dict(state_dict))
         return state
 
     def _on_step(self, optimizer: Optimizer, *_: Any) -> None:

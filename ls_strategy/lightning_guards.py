@@ -18,13 +18,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ls_strategy._compat import has_step_hooks, sync_batch_norm_error, unwrap_optimizer
-from ls_strategy.config import ZeROConfig
 from ls_strategy.engine import Engine
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.precision_plugin import ZeROPrecision
 from ls_strategy.transient import Method
 from ls_strategy.zero.parameters import unnoticed
-from ls_strategy.zero_stages import POLICIES
 
 _AFTER_BACKWARD = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad", "on_train_batch_end")
 """Hooks that run after backward and before the gradients are dropped."""
@@ -33,38 +31,36 @@ _IN_CHARGE = ("configure_gradient_clipping", "optimizer_step", "optimizer_zero_g
 """Hooks of the module that change gradients, or decide whether a step follows at all."""
 
 
-def check_trainer(trainer: pl.Trainer, config: ZeROConfig, precision: ZeROPrecision, parallel: str) -> None:
+def check_trainer(trainer: pl.Trainer, precision: ZeROPrecision, parallel: str) -> None:
     """Refuse what cannot work, before anything is sharded.
 
     Args:
-        trainer: with its callbacks.
-        config: options.
-        precision: dtypes.
-        parallel: kinds of parallelism that leave a rank with a part of the model, in words.
+        trainer: about to fit, or to evaluate.
+        precision: of the run.
+        parallel: kinds of parallelism that leave a rank with a part of the model.
 
     Raises:
         PlanError: with the cure.
     """
-    policy = POLICIES[config.stage]
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
         name = type(callback).__name__
-        if isinstance(callback, StochasticWeightAveraging) and policy.optimizer:
-            raise PlanError(
-                f"{name} swaps the module's weights behind the optimizer's back, and with stage={config.stage} the "
-                "optimizer's weights are shards. Use ls_strategy.ShardedEMA, or stage 0."
-            )
         if isinstance(callback, BaseFinetuning) and parallel:
             raise PlanError(
                 f"{name} adds parameters to the optimizer while training runs, and under {parallel} parallelism the "
                 "layout of the shards stays as it is. Give all parameters to the optimizer in configure_optimizers, "
                 "and freeze and unfreeze them by requires_grad_()."
             )
-        if isinstance(callback, WeightAveraging) and (policy.parameters or precision.policy.compute != torch.float32):
+        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)) and parallel:
             raise PlanError(
-                f"{name} copies the module's weights, which are sharded (stage 3) or rounded to 16 bit here "
-                f"(stage={config.stage}, precision={precision.precision}). Use ls_strategy.ShardedEMA, which averages "
-                "the fp32 shards."
+                f"{name} copies the model before {parallel} parallelism leaves each rank a part of it. Use "
+                "ls_strategy.ShardedEMA, which averages the parts."
+            )
+        if isinstance(callback, WeightAveraging) and precision.policy.compute != torch.float32:
+            raise PlanError(
+                f"{name} swaps the module's weights with averages, and weights are rounded to 16 bit here "
+                f"(precision={precision.precision}), so that the fp32 master weights would be lost. Use "
+                "ls_strategy.ShardedEMA, which averages the fp32 shards."
             )
     if trainer.strategy._layer_sync is not None:  # type: ignore[attr-defined]
         reason = sync_batch_norm_error()

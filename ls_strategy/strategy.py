@@ -592,7 +592,7 @@ class ZeROStrategy(DDPStrategy):
             self._reset_optimizers_and_schedulers()
         if fitting or not held:
             kinds = "" if self.parallel.mesh is None else self.parallel.mesh.shape.kinds
-            guards.check_trainer(trainer, self.config, self._precision(), kinds)
+            guards.check_trainer(trainer, self._precision(), kinds)
             if fitting and self._layer_sync:
                 self.model = self._layer_sync.apply(module)
             parts = self.parallel.divide(module, self.root_device, recomputes=self.activations.recomputes)
@@ -1308,6 +1308,7 @@ class ZeROStrategy(DDPStrategy):
         if self.engine is not None:
             self.engine.gradients.local = True  # no step is to come; Trainers call zero_grad() before they validate
             self.engine.lender.thread = None
+            self.engine.lender.given.training = False
         if self.engine is not None and (self.engine.comm.world_size == 1 or dist.is_initialized()):
             self.engine.wait()
             if self._state_dict_hooks is None:  # every rank has whole parameters

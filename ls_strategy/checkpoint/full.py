@@ -112,8 +112,7 @@ def load_full_state_dict(
     with torch.no_grad():
         for name, param in params.items():
             if name in state and name in here:
-                flat, i = places[id(param)]
-                _write(flat, i, state[name])
+                _give(param, places.get(id(param)), state[name])
         for name, buffer in buffers.items():
             if name in state and name in here:
                 buffer.copy_(state[name])
@@ -131,6 +130,13 @@ def masters_from_state_dict(
             for at, part in parts_of(value, piece.param_start, piece.param_start + piece.numel):
                 start = piece.start + at - piece.param_start
                 master[start : start + part.numel()].copy_(part)
+
+
+def _give(param: nn.Parameter, place: tuple[Flat, int] | None, value: Tensor) -> None:
+    if place is not None:
+        _write(*place, value)
+    else:  # of a module that joined when the strategy had taken the model
+        param.copy_(value)
 
 
 def _write(flat: Flat, i: int, value: Tensor) -> None:
@@ -186,8 +192,15 @@ class StateDictHooks(Transient):
         """Replace what the call collected, once, at its outermost module."""
         if prefix or not self._enabled:
             return
-        self._lender.collects(None)
-        state.update(full_state_dict(state, self._units, self._mesh, all_ranks=True, master=False))
+        lender = self._lender
+        lender.collects(None)
+        lender.given.drop()
+        lender.take_lent()
+        places = places_of(state, self._units)
+        full = full_state_dict(state, self._units, self._mesh, all_ranks=True, master=False)
+        state.update(full)
+        for values, place in {id(full[key]): (full[key], place) for key, place in places.items()}.values():
+            lender.given.add(*place, values)
 
     def begin(self, frame: FrameType) -> None:
         """Note that ``frame``, a call of ``state_dict()``, lists parameters; their values are brought in the end."""

@@ -40,7 +40,8 @@ class Gatherer:
                     self._seen.append(unit)
                 direction = -1 if backward else 1
                 for neighbour in self._neighbours(unit, direction, self.prefetch_units):
-                    self.start(neighbour)
+                    if not any(flat.updated_early for flat in neighbour.flats):  # else its backward has no need of it
+                        self.start(neighbour)
                 for neighbour in self._neighbours(unit, direction, self.prefetch_units + 1):
                     self._read(neighbour)
         else:
@@ -119,9 +120,11 @@ class Gatherer:
     def outdate(self, flats: list[Flat]) -> None:
         """The optimizer is stepping these: hooks that run after its step find what it makes. Not collective."""
         for flat in flats:
-            if self.sharded and flat.is_gathered:
-                flat.release()
-            elif not self.sharded and not flat.master_is_complete:
+            if self.sharded:
+                if flat.is_gathered:
+                    flat.release()
+                flat.outdate_views()
+            elif not flat.master_is_complete:
                 flat.publish_due = True
                 flat.hide()
 
@@ -141,7 +144,10 @@ class Gatherer:
                 flat.publish_due = True
             else:
                 flat.start_gather()
-            if flat.is_on_its_way:
+            if flat.is_on_its_way and not lazily and flat.is_seen:  # and may be read or written to at any time
+                flat.finish_gather()
+            elif flat.is_on_its_way:
+                flat.note_outdated()
                 flat.hide()
 
     def _start_due(self, unit: Unit) -> None:

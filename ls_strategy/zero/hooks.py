@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ls_strategy import spans
-from ls_strategy._compat import current_backward_pass, tree_iter
+from ls_strategy._compat import current_backward_pass, is_transforming, outside_transforms, tree_iter
 from ls_strategy.transient import Transient
 from ls_strategy.zero.gather import Gatherer
 from ls_strategy.zero.reduce import Reducer
@@ -36,10 +36,28 @@ class _Hook(Transient):
         self._call = torch.compiler.disable(call)
 
     def __call__(self, *args: Any) -> None:
-        self._call(*args)
+        if is_transforming():
+            with outside_transforms():
+                self._call(*args)
+        else:
+            self._call(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_do_nothing, ())
+
+
+class _AfterForward(_Hook):
+    """Inside `torch.func` a backward may follow that no hook sees: the unit stays until the next one is over."""
+
+    def __init__(self, call: Callable[..., Any], unit: Unit) -> None:
+        super().__init__(call)
+        self._unit = unit
+
+    def __call__(self, *args: Any) -> None:
+        if is_transforming():
+            self._unit.pinned = True
+        else:
+            self._call(*args)
 
 
 def _do_nothing_hook(*_: Any) -> None:
@@ -124,7 +142,7 @@ class UnitHooks:
             def after(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
                 self._after_forward(unit, (args, kwargs), output)
 
-            hook = _Hook(after)
+            hook = _AfterForward(after, unit)
             self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
 
     def on_grad(self, unit: Unit, flat: Flat, index: int, param: nn.Parameter) -> None:

@@ -3,7 +3,8 @@
 Such a buffer is *lent*. Of all that are, the `KEPT` last stay while others are touched, the rest is released, and all
 of them where the step goes on: a model that is read from end to end never takes more than these. What autograd saves of
 a lent buffer it saves by its place in it, and has gathered again when backward needs it. A buffer of which somebody
-keeps a view keeps its memory until the view is gone.
+keeps a view keeps its memory until the view is gone, and what is written there counts; after a step such a view shows
+NaN until the buffer is gathered again, for its values are then no longer the parameter's.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ls_strategy._compat import current_backward_pass, storage_key
 from ls_strategy.errors import StateError
+from ls_strategy.zero.given import Given
 from ls_strategy.zero.units import Flat
 
 KEPT = 2
@@ -45,12 +47,13 @@ class Lender:
         self._flats = flats
         self._sharded = sharded
         self._lent: dict[int, Flat] = {}
-        self._kept: dict[int, Flat] = {}
-        self._by_storage = {storage_key(flat.full): flat for flat in flats} if sharded else {}
+        self._by_storage = {storage_key(flat.full): flat for flat in flats}
         self._collecting: FrameType | None = None
         self.thread: int | None = None
         """The thread that trains, while it does: another one would exchange with other ranks at a moment of its own."""
 
+        self.given = Given()
+        """Copies that state dicts have given away (stage 3)."""
         for flat in flats:
             flat.lender = self
 
@@ -103,6 +106,15 @@ class Lender:
         for other in idle[:-KEPT]:
             self._take_back(other)
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether it lies in the memory of parameters."""
+        return storage_key(tensor) in self._by_storage
+
+    def note_memory(self, flat: Flat) -> None:
+        """A buffer has other memory from now on."""
+        self._by_storage = {key: each for key, each in self._by_storage.items() if each is not flat}
+        self._by_storage[storage_key(flat.full)] = flat
+
     def saving(self) -> AbstractContextManager[Any]:
         """Around an operation on lent buffers: what autograd saves of them is gathered again when it is needed."""
         if not self._sharded or not torch.is_grad_enabled():
@@ -130,12 +142,9 @@ class Lender:
         for flat in list(self._lent.values()):
             if flat.users == 0:
                 self._take_back(flat)
-        for key, flat in list(self._kept.items()):
-            if flat.is_gathered or flat.gathering is not None:
-                continue
-            if not flat.is_held:
-                flat.full.untyped_storage().resize_(0)
-                del self._kept[key]
+        for flat in self._flats if self._sharded else ():
+            if flat.is_viewed and not flat.is_gathered and flat.gathering is None and not flat.is_held:
+                flat.forget_views()
 
     def _take_back(self, flat: Flat) -> None:
         del self._lent[id(flat)]
@@ -143,11 +152,14 @@ class Lender:
             return  # the unit's own module has taken it over
         flat.take_writes()
         flat.release()
-        if flat.full.untyped_storage().size():
-            self._kept[id(flat)] = flat
 
     def take_writes(self) -> None:
         """What was written anywhere reaches masters and shards. Not collective."""
+        self.given.take_writes()
+        self.take_lent()
+
+    def take_lent(self) -> None:
+        """What was written to parameters so far does. Not collective."""
         for flat in self._flats:
             flat.take_writes()
 

@@ -79,6 +79,33 @@ class _Pending:
     shown: bool
 
 
+class _Elsewhere(defaultdict):
+    """An optimizer's ``state`` between steps: empty, and an error for who looks a parameter's up."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(dict)
+        self._name = name
+
+    def __missing__(self, key: Any) -> Any:
+        raise _sharded_state(f"{self._name}.state[...]")
+
+    def __contains__(self, key: object) -> bool:
+        return self.__missing__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return self.__missing__(key)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_Elsewhere, (self._name,))
+
+
+def _sharded_state(what: str) -> StateError:
+    return StateError(
+        f"{what} was asked for the state of parameters, which is sharded over the ranks. Take it from "
+        "trainer.strategy.optimizer_state(optimizer), on every rank: rank 0 gets it in full."
+    )
+
+
 class ShardedOptimizer:
     """One optimizer of the user and its sharded state."""
 
@@ -132,7 +159,7 @@ class ShardedOptimizer:
                     self._absorb(number, flats[n], i, early_state[param])
                 if self.shows_pieces:
                     group["params"][j] = self.pieces[number]
-        optimizer.state = defaultdict(dict)
+        optimizer.state = _Elsewhere(type(optimizer).__name__)
         self._members: list[list[Tensor]] = [list(group["params"]) for group in optimizer.param_groups]
         """What the groups hold between two steps."""
 
@@ -493,6 +520,14 @@ class ShardedOptimizer:
         self._runs = []
         self._run_state = defaultdict(dict)
         self._composed_for = None
+
+    def refuse_state(self, what: str) -> Any:
+        """What is asked of the bare optimizer, which has no state between steps.
+
+        Raises:
+            StateError: always.
+        """
+        raise _sharded_state(f"{type(self.optimizer).__name__}.{what}")
 
     def state_bytes(self) -> int:
         """Bytes of optimizer state that this rank has in memory, without masters."""

@@ -64,6 +64,10 @@ NEED_NO_VALUES = (
 """Torch functions that ask a parameter what it is, not what its values are."""
 
 
+_GIVE_MEMORY = _ways("__array__ __dlpack__ data_ptr numpy storage untyped_storage")
+"""Torch functions whose results are written to without a trace in ``_version``."""
+
+
 class Home(Protocol):
     """Where a parameter's values come from."""
 
@@ -83,6 +87,14 @@ class Home(Protocol):
 
     def touched(self) -> None:
         """The operation is over."""
+        ...
+
+    def hand_out(self, param: nn.Parameter, values: Tensor) -> None:
+        """Somebody gets a view of a parameter's memory, which he may go on to use when the parameter has another."""
+        ...
+
+    def apart(self, value: Tensor) -> Tensor:
+        """What a parameter's ``data`` is set to; a copy, if it is the memory of a parameter, which others will have."""
         ...
 
     def read_grad(self, param: nn.Parameter) -> Tensor | None:
@@ -110,11 +122,16 @@ class Present(nn.Parameter):
         """As of any parameter."""
         self._look()
         with without_torch_function():
-            return _DATA.__get__(self)
+            values = _DATA.__get__(self)
+        if torch_function_is_on() and (home := home_of(self)) is not None:
+            home.hand_out(self, values)
+        return values
 
     @data.setter
     def data(self, value: Tensor) -> None:
         self._look()
+        if torch_function_is_on() and (home := home_of(self)) is not None:
+            value = home.apart(value)
         with without_torch_function():
             _DATA.__set__(self, value)
 
@@ -166,14 +183,9 @@ class Absent(Present):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Bring the values first; what only asks for shapes and the like needs none."""
         kwargs = kwargs or {}
-        if func in NEED_NO_VALUES:
+        if _needs_no_values(func, args):
             with without_torch_function():
                 return func(*args, **kwargs)
-        if func is _DETACH and (home := home_of(args[0])) is not None and home.is_collected():
-            with without_torch_function():
-                return func(*args)
-        if func is torch.equal and len(args) == 2 and args[0].shape != args[1].shape:
-            return False
         params: list[nn.Parameter] = [leaf for leaf in tree_iter((args, kwargs)) if type(leaf) is Absent]
         homes = {id(home): home for home in map(_home_now, params)}
         for home in homes.values():
@@ -182,6 +194,9 @@ class Absent(Present):
         for p in params:
             p.__class__ = Present
         try:
+            if func in _GIVE_MEMORY:
+                for home in homes.values():
+                    home.may_be_written = True
             with next(iter(homes.values())).saving() if homes else nullcontext():
                 return func(*args, **kwargs)
         finally:
@@ -190,6 +205,16 @@ class Absent(Present):
                     p.__class__ = Absent
             for home in homes.values():
                 home.touched()
+
+
+def _needs_no_values(func: Any, args: Any) -> bool:
+    """Whether torch can answer from what the parameters are, whatever their values."""
+    if func is _DETACH:
+        home = home_of(args[0])
+        return home is not None and home.is_collected()
+    if func is torch.equal and len(args) == 2:
+        return args[0].shape != args[1].shape
+    return func in NEED_NO_VALUES
 
 
 def settle(param: nn.Parameter, home: Home) -> bool:

@@ -18,6 +18,7 @@ it gathered first (`ls_strategy.zero.parameters`).
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from ls_strategy import spans
-from ls_strategy._compat import storage_key, storage_users
+from ls_strategy._compat import storage_key, storage_users, version_of
 from ls_strategy.axis import Axis
 from ls_strategy.comm import Comm, PendingGather, PendingReduce
 from ls_strategy.config import TierName
@@ -48,6 +49,14 @@ class Lends(Protocol):
 
     def touch(self, flat: Flat) -> None:
         """Bring the values into memory, and keep them until `touched`. Collective."""
+        ...
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether it lies in the memory of parameters."""
+        ...
+
+    def note_memory(self, flat: Flat) -> None:
+        """A buffer has other memory from now on."""
         ...
 
     def touched(self, flat: Flat) -> None:
@@ -103,6 +112,12 @@ class Flat:
 
     lent = False
     """Stage 3: gathered for somebody's touch, not for the unit's own module."""
+
+    kept: Tensor | None = None
+    """Stage 3: this rank's part of a buffer that is released, and keeps its memory for somebody's view of it."""
+
+    is_viewed = False
+    """Stage 3: whether somebody has, or had, such a view."""
 
     hidden = False
     """Stages 0 to 2: new values are on their way; a touch waits for them."""
@@ -240,6 +255,10 @@ class Flat:
         self._index = {id(p): i for i, p in enumerate(self.params)}
         self._adopted: dict[int, Tensor] = {}
         """Stage 0: tensors that user code made ``p.grad``."""
+        self.handed_out: dict[int, list[weakref.ref[Tensor]]] = {}
+        """What ``param.data`` gave, by parameter: views of its slot."""
+        self.outdated: list[tuple[weakref.ref[Tensor], int]] = []
+        """Those among them that do not show the parameters since the step, and their versions then."""
         # One element per parameter, so that its address still tells which parameter it is (checkpoint.py asks).
         nothing = float("nan") if dtype.is_floating_point else 0
         self._released = torch.full((len(self.params),), nothing, device=device, dtype=dtype)
@@ -437,6 +456,20 @@ class Flat:
         else:
             self.gradients.write(self, self._index[id(param)], value)
 
+    def hand_out(self, param: nn.Parameter, values: Tensor) -> None:
+        """Somebody has asked for ``param.data``."""
+        alive = [r for r in self.handed_out.get(self._index[id(param)], ()) if r() is not None]
+        self.handed_out[self._index[id(param)]] = [*alive, weakref.ref(values)]
+
+    def apart(self, value: Tensor) -> Tensor:
+        """A copy, if it lies in the memory of parameters."""
+        return value.detach().clone() if self.lender is not None and self.lender.holds(value) else value
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether somebody keeps what ``param.data`` gave."""
+        return any(r() is not None for references in self.handed_out.values() for r in references)
+
     def is_collected(self) -> bool:
         """Whether the parameters are only being listed."""
         return self.lender is not None and self.lender.is_collected()
@@ -459,6 +492,8 @@ class Flat:
                     f"a parameter of {self.layout.slots[0].name!r} and its neighbours is read again in the backward "
                     "pass that has already updated it. Set overlap_step=False on the strategy."
                 )
+            self.take_writes()
+            self.kept, self.outdated = None, []
             self.start_read()
             if self.full.untyped_storage().size() == 0:
                 self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
@@ -519,9 +554,13 @@ class Flat:
     def reveal(self) -> None:
         """The parameters have their values, and nobody needs to ask for them."""
         self._switch(Present)
+        self.is_viewed |= self.lent and self.is_held
         self.lent = False
         if self.hidden:
             self.hidden = False
+            if self.outdated:
+                self.take_writes()
+                self.outdated = []
             self.look()
 
     def release(self) -> None:
@@ -532,14 +571,43 @@ class Flat:
         if self.reading is not None:
             self.reading.result()
             self.reading = None
-        keep = self.lent and self.is_held
+        keep = self.is_viewed = (self.lent or self.is_viewed) and self.is_held
         with unnoticed():
             for i, (p, slot) in enumerate(zip(self.params, self.layout.slots, strict=True)):
                 point(p, self._released[i].expand(slot.shape))
         self._switch(Absent)
         self.is_gathered = self.lent = False
-        if not keep:
-            self.full.untyped_storage().resize_(0)
+        if keep:
+            self.kept = self.full[slice(*self.stepped)].clone()
+        else:
+            self._free()
+
+    def _free(self) -> None:
+        """Give the memory of ``full`` back; to who has made a NumPy array of it, which fixes its size, for good."""
+        if not self.full.untyped_storage().resizable():
+            self.full = torch.empty_like(self.full)
+            self.views = [self.full[s.offset : s.end].view(s.shape) for s in self.layout.slots]
+            self._holders = storage_users(self.full) + len(self.params)
+            if self.lender is not None:
+                self.lender.note_memory(self)
+        self.full.untyped_storage().resize_(0)
+
+    def outdate_views(self) -> None:
+        """Stage 3: the masters are newer than what somebody's view of a released buffer shows."""
+        if self.kept is not None:
+            self.kept = None
+            self.full.fill_(float("nan"))
+            self.note_outdated()
+
+    def note_outdated(self) -> None:
+        """What ``param.data`` gave does not show the parameters for now."""
+        handed = [r for references in self.handed_out.values() for r in references]
+        self.outdated = [(r, version_of(values)) for r in handed if (values := r()) is not None]
+
+    def forget_views(self) -> None:
+        """Stage 3: nobody has a view any more."""
+        self.kept, self.is_viewed = None, False
+        self._free()
 
     # gradients -------------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ls_strategy._compat import version_of
 from ls_strategy.errors import StateError
 from ls_strategy.zero.parameters import point, unnoticed, values_of
 
@@ -29,9 +30,13 @@ def take_writes(flat: Flat) -> bool:
         Whether this rank's part of them has changed, or may have.
 
     Raises:
-        StateError: ``p.data`` was given a tensor of another shape or dtype; or something was written while an update
-            of the same weights was running.
+        StateError: ``p.data`` was given a tensor of another shape or dtype; something was written while an update of
+            the same weights was running, or to what ``p.data`` gave before the last step (stage 3).
     """
+    if flat.outdated:
+        _check_outdated(flat)
+    if flat.kept is not None:
+        return _take_kept(flat)
     if not flat.is_gathered or flat.hidden or flat.gathering is not None:
         return False
     with unnoticed():
@@ -41,11 +46,7 @@ def take_writes(flat: Flat) -> bool:
         return False
     if flat.updated_early or flat.updating is not None:  # the masters are newer, and nothing can be compared
         if moved or counted:
-            raise StateError(
-                f"a parameter of {flat.name!r} and its neighbours was written to after its update had begun, which "
-                "early and delayed updates do before the optimizer's step. Set overlap_step=False on the strategy, "
-                "and leave delayed_update_after out."
-            )
+            raise _too_late(flat)
         return False
     flat.was_written |= bool(moved) or counted
     for i in moved:
@@ -57,6 +58,14 @@ def take_writes(flat: Flat) -> bool:
     return changed
 
 
+def _too_late(flat: Flat) -> StateError:
+    return StateError(
+        f"a parameter of {flat.name!r} and its neighbours was written to after its update had begun, which early and "
+        "delayed updates do before the optimizer's step. Set overlap_step=False on the strategy, and leave "
+        "delayed_update_after out."
+    )
+
+
 def _bring_back(flat: Flat, i: int) -> None:
     param, view = flat.params[i], flat.views[i]
     values = values_of(param)
@@ -66,9 +75,61 @@ def _bring_back(flat: Flat, i: int) -> None:
             f"while the strategy holds the parameter it stays {view.dtype} of shape {tuple(view.shape)}. Change it "
             "before the fit."
         )
+    _part_with(flat, i)
     view.copy_(values)
     with unnoticed():
         point(param, view)
+
+
+def _part_with(flat: Flat, i: int) -> None:
+    """Who kept ``param.data`` before it was set to another tensor has the old values: give him memory of his own."""
+    handed = [values for reference in flat.handed_out.pop(i, ()) if (values := reference()) is not None]
+    view = flat.views[i]
+    for values in handed:
+        if values.data_ptr() == view.data_ptr() and values.shape == view.shape:
+            values.data = view.clone()
+
+
+def _check_outdated(flat: Flat) -> None:
+    for reference, version in flat.outdated:
+        values = reference()
+        if values is not None and version_of(values) != version:
+            flat.outdated = []
+            raise StateError(
+                f"a view of {flat.name!r} or its neighbours (p.data) that was kept through a step was written to. At "
+                "stage 3 and with offload it does not show the parameter then. Ask for p.data again in every hook."
+            )
+
+
+def _take_kept(flat: Flat) -> bool:
+    """The buffer is released, but somebody has a view of its memory."""
+    assert flat.kept is not None
+    now = flat.full[slice(*flat.stepped)]
+    if not bool((bits(now) != bits(flat.kept)).any()):
+        return False
+    if flat.updated_early or flat.updating is not None:
+        raise _too_late(flat)
+    take_elements(flat, 0, now, flat.kept)
+    flat.kept = now.clone()
+    flat.was_written = True
+    return True
+
+
+def take_elements(flat: Flat, start: int, now: Tensor, before: Tensor) -> bool:
+    """Take what differs from ``before`` into this rank's masters from element ``start`` on, and their shard.
+
+    Returns:
+        Whether anything does.
+    """
+    differs = bits(now) != bits(before)
+    if not bool(differs.any()):
+        return False
+    master = flat.read_master().detach()[start : start + now.numel()]
+    new = torch.where(differs.to(master.device), now.to(device=master.device, dtype=master.dtype), master)
+    flat.write_master(start, new)
+    if flat.has_own_shard:
+        flat.refresh()
+    return True
 
 
 def _take_shard(flat: Flat) -> bool:

@@ -1,0 +1,98 @@
+"""Habits that libraries and published programs bring along: the same code under DDP gives the same numbers.
+
+As `tests.dist.test_habits`, with the rows of `tests.dist.habits`.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from ls_strategy.errors import OutOfStepError
+from ls_strategy.strategy import ZeROStrategy
+from ls_strategy.testing import spawn
+from tests.dist.habits import averages, gradients, networks, trainers, weights
+from tests.dist.habits.rows import Row, outcome, require_equal
+from tests.dist.ranks import quiet
+from tests.dist.test_habits import OPTIONS
+from tests.marks import slow
+
+CHEAP = ("zero2", "zero3, small units")
+
+_PIECES = (
+    "between steps the optimizer's groups hold this rank's pieces of parameters, whose norms are not the parameters'"
+)
+
+DIFFERENT: dict[type[Row], str] = {
+    trainers.ClipsGroups: _PIECES,
+    trainers.ClipsGroupsByHand: _PIECES,
+    trainers.SurgeryOnGroups: _PIECES,
+    trainers.PerturbsGroups: _PIECES,
+    trainers.ReadsGroups: _PIECES,
+    trainers.ClampsGroups: _PIECES,
+    trainers.LotteryTicket: "after `p.data = q.data` the two share memory in plain torch, and the step changes both",
+}
+"""Known differences, and why."""
+
+GROUPS = {
+    module.__name__.rpartition(".")[2]: [
+        row
+        for row in vars(module).values()
+        if isinstance(row, type)
+        and issubclass(row, Row)
+        and row.__module__ == module.__name__
+        and row not in DIFFERENT
+        and row not in (trainers.LogsOnOneRank, networks.Compiled)
+    ]
+    for module in (weights, averages, networks, gradients, trainers)
+}
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_on_two_ranks_as_under_ddp(group: str, tmp_path: Path) -> None:
+    require_equal(GROUPS[group], CHEAP, tmp_path)
+
+
+def logs_on_one_rank(rank: int, world_size: int, name: str, root: str) -> None:
+    quiet()
+    strategy = ZeROStrategy(**OPTIONS[name], explain_waits_after=1.0, timeout=timedelta(seconds=100))
+    started = time.monotonic()
+    with pytest.raises(OutOfStepError, match=r"all_gather of 'blocks\.1\."):
+        outcome(rank, world_size, trainers.LogsOnOneRank, strategy, Path(root))
+    assert time.monotonic() - started < 30
+
+
+def test_logging_weights_on_one_rank_is_as_under_ddp_where_every_rank_has_them(tmp_path: Path) -> None:
+    require_equal([trainers.LogsOnOneRank], ["zero1", "zero2"], tmp_path)
+
+
+@pytest.mark.parametrize("name", ["zero3, small units", slow("zero3"), slow("zero3_offload"), slow("zero1_offload")])
+def test_logging_weights_on_one_rank_is_explained_where_they_are_sharded(name: str, tmp_path: Path) -> None:
+    spawn(logs_on_one_rank, 2, name, str(tmp_path), init_process_group=False, timeout_s=60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name not in CHEAP])
+@pytest.mark.parametrize("group", GROUPS)
+def test_at_other_stages_and_tiers_as_under_ddp(group: str, name: str, tmp_path: Path) -> None:
+    require_equal(GROUPS[group], [name], tmp_path)
+
+
+@pytest.mark.slow
+def test_compiled_modules_are_as_under_ddp(tmp_path: Path) -> None:
+    require_equal([networks.Compiled], list(OPTIONS), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", GROUPS)
+def test_on_one_rank_as_a_plain_trainer(group: str, tmp_path: Path) -> None:
+    require_equal(GROUPS[group], list(OPTIONS), tmp_path, ranks=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", [pytest.param(r, marks=pytest.mark.xfail(reason=why)) for r, why in DIFFERENT.items()])
+def test_known_differences(row: type[Row], tmp_path: Path) -> None:
+    require_equal([row], CHEAP, tmp_path)
