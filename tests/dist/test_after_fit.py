@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import (
 )
 from torch import Tensor, nn
 
-from ls_strategy.errors import PlanError, StateError
+from ls_strategy.errors import PlanError
 from ls_strategy.strategy import ZeROStrategy
 from tests.dist.ranks import (
     STAGES,
@@ -29,8 +29,8 @@ from tests.dist.ranks import (
     batches,
     fit,
     on_ranks,
-    saved,
     samples,
+    saved,
     trainer_of,
     weights,
 )
@@ -263,5 +263,3 @@ def test_callbacks_that_cannot_work_are_refused(rank: int, world_size: int) -> N
     for callback in (EMAWeightAveraging(), StochasticWeightAveraging(1e-2)):
         with pytest.raises(PlanError, match=rf"{type(callback).__name__} copies .* tensor parallelism.*ShardedEMA"):
             fit(ZeROStrategy(1, tensor_parallel_size=2), Net(), callbacks=[callback])
-
-

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -68,7 +68,7 @@ def test_a_path_that_is_no_checkpoints_is_an_error_on_all_ranks(
             trainer.save_checkpoint(path)
         dist.barrier()
         assert tree(tmp_path) == before
-    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+    assert stat.S_ISCHR(Path("/dev/null").stat().st_mode)
     trainer.validate(module, batches(), verbose=False)  # all ranks are still together
     for kind in ("file", "sharded"):
         other = fit(3, Net(), max_epochs=1, save_as=kind)
@@ -240,7 +240,7 @@ def test_preemption_on_a_full_disk_goes_on_from_the_last_whole_file(
 
     stopped = Stopped()
     try:
-        with pytest.raises(CheckpointError, match="failed|was not saved"):
+        with pytest.raises(CheckpointError, match=r"failed|was not saved"):
             run(stopped, on_save_error)
     finally:
         stopped.limits.__exit__(None, None, None)
@@ -254,7 +254,7 @@ def test_preemption_on_a_full_disk_goes_on_from_the_last_whole_file(
 class Elsewhere(TorchCheckpointIO):
     """A user's own, which knows where its checkpoints are."""
 
-    removed: list[str] = []
+    removed: ClassVar[list[str]] = []
 
     def remove_checkpoint(self, path: Any) -> None:
         self.removed.append(Path(path).name)
@@ -282,7 +282,7 @@ def recorded() -> Iterator[list[Event]]:
     plain = {name: getattr(os, name) for name in ("fsync", "rename", "replace")}
 
     def fsync(descriptor: int) -> None:
-        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        name = str(Path(f"/proc/self/fd/{descriptor}").readlink())
         plain["fsync"](descriptor)
         events.append((time.monotonic(), "sync", Path(name).name))
 
@@ -314,7 +314,7 @@ def save_recorded(rank: int, world_size: int, path: Path, kind: str) -> list[lis
     strategy = ZeROStrategy(3, min_unit_numel=0, save_as=save_as, async_save=kind == "background")
 
     class Saves(Net):
-        found: list[list[Event]] = []
+        found: ClassVar[list[list[Event]]] = []
 
         def on_train_batch_end(self, *_: Any) -> None:
             if self.trainer.global_step in (2, 4):

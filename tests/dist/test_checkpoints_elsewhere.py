@@ -25,7 +25,6 @@ from tests.dist.ranks import (
     assert_equal,
     batches,
     fit,
-    mean_over_ranks,
     on_ranks,
     samples,
     trainer_of,
@@ -126,7 +125,7 @@ def test_ddp_replaces_the_folders_that_it_goes_on_from(rank: int, world_size: in
 def test_the_learning_rate_finder_restores_what_it_saved(
     rank: int, world_size: int, stage: int, tmp_path: Path
 ) -> None:
-    """And the fit that follows, with the rate that was found, is DDP's. Batch sizes are not searched on several ranks."""
+    """And the fit that follows, with the rate found, is DDP's. Batch sizes are not searched on several ranks."""
     found = {}
     for strategy in ("ddp", stage):
         module = Net()

@@ -37,7 +37,12 @@ FOUR: dict[str, dict[str, Any]] = {
     "pipeline": {"stage": 1, "pipeline_parallel_size": 2, "micro_batches": 2, "offload_optimizer": "cpu"},
     "pipeline, tensor": {"stage": 1, "pipeline_parallel_size": 2, "tensor_parallel_size": 2, "micro_batches": 2},
     "experts": {"stage": 3, "expert_parallel_size": 2},
-    "experts, tensor": {"stage": 1, "expert_parallel_size": 2, "tensor_parallel_size": 2, "tensor_parallel_plan": attention_plan()},
+    "experts, tensor": {
+        "stage": 1,
+        "expert_parallel_size": 2,
+        "tensor_parallel_size": 2,
+        "tensor_parallel_plan": attention_plan(),
+    },
 }
 WORLDS = [(2, LAYOUTS), pytest.param(4, FOUR, marks=pytest.mark.slow)]
 

@@ -414,7 +414,9 @@ def by_lambda(rank: int, world_size: int) -> list[float]:
         seen.append(float(torch.nn.utils.get_total_norm(gradients) / trainer.strategy.grad_norm() - 1))
 
     for options in OPTIONS.values():
-        strategy = ZeROStrategy(**options, precision_plugin=ZeROPrecision("16-mixed"), loss_scale=LossScaleConfig(initial_power=6))
+        strategy = ZeROStrategy(
+            **options, precision_plugin=ZeROPrecision("16-mixed"), loss_scale=LossScaleConfig(initial_power=6)
+        )
         callback = LambdaCallback(on_before_optimizer_step=look)
         data = global_batches(rank, world_size, 2)
         fit(strategy, Habit(), data, use_distributed_sampler=False, max_epochs=1, callbacks=[callback])

@@ -52,7 +52,11 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "camembert": ("Camembert", "ForMaskedLM", SIZES),
     "cohere": ("Cohere", "ForCausalLM", SIZES),
     "deepseek v3": ("DeepseekV3", "ForCausalLM", {**MLA, "q_lora_rank": 16, "n_group": 2, "topk_group": 1}),
-    "distilbert": ("DistilBert", "ForMaskedLM", {"vocab_size": 96, "dim": 64, "n_layers": 2, "n_heads": 4, "hidden_dim": 128}),
+    "distilbert": (
+        "DistilBert",
+        "ForMaskedLM",
+        {"vocab_size": 96, "dim": 64, "n_layers": 2, "n_heads": 4, "hidden_dim": 128},
+    ),
     "electra": ("Electra", "ForMaskedLM", {**SIZES, "embedding_size": 32}),
     "ernie": ("Ernie", "ForMaskedLM", SIZES),
     "esm": ("Esm", "ForMaskedLM", {**SIZES, "mask_token_id": 1, "position_embedding_type": "rotary"}),

@@ -24,7 +24,6 @@ from tests.dist import test_manual_optimization as manual
 from tests.dist.models import GROWING, Case, quiet, run, same_bits, scaled_fp32
 from tests.dist.parallel_runs import Run
 from tests.dist.ranks import Net, fit, global_batches, on_ranks, weights
-from tests.marks import slow
 
 STAGES = (0, 1, 2, 3)
 CLIPS: dict[str, dict[str, Any]] = {

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ls_strategy.errors import PlanError, StateError
+from ls_strategy.errors import StateError
 from ls_strategy.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.dist.ranks import (

@@ -211,7 +211,9 @@ def test_traffic_of_the_drive_is_copies(rank: int, world_size: int, tmp_path: Pa
         assert row["zero_time/copies_ms"] > 0
         assert row["zero_traffic/copies_gb_per_s"] > 0
         # Masters and two moments, read and written: at least a page of each buffer.
-        assert row["zero_traffic/copies_mib_per_step"] * (1 << 20) >= 2 * 3 * 4 * sum(p.numel() for p in Net().parameters())
+        assert row["zero_traffic/copies_mib_per_step"] * (1 << 20) >= 2 * 3 * 4 * sum(
+            p.numel() for p in Net().parameters()
+        )
 
 
 # --- loops ------------------------------------------------------------------------------------------------------------

@@ -133,7 +133,9 @@ def test_the_stop_button_ends_the_ranks_and_the_next_fit_works(kernel: Kernel, t
     files = [tmp_path / "rank0", tmp_path / "rank1"]
     kernel.interrupt_when(lambda: all(f.exists() and f.read_text() for f in files))
     before = time.monotonic()
-    assert "SystemExit" in kernel.error('trainer("zero2_notebook").fit(Slow(), batches(40000))')  # Lightning's, for DDP too
+    assert "SystemExit" in kernel.error(
+        'trainer("zero2_notebook").fit(Slow(), batches(40000))'
+    )  # Lightning's, for DDP too
     assert time.monotonic() - before < 60
     ended = [int(f.read_text()) for f in files]
     deadline = time.monotonic() + 20

@@ -1,6 +1,6 @@
 """Ranks that wait for each other in different places say where they are; what could never go on ends within seconds.
 
-The reference is time: below `LIMIT_S` nothing but the explanation ends a wait, and the strategy's ``timeout`` is longer.
+The reference is time: below `LIMIT_S` nothing but the explanation ends a wait; the strategy's ``timeout`` is longer.
 """
 
 from __future__ import annotations
@@ -184,7 +184,9 @@ def test_a_slow_rank_is_explained_and_waited_for(rank: int, world_size: int) -> 
         assert "rank 0 is in no collective (batch 2 of this training epoch, at tests/dist/test_out_of_step.py:" in line
         assert re.search(r" in sleep, from tests/dist/test_out_of_step.py:\d+ in .*on_train_batch_end\)$", line)
     else:
-        assert re.search(r"rank 1 has waited \d+ s in reduce_scatter .*\(batch 3 of this training epoch, .* rank 0$", line)
+        assert re.search(
+            r"rank 1 has waited \d+ s in reduce_scatter .*\(batch 3 of this training epoch, .* rank 0$", line
+        )
 
 
 @on_ranks(2)
@@ -327,7 +329,7 @@ def test_code_on_one_rank_at_the_end_of_a_run(rank: int, world_size: int) -> Non
             if self.trainer.is_global_zero:
                 self.state_dict()
 
-    error, printed, _ = run(ReadsAtTheEnd(), stage=3)
+    error, _, _ = run(ReadsAtTheEnd(), stage=3)
     if rank == 0:
         assert isinstance(error, OutOfStepError)
         assert "rank 1 is in no collective (after the run, " in str(error)

@@ -790,9 +790,6 @@ class ByNorm(Shared):
 SHARED = [Shared, TheSame, BothStep, DropsBetween, ClipsBetween, Toggled, Accumulated, Grows, ByNorm]
 ON_DEVICE = {name: one for name, one in OPTIONS.items() if "offload_optimizer" not in one}
 ON_DEVICE["zero0"] = {"stage": 0}
-READS_AT_ONCE = [DropsBetween, ClipsBetween, ByNorm]
-"""In manual optimization stage 0 averages in the step; ``p.grad`` is this rank's own before."""
-
 ON_DEVICE["zero3, parameters on the host"] = {"stage": 3, "min_unit_numel": 0, "offload_param": "cpu"}
 
 
@@ -801,8 +798,6 @@ def shared_problems(rank: int, world_size: int, kind: type[Any]) -> list[str]:
     found = []
     expected = outcome(rank, world_size, kind(), "ddp_find_unused_parameters_true" if world_size > 1 else "auto")
     for name, one in ON_DEVICE.items():
-        if name == "zero0" and kind in READS_AT_ONCE and world_size > 1:
-            continue
         try:
             assert_equal_outcomes(outcome(rank, world_size, kind(), ZeROStrategy(**one)), expected, name)
         except Exception as error:

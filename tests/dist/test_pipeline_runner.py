@@ -540,6 +540,7 @@ def test_an_error_on_one_stage_ends_all_ranks_soon(where: str, schedule: str) ->
 
 # --- time -------------------------------------------------------------------------------------------------------------
 
+
 class Slots:
     """Lets an action end only when all actions that belong to the same slot of time have begun, on every rank.
 
@@ -620,9 +621,7 @@ def bubbles(rank: int, world_size: int, counts: tuple[int, ...]) -> dict[tuple[s
     return found
 
 
-@pytest.mark.parametrize(
-    ("world_size", "counts"), [(2, (4, 8, 16)), (4, (4, 12))]
-)
+@pytest.mark.parametrize(("world_size", "counts"), [(2, (4, 8, 16)), (4, (4, 12))])
 def test_the_bubble_is_that_of_the_formula(world_size: int, counts: tuple[int, ...]) -> None:
     """In slots of time, not in seconds: actions of one slot are in flight together on all ranks."""
     for (schedule, count), measured in spawn(bubbles, world_size, counts)[0].items():

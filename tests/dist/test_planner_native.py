@@ -1,7 +1,7 @@
 """What the planner predicts for GPUs, where the transport itself sums, measured on CPU ranks.
 
-gloo has the two collectives that NCCL is asked for, so the engine's NCCL path runs here: gradients are sent as copies in
-fp32, and how many of these copies are in flight is bounded. The bound is lowered, as the model is small.
+gloo has the two collectives that NCCL is asked for, so the engine's NCCL path runs here: gradients are sent as copies
+in fp32, and how many of these copies are in flight is bounded. The bound is lowered, as the model is small.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which batches a resumed run trains on, for every moment at which a checkpoint can be saved.
 
-In an epoch: those of the run that was not interrupted. Once the epoch is over, in whatever way it ended: those of DDP, or
-of a plain Trainer, that resumes from its own checkpoint of the same moment.
+In an epoch: those of the run that was not interrupted. Once the epoch is over, in whatever way it ended: those of DDP,
+or of a plain Trainer, that resumes from its own checkpoint of the same moment.
 """
 
 from __future__ import annotations
@@ -102,9 +102,7 @@ def loader(workers: int = 0, batch_size: int = 10, replicas: int = 2) -> DataLoa
 
 def train(strategy: Any, data: Any, options: Options, *callbacks: pl.Callback, **fit: Any) -> tuple[pl.Trainer, Any]:
     module = Seen()
-    trainer = trainer_of(
-        strategy, callbacks=list(callbacks), num_sanity_val_steps=0, **{"max_epochs": None, **options}
-    )
+    trainer = trainer_of(strategy, callbacks=list(callbacks), num_sanity_val_steps=0, **{"max_epochs": None, **options})
     trainer.fit(module, data, **fit)
     return trainer, module.seen
 
@@ -165,7 +163,9 @@ MOMENTS = {
         "on_train_end in an epoch": Moment({"max_steps": 4}, {"max_steps": 14}, "on_train_end"),
         "on_train_end": Moment({"max_epochs": 1}, EPOCHS, "on_train_end"),
         "an epoch's end, by steps": Moment({"max_steps": 8}, {"max_steps": 16}, AT_EPOCH_END),
-        "an epoch's end, by steps, limited": Moment({"max_steps": 6, **LIMIT}, {"max_steps": 14, **LIMIT}, AT_EPOCH_END),
+        "an epoch's end, by steps, limited": Moment(
+            {"max_steps": 6, **LIMIT}, {"max_steps": 14, **LIMIT}, AT_EPOCH_END
+        ),
         "an epoch's start": Moment({"max_epochs": 2}, EPOCHS, "on_train_epoch_start", 2),
         "an epoch's start, limited": Moment({"max_epochs": 2, **LIMIT}, EPOCHS | LIMIT, "on_train_epoch_start", 2),
     },
@@ -201,7 +201,9 @@ MOMENTS = {
         "the last batch": Moment({"max_epochs": 1}, EPOCHS, AT_BATCH, 6, 6),
         "the last batch, by steps": Moment({"max_steps": 8}, {"max_steps": 16}, AT_BATCH, 6, 6),
         "the last batch, limited": Moment({"max_epochs": 1, **LIMIT}, EPOCHS | LIMIT, AT_BATCH, 4, 4),
-        "the last batch, limited, by steps": Moment({"max_steps": 6, **LIMIT}, {"max_steps": 14, **LIMIT}, AT_BATCH, 4, 4),
+        "the last batch, limited, by steps": Moment(
+            {"max_steps": 6, **LIMIT}, {"max_steps": 14, **LIMIT}, AT_BATCH, 4, 4
+        ),
         "the last of two validations": Moment(
             {"max_epochs": 1, "val_check_interval": 3},
             EPOCHS | {"val_check_interval": 3},

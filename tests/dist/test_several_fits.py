@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-import os
 import time
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +22,7 @@ OFFLOADS: dict[str, dict[str, Any]] = {
 
 def threads() -> int:
     """Of this process, those of gloo included."""
-    return len(os.listdir("/proc/self/task"))
+    return len(list(Path("/proc/self/task").iterdir()))
 
 
 def threads_when_ended(at_most: int) -> int:

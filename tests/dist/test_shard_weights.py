@@ -25,7 +25,9 @@ CPU = (("offload_optimizer", "cpu"),)
 BOTH = (("offload_optimizer", "cpu"), ("offload_param", "cpu"))
 NVME = (("offload_optimizer", "nvme"), ("nvme_allow_ram", True))
 
-FIRST = [Case(stage=stage, steps=5, traits=("uneven", "frozen", "tied"), accumulate=2, **NORM) for stage in (1, 2, 3)] + [
+FIRST = [
+    Case(stage=stage, steps=5, traits=("uneven", "frozen", "tied"), accumulate=2, **NORM) for stage in (1, 2, 3)
+] + [
     Case(stage=3, steps=4, precision="bf16-mixed", options=BOTH),
     Case(stage=2, steps=4, precision="bf16-true", options=NVME, **VALUE),
 ]

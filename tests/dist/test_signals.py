@@ -34,7 +34,7 @@ from tests.dist.ranks import Net, batches, quiet
 class Program(Net):
     def on_train_start(self):
         gc.collect()  # Python drops a KeyboardInterrupt that meets it in a ``__del__``, and imports leave some behind
-        (folder / f"rank{self.global_rank}.pid").write_text(str(os.getpid()))  # forked ranks did not run the lines above
+        (folder / f"rank{self.global_rank}.pid").write_text(str(os.getpid()))  # forked: the lines above did not run
         (folder / f"rank{self.global_rank}.trains").touch()
 
     def on_validation_start(self):
@@ -55,7 +55,8 @@ if __name__ == "__main__":
     if how == "sleep":
         options["timeout"] = timedelta(seconds=15)  # also of the rendezvous
     trainer = L.Trainer(
-        accelerator="cpu", devices=2, strategy=strategy if strategy == "ddp" else ZeROStrategy(int(strategy), **options),
+        accelerator="cpu", devices=2,
+        strategy=strategy if strategy == "ddp" else ZeROStrategy(int(strategy), **options),
         max_epochs=-1, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         accumulate_grad_batches=2, num_sanity_val_steps=0, val_check_interval=4,
     )

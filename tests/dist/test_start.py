@@ -83,7 +83,12 @@ FOUR_RANKS: dict[str, dict[str, Any]] = {
     "pipeline": {"stage": 1, "pipeline_parallel_size": 2, "micro_batches": 2},
     "pipeline, tensor": {"stage": 1, "pipeline_parallel_size": 2, "tensor_parallel_size": 2, "micro_batches": 2},
     "experts": {"stage": 2, "expert_parallel_size": 2},
-    "experts, tensor": {"stage": 1, "expert_parallel_size": 2, "tensor_parallel_size": 2, "tensor_parallel_plan": attention_plan()},
+    "experts, tensor": {
+        "stage": 1,
+        "expert_parallel_size": 2,
+        "tensor_parallel_size": 2,
+        "tensor_parallel_plan": attention_plan(),
+    },
 }
 
 

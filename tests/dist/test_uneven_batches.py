@@ -233,7 +233,7 @@ def fails(module: Net, data: DataLoader, words: str) -> None:
 @pytest.mark.parametrize("first", ["alone", "uneven", "both"])
 @on_ranks(2)
 def test_the_fit_after_a_failure(rank: int, world_size: int, first: str) -> None:
-    """Fits of one process share their groups: they live on if all ranks failed alike, else the next fit says why not."""
+    """Fits of one process share groups, which live on if all ranks failed alike; else the next fit says why not."""
     fails(FailsEverywhere(), loader(FEW, sized=True), "user code failed")
     module = Net()
     trainer_of(2, max_epochs=1).fit(module, loader(2 * FEW, sized=True))

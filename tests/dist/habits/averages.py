@@ -277,7 +277,9 @@ class Lookahead(torch.optim.Optimizer):
 
 
 class LookaheadOptimizer(Row):
-    refused: ClassVar[dict[str, str]] = dict.fromkeys(OPTIONS, "Lookahead wraps another optimizer, .*on_train_batch_end")
+    refused: ClassVar[dict[str, str]] = dict.fromkeys(
+        OPTIONS, "Lookahead wraps another optimizer, .*on_train_batch_end"
+    )
 
     def configure_optimizers(self) -> Any:
         return Lookahead(torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4))
