@@ -83,6 +83,7 @@ __all__ = [
     "raise_sigterm",
     "replace_links",
     "resume_from",
+    "rewinds_pruned_weights",
     "route_calls",
     "run_step_pre_hooks",
     "set_metric_state",
@@ -431,6 +432,11 @@ def storage_key(tensor: Tensor) -> int:
 def foreach_function(name: str) -> Callable[..., Any]:
     """What torch's own clipping calls on lists of tensors: ``norm``, ``mul_``, ``clamp_min_``, ..."""
     return getattr(torch, f"_foreach_{name}")
+
+
+def rewinds_pruned_weights(callback: Any) -> bool:
+    """Whether a `ModelPruning` ever sets weights back to their first values."""
+    return bool(callback._use_lottery_ticket_hypothesis)
 
 
 def storage_users(tensor: Tensor) -> int:

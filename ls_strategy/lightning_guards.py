@@ -10,14 +10,20 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, LambdaCallback, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    LambdaCallback,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
 
-from ls_strategy._compat import has_step_hooks, sync_batch_norm_error, unwrap_optimizer
+from ls_strategy._compat import has_step_hooks, rewinds_pruned_weights, sync_batch_norm_error, unwrap_optimizer
 from ls_strategy.engine import Engine
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.precision_plugin import ZeROPrecision
@@ -55,6 +61,12 @@ def check_trainer(trainer: pl.Trainer, precision: ZeROPrecision, parallel: str) 
             raise PlanError(
                 f"{name} copies the model before {parallel} parallelism leaves each rank a part of it. Use "
                 "ls_strategy.ShardedEMA, which averages the parts."
+            )
+        if isinstance(callback, ModelPruning) and rewinds_pruned_weights(callback):
+            raise PlanError(
+                f"{name} rewinds weights by p.data = original.data (use_lottery_ticket_hypothesis, its default): in "
+                "plain torch the original is trained along from then on, here it is not, so that the second rewinding "
+                "would come to other weights. Set use_lottery_ticket_hypothesis=False."
             )
         if isinstance(callback, WeightAveraging) and precision.policy.compute != torch.float32:
             raise PlanError(

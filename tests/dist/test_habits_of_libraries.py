@@ -22,21 +22,6 @@ from tests.marks import slow
 
 CHEAP = ("zero2", "zero3, small units")
 
-_PIECES = (
-    "between steps the optimizer's groups hold this rank's pieces of parameters, whose norms are not the parameters'"
-)
-
-DIFFERENT: dict[type[Row], str] = {
-    trainers.ClipsGroups: _PIECES,
-    trainers.ClipsGroupsByHand: _PIECES,
-    trainers.SurgeryOnGroups: _PIECES,
-    trainers.PerturbsGroups: _PIECES,
-    trainers.ReadsGroups: _PIECES,
-    trainers.ClampsGroups: _PIECES,
-    trainers.LotteryTicket: "after `p.data = q.data` the two share memory in plain torch, and the step changes both",
-}
-"""Known differences, and why."""
-
 GROUPS = {
     module.__name__.rpartition(".")[2]: [
         row
@@ -44,7 +29,6 @@ GROUPS = {
         if isinstance(row, type)
         and issubclass(row, Row)
         and row.__module__ == module.__name__
-        and row not in DIFFERENT
         and row not in (trainers.LogsOnOneRank, networks.Compiled)
     ]
     for module in (weights, averages, networks, gradients, trainers)
@@ -90,9 +74,3 @@ def test_compiled_modules_are_as_under_ddp(tmp_path: Path) -> None:
 @pytest.mark.parametrize("group", GROUPS)
 def test_on_one_rank_as_a_plain_trainer(group: str, tmp_path: Path) -> None:
     require_equal(GROUPS[group], list(OPTIONS), tmp_path, ranks=1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("row", [pytest.param(r, marks=pytest.mark.xfail(reason=why)) for r, why in DIFFERENT.items()])
-def test_known_differences(row: type[Row], tmp_path: Path) -> None:
-    require_equal([row], CHEAP, tmp_path)

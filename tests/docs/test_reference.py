@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch.optim import AdamW
 
@@ -70,7 +71,14 @@ ELSEWHERE = {
 def taken() -> dict[str, list[Any]]:
     """Arguments of everything that pages call, with their annotations."""
     public = [getattr(ls_strategy, name) for name in ls_strategy.__all__]
-    makers = [Trainer, AdamW, Trainer.fit, TensorBoardLogger, *(f for f in public if callable(f) and not _is_error(f))]
+    makers = [
+        Trainer,
+        AdamW,
+        Trainer.fit,
+        TensorBoardLogger,
+        ModelPruning,
+        *(f for f in public if callable(f) and not _is_error(f)),
+    ]
     found: dict[str, list[Any]] = {name: [] for name in ELSEWHERE}
     for make in makers:
         for name, parameter in inspect.signature(make).parameters.items():

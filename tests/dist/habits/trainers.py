@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tests.dist.habits.rows import EPOCHS, Manual, Row
 from tests.dist.ranks import WIDTH, trainer_of
-from tests.dist.test_habits import Habit
+from tests.dist.test_habits import OPTIONS, Habit
 
 
 class Filtered(Row):
@@ -203,7 +203,10 @@ class Prunes(Row):
 
 
 class LotteryTicket(Row):
+    """In plain torch ``p.data = q.data`` has the two share memory, and the step changes both."""
+
     options: ClassVar[dict[str, Any]] = {"max_epochs": 3}
+    refused: ClassVar[dict[str, str]] = dict.fromkeys(OPTIONS, "Set use_lottery_ticket_hypothesis=False")
 
     def callbacks(self, root: Path) -> list[pl.Callback]:
         layers = [(block.wide, "weight") for block in self.blocks]
