@@ -107,6 +107,7 @@ class PaperFlat:
     publish_due: bool = False
     hidden: bool = False
     is_on_its_way: bool = False
+    updated_early: bool = False
     # gradients
     grad: tuple[int, int] | None = None
     borrowed: list[tuple[int, int]] = field(default_factory=list)
