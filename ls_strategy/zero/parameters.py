@@ -161,6 +161,22 @@ class Present(nn.Parameter):
         elif torch_function_is_on() and type(self) is Absent:
             _home_now(self)
 
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any parameter."""
+        self._look()
+        return super().numpy(*args, **kwargs)
+
+    def untyped_storage(self) -> Any:
+        """As of any parameter; of one that is elsewhere it is no question for values."""
+        if type(self) is Present:
+            self._look()
+        return super().untyped_storage()
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any parameter."""
+        self._look()
+        return super().__dlpack__(*args, **kwargs)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """A plain parameter with memory of its own."""
         if id(self) not in memo:

@@ -44,7 +44,7 @@ def logs_on_one_rank(rank: int, world_size: int, name: str, root: str) -> None:
     quiet()
     strategy = ZeROStrategy(**OPTIONS[name], explain_waits_after=1.0, timeout=timedelta(seconds=100))
     started = time.monotonic()
-    with pytest.raises(OutOfStepError, match=r"all_gather of 'blocks\.1\."):
+    with pytest.raises(OutOfStepError, match="all_gather of"):
         outcome(rank, world_size, trainers.LogsOnOneRank, strategy, Path(root))
     assert time.monotonic() - started < 30
 
