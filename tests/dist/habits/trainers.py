@@ -183,6 +183,7 @@ class FindsBatchSizes(Row):
         with nullcontext() if strategy == "auto" else refused:
             Tuner(trainer).scale_batch_size(self, max_trials=3, steps_per_trial=2)
         self.batch_size = 8
+        self.losses.clear()  # those of the search
         trainer.fit(self)
         return trainer
 
