@@ -178,7 +178,7 @@ class FindsBatchSizes(Row):
         return self.train_dataloader()
 
     def train_under(self, strategy: Any, data: Any, root: Path) -> pl.Trainer:
-        trainer = trainer_of(strategy, max_epochs=1, default_root_dir=root)
+        trainer = trainer_of(strategy, max_epochs=1, default_root_dir=root, use_distributed_sampler=False)
         refused = pytest.raises(ValueError, match="distributed")
         with nullcontext() if strategy == "auto" else refused:
             Tuner(trainer).scale_batch_size(self, max_trials=3, steps_per_trial=2)
