@@ -359,7 +359,7 @@ def train_compiled(rank: int, world_size: int, wrapped: bool) -> tuple[dict[str,
     return {k.replace("_orig_mod.", ""): v.clone() for k, v in weights.items()}, len(COMPILED)
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("wrapped", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_compiled_blocks_and_layers_around_them(wrapped):
     expected = spawn(train_tied, 1, None, "32-true", init_process_group=False)[0]
     found = spawn(train_compiled, 2, wrapped, init_process_group=False)
