@@ -13,8 +13,8 @@ import socket
 import stat
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
 from types import FrameType
@@ -778,27 +778,46 @@ def _callers() -> Generator[FrameType, None, None]:
         frame = frame.f_back
 
 
-def parse_again(kind: type, defaults: dict[str, Any]) -> dict[str, Any] | None:
+def parse_again(kind: type, defaults: Mapping[type, Mapping[str, Any]]) -> dict[str, Any] | None:
     """The arguments of the Trainer's strategy, of class ``kind``, as a LightningCLI parses them with other defaults.
 
     Called while that LightningCLI makes the strategy. None without one, or if its Trainer has another strategy.
+
+    Args:
+        kind: the class.
+        defaults: by class, ``kind`` or one that an argument may have: defaults of its constructor.
     """
     module = sys.modules.get("lightning.pytorch.cli")
     made = [f for f in _callers() if module and isinstance(f.f_locals.get("self"), module.LightningCLI)]
     outer = next((frame for frame in made if frame.f_code is module.LightningCLI.__init__.__code__), None)  # type: ignore[union-attr]
     if outer is None:
         return None
-    init, signature = kind.__init__, inspect.signature(kind.__init__)
-    changed = [p.replace(default=defaults.get(n, p.default)) for n, p in signature.parameters.items()]
     cli, given = copy.copy(outer.f_locals["self"]), outer.f_locals
     cli.parser_class = type("Again", (cli.parser_class,), {})  # jsonargparse keeps parsers, by class
-    init.__signature__ = signature.replace(parameters=changed)  # type: ignore[attr-defined]
-    try:
+    with ExitStack() as stack:
+        for each, changed in defaults.items():
+            stack.enter_context(_with_defaults(each.__init__, changed))
         cli.setup_parser(given["run"], *cli._setup_parser_kwargs(cli.parser_kwargs))
         cli.parse_arguments(cli.parser, given["args"])
-    finally:
-        del init.__signature__  # type: ignore[attr-defined]
     section = cli.config[cli.config["subcommand"]] if given["run"] else cli.config
     strategy = section["trainer"].get("strategy")
     found = strategy.get("init_args") if hasattr(strategy, "get") else None
-    return None if found is None else {name: found.get(name) for name in defaults}
+    if found is None:
+        return None
+    return found.as_dict() if hasattr(found, "as_dict") else dict(found)
+
+
+@contextmanager
+def _with_defaults(init: Any, defaults: Mapping[str, Any]) -> Generator[None, None, None]:
+    """Inside, the signature of a constructor shows other defaults."""
+    before = vars(init).get("__signature__")
+    signature = inspect.signature(init)
+    changed = [p.replace(default=defaults.get(n, p.default)) for n, p in signature.parameters.items()]
+    init.__signature__ = signature.replace(parameters=changed)
+    try:
+        yield
+    finally:
+        if before is None:
+            del init.__signature__
+        else:
+            init.__signature__ = before

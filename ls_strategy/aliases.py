@@ -8,28 +8,51 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
 from ls_strategy.autoload import ALIASES
+from ls_strategy.config import OffloadConfig, ZeROConfig
+from ls_strategy.config.renamed import refuse_unknown
 from ls_strategy.strategy import ZeROStrategy
 
 _SIGNATURE = inspect.signature(ZeROStrategy.__init__)
 
 
-def _make(name: str, defaults: Mapping[str, object]) -> type[ZeROStrategy]:
+def _make(name: str, defaults: Mapping[str, Any]) -> type[ZeROStrategy]:
+    groups = {n: d for n, d in defaults.items() if n in ("stage", "offload")}
+    preset = ZeROConfig.of(**{"stage": 3, **groups}).offload
+    shown = {**defaults, "offload": preset} if "offload" in defaults else defaults
+
     @wraps(ZeROStrategy.__init__)
     def init(self: ZeROStrategy, *args: Any, **kwargs: Any) -> None:
-        given = _SIGNATURE.bind(self, *args, **kwargs).arguments
-        options = {**defaults, **given}
+        refuse_unknown(kwargs, [*_SIGNATURE.parameters])
+        options = {**shown, **_SIGNATURE.bind(self, *args, **kwargs).arguments}
         del options["self"]
+        if "offload" in defaults:
+            options["offload"] = _completed(options["offload"], preset)
         ZeROStrategy.__init__(self, **options)
 
-    parameters = [p.replace(default=defaults.get(n, p.default)) for n, p in _SIGNATURE.parameters.items()]
+    parameters = [p.replace(default=shown.get(n, p.default)) for n, p in _SIGNATURE.parameters.items()]
     init.__signature__ = _SIGNATURE.replace(parameters=parameters)  # type: ignore[attr-defined]
     members = {"__init__": init, "__module__": __name__, "__qualname__": name, "__doc__": ZeROStrategy.__doc__}
     members["PRESET"] = frozenset(defaults)
     return type(name, (ZeROStrategy,), members)
+
+
+def _completed(given: Any, preset: OffloadConfig) -> Any:
+    """Return ``given`` with the tiers of the name where it says none: ``zero3_nvme`` with a folder is on NVMe still."""
+    tiers = {kind: tier for kind in ("optimizer", "parameters") if (tier := preset.tier_of(kind)) is not None}
+    if isinstance(given, OffloadConfig):
+        return replace(given, **{kind: tier for kind, tier in tiers.items() if getattr(given, kind) is None})
+    if not isinstance(given, Mapping):
+        return given
+    filled = {}
+    for kind, tier in tiers.items():
+        option = given.get(kind, tier)
+        filled[kind] = {"tier": tier.tier, **option} if isinstance(option, Mapping) else option
+    return {**given, **filled}
 
 
 globals().update({name: _make(name, defaults) for name, defaults in ALIASES.items() if "strategy" not in name})

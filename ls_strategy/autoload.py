@@ -45,17 +45,17 @@ ALIASES: dict[str, dict[str, object]] = {
     # The lightest of all that fits, counted when a fit begins.
     "zero_auto": {"stage": "auto"},
     # Master weights and optimizer states in host memory; at stage 3 the parameters too, unless the name says what.
-    "zero1_offload": {"stage": 1, "offload_optimizer": "cpu"},
-    "zero2_offload": {"stage": 2, "offload_optimizer": "cpu"},
-    "zero3_offload": {"stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"},
-    "zero3_offload_optimizer": {"stage": 3, "offload_optimizer": "cpu"},
-    "zero3_offload_param": {"stage": 3, "offload_param": "cpu"},
+    "zero1_offload": {"stage": 1, "offload": "cpu"},
+    "zero2_offload": {"stage": 2, "offload": "cpu"},
+    "zero3_offload": {"stage": 3, "offload": "cpu"},
+    "zero3_offload_optimizer": {"stage": 3, "offload": {"optimizer": "cpu"}},
+    "zero3_offload_param": {"stage": 3, "offload": {"parameters": "cpu"}},
     # Likewise on a local NVMe drive (ZeRO-Infinity).
-    "zero1_nvme": {"stage": 1, "offload_optimizer": "nvme"},
-    "zero2_nvme": {"stage": 2, "offload_optimizer": "nvme"},
-    "zero3_nvme": {"stage": 3, "offload_optimizer": "nvme", "offload_param": "nvme"},
-    "zero3_nvme_optimizer": {"stage": 3, "offload_optimizer": "nvme"},
-    "zero3_nvme_param": {"stage": 3, "offload_param": "nvme"},
+    "zero1_nvme": {"stage": 1, "offload": "nvme"},
+    "zero2_nvme": {"stage": 2, "offload": "nvme"},
+    "zero3_nvme": {"stage": 3, "offload": "nvme"},
+    "zero3_nvme_optimizer": {"stage": 3, "offload": {"optimizer": "nvme"}},
+    "zero3_nvme_param": {"stage": 3, "offload": {"parameters": "nvme"}},
     # Ranks forked from the running process, as Lightning's own *_notebook aliases.
     "zero0_notebook": {"stage": 0, "start_method": "fork"},
     "zero1_notebook": {"stage": 1, "start_method": "fork"},

@@ -150,12 +150,12 @@ def checked(skip: Collection[str] = (), /, **ranges: Range) -> Callable[[Functio
 _VARIOUS, _KEYWORDS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
 
-def check_fields(config: Any, /, *, named: bool = True, **ranges: Range) -> None:
+def check_fields(config: Any, /, *, group: str | None = None, **ranges: Range) -> None:
     """Check the fields of a dataclass, frozen or not, and set them in the type of their hints.
 
     Args:
         config: the dataclass, in its ``__post_init__``.
-        named: whether messages say the name of the class too.
+        group: what messages put before the name of a field, and a dot. Default: the name of the class.
         ranges: of numbers, by field.
 
     Raises:
@@ -168,7 +168,7 @@ def check_fields(config: Any, /, *, named: bool = True, **ranges: Range) -> None
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
         default = _NOTHING if default is dataclasses.MISSING else default
-        name = f"{type(config).__name__}({field.name})" if named else field.name
+        name = f"{type(config).__name__}({field.name})" if group is None else f"{group}.{field.name}".lstrip(".")
         value = accept(name, given, hints[field.name], ranges.get(field.name), default)
         if value is not given:
             object.__setattr__(config, field.name, value)
@@ -431,14 +431,34 @@ def _convert_dataclass(value: Any, kind: type[Any], name: str) -> Any:
     _same(value, isinstance(value, Mapping), f"{_article(kind.__name__)} {kind.__name__}({example})")
     for key in value:
         if key not in fields:
-            near = difflib.get_close_matches(str(key), fields, n=1)
-            cure = f"Did you mean {near[0]!r}?" if near else f"Its fields are {', '.join(fields)}."
-            raise ConfigError(f"Got {name}={show(value)}, but {kind.__name__} has no field {key!r}. {cure}")
+            raise unknown_option(kind, str(key), f"{name}={show(value)}")
     required = [f.name for f in dataclasses.fields(kind) if f.init and f.default is f.default_factory]
     missing = [field for field in required if field not in value]
     if missing:
         raise ConfigError(f"Got {name}={show(value)}, but {kind.__name__} needs {', '.join(missing)}. Add it.")
-    return kind(**value)
+    try:
+        return kind(**value)
+    except ConfigError as error:
+        if name in str(error):
+            raise
+        raise ConfigError(f"Got {name}={show(value)}, and in it: {error}") from None
+
+
+def unknown_option(kind: type[Any], name: str, given: str) -> ConfigError:
+    """Return the error for an option that a dataclass does not have, with the one that was most likely meant.
+
+    Args:
+        kind: the dataclass; ``kind.RENAMED`` may say what became of options.
+        name: of the option.
+        given: what was written, for the message.
+    """
+    options = [field.name for field in dataclasses.fields(kind) if field.init]
+    renamed = getattr(kind, "RENAMED", {})
+    near = difflib.get_close_matches(name, options, n=1)
+    cure = f"Did you mean {near[0]!r}?" if near else f"Its options are {', '.join(options)}."
+    if name in renamed:
+        cure = f"It is {renamed[name]} since 0.2."
+    return ConfigError(f"Got {given}, but {kind.__name__} has no option {name!r}. {cure}")
 
 
 # --- what to set instead ----------------------------------------------------------------------------------------------

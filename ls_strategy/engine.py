@@ -143,7 +143,7 @@ class Engine:
         self.device = device
         # One rank has nothing to shard: every stage is stage 0 there, without gathers of its own parameters. With
         # offload the stage says what is on the device at all.
-        self.policy = POLICIES[config.stage if comm.world_size > 1 or config.offloads else 0]
+        self.policy = POLICIES[config.stage if comm.world_size > 1 or config.offload.any_state else 0]
         self.scaler = LossScaler(loss_scale or LossScaleConfig()) if precision.loss_scaling else None
         self._used: dict[int, list[bool]] = {}
         """By `Flat.optimizer_index`: which parameters have a gradient."""
@@ -160,20 +160,20 @@ class Engine:
             parts=parts or {},
             share=self.share,
         )
-        draft.refuse(weights.refusal(config.shard_weights, mesh.shape))
+        draft.refuse(weights.refusal(config.sharding.rank_weights, mesh.shape))
         draft.agree(mesh.world)
         previous = Engine.holding(model)
         if previous is not None:
             previous.detach()
         held = {} if previous is None else {id(p): f for f in previous.flats for p in f.params}
-        shares = weights.shard_weights(config.shard_weights, comm, device)
+        shares = weights.shard_weights(config.sharding.rank_weights, comm, device)
         self.plan = draft.resolve(mesh, held, shares, comm.rank)
         self.offload = Offload.prepare(self.plan, optimizers, config, mesh.world, device)
         with unnoticed():
             self.units = draft.build(self.plan, mesh, device, held, self.offload)
         self.lender = Lender(self.flats, sharded=self.policy.parameters)
         self._place_buffers(draft)
-        self.gatherer = Gatherer(self.units, sharded=self.policy.parameters, prefetch_units=config.prefetch_units)
+        self.gatherer = Gatherer(self.units, sharded=self.policy.parameters, prefetch_units=config.sharding.prefetch_units)
         together = mesh.zero if mesh.shape.expert == 1 else mesh.stage
         self.reducer = Reducer(
             self.units, policy=self.policy, comm=together, reduce_in_fp32=precision.reduce_in_fp32
@@ -190,7 +190,7 @@ class Engine:
         self._boundaries = [
             materials.Fp32Boundary(m, precision.compute)
             for m in draft.kept_fp32
-            if precision.compute != torch.float32 and type(m).__name__ in config.fp32_modules
+            if precision.compute != torch.float32 and type(m).__name__ in config.precision.fp32_modules
         ]
         self._broadcast_buffers_next = True
         self._copies = PlainCopies(model, self.flats)
@@ -222,7 +222,7 @@ class Engine:
         """Take an optimizer over, from an earlier engine with its states."""
         flats = [f for f in self.flats if index in f.plan.owners]
         names = self.share.group_names[index] if self.share.group_names else None
-        sharded = ShardedOptimizer(optimizer, flats, self.mesh, self.config.moments, names)
+        sharded = ShardedOptimizer(optimizer, flats, self.mesh, self.config.precision.moments, names)
         state = _OptimizerState(sharded, flats, list(dict.fromkeys(f.optimizer_index for f in flats)))
         number = None if previous is None else previous.index_of(optimizer)
         if previous is not None and number is not None:
@@ -638,7 +638,7 @@ class Engine:
             if has_step_hooks(state.sharded.optimizer, besides=self):
                 self.settle()  # what hooks after the step have written
             self.schedule.publish(index)
-            if self.config.offloads and number == 1:
+            if self.config.offload.any_state and number == 1:
                 trim_heap()  # the first step's transient buffers, before what stays settles among them
         else:
             self.skipped_steps += 1

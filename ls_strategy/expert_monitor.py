@@ -209,15 +209,15 @@ def _axis(trainer: pl.Trainer) -> Axis:
 def _is_divided(trainer: pl.Trainer) -> bool:
     """Whether experts are divided over ranks."""
     strategy = trainer.strategy
-    return isinstance(strategy, ZeROStrategy) and strategy.parallel.config.expert_parallel_size > 1
+    return isinstance(strategy, ZeROStrategy) and strategy.parallel.config.expert > 1
 
 
 def _copies(trainer: pl.Trainer) -> int:
     """Ranks on which every token is counted: tensor-parallel ranks route the same tokens, unless these are divided."""
     strategy = trainer.strategy
-    if not isinstance(strategy, ZeROStrategy) or strategy.parallel.config.tensor_parallel_sequence:
+    if not isinstance(strategy, ZeROStrategy) or strategy.parallel.config.tp.sequence_parallel:
         return 1
-    return strategy.parallel.config.tensor_parallel_size
+    return strategy.parallel.config.tp.size
 
 
 def scalars(loads: dict[str, LayerLoad]) -> dict[str, float]:

@@ -184,6 +184,7 @@ def _writes(engine: Engine, path: tuple[str, ...]) -> bool:
 
 def _layout(engine: Engine) -> dict[str, Any]:
     config = engine.config
+    optimizer, parameters = config.offload.tier_of("optimizer"), config.offload.tier_of("parameters")
     return {
         "world_size": engine.mesh.world.world_size,
         "tensor_parallel_size": engine.mesh.shape.tensor,
@@ -191,10 +192,10 @@ def _layout(engine: Engine) -> dict[str, Any]:
         "pipeline_parallel_size": engine.mesh.shape.pipeline,
         "expert_parallel_size": engine.mesh.shape.expert,
         "stage": config.stage,
-        "optimizer_tier": config.offload_optimizer.tier if config.offload_optimizer else "device",
-        "param_tier": config.offload_param.tier if config.offload_param else "device",
+        "optimizer_tier": optimizer.tier if optimizer else "device",
+        "param_tier": parameters.tier if parameters else "device",
         "precision": engine.precision.name,
-        "moments": config.moments,
+        "moments": config.precision.moments,
     }
 
 

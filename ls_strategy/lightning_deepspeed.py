@@ -13,7 +13,8 @@ the Trainer gives a plugin   `DeepSpeedConfiguration.precision`
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from ls_strategy._compat import made_by_parser, parse_again, tree_iter
+from ls_strategy.config import PipelineConfig, TensorConfig, ZeROConfig, nested
+from ls_strategy.config.renamed import GROUPS
 from ls_strategy.deepspeed.config import Translation
 from ls_strategy.deepspeed.schedules import Schedule
 from ls_strategy.errors import ConfigError
@@ -157,17 +160,51 @@ def _learning_rate(module: pl.LightningModule) -> Any:
 
 
 def took_default(strategy: Any, said: dict[str, Any]) -> list[str]:
-    """Return the arguments of a strategy in the making that nobody wrote: a LightningCLI passes every default.
+    """Return the options of a strategy in the making that nobody wrote: a LightningCLI passes every default.
 
-    To tell, the same command line and files are parsed again, with what the DeepSpeed configuration says as defaults:
-    an option that somebody wrote does not follow.
+    To find out, the same command line and files are parsed again, with what the DeepSpeed configuration says as
+    defaults: an option that somebody wrote does not follow.
 
     Args:
         strategy: in its ``__init__``.
-        said: by argument, what the DeepSpeed configuration says; each was passed with the value of its default.
+        said: by name with dots, what the DeepSpeed configuration says; each was passed with the value of its default.
     """
     if not made_by_parser():
         return []
     doubtful = {name: value for name, value in said.items() if name not in getattr(type(strategy), "PRESET", ())}
-    values = parse_again(type(strategy), doubtful)
-    return [name for name in doubtful if values is None or values.get(name) == doubtful[name]]
+    groups = nested(doubtful)
+    defaults: dict[type, dict[str, Any]] = {type(strategy): {}}
+    for name, value in groups.items():
+        defaults[type(strategy)][name] = _as_default(GROUPS[name], value, defaults) if name in GROUPS else value
+    parsed = parse_again(type(strategy), defaults)
+    if parsed is None:
+        return list(doubtful)
+    follows = []
+    for name, value in doubtful.items():
+        group, _, option = name.partition(".")
+        now = parsed.get(group)
+        if option:
+            config = ZeROConfig.of(3, **{group: now}) if not isinstance(now, Mapping) else GROUPS[group](**now)
+            now = getattr(config, group) if isinstance(config, ZeROConfig) else config
+            follows += [name] if _same_option(now, option, value) else []
+        elif now == value:
+            follows.append(name)
+    return follows
+
+
+def _as_default(kind: type[Any], options: dict[str, Any], defaults: dict[type, dict[str, Any]]) -> Any:
+    """Return a group with ``options``, and note them as the defaults of its class, for files that write some of it."""
+    inner = {"tensor": TensorConfig, "pipeline": PipelineConfig}
+    values = {n: _as_default(inner[n], v, defaults) if n in inner else v for n, v in options.items()}
+    defaults[kind] = values
+    required = [field.name for field in fields(kind) if field.default is field.default_factory]
+    return kind(**values) if set(required) <= set(values) else 1
+
+
+def _same_option(group: Any, option: str, value: Any) -> bool:
+    """Whether a group says the same of an option; a tier may be a name alone."""
+    for name in option.split("."):
+        group = getattr(group, name)
+    if isinstance(value, str) and not isinstance(group, str):
+        return value in (getattr(group, "tier", None), getattr(group, "policy", None))
+    return bool(group == value)

@@ -26,7 +26,7 @@ from ls_strategy.activations.places import Drive
 from ls_strategy.axis import Axis
 from ls_strategy.checkpoint.random import random_states, restore_random_states
 from ls_strategy.comm import Comm
-from ls_strategy.config import ActivationOffloadConfig, ParallelConfig, RecomputeConfig
+from ls_strategy.config import ActivationsConfig, ParallelConfig
 from ls_strategy.errors import ConfigError, PlanError, StateError
 from ls_strategy.layout import TensorPart
 from ls_strategy.lightning_pipeline import Pipeline, refuse
@@ -81,7 +81,7 @@ class ModelParallel:
     def replica_ranks(self) -> int:
         """Ranks that work on one batch together."""
         config = self.config
-        return config.pipeline_parallel_size * config.tensor_parallel_size * config.sequence_parallel_size
+        return config.pp.size * config.tp.size * config.context
 
     def connect(self, world: Comm, device_type: str) -> Mesh:
         """Make the process groups. Collective over all ranks.
@@ -92,10 +92,10 @@ class ModelParallel:
         config = self.config
         shape = MeshShape.of(
             world.world_size,
-            tensor=config.tensor_parallel_size,
-            sequence=config.sequence_parallel_size,
-            pipeline=config.pipeline_parallel_size,
-            expert=config.expert_parallel_size,
+            tensor=config.tp.size,
+            sequence=config.context,
+            pipeline=config.pp.size,
+            expert=config.expert,
         )
         self.mesh = make_mesh(shape, world)
         if shape.tensor > 1:
@@ -114,7 +114,7 @@ class ModelParallel:
     @property
     def divides(self) -> bool:
         """Whether anything but batches is divided over ranks."""
-        return self.replica_ranks > 1 or self.config.expert_parallel_size > 1
+        return self.replica_ranks > 1 or self.config.expert > 1
 
     @property
     def data_rank(self) -> tuple[int, int]:
@@ -156,14 +156,14 @@ class ModelParallel:
                 )
             self.pipeline = done.pipeline
             return done.parts
-        if self.replica_ranks == self.config.expert_parallel_size == 1:
+        if self.replica_ranks == self.config.expert == 1:
             return {}
-        if self.config.pipeline_parallel_size > 1:
+        if self.config.pp.size > 1:
             refuse(module, self.config)
         self._start_from_rank_0(module)
         self._share_random_states()
         done = _Divided(self.config, ranks)
-        if self.config.pipeline_parallel_size > 1:
+        if self.config.pp.size > 1:
             done.pipeline = self.pipeline = Pipeline(self.config, module, self.mesh, device, recomputes=recomputes)
         self._divide_layers(module, done)
         self._divide_sequences(module, done)
@@ -201,7 +201,7 @@ class ModelParallel:
         if axis.size == 1:
             return
         if has_dtensors(module):
-            if config.tensor_parallel_plan != "auto" or config.tensor_parallel_sequence:
+            if config.tp.plan != "auto" or config.tp.sequence_parallel:
                 raise PlanError(
                     "configure_model has divided the module by parallelize_module already (it holds DTensors): leave "
                     "tensor_parallel_plan and tensor_parallel_sequence out, or do not divide it there."
@@ -211,8 +211,8 @@ class ModelParallel:
             done.handles.append(local)
             rank_zero_info("ZeROStrategy: the module was divided over tensor-parallel ranks in configure_model.")
             return
-        plan = resolve_tensor_plan(module, config.tensor_parallel_plan, axis.size)
-        sequence = config.tensor_parallel_sequence
+        plan = resolve_tensor_plan(module, config.tp.plan, axis.size)
+        sequence = config.tp.sequence_parallel
         if sequence and (plan.torch_styles or not plan.blocks):
             raise PlanError(
                 "tensor_parallel_sequence=True divides the tokens between repeated blocks (children of a ModuleList or "
@@ -248,7 +248,7 @@ class ModelParallel:
             module,
             mesh.expert,
             tensor_axis=mesh.tensor,
-            tokens_divided=config.tensor_parallel_sequence,
+            tokens_divided=config.tp.sequence_parallel,
             # An expert's gradient, summed over its group, is averaged over the groups: stage / expert ranks. The loss
             # is a mean over zero = stage / tensor ranks.
             gradient_scale=mesh.tensor.size / mesh.expert.size,
@@ -265,7 +265,7 @@ class ModelParallel:
             has_bias = any(isinstance(m, Router) and m.bias is not None for m in module.modules())
             self._balanced = (weakref.ref(module), has_bias)
         if self._balanced[1]:
-            comm = self.mesh.stage if self.config.tensor_parallel_sequence else self.mesh.zero
+            comm = self.mesh.stage if self.config.tp.sequence_parallel else self.mesh.zero
             update_router_bias(module, Axis("tokens", comm).all_reduce)
 
     @staticmethod
@@ -381,20 +381,9 @@ def _fingerprint(leaf: Any) -> Any:
 class ActivationMemory:
     """What is done about a module's activations, while it trains."""
 
-    def __init__(
-        self, recompute: RecomputeConfig | None, offload: ActivationOffloadConfig | None, *, partition: bool
-    ) -> None:
-        """Only records; `apply` changes the module.
-
-        Raises:
-            ConfigError: the choices do not fit together.
-        """
-        if partition and recompute is None:
-            raise ConfigError(
-                "activation_partitioning=True divides the inputs of recomputed blocks over the tensor-parallel ranks: "
-                'set activation_checkpointing="full" too.'
-            )
-        self._recompute, self._offload, self._partition = recompute, offload, partition
+    def __init__(self, config: ActivationsConfig) -> None:
+        """Only records; `apply` changes the module."""
+        self.config = config
         self.active: Activations | None = None
 
     def apply(
@@ -406,38 +395,29 @@ class ActivationMemory:
             PlanError: nothing in the module matches.
         """
         self.remove()
-        if self._recompute is None and self._offload is None:
+        config = self.config
+        if config.recompute is None and config.stored is None:
             return
-        if self._partition and mesh.tensor.size == 1:
-            raise ConfigError(
-                "activation_partitioning=True divides activations over tensor-parallel ranks, and there is one: set "
-                "tensor_parallel_size, or leave it out."
-            )
         self.active = Activations(
             module,
             device,
-            recompute=self._recompute,
-            offload=self._offload,
-            partition=mesh.tensor if self._partition else None,
+            recompute=config.recompute,
+            offload=config.stored,
+            partition=mesh.tensor if config.partitioning else None,
             protected=protected,
             drive=drive,
         )
         rank_zero_info(f"ZeROStrategy: {self.active.describe()}")
 
     @property
-    def chosen(self) -> tuple[RecomputeConfig | None, ActivationOffloadConfig | None]:
-        """What is recomputed, and what is offloaded."""
-        return self._recompute, self._offload
-
-    @property
     def recomputes(self) -> bool:
         """Whether blocks are computed again in backward."""
-        return self._recompute is not None
+        return self.config.recompute is not None
 
     @property
     def needs_drive(self) -> bool:
         """Whether activations go to a drive."""
-        return self._offload is not None and self._offload.tier == "nvme"
+        return self.config.stored is not None and self.config.stored.tier == "nvme"
 
     def around_forward(self) -> AbstractContextManager[Any]:
         """Around a training step's forward."""

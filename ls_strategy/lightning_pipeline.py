@@ -73,14 +73,14 @@ class Pipeline:
             PlanError: the module cannot be divided so.
         """
         size = mesh.pipeline.world_size
-        stages = stages_per_rank_of(config.pipeline_schedule, config.pipeline_stages_per_rank)
-        rank_of = place(size, stages, placement_of(config.pipeline_schedule))
+        stages = stages_per_rank_of(config.pp.schedule, config.pp.stages_per_rank)
+        rank_of = place(size, stages, placement_of(config.pp.schedule))
         self.config, self.mesh, self.device = config, mesh, device
         self._ranks = size
-        method, stack = config.pipeline_partition, config.pipeline_blocks
+        method, stack = config.pp.partition, config.pp.blocks
         usage = self._dry_run(module, len(rank_of)) if method == "flops" else None
         self.cut = make_cut(module, rank_of, method=method, stack=stack, usage=usage)
-        rank_zero_info(f"ZeROStrategy: {config.pipeline_schedule} over {size} ranks\n{self.cut.table()}")
+        rank_zero_info(f"ZeROStrategy: {config.pp.schedule} over {size} ranks\n{self.cut.table()}")
         norms = [name for name, m in module.named_modules() if isinstance(m, _BATCH_NORMS)]
         if norms:
             rank_zero_warn(
@@ -95,7 +95,7 @@ class Pipeline:
         self.runner = PipelineRunner(
             StageRunner(module, self.cut, device, side=_side_loss(module)),
             links,
-            config.pipeline_schedule,
+            config.pp.schedule,
             callbacks=Callbacks(before=self._before, after=self._after, on_last_backward=self._on_last_backward),
             split_backward=not recomputes,
         )
@@ -147,7 +147,7 @@ class Pipeline:
         }[cast("TrainerFn", trainer.state.fn)]
         more = [name for name in ("batch_idx", "dataloader_idx") if is_param_in_hook_signature(step, name)]
         with Logged(twin).recording():
-            blocks = find_blocks(twin, stages, self.config.pipeline_blocks)
+            blocks = find_blocks(twin, stages, self.config.pp.blocks)
             return observe(twin, blocks, lambda part: step(part, *[0] * len(more)), micro_batch, self.device)
 
     def record(self, *, on: bool) -> None:
@@ -286,7 +286,7 @@ class Pipeline:
         """Micro-batches of as equal sizes as can be, and their sizes.
 
         Raises:
-            StateError: no tensor of the batch has its samples as rows, or there are too many of them.
+            StateError: no tensor of the batch has its samples as rows.
         """
         samples = extract_batch_size(batch)
         count = self._count(samples)
@@ -299,24 +299,15 @@ class Pipeline:
         return split(batch, samples, count)
 
     def _count(self, samples: int) -> int:
-        """Micro-batches of a batch.
-
-        Raises:
-            StateError: the batch is larger than both options allow.
-        """
-        number, size = self.config.micro_batches, self.config.micro_batch_size
-        if number and size and samples > number * size:
-            raise StateError(
-                f"a batch of {samples} samples is more than micro_batches={number} of micro_batch_size={size}. Leave "
-                "one of the two out, or make the batches smaller."
-            )
+        """Micro-batches of a batch."""
+        number, size = self.config.pp.micro_batches, self.config.pp.micro_batch_size
         wanted = -(-samples // size) if size else number or 4 * self._ranks
         if wanted > samples and number:
-            rank_zero_warn(f"a batch of {samples} samples makes as many micro-batches, not micro_batches={number}.")
-        found, least = min(wanted, samples), least_micro_batches(self.config.pipeline_schedule, self._ranks)
+            rank_zero_warn(f"a batch of {samples} samples makes as many micro-batches, not parallel.pipeline.micro_batches={number}.")
+        found, least = min(wanted, samples), least_micro_batches(self.config.pp.schedule, self._ranks)
         if found < least:
             rank_zero_warn(
-                f"a batch of {samples} samples makes {found} micro-batches, {self.config.pipeline_schedule} needs "
+                f"a batch of {samples} samples makes {found} micro-batches, {self.config.pp.schedule} needs "
                 f"{least}: it goes by zbv."
             )
         return found
@@ -429,11 +420,11 @@ def refuse(module: pl.LightningModule, config: ParallelConfig) -> None:
             "a pipeline runs all forwards and backwards of a batch together, so manual optimization has no place in "
             "it, nor have several optimizers: use automatic_optimization=True, or pipeline_parallel_size=1."
         )
-    least = least_micro_batches(config.pipeline_schedule, config.pipeline_parallel_size)
-    if (config.micro_batches or least) < least:
+    least = least_micro_batches(config.pp.schedule, config.pp.size)
+    if (config.pp.micro_batches or least) < least:
         raise PlanError(
-            f"micro_batches={config.micro_batches}: {config.pipeline_schedule} over {config.pipeline_parallel_size} "
-            f"ranks needs {least} or more. Take as many, or pipeline_schedule='zbv'."
+            f"Got parallel.pipeline.micro_batches={config.pp.micro_batches}, but {config.pp.schedule} over "
+            f"{config.pp.size} ranks needs {least} or more. Set as many, or parallel.pipeline.schedule='zbv'."
         )
     for name in ("forward", "training_step", "validation_step", "test_step", "predict_step"):
         if is_compiled_function(getattr(module, name)):
@@ -442,11 +433,11 @@ def refuse(module: pl.LightningModule, config: ParallelConfig) -> None:
                 "middle on every stage but the last. Compile the blocks instead: for block in blocks: block.compile()."
             )
     for name, given in (
-        ("sequence_parallel_size", config.sequence_parallel_size > 1),
-        ("tensor_parallel_sequence", config.tensor_parallel_sequence),
+        ("parallel.context", config.context > 1),
+        ("parallel.tensor.sequence_parallel", config.tp.sequence_parallel),
     ):
         if given:
             raise PlanError(
-                f"{name} and pipeline_parallel_size do not go together: blocks that divide tokens must be on one rank "
+                f"{name} and parallel.pipeline do not go together: blocks that divide tokens must be on one rank "
                 "from the first to the last. Leave one of them out."
             )

@@ -12,7 +12,7 @@ from fractions import Fraction
 
 import torch
 
-from ls_strategy.config import MomentFormat, OffloadConfig, TierName, ZeROConfig
+from ls_strategy.config import MomentFormat, TierConfig, TierName, ZeROConfig
 from ls_strategy.layout import ALIGN, FlatLayout, TensorPart
 from ls_strategy.ops.moments import BLOCK as MOMENT_BLOCK
 from ls_strategy.zero_stages import StagePolicy
@@ -338,7 +338,7 @@ def resolve_plan(  # noqa: PLR0913  (sizes of groups, one by one)
     config = config or ZeROConfig()
     weights = tuple(weights) if len(set(weights)) > 1 else ()
     # A block of an 8-bit moment belongs to one parameter, so that two updates never share its scale.
-    align = MOMENT_BLOCK if config.moments == "int8" else ALIGN
+    align = MOMENT_BLOCK if config.precision.moments == "int8" else ALIGN
     plans: list[UnitPlan] = []
     for name, is_root, params in units:
         classes: defaultdict[tuple[int, torch.dtype, int, bool, bool, bool], list[ParamFacts]] = defaultdict(list)
@@ -362,15 +362,16 @@ def resolve_plan(  # noqa: PLR0913  (sizes of groups, one by one)
                 FlatPlan(layout, dtype, kept, optimizer, copies=copies, tied=tied, twin=twin, shared_by=shared_by)
             )
         plans.append(UnitPlan(name, is_root, tuple(flats)))
-    return Plan(policy, world_size, _assign_tiers(plans, config), config.moments, weights, rank)
+    return Plan(policy, world_size, _assign_tiers(plans, config), config.precision.moments, weights, rank)
 
 
 def _assign_tiers(units: list[UnitPlan], config: ZeROConfig) -> tuple[UnitPlan, ...]:
     """Give every buffer its tiers. What a ``ratio`` keeps on the device are the first buffers, whole, as they fit."""
     flats = [f for u in units for f in u.flats]
-    optimizer = _split([f for f in flats if f.trainable], config.offload_optimizer)
-    param = _split(flats, config.offload_param)
-    gradient = _split([f for f in flats if optimizer.get(id(f), "device") != "device"], config.offload_gradient)
+    optimizer = _split([f for f in flats if f.trainable], config.offload.tier_of("optimizer"))
+    param = _split(flats, config.offload.tier_of("parameters"))
+    offloaded = [f for f in flats if optimizer.get(id(f), "device") != "device"]
+    gradient = _split(offloaded, config.offload.tier_of("gradients"))
     result: list[UnitPlan] = []
     for unit in units:
         placed: list[FlatPlan] = []
@@ -378,13 +379,13 @@ def _assign_tiers(units: list[UnitPlan], config: ZeROConfig) -> tuple[UnitPlan, 
             param_tier = param.get(id(f), "device")
             optimizer_tier = optimizer.get(id(f), "device") if f.trainable else param_tier
             followed = optimizer_tier if f.trainable else "device"
-            gradient_tier = followed if config.offload_gradient is None else gradient.get(id(f), "device")
+            gradient_tier = followed if config.offload.gradients is None else gradient.get(id(f), "device")
             placed.append(replace(f, optimizer_tier=optimizer_tier, param_tier=param_tier, gradient_tier=gradient_tier))
         result.append(replace(unit, flats=tuple(placed)))
     return tuple(result)
 
 
-def _split(flats: list[FlatPlan], offload: OffloadConfig | None) -> dict[int, TierName]:
+def _split(flats: list[FlatPlan], offload: TierConfig | None) -> dict[int, TierName]:
     """Tier of each buffer by its ``id``."""
     if offload is None:
         return {}

@@ -41,7 +41,6 @@ from typing_extensions import override
 from ls_strategy import data_position, rendezvous, spans
 from ls_strategy import lightning_checkpoints as checkpoints
 from ls_strategy import lightning_guards as guards
-from ls_strategy import lightning_parallel as parallel
 from ls_strategy._compat import (
     STOP,
     around_batches,
@@ -68,14 +67,15 @@ from ls_strategy.checkpoint.random import random_states, restore_random_states
 from ls_strategy.checkpoint.target import check_replaceable
 from ls_strategy.comm import Comm, Traffic, make_comm
 from ls_strategy.config import (
-    ActivationOffloadConfig,
-    LossScaleConfig,
-    NVMeIOConfig,
+    ActivationsConfig,
+    CheckpointConfig,
     OffloadConfig,
     ParallelConfig,
-    RecomputeConfig,
+    PrecisionConfig,
+    ShardingConfig,
     ZeROConfig,
 )
+from ls_strategy.config.renamed import takes_groups
 from ls_strategy.deepspeed.config import Translation
 from ls_strategy.deepspeed.options import takes_deepspeed_config
 from ls_strategy.engine import Engine
@@ -85,6 +85,7 @@ from ls_strategy.launcher import LauncherWatch, end_processes
 from ls_strategy.layout import TensorPart
 from ls_strategy.lightning_checkpoints import Collection
 from ls_strategy.lightning_deepspeed import DeepSpeedConfiguration, took_default
+from ls_strategy.lightning_parallel import ActivationMemory, ModelParallel
 from ls_strategy.lockstep import Lockstep
 from ls_strategy.parallel.dtensor import has_dtensors
 from ls_strategy.planner.choice import Question, candidate_of, choose, explain, smallest
@@ -107,27 +108,6 @@ _PATIENCE_S = 3.0
 """How long a rank that failed looks for the others' failures before it breaks the connections."""
 
 
-def _offload(option: Literal["cpu", "nvme"] | OffloadConfig | None) -> OffloadConfig | None:
-    return OffloadConfig(tier=option) if isinstance(option, str) else option
-
-
-def _check_weights(config: ZeROConfig, divided: ParallelConfig, *, auto: bool) -> None:
-    """Refuse options that contradict ``shard_weights``."""
-    weights = config.shard_weights
-    if weights is not None and auto:
-        raise ConfigError(
-            f'shard_weights={weights!r} with stage="auto": what fits is planned for ranks of equal memory. '
-            "Name a stage."
-        )
-    for axis in ("tensor", "pipeline", "expert"):
-        size = getattr(divided, f"{axis}_parallel_size")
-        if weights is not None and size > 1:
-            raise ConfigError(
-                f"shard_weights={weights!r} with {axis}_parallel_size={size}: weights are of ranks that all hold the "
-                "same layers. Leave shard_weights out, or divide the model by ZeRO alone."
-            )
-
-
 class ZeROStrategy(DDPStrategy):
     """ZeRO data parallelism, stages 0 to 3, for a plain LightningModule, on CPU (gloo) and GPU (NCCL).
 
@@ -138,69 +118,16 @@ class ZeROStrategy(DDPStrategy):
         stage: 0 replicates everything (DDP on this engine), 1 shards optimizer states, 2 also gradients, 3 also
             parameters. ``"auto"`` plans when a fit begins, and takes the lightest that fits: stage, recomputation and
             offload.
-        unit_classes: class names (``["Block"]``) of the modules that are gathered and reduced as one unit. Default: the
-            children of every ``ModuleList`` and ``Sequential``.
-        min_unit_numel: blocks with fewer parameters than this join the root unit, which at stage 3 stays gathered
-            during a step. Elements.
-        prefetch_units: stage 3 gathers this many units ahead of the one that computes.
-        master_weights: keep fp32 master weights with ``precision="bf16-true"`` and ``"16-true"``. False halves their
-            memory and lets the optimizer work in 16 bit.
-        reduce_dtype: NCCL only. ``fp32`` sums gradients over ranks in fp32; ``compute`` in the dtype of the parameters,
-            half the bytes in the 16-bit modes. gloo sends them as they are and sums in fp32 either way.
-        fp32_modules: class names of modules that stay in fp32 with ``bf16-true`` and ``16-true`` (a router, say).
-            Batch norms always do.
-        loss_scale: knobs of the loss scale of the fp16 precisions.
-        offload_optimizer: ``"cpu"`` or ``"nvme"``: master weights and optimizer states rest there and are updated
-            there; ``OffloadConfig(tier=..., ratio=0.7)`` keeps 30 % of the bytes on the device. The numbers do not
-            change.
-        offload_param: stage 3: this rank's shard of the parameters rests there, and units are gathered from there.
-        offload_gradient: where averaged gradients rest between backward and step. Default: on the optimizer's tier.
-        nvme_path: folder of the NVMe tier, on a local drive. Default: the environment's ``LS_STRATEGY_NVME_PATH``, else
-            ``nvme`` in the Trainer's ``default_root_dir``.
-        nvme_io: how its files are read and written; ``ls-strategy tune-io PATH`` finds the best values.
-        nvme_allow_ram: accept a folder that is in memory itself, for tests.
-        moments: ``bf16`` or ``int8`` store the optimizer's moments in 2 bytes or 1 instead of 4, rounded
-            stochastically. For AdamW, Adam, SGD, Adagrad and Lion, with or without offload.
-        step_on: where offloaded states are updated: by the ``cpu``, or streamed through the ``device``. ``auto``
-            measures both once.
-        overlap_step: update offloaded states while backward or the next forward runs. The numbers do not change.
-        delayed_update_after: stages 1 and 2: from this step on apply every update one step late, while the next step
-            computes (ZeRO-Offload, section 5.2). Changes the numbers. Default: never.
-        shard_weights: for ranks of unequal memory: ``[2, 1]`` gives rank 0 two thirds of what the stage shards;
-            ``"auto"`` weighs by each rank's memory. The numbers do not change. Default: all the same.
-        activation_checkpointing: ``"full"`` keeps the inputs of every block and computes the rest again in backward;
-            ``"selective"`` also keeps what is expensive to compute (matrix products, attention, communication).
-            ``RecomputeConfig(...)`` names classes, every how many blocks, and which operations.
-        activation_offload: ``"cpu"`` or ``"nvme"``: tensors that backward needs rest there until then; with
-            ``activation_checkpointing``, the blocks' inputs. ``ActivationOffloadConfig(...)`` sets sizes.
-        activation_partitioning: keep the inputs of recomputed blocks in parts over the tensor-parallel ranks.
-        tensor_parallel_size: ranks that divide every layer among them; they work on the same batch.
-        tensor_parallel_plan: ``auto``: what the module's ``tensor_parallel_plan()`` says, or its ``configure_model``
-            has done by ``parallelize_module``, or Hugging Face's plan, or what names and shapes tell.
-            ``{"blocks.*.up": "column", "blocks.*.down": "row", ...}`` says it by module names.
-        tensor_parallel_sequence: also divide what lies between divided layers (norms, dropout), along the tokens.
-        expert_parallel_size: ranks that divide the experts of every `MoE` layer among them and send each other tokens.
-            They keep batches of their own; the states of an expert are divided over the ranks that hold it.
-        pipeline_parallel_size: ranks that divide the blocks of the model among them, and work on micro-batches of the
-            same batch. ``training_step`` stays as it is.
-        micro_batches: parts of every batch that are under way in the pipeline. Default: four per rank of it.
-        micro_batch_size: samples of a micro-batch, in place of their number; with both, the largest batch is their
-            product.
-        pipeline_schedule: ``gpipe``, ``1f1b``, ``interleaved_1f1b``, ``zero_bubble``, ``zbv`` or ``dualpipe_v``.
-        pipeline_partition: what is balanced over stages: ``parameters``, ``flops`` (of the forward, counted in a dry
-            run on one batch), ``uniform`` (numbers of blocks) or ``type:REGEX`` (blocks of classes whose name matches).
-        pipeline_stages_per_rank: of the schedules that have several. Default: two for ``interleaved_1f1b``.
-        pipeline_blocks: name of the ModuleList or Sequential that is divided. Default: what the model's ``to_layers()``
-            returns, or the longest one.
-        sequence_parallel_size: ranks that divide the tokens of every sequence among them, and exchange them for heads
-            around attention (Ulysses). For models that call ``scaled_dot_product_attention``.
-        save_as: ``sharded``: a checkpoint is a folder; every rank writes what it has, any other layout loads it.
-            ``file``: one file in Lightning's own format, gathered on rank 0, which needs the memory for it.
-        async_save: write checkpoint folders while training goes on. A step waits only for copies of what is on the
-            device; an error is raised by the next save, or at the end.
-        save_frozen: put parameters that do not train into checkpoint folders too.
-        on_save_error: ``raise``, or ``continue`` training when a checkpoint cannot be written (a full disk); the
-            error is logged, and no earlier checkpoint is removed then.
+        sharding: which blocks are gathered and reduced together, how far ahead, and how much each rank holds.
+        precision: master weights, the dtype of sums over ranks, modules in fp32, the loss scale, moments in fewer bits.
+            The precision of the numbers themselves is ``Trainer(precision=...)``.
+        offload: ``"cpu"`` or ``"nvme"``: the optimizer's states, and at stage 3 the parameters, are stored there, and
+            updated there. ``OffloadConfig(optimizer=..., parameters=..., ...)`` says more. The numbers do not change.
+        activations: ``"full"`` or ``"selective"``: blocks are computed again in backward. ``ActivationsConfig(...)``
+            stores activations in host memory or on NVMe, or partitions them.
+        parallel: ranks that work on one model replica together: ``{"tensor": 2}``, ``{"pipeline": 2}``,
+            ``{"context": 2}``, ``{"expert": 2}``, or a ``ParallelConfig``.
+        checkpoint: ``"sharded"`` (folders) or ``"file"``; ``CheckpointConfig(...)`` writes in the background.
         deepspeed_config: a DeepSpeed configuration, as JSON file or dictionary. It sets the options above, what the
             Trainer leaves at its default (precision, clipping, accumulation), and optimizer and schedule where the
             module has none. What contradicts it, or has no counterpart here, is an error; the log shows every key.
@@ -216,49 +143,19 @@ class ZeROStrategy(DDPStrategy):
         start_method: how ranks are started when no launcher did: ``popen``, ``spawn``, ``fork``, ``forkserver``.
     """
 
+    @takes_groups
     @takes_deepspeed_config(took_default)
     @checked(("deepspeed_config",), explain_waits_after=at_least(0.5))
     def __init__(
         self,
         stage: Literal[0, 1, 2, 3, "auto"] = 3,
         *,
-        unit_classes: list[str] | None = None,
-        min_unit_numel: int = 100_000,
-        prefetch_units: int = 1,
-        master_weights: bool = True,
-        reduce_dtype: Literal["fp32", "compute"] = "fp32",
-        fp32_modules: list[str] | None = None,
-        loss_scale: LossScaleConfig | None = None,
-        offload_optimizer: Literal["cpu", "nvme"] | OffloadConfig | None = None,
-        offload_param: Literal["cpu", "nvme"] | OffloadConfig | None = None,
-        offload_gradient: Literal["cpu", "nvme"] | OffloadConfig | None = None,
-        nvme_path: str | None = None,
-        nvme_io: NVMeIOConfig | None = None,
-        nvme_allow_ram: bool = False,
-        moments: Literal["fp32", "bf16", "int8"] = "fp32",
-        step_on: Literal["auto", "cpu", "device"] = "auto",
-        overlap_step: bool = True,
-        delayed_update_after: int | None = None,
-        shard_weights: list[float] | Literal["auto"] | None = None,
-        activation_checkpointing: Literal["full", "selective"] | RecomputeConfig | None = None,
-        activation_offload: Literal["cpu", "nvme"] | ActivationOffloadConfig | None = None,
-        activation_partitioning: bool = False,
-        tensor_parallel_size: int = 1,
-        tensor_parallel_plan: Literal["auto"] | dict[str, Any] = "auto",
-        tensor_parallel_sequence: bool = False,
-        sequence_parallel_size: int = 1,
-        expert_parallel_size: int = 1,
-        pipeline_parallel_size: int = 1,
-        micro_batches: int | None = None,
-        micro_batch_size: int | None = None,
-        pipeline_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipe_v"] = "1f1b",
-        pipeline_partition: str = "parameters",
-        pipeline_stages_per_rank: int | None = None,
-        pipeline_blocks: str | None = None,
-        save_as: Literal["sharded", "file"] = "sharded",
-        async_save: bool = False,
-        save_frozen: bool = True,
-        on_save_error: Literal["raise", "continue"] = "raise",
+        sharding: ShardingConfig | Mapping[str, Any] = ShardingConfig(),
+        precision: PrecisionConfig | Mapping[str, Any] = PrecisionConfig(),
+        offload: Literal["cpu", "nvme"] | OffloadConfig | Mapping[str, Any] | None = OffloadConfig(),
+        activations: Literal["full", "selective"] | ActivationsConfig | Mapping[str, Any] | None = ActivationsConfig(),
+        parallel: ParallelConfig | Mapping[str, Any] = ParallelConfig(),
+        checkpoint: Literal["sharded", "file"] | CheckpointConfig | Mapping[str, Any] = CheckpointConfig(),
         deepspeed_config: str | Path | dict[str, Any] | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -275,75 +172,24 @@ class ZeROStrategy(DDPStrategy):
         )
         self.auto = stage == "auto"
         """Whether `setup` is still to choose; until then this is stage 3, which builds on the meta device."""
-        self.config = ZeROConfig(
-            stage=3 if stage == "auto" else stage,
-            unit_classes=tuple(unit_classes or ()),
-            min_unit_numel=min_unit_numel,
-            prefetch_units=prefetch_units,
-            master_weights=master_weights,
-            reduce_dtype=reduce_dtype,
-            fp32_modules=tuple(fp32_modules or ()),
-            offload_optimizer=_offload(offload_optimizer),
-            offload_param=_offload(offload_param),
-            offload_gradient=_offload(offload_gradient),
-            nvme_path=nvme_path or "",
-            nvme_io=nvme_io or NVMeIOConfig(),
-            nvme_allow_ram=nvme_allow_ram,
-            moments=moments,
-            step_on=step_on,
-            overlap_step=overlap_step,
-            delayed_update_after=delayed_update_after,
-            shard_weights=tuple(shard_weights) if isinstance(shard_weights, list) else shard_weights,
+        self.config = ZeROConfig.of(
+            stage,
+            sharding=sharding,
+            precision=precision,
+            offload=offload,
+            activations=activations,
+            parallel=parallel,
+            checkpoint=checkpoint,
         )
-        self.parallel = parallel.ModelParallel(
-            ParallelConfig(
-                tensor_parallel_size=tensor_parallel_size,
-                tensor_parallel_plan=tensor_parallel_plan,
-                tensor_parallel_sequence=tensor_parallel_sequence,
-                sequence_parallel_size=sequence_parallel_size,
-                expert_parallel_size=expert_parallel_size,
-                pipeline_parallel_size=pipeline_parallel_size,
-                micro_batches=micro_batches,
-                micro_batch_size=micro_batch_size,
-                pipeline_schedule=pipeline_schedule,
-                pipeline_partition=pipeline_partition,
-                pipeline_stages_per_rank=pipeline_stages_per_rank,
-                pipeline_blocks=pipeline_blocks,
-            )
-        )
-        self.activations = parallel.ActivationMemory(
-            RecomputeConfig(policy=activation_checkpointing)
-            if isinstance(activation_checkpointing, str)
-            else activation_checkpointing,
-            ActivationOffloadConfig(tier=activation_offload)
-            if isinstance(activation_offload, str)
-            else activation_offload,
-            partition=activation_partitioning,
-        )
-        _check_weights(self.config, self.parallel.config, auto=self.auto)
-        if self.auto and (self.config.offloads or activation_offload or self.parallel.divides):
-            raise ConfigError(
-                'stage="auto" chooses offload by itself, and does not plan for layers, sequences, experts or blocks '
-                "that are divided over ranks. Leave those options out, or name a stage."
-            )
-        if pipeline_parallel_size > 1 and save_as == "file":
-            raise ConfigError(
-                'save_as="file" with pipeline_parallel_size: no rank has all layers. Save folders (the default); '
-                "`ls-strategy consolidate` makes one file of them."
-            )
-        if async_save and save_as == "file":
-            raise ConfigError('async_save=True with save_as="file": only folders are written in the background.')
-        self.save_as = save_as
-        self.async_save = async_save
-        self.save_frozen = save_frozen
-        self.on_save_error = on_save_error
+        """Every option, in groups."""
+        self.parallel = ModelParallel(self.config.parallel)
+        self.activations = ActivationMemory(self.config.activations)
         self.explain_waits_after = explain_waits_after
         self.collection: Collection | None = None
         """While ``trainer.save_checkpoint`` collects what a folder will hold."""
         self._saver: BackgroundSaver | None = None
         self._save_failed = False
         self._alone = False
-        self._loss_scale = loss_scale
         self.engine: Engine | None = None
         self._comm: Comm | None = None
         self._lockstep: Lockstep | None = None
@@ -568,9 +414,9 @@ class ZeROStrategy(DDPStrategy):
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
         """Stage 3, and every stage in a pipeline, builds ``configure_model`` on meta: no rank ever holds the model."""
-        divided = self.parallel.config.pipeline_parallel_size > 1
+        divided = self.parallel.config.pp.size > 1
         on_meta = (POLICIES[self.config.stage].parameters or divided) and (
-            empty_init or (empty_init is None and (dist.is_initialized() or self.config.offload_param is not None))
+            empty_init or (empty_init is None and (dist.is_initialized() or self.config.offload.parameters is not None))
         )
         if not on_meta:
             with super().tensor_init_context(empty_init=empty_init):
@@ -618,19 +464,19 @@ class ZeROStrategy(DDPStrategy):
     def _arm(self, trainer: pl.Trainer, module: pl.LightningModule, *, fitting: bool) -> None:
         """Let the engine know what it may do while user code looks on, and its modules what activations they keep."""
         engine = self.require_engine()
-        engine.schedule.overlap = fitting and self.config.overlap_step
+        engine.schedule.overlap = fitting and self.config.sharding.overlap_step
         engine.private_gradients = fitting and not guards.reads_gradients(trainer, module, engine)
         engine.early_step = (
             engine.private_gradients
-            and self.config.overlap_step
+            and self.config.sharding.overlap_step
             and not trainer.gradient_clip_val
             and self.parallel.pipeline is None  # what is tied over stages has to be summed first
         )
         if fitting:
             guards.watch_methods(module, engine)
             assert self.parallel.mesh is not None
-            path, io = self.config.nvme_path, self.config.nvme_io
-            drive = Drive(path, io, self.global_rank, allow_ram=self.config.nvme_allow_ram)
+            path, io = self.config.offload.nvme_path, self.config.offload.nvme_io
+            drive = Drive(path, io, self.global_rank, allow_ram=self.config.offload.nvme_allow_ram)
             self.activations.apply(module, self.parallel.mesh, self.root_device, engine.storages, drive)
 
     def _follow_optimizers(self) -> Engine:
@@ -663,7 +509,7 @@ class ZeROStrategy(DDPStrategy):
         # Elsewhere ranks may evaluate different numbers of batches, as under DDP.
         self._meets_in_evaluation = (
             POLICIES[self.config.stage].parameters
-            or shape.config.expert_parallel_size > 1
+            or shape.config.expert > 1
             or (shape.divides and self.data_parallel_size == 1)
         )
         around_batches(trainer, lockstep.begin, lockstep.end, evaluation=self._meets_in_evaluation)
@@ -673,7 +519,7 @@ class ZeROStrategy(DDPStrategy):
         """Note what is free before the fit takes it, for errors; if asked for, choose what fits: collective."""
         assert self._comm is not None
         self._unsharded = before_sharding(self.optimizers)
-        path = self.config.nvme_path or os.environ.get("LS_STRATEGY_NVME_PATH", "")
+        path = self.config.offload.nvme_path or os.environ.get("LS_STRATEGY_NVME_PATH", "")
         ranks = self._comm.world_size
         if not self.auto:
             here = partial(found_here, self.root_device, ranks=ranks, ranks_per_node=min(self.num_processes, ranks))
@@ -684,15 +530,13 @@ class ZeROStrategy(DDPStrategy):
         rank_zero_info(f"ZeROStrategy(stage='auto'): {choice.words}")
         self.auto = False
         self.config = choice.candidate.config(self.config)
-        self.activations = parallel.ActivationMemory(
-            choice.candidate.recompute, choice.candidate.activation_offload, partition=False
-        )
+        self.activations = ActivationMemory(self.config.activations)
 
     def _question(self, trainer: pl.Trainer, module: pl.LightningModule) -> Question:
         policy = resolve_precision(
             str(self._precision().precision),
-            master_weights=self.config.master_weights,
-            reduce_dtype=self.config.reduce_dtype,
+            master_weights=self.config.precision.master_weights,
+            reduce_dtype=self.config.precision.reduce_dtype,
         )
         return question_of_fit(
             trainer,
@@ -700,7 +544,7 @@ class ZeROStrategy(DDPStrategy):
             self._unsharded,
             config=self.config,
             precision=policy,
-            recompute=self.activations.chosen[0],
+            recompute=self.config.activations.recompute,
             reads_gradients=guards.reads_gradients(trainer, module, self.engine),
         )
 
@@ -713,7 +557,7 @@ class ZeROStrategy(DDPStrategy):
             assert module is not None
             assert hardware is not None
             question = self._question(module.trainer, module)
-            return explain(question, hardware, candidate_of(self.config, *self.activations.chosen))()
+            return explain(question, hardware, candidate_of(self.config))()
 
         with explaining(describe):
             yield
@@ -727,14 +571,14 @@ class ZeROStrategy(DDPStrategy):
             self._deepspeed.watch(self.lr_scheduler_configs, partial(getattr, self, "skipped_steps"))
 
     def _choose_nvme_path(self, trainer: pl.Trainer) -> None:
-        wanted = "nvme" in self.config.tiers or self.activations.needs_drive
-        if not wanted or self.config.nvme_path:
+        wanted = "nvme" in self.config.offload.tiers or self.activations.needs_drive
+        if not wanted or self.config.offload.nvme_path:
             return
         named = os.environ.get("LS_STRATEGY_NVME_PATH")
         path = named or str(Path(trainer.default_root_dir) / "nvme")
-        source = "LS_STRATEGY_NVME_PATH" if named else "default_root_dir; set nvme_path to a local NVMe drive"
+        source = "LS_STRATEGY_NVME_PATH" if named else "default_root_dir; set offload.nvme_path to a local NVMe drive"
         rank_zero_info(f"ZeROStrategy: states on NVMe rest in {path} (from {source})")
-        self.config = replace(self.config, nvme_path=path)
+        self.config = replace(self.config, offload=replace(self.config.offload, nvme_path=path))
 
     def _on_batch(self) -> None:
         """A batch has been fetched, and nothing of the module has seen it yet."""
@@ -759,12 +603,12 @@ class ZeROStrategy(DDPStrategy):
             config=self.config,
             precision=resolve_precision(
                 str(plugin.precision),
-                master_weights=self.config.master_weights,
-                reduce_dtype=self.config.reduce_dtype,
+                master_weights=self.config.precision.master_weights,
+                reduce_dtype=self.config.precision.reduce_dtype,
             ),
             mesh=self.parallel.mesh,
             device=self.root_device,
-            loss_scale=self._loss_scale,
+            loss_scale=self.config.precision.loss_scale,
             parts=parts,
             share=self.parallel.share(module, optimizers),
         )
@@ -932,12 +776,12 @@ class ZeROStrategy(DDPStrategy):
         state = None if module is None else module.trainer.state
         if engine is not None and state is not None and (state.fn, state.status) == _FITTING:
             engine = self._follow_optimizers()
-        if engine is None or self.save_as == "file":
+        if engine is None or self.config.checkpoint.format == "file":
             yield True
             return
         engine.check_whole()
         self._wait_for_weights()
-        self.collection = Collection(engine, frozen=self.save_frozen)
+        self.collection = Collection(engine, frozen=self.config.checkpoint.frozen)
         try:
             yield True
         except BaseException:
@@ -973,7 +817,7 @@ class ZeROStrategy(DDPStrategy):
         with self._tolerating():
             self.wait_for_saves()
         with self._tolerating():
-            saver = self._background() if self.async_save and fitting else None
+            saver = self._background() if self.config.checkpoint.background and fitting else None
             if saver is not None:  # a wrong path is an error now, not at the next save
                 self._on_all_ranks(partial(check_replaceable, path) if self.is_global_zero else lambda: None)
             checkpoints.write(collection, checkpoint, path, self.checkpoint_io, storage_options, saver)
@@ -986,19 +830,19 @@ class ZeROStrategy(DDPStrategy):
 
     @contextmanager
     def _tolerating(self) -> Generator[None, None, None]:
-        """Raise what a save raises, or log it, as `on_save_error` says."""
+        """Raise what a save raises, or log it, as ``checkpoint.on_error`` says."""
         try:
             yield
             self._save_failed = False
         except CheckpointError as error:
             self._save_failed = True
-            if self.on_save_error == "raise":
+            if self.config.checkpoint.on_error == "raise":
                 raise
-            rank_zero_warn(f"{error} Training continues (on_save_error='continue').")
+            rank_zero_warn(f"{error} Training continues (checkpoint.on_error='continue').")
 
     @property
     def save_failed(self) -> bool:
-        """Whether the last checkpoint could not be written, and training went on (``on_save_error="continue"``)."""
+        """Whether the last checkpoint could not be written, and training went on (``checkpoint.on_error="continue"``)."""
         return self._save_failed
 
     def wait_for_saves(self) -> None:
@@ -1066,7 +910,7 @@ class ZeROStrategy(DDPStrategy):
         self._after_save(partial(self._remove, filepath))
 
     def _remove(self, filepath: str | Path) -> None:
-        if self.save_as == "file" and not checkpoints.is_lightnings(self.checkpoint_io):
+        if self.config.checkpoint.format == "file" and not checkpoints.is_lightnings(self.checkpoint_io):
             self.checkpoint_io.remove_checkpoint(filepath)
             return
         try:
@@ -1082,9 +926,9 @@ class ZeROStrategy(DDPStrategy):
         try:
             link() if self._alone else self._on_all_ranks(link)
         except CheckpointError as error:
-            if self.on_save_error == "raise":
+            if self.config.checkpoint.on_error == "raise":
                 raise
-            rank_zero_warn(f"{error} Training continues (on_save_error='continue').")
+            rank_zero_warn(f"{error} Training continues (checkpoint.on_error='continue').")
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:

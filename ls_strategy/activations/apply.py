@@ -69,8 +69,8 @@ class Activations:
         """
         if partition is not None and recompute is None:
             raise ConfigError(
-                "activation_partitioning without activation_checkpointing: only the inputs of modules that are "
-                "recomputed are the same on all tensor-parallel ranks. Set activation_checkpointing='full' too."
+                "Got activations.partitioning without activations.checkpointing, but only the inputs of modules that "
+                "are recomputed are the same on all tensor-parallel ranks. Set activations.checkpointing='full' too."
             )
         self._model = model
         self._device = device
@@ -150,7 +150,9 @@ class Activations:
         if config is None:
             return None
         if config.tier == "nvme" and (drive is None or not drive.path):
-            raise ConfigError("activation_offload='nvme' without a folder: set nvme_path to one on a local drive.")
+            raise ConfigError(
+                "Got activations.offload='nvme' without a folder. Set offload.nvme_path to one on a local drive."
+            )
         return ActivationOffload(config, self._device, drive)
 
     def _make_hooks(self, config: ActivationOffloadConfig | None) -> SavedTensors | None:

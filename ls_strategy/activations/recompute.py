@@ -93,12 +93,12 @@ def apply_recompute(model: nn.Module, config: RecomputeConfig, around_inputs: Ar
         ConfigError: a name in ``config.keep`` is unknown.
         PlanError: the model has no such modules.
     """
-    modules = list(dict(_chosen(model, config.classes)).values())[:: config.every]
+    modules = list(dict(_chosen(model, config.block_classes)).values())[:: config.every]
     if not modules:
         raise PlanError(
             "activation checkpointing: the model has no ModuleList or Sequential whose children are blocks (modules "
             f"with parameters and with modules in them). Its classes are {_classes(model)}. Name the classes to "
-            'recompute: RecomputeConfig(classes=["Block"]).'
+            'recompute: RecomputeConfig(block_classes=["Block"]).'
         )
     return Recompute(modules, config, around_inputs)
 

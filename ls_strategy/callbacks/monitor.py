@@ -275,7 +275,7 @@ class Monitor(Callback):
         if self._tokens:
             metrics["zero/tokens_per_s"] = self._tokens * strategy.data_parallel_size / elapsed
         metrics["zero/sent_mib_per_step"] = (_sent_bytes(strategy) - self._sent_before) / steps / MIB
-        if strategy.config.offload_optimizer is not None:
+        if strategy.config.offload.optimizer is not None:
             exposed = strategy.exposed_step_s - self._exposed_before
             metrics["zero/exposed_update_ms"] = 1e3 * exposed / steps
             metrics["zero/exposed_update"] = exposed / elapsed

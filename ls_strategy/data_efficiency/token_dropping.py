@@ -131,12 +131,12 @@ def _place(trainer: pl.Trainer, schedule: Schedule) -> tuple[int, int]:
     if not isinstance(strategy, ZeROStrategy):
         return trainer.global_rank, 1
     config = strategy.parallel.config
-    if config.tensor_parallel_sequence:
+    if config.tp.sequence_parallel:
         raise PlanError(
             "RandomTokenDropping with tensor_parallel_sequence: ranks hold different tokens between layers and join "
             "them inside of blocks, where they would have to know the others' choice. Leave one of them out."
         )
-    size = config.sequence_parallel_size
+    size = config.context
     bad = [kept for kept in schedule.possible() if kept % size]
     if bad:
         raise PlanError(

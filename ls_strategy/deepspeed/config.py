@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ls_strategy.checked import accept
-from ls_strategy.config import LossScaleConfig, NVMeIOConfig, OffloadConfig
+from ls_strategy.config import LossScaleConfig, NVMeIOConfig, TierConfig
 from ls_strategy.deepspeed.found import Found, Row
 from ls_strategy.deepspeed.keys import KEYS
 from ls_strategy.deepspeed.optimizers import OptimizerBlock, SchedulerBlock
@@ -43,7 +43,7 @@ class Translation:
     """A DeepSpeed configuration in the words of this package."""
 
     strategy: dict[str, Any]
-    """Arguments of ``ZeROStrategy``."""
+    """Options of ``ZeROStrategy``, with dots between groups and options: ``offload.optimizer``."""
 
     trainer: TrainerSettings
     """What the configuration says about the Trainer and the batches."""
@@ -149,8 +149,12 @@ def _zero(found: Found) -> dict[str, Any]:
         raise ConfigError(f"zero_optimization.stage={stage}: the stages are 0, 1, 2 and 3.")
     options: dict[str, Any] = {"stage": stage}
     if found.number("zero_optimization.stage3_prefetch_bucket_size", least=0) == 0:
-        options["prefetch_units"] = 0
+        options["sharding.prefetch_units"] = 0
     return options
+
+
+_STATES = {"offload_optimizer": "offload.optimizer", "offload_param": "offload.parameters"}
+"""Blocks of a configuration, and the options that they are."""
 
 
 def _offload(found: Found) -> dict[str, Any]:
@@ -167,7 +171,7 @@ def _offload(found: Found) -> dict[str, Any]:
         ratio = found.number("zero_optimization.offload_optimizer.ratio", least=0)
         partly = option == "offload_optimizer" and ratio is not None and ratio < 1
         if tier != "none" and not (partly and ratio == 0):
-            options[option] = OffloadConfig(tier=tier, ratio=ratio) if partly and ratio is not None else tier
+            options[_STATES[option]] = TierConfig(tier=tier, ratio=ratio) if partly and ratio is not None else tier
     return {**options, **_nvme(found, options)}
 
 
@@ -175,7 +179,7 @@ def _nvme(found: Found, offload: dict[str, Any]) -> dict[str, Any]:
     paths = {}
     for option in ("offload_optimizer", "offload_param"):
         key = f"zero_optimization.{option}.nvme_path"
-        tier = getattr(offload.get(option), "tier", offload.get(option))
+        tier = getattr(offload.get(_STATES[option]), "tier", offload.get(_STATES[option]))
         if tier == "nvme" and key in found.values:
             paths[key] = str(found.values[key])
         else:
@@ -185,7 +189,7 @@ def _nvme(found: Found, offload: dict[str, Any]) -> dict[str, Any]:
             f"{' and '.join(f'{k}={v!r}' for k, v in paths.items())}: there is one folder for all states. Use the same "
             "path for both."
         )
-    options: dict[str, Any] = {"nvme_path": next(iter(paths.values()))} if paths else {}
+    options: dict[str, Any] = {"offload.nvme_path": next(iter(paths.values()))} if paths else {}
     threads = "aio.intra_op_parallelism" if "aio.intra_op_parallelism" in found.values else "aio.thread_count"
     io = {
         "block_bytes": found.number("aio.block_size", least=4096, whole=True),
@@ -194,7 +198,7 @@ def _nvme(found: Found, offload: dict[str, Any]) -> dict[str, Any]:
     }
     io = {name: value for name, value in io.items() if value is not None}
     if "nvme" in (getattr(tier, "tier", tier) for tier in offload.values()):
-        return {**options, **({"nvme_io": NVMeIOConfig(**io)} if io else {})}
+        return {**options, **({"offload.nvme_io": NVMeIOConfig(**io)} if io else {})}
     for key in ("aio.block_size", "aio.queue_depth", "aio.intra_op_parallelism", "aio.thread_count"):
         found.note(key, "nothing rests on NVMe", ignored=True)
     return options
@@ -212,13 +216,13 @@ def _precision_options(found: Found) -> dict[str, Any]:
     if masters != states:
         raise ConfigError(
             f"{brain}.bf16_master_weights_and_grads={masters}, bf16_optimizer_states={states}: here both are in 16 bit "
-            "or neither. Switch both on, or both off; moments='bf16' stores the moments alone in 16 bit."
+            "or neither. Switch both on, or both off; precision.moments='bf16' stores the moments alone in 16 bit."
         )
     if masters:
-        options["master_weights"] = False
+        options["precision.master_weights"] = False
     scale = _loss_scale(found)
     if scale is not None and half is not False:
-        options["loss_scale"] = scale
+        options["precision.loss_scale"] = scale
     elif scale is not None:
         for name in KEYS["fp16"]:  # type: ignore[union-attr]
             if name != "enabled":
@@ -251,7 +255,7 @@ def _reduce_dtype(found: Found, *, fp16: bool | None, bf16: bool | None) -> dict
             f"communication_data_type={wanted!r}: gradients are summed in 'fp32', or in the 16-bit dtype of the "
             "parameters. Use 'fp32', or delete it."
         )
-    return {"reduce_dtype": known[wanted]}
+    return {"precision.reduce_dtype": known[wanted]}
 
 
 def _activations(found: Found) -> dict[str, Any]:
@@ -261,14 +265,14 @@ def _activations(found: Found) -> dict[str, Any]:
     interval = found.number("pipeline.activation_checkpoint_interval", least=0, whole=True)
     options: dict[str, Any] = {}
     if partition or to_cpu or interval:
-        options["activation_checkpointing"] = "full"
+        options["activations.checkpointing"] = "full"
     if to_cpu:
-        options["activation_offload"] = "cpu"
+        options["activations.offload"] = "cpu"
     if partition and _tensor_ranks(found) > 1:
-        options["activation_partitioning"] = True
+        options["activations.partitioning"] = True
     elif partition:
         for key in (f"{block}partition_activations", "zero_optimization.partition_activations"):
-            found.note(key, "`activation_checkpointing='full'`; one tensor-parallel rank has nothing to divide among")
+            found.note(key, "`activations.checkpointing='full'`; one tensor-parallel rank has nothing to divide among")
     return options
 
 
@@ -280,18 +284,20 @@ def _tensor_ranks(found: Found) -> int:
 def _parallel(found: Found) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if _tensor_ranks(found) > 1:
-        options["tensor_parallel_size"] = _tensor_ranks(found)
+        options["parallel.tensor.size"] = _tensor_ranks(found)
     sequence = found.number("sequence_parallel_size", least=1, whole=True) or 1
     if sequence > 1:
-        options["sequence_parallel_size"] = sequence
+        options["parallel.context"] = sequence
     stages = found.number("pipeline.stages", least=1, whole=True) or 1
     if stages > 1:
         partition = found.values.get("pipeline.partition", "best")
-        options["pipeline_parallel_size"] = stages
-        options["pipeline_partition"] = "parameters" if partition == "best" else partition
+        options["parallel.pipeline.size"] = stages
+        options["parallel.pipeline.partition"] = "parameters" if partition == "best" else partition
         micro, accumulation, _ = _batches(found)
-        options.update({"micro_batch_size": micro} if micro else {})
-        options.update({"micro_batches": accumulation} if accumulation else {})
+        if micro:
+            options["parallel.pipeline.micro_batch_size"] = micro
+        elif accumulation:
+            options["parallel.pipeline.micro_batches"] = accumulation
     else:
         found.note("pipeline.partition", "there is one pipeline stage", ignored=True)
     return options

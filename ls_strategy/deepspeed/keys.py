@@ -50,7 +50,7 @@ def refused(text: str, *off: Any) -> Key:
 
 Table = dict[str, "Key | AnyBlock | Table"]
 
-_UNITS = ignored("gradients and parameters travel unit by unit: `unit_classes`, `min_unit_numel`")
+_UNITS = ignored("gradients and parameters travel unit by unit: `sharding.block_classes`, `sharding.min_unit_numel`")
 _MODES = ignored("there is one way to do it here, and it needs no switch")
 _CHECKS = ignored("debugging of DeepSpeed itself")
 _LOGGER = ignored("logs go where `Trainer(logger=...)` says")
@@ -66,12 +66,12 @@ _CURRICULUM = "it shortens sequences. Use the callback `SequenceCurriculum`"
 _ZEROPP = "it quantises what is sent, which changes the numbers. Delete it: what is sent stays exact"
 
 _LOSS_SCALE: Table = {
-    "loss_scale": to("`loss_scale.static`; 0 is a dynamic scale"),
-    "initial_scale_power": to("`loss_scale.initial_power`"),
-    "loss_scale_window": to("`loss_scale.window`"),
-    "hysteresis": to("`loss_scale.hysteresis`"),
-    "consecutive_hysteresis": to("`loss_scale.consecutive_hysteresis`"),
-    "min_loss_scale": to("`loss_scale.min_scale`"),
+    "loss_scale": to("`precision.loss_scale.static`; 0 is a dynamic scale"),
+    "initial_scale_power": to("`precision.loss_scale.initial_power`"),
+    "loss_scale_window": to("`precision.loss_scale.window`"),
+    "hysteresis": to("`precision.loss_scale.hysteresis`"),
+    "consecutive_hysteresis": to("`precision.loss_scale.consecutive_hysteresis`"),
+    "min_loss_scale": to("`precision.loss_scale.min_scale`"),
 }
 
 _BF16: Table = {
@@ -79,8 +79,8 @@ _BF16: Table = {
     "immediate_grad_update": _MODES,
     "check_grad_overflow": ignored("bf16 has the range of fp32: a step with inf or nan is not skipped, it is seen"),
     "check_overflow": ignored("older name of check_grad_overflow"),
-    "bf16_master_weights_and_grads": to("`master_weights=False`, together with bf16_optimizer_states"),
-    "bf16_optimizer_states": to("`master_weights=False`, together with bf16_master_weights_and_grads"),
+    "bf16_master_weights_and_grads": to("`precision.master_weights=False`, together with bf16_optimizer_states"),
+    "bf16_optimizer_states": to("`precision.master_weights=False`, together with bf16_master_weights_and_grads"),
     **{name: ignored("bf16 needs no loss scale") for name in _LOSS_SCALE},
 }
 
@@ -97,39 +97,39 @@ _ZERO: Table = {
     "load_from_fp32_weights": ignored("master weights always come from the unrounded fp32 weights"),
     "elastic_checkpoint": ignored("any number of ranks loads any checkpoint"),
     "offload_param": {
-        "device": to("`offload_param`"),
-        "nvme_path": to("`nvme_path`"),
+        "device": to("`offload.parameters`"),
+        "nvme_path": to("`offload.nvme_path`"),
         "buffer_count": _NVME_BUFFERS,
         "buffer_size": _NVME_BUFFERS,
         "max_in_cpu": _NVME_BUFFERS,
         "pin_memory": _PINNED,
     },
     "offload_optimizer": {
-        "device": to("`offload_optimizer`"),
-        "nvme_path": to("`nvme_path`"),
-        "ratio": to("`OffloadConfig(ratio=...)`"),
+        "device": to("`offload.optimizer`"),
+        "nvme_path": to("`offload.nvme_path`"),
+        "ratio": to("`TierConfig(ratio=...)`"),
         "buffer_count": _NVME_BUFFERS,
         "pin_memory": _PINNED,
         "pipeline": ignored("reads, updates and writes always overlap"),
         "pipeline_read": ignored("reads always overlap with updates"),
         "pipeline_write": ignored("writes always overlap with updates"),
         "fast_init": ignored("states on NVMe are never made in memory first"),
-        "super_offload": ignored("updates overlap with backward wherever there is no clipping: `overlap_step`"),
+        "super_offload": ignored("updates overlap with backward wherever there is no clipping: `sharding.overlap_step`"),
         "cpuadam_cores_perc": ignored("`OMP_NUM_THREADS` gives the number of threads"),
     },
     "zenflow": AnyBlock(
-        refused("it updates with old gradients. Delete it; `delayed_update_after` delays by one step and no more")
+        refused("it updates with old gradients. Delete it; `offload.delay_after` delays by one step and no more")
     ),
     "sub_group_size": ignored("states are updated unit by unit"),
-    "cpu_offload": to("`offload_optimizer='cpu'`"),
-    "cpu_offload_param": to("`offload_param='cpu'`"),
-    "cpu_offload_params": to("`offload_param='cpu'`"),
+    "cpu_offload": to("`offload.optimizer='cpu'`"),
+    "cpu_offload_param": to("`offload.parameters='cpu'`"),
+    "cpu_offload_params": to("`offload.parameters='cpu'`"),
     "cpu_offload_use_pin_memory": _PINNED,
-    "stage3_prefetch_bucket_size": to("`prefetch_units`: 0 if it is 0, else the default of 1"),
-    "stage3_param_persistence_threshold": ignored("small blocks share one unit: `min_unit_numel`"),
-    "stage3_model_persistence_threshold": ignored("small blocks share one unit: `min_unit_numel`"),
-    "stage3_max_live_parameters": ignored("live are the unit that computes and those prefetched: `prefetch_units`"),
-    "stage3_max_reuse_distance": ignored("live are the unit that computes and those prefetched: `prefetch_units`"),
+    "stage3_prefetch_bucket_size": to("`sharding.prefetch_units`: 0 if it is 0, else the default of 1"),
+    "stage3_param_persistence_threshold": ignored("small blocks share one unit: `sharding.min_unit_numel`"),
+    "stage3_model_persistence_threshold": ignored("small blocks share one unit: `sharding.min_unit_numel`"),
+    "stage3_max_live_parameters": ignored("live are the unit that computes and those prefetched: `sharding.prefetch_units`"),
+    "stage3_max_reuse_distance": ignored("live are the unit that computes and those prefetched: `sharding.prefetch_units`"),
     "stage3_gather_16bit_weights_on_model_save": ignored(
         "checkpoints hold fp32 weights; `ls-strategy consolidate --dtype bf16` exports 16-bit ones"
     ),
@@ -178,7 +178,7 @@ KEYS: Table = {
         "auto_cast": ignored("inputs are always cast to the parameters' dtype"),
         **_LOSS_SCALE,
         "fp16_master_weights_and_grads": refused(
-            "the optimizer's eps of 1e-8 is 0 in fp16. Delete it; `moments='int8'` saves more memory"
+            "the optimizer's eps of 1e-8 is 0 in fp16. Delete it; `precision.moments='int8'` saves more memory"
         ),
     },
     "bf16": dict(_BF16),
@@ -186,7 +186,7 @@ KEYS: Table = {
     "torch_autocast": {
         "enabled": to("`Trainer(precision='bf16-mixed')` or `'16-mixed'`, by dtype"),
         "dtype": to("which of the two"),
-        "lower_precision_safe_modules": ignored("gradients of autocast modules are summed in fp32: `reduce_dtype`"),
+        "lower_precision_safe_modules": ignored("gradients of autocast modules are summed in fp32: `precision.reduce_dtype`"),
     },
     "amp": AnyBlock(refused(f"{_REMOVED}, and choose Trainer(precision='16-mixed')"), "enabled"),
     "data_types": {
@@ -194,7 +194,7 @@ KEYS: Table = {
         "param_dtype": ignored("fp16 and bf16 say it"),
         "buffer_dtype": refused("buffers keep their dtypes, or follow the precision. Delete it"),
         "keep_in_fp32_modules": refused(
-            "it names patterns of parameter names. Give class names: ZeROStrategy(fp32_modules=[...])",
+            "it names patterns of parameter names. Give class names: PrecisionConfig(fp32_modules=[...])",
             "auto",
             None,
             [],
@@ -203,7 +203,7 @@ KEYS: Table = {
     "zero_optimization": _ZERO,
     "zero_allow_untested_optimizer": ignored("any optimizer of torch that works element by element is allowed"),
     "zero_force_ds_cpu_optimizer": ignored("the optimizer you chose is the one that runs, on the CPU too"),
-    "communication_data_type": to("`reduce_dtype`: `fp32`, or `compute` for the parameters' own dtype"),
+    "communication_data_type": to("`precision.reduce_dtype`: `fp32`, or `compute` for the parameters' own dtype"),
     "seq_parallel_communication_data_type": ignored("the sequence-parallel ranks' gradients are summed with the rest"),
     "prescale_gradients": ignored("the mean is the same, whichever way it is divided"),
     "gradient_predivide_factor": ignored("the mean is the same, whichever way it is divided"),
@@ -211,45 +211,45 @@ KEYS: Table = {
     "sparse_gradients": ignored("gradients are reduced dense; the numbers are the same"),
     "disable_allgather": _MODES,
     "aio": {
-        "block_size": to("`nvme_io.block_bytes`"),
-        "queue_depth": to("`nvme_io.queue_depth`"),
-        "intra_op_parallelism": to("`nvme_io.parallelism`"),
-        "thread_count": to("`nvme_io.parallelism`; the older name"),
+        "block_size": to("`offload.nvme_io.block_bytes`"),
+        "queue_depth": to("`offload.nvme_io.queue_depth`"),
+        "intra_op_parallelism": to("`offload.nvme_io.parallelism`"),
+        "thread_count": to("`offload.nvme_io.parallelism`; the older name"),
         "single_submit": _MODES,
         "overlap_events": _MODES,
         "use_gds": ignored("files go through host memory"),
     },
     "activation_checkpointing": {
-        "partition_activations": to("`activation_checkpointing='full'`, `activation_partitioning` over tensor ranks"),
-        "cpu_checkpointing": to("`activation_checkpointing='full'`, `activation_offload='cpu'`"),
+        "partition_activations": to("`activations.checkpointing='full'`, `activations.partitioning` over tensor ranks"),
+        "cpu_checkpointing": to("`activations.checkpointing='full'`, `activations.offload='cpu'`"),
         "contiguous_memory_optimization": _MODES,
         "number_checkpoints": ignored("buffers need no count"),
         "synchronize_checkpoint_boundary": _CHECKS,
         "profile": _REPORTS,
     },
     "pipeline": {
-        "stages": to("`pipeline_parallel_size`; gradient_accumulation_steps become `micro_batches`"),
-        "partition": to("`pipeline_partition`; best is parameters"),
-        "activation_checkpoint_interval": to("`activation_checkpointing='full'` if above 0"),
+        "stages": to("`parallel.pipeline`; gradient_accumulation_steps become its `micro_batches`"),
+        "partition": to("`parallel.pipeline.partition`; best is parameters"),
+        "activation_checkpoint_interval": to("`activations.checkpointing='full'` if above 0"),
         "seed_layers": refused("layers are initialised as without a pipeline. Delete it"),
         "pipe_partitioned": _MODES,
         "grad_partitioned": _MODES,
         "use_reentrant": _MODES,
     },
     "tensor_parallel": {
-        "autotp_size": to("`tensor_parallel_size`"),
-        "tp_size": to("`tensor_parallel_size`"),
+        "autotp_size": to("`parallel.tensor`"),
+        "tp_size": to("`parallel.tensor`"),
         "tp_overlap_comm": _MODES,
-        "preset_model": ignored("`tensor_parallel_plan='auto'` finds out how the layers are divided"),
+        "preset_model": ignored("`parallel.tensor.plan='auto'` finds out how the layers are divided"),
         "partition_config": AnyBlock(
-            refused("say it as ZeROStrategy(tensor_parallel_plan={'blocks.*.up': 'column', ...})")
+            refused("say it as TensorConfig(plan={'blocks.*.up': 'column', ...})")
         ),
         "vocab_parallel_lm_head": _MODES,
         "vocab_parallel_ce_backend": _MODES,
     },
-    "sequence_parallel_size": to("`sequence_parallel_size`"),
+    "sequence_parallel_size": to("`parallel.context`"),
     "expert_parallel": AnyBlock(
-        refused("it swaps Hugging Face's layers. Build the model with ls_strategy's MoE, and set expert_parallel_size"),
+        refused("it swaps Hugging Face's layers. Build the model with ls_strategy's MoE, and set parallel.expert"),
         "enabled",
     ),
     "use_data_before_expert_parallelism": _MODES,
@@ -259,10 +259,10 @@ KEYS: Table = {
         "use_node_local_storage": refused("a checkpoint is one folder that all ranks see. Use a shared path"),
         "parallel_write": AnyBlock(ignored("every rank writes its own part")),
         "checkpoint_serialization": _MODES,
-        "writer": AnyBlock(ignored("`async_save=True` writes in the background")),
+        "writer": AnyBlock(ignored("`checkpoint.background=True` writes in the background")),
     },
-    "datastates_ckpt": AnyBlock(ignored("`async_save=True` writes in the background")),
-    "nebula": AnyBlock(ignored("`async_save=True` writes in the background")),
+    "datastates_ckpt": AnyBlock(ignored("`checkpoint.background=True` writes in the background")),
+    "nebula": AnyBlock(ignored("`checkpoint.background=True` writes in the background")),
     "dataloader_drop_last": ignored("the DataLoader says it: `DataLoader(drop_last=True)`"),
     "compile": AnyBlock(ignored("compile the module: `torch.compile(module)`")),
     "steps_per_print": _LOGGER,

@@ -8,12 +8,16 @@ that pass every default by themselves there is ``took_default``.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import is_dataclass
 from functools import wraps
+from types import NoneType
 from typing import Any, TypeVar
 
 from ls_strategy.checked import show
+from ls_strategy.config import nested
+from ls_strategy.config.group import Group
+from ls_strategy.config.renamed import GROUPS, default_of, written_options
 from ls_strategy.deepspeed.config import Translation, translate
 from ls_strategy.errors import ConfigError
 
@@ -21,13 +25,13 @@ _ZERO, _SAVED, _BLOCK = "zero_optimization.", "activation_checkpointing.", "zero
 
 KEYS_OF: dict[str, tuple[str, ...]] = {
     "stage": (f"{_ZERO}stage",),
-    "prefetch_units": (f"{_ZERO}stage3_prefetch_bucket_size",),
-    "offload_optimizer": (f"{_BLOCK}device", f"{_ZERO}cpu_offload", f"{_BLOCK}ratio"),
-    "offload_param": (f"{_ZERO}offload_param.device", f"{_ZERO}cpu_offload_param", f"{_ZERO}cpu_offload_params"),
-    "nvme_path": (f"{_BLOCK}nvme_path", f"{_ZERO}offload_param.nvme_path"),
-    "nvme_io": ("aio.block_size", "aio.queue_depth", "aio.intra_op_parallelism", "aio.thread_count"),
-    "master_weights": ("bf16.bf16_master_weights_and_grads", "bfloat16.bf16_master_weights_and_grads"),
-    "loss_scale": (
+    "sharding.prefetch_units": (f"{_ZERO}stage3_prefetch_bucket_size",),
+    "offload.optimizer": (f"{_BLOCK}device", f"{_ZERO}cpu_offload", f"{_BLOCK}ratio"),
+    "offload.parameters": (f"{_ZERO}offload_param.device", f"{_ZERO}cpu_offload_param", f"{_ZERO}cpu_offload_params"),
+    "offload.nvme_path": (f"{_BLOCK}nvme_path", f"{_ZERO}offload_param.nvme_path"),
+    "offload.nvme_io": ("aio.block_size", "aio.queue_depth", "aio.intra_op_parallelism", "aio.thread_count"),
+    "precision.master_weights": ("bf16.bf16_master_weights_and_grads", "bfloat16.bf16_master_weights_and_grads"),
+    "precision.loss_scale": (
         "fp16.loss_scale",
         "fp16.initial_scale_power",
         "fp16.loss_scale_window",
@@ -35,21 +39,21 @@ KEYS_OF: dict[str, tuple[str, ...]] = {
         "fp16.consecutive_hysteresis",
         "fp16.min_loss_scale",
     ),
-    "reduce_dtype": ("communication_data_type",),
-    "activation_checkpointing": (
+    "precision.reduce_dtype": ("communication_data_type",),
+    "activations.checkpointing": (
         f"{_SAVED}partition_activations",
         f"{_ZERO}partition_activations",
         f"{_SAVED}cpu_checkpointing",
         "pipeline.activation_checkpoint_interval",
     ),
-    "activation_offload": (f"{_SAVED}cpu_checkpointing",),
-    "activation_partitioning": (f"{_SAVED}partition_activations", f"{_ZERO}partition_activations"),
-    "tensor_parallel_size": ("tensor_parallel.autotp_size", "tensor_parallel.tp_size"),
-    "sequence_parallel_size": ("sequence_parallel_size",),
-    "pipeline_parallel_size": ("pipeline.stages",),
-    "pipeline_partition": ("pipeline.partition",),
-    "micro_batch_size": ("train_micro_batch_size_per_gpu",),
-    "micro_batches": ("gradient_accumulation_steps",),
+    "activations.offload": (f"{_SAVED}cpu_checkpointing",),
+    "activations.partitioning": (f"{_SAVED}partition_activations", f"{_ZERO}partition_activations"),
+    "parallel.tensor.size": ("tensor_parallel.autotp_size", "tensor_parallel.tp_size"),
+    "parallel.context": ("sequence_parallel_size",),
+    "parallel.pipeline.size": ("pipeline.stages",),
+    "parallel.pipeline.partition": ("pipeline.partition",),
+    "parallel.pipeline.micro_batch_size": ("train_micro_batch_size_per_gpu",),
+    "parallel.pipeline.micro_batches": ("gradient_accumulation_steps",),
 }
 """The keys of a configuration that decide an option of the strategy."""
 
@@ -69,14 +73,14 @@ _FIELDS = {
 """Of an option that is a dataclass: the field that a key decides. A file says nothing of the others."""
 
 _OFF: dict[str, Any] = {
-    "offload_optimizer": None,
-    "offload_param": None,
-    "master_weights": True,
-    "activation_offload": None,
-    "activation_partitioning": False,
-    "tensor_parallel_size": 1,
-    "sequence_parallel_size": 1,
-    "pipeline_parallel_size": 1,
+    "offload.optimizer": None,
+    "offload.parameters": None,
+    "precision.master_weights": True,
+    "activations.offload": None,
+    "activations.partitioning": False,
+    "parallel.tensor.size": 1,
+    "parallel.context": 1,
+    "parallel.pipeline.size": 1,
 }
 """What an option is where the file has its key and switches it off."""
 
@@ -103,10 +107,11 @@ def takes_deepspeed_config(took_default: Callable[[Any, dict[str, Any]], Collect
             source = given.get("deepspeed_config")
             if source is not None:
                 translation = source if isinstance(source, Translation) else translate(source)
-                given = {**_passed(self, given, translation, signature, took_default), "deepspeed_config": source}
-                given.update(merged(translation, given), deepspeed_config=translation)
+                written = _passed(self, _flat(given, translation.strategy["stage"]), translation, took_default)
+                options = nested({**written, **merged(translation, written)})
                 first, *_ = signature.parameters
-                args, kwargs = (), {name: value for name, value in given.items() if name != first}
+                kept = {name: value for name, value in given.items() if name != first and name not in options}
+                args, kwargs = (), {**kept, **options, "deepspeed_config": translation}
             init(self, *args, **kwargs)
 
         return wrapped  # type: ignore[return-value]
@@ -114,18 +119,31 @@ def takes_deepspeed_config(took_default: Callable[[Any, dict[str, Any]], Collect
     return decorate
 
 
+def _flat(given: Mapping[str, Any], stage: int) -> dict[str, Any]:
+    """Return the stage and the options that the groups write, with dots. What is no group is left to its check.
+
+    Args:
+        given: arguments of the strategy.
+        stage: of the file.
+    """
+    result = {"stage": given["stage"]} if "stage" in given else {}
+    for name in GROUPS.keys() & given.keys():
+        if isinstance(given[name], (Group, Mapping, str, NoneType)):
+            result |= written_options(name, given[name], given.get("stage", stage))
+    return result
+
+
 def _passed(
     made: Any,
     given: dict[str, Any],
     translation: Translation,
-    signature: inspect.Signature,
     took_default: Callable[[Any, dict[str, Any]], Collection[str]],
 ) -> dict[str, Any]:
     """Return ``given`` without the defaults that a parser filled in."""
     doubtful = {
         name: said
         for name, said in _said(translation).items()
-        if name in given and _is_default(given[name], signature.parameters[name].default) and given[name] != said
+        if name in given and _is_default(given[name], default_of(name)) and given[name] != said
     }
     filled_in = took_default(made, doubtful) if doubtful else ()
     return {name: value for name, value in given.items() if name not in filled_in}
@@ -138,8 +156,8 @@ def _is_default(value: Any, default: Any) -> bool:
 def _said(translation: Translation) -> dict[str, Any]:
     """Return every option that the file decides: those that it sets, and those whose keys switch them off."""
     off = {name: value for name, value in _OFF.items() if _keys(translation, name)}
-    if _keys(translation, "prefetch_units"):
-        off["prefetch_units"] = 1  # or more
+    if _keys(translation, "sharding.prefetch_units"):
+        off["sharding.prefetch_units"] = 1  # or more
     silent = () if _keys(translation, "stage") else ("stage",)  # without the block DeepSpeed is at stage 0
     return {name: value for name, value in {**off, **translation.strategy}.items() if name not in silent}
 
@@ -171,9 +189,9 @@ def merged(translation: Translation, given: dict[str, Any]) -> dict[str, Any]:
 
 def _agree(translation: Translation, name: str, given: Any, said: Any) -> bool:
     """Whether an argument says what the file says, or that and more."""
-    if name == "activation_checkpointing":
+    if name == "activations.checkpointing":
         return given is not None  # the file says that something is computed again, not what
-    if name == "prefetch_units":
+    if name == "sharding.prefetch_units":
         return (given == 0) == (said == 0)
     given = _Fields(given) if isinstance(given, dict) else given
     if isinstance(said, str) and hasattr(given, "tier"):

@@ -20,15 +20,16 @@ from typing import Any, Literal
 
 from ls_strategy.config import (
     ActivationOffloadConfig,
-    OffloadConfig,
+    ActivationsConfig,
     RecomputeConfig,
+    TierConfig,
     TierName,
     ZeROConfig,
     ZeroStage,
 )
 
 Recomputed = Literal["full", "selective"]
-_CPU, _NVME = OffloadConfig(tier="cpu"), OffloadConfig(tier="nvme")
+_CPU, _NVME = TierConfig(tier="cpu"), TierConfig(tier="nvme")
 
 
 @dataclass(frozen=True)
@@ -36,19 +37,21 @@ class Candidate:
     """One way to run."""
 
     stage: ZeroStage
-    offload_optimizer: OffloadConfig | None = None
-    offload_param: OffloadConfig | None = None
+    optimizer: TierConfig | None = None
+    """Where master weights and the optimizer's states are stored; None: on the device."""
+
+    parameters: TierConfig | None = None
     recompute: RecomputeConfig | None = None
     activation_offload: ActivationOffloadConfig | None = None
 
     @property
     def strategy(self) -> str:
         """Its alias: ``zero2_offload``."""
-        tiers: set[TierName] = {o.tier for o in (self.offload_optimizer, self.offload_param) if o is not None}
+        tiers: set[TierName] = {o.tier for o in (self.optimizer, self.parameters) if o is not None}
         if not tiers:
             return f"zero{self.stage}"
         tier = "nvme" if "nvme" in tiers else "offload"
-        part = "_optimizer" if self.stage == 3 and self.offload_param is None else ""
+        part = "_optimizer" if self.stage == 3 and self.parameters is None else ""
         return f"zero{self.stage}_{tier}{part}"
 
     @property
@@ -63,25 +66,32 @@ class Candidate:
 
     def config(self, base: ZeROConfig) -> ZeROConfig:
         """``base``, with what this chooses."""
+        weights = base.sharding.rank_weights if self.stage else None
         return replace(
             base,
             stage=self.stage,
-            offload_optimizer=self.offload_optimizer,
-            offload_param=self.offload_param,
-            offload_gradient=None,
-            delayed_update_after=None,
+            sharding=replace(base.sharding, rank_weights=weights),
+            offload=replace(
+                base.offload, optimizer=self.optimizer, parameters=self.parameters, gradients=None, delay_after=None
+            ),
+            activations=ActivationsConfig(checkpointing=self.recompute, offload=self.activation_offload),
         )
 
     def arguments(self) -> dict[str, Any]:
         """What to give `ZeROStrategy` for it."""
         chosen: dict[str, Any] = {"stage": self.stage}
-        for name, option in (("offload_optimizer", self.offload_optimizer), ("offload_param", self.offload_param)):
-            if option is not None:
-                chosen[name] = option.tier
-        if self.recompute is not None:
-            chosen["activation_checkpointing"] = self.recompute.policy
+        tiers = {"optimizer": self.optimizer, "parameters": self.parameters}
+        offload = {name: option.tier for name, option in tiers.items() if option is not None}
+        if offload:
+            everything = len(offload) == (2 if self.stage == 3 else 1) and len(set(offload.values())) == 1
+            chosen["offload"] = offload["optimizer"] if everything else offload
         if self.activation_offload is not None:
-            chosen["activation_offload"] = self.activation_offload.tier
+            activations: dict[str, Any] = {"offload": self.activation_offload.tier}
+            if self.recompute is not None:
+                activations = {"checkpointing": self.recompute.policy, **activations}
+            chosen["activations"] = activations
+        elif self.recompute is not None:
+            chosen["activations"] = self.recompute.policy
         return chosen
 
 

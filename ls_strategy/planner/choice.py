@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ls_strategy.comm import Comm
-from ls_strategy.config import RecomputeConfig
+from ls_strategy.config import ZeROConfig
 from ls_strategy.errors import PlanError
 from ls_strategy.planner.candidates import Candidate
 from ls_strategy.planner.forecast import (
@@ -48,7 +48,8 @@ class Question:
     @contextmanager
     def forecaster(self) -> Generator[Forecaster, None, None]:
         """Inside, the module is on paper; afterwards it is what it was. Not collective."""
-        with on_paper(self.module, self.precision, self.run.config.fp32_modules, torch.device("cpu")) as paper:
+        in_fp32 = self.run.config.precision.fp32_modules
+        with on_paper(self.module, self.precision, in_fp32, torch.device("cpu")) as paper:
             optimizers = [paper.optimizer(o) for o in self.optimizers]
             yield Forecaster(
                 self.module,
@@ -147,6 +148,7 @@ def explain(question: Question, hardware: Hardware, running: Candidate) -> Calla
     return describe
 
 
-def candidate_of(config: Any, recompute: RecomputeConfig | None, activation_offload: Any = None) -> Candidate:
+def candidate_of(config: ZeROConfig) -> Candidate:
     """The candidate that a configuration is."""
-    return Candidate(config.stage, config.offload_optimizer, config.offload_param, recompute, activation_offload)
+    optimizer, parameters = config.offload.tier_of("optimizer"), config.offload.tier_of("parameters")
+    return Candidate(config.stage, optimizer, parameters, config.activations.recompute, config.activations.stored)

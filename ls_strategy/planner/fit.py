@@ -54,9 +54,9 @@ def question_of_fit(
     Raises:
         PlanError: there is no training data.
     """
-    path = config.nvme_path or os.environ.get("LS_STRATEGY_NVME_PATH", "")
+    path = config.offload.nvme_path or os.environ.get("LS_STRATEGY_NVME_PATH", "")
     run = Run(
-        config=replace(config, nvme_path=path),
+        config=replace(config, offload=replace(config.offload, nvme_path=path)),
         micro_batches=max(int(trainer.accumulate_grad_batches), 1),
         clips=bool(trainer.gradient_clip_val) or reads_gradients,
         recompute=recompute,

@@ -120,16 +120,15 @@ class Forecaster:
         self._states = ModelStates(model, optimizers, precision)
         self._run = run
         self._batch = batch
-        config = replace(run.config, stage=0, offload_optimizer=None, offload_param=None, offload_gradient=None)
-        specs = self._states.draft(replace(config, delayed_update_after=None), 1).specs
+        specs = self._states.draft(Candidate(0).config(run.config), 1).specs
         self._names = [[name for name, _ in spec.params] for spec in specs]
         self._trained = {name for name, p in model.named_parameters() if p.requires_grad}
         self._buffers = sum(b.nbytes for b in model.buffers())
         self.numel = sum(p.numel() for p in model.parameters())
-        classes = run.config.fp32_modules
+        classes = run.config.precision.fp32_modules
         self._tracer = Tracer(model, specs, step, precision, classes, torch.device("cpu"), paper.mode)
         self._traces: dict[RecomputeConfig | None, Trace] = {}
-        self._plans: dict[tuple[ZeROConfig, int], Plan] = {}
+        self._plans: dict[Any, Plan] = {}
         self._optimizer_bytes = self._states.optimizer_bytes(run.config)
 
     @property
@@ -153,7 +152,7 @@ class Forecaster:
 
     def plan(self, config: ZeROConfig, ranks: int) -> Plan:
         """The engine's plan; made once."""
-        key = (config, ranks)
+        key = (config.stage, config.sharding, config.precision, config.offload, ranks)
         if key not in self._plans:
             self._plans[key] = self._states.plan(config, ranks)
         return self._plans[key]
@@ -162,12 +161,12 @@ class Forecaster:
         """What a replay needs to know."""
         scales = self._states.precision.loss_scaling
         single = len(self._states.optimizers) == 1
-        offloads = config.offload_optimizer is not None
+        offloads = config.offload.optimizer is not None
         return Setting(
             optimizer_bytes=self._optimizer_bytes,
             micro_batches=self._run.micro_batches,
-            prefetch_units=config.prefetch_units,
-            early_step=offloads and config.overlap_step and single and not self._run.clips and not scales,
+            prefetch_units=config.sharding.prefetch_units,
+            early_step=offloads and config.sharding.overlap_step and single and not self._run.clips and not scales,
             native=device == "cuda",
             wire_fp32=self._states.precision.reduce_in_fp32,
             cuda=device == "cuda",

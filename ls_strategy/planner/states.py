@@ -50,7 +50,7 @@ class ModelStates:
             self.optimizers,
             config=config,
             precision=self.precision,
-            policy=POLICIES[config.stage if world_size > 1 or config.offloads else 0],
+            policy=POLICIES[config.stage if world_size > 1 or config.offload.any_state else 0],
             parts={},
             share=Share(),
         )
@@ -64,7 +64,7 @@ class ModelStates:
             expert_zero=SimpleNamespace(world_size=world_size),
             tensor=SimpleNamespace(size=1),
         )
-        given = config.shard_weights
+        given = config.sharding.rank_weights
         known = isinstance(given, tuple) and len(given) == world_size > 1
         weights = tuple(map(Fraction, given)) if known and isinstance(given, tuple) else ()
         fullest = weights.index(max(weights)) if weights else 0
@@ -81,14 +81,14 @@ class ModelStates:
 
 
 def moment_bytes(optimizer: Optimizer, config: ZeROConfig) -> float:
-    """Bytes that an optimizer keeps per element, in the format of ``config.moments`` where a fused update steps it.
+    """Bytes that an optimizer keeps per element, in the format of ``precision.moments`` where a fused update steps it.
 
     Other optimizers are tried out on a vector: what they keep element by element is counted.
     """
     kernel = kernel_for(optimizer)
     if kernel is not None:
         names = {name for group in optimizer.param_groups for name in kernel.moments(group)}
-        per_name = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 4 / BLOCK}[config.moments]
+        per_name = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 4 / BLOCK}[config.precision.moments]
         return per_name * len(names)
     most = 0.0
     for group in optimizer.param_groups:

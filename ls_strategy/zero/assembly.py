@@ -64,11 +64,11 @@ class Draft:
         self._shared: dict[tuple[int, ...], int] = {}
         """A number for every set of optimizers that have parameters in common, after those of the optimizers."""
         self._config = config
-        self._options = repr((config, precision))
+        self._options = repr((config.stage, config.sharding, config.precision, config.offload, precision))
         self._error: PlanError | None = None
         try:
-            self.specs = partition(model, config.unit_classes, config.min_unit_numel, share.absent)
-            self.kept_fp32 = materials.fp32_modules(model, config.fp32_modules)
+            self.specs = partition(model, config.sharding.block_classes, config.sharding.min_unit_numel, share.absent)
+            self.kept_fp32 = materials.fp32_modules(model, config.precision.fp32_modules)
             self._owners = agreement.owners_of(model, optimizers)
             self._number_shared(len(optimizers), single=not parts and share.pipeline is None)
             for optimizer in optimizers:
@@ -88,11 +88,12 @@ class Draft:
         sets = {tuple(i for i, _ in owners) for owners in self._owners.values() if len(owners) > 1}
         self._shared = {each: count + n for n, each in enumerate(sorted(sets))}
         config = self._config
-        if not sets or (single and config.offload_optimizer is None and config.moments == "fp32"):
+        if not sets or (single and config.offload.optimizer is None and config.precision.moments == "fp32"):
             return
-        what = "tensor, expert or pipeline parallelism" if not single else f"moments={config.moments!r}"
-        if config.offload_optimizer is not None:
-            what = f"offload_optimizer={config.offload_optimizer.tier!r}"
+        what = "tensor, expert or pipeline parallelism" if not single else f"precision.moments={config.precision.moments!r}"
+        offloaded = config.offload.tier_of("optimizer")
+        if offloaded is not None:
+            what = f"offload.optimizer={offloaded.tier!r}"
         shared = next(p for p, owners in self._owners.items() if len(owners) > 1)
         name = next(n for n, p in self.model.named_parameters() if id(p) == shared)
         numbers = " and ".join(str(i) for i, _ in self._owners[shared])
@@ -191,7 +192,7 @@ class Draft:
                 flats.append(flat)
             units.append(Unit(spec.name, spec.modules, flats, is_root=spec.is_root))
             del values
-            if offload.config.offloads:
+            if offload.config.offload.any_state:
                 trim_heap()  # the unit's original values; without this, set-up may take the model's size
         maker.finish()
         return units

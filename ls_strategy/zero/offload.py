@@ -54,12 +54,12 @@ def states_by_tier(plan: Plan, optimizers: list[Optimizer], config: ZeROConfig) 
                 _refuse_without_kernel(optimizer, flat.optimizer_tier, config, fp32=flat.master_dtype == torch.float32)
             elif flat.optimizer_tier != "device":
                 moments = {n: s for group in optimizer.param_groups for n, s in kernel.moments(group).items()}
-                result[flat.optimizer_tier] |= moment_sizes(number, numel, moments, config.moments)
+                result[flat.optimizer_tier] |= moment_sizes(number, numel, moments, config.precision.moments)
     return result
 
 
 def _refuse_without_kernel(optimizer: Optimizer, tier: str, config: ZeROConfig, *, fp32: bool) -> None:
-    asked = "offload to NVMe" if tier == "nvme" else f"moments={config.moments!r}" if config.moments != "fp32" else ""
+    asked = "offload to NVMe" if tier == "nvme" else f"moments={config.precision.moments!r}" if config.precision.moments != "fp32" else ""
     if asked:
         reason = type(optimizer).__name__ if fp32 else f"{type(optimizer).__name__} without fp32 master weights"
         raise PlanError(
@@ -103,18 +103,18 @@ class Offload:
         error: LSError | None = None
         try:
             sizes = states_by_tier(plan, optimizers, config)
-            if "nvme" in config.tiers:
+            if "nvme" in config.offload.tiers:
                 tiers["nvme"] = _open_drive(sizes["nvme"], config, comm.rank)
         except LSError as found:
             error = found
         _raise_together(comm, error)
         tiers["cpu"] = ResidentTier(sizes["cpu"], lambda numel, dtype: host_empty(numel, dtype, device).zero_(), "cpu")
-        beside = "nvme" in config.tiers or (config.offloads and device.type == "cuda")
+        beside = "nvme" in config.offload.tiers or (config.offload.any_state and device.type == "cuda")
         worker = ThreadPoolExecutor(1, "ls_strategy-beside", link.bind_thread) if beside else None
         result = cls(
             config,
             link,
-            Stream(threaded=config.overlap_step, on_start=link.bind_thread),
+            Stream(threaded=config.sharding.overlap_step, on_start=link.bind_thread),
             tiers,
             sizes["nvme"],
             Ring(device),
@@ -126,11 +126,11 @@ class Offload:
 
     def choose_where_to_step(self, device: torch.device) -> None:
         """Decide, by measuring where the option leaves it open. The result is the same bits either way."""
-        if self.config.offload_optimizer is None or device.type == "cpu":
+        if self.config.offload.optimizer is None or device.type == "cpu":
             return
-        self.streamed = self.config.step_on == "device"
-        self.reason = f"step_on={self.config.step_on}"
-        if self.config.step_on == "auto":
+        self.streamed = self.config.offload.step_on == "device"
+        self.reason = f"step_on={self.config.offload.step_on}"
+        if self.config.offload.step_on == "auto":
             speed = measure(device, self.link)
             self.streamed = speed.device_is_faster
             self.reason = f"measured: {speed}"
@@ -138,13 +138,13 @@ class Offload:
     def describe(self, plan: Plan) -> str:
         """What a log should say about offload; empty without."""
         lines: list[str] = []
-        if self.config.offload_optimizer is not None and self.reason:
+        if self.config.offload.optimizer is not None and self.reason:
             place = "streamed through the device" if self.streamed else "updated by the CPU"
             lines.append(f"  offloaded states are {place} ({self.reason})")
-        if "nvme" in self.config.tiers:
+        if "nvme" in self.config.offload.tiers:
             read, written = plan.drive_bytes_per_step(gradients_rest=True)
             lines.append(
-                f"  NVMe ({self.config.nvme_path}): up to {read / 1e9:.3f} GB read per step and rank. "
+                f"  NVMe ({self.config.offload.nvme_path}): up to {read / 1e9:.3f} GB read per step and rank. "
                 f"{drive_wear(written)}"
             )
         return "\n".join(lines)
@@ -167,10 +167,10 @@ def _close(stream: Stream, worker: ThreadPoolExecutor | None, tiers: dict[str, T
 
 
 def _open_drive(sizes: Sizes, config: ZeROConfig, rank: int) -> NVMeTier:
-    folder = Path(config.nvme_path)
+    folder = Path(config.offload.nvme_path)
     need = sum(numel * dtype.itemsize for numel, dtype in sizes.values())
-    check_path(folder, need, config.nvme_allow_ram)
-    return NVMeTier(folder, sizes, io=config.nvme_io, rank=rank, buffer_bytes=4 * CHUNK, buffers=_BUFFERS)
+    check_path(folder, need, config.offload.nvme_allow_ram)
+    return NVMeTier(folder, sizes, io=config.offload.nvme_io, rank=rank, buffer_bytes=4 * CHUNK, buffers=_BUFFERS)
 
 
 def _raise_together(comm: Comm, error: LSError | None) -> None:

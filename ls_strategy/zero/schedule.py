@@ -61,8 +61,8 @@ class UpdateSchedule:
         States on the device are updated all at once: to wait for single gradients would only hold backward up.
         """
         config = self._offload.config
-        offloads = config.offload_optimizer is not None
-        return offloads and len(self._optimizers) == 1 and config.delayed_update_after is None
+        offloads = config.offload.optimizer is not None
+        return offloads and len(self._optimizers) == 1 and config.offload.delay_after is None
 
     def begin_early(self, flat: Flat) -> None:
         """A buffer's averages are complete while backward still runs: begin its update. Not collective."""
@@ -103,7 +103,7 @@ class UpdateSchedule:
     def _prepared(self, index: int, updates: list[Update]) -> list[Update]:
         """With what offloaded updates need beside the averages."""
         after, delayed = self._offload.link.mark(), self._is_delayed(index)
-        if not updates or self._offload.config.offload_optimizer is None:
+        if not updates or self._offload.config.offload.optimizer is None:
             return updates
         # Once, here: the stream's thread would wait for the device at every buffer.
         clip = None if updates[0].clip is None else updates[0].clip.cpu()
@@ -115,7 +115,7 @@ class UpdateSchedule:
         ]  # fmt: skip
 
     def _is_delayed(self, index: int) -> bool:
-        delay = self._offload.config.delayed_update_after
+        delay = self._offload.config.offload.delay_after
         return delay is not None and self._steps[index] > delay
 
     def _begin(self, index: int, flat: Flat, update: Update) -> None:
@@ -166,7 +166,7 @@ class UpdateSchedule:
             self._gatherer.release_all(stepped=True)
         else:
             held_back = {id(flat) for flat in self._delayed[index]}
-            lazily = self._offload.config.offload_optimizer is not None
+            lazily = self._offload.config.offload.optimizer is not None
             self._gatherer.publish([f for f in flats if id(f) not in held_back], lazily=lazily)
         if not self.overlap:
             self._gatherer.finish_all()

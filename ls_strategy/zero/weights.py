@@ -25,12 +25,12 @@ def refusal(weights: tuple[float, ...] | Literal["auto"] | None, shape: MeshShap
     divided = [axis for axis in ("tensor", "pipeline", "expert") if getattr(shape, axis) > 1]
     if divided:
         return PlanError(
-            f"shard_weights={weights!r} with {divided[0]}_parallel_size={getattr(shape, divided[0])}: weights are of "
-            "ranks that all hold the same layers. Leave shard_weights out, or divide the model by ZeRO alone."
+            f"sharding.rank_weights={weights!r} with parallel.{divided[0]}={getattr(shape, divided[0])}: weights are of "
+            "ranks that all hold the same layers. Leave rank_weights out, or divide the model by ZeRO alone."
         )
     if weights != "auto" and len(weights) != shape.world_size:
         return PlanError(
-            f"shard_weights={weights!r} has {len(weights)} weights, but there are {shape.world_size} ranks. Give one "
+            f"sharding.rank_weights={weights!r} has {len(weights)} weights, but there are {shape.world_size} ranks. Give one "
             'positive number per rank, or "auto" for weights by memory.'
         )
     return None

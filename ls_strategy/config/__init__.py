@@ -1,0 +1,37 @@
+"""Every option of the engine: frozen dataclasses, checked when they are made, standard library only.
+
+One file per group; `ls_strategy.config.zero` has all of them together, and what contradicts each other.
+"""
+
+from ls_strategy.config.activations import ActivationOffloadConfig, ActivationsConfig, RecomputeConfig
+from ls_strategy.config.checkpoint import CheckpointConfig
+from ls_strategy.config.offload import NVMeIOConfig, OffloadConfig, StepDevice, TierConfig, TierName
+from ls_strategy.config.parallel import ParallelConfig, PipelineConfig, Schedule, TensorConfig
+from ls_strategy.config.precision import LossScaleConfig, MomentFormat, PrecisionConfig, ReduceDtype
+from ls_strategy.config.renamed import nested
+from ls_strategy.config.sharding import ShardingConfig
+from ls_strategy.config.zero import ZeROConfig, ZeroStage
+
+__all__ = [
+    "ActivationOffloadConfig",
+    "ActivationsConfig",
+    "CheckpointConfig",
+    "LossScaleConfig",
+    "MomentFormat",
+    "NVMeIOConfig",
+    "OffloadConfig",
+    "ParallelConfig",
+    "PipelineConfig",
+    "PrecisionConfig",
+    "RecomputeConfig",
+    "ReduceDtype",
+    "Schedule",
+    "ShardingConfig",
+    "StepDevice",
+    "TensorConfig",
+    "TierConfig",
+    "TierName",
+    "ZeROConfig",
+    "ZeroStage",
+    "nested",
+]

@@ -1,0 +1,159 @@
+"""``parallel``: how one model, or one sequence, is divided over ranks that work on the same batch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from ls_strategy.checked import Range, at_least, check_fields
+from ls_strategy.config.group import Group
+from ls_strategy.errors import ConfigError
+
+Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipe_v"]
+
+_RANKS = at_least(1, 1 << 20)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorConfig(Group):
+    """Tensor parallelism: ranks that divide every layer among them."""
+
+    size: int
+    """Ranks that divide every layer among them; they work on the same batch."""
+
+    plan: Literal["auto"] | Mapping[str, Any] = "auto"
+    """Which layer is divided how. ``auto``: what the module's ``tensor_parallel_plan()`` says, or its
+    ``configure_model`` has done by ``parallelize_module``, or Hugging Face's plan, or what names and shapes tell.
+    ``{"blocks.*.up": "column", "blocks.*.down": "row", ...}`` says it by module names."""
+
+    sequence_parallel: bool = False
+    """Megatron's sequence parallelism: also divide what lies between divided layers (norms, dropout), along the
+    tokens."""
+
+    def __post_init__(self) -> None:
+        """Refuse values outside their sets."""
+        check_fields(self, group="parallel.tensor", size=_RANKS)
+        if self.size == 1 and (self.sequence_parallel or self.plan != "auto"):
+            raise ConfigError(
+                "Got parallel.tensor.plan or parallel.tensor.sequence_parallel with parallel.tensor.size=1, but both "
+                "need 2 ranks or more. Set parallel.tensor.size=2, or leave them out."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig(Group):
+    """Pipeline parallelism: ranks that divide the blocks of the model among them, one after the other."""
+
+    size: int
+    """Ranks that divide the blocks of the model among them, and work on micro-batches of the same batch.
+    ``training_step`` stays as it is."""
+
+    micro_batches: int | None = None
+    """Parts of every batch that are in flight in the pipeline. None: four per rank of it."""
+
+    micro_batch_size: int | None = None
+    """Samples of a micro-batch, in place of their number."""
+
+    schedule: Schedule = "1f1b"
+    """Order of forwards and backwards, see `ls_strategy.parallel.pipeline.schedules`."""
+
+    partition: str = "parameters"
+    """What is balanced over stages: ``parameters``, ``flops`` (of the forward, counted in a dry run on one batch),
+    ``uniform`` (numbers of blocks) or ``type:REGEX`` (blocks of classes whose name matches)."""
+
+    stages_per_rank: int | None = None
+    """Stages that every rank holds, of the schedules that have several. None: two for ``interleaved_1f1b``."""
+
+    blocks: str | None = None
+    """Name of the ModuleList or Sequential that is divided. None: what the model's ``to_layers()`` returns, or the
+    longest one."""
+
+    def __post_init__(self) -> None:
+        """Refuse values outside their sets."""
+        counts: dict[str, Range] = dict.fromkeys(("micro_batches", "micro_batch_size", "stages_per_rank"), _RANKS)
+        check_fields(self, group="parallel.pipeline", size=_RANKS, **counts)
+        if self.size == 1:
+            self._check_no_pipeline()
+        if self.micro_batches is not None and self.micro_batch_size is not None:
+            raise ConfigError(
+                f"Got parallel.pipeline.micro_batches={self.micro_batches} and "
+                f"parallel.pipeline.micro_batch_size={self.micro_batch_size}, but one follows from the other and the "
+                "batch. Choose one of micro_batches and micro_batch_size."
+            )
+        if self.partition not in ("parameters", "uniform", "flops") and not self.partition.startswith("type:"):
+            raise ConfigError(
+                f"Got parallel.pipeline.partition={self.partition!r}, but it must be 'parameters', 'flops', 'uniform' "
+                "(numbers of blocks) or 'type:REGEX' (blocks whose class matches). Set partition='parameters'."
+            )
+        if self.partition.startswith("type:"):
+            _check_pattern(self.partition)
+
+    def _check_no_pipeline(self) -> None:
+        if self.micro_batches or self.micro_batch_size:
+            raise ConfigError(
+                "Got parallel.pipeline.micro_batches with parallel.pipeline.size=1, but micro-batches require a "
+                "pipeline. To add up gradients of several batches, use Trainer(accumulate_grad_batches=...)."
+            )
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if option.name != "size" and value != option.default:
+                raise ConfigError(
+                    f"Got parallel.pipeline.{option.name}={value!r}, but it requires a pipeline, and "
+                    f"parallel.pipeline.size is 1. Set parallel.pipeline.size=2 or more, or leave {option.name} out."
+                )
+
+
+def _check_pattern(partition: str) -> None:
+    try:
+        re.compile(partition.removeprefix("type:"))
+    except re.error as error:
+        raise ConfigError(
+            f"Got parallel.pipeline.partition={partition!r}, but what follows type: must be a regular expression "
+            f"({error}). Set a class name, for example partition='type:Block'."
+        ) from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig(Group):
+    """Sizes of tensor, context, expert and pipeline parallelism; 1 disables one."""
+
+    tensor: int | TensorConfig = 1
+    """Tensor parallelism: ranks that divide every layer among them."""
+
+    context: int = 1
+    """Context parallelism: ranks that divide the tokens of every sequence among them, and exchange them for heads around
+    attention (Ulysses). For models that call ``scaled_dot_product_attention``."""
+
+    expert: int = 1
+    """Expert parallelism: neighbouring ranks that divide the experts of every `MoE` layer among them and send each other
+    tokens. They keep batches of their own; the states of an expert are sharded over the ranks that hold it."""
+
+    pipeline: int | PipelineConfig = 1
+    """Pipeline parallelism: ranks that divide the blocks of the model among them."""
+
+    @property
+    def tp(self) -> TensorConfig:
+        """Return ``tensor``, which may be given as a size alone."""
+        assert isinstance(self.tensor, TensorConfig)
+        return self.tensor
+
+    @property
+    def pp(self) -> PipelineConfig:
+        """Return ``pipeline``, which may be given as a size alone."""
+        assert isinstance(self.pipeline, PipelineConfig)
+        return self.pipeline
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Ranks along every axis."""
+        return {"tensor": self.tp.size, "context": self.context, "expert": self.expert, "pipeline": self.pp.size}
+
+    def __post_init__(self) -> None:
+        """Refuse values outside their sets."""
+        check_fields(self, group="parallel", tensor=_RANKS, context=_RANKS, expert=_RANKS, pipeline=_RANKS)
+        if isinstance(self.tensor, int):
+            self._set("tensor", TensorConfig(size=self.tensor))
+        if isinstance(self.pipeline, int):
+            self._set("pipeline", PipelineConfig(size=self.pipeline))

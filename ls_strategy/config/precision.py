@@ -1,0 +1,77 @@
+"""``precision``: what is kept, summed and stored in how many bits, beside ``Trainer(precision=...)``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ls_strategy.checked import above, at_least, check_fields
+from ls_strategy.config.group import Group
+
+ReduceDtype = Literal["fp32", "compute"]
+MomentFormat = Literal["fp32", "bf16", "int8"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScaleConfig(Group):
+    """Loss scale of the fp16 modes. The knobs and their defaults are DeepSpeed's (its ``fp16`` section)."""
+
+    static: float | None = None
+    """A constant scale. ``None``: the scale is dynamic and the other fields apply."""
+
+    initial_power: int = 16
+    """The first dynamic scale is ``2 ** initial_power``."""
+
+    window: int = 1000
+    """The scale doubles after this many steps in a row without an overflow."""
+
+    hysteresis: int = 2
+    """Overflows that are tolerated before the scale is halved; the step is skipped each time."""
+
+    consecutive_hysteresis: bool = False
+    """Refill the tolerance after every good step instead of only when the scale doubles."""
+
+    min_scale: float = 1.0
+    """The scale never falls below this; an overflow at this scale ends the run with an error."""
+
+    def __post_init__(self) -> None:
+        """Refuse values that cannot scale a loss."""
+        largest = 2.0**127  # of a power of two in fp32
+        check_fields(
+            self,
+            static=above(0, largest),
+            initial_power=at_least(-126, 127),
+            window=at_least(1),
+            hysteresis=at_least(1),
+            min_scale=above(0, largest),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig(Group):
+    """Master weights, sums, moments and the loss scale. The precision of the numbers is ``Trainer(precision=...)``."""
+
+    master_weights: bool = True
+    """Keep fp32 master weights with ``bf16-true`` and ``16-true``. False halves their memory and lets the optimizer
+    work in 16 bit."""
+
+    reduce_dtype: ReduceDtype = "fp32"
+    """NCCL: sum gradients over ranks in fp32, or in the dtype they were ``compute``\\ d in, half the bytes in the 16-bit
+    modes. gloo always sums in fp32."""
+
+    fp32_modules: tuple[str, ...] = ()
+    """Class names of modules that stay in fp32 with ``bf16-true`` and ``16-true`` (a router, say).
+
+    Their inputs are cast to fp32 and their outputs back. Batch norms always keep fp32 parameters and statistics.
+    """
+
+    loss_scale: LossScaleConfig | None = None
+    """Knobs of the loss scale of the fp16 precisions. None: a dynamic scale with its defaults."""
+
+    moments: MomentFormat = "fp32"
+    """``bf16`` or ``int8`` store the optimizer's moments in 2 bytes or 1 instead of 4, rounded stochastically. For
+    AdamW, Adam, SGD, Adagrad and Lion, with or without offload."""
+
+    def __post_init__(self) -> None:
+        """Refuse values outside their sets."""
+        check_fields(self, group="precision")

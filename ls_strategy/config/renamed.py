@@ -1,0 +1,209 @@
+"""The options of version 0.1, which were flat, and where each is now: ``offload_optimizer`` is ``offload.optimizer``.
+
+Nothing takes the old names; this table is for the error that says the new one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+from ls_strategy.checked import show
+from ls_strategy.config.activations import ActivationsConfig
+from ls_strategy.config.checkpoint import CheckpointConfig
+from ls_strategy.config.group import Group
+from ls_strategy.config.offload import OffloadConfig
+from ls_strategy.config.parallel import ParallelConfig
+from ls_strategy.config.precision import PrecisionConfig
+from ls_strategy.config.sharding import ShardingConfig
+from ls_strategy.errors import ConfigError
+
+GROUPS = {
+    "sharding": ShardingConfig,
+    "precision": PrecisionConfig,
+    "offload": OffloadConfig,
+    "activations": ActivationsConfig,
+    "parallel": ParallelConfig,
+    "checkpoint": CheckpointConfig,
+}
+"""Every group by the name of its argument."""
+
+RENAMED = {
+    "unit_classes": "sharding.block_classes",
+    "min_unit_numel": "sharding.min_unit_numel",
+    "prefetch_units": "sharding.prefetch_units",
+    "overlap_step": "sharding.overlap_step",
+    "shard_weights": "sharding.rank_weights",
+    "master_weights": "precision.master_weights",
+    "reduce_dtype": "precision.reduce_dtype",
+    "fp32_modules": "precision.fp32_modules",
+    "loss_scale": "precision.loss_scale",
+    "moments": "precision.moments",
+    "offload_optimizer": "offload.optimizer",
+    "offload_param": "offload.parameters",
+    "offload_gradient": "offload.gradients",
+    "nvme_path": "offload.nvme_path",
+    "nvme_io": "offload.nvme_io",
+    "nvme_allow_ram": "offload.nvme_allow_ram",
+    "step_on": "offload.step_on",
+    "delayed_update_after": "offload.delay_after",
+    "activation_checkpointing": "activations.checkpointing",
+    "activation_offload": "activations.offload",
+    "activation_partitioning": "activations.partitioning",
+    "tensor_parallel_size": "parallel.tensor.size",
+    "tensor_parallel_plan": "parallel.tensor.plan",
+    "tensor_parallel_sequence": "parallel.tensor.sequence_parallel",
+    "sequence_parallel_size": "parallel.context",
+    "expert_parallel_size": "parallel.expert",
+    "pipeline_parallel_size": "parallel.pipeline.size",
+    "micro_batches": "parallel.pipeline.micro_batches",
+    "micro_batch_size": "parallel.pipeline.micro_batch_size",
+    "pipeline_schedule": "parallel.pipeline.schedule",
+    "pipeline_partition": "parallel.pipeline.partition",
+    "pipeline_stages_per_rank": "parallel.pipeline.stages_per_rank",
+    "pipeline_blocks": "parallel.pipeline.blocks",
+    "save_as": "checkpoint.format",
+    "async_save": "checkpoint.background",
+    "save_frozen": "checkpoint.frozen",
+    "on_save_error": "checkpoint.on_error",
+}
+"""Old name: new name, with dots between groups and options."""
+
+
+def nested(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return dictionaries in dictionaries for names with dots: ``{"offload.optimizer": "cpu"}``, as on a command line.
+
+    >>> nested({"stage": 3, "parallel.tensor.size": 2, "parallel.expert": 2})
+    {'stage': 3, 'parallel': {'tensor': {'size': 2}, 'expert': 2}}
+    """
+    result: dict[str, Any] = {}
+    for name, value in options.items():
+        *groups, last = name.split(".")
+        inner = result
+        for group in groups:
+            inner = inner.setdefault(group, {})
+        inner[last] = value
+    return result
+
+
+Init = TypeVar("Init", bound=Callable[..., None])
+
+
+def takes_groups(init: Init) -> Init:
+    """Let a constructor refuse names that it does not have with those that it has. The signature stays what it is."""
+    options = [name for name in inspect.signature(init).parameters if name != "self"]
+
+    @wraps(init)
+    def wrapped(*args: Any, **kwargs: Any) -> None:
+        refuse_unknown(kwargs, options)
+        init(*args, **kwargs)
+
+    return cast("Init", wrapped)
+
+
+def refuse_unknown(given: Mapping[str, Any], options: Sequence[str]) -> None:
+    """Refuse options by their names of version 0.1, names that nothing has, and a precision of numbers.
+
+    Args:
+        given: what was written.
+        options: the names there are.
+
+    Raises:
+        ConfigError: with the new names, and the call that says the same.
+    """
+    old = {name: value for name, value in given.items() if name in RENAMED}
+    if old:
+        written = ", ".join(f"{name}={show(value)}" for name, value in old.items())
+        raise ConfigError(f"Got {written}, but {in_new_words(old)}")
+    for name, value in given.items():
+        if name not in options:
+            raise ConfigError(f"Got {name}={show(value)}, but ZeROStrategy has no option {name!r}. {_nearest(name, options)}")
+    precision = given.get("precision")
+    if isinstance(precision, (str, int)):
+        raise ConfigError(
+            f"Got precision={precision!r}, but here it is the group of master weights, sums and moments "
+            f"(PrecisionConfig): the numbers' precision is Trainer(precision=...). Set Trainer(precision={precision!r})."
+        )
+
+
+def _nearest(name: str, options: Sequence[str]) -> str:
+    """Return what was most likely meant by an unknown name: an option, or one inside a group."""
+    inside = {field.name: f"{group}.{field.name}" for group, kind in GROUPS.items() for field in fields(kind)}
+    known = {**inside, **{option: option for option in options}}
+    near = difflib.get_close_matches(name, known, n=1)
+    if not near:
+        return f"Its options are {', '.join(options)}."
+    found = known[near[0]]
+    group, _, option = found.partition(".")
+    return f"Did you mean {found}: {group}={GROUPS[group].__name__}({option}=...)?" if option else f"Did you mean {found!r}?"
+
+
+def written_options(group: str, value: Any, stage: Any = 3) -> dict[str, Any]:
+    """Return the options that ``value`` writes, with dots: ``offload="cpu"`` writes ``offload.optimizer`` and more.
+
+    Args:
+        group: name of the argument.
+        value: a group, a dictionary, or a short form.
+        stage: which a short form depends on.
+    """
+    if group == "offload" and not isinstance(value, (Group, Mapping)):
+        value = {"optimizer": value, **({"parameters": value} if stage in (3, "auto") or value is None else {})}
+    elif group == "activations" and not isinstance(value, (Group, Mapping)):
+        value = {"checkpointing": value, **({"offload": None} if value is None else {})}
+    elif group == "checkpoint" and not isinstance(value, (Group, Mapping)):
+        value = {"format": value}
+    result: dict[str, Any] = {}
+    for name, option in _items(value).items():
+        path = f"{group}.{name}"
+        if path in ("parallel.tensor", "parallel.pipeline"):
+            inner = {"size": option} if isinstance(option, int) else _items(option)
+            result |= {f"{path}.{n}": v for n, v in inner.items()}
+        else:
+            result[path] = option
+    return result
+
+
+def default_of(name: str) -> Any:
+    """Return the default of an option by its name with dots."""
+    if name == "stage":
+        return 3
+    group, *path = name.split(".")
+    value: Any = GROUPS[group]()
+    for option in path:
+        value = getattr(value, option)
+    return value
+
+
+def _items(value: Any) -> dict[str, Any]:
+    if isinstance(value, Group):
+        return value.written
+    return {str(name): option for name, option in value.items()} if isinstance(value, Mapping) else {}
+
+
+def in_new_words(old: Mapping[str, Any]) -> str:
+    """Return what options are called now, and how to write them."""
+    names = " and ".join(f"{name} is {RENAMED[name]}" for name in old)
+    return f"{names} since 0.2: ZeROStrategy({_call(nested({RENAMED[n]: v for n, v in old.items()}))})"
+
+
+def _call(groups: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={GROUPS[name].__name__}({_arguments(options)})" for name, options in groups.items())
+
+
+def _arguments(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={_value(name, value)}" for name, value in options.items())
+
+
+def _value(name: str, value: Any) -> str:
+    kinds = {"tensor": "TensorConfig", "pipeline": "PipelineConfig"}
+    if name not in kinds or not isinstance(value, Mapping):
+        return show(value)
+    if value.keys() == {"size"}:
+        return show(value["size"])
+    more = {"size": "..."} if "size" not in value else {}
+    inner = ", ".join([*(f"{n}={v}" for n, v in more.items()), _arguments(value)])
+    return f"{kinds[name]}({inner})"

@@ -1,0 +1,126 @@
+"""`ZeROConfig`: all groups together, as the engine reads them, and what contradicts each other across groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ls_strategy.checked import check_fields
+from ls_strategy.config.activations import ActivationsConfig
+from ls_strategy.config.checkpoint import CheckpointConfig
+from ls_strategy.config.group import Group
+from ls_strategy.config.offload import OffloadConfig
+from ls_strategy.config.parallel import ParallelConfig
+from ls_strategy.config.precision import PrecisionConfig
+from ls_strategy.config.sharding import ShardingConfig
+from ls_strategy.errors import ConfigError
+
+ZeroStage = Literal[0, 1, 2, 3]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeROConfig(Group):
+    """What the engine needs to know beside the model and the optimizers."""
+
+    stage: ZeroStage = 3
+    """0 replicates everything, 1 shards optimizer states, 2 also gradients, 3 also parameters."""
+
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    activations: ActivationsConfig = field(default_factory=ActivationsConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    @classmethod
+    def of(cls, stage: Literal[0, 1, 2, 3, "auto"], **groups: Any) -> ZeROConfig:
+        """Return the configuration for groups in any form that `ZeROStrategy` takes; stage 3 for ``auto``.
+
+        Raises:
+            ConfigError: groups contradict each other.
+        """
+        number = 3 if stage == "auto" else stage
+        short = {"offload": lambda o: OffloadConfig.of(o, number), "activations": ActivationsConfig.of,
+                 "checkpoint": CheckpointConfig.of}  # fmt: skip
+        full = {n: short[n](g) if n in short and not isinstance(g, Mapping) else g for n, g in groups.items()}
+        config = cls(stage=number, **full)
+        if stage == "auto":
+            _check_auto(config)
+        return config
+
+    def __post_init__(self) -> None:
+        """Refuse values outside their sets, and groups that contradict each other."""
+        check_fields(self, group="")
+        check_together(self)
+
+
+def check_together(config: ZeROConfig) -> None:
+    """Refuse options that contradict options of another group.
+
+    Raises:
+        ConfigError: with both, the rule and the cure.
+    """
+    _check_weights(config)
+    _check_offload(config)
+    if config.activations.partitioning and config.parallel.tp.size == 1:
+        raise ConfigError(
+            "Got activations.partitioning=True with parallel.tensor=1, but activations are partitioned over "
+            "tensor-parallel ranks, and there is one. Set parallel.tensor, or leave activations.partitioning out."
+        )
+    if config.parallel.pp.size > 1 and config.checkpoint.format == "file":
+        raise ConfigError(
+            f"Got checkpoint.format='file' with parallel.pipeline={config.parallel.pp.size}, but no rank has all "
+            "layers. Save folders (checkpoint.format='sharded'); `ls-strategy consolidate` makes one file of them."
+        )
+
+
+def _check_weights(config: ZeROConfig) -> None:
+    weights = config.sharding.rank_weights
+    if weights is None:
+        return
+    if config.stage == 0:
+        raise ConfigError(
+            f"Got sharding.rank_weights={weights!r} with stage=0, where every rank holds all states. Set stage "
+            "to 1, 2 or 3, or leave rank_weights out."
+        )
+    for axis, size in config.parallel.sizes.items():
+        if axis != "context" and size > 1:
+            raise ConfigError(
+                f"Got sharding.rank_weights={weights!r} with parallel.{axis}={size}, but weights are of ranks that all "
+                "hold the same layers. Leave rank_weights out, or divide the model by ZeRO alone."
+            )
+
+
+def _check_offload(config: ZeROConfig) -> None:
+    offload, stage = config.offload, config.stage
+    if offload.any_state and stage == 0:
+        raise ConfigError(
+            "Got offload with stage=0, but every rank would keep and update a copy of all states on its host. Use "
+            "stage 1, which shards them and computes the same."
+        )
+    if offload.parameters is not None and stage != 3:
+        raise ConfigError(
+            f"Got offload.parameters with stage={stage}, but parameters are stored in shards at stage 3 alone; below, "
+            "every rank needs them on the device at all times. Use stage=3, or offload.optimizer alone."
+        )
+    if offload.delay_after is not None and stage == 3:
+        raise ConfigError(
+            f"Got offload.delay_after={offload.delay_after} with stage=3, but late updates need weights of the last "
+            "step that are kept apart from the masters. Use stage 1 or 2, with offload.optimizer."
+        )
+
+
+def _check_auto(config: ZeROConfig) -> None:
+    weights = config.sharding.rank_weights
+    if weights is not None:
+        raise ConfigError(
+            f'Got sharding.rank_weights={weights!r} with stage="auto", but what fits is planned for ranks of equal '
+            "memory. Name a stage."
+        )
+    divides = any(size > 1 for size in config.parallel.sizes.values())
+    if config.offload.any_state or config.activations.stored is not None or divides:
+        raise ConfigError(
+            'Got offload or parallel with stage="auto", which chooses offload by itself, and does not plan for layers, '
+            "sequences, experts or blocks that are divided over ranks. Leave those options out, or name a stage."
+        )
