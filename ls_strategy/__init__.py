@@ -22,10 +22,18 @@ if TYPE_CHECKING:
     from ls_strategy.callbacks import Monitor, PipelineTimeline, ShardedEMA
     from ls_strategy.config import (
         ActivationOffloadConfig,
+        ActivationsConfig,
+        CheckpointConfig,
         LossScaleConfig,
         NVMeIOConfig,
         OffloadConfig,
+        ParallelConfig,
+        PipelineConfig,
+        PrecisionConfig,
         RecomputeConfig,
+        ShardingConfig,
+        TensorConfig,
+        TierConfig,
     )
     from ls_strategy.data_efficiency.curriculum import SequenceCurriculum
     from ls_strategy.data_efficiency.token_dropping import RandomTokenDropping
@@ -44,10 +52,12 @@ if TYPE_CHECKING:
     from ls_strategy.preemption import PreemptionHandler
     from ls_strategy.strategy import ZeROStrategy
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ActivationOffloadConfig",
+    "ActivationsConfig",
+    "CheckpointConfig",
     "CheckpointError",
     "ConfigError",
     "ExpertMonitor",
@@ -61,14 +71,20 @@ __all__ = [
     "Monitor",
     "NVMeIOConfig",
     "OffloadConfig",
+    "ParallelConfig",
+    "PipelineConfig",
     "PipelineTimeline",
     "PlanError",
+    "PrecisionConfig",
     "PreemptionHandler",
     "RandomTokenDropping",
     "RecomputeConfig",
     "SequenceCurriculum",
     "ShardedEMA",
+    "ShardingConfig",
     "StateError",
+    "TensorConfig",
+    "TierConfig",
     "ZeROPrecision",
     "ZeROStrategy",
     "__version__",
@@ -82,6 +98,14 @@ __all__ = [
 
 _HOME = {
     "ActivationOffloadConfig": "config",
+    "ActivationsConfig": "config",
+    "CheckpointConfig": "config",
+    "ParallelConfig": "config",
+    "PipelineConfig": "config",
+    "PrecisionConfig": "config",
+    "ShardingConfig": "config",
+    "TensorConfig": "config",
+    "TierConfig": "config",
     "PipelineTimeline": "callbacks",
     "RecomputeConfig": "config",
     "CheckpointError": "errors",

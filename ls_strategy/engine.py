@@ -166,14 +166,16 @@ class Engine:
         if previous is not None:
             previous.detach()
         held = {} if previous is None else {id(p): f for f in previous.flats for p in f.params}
-        shares = weights.shard_weights(config.sharding.rank_weights, comm, device)
+        shares = weights.rank_weights(config.sharding.rank_weights, comm, device)
         self.plan = draft.resolve(mesh, held, shares, comm.rank)
         self.offload = Offload.prepare(self.plan, optimizers, config, mesh.world, device)
         with unnoticed():
             self.units = draft.build(self.plan, mesh, device, held, self.offload)
         self.lender = Lender(self.flats, sharded=self.policy.parameters)
         self._place_buffers(draft)
-        self.gatherer = Gatherer(self.units, sharded=self.policy.parameters, prefetch_units=config.sharding.prefetch_units)
+        self.gatherer = Gatherer(
+            self.units, sharded=self.policy.parameters, prefetch_units=config.sharding.prefetch_units
+        )
         together = mesh.zero if mesh.shape.expert == 1 else mesh.stage
         self.reducer = Reducer(
             self.units, policy=self.policy, comm=together, reduce_in_fp32=precision.reduce_in_fp32
@@ -693,8 +695,8 @@ class Engine:
         if self._torn or any(flat.updated_early for flat in self.flats):
             raise StateError(
                 "an exception ended a backward pass after some units had been updated, so these weights belong to no "
-                "step. Resume from the last checkpoint; with overlap_step=False on the strategy, updates begin only "
-                "when backward is over."
+                "step. Resume from the last checkpoint; with sharding.overlap_step=False on the strategy, updates "
+                "begin only when backward is over."
             )
 
     def abort(self) -> None:

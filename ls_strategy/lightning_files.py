@@ -100,9 +100,9 @@ def _read(path: Any, map_location: Any, weights_only: bool | None) -> dict[str, 
     left_out = checkpoint.get(OURS, {}).get("left_out", ())
     if left_out:
         warnings.warn(
-            f"{path} was saved without {len(left_out)} frozen parameters (save_frozen=False), {left_out[0]} among "
-            "them. Where names are compared they are missing: pass strict=False, or set strict_loading = False on the "
-            "module; ls_strategy.load_from_checkpoint knows them.",
+            f"{path} was saved without {len(left_out)} frozen parameters (checkpoint.frozen=False), {left_out[0]} "
+            "among them. Where names are compared they are missing: pass strict=False, or set strict_loading = False "
+            "on the module; ls_strategy.load_from_checkpoint knows them.",
             stacklevel=4,
         )
     return checkpoint

@@ -163,7 +163,7 @@ def explain_released_parameters() -> Generator[None, None, None]:
         raise StateError(
             "backward used a parameter of a unit that was already released (stage 3): a result left the unit's module "
             "by another way than its return value, say as an attribute. Return it from forward, or let the module that "
-            "takes it up be the unit (unit_classes=[...])."
+            "takes it up be the unit (sharding.block_classes=[...])."
         ) from error
 
 

@@ -27,7 +27,7 @@ from ls_strategy.axis import Axis
 from ls_strategy.checkpoint.random import random_states, restore_random_states
 from ls_strategy.comm import Comm
 from ls_strategy.config import ActivationsConfig, ParallelConfig
-from ls_strategy.errors import ConfigError, PlanError, StateError
+from ls_strategy.errors import PlanError, StateError
 from ls_strategy.layout import TensorPart
 from ls_strategy.lightning_pipeline import Pipeline, refuse
 from ls_strategy.mesh import Mesh, MeshShape, make_mesh
@@ -204,7 +204,7 @@ class ModelParallel:
             if config.tp.plan != "auto" or config.tp.sequence_parallel:
                 raise PlanError(
                     "configure_model has divided the module by parallelize_module already (it holds DTensors): leave "
-                    "tensor_parallel_plan and tensor_parallel_sequence out, or do not divide it there."
+                    "parallel.tensor.plan and its sequence_parallel out, or do not divide it there."
                 )
             local = localize(module, axis)
             done.parts |= local.parts
@@ -215,8 +215,9 @@ class ModelParallel:
         sequence = config.tp.sequence_parallel
         if sequence and (plan.torch_styles or not plan.blocks):
             raise PlanError(
-                "tensor_parallel_sequence=True divides the tokens between repeated blocks (children of a ModuleList or "
-                "Sequential that look alike) whose plan is in this package's styles, and there is none. Leave it out."
+                "parallel.tensor.sequence_parallel=True divides the tokens between repeated blocks (children of a "
+                "ModuleList or Sequential that look alike) whose plan is in this package's styles, and there is none. "
+                "Leave it out."
             )
         rank_zero_info(f"ZeROStrategy: {plan.describe()}")
         tensor: Any

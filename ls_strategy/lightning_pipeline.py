@@ -122,8 +122,8 @@ class Pipeline:
         for each in outcomes:
             if isinstance(each, str):
                 raise PlanError(
-                    "pipeline_partition='flops' calls the step once, without values, on a batch, to count operations. "
-                    f"That failed: {each} Balance 'parameters' instead."
+                    "parallel.pipeline.partition='flops' calls the step once, without values, on a batch, to count "
+                    f"operations. That failed: {each} Balance 'parameters' instead."
                 )
         return outcomes[0]  # batches of other replicas may have other shapes
 
@@ -303,7 +303,10 @@ class Pipeline:
         number, size = self.config.pp.micro_batches, self.config.pp.micro_batch_size
         wanted = -(-samples // size) if size else number or 4 * self._ranks
         if wanted > samples and number:
-            rank_zero_warn(f"a batch of {samples} samples makes as many micro-batches, not parallel.pipeline.micro_batches={number}.")
+            rank_zero_warn(
+                f"a batch of {samples} samples makes as many micro-batches, not "
+                f"parallel.pipeline.micro_batches={number}."
+            )
         found, least = min(wanted, samples), least_micro_batches(self.config.pp.schedule, self._ranks)
         if found < least:
             rank_zero_warn(
@@ -418,7 +421,7 @@ def refuse(module: pl.LightningModule, config: ParallelConfig) -> None:
     if not module.automatic_optimization:
         raise PlanError(
             "a pipeline runs all forwards and backwards of a batch together, so manual optimization has no place in "
-            "it, nor have several optimizers: use automatic_optimization=True, or pipeline_parallel_size=1."
+            "it, nor have several optimizers: use automatic_optimization=True, or parallel.pipeline=1."
         )
     least = least_micro_batches(config.pp.schedule, config.pp.size)
     if (config.pp.micro_batches or least) < least:

@@ -71,8 +71,8 @@ class MeshShape:
         """
         ranks = tensor * sequence * pipeline
         if world_size % ranks:
-            sizes = {"tensor": tensor, "sequence": sequence, "pipeline": pipeline}
-            told = " times ".join(f"{axis}_parallel_size={size}" for axis, size in sizes.items() if size > 1)
+            sizes = {"tensor": tensor, "context": sequence, "pipeline": pipeline}
+            told = " times ".join(f"parallel.{axis}={size}" for axis, size in sizes.items() if size > 1)
             raise PlanError(
                 f"{told} is {ranks} ranks for one batch, which does not divide the {world_size} ranks of this run. "
                 "Change a size, or devices."
@@ -80,7 +80,7 @@ class MeshShape:
         if (world_size // pipeline) % expert:
             among = "ranks" if pipeline == 1 else f"ranks of each of the {pipeline} pipeline stages"
             raise PlanError(
-                f"expert_parallel_size={expert} does not divide the {world_size // pipeline} {among}, over which "
+                f"parallel.expert={expert} does not divide the {world_size // pipeline} {among}, over which "
                 "experts are spread. Change it, or devices."
             )
         return cls(pipeline, world_size // ranks, sequence, tensor, expert)

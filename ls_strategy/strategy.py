@@ -842,7 +842,7 @@ class ZeROStrategy(DDPStrategy):
 
     @property
     def save_failed(self) -> bool:
-        """Whether the last checkpoint could not be written, and training went on (``checkpoint.on_error="continue"``)."""
+        """Whether the last checkpoint could not be written, and training went on (``checkpoint.on_error``)."""
         return self._save_failed
 
     def wait_for_saves(self) -> None:

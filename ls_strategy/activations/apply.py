@@ -171,7 +171,7 @@ class Activations:
         if self.partition is not None and self.recompute is not None and self.recompute.compiled:
             raise PlanError(
                 "activation partitioning of compiled modules: what compiled code keeps is chosen inside it. Leave "
-                "activation_partitioning or torch.compile out."
+                "activations.partitioning or torch.compile out."
             )
 
     def _all_protected(self) -> set[int]:

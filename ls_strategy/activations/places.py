@@ -430,7 +430,7 @@ class DrivePlace:
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                 raise PlanError(
-                    f"nvme_path={self._drive.path!r} has no room for activations, of which there are "
+                    f"offload.nvme_path={self._drive.path!r} has no room for activations, of which there are "
                     f"{self._space.end / 2**30:.2f} GiB so far: {error.strerror}. Free space, use another drive, "
                     "smaller batches, or recompute more."
                 ) from error

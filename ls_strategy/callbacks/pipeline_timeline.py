@@ -39,7 +39,7 @@ class PipelineTimeline(Callback):
         pipeline = zero_strategy(trainer, self).parallel.pipeline
         if pipeline is None:
             raise PlanError(
-                "PipelineTimeline shows the stages of a pipeline, and there is none: set pipeline_parallel_size, or "
+                "PipelineTimeline shows the stages of a pipeline, and there is none: set parallel.pipeline, or "
                 "leave the callback out."
             )
         return pipeline

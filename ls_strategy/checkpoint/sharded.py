@@ -174,7 +174,7 @@ def _without_elements(key: str) -> CheckpointError:
     return CheckpointError(
         f"{key}: a hook that runs while a checkpoint is saved (on_save_checkpoint) has computed with a sharded value, "
         "of which no rank has all elements, or put it deeper than into a dictionary of its own. Do that in "
-        'on_load_checkpoint, or save with save_as="file".'
+        'on_load_checkpoint, or save with checkpoint.format="file".'
     )
 
 

@@ -309,10 +309,9 @@ def base_config(options: dict[str, Any]) -> Any:
     """The options that every candidate keeps."""
     from ls_strategy.config import ZeROConfig
 
-    kept = ("min_unit_numel", "prefetch_units", "master_weights", "reduce_dtype", "moments", "overlap_step")
-    given = {name: options[name] for name in kept if name in options}
-    given |= {name: options[name] for name in ("unit_classes", "fp32_modules") if options.get(name)}
-    return replace(ZeROConfig(), **given)
+    given = {name: options[name] for name in ("sharding", "precision") if options.get(name) is not None}
+    config = ZeROConfig.of(3, **given)
+    return replace(config, sharding=replace(config.sharding, rank_weights=None))
 
 
 def optimizers_in(configured: Any) -> Iterator[Any]:
@@ -330,13 +329,16 @@ def optimizers_in(configured: Any) -> Iterator[Any]:
 
 def pipeline_bubbles(options: dict[str, Any]) -> dict[str, float]:
     """Part of the time in which ranks of the recipe's pipeline wait, by schedule; empty without a pipeline."""
+    from ls_strategy.config import ZeROConfig
     from ls_strategy.parallel.pipeline.schedules import SCHEDULES, make_table
     from ls_strategy.parallel.pipeline.simulate import simulate
 
-    ranks = accept("pipeline_parallel_size", options.get("pipeline_parallel_size", 1), int, at_least(1, 1 << 20))
+    given = {"parallel": options["parallel"]} if options.get("parallel") is not None else {}
+    pipeline = ZeROConfig.of(3, **given).parallel.pp
+    ranks = pipeline.size
     if ranks == 1:
         return {}
-    micro_batches = accept("micro_batches", options.get("micro_batches") or 4 * ranks, int, at_least(1, 1 << 20))
+    micro_batches = pipeline.micro_batches or 4 * ranks
     if ranks * micro_batches > _MOST_CELLS:
         return {}  # a table of forwards and backwards that takes minutes to simulate
     result: dict[str, float] = {}

@@ -92,8 +92,9 @@ def run(args: argparse.Namespace) -> int:
         "strategy:\n"
         "  class_path: ls_strategy.ZeROStrategy\n"
         "  init_args:\n"
-        f"    nvme_path: {path.resolve()}\n"
-        f"    nvme_io: {{block_bytes: {io.block_bytes}, parallelism: {io.parallelism}{direct}}}"
+        "    offload:\n"
+        f"      nvme_path: {path.resolve()}\n"
+        f"      nvme_io: {{block_bytes: {io.block_bytes}, parallelism: {io.parallelism}{direct}}}"
     )
     return 0
 

@@ -102,6 +102,7 @@ class ActivationsConfig(Group):
             self._set("offload", ActivationOffloadConfig(tier=self.offload))
         if self.partitioning and self.checkpointing is None:
             raise ConfigError(
-                "Got activations.partitioning=True without activations.checkpointing, but only the inputs of recomputed "
-                "blocks are partitioned over the tensor-parallel ranks. Set activations.checkpointing='full' too."
+                "Got activations.partitioning=True without activations.checkpointing, but only the inputs of "
+                "recomputed blocks are partitioned over the tensor-parallel ranks. Set "
+                "activations.checkpointing='full' too."
             )

@@ -28,8 +28,8 @@ class CheckpointConfig(Group):
     """Put parameters that do not train into checkpoint folders too."""
 
     on_error: Literal["raise", "continue"] = "raise"
-    """``raise``, or ``continue`` training when a checkpoint cannot be written (a full disk); the error is logged, and no
-    earlier checkpoint is removed then."""
+    """``raise``, or ``continue`` training when a checkpoint cannot be written (a full disk); the error is logged, and
+    no earlier checkpoint is removed then."""
 
     @classmethod
     def of(cls, option: CheckpointFormat | CheckpointConfig) -> CheckpointConfig:

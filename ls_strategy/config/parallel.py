@@ -123,12 +123,12 @@ class ParallelConfig(Group):
     """Tensor parallelism: ranks that divide every layer among them."""
 
     context: int = 1
-    """Context parallelism: ranks that divide the tokens of every sequence among them, and exchange them for heads around
-    attention (Ulysses). For models that call ``scaled_dot_product_attention``."""
+    """Context parallelism: ranks that divide the tokens of every sequence among them, and exchange them for heads
+    around attention (Ulysses). For models that call ``scaled_dot_product_attention``."""
 
     expert: int = 1
-    """Expert parallelism: neighbouring ranks that divide the experts of every `MoE` layer among them and send each other
-    tokens. They keep batches of their own; the states of an expert are sharded over the ranks that hold it."""
+    """Expert parallelism: neighbouring ranks that divide the experts of every `MoE` layer among them and send each
+    other tokens. They keep batches of their own; the states of an expert are sharded over the ranks that hold it."""
 
     pipeline: int | PipelineConfig = 1
     """Pipeline parallelism: ranks that divide the blocks of the model among them."""

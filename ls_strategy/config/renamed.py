@@ -121,12 +121,15 @@ def refuse_unknown(given: Mapping[str, Any], options: Sequence[str]) -> None:
         raise ConfigError(f"Got {written}, but {in_new_words(old)}")
     for name, value in given.items():
         if name not in options:
-            raise ConfigError(f"Got {name}={show(value)}, but ZeROStrategy has no option {name!r}. {_nearest(name, options)}")
+            raise ConfigError(
+                f"Got {name}={show(value)}, but ZeROStrategy has no option {name!r}. {_nearest(name, options)}"
+            )
     precision = given.get("precision")
     if isinstance(precision, (str, int)):
         raise ConfigError(
             f"Got precision={precision!r}, but here it is the group of master weights, sums and moments "
-            f"(PrecisionConfig): the numbers' precision is Trainer(precision=...). Set Trainer(precision={precision!r})."
+            "(PrecisionConfig): the numbers' precision is Trainer(precision=...). Set "
+            f"Trainer(precision={precision!r})."
         )
 
 
@@ -139,7 +142,11 @@ def _nearest(name: str, options: Sequence[str]) -> str:
         return f"Its options are {', '.join(options)}."
     found = known[near[0]]
     group, _, option = found.partition(".")
-    return f"Did you mean {found}: {group}={GROUPS[group].__name__}({option}=...)?" if option else f"Did you mean {found!r}?"
+    return (
+        f"Did you mean {found}: {group}={GROUPS[group].__name__}({option}=...)?"
+        if option
+        else f"Did you mean {found!r}?"
+    )
 
 
 def written_options(group: str, value: Any, stage: Any = 3) -> dict[str, Any]:

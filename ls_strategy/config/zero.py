@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -41,9 +41,10 @@ class ZeROConfig(Group):
             ConfigError: groups contradict each other.
         """
         number = 3 if stage == "auto" else stage
-        short = {"offload": lambda o: OffloadConfig.of(o, number), "activations": ActivationsConfig.of,
-                 "checkpoint": CheckpointConfig.of}  # fmt: skip
-        full = {n: short[n](g) if n in short and not isinstance(g, Mapping) else g for n, g in groups.items()}
+        full: dict[str, Any] = {
+            name: group if isinstance(group, Mapping) or name not in _SHORT else _SHORT[name](group, number)
+            for name, group in groups.items()
+        }
         config = cls(stage=number, **full)
         if stage == "auto":
             _check_auto(config)
@@ -53,6 +54,14 @@ class ZeROConfig(Group):
         """Refuse values outside their sets, and groups that contradict each other."""
         check_fields(self, group="")
         check_together(self)
+
+
+_SHORT: dict[str, Callable[[Any, int], Group]] = {
+    "offload": OffloadConfig.of,
+    "activations": lambda option, _: ActivationsConfig.of(option),
+    "checkpoint": lambda option, _: CheckpointConfig.of(option),
+}
+"""Groups that have a short form."""
 
 
 def check_together(config: ZeROConfig) -> None:

@@ -156,9 +156,9 @@ def _check_divisible(trainer: pl.Trainer, schedule: Schedule) -> None:
     if not isinstance(strategy, ZeROStrategy):
         return
     config = strategy.parallel.config
-    dividers = {"sequence_parallel_size": (config.context, 2 * config.context)}
+    dividers = {"parallel.context": (config.context, 2 * config.context)}
     if config.tp.sequence_parallel:
-        dividers["tensor_parallel_size"] = (config.tp.size, config.tp.size)
+        dividers["parallel.tensor"] = (config.tp.size, config.tp.size)
     for name, (size, least) in dividers.items():
         bad = [length for length in schedule.possible() if length % size or length < least]
         if size > 1 and bad:

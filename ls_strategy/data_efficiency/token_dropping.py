@@ -43,7 +43,7 @@ class RandomTokenDropping(ScheduledCallback):
     generator of the device, so that checkpoint folders resume them and recomputation repeats them. Ranks with other
     tokens draw others, tensor-parallel ranks the same. Evaluation runs whole blocks. Logs ``random_ltd/kept_tokens``.
 
-    Where ranks divide the tokens of every sequence (``sequence_parallel_size``), each keeps the same number of its own.
+    Where ranks divide the tokens of every sequence (``parallel.context``), each keeps the same number of its own.
 
     A block's first floating argument ``(B, T, D)`` is cut, and so are masks, position ids and rotary tables that have a
     batch dimension. Tables ``(T, N)`` have none: a block that takes such must take ``positions`` by name, ``(B, K)``,
@@ -133,14 +133,14 @@ def _place(trainer: pl.Trainer, schedule: Schedule) -> tuple[int, int]:
     config = strategy.parallel.config
     if config.tp.sequence_parallel:
         raise PlanError(
-            "RandomTokenDropping with tensor_parallel_sequence: ranks hold different tokens between layers and join "
-            "them inside of blocks, where they would have to know the others' choice. Leave one of them out."
+            "RandomTokenDropping with parallel.tensor.sequence_parallel: ranks hold different tokens between layers "
+            "and join them inside of blocks, where they would have to know the others' choice. Leave one of them out."
         )
     size = config.context
     bad = [kept for kept in schedule.possible() if kept % size]
     if bad:
         raise PlanError(
-            f"RandomTokenDropping keeps {bad[0]} tokens, and sequence_parallel_size={size} ranks keep a part each: let "
+            f"RandomTokenDropping keeps {bad[0]} tokens, and parallel.context={size} ranks keep a part each: let "
             f"multiple_of and all numbers be multiples of {size}."
         )
     return strategy.require_engine().mesh.zero.rank, size

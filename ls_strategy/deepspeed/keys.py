@@ -114,7 +114,9 @@ _ZERO: Table = {
         "pipeline_read": ignored("reads always overlap with updates"),
         "pipeline_write": ignored("writes always overlap with updates"),
         "fast_init": ignored("states on NVMe are never made in memory first"),
-        "super_offload": ignored("updates overlap with backward wherever there is no clipping: `sharding.overlap_step`"),
+        "super_offload": ignored(
+            "updates overlap with backward wherever there is no clipping: `sharding.overlap_step`"
+        ),
         "cpuadam_cores_perc": ignored("`OMP_NUM_THREADS` gives the number of threads"),
     },
     "zenflow": AnyBlock(
@@ -128,8 +130,12 @@ _ZERO: Table = {
     "stage3_prefetch_bucket_size": to("`sharding.prefetch_units`: 0 if it is 0, else the default of 1"),
     "stage3_param_persistence_threshold": ignored("small blocks share one unit: `sharding.min_unit_numel`"),
     "stage3_model_persistence_threshold": ignored("small blocks share one unit: `sharding.min_unit_numel`"),
-    "stage3_max_live_parameters": ignored("live are the unit that computes and those prefetched: `sharding.prefetch_units`"),
-    "stage3_max_reuse_distance": ignored("live are the unit that computes and those prefetched: `sharding.prefetch_units`"),
+    "stage3_max_live_parameters": ignored(
+        "live are the unit that computes and those prefetched: `sharding.prefetch_units`"
+    ),
+    "stage3_max_reuse_distance": ignored(
+        "live are the unit that computes and those prefetched: `sharding.prefetch_units`"
+    ),
     "stage3_gather_16bit_weights_on_model_save": ignored(
         "checkpoints hold fp32 weights; `ls-strategy consolidate --dtype bf16` exports 16-bit ones"
     ),
@@ -186,7 +192,9 @@ KEYS: Table = {
     "torch_autocast": {
         "enabled": to("`Trainer(precision='bf16-mixed')` or `'16-mixed'`, by dtype"),
         "dtype": to("which of the two"),
-        "lower_precision_safe_modules": ignored("gradients of autocast modules are summed in fp32: `precision.reduce_dtype`"),
+        "lower_precision_safe_modules": ignored(
+            "gradients of autocast modules are summed in fp32: `precision.reduce_dtype`"
+        ),
     },
     "amp": AnyBlock(refused(f"{_REMOVED}, and choose Trainer(precision='16-mixed')"), "enabled"),
     "data_types": {
@@ -241,9 +249,7 @@ KEYS: Table = {
         "tp_size": to("`parallel.tensor`"),
         "tp_overlap_comm": _MODES,
         "preset_model": ignored("`parallel.tensor.plan='auto'` finds out how the layers are divided"),
-        "partition_config": AnyBlock(
-            refused("say it as TensorConfig(plan={'blocks.*.up': 'column', ...})")
-        ),
+        "partition_config": AnyBlock(refused("say it as TensorConfig(plan={'blocks.*.up': 'column', ...})")),
         "vocab_parallel_lm_head": _MODES,
         "vocab_parallel_ce_backend": _MODES,
     },

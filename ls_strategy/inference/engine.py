@@ -350,7 +350,9 @@ def _plan(model: nn.Module, given: Injection, size: int) -> ResolvedPlan | None:
             return None
         plan = resolve_tensor_plan(model, "auto" if mapping is None else mapping, size)
     except PlanError as error:
-        raise PlanError(f"{error} (In init_inference, tensor_parallel_plan is injection_policy.)") from error
+        raise PlanError(
+            f"{error} (In init_inference, parallel.tensor is tensor_parallel_size, and its plan injection_policy.)"
+        ) from error
     if plan.torch_styles:
         raise PlanError("injection_policy holds ParallelStyle objects of torch: name styles of this package instead.")
     log.info(plan.describe())

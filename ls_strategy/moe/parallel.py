@@ -70,13 +70,13 @@ def apply_expert_parallel(
         raise PlanError(
             f"expert parallelism over {size} ranks: the model has no ls_strategy.MoE layer, nothing to divide. "
             "Use MoE in place of feed-forward layers, convert_moe(model) on a model of transformers, or "
-            "expert_parallel_size=1."
+            "parallel.expert=1."
         )
     for name, layer in layers:
         if layer.num_experts % size:
             raise PlanError(
                 f"expert parallelism over {size} ranks: layer {name!r} has num_experts={layer.num_experts}, which does "
-                f"not divide by {size}. Change its num_experts, or expert_parallel_size."
+                f"not divide by {size}. Change its num_experts, or parallel.expert."
             )
     replicas = tensor_axis if tensor_axis is not None and tensor_axis.size > 1 and not tokens_divided else None
     parts: dict[int, TensorPart] = {}

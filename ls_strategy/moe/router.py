@@ -54,7 +54,7 @@ class RoutingOptions:
         """
         size, factor, weight = at_least(1), at_least(0, 1_000_000), at_least(0)
         check_fields(
-            self, named=False, num_experts=size, k=size, groups=size, top_groups=size, capacity_factor=factor,
+            self, group="", num_experts=size, k=size, groups=size, top_groups=size, capacity_factor=factor,
             eval_capacity_factor=factor, min_capacity=at_least(0), balance_loss=weight, z_loss=weight,
             bias_update_rate=weight,
         )  # fmt: skip

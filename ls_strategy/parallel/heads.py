@@ -30,7 +30,7 @@ def refusal(name: str, module: nn.Module, why: str, example: str = "") -> PlanEr
     cure = example or f'{{"{_starred(name)}": ...}}'
     return PlanError(
         f'tensor parallelism with plan "auto": module {name!r} ({type(module).__name__}) {why}. Give the whole plan '
-        f"yourself, tensor_parallel_plan={cure}, with styles column, row, vocab, features, replicate and "
+        f"yourself, parallel.tensor.plan={cure}, with styles column, row, vocab, features, replicate and "
         "divide:<attribute>; what it does not name stays whole."
     )
 
@@ -90,12 +90,12 @@ class Heads:
         if self.query % ranks:
             raise PlanError(
                 f"module {name!r} ({type(module).__name__}) has {self.query} attention heads, which do not divide by "
-                f"tensor_parallel_size={ranks}. Use a size that divides {self.query}."
+                f"parallel.tensor={ranks}. Use a size that divides {self.query}."
             )
         if self.key % ranks and ranks % self.key:
             raise PlanError(
                 f"module {name!r} ({type(module).__name__}) has {self.key} key and value heads, which neither divide "
-                f"by tensor_parallel_size={ranks} nor divide it. Use a size that divides {self.key}, or a multiple."
+                f"by parallel.tensor={ranks} nor divide it. Use a size that divides {self.key}, or a multiple."
             )
 
     def copies(self, ranks: int) -> int:

@@ -64,7 +64,7 @@ def styles_of(prefix: str, model: nn.Module, plan: Mapping[str, str], size: int)
             if style is not None and style != _WHOLE and not isinstance(found.get(full), Experts):
                 raise PlanError(
                     f"Hugging Face's tensor-parallel plan divides the parameter {full}.{key} ({type(module).__name__}) "
-                    f"as {style!r}, which is not supported here. Give the whole plan as tensor_parallel_plan={{...}}."
+                    f"as {style!r}, which is not supported here. Give the whole plan as parallel.tensor.plan={{...}}."
                 )
     for name, layers in _attentions(found).items():
         _refine(found, name, modules[name], {role: (at, modules[at]) for role, at in layers.items()}, size)
@@ -77,7 +77,7 @@ def _parse(name: str, module: nn.Module, style: str) -> Style:
     except PlanError as error:
         raise PlanError(
             f"Hugging Face's tensor-parallel plan for {name!r} ({type(module).__name__}): {error} The whole plan "
-            "can be given as tensor_parallel_plan={...}."
+            "can be given as parallel.tensor.plan={...}."
         ) from error
 
 

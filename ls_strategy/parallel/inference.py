@@ -71,7 +71,7 @@ def infer(model: nn.Module, size: int) -> Found:
         raise PlanError(
             'tensor parallelism with plan "auto": the model has no list of repeated blocks (nn.ModuleList or '
             "nn.Sequential of modules of one class with linear layers), and no plan of its own. Give "
-            'tensor_parallel_plan={"pattern.of.modules.*": "column", ...}, or a method tensor_parallel_plan() on the '
+            'parallel.tensor.plan={"pattern.of.modules.*": "column", ...}, or a method tensor_parallel_plan() on the '
             "module."
         )
     found: Found = {}

@@ -74,11 +74,11 @@ def resolve_tensor_plan(model: nn.Module, given: Given, size: int) -> ResolvedPl
     if isinstance(given, str):
         if given != "auto":
             raise PlanError(
-                f'tensor_parallel_plan={given!r}: give "auto", or a mapping from patterns of module names to styles.'
+                f'parallel.tensor.plan={given!r}: give "auto", or a mapping from patterns of module names to styles.'
             )
         source, plan = _automatic(model, size)
     else:
-        source, plan = "tensor_parallel_plan", dict(given)
+        source, plan = "parallel.tensor.plan", dict(given)
     blocks = [block for _, block in repeated_blocks(model)]
     torch_styles = {pattern: value for pattern, value in plan.items() if isinstance(value, ParallelStyle)}
     if torch_styles:
@@ -91,7 +91,7 @@ def resolve_tensor_plan(model: nn.Module, given: Given, size: int) -> ResolvedPl
     if not styles:
         raise PlanError(
             f"the tensor-parallel plan from {source} is empty: every rank would hold and compute the same. Name the "
-            "layers to divide, or set tensor_parallel_size=1."
+            "layers to divide, or set parallel.tensor=1."
         )
     return ResolvedPlan(source, styles, blocks=blocks, rows=_rows(resolve(model, styles, size), size))
 

@@ -354,13 +354,13 @@ def _check_use(resolved: Resolved, trains: bool, sequence: bool) -> None:
             raise PlanError(
                 f"module {layer.name!r} ({type(layer.module).__name__}) makes the queries of all heads and one key and "
                 "value head, which all ranks need, in one matrix: it is divided for inference (init_inference), not "
-                "for training. Train with tensor_parallel_size=1; stage 3 shards its weights."
+                "for training. Train with parallel.tensor=1; stage 3 shards its weights."
             )
         if sequence and isinstance(layer.style, Experts):
             raise PlanError(
-                f"tensor_parallel_sequence=True: module {layer.name!r} ({type(layer.module).__name__}) divides every "
-                "expert over ranks that would hold other tokens. Set tensor_parallel_sequence=False, or convert the "
-                "experts (ls_strategy.moe.convert_moe)."
+                f"parallel.tensor.sequence_parallel=True: module {layer.name!r} ({type(layer.module).__name__}) "
+                "divides every expert over ranks that would hold other tokens. Set "
+                "parallel.tensor.sequence_parallel=False, or convert the experts (ls_strategy.moe.convert_moe)."
             )
 
 

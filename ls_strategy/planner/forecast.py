@@ -285,7 +285,7 @@ def reason(forecasts: Sequence[Forecast]) -> str:
         return (
             f"nothing fits. {closest.candidate.name} comes closest and needs {'; '.join(closest.lacks)}. Use a smaller "
             "batch or more ranks; longer sequences and single layers that are too large need "
-            "sequence_parallel_size or tensor_parallel_size."
+            "parallel.context or parallel.tensor."
         )
     lighter = forecasts[: list(forecasts).index(chosen)]
     if not lighter:

@@ -58,7 +58,7 @@ class ModelStates:
         return draft
 
     def plan(self, config: ZeROConfig, world_size: int) -> Plan:
-        """The plan of an engine on ``world_size`` ranks: with ``shard_weights``, of the rank that holds the most."""
+        """Return an engine's plan on ``world_size`` ranks; with ``rank_weights``, of the rank with the most."""
         sizes: Any = SimpleNamespace(
             zero=SimpleNamespace(world_size=world_size),
             expert_zero=SimpleNamespace(world_size=world_size),

@@ -90,7 +90,11 @@ class Draft:
         config = self._config
         if not sets or (single and config.offload.optimizer is None and config.precision.moments == "fp32"):
             return
-        what = "tensor, expert or pipeline parallelism" if not single else f"precision.moments={config.precision.moments!r}"
+        what = (
+            "tensor, expert or pipeline parallelism"
+            if not single
+            else f"precision.moments={config.precision.moments!r}"
+        )
         offloaded = config.offload.tier_of("optimizer")
         if offloaded is not None:
             what = f"offload.optimizer={offloaded.tier!r}"

@@ -266,7 +266,7 @@ def _refuse_if_gone(flat: Flat) -> None:
     if flat.averages.gone:
         raise StateError(
             f"the gradients of {flat.name!r} and its neighbours are gone: their update began while backward ran. "
-            "Read them before the step, with overlap_step=False on the strategy."
+            "Read them before the step, with sharding.overlap_step=False on the strategy."
         )
 
 

@@ -164,7 +164,7 @@ def fp32_modules(model: nn.Module, class_names: tuple[str, ...]) -> list[nn.Modu
     missing = sorted(set(class_names) - names)
     if missing:
         raise PlanError(
-            f"fp32_modules={list(class_names)}: no module of class {', '.join(missing)} in the model. "
+            f"precision.fp32_modules={list(class_names)}: no module of class {', '.join(missing)} in the model. "
             f"Its classes are {', '.join(sorted(names))}."
         )
     return [m for m in model.modules() if isinstance(m, _BATCH_NORMS) or type(m).__name__ in class_names]

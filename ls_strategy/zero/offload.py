@@ -59,7 +59,8 @@ def states_by_tier(plan: Plan, optimizers: list[Optimizer], config: ZeROConfig) 
 
 
 def _refuse_without_kernel(optimizer: Optimizer, tier: str, config: ZeROConfig, *, fp32: bool) -> None:
-    asked = "offload to NVMe" if tier == "nvme" else f"moments={config.precision.moments!r}" if config.precision.moments != "fp32" else ""
+    moments = config.precision.moments
+    asked = "offload to NVMe" if tier == "nvme" else f"precision.moments={moments!r}" if moments != "fp32" else ""
     if asked:
         reason = type(optimizer).__name__ if fp32 else f"{type(optimizer).__name__} without fp32 master weights"
         raise PlanError(
@@ -129,7 +130,7 @@ class Offload:
         if self.config.offload.optimizer is None or device.type == "cpu":
             return
         self.streamed = self.config.offload.step_on == "device"
-        self.reason = f"step_on={self.config.offload.step_on}"
+        self.reason = f"offload.step_on={self.config.offload.step_on}"
         if self.config.offload.step_on == "auto":
             speed = measure(device, self.link)
             self.streamed = speed.device_is_faster

@@ -30,27 +30,28 @@ class UnitSpec:
 
 def partition(
     model: nn.Module,
-    unit_classes: tuple[str, ...],
+    block_classes: tuple[str, ...],
     min_unit_numel: int,
     absent: Collection[int] = (),
 ) -> list[UnitSpec]:
     """Cut a model into units, in order of registration.
 
     By default every child of a ``ModuleList`` or ``Sequential`` is a unit (nested containers are opened first), and
-    every layer of experts outside of them; or every instance of ``unit_classes``. Parameters of no block, of blocks
-    below ``min_unit_numel`` elements, and parameters shared between blocks go to root units: one for each stretch
-    between blocks, so that the gradients of an output head are reduced while the blocks still run backward.
+    every layer of experts outside of them; or every instance of ``block_classes``. Parameters of no block, of
+    blocks below ``min_unit_numel`` elements, and parameters shared between blocks go to root units: one for
+    each stretch between blocks, so that the gradients of an output head are reduced while the blocks still run
+    backward.
 
     Args:
         model: the model.
-        unit_classes: class names of the blocks.
+        block_classes: class names of the blocks.
         min_unit_numel: elements.
         absent: ``id`` of parameters that another rank of a pipeline holds.
 
     Raises:
-        PlanError: a name in ``unit_classes`` matches no module.
+        PlanError: a name in ``block_classes`` matches no module.
     """
-    blocks = dict(_named_blocks(model, unit_classes))
+    blocks = dict(_named_blocks(model, block_classes))
     owners: defaultdict[int, set[str]] = defaultdict(set)
     sizes: dict[str, int] = {}
     for block_name, block in blocks.items():
@@ -97,14 +98,14 @@ def repeated_blocks(model: nn.Module) -> dict[str, list[nn.Module]]:
     return stacks
 
 
-def _named_blocks(model: nn.Module, unit_classes: tuple[str, ...]) -> Iterator[tuple[str, nn.Module]]:
+def _named_blocks(model: nn.Module, block_classes: tuple[str, ...]) -> Iterator[tuple[str, nn.Module]]:
     """Outermost modules that become units, with their names in the model."""
-    if unit_classes:
-        missing = set(unit_classes)
+    if block_classes:
+        missing = set(block_classes)
         taken: list[str] = []
         for name, module in model.named_modules():
             matched = {type(module).__name__, f"{type(module).__module__}.{type(module).__qualname__}"} & set(
-                unit_classes
+                block_classes
             )
             missing -= matched
             if matched and name and not any(name.startswith(f"{t}.") for t in taken):
@@ -113,8 +114,8 @@ def _named_blocks(model: nn.Module, unit_classes: tuple[str, ...]) -> Iterator[t
         if missing:
             present = sorted({type(m).__name__ for m in model.modules()})
             raise PlanError(
-                f"unit_classes={list(unit_classes)}: no module of class {', '.join(sorted(missing))} in the model. "
-                f"Its classes are {', '.join(present)}. Name some of these, or leave unit_classes out."
+                f"sharding.block_classes={list(block_classes)}: no module of class {', '.join(sorted(missing))} in the "
+                f"model. Its classes are {', '.join(present)}. Name some of these, or leave block_classes out."
             )
         return
     yield from _container_children(model, "", inside_container=False)

@@ -251,8 +251,8 @@ class Reducer:
             if flat.updated_early:
                 raise StateError(
                     f"{flat.layout.slots[0].name!r} got another gradient after its unit was updated in the same "
-                    "backward pass (a reentrant checkpoint, or a second backward). Set overlap_step=False on the "
-                    "strategy."
+                    "backward pass (a reentrant checkpoint, or a second backward). Set sharding.overlap_step=False on "
+                    "the strategy."
                 )
             flat.averages.land(flat.reducing, exact_16_bit=self.private, at_hand=complete)
             if self.policy.gradients:

@@ -49,8 +49,8 @@ def global_norm(flats: list[Flat], comm: Comm, norm_type: float = 2.0) -> Tensor
 def _at_hand(flat: Flat) -> Tensor:
     if flat.updated_early:
         raise StateError(
-            "the gradients are gone: their update began while backward ran. Set overlap_step=False on the strategy for "
-            "norms other than the 2-norm."
+            "the gradients are gone: their update began while backward ran. Set sharding.overlap_step=False on the "
+            "strategy for norms other than the 2-norm."
         )
     if not flat.averages.hold_values:
         return torch.zeros(1, device=flat.full.device)

@@ -490,7 +490,7 @@ class Flat:
             if self.updated_early:
                 raise StateError(
                     f"a parameter of {self.layout.slots[0].name!r} and its neighbours is read again in the backward "
-                    "pass that has already updated it. Set overlap_step=False on the strategy."
+                    "pass that has already updated it. Set sharding.overlap_step=False on the strategy."
                 )
             self.take_writes()
             self.kept, self.outdated = None, []

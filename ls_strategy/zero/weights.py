@@ -25,18 +25,19 @@ def refusal(weights: tuple[float, ...] | Literal["auto"] | None, shape: MeshShap
     divided = [axis for axis in ("tensor", "pipeline", "expert") if getattr(shape, axis) > 1]
     if divided:
         return PlanError(
-            f"sharding.rank_weights={weights!r} with parallel.{divided[0]}={getattr(shape, divided[0])}: weights are of "
-            "ranks that all hold the same layers. Leave rank_weights out, or divide the model by ZeRO alone."
+            f"sharding.rank_weights={weights!r} with parallel.{divided[0]}={getattr(shape, divided[0])}: weights are "
+            "of ranks that all hold the same layers. Leave rank_weights out, or divide the model by ZeRO alone."
         )
     if weights != "auto" and len(weights) != shape.world_size:
         return PlanError(
-            f"sharding.rank_weights={weights!r} has {len(weights)} weights, but there are {shape.world_size} ranks. Give one "
+            f"sharding.rank_weights={weights!r} has {len(weights)} weights, but there are {shape.world_size} ranks. "
+            "Give one "
             'positive number per rank, or "auto" for weights by memory.'
         )
     return None
 
 
-def shard_weights(
+def rank_weights(
     weights: tuple[float, ...] | Literal["auto"] | None, comm: Comm, device: torch.device
 ) -> tuple[Fraction, ...]:
     """Weights of the ranks' shards; none where all are the same. With ``"auto"`` collective: one exchange.

@@ -61,8 +61,8 @@ def take_writes(flat: Flat) -> bool:
 def _too_late(flat: Flat) -> StateError:
     return StateError(
         f"a parameter of {flat.name!r} and its neighbours was written to after its update had begun, which early and "
-        "delayed updates do before the optimizer's step. Set overlap_step=False on the strategy, and leave "
-        "delayed_update_after out."
+        "delayed updates do before the optimizer's step. Set sharding.overlap_step=False on the strategy, and leave "
+        "offload.delay_after out."
     )
 
 

@@ -269,7 +269,7 @@ class GPTModule(pl.LightningModule):
         """Ranks over which blocks divide the tokens of a sequence, and so cannot read one alone; 0 if they do not."""
         parallel = getattr(getattr(self._trainer, "strategy", None), "parallel", None)
         config: Any = getattr(parallel, "config", None)
-        return config.tensor_parallel_size if getattr(config, "tensor_parallel_sequence", False) else 0
+        return config.tp.size if config is not None and config.tp.sequence_parallel else 0
 
     def generate(
         self,

@@ -133,7 +133,9 @@ def _named_stack(model: nn.Module, stack: str) -> list[tuple[str, nn.Module]]:
         container = None
     if not isinstance(container, nn.ModuleList | nn.Sequential):
         found = ", ".join(repr(name) for name, _ in _candidates(model, 2)) or "none"
-        raise PlanError(f"pipeline_blocks={stack!r} names no ModuleList or Sequential of the model. There is: {found}.")
+        raise PlanError(
+            f"parallel.pipeline.blocks={stack!r} names no ModuleList or Sequential of the model. There is: {found}."
+        )
     return _members(stack, container)
 
 
@@ -165,7 +167,7 @@ def _longest(model: nn.Module, least: int) -> list[tuple[str, nn.Module]]:
     if len(found) > 1 and len(found[0][1]) == len(found[1][1]):  # type: ignore[arg-type]
         raise PlanError(
             f"{found[0][0]!r} and {found[1][0]!r} have {len(found[0][1])} modules each: "  # type: ignore[arg-type]
-            "name the one to divide (pipeline_blocks=...), or give the model to_layers()."
+            "name the one to divide (parallel.pipeline.blocks=...), or give the model to_layers()."
         )
     return _members(*found[0])
 

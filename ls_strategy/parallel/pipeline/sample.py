@@ -41,7 +41,7 @@ def _anew(source: Any) -> Any:
     if found is source:
         raise PlanError(
             f"a {type(source).__name__} gives every batch once, so that a first one, to count operations with, would "
-            'be missing in training. Use pipeline_partition="parameters".'
+            'be missing in training. Use parallel.pipeline.partition="parameters".'
         )
     return found
 
