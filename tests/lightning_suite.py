@@ -47,7 +47,7 @@ MODULES = (
 """Restoring, hooks, manual optimization, several optimizers, checkpoint callbacks; below ``tests/tests_pytorch``."""
 
 _COUNTS = "counts calls of Strategy.backward, which this strategy overrides"
-_FOLDER = "opens the path by torch.load, and a checkpoint is a folder; save_as='file' makes files"
+_FOLDER = "opens the path by torch.load, and a checkpoint is a folder; checkpoint.format='file' makes files"
 EXPECTED = {
     "test_step_with_optimizer_closure": _COUNTS,
     "test_step_with_optimizer_closure_2": _COUNTS,

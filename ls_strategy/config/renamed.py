@@ -79,9 +79,15 @@ def nested(options: Mapping[str, Any]) -> dict[str, Any]:
 
     >>> nested({"stage": 3, "parallel.tensor.size": 2, "parallel.expert": 2})
     {'stage': 3, 'parallel': {'tensor': {'size': 2}, 'expert': 2}}
+
+    A group that is given as well, in full or in its short form, is taken apart for it.
     """
-    result: dict[str, Any] = {}
+    partly = {name.partition(".")[0] for name in options if "." in name}
+    flat: dict[str, Any] = {}
     for name, value in options.items():
+        flat |= written_options(name, value, options.get("stage", 3)) if name in partly else {name: value}
+    result: dict[str, Any] = {}
+    for name, value in flat.items():
         *groups, last = name.split(".")
         inner = result
         for group in groups:

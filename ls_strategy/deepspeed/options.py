@@ -176,7 +176,7 @@ def merged(translation: Translation, given: dict[str, Any]) -> dict[str, Any]:
         ConfigError: an argument and the file say different things; with both, and the cure.
     """
     said = _said(translation)
-    for name in said.keys() & given.keys():
+    for name in sorted(said.keys() & given.keys()):
         if not _agree(translation, name, given[name], said[name]):
             keys = ", ".join(_keys(translation, name))
             raise ConfigError(

@@ -6,7 +6,7 @@ Ranks train a model of equal blocks with AdamW, in fp32, so that there are 12 by
 two moments. Then they save, in turns, and wait until the bytes are on the disk:
 
 ``torch.save``       rank 0 alone writes a full state that it has in memory already, and syncs the file
-``one file``         ``save_as="file"``: gathered on rank 0, then written by Lightning, which does not sync
+``one file``         ``checkpoint.format="file"``: gathered on rank 0, then written by Lightning, which does not sync
 ``dcp``              ``torch.distributed.checkpoint.save`` of the same shards as DTensors, with its own writer
 ``folder``           this package
 ``folder, async``    this package, in the background: *stall* is the time until training goes on, without what the
@@ -37,6 +37,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from ls_strategy.checkpoint.consolidate import consolidate
+from ls_strategy.config import nested
 from ls_strategy.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.bench import record
@@ -69,7 +70,8 @@ class Model(pl.LightningModule):
 def trained(width: int, layers: int, ranks: int, folder: Path, **options: Any) -> pl.Trainer:
     """Two steps, so that every state exists; the strategy then still holds the shards."""
     trainer = pl.Trainer(
-        accelerator="cpu", devices=ranks, strategy=ZeROStrategy(3, min_unit_numel=0, **options), max_steps=2,
+        accelerator="cpu", devices=ranks, max_steps=2,
+        strategy=ZeROStrategy(3, **nested({"sharding.min_unit_numel": 0, **options})),
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         default_root_dir=folder,
     )  # fmt: skip
@@ -110,9 +112,9 @@ def contenders(
 ) -> tuple[dict[str, Callable[[], None]], list[Any]]:
     """What saves, by name, and the strategies that save in the background."""
     plain = trained(width, layers, ranks, root)
-    background = trained(width, layers, ranks, root, async_save=True)
-    offloaded = trained(width, layers, ranks, root, async_save=True, offload_optimizer="cpu")
-    single = trained(width, layers, ranks, root, save_as="file")
+    background = trained(width, layers, ranks, root, **{"checkpoint.background": True})
+    offloaded = trained(width, layers, ranks, root, **{"checkpoint.background": True}, **{"offload.optimizer": "cpu"})
+    single = trained(width, layers, ranks, root, **{"checkpoint.format": "file"})
     mesh = init_device_mesh("cpu", (ranks,))
     shards = {
         f"{n}.{k}": DTensor.from_local(torch.randn(width // ranks, width), mesh, [Shard(0)], run_check=False)

@@ -68,7 +68,9 @@ class Recipe(GPTModule):
 def fit(rank: int, world_size: int, case: Case, cache: str) -> tuple[list[float], dict[str, Tensor]]:
     """This package's side on one rank: losses, and weights by name. Collective."""
     quiet()
-    strategy = ZeROStrategy.from_deepspeed_config(case.config, min_unit_numel=0, nvme_allow_ram=bool(case.nvme_path))
+    strategy = ZeROStrategy.from_deepspeed_config(
+        case.config, sharding={"min_unit_numel": 0}, offload={"nvme_allow_ram": bool(case.nvme_path)}
+    )
     clip = None if "gradient_clipping" in case.config else side.CLIP
     trainer = pl.Trainer(
         accelerator="cpu", devices=world_size, strategy=strategy, max_steps=side.STEPS, gradient_clip_val=clip,

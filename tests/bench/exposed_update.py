@@ -39,6 +39,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from ls_strategy.autoload import ALIASES
+from ls_strategy.config import nested
 from ls_strategy.strategy import ZeROStrategy
 from ls_strategy.tiers import link
 from ls_strategy.zero import averages, offload, units, update
@@ -241,13 +242,13 @@ def train(run: Run, steps: int, tokens: int, flops: float) -> Clock:
     data = torch.randint(256, (steps * (tokens // BLOCK), BLOCK + 1))
     clock = Clock()
     with simulated(run.setting, flops), tempfile.TemporaryDirectory(dir=ROOT) as folder:
-        options = {**ALIASES[run.strategy], "overlap_step": run.overlap}
+        options = {**ALIASES[run.strategy], "sharding.overlap_step": run.overlap}
         if "nvme" in run.strategy:
-            options["nvme_path"] = folder
+            options["offload.nvme_path"] = folder
         trainer = pl.Trainer(
             accelerator="cpu",
             devices=1,
-            strategy=ZeROStrategy(**options),  # type: ignore[arg-type]
+            strategy=ZeROStrategy(**nested(options)),  # type: ignore[arg-type]
             max_steps=steps,
             gradient_clip_val=1.0 if run.clip else None,
             logger=False,

@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ls_strategy.autoload import ALIASES
+from ls_strategy.config import nested
 from ls_strategy.plan import Plan
 from ls_strategy.strategy import ZeROStrategy
 from tests.bench import record
@@ -137,11 +138,11 @@ class Scale(pl.Callback):
 
 def fit(case: Case, blocks: int, width: int, steps: int) -> tuple[Scale, Plan]:
     """One Trainer; what it weighed, and the engine's plan."""
-    options: dict[str, Any] = {**ALIASES[case.strategy], "moments": case.moments}
+    options: dict[str, Any] = {**ALIASES[case.strategy], "precision.moments": case.moments}
     if case.nvme_path:
-        options["nvme_path"] = case.nvme_path
+        options["offload.nvme_path"] = case.nvme_path
     scale = Scale()
-    strategy = ZeROStrategy(**options)
+    strategy = ZeROStrategy(**nested(options))
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=1,

@@ -63,7 +63,7 @@ def run_rank(rank: int, ranks: int, sizes: dict[str, int], rounds: int, steps: i
         trainer = pl.Trainer(
             accelerator="cpu",
             devices=ranks,
-            strategy=ZeROStrategy(stage=stage, expert_parallel_size=1 if name == "dense" else ranks),
+            strategy=ZeROStrategy(stage=stage, parallel={"expert": 1 if name == "dense" else ranks}),
             max_steps=steps,
             logger=False,
             enable_checkpointing=False,

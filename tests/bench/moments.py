@@ -57,7 +57,7 @@ def train(moments: str, seed: int, steps: int, cache: Path) -> dict[str, float]:
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=1,
-        strategy=ZeROStrategy(1, moments=moments),  # type: ignore[arg-type]
+        strategy=ZeROStrategy(1, precision={"moments": moments}),  # type: ignore[arg-type]
         max_steps=steps,
         val_check_interval=steps,
         check_val_every_n_epoch=None,

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ls_strategy.config import OffloadConfig, RecomputeConfig, ZeROConfig
+from ls_strategy.config import RecomputeConfig, TierConfig, ZeROConfig
 from ls_strategy.planner.candidates import Candidate
 from ls_strategy.planner.forecast import Forecast, Forecaster, Run
 from ls_strategy.planner.hardware import Hardware
@@ -59,7 +59,7 @@ MODELS: dict[str, GPTConfig] = {
 SMALL = GPTConfig(vocab_size=96, block_size=32, num_layers=4, num_heads=4, width=96)
 """What real ranks train."""
 
-_FULL, _CPU = RecomputeConfig(), OffloadConfig()
+_FULL, _CPU = RecomputeConfig(), TierConfig(tier="cpu")
 CANDIDATES = (
     Candidate(0, recompute=_FULL),
     Candidate(1, recompute=_FULL),
@@ -102,7 +102,7 @@ def forecaster_of(config: GPTConfig, *, min_unit_numel: int | None = None) -> It
         module = Trained(config)
     optimizer = module.configure_optimizers()
     precision = resolve_precision(PRECISION)
-    chosen = ZeROConfig() if min_unit_numel is None else ZeROConfig(min_unit_numel=min_unit_numel)
+    chosen = ZeROConfig() if min_unit_numel is None else ZeROConfig(sharding={"min_unit_numel": min_unit_numel})
     batch = [torch.zeros(1, config.block_size, dtype=torch.long, device="meta")] * 2
     with on_paper(module, precision, (), torch.device("cpu")) as paper:
         optimizers = [paper.optimizer(optimizer)]
@@ -210,7 +210,7 @@ def count(rank: int, world_size: int) -> dict[str, Counted]:
             counter = Count(live)
             trainer = pl.Trainer(
                 accelerator="cpu", devices=world_size, precision=PRECISION, max_steps=STEPS, logger=False,
-                strategy=ZeROStrategy(**candidate.arguments(), min_unit_numel=0), callbacks=[counter],
+                strategy=ZeROStrategy(**candidate.arguments(), sharding={"min_unit_numel": 0}), callbacks=[counter],
                 enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
             )  # fmt: skip
             with counter.counting():

@@ -115,7 +115,7 @@ def _moments(record: dict[str, Any]) -> list[list[str]]:
 def _exposed(record: dict[str, Any]) -> list[list[str]]:
     """One row per strategy and setting: the share of a step, with overlap and without."""
     shares = {(r["setting"], r["strategy"], r["clip"], r["overlap"]): r["exposed"] for r in record["results"]}
-    rows = [["setting", "strategy", "clipping", "overlapped", "`overlap_step=False`"]]
+    rows = [["setting", "strategy", "clipping", "overlapped", "`sharding.overlap_step=False`"]]
     for setting, name, clip, overlap in shares:
         if overlap:
             blocking = shares.get((setting, name, clip, False))

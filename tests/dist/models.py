@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from ls_strategy import strategy
-from ls_strategy.config import LossScaleConfig
+from ls_strategy.config import LossScaleConfig, nested
 from ls_strategy.precision import PrecisionPolicy, resolve_precision
 from ls_strategy.precision_plugin import ZeROPrecision
 from ls_strategy.strategy import ZeROStrategy
@@ -247,12 +247,12 @@ def strategy_of(case: Case) -> Any:
     if case.stage is None:
         needs_search = {"unused", "unused_here"} & set(case.traits) or case.optimizer == "two"
         return "ddp_find_unused_parameters_true" if needs_search else "ddp"
-    options = {"min_unit_numel": case.min_unit_numel, **dict(case.options)}
+    options = {"sharding.min_unit_numel": case.min_unit_numel, **dict(case.options)}
     if case.precision.startswith("16"):  # on the CPU the Trainer turns these into bf16
         options["precision_plugin"] = ZeROPrecision(case.precision)
     if case.precision == "32-scaled":
-        options.setdefault("loss_scale", GROWING)
-    return ZeROStrategy(case.stage, **options)
+        options.setdefault("precision.loss_scale", GROWING)
+    return ZeROStrategy(case.stage, **nested(options))
 
 
 GROWING = LossScaleConfig(initial_power=10, window=2)

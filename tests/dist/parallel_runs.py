@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
+from ls_strategy.config import nested
 from ls_strategy.moe.feed_forward import GatedFeedForward
 from ls_strategy.moe.layer import MoE
 from ls_strategy.moe.losses import moe_losses
@@ -137,7 +138,9 @@ def train(rank: int, world_size: int, run: Run, kind: type[Module] = Module) -> 
     quiet()
     torch.manual_seed(0)
     module = kind(run)
-    strategy: Any = "auto" if run.options is None else ZeROStrategy(**{"min_unit_numel": 0, **run.options})
+    strategy: Any = (
+        "auto" if run.options is None else ZeROStrategy(**nested({"sharding.min_unit_numel": 0, **run.options}))
+    )
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=world_size,

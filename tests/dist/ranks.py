@@ -156,7 +156,7 @@ def global_batches(rank: int, world_size: int, steps: int, *, batch: int = 12) -
 def trainer_of(strategy: str | int | ZeROStrategy, *, save_as: Any = "sharded", **options: Any) -> pl.Trainer:
     """A quiet Trainer on the CPU. A number is a ZeRO stage, with every block as a unit."""
     if isinstance(strategy, int):
-        strategy = ZeROStrategy(strategy, min_unit_numel=0, save_as=save_as)  # type: ignore[arg-type]
+        strategy = ZeROStrategy(strategy, sharding={"min_unit_numel": 0}, checkpoint=save_as)  # type: ignore[arg-type]
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": int(os.environ.get("WORLD_SIZE", "1")),

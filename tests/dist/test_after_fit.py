@@ -262,4 +262,4 @@ def test_callbacks_that_cannot_work_are_refused(rank: int, world_size: int) -> N
         fit(1, Net(), callbacks=[EMAWeightAveraging()], precision="bf16-true")
     for callback in (EMAWeightAveraging(), StochasticWeightAveraging(1e-2)):
         with pytest.raises(PlanError, match=rf"{type(callback).__name__} copies .* tensor parallelism.*ShardedEMA"):
-            fit(ZeROStrategy(1, tensor_parallel_size=2), Net(), callbacks=[callback])
+            fit(ZeROStrategy(1, parallel={"tensor": 2}), Net(), callbacks=[callback])

@@ -80,11 +80,15 @@ def every_place(rank: int, world_size: int) -> list[str]:
     problems: list[str] = []
     for stage, tier, moments in PLACES:
         name = f"{stage}-{tier}-{moments}"
-        options = {"nvme_path": str(root / "nvme"), "moments": moments, **({} if tier is None else TIERS[tier])}
+        options = {
+            "offload.nvme_path": str(root / "nvme"),
+            "precision.moments": moments,
+            **({} if tier is None else TIERS[tier]),
+        }
         traits = ("private", "tied", "frozen", "buffers", "uneven")
         case = Case(stage=stage, traits=traits, fused=None, steps=STEPS, options=tuple(options.items()))
         trusted = train(case, world_size, root / f"{name}-sync")
-        behind = replace(case, options=(*case.options, ("async_save", True)))
+        behind = replace(case, options=(*case.options, ("checkpoint.background", True)))
         with slow_writes(0.002):
             module = train(behind, world_size, root / f"{name}-async")
         if module.result.losses != trusted.result.losses:
@@ -116,7 +120,11 @@ class SavesTwice(Net):
 def test_a_save_in_the_background_is_there_after_the_fit(rank: int, world_size: int, tmp_path: Path) -> None:
     module = SavesTwice()
     with slow_writes(0.01):
-        trainer = fit(ZeROStrategy(3, min_unit_numel=0, async_save=True), module, default_root_dir=tmp_path)
+        trainer = fit(
+            ZeROStrategy(3, sharding={"min_unit_numel": 0}, checkpoint={"background": True}),
+            module,
+            default_root_dir=tmp_path,
+        )
     for step in (1, 3):
         assert commit.read_manifest(tmp_path / f"{step}.ckpt").step == step
     trainer.save_checkpoint(tmp_path / "after.ckpt")  # nobody would wait for this one later
@@ -147,7 +155,11 @@ def test_an_error_in_the_background_is_raised_by_the_next_save(rank: int, world_
         one_rank_fails(rank, "1.ckpt"),
         pytest.raises(CheckpointError, match=r"1\.ckpt failed: rank 1: OSError: .*No space left"),
     ):
-        fit(ZeROStrategy(3, min_unit_numel=0, async_save=True), module, default_root_dir=tmp_path)
+        fit(
+            ZeROStrategy(3, sharding={"min_unit_numel": 0}, checkpoint={"background": True}),
+            module,
+            default_root_dir=tmp_path,
+        )
     assert len(module.losses) == 3
     assert not list(tmp_path.iterdir())
 
@@ -156,7 +168,11 @@ def test_an_error_in_the_background_is_raised_by_the_next_save(rank: int, world_
 def test_an_error_in_the_background_is_raised_at_the_end(rank: int, world_size: int, tmp_path: Path) -> None:
     module = SavesTwice()
     with one_rank_fails(rank, "3.ckpt"), pytest.raises(CheckpointError, match=r"3\.ckpt failed: rank 1"):
-        fit(ZeROStrategy(3, min_unit_numel=0, async_save=True), module, default_root_dir=tmp_path)
+        fit(
+            ZeROStrategy(3, sharding={"min_unit_numel": 0}, checkpoint={"background": True}),
+            module,
+            default_root_dir=tmp_path,
+        )
     assert len(module.losses) == 8
     assert [f.name for f in tmp_path.iterdir()] == ["1.ckpt"]
 
@@ -166,7 +182,9 @@ def test_an_error_in_the_background_is_raised_at_the_end(rank: int, world_size: 
 def test_training_goes_on_and_the_last_checkpoint_stays(
     rank: int, world_size: int, background: bool, tmp_path: Path
 ) -> None:
-    strategy = ZeROStrategy(2, min_unit_numel=0, async_save=background, on_save_error="continue")
+    strategy = ZeROStrategy(
+        2, sharding={"min_unit_numel": 0}, checkpoint={"background": background, "on_error": "continue"}
+    )
     save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2)
     with one_rank_fails(rank, "step=4"):
         module = Net()
@@ -194,7 +212,7 @@ def test_the_link_to_the_last_one_is_never_broken(
     watch("ls_strategy.checkpoint.commit", "commit", commit.commit)
     watch("ls_strategy.strategy", "link_checkpoint", commit.link)
     watch("ls_strategy.strategy", "remove_checkpoint", commit.remove)
-    strategy = ZeROStrategy(2, min_unit_numel=0, async_save=background)
+    strategy = ZeROStrategy(2, sharding={"min_unit_numel": 0}, checkpoint={"background": background})
     save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_last="link")
     with slow_writes(0.002):
         fit(strategy, Net(), callbacks=[save], enable_checkpointing=True)
@@ -208,8 +226,8 @@ def test_the_link_to_the_last_one_is_never_broken(
 
 
 def test_a_file_is_not_written_in_the_background() -> None:
-    with pytest.raises(ConfigError, match="async_save"):
-        ZeROStrategy(2, async_save=True, save_as="file")
+    with pytest.raises(ConfigError, match=r"checkpoint\.background"):
+        ZeROStrategy(2, checkpoint={"background": True, "format": "file"})
 
 
 @on_ranks(2)
@@ -225,5 +243,9 @@ def test_copies_wait_for_nobody(rank: int, world_size: int, tmp_path: Path, monk
     monkeypatch.setattr(BackgroundSaver, "submit", submit)
     begin = commit.begin
     monkeypatch.setattr(commit, "begin", lambda *args: (time.sleep(0.5), begin(*args))[1])
-    fit(ZeROStrategy(3, min_unit_numel=0, async_save=True), SavesTwice(), default_root_dir=tmp_path)
+    fit(
+        ZeROStrategy(3, sharding={"min_unit_numel": 0}, checkpoint={"background": True}),
+        SavesTwice(),
+        default_root_dir=tmp_path,
+    )
     assert returned[0]

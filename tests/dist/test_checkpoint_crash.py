@@ -33,6 +33,7 @@ from ls_strategy.checkpoint.commit import Manifest, Place
 from ls_strategy.checkpoint.describe import verify_all
 from ls_strategy.checkpoint.files import Reader, read_range
 from ls_strategy.checkpoint.sharded import Entry
+from ls_strategy.config import nested
 from ls_strategy.errors import CheckpointError, RankFailedError
 from ls_strategy.testing import RankDiedError, spawn
 from tests.dist.ranks import Net, assert_equal, batches, fit, on_ranks, quiet, saved, trainer_of, weights
@@ -303,7 +304,7 @@ def train_until_killed(
         folder, "{step}", monitor="number", mode="max", save_top_k=2, every_n_train_steps=1,
         save_last=options.pop("save_last"),
     )  # fmt: skip
-    strategy = ZeROStrategy(min_unit_numel=0, **options)
+    strategy = ZeROStrategy(**nested({"sharding.min_unit_numel": 0, **options}))
     trainer = trainer_of(
         strategy, callbacks=[saves], enable_checkpointing=True, max_steps=steps, max_epochs=-1,
         use_distributed_sampler=False,
@@ -368,7 +369,8 @@ def kill_again_and_again(folder: Path, kills: int, seed: int, options: dict[str,
 
 WAYS = [
     {"stage": 3, "save_last": True}, {"stage": 2, "save_last": "link"},
-    {"stage": 3, "save_last": "link", "async_save": True}, {"stage": 1, "save_last": True, "async_save": True},
+    {"stage": 3, "save_last": "link", "checkpoint.background": True},
+    {"stage": 1, "save_last": True, "checkpoint.background": True},
 ]  # fmt: skip
 
 
@@ -518,7 +520,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @on_ranks(2)
 def test_a_full_disk_is_an_error_on_all_ranks(rank: int, world_size: int, background: bool, small_disk: Path) -> None:
     module = Wide()
-    trainer = fit(ZeROStrategy(3, min_unit_numel=0, async_save=background), module, max_epochs=1)
+    trainer = fit(
+        ZeROStrategy(3, sharding={"min_unit_numel": 0}, checkpoint={"background": background}), module, max_epochs=1
+    )
     trainer.save_checkpoint(small_disk / "first.ckpt")
     expected = weights(module)
     for _ in range(2):
@@ -547,7 +551,9 @@ def test_training_goes_on_and_removes_nothing_when_the_disk_is_full(
     ballast = small_disk / "ballast"
     if rank == 0:
         ballast.write_bytes(bytes(60 * 1024 if save_last is not True else 0))
-    strategy = ZeROStrategy(2, min_unit_numel=0, async_save=background, on_save_error="continue")
+    strategy = ZeROStrategy(
+        2, sharding={"min_unit_numel": 0}, checkpoint={"background": background, "on_error": "continue"}
+    )
     callback = ModelCheckpoint(small_disk, "{step}", every_n_train_steps=1, save_last=save_last)
     module = Wide()
     trainer = fit(strategy, module, callbacks=[callback], enable_checkpointing=True)

@@ -95,7 +95,7 @@ def test_a_background_save_is_refused_at_the_call(rank: int, world_size: int, tm
     module = SavesToAFolder()
     module.where = tmp_path
     with pytest.raises(CheckpointError, match=r"something else than a checkpoint: notes\.txt"):
-        fit(ZeROStrategy(2, min_unit_numel=0, async_save=True), module)
+        fit(ZeROStrategy(2, sharding={"min_unit_numel": 0}, checkpoint={"background": True}), module)
     assert tree(tmp_path) == {"notes.txt": b"mine"}
 
 
@@ -114,7 +114,7 @@ def test_the_best_that_are_no_checkpoints_any_more_are_kept(
                 (tmp_path / "step=1.ckpt" / "notes.txt").write_text("mine")
 
     saves = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=1)
-    strategy = ZeROStrategy(2, min_unit_numel=0, async_save=background)
+    strategy = ZeROStrategy(2, sharding={"min_unit_numel": 0}, checkpoint={"background": background})
     trainer = fit(strategy, Keeper(), callbacks=[saves], enable_checkpointing=True)
     dist.barrier()
     assert trainer.global_step == 8
@@ -137,7 +137,7 @@ def test_a_link_that_would_take_a_users_folder_is_an_error_on_all_ranks(
 
     saves = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_last="link", save_top_k=-1)
     with pytest.raises(CheckpointError, match=r"something else than a checkpoint: notes\.txt"):
-        fit(ZeROStrategy(2, min_unit_numel=0), Maker(), callbacks=[saves], enable_checkpointing=True)
+        fit(ZeROStrategy(2, sharding={"min_unit_numel": 0}), Maker(), callbacks=[saves], enable_checkpointing=True)
     assert tree(tmp_path / "last.ckpt") == {"notes.txt": b"mine"}
 
 
@@ -203,7 +203,7 @@ def test_training_goes_on_without_a_half_file(rank: int, world_size: int, tmp_pa
                 self.limits.__enter__()
 
     saves = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=1)
-    strategy = ZeROStrategy(2, min_unit_numel=0, save_as="file", on_save_error="continue")
+    strategy = ZeROStrategy(2, sharding={"min_unit_numel": 0}, checkpoint={"format": "file", "on_error": "continue"})
     trainer = trainer_of(strategy, callbacks=[saves], enable_checkpointing=True)
     module = Full()
     try:
@@ -231,7 +231,9 @@ def test_preemption_on_a_full_disk_goes_on_from_the_last_whole_file(
 
     def run(module: Net, on_save_error: Any) -> Any:
         saves = ModelCheckpoint(tmp_path / "kept", "{step}", every_n_train_steps=2, save_top_k=-1)
-        strategy = ZeROStrategy(2, min_unit_numel=0, save_as="file", on_save_error=on_save_error)
+        strategy = ZeROStrategy(
+            2, sharding={"min_unit_numel": 0}, checkpoint={"format": "file", "on_error": on_save_error}
+        )
         callbacks = [PreemptionHandler(check_every_s=0), saves]
         options: dict[str, Any] = {"enable_checkpointing": True, "use_distributed_sampler": False, "max_epochs": 1}
         trainer = trainer_of(strategy, callbacks=callbacks, default_root_dir=tmp_path, **options)
@@ -264,7 +266,7 @@ class Elsewhere(TorchCheckpointIO):
 @on_ranks(2)
 def test_a_users_checkpoint_io_removes_its_files(rank: int, world_size: int, tmp_path: Path) -> None:
     saves = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=1)
-    strategy = ZeROStrategy(2, min_unit_numel=0, save_as="file", checkpoint_io=Elsewhere())
+    strategy = ZeROStrategy(2, sharding={"min_unit_numel": 0}, checkpoint="file", checkpoint_io=Elsewhere())
     fit(strategy, Net(), callbacks=[saves], enable_checkpointing=True)
     assert Elsewhere.removed == (["step=2.ckpt", "step=4.ckpt", "step=6.ckpt"] if rank == 0 else [])
 
@@ -311,7 +313,9 @@ def save_recorded(rank: int, world_size: int, path: Path, kind: str) -> list[lis
     """A first save, and one that takes the place of another."""
     quiet()
     save_as = "file" if kind == "file" else "sharded"
-    strategy = ZeROStrategy(3, min_unit_numel=0, save_as=save_as, async_save=kind == "background")
+    strategy = ZeROStrategy(
+        3, sharding={"min_unit_numel": 0}, checkpoint={"format": save_as, "background": kind == "background"}
+    )
 
     class Saves(Net):
         found: ClassVar[list[list[Event]]] = []

@@ -268,7 +268,11 @@ def test_optimizer_state_of_other_groups_is_refused(rank: int, world_size: int, 
 def half_precision(stage: int) -> ZeROStrategy:
     scale = LossScaleConfig(initial_power=6, window=3)
     return ZeROStrategy(
-        stage, min_unit_numel=0, precision_plugin=ZeROPrecision("16-mixed"), loss_scale=scale, save_as="file"
+        stage,
+        sharding={"min_unit_numel": 0},
+        precision={"loss_scale": scale},
+        checkpoint="file",
+        precision_plugin=ZeROPrecision("16-mixed"),
     )  # type: ignore[arg-type]
 
 

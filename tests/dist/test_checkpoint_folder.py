@@ -25,7 +25,7 @@ from ls_strategy.checkpoint import commit
 from ls_strategy.checkpoint.consolidate import consolidate
 from ls_strategy.checkpoint.describe import verify_all
 from ls_strategy.checkpoint.files import RankFile
-from ls_strategy.config import LossScaleConfig
+from ls_strategy.config import LossScaleConfig, nested
 from ls_strategy.errors import CheckpointError, RankFailedError, StateError
 from ls_strategy.precision_plugin import ZeROPrecision
 from ls_strategy.testing import spawn
@@ -84,14 +84,14 @@ class Layout:
         """A new one, with every block as a unit."""
         if self.kind == "ddp":
             return "ddp_find_unused_parameters_true"
-        options: dict[str, Any] = {"nvme_path": str(root / "nvme"), "nvme_allow_ram": True}
+        options: dict[str, Any] = {"offload.nvme_path": str(root / "nvme"), "offload.nvme_allow_ram": True}
         if self.tier != "device":
-            options["offload_optimizer"] = self.tier
+            options["offload.optimizer"] = self.tier
             if self.stage == 3:
-                options["offload_param"] = self.tier
+                options["offload.parameters"] = self.tier
         save_as: Any = "file" if self.kind == "file" else "sharded"
         stage: Any = self.stage
-        return ZeROStrategy(stage, min_unit_numel=0, save_as=save_as, **options)
+        return ZeROStrategy(stage, **nested({"sharding.min_unit_numel": 0, "checkpoint.format": save_as, **options}))
 
 
 def every_pair() -> list[tuple[Layout, Layout]]:
@@ -242,8 +242,12 @@ def seeded(stage: Any, precision: str, **options: Any) -> tuple[ZeROStrategy, di
     if precision == "16-mixed":
         scale = LossScaleConfig(initial_power=6, window=3)
         plugin: Any = ZeROPrecision("16-mixed")
-        return ZeROStrategy(stage, min_unit_numel=0, precision_plugin=plugin, loss_scale=scale, **options), {}
-    return ZeROStrategy(stage, min_unit_numel=0, **options), {"precision": precision}
+        return ZeROStrategy(
+            stage,
+            precision_plugin=plugin,
+            **nested({"sharding.min_unit_numel": 0, "precision.loss_scale": scale, **options}),
+        ), {}
+    return ZeROStrategy(stage, **nested({"sharding.min_unit_numel": 0, **options})), {"precision": precision}
 
 
 def moments(trainer: pl.Trainer) -> dict[str, Tensor]:
@@ -487,7 +491,9 @@ def test_frozen_parameters_may_be_left_out(rank: int, world_size: int, tmp_path:
         path = tmp_path / f"{stage}.ckpt"
         whole, half = Adapted(), Adapted()
         fit(stage, whole)
-        fit(ZeROStrategy(stage, min_unit_numel=0, save_frozen=False), half, max_epochs=1).save_checkpoint(path)
+        fit(
+            ZeROStrategy(stage, sharding={"min_unit_numel": 0}, checkpoint={"frozen": False}), half, max_epochs=1
+        ).save_checkpoint(path)
         assert set(commit.read_manifest(path).left_out) == frozen
         assert set(saved(path)["state_dict"]) == {"a", "b"}
         resumed = Adapted(seed=1)
@@ -615,11 +621,11 @@ def copied(checkpoint: dict[str, Any]) -> None:
     checkpoint["copied"] = checkpoint["state_dict"]["blocks.1.wide.weight"].clone()
 
 
-def nested(checkpoint: dict[str, Any]) -> None:
+def inside(checkpoint: dict[str, Any]) -> None:
     checkpoint["own"] = {"deep": [checkpoint["state_dict"]["blocks.1.wide.weight"].half()]}
 
 
-@pytest.mark.parametrize(("hook", "key"), [(scaled, "scaled"), slow(copied, "copied"), slow(nested, "own")])
+@pytest.mark.parametrize(("hook", "key"), [(scaled, "scaled"), slow(copied, "copied"), slow(inside, "own")])
 @on_ranks(2)
 def test_a_hook_that_computes_with_what_is_sharded_is_told_so(
     rank: int, world_size: int, hook: Any, key: str, tmp_path: Path
@@ -761,7 +767,7 @@ def test_only_the_best_and_the_last_remain(
 
     for stage in (1, 3):
         callback = saves()
-        strategy = ZeROStrategy(stage, min_unit_numel=0, async_save=background)
+        strategy = ZeROStrategy(stage, sharding={"min_unit_numel": 0}, checkpoint={"background": background})
         module = Monitored()
         trainer = fit(strategy, module, callbacks=[callback], enable_checkpointing=True)
         dist.barrier()
@@ -904,7 +910,7 @@ def test_an_error_on_one_rank_is_raised_on_all(
     rank: int, world_size: int, where: str, background: bool, tmp_path: Path, monkeypatch: Any
 ) -> None:
     module = Net()
-    strategy = ZeROStrategy(3, min_unit_numel=0, async_save=background)
+    strategy = ZeROStrategy(3, sharding={"min_unit_numel": 0}, checkpoint={"background": background})
     trainer = fit(strategy, module, max_epochs=1)
     trainer.save_checkpoint(tmp_path / "x.ckpt")
     before = saved(tmp_path / "x.ckpt")["state_dict"]
@@ -949,7 +955,7 @@ class FailTogether(FailsAlone):
 def test_an_exception_on_one_rank_does_not_hang_in_its_checkpoint(
     rank: int, world_size: int, stage: int, background: bool, tmp_path: Path
 ) -> None:
-    strategy = ZeROStrategy(stage, min_unit_numel=0, async_save=background)
+    strategy = ZeROStrategy(stage, sharding={"min_unit_numel": 0}, checkpoint={"background": background})
     callback = OnExceptionCheckpoint(tmp_path, "exception")
     started = time.monotonic()
     with pytest.raises((ValueError, RankFailedError), match="this rank has enough"):

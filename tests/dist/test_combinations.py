@@ -26,22 +26,32 @@ pytestmark = pytest.mark.dist
 STEPS, HALF = 6, 3
 EXPERTS = {"num_experts": 4, "k": 2, "drop_tokens": False, "balance_loss": 0.0, "second_expert_sampling": False}
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "tensor": {"stage": 1, "tensor_parallel_size": 2, "offload_optimizer": "cpu"},
-    "sequence": {"stage": 3, "sequence_parallel_size": 2},
-    "pipeline": {"stage": 2, "pipeline_parallel_size": 2, "micro_batches": 2},
-    "experts": {"stage": 2, "expert_parallel_size": 2},
+    "tensor": {"stage": 1, "parallel.tensor.size": 2, "offload.optimizer": "cpu"},
+    "sequence": {"stage": 3, "parallel.context": 2},
+    "pipeline": {"stage": 2, "parallel.pipeline.size": 2, "parallel.pipeline.micro_batches": 2},
+    "experts": {"stage": 2, "parallel.expert": 2},
 }
 FOUR: dict[str, dict[str, Any]] = {
-    "tensor": {"stage": 3, "tensor_parallel_size": 2, "tensor_parallel_sequence": True},
-    "sequence, tensor": {"stage": 2, "sequence_parallel_size": 2, "tensor_parallel_size": 2},
-    "pipeline": {"stage": 1, "pipeline_parallel_size": 2, "micro_batches": 2, "offload_optimizer": "cpu"},
-    "pipeline, tensor": {"stage": 1, "pipeline_parallel_size": 2, "tensor_parallel_size": 2, "micro_batches": 2},
-    "experts": {"stage": 3, "expert_parallel_size": 2},
+    "tensor": {"stage": 3, "parallel.tensor.size": 2, "parallel.tensor.sequence_parallel": True},
+    "sequence, tensor": {"stage": 2, "parallel.context": 2, "parallel.tensor.size": 2},
+    "pipeline": {
+        "stage": 1,
+        "parallel.pipeline.size": 2,
+        "parallel.pipeline.micro_batches": 2,
+        "offload.optimizer": "cpu",
+    },
+    "pipeline, tensor": {
+        "stage": 1,
+        "parallel.pipeline.size": 2,
+        "parallel.tensor.size": 2,
+        "parallel.pipeline.micro_batches": 2,
+    },
+    "experts": {"stage": 3, "parallel.expert": 2},
     "experts, tensor": {
         "stage": 1,
-        "expert_parallel_size": 2,
-        "tensor_parallel_size": 2,
-        "tensor_parallel_plan": attention_plan(),
+        "parallel.expert": 2,
+        "parallel.tensor.size": 2,
+        "parallel.tensor.plan": attention_plan(),
     },
 }
 WORLDS = [(2, LAYOUTS), pytest.param(4, FOUR, marks=pytest.mark.slow)]
@@ -52,7 +62,7 @@ ALL_EXPERTS = {**EXPERTS, "num_experts": 2}
 
 
 def run_of(options: dict[str, Any] | None, **more: Any) -> Run:
-    experts = EXPERTS if options and "expert_parallel_size" in options else None
+    experts = EXPERTS if options and "parallel.expert" in options else None
     return Run(options, {"num_layers": 4}, more.pop("experts", experts), steps=STEPS, **more)
 
 
@@ -77,7 +87,10 @@ def assert_goes_on(whole: Outcome, rest: Outcome) -> None:
 def test_saves_in_the_background(world_size: int, layouts: dict[str, Any], tmp_path: Path) -> None:
     """The run goes on as if nothing was saved; from the checkpoint another goes on to the same bits."""
     paths = [str(tmp_path / f"{i}.ckpt") for i in range(len(layouts))]
-    runs = [run_of({**o, "async_save": True}, save=(HALF, p)) for o, p in zip(layouts.values(), paths, strict=True)]
+    runs = [
+        run_of({**o, "checkpoint.background": True}, save=(HALF, p))
+        for o, p in zip(layouts.values(), paths, strict=True)
+    ]
     wholes = start(world_size, runs)
     for run, whole in zip(runs, wholes, strict=True):
         assert not unequal(trusted(experts=run.experts is not None), [run], [whole])
@@ -94,10 +107,14 @@ def distance(one: Outcome, other: Outcome) -> float:
 @pytest.mark.parametrize(("world_size", "layouts"), WORLDS)
 def test_moments_in_fewer_bits(world_size: int, layouts: dict[str, Any], moments: str) -> None:
     """As far from fp32 as one process with such moments, and no farther than twice that."""
-    experts = [ALL_EXPERTS if "expert_parallel_size" in options else None for options in layouts.values()]
-    runs = [run_of({**o, "moments": moments}, experts=e) for o, e in zip(layouts.values(), experts, strict=True)]
+    experts = [ALL_EXPERTS if "parallel.expert" in options else None for options in layouts.values()]
+    runs = [
+        run_of({**o, "precision.moments": moments}, experts=e) for o, e in zip(layouts.values(), experts, strict=True)
+    ]
     for run, outcome in zip(runs, start(world_size, runs), strict=True):
-        in_one = [run_of({"stage": 1, "moments": format}, experts=run.experts) for format in ("fp32", moments)]
+        in_one = [
+            run_of({"stage": 1, "precision.moments": format}, experts=run.experts) for format in ("fp32", moments)
+        ]
         exact, rounded = start(1, in_one)
         assert 0 < distance(exact, outcome) <= 2 * distance(exact, rounded), run
 
@@ -116,16 +133,18 @@ def test_averages_of_weights(world_size: int, layouts: dict[str, Any], save_as: 
 
     def average(ranks: int, name: str, options: dict[str, Any], *, experts: bool) -> dict[str, Tensor]:
         path = tmp_path / f"{name}.ckpt"
-        run = run_of({**options, "save_as": save_as}, experts=EXPERTS if experts else None, save=(STEPS, str(path)))
+        run = run_of(
+            {**options, "checkpoint.format": save_as}, experts=EXPERTS if experts else None, save=(STEPS, str(path))
+        )
         start(ranks, [run], Averaged)
         checkpoint = saved(path) if save_as == "sharded" else torch.load(path, weights_only=False)
         return checkpoint["ema_state_dict"]
 
     expected = {e: average(1, f"one{e}", {"stage": 1}, experts=e) for e in (False, True)}
     for name, options in layouts.items():
-        if save_as == "file" and "pipeline_parallel_size" in options:
+        if save_as == "file" and "parallel.pipeline.size" in options:
             continue  # refused
-        experts = "expert_parallel_size" in options
+        experts = "parallel.expert" in options
         found = average(world_size, name, options, experts=experts)
         assert found.keys() == expected[experts].keys(), name
         for key, value in expected[experts].items():

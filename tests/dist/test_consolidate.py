@@ -69,7 +69,7 @@ def test_plain_ddp_goes_on_from_the_consolidated_file(
 
 
 class PartlyFrozen(Net):
-    """``save_frozen=False`` has something to leave out."""
+    """``checkpoint.frozen=False`` has something to leave out."""
 
     def build(self) -> None:
         super().build()
@@ -86,7 +86,13 @@ def test_a_file_goes_on_in_the_middle_of_an_epoch_without_frozen_parameters(
     whole, half, resumed = PartlyFrozen(), PartlyFrozen(), PartlyFrozen()
     fit(ZeROStrategy(stage=3), whole)
     callback = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=3)
-    fit(ZeROStrategy(stage=3, save_frozen=False), half, max_steps=3, enable_checkpointing=True, callbacks=[callback])
+    fit(
+        ZeROStrategy(stage=3, checkpoint={"frozen": False}),
+        half,
+        max_steps=3,
+        enable_checkpointing=True,
+        callbacks=[callback],
+    )
     if rank == 0:
         consolidate(tmp_path / "step=3.ckpt", tmp_path / "one.ckpt")
         saved = torch.load(tmp_path / "one.ckpt", weights_only=True)

@@ -69,7 +69,7 @@ def test_the_numbers_are_those_of_one_process():
     """The same tokens dropped everywhere: as on one process, with the layers or the batch divided."""
     trusted, whole = alone(run(curriculum(), halves()), run())
     assert unequal(trusted, [run()], [whole])  # they do change something
-    runs = [run(curriculum(), halves(), stage=2), run(curriculum(), halves(), stage=3, tensor_parallel_size=2)]
+    runs = [run(curriculum(), halves(), stage=2), run(curriculum(), halves(), stage=3, **{"parallel.tensor.size": 2})]
     assert not unequal(trusted, runs, spawn(train_all_alike, 2, runs, init_process_group=False)[0])
 
 
@@ -82,10 +82,10 @@ def halves() -> RandomTokenDropping:
 @pytest.mark.parametrize(
     "options",
     [
-        {"stage": 1, "sequence_parallel_size": 2},
-        {"stage": 1, "pipeline_parallel_size": 2},
-        {"stage": 2, "pipeline_parallel_size": 2, "pipeline_schedule": "interleaved_1f1b"},
-        {"stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"},
+        {"stage": 1, "parallel.context": 2},
+        {"stage": 1, "parallel.pipeline.size": 2},
+        {"stage": 2, "parallel.pipeline.size": 2, "parallel.pipeline.schedule": "interleaved_1f1b"},
+        {"stage": 3, "offload.optimizer": "cpu", "offload.parameters": "cpu"},
     ],
     ids=str,
 )
@@ -96,7 +96,7 @@ def test_divided_otherwise(options):
 
 
 def test_lengths_with_tokens_divided_between_layers():
-    ours = run(curriculum(), stage=1, tensor_parallel_size=2, tensor_parallel_sequence=True)
+    ours = run(curriculum(), stage=1, **{"parallel.tensor.size": 2}, **{"parallel.tensor.sequence_parallel": True})
     assert not unequal(alone(run(curriculum()))[0], [ours], spawn(train_all, 2, [ours], init_process_group=False)[0])
 
 
@@ -111,7 +111,7 @@ def test_with_experts():
     experts = {"k": 2, "drop_tokens": False, "balance_loss": 0.0, "second_expert_sampling": False}
     trusted, ours = (
         replace(run(curriculum(), halves(), **options), experts=experts)
-        for options in ({}, {"stage": 2, "expert_parallel_size": 2})
+        for options in ({}, {"stage": 2, "parallel.expert": 2})
     )
     expected = alone(trusted)[0]
     assert not unequal(expected, [ours], spawn(train_all_alike, 2, [ours], init_process_group=False)[0])
@@ -129,9 +129,9 @@ def test_a_resumed_run_has_the_same_bits(stage, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [{}, {"pipeline_parallel_size": 2}, {"sequence_parallel_size": 2}], ids=str)
+@pytest.mark.parametrize("more", [{}, {"parallel.pipeline.size": 2}, {"parallel.context": 2}], ids=str)
 def test_recomputation_changes_no_bit(more):
-    kinds = [{}, {"activation_checkpointing": "full"}, {"activation_checkpointing": "selective"}]
+    kinds = [{}, {"activations.checkpointing": "full"}, {"activations.checkpointing": "selective"}]
     runs = [run(curriculum(), dropping(), shape=DROPOUT, stage=2, **kind, **more) for kind in kinds]
     found = spawn(train_all, 2, runs, init_process_group=False, timeout_s=120)[0]
     assert all(equal_bits(found[0], other) for other in found[1:])
@@ -155,17 +155,17 @@ def test_replicas_drop_other_tokens_and_ranks_of_one_the_same():
     assert len(first) == len(second) == 2 * 7  # two blocks, seven steps
     assert all(a != b for a, b in zip(first, second, strict=True))
     assert first[0] != first[1]  # blocks do not keep the same ones, either
-    first, second = spawn(drawn, 2, {"stage": 1, "tensor_parallel_size": 2}, init_process_group=False)
+    first, second = spawn(drawn, 2, {"stage": 1, "parallel.tensor.size": 2}, init_process_group=False)
     assert first == second
 
 
 def refused(rank: int, world_size: int) -> list[str]:
     said = []
     for callback, options in (
-        (SequenceCurriculum([6, 16], [6], multiple_of=5), {"sequence_parallel_size": 2}),
-        (SequenceCurriculum([2, 16], [6], multiple_of=2), {"sequence_parallel_size": 2}),
-        (RandomTokenDropping([5, 16], [6], multiple_of=5), {"sequence_parallel_size": 2}),
-        (dropping(), {"tensor_parallel_size": 2, "tensor_parallel_sequence": True}),
+        (SequenceCurriculum([6, 16], [6], multiple_of=5), {"parallel.context": 2}),
+        (SequenceCurriculum([2, 16], [6], multiple_of=2), {"parallel.context": 2}),
+        (RandomTokenDropping([5, 16], [6], multiple_of=5), {"parallel.context": 2}),
+        (dropping(), {"parallel.tensor.size": 2, "parallel.tensor.sequence_parallel": True}),
     ):
         try:
             train(rank, world_size, run(callback, stage=1, **options), Module)
@@ -181,9 +181,9 @@ def test_what_does_not_go_together_is_refused_on_all_ranks():
         first,
         [
             "sequences of 15 tokens",
-            "sequences of 2 tokens, and sequence_parallel_size=2",
+            "sequences of 2 tokens, and parallel.context=2",
             "keeps 5 tokens",
-            "tensor_parallel_sequence",
+            "parallel.tensor.sequence_parallel",
         ],
         strict=True,
     ):

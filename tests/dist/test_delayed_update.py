@@ -1,4 +1,4 @@
-"""``delayed_update_after``: every update after the warm-up is applied one step late (ZeRO-Offload, section 5.2)."""
+"""``offload.delay_after``: every update after the warm-up is applied one step late (ZeRO-Offload, section 5.2)."""
 
 from __future__ import annotations
 
@@ -59,11 +59,9 @@ def test_is_a_delay_of_one_step(rank: int, world_size: int, stage: int, tier: st
     losses, expected, validated = reference(whole)
     module = Delayed()
     strategy = ZeROStrategy(
-        stage,  # type: ignore[arg-type]
-        min_unit_numel=0,
-        offload_optimizer=tier,  # type: ignore[arg-type]
-        nvme_path=str(tmp_path),
-        delayed_update_after=WARM_UP,
+        stage,
+        sharding={"min_unit_numel": 0},
+        offload={"optimizer": tier, "nvme_path": str(tmp_path), "delay_after": WARM_UP},
     )
     trainer = trainer_of(strategy, max_epochs=1, use_distributed_sampler=False, num_sanity_val_steps=0)
     loaders = [DataLoader(b, batch_size=None) for b in ([pair[rank] for pair in pairs], [whole[0]])]  # type: ignore[arg-type]

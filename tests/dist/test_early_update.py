@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ls_strategy.config import nested
 from ls_strategy.errors import RankFailedError, StateError
 from ls_strategy.strategy import ZeROStrategy
 from ls_strategy.tiers.stream import Stream
@@ -62,8 +63,8 @@ class Manual(Plain):
 
 
 def strategy(stage: int, **options: Any) -> ZeROStrategy:
-    options = {"offload_optimizer": "cpu", **options}
-    return ZeROStrategy(stage, min_unit_numel=0, **options)  # type: ignore[arg-type]
+    options = {"offload.optimizer": "cpu", **options}
+    return ZeROStrategy(stage, **nested({"sharding.min_unit_numel": 0, **options}))  # type: ignore[arg-type]
 
 
 def updates_begun_in_backward(module: Plain, stage: int, **options: Any) -> int:
@@ -170,14 +171,14 @@ def test_recomputed_blocks(rank: int, world_size: int, stage: int) -> None:
         assert_close(ours.losses, trusted.losses, f"{net.__name__}, losses")
         assert_close(weights(ours), weights(trusted), net.__name__)
     twice, again = SharedReentrant(), SharedReentrant()
-    fit(strategy(stage, overlap_step=False), twice)
+    fit(strategy(stage, **{"sharding.overlap_step": False}), twice)
     refusal = ""
     try:
         fit(strategy(stage), again)
     except StateError as error:
         refusal = str(error)
     if refusal:
-        assert "overlap_step=False" in refusal
+        assert "sharding.overlap_step=False" in refusal
     else:
         assert_equal(weights(again), weights(twice), "a block whose gradients come in two parts")
 
@@ -199,7 +200,7 @@ class Fails(Plain):
 @on_ranks(2)
 def test_weights_of_no_step_are_not_saved(rank: int, world_size: int, overlap: bool, tmp_path: Any) -> None:
     module = Fails()
-    ours = strategy(2, overlap_step=overlap)
+    ours = strategy(2, **{"sharding.overlap_step": overlap})
     with pytest.raises(RuntimeError, match="in the middle"):
         fit(ours, module, batches(numel=64))
     if overlap:
@@ -230,7 +231,7 @@ def test_a_failed_update_ends_all_ranks_and_nothing_is_updated_after_it(
 ) -> None:
     """Five buffers per step; on rank 1 the third step's second update fails. Before or after backward is over."""
     module, update = net(), FailingUpdate(12 if rank == 1 else 0)
-    ours = strategy(2, overlap_step=overlap)
+    ours = strategy(2, **{"sharding.overlap_step": overlap})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels.ops, "adamw_", update)
         with pytest.raises(ArithmeticError if rank == 1 else RankFailedError, match="in an update"):
@@ -249,7 +250,7 @@ def test_weights_of_a_failed_update_are_not_saved(
     rank: int, world_size: int, net: type[Plain], overlap: bool, tmp_path: Any
 ) -> None:
     """On one rank, whose connections are not broken: by a callback that saves what an exception has left."""
-    ours = strategy(2, overlap_step=overlap)
+    ours = strategy(2, **{"sharding.overlap_step": overlap})
     keeper = OnExceptionCheckpoint(tmp_path, "left")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels.ops, "adamw_", FailingUpdate(12))

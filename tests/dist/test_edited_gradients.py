@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ls_strategy.config import nested
 from ls_strategy.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.dist.ranks import (
@@ -246,10 +247,10 @@ def test_zeroed_gradients_leave_the_norm_on_every_tier(rank: int, world_size: in
     """On a drive squares are summed when gradients are written. Trusted run: the same stage without offload."""
     for stage in (1, 2, 3):
         found = []
-        for options in ({}, {"offload_optimizer": tier, "nvme_path": str(tmp_path)}):
+        for options in ({}, {"offload.optimizer": tier, "offload.nvme_path": str(tmp_path)}):
             module = ZeroesAfterNorm()
             data = global_batches(rank, world_size, 5)
-            strategy = ZeROStrategy(stage, min_unit_numel=0, **options)  # type: ignore[arg-type]
+            strategy = ZeROStrategy(stage, **nested({"sharding.min_unit_numel": 0, **options}))  # type: ignore[arg-type]
             fit(strategy, module, data, use_distributed_sampler=False, max_epochs=1)
             found.append((module.losses, weights(module)))
         assert found[0][0] == found[1][0], f"stage {stage}"
@@ -267,7 +268,11 @@ def test_clipping_without_masters(rank: int, world_size: int, stage: int) -> Non
     """The optimizer's parameters are in 16 bit."""
     found: dict[Any, tuple[list[float], dict[str, Tensor]]] = {}
     for kind in ("ddp", "ours"):
-        strategy: Any = "ddp" if kind == "ddp" else ZeROStrategy(stage, min_unit_numel=0, master_weights=False)  # type: ignore[arg-type]
+        strategy: Any = (
+            "ddp"
+            if kind == "ddp"
+            else ZeROStrategy(stage, sharding={"min_unit_numel": 0}, precision={"master_weights": False})
+        )  # type: ignore[arg-type]
         module = Low()
         data = global_batches(rank, world_size, 4)
         fit(strategy, module, data, precision="bf16-true", use_distributed_sampler=False, max_epochs=1)

@@ -13,7 +13,7 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from ls_strategy import ZeROStrategy
-from ls_strategy.config import LossScaleConfig
+from ls_strategy.config import LossScaleConfig, nested
 from ls_strategy.errors import ConfigError, LSError, PlanError, RankFailedError, StateError
 from tests.dist.ranks import (
     STAGES,
@@ -35,16 +35,16 @@ from tests.marks import slow
     [
         ({"stage": 4}, r"stage=4.*0, 1, 2, 3 or 'auto'"),
         ({"stage": "3"}, r"stage='3'.*1, 2, 3 or 'auto'.*Set stage=3"),
-        ({"unit_classes": "Block"}, r"unit_classes='Block'.*a list.*\['Block'\]"),
-        ({"fp32_modules": "Router"}, r"fp32_modules='Router'.*a list.*\['Router'\]"),
-        ({"prefetch_units": -1}, r"prefetch_units=-1.*at least 0"),
-        ({"min_unit_numel": -1}, r"min_unit_numel=-1.*at least 0"),
-        ({"reduce_dtype": "bf16"}, r"reduce_dtype='bf16'.*fp32.*compute"),
+        ({"sharding.block_classes": "Block"}, r"sharding.block_classes='Block'.*a list.*\['Block'\]"),
+        ({"precision.fp32_modules": "Router"}, r"precision.fp32_modules='Router'.*a list.*\['Router'\]"),
+        ({"sharding.prefetch_units": -1}, r"sharding.prefetch_units=-1.*at least 0"),
+        ({"sharding.min_unit_numel": -1}, r"sharding.min_unit_numel=-1.*at least 0"),
+        ({"precision.reduce_dtype": "bf16"}, r"precision.reduce_dtype='bf16'.*fp32.*compute"),
     ],
 )
 def test_options_are_checked_where_they_are_given(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        ZeROStrategy(**options)
+        ZeROStrategy(**nested(options))
 
 
 @pytest.mark.parametrize(
@@ -238,11 +238,11 @@ def test_ranks_with_different_models_are_told_the_first_difference(rank: int, wo
 def test_ranks_with_different_options_are_refused(rank: int, world_size: int) -> None:
     for options in (
         {"stage": 1 + rank},
-        {"stage": 3, "prefetch_units": rank},
-        {"stage": 2, "min_unit_numel": rank * 100},
+        {"stage": 3, "sharding.prefetch_units": rank},
+        {"stage": 2, "sharding.min_unit_numel": rank * 100},
     ):
         with pytest.raises(PlanError, match=r"different options.*rank 0.*rank 1.*same configuration"):
-            fit(ZeROStrategy(**options), Net())
+            fit(ZeROStrategy(**nested(options)), Net())
 
 
 @on_ranks(2)
@@ -334,13 +334,16 @@ def test_skipping_a_step_by_returning_none(rank: int, world_size: int) -> None:
 @on_ranks(2)
 def test_names_without_a_module_are_refused(rank: int, world_size: int) -> None:
     with pytest.raises(
-        PlanError, match=r"unit_classes=\['Blok'\].*no module of class Blok.*Block.*leave unit_classes out"
+        PlanError, match=r"sharding.block_classes=\['Blok'\].*no module of class Blok.*Block.*leave block_classes out"
     ):
-        fit(ZeROStrategy(3, unit_classes=["Blok"]), Net())
-    with pytest.raises(PlanError, match=r"fp32_modules=\['Router'\].*no module of class Router.*Block"):
-        fit(ZeROStrategy(1, fp32_modules=["Router"]), Net(), precision="bf16-true")
+        fit(ZeROStrategy(3, sharding={"block_classes": ["Blok"]}), Net())
+    with pytest.raises(PlanError, match=r"precision.fp32_modules=\['Router'\].*no module of class Router.*Block"):
+        fit(ZeROStrategy(1, precision={"fp32_modules": ["Router"]}), Net(), precision="bf16-true")
     module = Net()
-    fit(ZeROStrategy(3, min_unit_numel=0, unit_classes=["Block", "torch.nn.modules.linear.Linear"]), module)
+    fit(
+        ZeROStrategy(3, sharding={"min_unit_numel": 0, "block_classes": ["Block", "torch.nn.modules.linear.Linear"]}),
+        module,
+    )
     assert len(module.losses) == 8
 
 

@@ -57,7 +57,7 @@ QUICK = {(2, 2, "capacity, k=1"), (4, 2, "dropless, k=2")}
 )
 def test_losses_norms_and_weights_are_those_of_ddp(world, size, routing):
     """Stage against stage bit for bit. Random token selection and sampling draw the same numbers in all runs."""
-    runs = [Run({"stage": s, "expert_parallel_size": size}, experts=ROUTINGS[routing]) for s in STAGES]
+    runs = [Run({"stage": s, "parallel.expert": size}, experts=ROUTINGS[routing]) for s in STAGES]
     found = spawn(train_all, world, runs, init_process_group=False, timeout_s=150)[0]
     assert not unequal(trusted(world, routing), runs, found)
     assert all(bitwise(found[0], outcome) for outcome in found[1:])
@@ -65,7 +65,7 @@ def test_losses_norms_and_weights_are_those_of_ddp(world, size, routing):
 
 def test_batches_on_four_ranks_are_one_batch_on_one():
     """Nothing depends on the number of ranks, if nothing sees a rank's tokens alone."""
-    run = Run({"stage": 2, "expert_parallel_size": 4}, experts=ROUTINGS["dropless, k=2"] | ALONE)
+    run = Run({"stage": 2, "parallel.expert": 4}, experts=ROUTINGS["dropless, k=2"] | ALONE)
     found = spawn(train_all, 4, [run], init_process_group=False)[0]
     assert not unequal(trusted(1, "dropless, k=2", **ALONE), [run], found)
 
@@ -82,7 +82,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants_of_the_layer(variant):
     experts = ROUTINGS["dropless, k=1"] | VARIANTS[variant]
-    run = Run({"stage": 3, "expert_parallel_size": 2}, experts=experts)
+    run = Run({"stage": 3, "parallel.expert": 2}, experts=experts)
     plain = Run({"stage": 1}, experts=experts)
     expected = spawn(train_all, 2, [plain], init_process_group=False)[0][0]
     assert not unequal(expected, [run], spawn(train_all, 2, [run], init_process_group=False)[0])
@@ -94,11 +94,11 @@ def test_variants_of_the_layer(variant):
 
 def test_with_offload_recompute_clipping_and_accumulation():
     experts = ROUTINGS["capacity, k=2"]
-    shared: dict[str, Any] = {"expert_parallel_size": 2}
+    shared: dict[str, Any] = {"parallel.expert": 2}
     runs = [
-        Run({**shared, "stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"}, experts=experts),
-        Run({**shared, "stage": 2, "activation_checkpointing": "full"}, experts=experts),
-        Run({**shared, "stage": 3, "activation_checkpointing": "selective"}, experts=experts),
+        Run({**shared, "stage": 3, "offload.optimizer": "cpu", "offload.parameters": "cpu"}, experts=experts),
+        Run({**shared, "stage": 2, "activations.checkpointing": "full"}, experts=experts),
+        Run({**shared, "stage": 3, "activations.checkpointing": "selective"}, experts=experts),
         Run({**shared, "stage": 1}, experts=experts, trainer={"gradient_clip_val": 0.5}),
         Run({**shared, "stage": 2}, experts=experts, trainer={"accumulate_grad_batches": 2}),
         Run({**shared, "stage": 0}, experts=experts, trainer={"accumulate_grad_batches": 2}),
@@ -114,11 +114,11 @@ def test_with_divided_layers(size):
     """Experts are folded over data- and tensor-parallel ranks: each of these sends a part of the tokens."""
     experts = ROUTINGS["dropless, k=2"]
     plan = {f"model.{k}": v for k, v in GPT(GPTConfig(**SHAPE)).tensor_parallel_plan().items() if ".mlp" not in k}
-    options = {"tensor_parallel_size": 2, "tensor_parallel_plan": plan, "expert_parallel_size": size}
+    options = {"parallel.tensor.size": 2, "parallel.tensor.plan": plan, "parallel.expert": size}
     runs = [Run({"stage": s, **options}, experts=experts) for s in STAGES]
-    tokens = {"tensor_parallel_sequence": True}
+    tokens = {"parallel.tensor.sequence_parallel": True}
     runs.append(Run({"stage": 2, **options, **tokens}, experts=experts | ALONE))
-    runs.append(Run({"stage": 3, **options, **tokens, "expert_parallel_size": 1}, experts=experts | ALONE))
+    runs.append(Run({"stage": 3, **options, **tokens, "parallel.expert": 1}, experts=experts | ALONE))
     expected = [trusted(2, "dropless, k=2")] * 3 + [trusted(2, "dropless, k=2", **ALONE)] * 2
     found = spawn(train_all, 4, runs, init_process_group=False, timeout_s=150)[0]
     assert not [p for e, r, f in zip(expected, runs, found, strict=True) for p in unequal(e, [r], [f])]
@@ -126,7 +126,7 @@ def test_with_divided_layers(size):
 
 def test_with_divided_sequences():
     experts = ROUTINGS["dropless, k=1"] | ALONE
-    run = Run({"stage": 2, "sequence_parallel_size": 2, "expert_parallel_size": 2}, experts=experts)
+    run = Run({"stage": 2, "parallel.context": 2, "parallel.expert": 2}, experts=experts)
     found = spawn(train_all, 2, [run], init_process_group=False)[0]
     assert not unequal(trusted(1, "dropless, k=1", **ALONE), [run], found)
 
@@ -134,7 +134,7 @@ def test_with_divided_sequences():
 def test_the_plan_counts_what_is_sent():
     """Dense states go over all ranks, an expert's over those that hold it."""
     steps, experts = 5, ROUTINGS["dropless, k=1"]
-    runs = [Run({"stage": s, "expert_parallel_size": 2}, experts=experts, steps=steps) for s in STAGES]
+    runs = [Run({"stage": s, "parallel.expert": 2}, experts=experts, steps=steps) for s in STAGES]
     for rank in spawn(train_all, 4, runs, init_process_group=False):
         for outcome in rank:
             sent = sum(outcome.notes["zero"][kind] for kind in ("all_gather", "reduce_scatter"))
@@ -151,12 +151,12 @@ def test_a_checkpoint_goes_on_at_any_size(tmp_path, save_as):
     whole = spawn(train_all, 1, [Run(experts=experts, steps=CHECKPOINT_STEPS)], init_process_group=False)[0][0]
     half, path = CHECKPOINT_STEPS // 2, str(tmp_path / "saved.ckpt")
     run = Run(
-        {"stage": 2, "expert_parallel_size": 2, "save_as": save_as},
+        {"stage": 2, "parallel.expert": 2, "checkpoint.format": save_as},
         experts=experts, steps=CHECKPOINT_STEPS, save=(half, path),
     )  # fmt: skip
     spawn(train_all, 4, [run], init_process_group=False)
     for world, options in (
-        (2, {"stage": 3}), (4, {"stage": 1, "expert_parallel_size": 4}), (4, {"stage": 3, "expert_parallel_size": 2}),
+        (2, {"stage": 3}), (4, {"stage": 1, "parallel.expert": 4}), (4, {"stage": 3, "parallel.expert": 2}),
     ):  # fmt: skip
         run = Run(options, experts=experts, steps=CHECKPOINT_STEPS, resume=path)
         found = spawn(train_all, world, [run], init_process_group=False)[0]
@@ -167,9 +167,11 @@ def test_a_checkpoint_goes_on_at_any_size(tmp_path, save_as):
 
 def test_a_folder_saved_in_parts_consolidates_to_the_single_file(tmp_path):
     path = {kind: str(tmp_path / f"{kind}.ckpt") for kind in ("sharded", "file", "consolidated")}
-    options = {"stage": 2, "expert_parallel_size": 2}
+    options = {"stage": 2, "parallel.expert": 2}
     for kind in ("sharded", "file"):
-        run = Run({**options, "save_as": kind}, experts=ROUTINGS["capacity, k=1"], steps=2, save=(2, path[kind]))
+        run = Run(
+            {**options, "checkpoint.format": kind}, experts=ROUTINGS["capacity, k=1"], steps=2, save=(2, path[kind])
+        )
         spawn(train_all, 4, [run], init_process_group=False)
     assert main(["consolidate", path["sharded"], path["consolidated"]]) == 0
     expected = torch.load(path["file"], weights_only=True)
@@ -211,9 +213,9 @@ class Mixtral(Module):
 def test_a_converted_model():
     expected = spawn(train_all, 1, [Run()], Mixtral, init_process_group=False, timeout_s=120)[0][0]
     runs = [
-        Run({"stage": 3, "expert_parallel_size": 2}),
-        Run({"stage": 2, "expert_parallel_size": 4}),
-        Run({"stage": 1, "expert_parallel_size": 2, "tensor_parallel_size": 2}),
+        Run({"stage": 3, "parallel.expert": 2}),
+        Run({"stage": 2, "parallel.expert": 4}),
+        Run({"stage": 1, "parallel.expert": 2, "parallel.tensor.size": 2}),
     ]
     found = spawn(train_all, 4, runs, Mixtral, init_process_group=False, timeout_s=150)[0]
     assert not unequal(expected, runs, found)

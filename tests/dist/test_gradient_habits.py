@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
 
-from ls_strategy.config import LossScaleConfig
+from ls_strategy.config import LossScaleConfig, nested
 from ls_strategy.errors import StateError
 from ls_strategy.precision_plugin import ZeROPrecision
 from ls_strategy.strategy import ZeROStrategy
@@ -342,7 +342,11 @@ def test_with_accumulation_as_under_ddp(habit: type[Habit]) -> None:
 
 @pytest.mark.parametrize("habit", [Clips, ClipsByValue, Replaces, KeepsObjects, GivesItsOwn, ChangesThenAdds])
 def test_where_gradients_rest_on_a_drive(habit: type[Habit], tmp_path: Path) -> None:
-    drive: dict[str, Any] = {"offload_optimizer": "nvme", "nvme_path": str(tmp_path), "min_unit_numel": 0}
+    drive: dict[str, Any] = {
+        "offload.optimizer": "nvme",
+        "offload.nvme_path": str(tmp_path),
+        "sharding.min_unit_numel": 0,
+    }
     options = {f"zero{stage}_nvme": {"stage": stage, **drive} for stage in (1, 2, 3)}
     found = spawn(problems, 2, habit, options, timeout_s=100)
     assert not any(found), "\n".join(found[0])
@@ -374,7 +378,7 @@ def norms(rank: int, world_size: int, precision: str) -> list[str]:
         module = TwoNorms()
         data = global_batches(rank, world_size, STEPS)
         plugin, scale = ZeROPrecision(precision), LossScaleConfig(initial_power=6)
-        strategy = ZeROStrategy(**options, precision_plugin=plugin, loss_scale=scale)
+        strategy = ZeROStrategy(precision_plugin=plugin, **nested({**options, "precision.loss_scale": scale}))
         fit(strategy, module, data, use_distributed_sampler=False, max_epochs=1)
         worst = max(map(abs, module.seen))
         found += [f"{name}: {worst}, {len(module.seen)} norms"] * (not worst < 2e-6 or len(module.seen) < 2 * STEPS)
@@ -389,7 +393,7 @@ def test_norms_and_clipping_in_16_bit(precision: str) -> None:
 
 def refused(rank: int, world_size: int, layout: dict[str, Any]) -> None:
     quiet()
-    run = Run(layout, {"num_layers": 4}, EXPERTS if "expert_parallel_size" in layout else None, 2)
+    run = Run(layout, {"num_layers": 4}, EXPERTS if "parallel.expert" in layout else None, 2)
     with pytest.raises(StateError, match=r"grad was read under (tensor|pipeline|expert) parallelism.*grad_norm\(\)"):
         train(rank, world_size, run, ClipsParts)
 
@@ -415,7 +419,8 @@ def by_lambda(rank: int, world_size: int) -> list[float]:
 
     for options in OPTIONS.values():
         strategy = ZeROStrategy(
-            **options, precision_plugin=ZeROPrecision("16-mixed"), loss_scale=LossScaleConfig(initial_power=6)
+            precision_plugin=ZeROPrecision("16-mixed"),
+            **nested({**options, "precision.loss_scale": LossScaleConfig(initial_power=6)}),
         )
         callback = LambdaCallback(on_before_optimizer_step=look)
         data = global_batches(rank, world_size, 2)
@@ -512,7 +517,7 @@ def count(rank: int, world_size: int) -> list[str]:
     for name, options in OPTIONS.items():
         module = Counts()
         data = global_batches(rank, world_size, 2)
-        fit(ZeROStrategy(**options), module, data, use_distributed_sampler=False, max_epochs=1)
+        fit(ZeROStrategy(**nested(options)), module, data, use_distributed_sampler=False, max_epochs=1)
         parameters = len(list(module.parameters()))
         found += [f"{name} sent {s}" for s in module.sent if set(s) - {"control"} or s["control"] > 30 * parameters]
         found += [f"{name}: {module.largest} gathered buffers"] * (module.largest > 3)
@@ -579,7 +584,7 @@ def refuse(rank: int, world_size: int, habit: type[Habit], message: str) -> None
     quiet()
     for options in OPTIONS.values():
         with pytest.raises(StateError, match=message):
-            outcome(rank, world_size, habit, ZeROStrategy(**options))
+            outcome(rank, world_size, habit, ZeROStrategy(**nested(options)))
 
 
 @pytest.mark.parametrize("habit", REFUSED)

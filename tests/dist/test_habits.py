@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
+from ls_strategy.config import nested
 from ls_strategy.errors import StateError
 from ls_strategy.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
@@ -28,9 +29,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "zero1": {"stage": 1},
     "zero2": {"stage": 2},
     "zero3": {"stage": 3},
-    "zero3, small units": {"stage": 3, "min_unit_numel": 0},
-    "zero3_offload": {"stage": 3, "min_unit_numel": 0, "offload_optimizer": "cpu", "offload_param": "cpu"},
-    "zero1_offload": {"stage": 1, "offload_optimizer": "cpu"},
+    "zero3, small units": {"stage": 3, "sharding.min_unit_numel": 0},
+    "zero3_offload": {
+        "stage": 3,
+        "sharding.min_unit_numel": 0,
+        "offload.optimizer": "cpu",
+        "offload.parameters": "cpu",
+    },
+    "zero1_offload": {"stage": 1, "offload.optimizer": "cpu"},
 }
 
 
@@ -305,7 +311,7 @@ def problems(
     expected = outcome(rank, world_size, habit, "ddp" if world_size > 1 else "auto", **trainer)
     for name, one in options.items():
         try:
-            actual = outcome(rank, world_size, habit, ZeROStrategy(**one), **trainer)
+            actual = outcome(rank, world_size, habit, ZeROStrategy(**nested(one)), **trainer)
             for what, ours, theirs in zip(("losses", "seen", "weights"), actual, expected, strict=True):
                 assert_close(ours, theirs, f"{name}: {what}", 2e-6)
         except Exception as error:
@@ -329,7 +335,7 @@ class WritesOnOneRank(Habit):
 def writes_on_one_rank(rank: int, world_size: int, options: dict[str, Any]) -> None:
     quiet()
     with pytest.raises(StateError, match="written to on some ranks and not on others"):
-        outcome(rank, world_size, WritesOnOneRank, ZeROStrategy(**options))
+        outcome(rank, world_size, WritesOnOneRank, ZeROStrategy(**nested(options)))
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero1_offload"])
@@ -354,7 +360,7 @@ def in_16_bit(rank: int, world_size: int, precision: str) -> list[str]:
         module = Bounded()
         data = global_batches(rank, world_size, STEPS)
         options = {"use_distributed_sampler": False, "max_epochs": 2, "precision": precision}
-        fit(ZeROStrategy(**OPTIONS[name]), module, data, **options)
+        fit(ZeROStrategy(**nested(OPTIONS[name])), module, data, **options)
         results[name] = weights(module)
         largest = max(float(v.abs().max()) for v in results[name].values())
         found += [f"{name}: {largest} after clamping to 0.15"] * (largest > 0.1505)
@@ -404,7 +410,7 @@ def refused(rank: int, world_size: int, habit: type[Habit], message: str) -> Non
     quiet()
     for name in ("zero3, small units", "zero3_offload"):
         with pytest.raises(StateError, match=message):
-            outcome(rank, world_size, habit, ZeROStrategy(**OPTIONS[name]))
+            outcome(rank, world_size, habit, ZeROStrategy(**nested(OPTIONS[name])))
 
 
 def test_opened_parameters_count_like_others() -> None:

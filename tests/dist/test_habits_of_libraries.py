@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ls_strategy.config import nested
 from ls_strategy.errors import OutOfStepError
 from ls_strategy.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
@@ -42,7 +43,7 @@ def test_on_two_ranks_as_under_ddp(group: str, tmp_path: Path) -> None:
 
 def logs_on_one_rank(rank: int, world_size: int, name: str, root: str) -> None:
     quiet()
-    strategy = ZeROStrategy(**OPTIONS[name], explain_waits_after=1.0, timeout=timedelta(seconds=100))
+    strategy = ZeROStrategy(explain_waits_after=1.0, timeout=timedelta(seconds=100), **nested(OPTIONS[name]))
     started = time.monotonic()
     with pytest.raises(OutOfStepError, match="all_gather of"):
         outcome(rank, world_size, trainers.LogsOnOneRank, strategy, Path(root))

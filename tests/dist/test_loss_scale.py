@@ -26,7 +26,7 @@ SCALES = [FIRST, FIRST, FIRST, FIRST, FIRST / 2, FIRST / 2, FIRST / 2, FIRST / 4
 
 def case_of(stage: int, precision: str, accumulate: int = 1) -> Case:
     config = LossScaleConfig(initial_power=10, window=1000, hysteresis=2)
-    options = (("loss_scale", config),)
+    options = (("precision.loss_scale", config),)
     return Case(
         stage=stage, precision=precision, steps=STEPS, optimizer="adamw", accumulate=accumulate, options=options
     )

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from ls_strategy.config import OffloadConfig
+from ls_strategy.config import TierConfig, nested
 from ls_strategy.errors import StateError
 from ls_strategy.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
@@ -33,10 +33,10 @@ CLIPS: dict[str, dict[str, Any]] = {
 }
 TIERS: dict[str, dict[str, Any]] = {
     "none": {},
-    "cpu": {"offload_optimizer": "cpu"},
-    "nvme": {"offload_optimizer": "nvme"},
-    "delayed": {"offload_optimizer": "nvme", "delayed_update_after": 1},
-    "mixed": {"offload_optimizer": OffloadConfig(tier="nvme", ratio=0.6), "offload_gradient": "cpu"},
+    "cpu": {"offload.optimizer": "cpu"},
+    "nvme": {"offload.optimizer": "nvme"},
+    "delayed": {"offload.optimizer": "nvme", "offload.delay_after": 1},
+    "mixed": {"offload.optimizer": TierConfig(tier="nvme", ratio=0.6), "offload.gradients": "cpu"},
 }
 
 
@@ -72,7 +72,7 @@ def check_cases(rank: int, world_size: int, folder: str, cases: list[Case]) -> l
     """Which of them differ from the run without a loss scale."""
     problems: list[str] = []
     for case in cases:
-        here = replace(case, options=(("nvme_path", folder), *case.options))
+        here = replace(case, options=(("offload.nvme_path", folder), *case.options))
         plain, scaled = (run(rank, world_size, replace(here, precision=p)) for p in ("32-true", "32-scaled"))
         if not same_bits(plain, scaled) or plain.norms != scaled.norms:
             problems.append(f"{case!r}: norms {plain.norms} and {scaled.norms}")
@@ -174,7 +174,7 @@ EDITS = (manual.EditsInPlace, manual.EditsByReplacing)  # not of what rests on a
 def train_manual(rank: int, world_size: int, net: type[Net], stage: int, **options: Any) -> tuple[Any, Any]:
     """Losses and weights."""
     module = net()
-    strategy = ZeROStrategy(stage, min_unit_numel=0, **options)  # type: ignore[arg-type]
+    strategy = ZeROStrategy(stage, **nested({"sharding.min_unit_numel": 0, **options}))  # type: ignore[arg-type]
     data = global_batches(rank, world_size, 5)
     fit(strategy, module, data, use_distributed_sampler=False, max_epochs=1)
     return module.losses, weights(module)
@@ -189,7 +189,7 @@ def check_manual(
     for net, stage, tier in itertools.product(nets, stages, tiers):
         if (stage == 0 and tier != "none") or (tier != "none" and net in EDITS):
             continue
-        options = {**TIERS[tier], "nvme_path": folder}
+        options = {**TIERS[tier], "offload.nvme_path": folder}
         plain = train_manual(rank, world_size, net, stage, **options)
         with scaled_fp32():
             scaled = train_manual(rank, world_size, net, stage, **options, loss_scale=GROWING)
@@ -223,15 +223,15 @@ FOUR = {"num_layers": 4}
 
 def divided(world_size: int) -> dict[str, list[Run]]:
     """Every kind of division that so many ranks have, by name."""
-    pipeline = {"pipeline_parallel_size": 2, "micro_batches": 2}
+    pipeline = {"parallel.pipeline.size": 2, "parallel.pipeline.micro_batches": 2}
     kinds: dict[str, Run] = {
-        "tensor": Run({"tensor_parallel_size": 2}),
-        "megatron": Run({"tensor_parallel_size": 2, "tensor_parallel_sequence": True}),
-        "ulysses": Run({"sequence_parallel_size": 2}),
+        "tensor": Run({"parallel.tensor.size": 2}),
+        "megatron": Run({"parallel.tensor.size": 2, "parallel.tensor.sequence_parallel": True}),
+        "ulysses": Run({"parallel.context": 2}),
         "pipeline": Run(pipeline),
-        "interleaved": Run({**pipeline, "pipeline_schedule": "interleaved_1f1b"}, FOUR),
-        "zero_bubble": Run({**pipeline, "pipeline_schedule": "zero_bubble"}, FOUR),
-        "expert": Run({"expert_parallel_size": 2}, experts=EXPERTS),
+        "interleaved": Run({**pipeline, "parallel.pipeline.schedule": "interleaved_1f1b"}, FOUR),
+        "zero_bubble": Run({**pipeline, "parallel.pipeline.schedule": "zero_bubble"}, FOUR),
+        "expert": Run({"parallel.expert": 2}, experts=EXPERTS),
     }
     stages = {1: (1, 3), 2: (1, 3), 4: STAGES}[world_size]
     found: dict[str, list[Run]] = {}
@@ -256,7 +256,7 @@ def check_divided(rank: int, world_size: int, folder: str, runs: list[Run]) -> l
     problems: list[str] = []
     for number, one in enumerate(runs):
         kind = parallel_runs.Module if number % 2 else Quick
-        scaled = replace(one, options={**(one.options or {}), "loss_scale": GROWING})
+        scaled = replace(one, options={**(one.options or {}), "precision.loss_scale": GROWING})
         a = parallel_runs.train(rank, world_size, one, kind)
         with scaled_fp32():
             b = parallel_runs.train(rank, world_size, scaled, kind)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ls_strategy.config import nested
 from ls_strategy.errors import StateError
 from ls_strategy.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
@@ -401,7 +402,7 @@ class SometimesUnused(Net):
         return [torch.optim.SGD(head, lr=0.05), torch.optim.SGD(self.blocks.parameters(), lr=0.05, momentum=0.9)]
 
 
-@pytest.mark.parametrize("options", [{}, {"offload_optimizer": "cpu"}, {"offload_optimizer": "nvme"}])
+@pytest.mark.parametrize("options", [{}, {"offload.optimizer": "cpu"}, {"offload.optimizer": "nvme"}])
 @on_ranks(2)
 def test_the_norm_forgets_gradients_of_the_step_before(
     rank: int, world_size: int, options: dict[str, Any], tmp_path: Any
@@ -411,6 +412,11 @@ def test_the_norm_forgets_gradients_of_the_step_before(
     fit("ddp_find_unused_parameters_true", trusted)
     for stage in (1, 2, 3):
         ours = SometimesUnused()
-        fit(ZeROStrategy(stage, min_unit_numel=0, nvme_path=str(tmp_path), **options), ours)  # type: ignore[arg-type]
+        fit(
+            ZeROStrategy(
+                stage, **nested({"sharding.min_unit_numel": 0, "offload.nvme_path": str(tmp_path), **options})
+            ),
+            ours,
+        )  # type: ignore[arg-type]
         assert_close(ours.norms, trusted.norms, f"stage {stage}, norms")
         assert_close(ours.losses, trusted.losses, f"stage {stage}, losses")

@@ -19,6 +19,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from ls_strategy.config import nested
 from ls_strategy.errors import StateError
 from ls_strategy.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
@@ -178,8 +179,12 @@ def test_hyperparameters_that_are_modules_are_saved(rank: int, world_size: int, 
 
     Loggers see them, too: this one writes them as YAML with every line.
     """
-    for name, options in {"folder": {}, "file": {"save_as": "file"}, "beside": {"async_save": True}}.items():
-        strategy = ZeROStrategy(stage, min_unit_numel=0, **options)  # type: ignore[arg-type]
+    for name, options in {
+        "folder": {},
+        "file": {"checkpoint.format": "file"},
+        "beside": {"checkpoint.background": True},
+    }.items():
+        strategy = ZeROStrategy(stage, **nested({"sharding.min_unit_numel": 0, **options}))  # type: ignore[arg-type]
         module = Given(Weighted(), Block())
         logger = CSVLogger(tmp_path, name=name, version=0, flush_logs_every_n_steps=1)
         trainer = trainer_of(strategy, max_epochs=1, logger=logger, log_every_n_steps=1)
@@ -343,7 +348,7 @@ def test_classes_that_copy_themselves(rank: int, world_size: int) -> None:
 @on_ranks(2)
 def test_copies_of_recomputed_blocks_compute_as_their_class(rank: int, world_size: int) -> None:
     module = Copying()
-    fit(ZeROStrategy(2, min_unit_numel=0, activation_checkpointing="full"), module, max_epochs=1)
+    fit(ZeROStrategy(2, sharding={"min_unit_numel": 0}, activations="full"), module, max_epochs=1)
     assert module.copied == 4
 
 
@@ -352,7 +357,7 @@ def test_layers_that_are_divided_are_refused(rank: int, world_size: int) -> None
     """What no rank has in full is not copied; what every rank has is."""
     module = Net()
     plan = {"blocks.*.wide": "column", "blocks.*.narrow": "row"}
-    strategy = ZeROStrategy(1, min_unit_numel=0, tensor_parallel_size=2, tensor_parallel_plan=plan)
+    strategy = ZeROStrategy(1, sharding={"min_unit_numel": 0}, parallel={"tensor": {"size": 2, "plan": plan}})
     module.blocks = nn.ModuleList([Even() for _ in range(3)])
     fit(strategy, module, max_epochs=1)
     for part in (module, module.blocks[0], module.blocks[0].wide):

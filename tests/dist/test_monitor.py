@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from ls_strategy import ConfigError, Monitor, PlanError, ZeROStrategy, spans
+from ls_strategy.config import nested
 from ls_strategy.spans import COMMUNICATION, PHASES, Recorder
 from tests.dist.parallel_runs import Module as GPTModule
 from tests.dist.parallel_runs import Run
@@ -147,7 +148,9 @@ class OneIsLate(Net):
 @pytest.mark.parametrize("busy", [False, True])
 @on_ranks(2)
 def test_a_late_rank_is_waited_for_or_hidden(rank: int, world_size: int, busy: bool, tmp_path: Path) -> None:
-    strategy = ZeROStrategy(1, min_unit_numel=0, overlap_step=False)  # waits for no gradient before the last is sent
+    strategy = ZeROStrategy(
+        1, sharding={"min_unit_numel": 0, "overlap_step": False}
+    )  # waits for no gradient before the last is sent
     fit(
         strategy, OneIsLate(rank, tmp_path, busy=busy), max_epochs=1, limit_train_batches=2, log_every_n_steps=2,
         logger=logger_of(tmp_path, rank), callbacks=[Monitor(trace_step=2)],
@@ -203,7 +206,9 @@ def test_memory_follows_the_units_of_a_traced_step(rank: int, world_size: int, t
 @on_ranks(1)
 def test_traffic_of_the_drive_is_copies(rank: int, world_size: int, tmp_path: Path) -> None:
     strategy = ZeROStrategy(
-        2, min_unit_numel=0, offload_optimizer="nvme", nvme_path=str(tmp_path / "drive"), nvme_allow_ram=True
+        2,
+        sharding={"min_unit_numel": 0},
+        offload={"optimizer": "nvme", "nvme_path": str(tmp_path / "drive"), "nvme_allow_ram": True},
     )
     fit(strategy, Net(), max_epochs=1, logger=logger_of(tmp_path, rank), log_every_n_steps=2, callbacks=[Monitor()])
     for row in rows_of(tmp_path):
@@ -360,16 +365,16 @@ def test_refusals() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"stage": 1, "tensor_parallel_size": 2},
-        {"stage": 1, "sequence_parallel_size": 2},
-        {"stage": 1, "pipeline_parallel_size": 2, "micro_batches": 4},
+        {"stage": 1, "parallel.tensor.size": 2},
+        {"stage": 1, "parallel.context": 2},
+        {"stage": 1, "parallel.pipeline.size": 2, "parallel.pipeline.micro_batches": 4},
     ],
     ids=lambda options: next(k for k in options if k.endswith("parallel_size")),
 )
 @on_ranks(2)
 def test_divided_models(rank: int, world_size: int, options: dict[str, Any], tmp_path: Path) -> None:
     trainer = trainer_of(
-        ZeROStrategy(**options), max_epochs=1, logger=logger_of(tmp_path, rank), log_every_n_steps=2,
+        ZeROStrategy(**nested(options)), max_epochs=1, logger=logger_of(tmp_path, rank), log_every_n_steps=2,
         callbacks=[Monitor(trace_step=3)],
     )  # fmt: skip
     trainer.fit(GPTModule(Run(options, steps=6)))

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from ls_strategy.config import OffloadConfig
+from ls_strategy.config import TierConfig
 from ls_strategy.testing import spawn
 from tests.dist.models import Case, Result, run_all, same_bits
 from tests.marks import slow
@@ -19,17 +19,17 @@ NORM = {"clip": "norm", "clip_at": 0.05}
 VALUE = {"clip": "value", "clip_at": 0.01}
 
 TIERS = {
-    "cpu": {"offload_optimizer": "cpu"},
-    "half": {"offload_optimizer": OffloadConfig(tier="cpu", ratio=0.5)},
-    "blocking": {"offload_optimizer": "cpu", "overlap_step": False},
-    "param": {"offload_optimizer": "cpu", "offload_param": "cpu"},
-    "only_param": {"offload_param": "cpu"},
-    "nvme": {"offload_optimizer": "nvme"},
-    "nvme_param": {"offload_optimizer": "nvme", "offload_param": "nvme"},
+    "cpu": {"offload.optimizer": "cpu"},
+    "half": {"offload.optimizer": TierConfig(tier="cpu", ratio=0.5)},
+    "blocking": {"offload.optimizer": "cpu", "sharding.overlap_step": False},
+    "param": {"offload.optimizer": "cpu", "offload.parameters": "cpu"},
+    "only_param": {"offload.parameters": "cpu"},
+    "nvme": {"offload.optimizer": "nvme"},
+    "nvme_param": {"offload.optimizer": "nvme", "offload.parameters": "nvme"},
     "mixed": {
-        "offload_optimizer": OffloadConfig(tier="nvme", ratio=0.6),
-        "offload_gradient": OffloadConfig(tier="cpu"),
-        "offload_param": OffloadConfig(tier="cpu", ratio=0.5),
+        "offload.optimizer": TierConfig(tier="nvme", ratio=0.6),
+        "offload.gradients": TierConfig(tier="cpu"),
+        "offload.parameters": TierConfig(tier="cpu", ratio=0.5),
     },
 }
 
@@ -54,7 +54,7 @@ Group = tuple[Result, ...]
 
 def tiers_of(stage: int) -> dict[str, dict]:
     """Those that the stage has."""
-    return {name: options for name, options in TIERS.items() if stage == 3 or "offload_param" not in options}
+    return {name: options for name, options in TIERS.items() if stage == 3 or "offload.parameters" not in options}
 
 
 @functools.cache
@@ -69,7 +69,7 @@ def results(world_size: int, stage: int, rows: tuple[str, ...]) -> dict[tuple[st
             cases.append(case)
             for name, options in tiers_of(stage).items():
                 keys.append((row, name))
-                cases.append(replace(case, options=(("nvme_path", folder), *options.items())))
+                cases.append(replace(case, options=(("offload.nvme_path", folder), *options.items())))
         ranks = spawn(run_all, world_size, cases, init_process_group=False, timeout_s=TIMEOUT_S)
     return dict(zip(keys, zip(*ranks, strict=True), strict=True))
 

@@ -40,10 +40,13 @@ def test_rounding_is_the_same_everywhere(
 ) -> None:
     """Stochastic, but decided by buffer, rank, step and element: with moments in fewer bits too, tiers are equal."""
     trusted = net()
-    fit(ZeROStrategy(2, moments=moments), trusted)  # type: ignore[arg-type]
+    fit(ZeROStrategy(2, precision={"moments": moments}), trusted)  # type: ignore[arg-type]
     for tier in ("cpu", "nvme"):
         ours = net()
-        fit(ZeROStrategy(2, moments=moments, offload_optimizer=tier, nvme_path=str(tmp_path)), ours)  # type: ignore
+        fit(
+            ZeROStrategy(2, precision={"moments": moments}, offload={"optimizer": tier, "nvme_path": str(tmp_path)}),
+            ours,
+        )  # type: ignore
         assert ours.losses == trusted.losses, tier
         assert_equal(weights(ours), weights(trusted), tier)
 
@@ -64,7 +67,7 @@ def test_an_alias_changes_nothing_but_the_place(rank: int, world_size: int, net:
         assert module.losses == trusted[stage][0], alias
         assert_equal(weights(module), trusted[stage][1], alias)
         if "nvme" in alias:
-            assert trainer.strategy.config.nvme_path == str(tmp_path / "nvme")
+            assert trainer.strategy.config.offload.nvme_path == str(tmp_path / "nvme")
             assert list((tmp_path / "nvme").iterdir()) == []  # its file has no name
 
 
@@ -74,5 +77,5 @@ def test_the_environment_names_the_drive(rank: int, world_size: int, tmp_path: A
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LS_STRATEGY_NVME_PATH", str(tmp_path / "drive"))
         trainer = fit("zero2_nvme", ByDefault(), default_root_dir=tmp_path)
-    assert trainer.strategy.config.nvme_path == str(tmp_path / "drive")
+    assert trainer.strategy.config.offload.nvme_path == str(tmp_path / "drive")
     assert (tmp_path / "drive").is_dir()

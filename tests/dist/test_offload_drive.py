@@ -16,7 +16,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from ls_strategy.config import OffloadConfig
+from ls_strategy.config import TierConfig, nested
 from ls_strategy.errors import ConfigError, LSError, PlanError, RankFailedError
 from ls_strategy.strategy import ZeROStrategy
 from ls_strategy.tiers.file_io import DriveError
@@ -29,35 +29,35 @@ class OnDrive(Net):
 
 
 def strategy(path: Path | str, **options: Any) -> ZeROStrategy:
-    options = {"offload_optimizer": "nvme", "offload_param": "nvme", "nvme_path": str(path), **options}
-    return ZeROStrategy(3, min_unit_numel=0, **options)
+    options = {"offload.optimizer": "nvme", "offload.parameters": "nvme", "offload.nvme_path": str(path), **options}
+    return ZeROStrategy(3, **nested({"sharding.min_unit_numel": 0, **options}))
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"stage": 0, "offload_optimizer": "cpu"}, ["stage=0", "Use stage 1"]),
-        ({"stage": 2, "offload_param": "cpu"}, ["stage=2", "stage=3"]),
-        ({"stage": 2, "offload_gradient": "cpu"}, ["offload_gradient", "offload_optimizer"]),
+        ({"stage": 0, "offload.optimizer": "cpu"}, ["stage=0", "Use stage 1"]),
+        ({"stage": 2, "offload.parameters": "cpu"}, ["stage=2", "stage=3"]),
+        ({"stage": 2, "offload.gradients": "cpu"}, ["offload.gradients", "offload.optimizer"]),
         (
-            {"stage": 3, "offload_optimizer": "cpu", "delayed_update_after": 5},
+            {"stage": 3, "offload.optimizer": "cpu", "offload.delay_after": 5},
             ["=5", "stage 1 or 2"],
         ),
-        ({"stage": 2, "delayed_update_after": 5}, ["offload_optimizer"]),
-        ({"stage": 2, "moments": "fp8"}, ["fp8", "int8"]),
-        ({"stage": 2, "step_on": "gpu"}, ["gpu", "device"]),
+        ({"stage": 2, "offload.delay_after": 5}, ["offload.optimizer"]),
+        ({"stage": 2, "precision.moments": "fp8"}, ["fp8", "int8"]),
+        ({"stage": 2, "offload.step_on": "gpu"}, ["gpu", "device"]),
     ],
 )
 def test_options_that_cannot_be_meant(options: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigError) as refusal:
-        ZeROStrategy(**options)
+        ZeROStrategy(**nested(options))
     assert all(word in str(refusal.value) for word in words), refusal.value
 
 
 @pytest.mark.parametrize("ratio", [0.0, -0.1, 1.01])
 def test_a_ratio_is_a_share(ratio: float) -> None:
     with pytest.raises(ConfigError, match="above 0 and at most 1"):
-        OffloadConfig(ratio=ratio)
+        TierConfig(tier="cpu", ratio=ratio)
 
 
 def refused(ours: ZeROStrategy, net: type[Net] = OnDrive) -> str:
@@ -76,7 +76,7 @@ def test_a_folder_that_cannot_take_states(rank: int, world_size: int, tmp_path: 
     message = refused(strategy("/dev/shm"))
     assert "host memory itself" in message
     assert "nvme_allow_ram=True" in message
-    fit(strategy("/dev/shm", nvme_allow_ram=True), OnDrive())
+    fit(strategy("/dev/shm", **{"offload.nvme_allow_ram": True}), OnDrive())
 
 
 @on_ranks(2)
@@ -202,11 +202,11 @@ def test_optimizers_without_a_fused_update(rank: int, world_size: int, net: type
     for stage in (1, 2, 3):
         trusted, ours = net(), net()
         fit(stage, trusted)
-        fit(ZeROStrategy(stage, min_unit_numel=0, offload_optimizer="cpu"), ours)  # type: ignore[arg-type]
+        fit(ZeROStrategy(stage, sharding={"min_unit_numel": 0}, offload={"optimizer": "cpu"}), ours)  # type: ignore[arg-type]
         assert ours.losses == trusted.losses
         assert_equal(weights(ours), weights(trusted), f"stage {stage}")
     name = "OwnClass" if net is WithOwnClass else "Adam"
-    for options in ({"nvme_path": str(tmp_path)}, {"offload_optimizer": "cpu", "moments": "bf16"}):
+    for options in ({"offload.nvme_path": str(tmp_path)}, {"offload.optimizer": "cpu", "precision.moments": "bf16"}):
         with pytest.raises(PlanError, match=f"{name}.*fused update.*AdamW") as refusal:
-            fit(strategy(**{"path": tmp_path, **{k: v for k, v in options.items() if k != "nvme_path"}}), net())
+            fit(strategy(**{"path": tmp_path, **{k: v for k, v in options.items() if k != "offload.nvme_path"}}), net())
         assert "offload to 'cpu' with moments='fp32'" in str(refusal.value)

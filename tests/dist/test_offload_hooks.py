@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ls_strategy.callbacks import Monitor, ShardedEMA
+from ls_strategy.config import nested
 from ls_strategy.strategy import ZeROStrategy
 from ls_strategy.tiers import stream
 from ls_strategy.tiers.nvme import NVMeTier
@@ -23,9 +24,12 @@ from ls_strategy.zero import averages, kernels, units
 from tests.dist.ranks import WIDTH, Block, Net, assert_equal, batches, fit, on_ranks, trainer_of, weights
 
 TIERS = {
-    1: [{"offload_optimizer": "cpu"}, {"offload_optimizer": "nvme"}],
-    2: [{"offload_optimizer": "cpu"}, {"offload_optimizer": "nvme"}],
-    3: [{"offload_optimizer": "cpu", "offload_param": "cpu"}, {"offload_optimizer": "nvme", "offload_param": "nvme"}],
+    1: [{"offload.optimizer": "cpu"}, {"offload.optimizer": "nvme"}],
+    2: [{"offload.optimizer": "cpu"}, {"offload.optimizer": "nvme"}],
+    3: [
+        {"offload.optimizer": "cpu", "offload.parameters": "cpu"},
+        {"offload.optimizer": "nvme", "offload.parameters": "nvme"},
+    ],
 }
 
 
@@ -92,7 +96,10 @@ class Toggles(ByDefault):
 
 
 def pairs(stage: int, path: Any) -> list[ZeROStrategy]:
-    return [ZeROStrategy(stage, min_unit_numel=0, nvme_path=str(path), **o) for o in TIERS[stage]]  # type: ignore
+    return [
+        ZeROStrategy(stage, **nested({"sharding.min_unit_numel": 0, "offload.nvme_path": str(path), **o}))
+        for o in TIERS[stage]
+    ]  # type: ignore
 
 
 EVERYWHERE = [ByDefault, ReadsWeights, Toggles, ReadsGradients, ChangesGradients, StepHooks]
@@ -108,7 +115,7 @@ def test_hooks(rank: int, world_size: int, stage: int, tmp_path: Any) -> None:
         for strategy in pairs(stage, tmp_path):
             ours = net()
             fit(strategy, ours)
-            what = f"{net.__name__} on {strategy.config.offload_optimizer}"
+            what = f"{net.__name__} on {strategy.config.offload.optimizer}"
             assert ours.losses == trusted.losses, what
             assert ours.seen == trusted.seen, what
             assert_equal(weights(ours), weights(trusted), what)
@@ -133,7 +140,9 @@ def test_validation_between_steps_and_averages(rank: int, world_size: int, stage
         return module.losses, module.seen, averages, tested, predicted, weights(module)
 
     def strategy(options: dict[str, Any]) -> ZeROStrategy:
-        return ZeROStrategy(stage, min_unit_numel=0, nvme_path=str(tmp_path), **options)  # type: ignore[arg-type]
+        return ZeROStrategy(
+            stage, **nested({"sharding.min_unit_numel": 0, "offload.nvme_path": str(tmp_path), **options})
+        )  # type: ignore[arg-type]
 
     trusted = train({})
     for options in TIERS[stage]:
@@ -231,7 +240,7 @@ def until_done(flats: Any) -> None:
 
 def exposed(clock: Seconds, counts: Counts, *, overlap: bool) -> list[float]:
     """Eight steps of five buffers; clipping keeps updates out of backward."""
-    ours = ZeROStrategy(2, min_unit_numel=0, offload_optimizer="cpu", overlap_step=overlap)
+    ours = ZeROStrategy(2, sharding={"min_unit_numel": 0, "overlap_step": overlap}, offload={"optimizer": "cpu"})
     fit(ours, ByDefault(), callbacks=[counts], gradient_clip_val=1.0)
     assert clock.updates == 5 * len(counts.exposed)
     return counts.exposed
@@ -279,7 +288,7 @@ def test_the_wait_for_gradients_is_exposed(rank: int, world_size: int, overlap: 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(averages.Averages, "land", slowly)
-        ours = ZeROStrategy(2, min_unit_numel=0, offload_optimizer="cpu", overlap_step=overlap)
+        ours = ZeROStrategy(2, sharding={"min_unit_numel": 0, "overlap_step": overlap}, offload={"optimizer": "cpu"})
         fit(ours, ByDefault(), gradient_clip_val=0.1)
     assert Landing.waited >= 8  # steps
     updates_s = 0.0 if overlap else ours.require_engine().offload.stream.busy_s
@@ -301,7 +310,11 @@ def test_gradients_written_to_a_drive_are_exposed(rank: int, world_size: int, tm
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(NVMeTier, "put", slowly)
-        ours = ZeROStrategy(2, min_unit_numel=0, offload_optimizer="nvme", overlap_step=False, nvme_path=str(tmp_path))
+        ours = ZeROStrategy(
+            2,
+            sharding={"min_unit_numel": 0, "overlap_step": False},
+            offload={"optimizer": "nvme", "nvme_path": str(tmp_path)},
+        )
         fit(ours, ByDefault(), gradient_clip_val=0.1)
     assert len(puts) >= 8
     assert ours.exposed_step_s - ours.require_engine().offload.stream.busy_s >= seconds * len(puts)

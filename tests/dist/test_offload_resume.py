@@ -27,7 +27,7 @@ CHANGES = {
 
 
 def case_of(stage: int, tier: str | None, moments: str, folder: str) -> Case:
-    options = {"nvme_path": folder, "moments": moments, **({} if tier is None else TIERS[tier])}
+    options = {"offload.nvme_path": folder, "precision.moments": moments, **({} if tier is None else TIERS[tier])}
     return Case(stage=stage, traits=("private", "tied"), fused=None, steps=EPOCH, options=tuple(options.items()))
 
 
@@ -79,7 +79,7 @@ def states(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for tier in (None, "cpu", "nvme", "mixed"):
         case = case_of(3, tier, "fp32", folder)
-        trainer, _ = fit(replace(case, options=(*case.options, ("save_as", "file"))), world_size, 1)
+        trainer, _ = fit(replace(case, options=(*case.options, ("checkpoint.format", "file"))), world_size, 1)
         trainer.save_checkpoint(Path(folder) / "saved.ckpt")
         if rank == 0:
             result[str(tier)] = torch.load(Path(folder) / "saved.ckpt", weights_only=False)

@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from ls_strategy import ZeROStrategy
+from ls_strategy.config import nested
 from ls_strategy.errors import OutOfStepError
 from ls_strategy.testing import spawn
 from tests.dist.parallel_runs import Module, Run
@@ -117,9 +118,9 @@ class SkipsAStep(Net):
 
 def run(module: Net, act: Callable[..., Any] | None = None, **options: Any) -> tuple[BaseException | None, str, float]:
     """The error that ends training on this rank, what was printed, and the seconds it took."""
-    settings = {"min_unit_numel": 0, "timeout": timedelta(seconds=3 * LIMIT_S), "explain_waits_after": AFTER_S}
+    settings = {"sharding.min_unit_numel": 0, "timeout": timedelta(seconds=3 * LIMIT_S), "explain_waits_after": AFTER_S}
     trainer_options = {"max_epochs": 1, "callbacks": [] if act is None else [OnRank0(act)]}
-    trainer = trainer_of(ZeROStrategy(**{**settings, **options}), **trainer_options)
+    trainer = trainer_of(ZeROStrategy(**nested({**settings, **options})), **trainer_options)
     error: BaseException | None = None
     printed, sys.stderr = sys.stderr, io.StringIO()
     started = time.monotonic()
@@ -277,12 +278,12 @@ def _wait_on_rank_0(_block: Any, _inputs: Any) -> None:
 
 
 LAYOUTS: dict[str, tuple[type[Module], dict[str, Any], str]] = {
-    "tensor": (Alone, {"tensor_parallel_size": 2}, "tensor all_reduce .*on_train_batch_end"),
-    "sequence": (Alone, {"sequence_parallel_size": 2}, "sequence all_to_all .*on_train_batch_end"),
-    "experts": (Alone, {"expert_parallel_size": 2}, "expert counts .*on_train_batch_end"),
+    "tensor": (Alone, {"parallel.tensor.size": 2}, "tensor all_reduce .*on_train_batch_end"),
+    "sequence": (Alone, {"parallel.context": 2}, "sequence all_to_all .*on_train_batch_end"),
+    "experts": (Alone, {"parallel.expert": 2}, "expert counts .*on_train_batch_end"),
     "pipeline": (
         WaitsInABlock,
-        {"pipeline_parallel_size": 2, "micro_batches": 2},
+        {"parallel.pipeline.size": 2, "parallel.pipeline.micro_batches": 2},
         r"torch.distributed.barrier .* in _wait_on_rank_0.* in transfer of shapes from rank 0 to 1",
     ),
 }
@@ -295,7 +296,7 @@ def test_ranks_that_share_layers(rank: int, world_size: int, layout: str) -> Non
     kind, options, words = LAYOUTS[layout]
     experts = {"num_experts": 4, "drop_tokens": False} if layout == "experts" else None
     module = kind(Run(None, {"num_layers": 2}, experts, steps=4))
-    strategy = ZeROStrategy(1, min_unit_numel=0, explain_waits_after=AFTER_S, **options)
+    strategy = ZeROStrategy(1, explain_waits_after=AFTER_S, **nested({"sharding.min_unit_numel": 0, **options}))
     started = time.monotonic()
     with pytest.raises(RuntimeError) as error:
         trainer_of(strategy, max_epochs=1, use_distributed_sampler=False).fit(module)

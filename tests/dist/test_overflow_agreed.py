@@ -18,10 +18,10 @@ STEPS = 5
 SCALE = LossScaleConfig(initial_power=10, window=1000, hysteresis=1)
 EXPERTS = {"num_experts": 4, "k": 2, "drop_tokens": False, "second_expert_sampling": False}
 KINDS: dict[str, Run] = {
-    "tensor": Run({"tensor_parallel_size": 2}),
-    "megatron": Run({"tensor_parallel_size": 2, "tensor_parallel_sequence": True}),
-    "pipeline": Run({"pipeline_parallel_size": 2, "micro_batches": 2}),
-    "expert": Run({"expert_parallel_size": 2}, experts=EXPERTS),
+    "tensor": Run({"parallel.tensor.size": 2}),
+    "megatron": Run({"parallel.tensor.size": 2, "parallel.tensor.sequence_parallel": True}),
+    "pipeline": Run({"parallel.pipeline.size": 2, "parallel.pipeline.micro_batches": 2}),
+    "expert": Run({"parallel.expert": 2}, experts=EXPERTS),
     "zero": Run({}),
 }
 
@@ -57,7 +57,7 @@ def train(rank: int, world_size: int, runs: list[Run]) -> list[Outcome]:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_an_overflow_of_one_part_skips_the_step_of_all(stage: int) -> None:
     runs = [
-        Run({**(run.options or {}), "stage": stage, "loss_scale": SCALE}, experts=run.experts, steps=STEPS)
+        Run({**(run.options or {}), "stage": stage, "precision.loss_scale": SCALE}, experts=run.experts, steps=STEPS)
         for run in KINDS.values()
     ]
     ranks = spawn(train, 2, runs, init_process_group=False, timeout_s=150)

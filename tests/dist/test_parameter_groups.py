@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning
 from torch import Tensor, nn
 
 from ls_strategy.callbacks import ShardedEMA
+from ls_strategy.config import nested
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
@@ -26,9 +27,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "zero1": {"stage": 1},
     "zero2": {"stage": 2},
     "zero3": {"stage": 3},
-    "zero3, small units": {"stage": 3, "min_unit_numel": 0},
-    "zero3_offload": {"stage": 3, "min_unit_numel": 0, "offload_optimizer": "cpu", "offload_param": "cpu"},
-    "zero1_offload": {"stage": 1, "offload_optimizer": "cpu"},
+    "zero3, small units": {"stage": 3, "sharding.min_unit_numel": 0},
+    "zero3_offload": {
+        "stage": 3,
+        "sharding.min_unit_numel": 0,
+        "offload.optimizer": "cpu",
+        "offload.parameters": "cpu",
+    },
+    "zero1_offload": {"stage": 1, "offload.optimizer": "cpu"},
 }
 
 Outcome = tuple[list[float], list[float], dict[str, Tensor]]
@@ -186,7 +192,7 @@ def problems(
     for kind in kinds:
         for name, one in OPTIONS.items():
             try:
-                actual = outcome(rank, world_size, kind(), ZeROStrategy(**one), **options)
+                actual = outcome(rank, world_size, kind(), ZeROStrategy(**nested(one)), **options)
                 assert_equal_outcomes(actual, expected[kind.__name__], name)
             except Exception as error:
                 found.append(f"{kind.__name__}, {name}: {type(error).__name__}: {str(error)[:300]}")
@@ -239,7 +245,7 @@ def resume_problems(
     found = []
     for name in ("sharded", "file"):
         try:
-            strategies = [ZeROStrategy(save_as=name, **one) for one in options]  # type: ignore[arg-type]
+            strategies = [ZeROStrategy(**nested({"checkpoint.format": name, **one})) for one in options]  # type: ignore[arg-type]
             actual = resumed(rank, world_size, kind, strategies, f"{path}/{name}.ckpt")
             assert_equal_outcomes(actual, expected, name)
         except Exception as error:
@@ -345,7 +351,7 @@ def refusals(rank: int, world_size: int, options: dict[str, Any]) -> None:
     quiet()
     for kind, error, message in REFUSED:
         with pytest.raises(error, match=message):
-            outcome(rank, world_size, kind(), ZeROStrategy(**options))
+            outcome(rank, world_size, kind(), ZeROStrategy(**nested(options)))
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero3"])
@@ -788,9 +794,9 @@ class ByNorm(Shared):
 
 
 SHARED = [Shared, TheSame, BothStep, DropsBetween, ClipsBetween, Toggled, Accumulated, Grows, ByNorm]
-ON_DEVICE = {name: one for name, one in OPTIONS.items() if "offload_optimizer" not in one}
+ON_DEVICE = {name: one for name, one in OPTIONS.items() if "offload.optimizer" not in one}
 ON_DEVICE["zero0"] = {"stage": 0}
-ON_DEVICE["zero3, parameters on the host"] = {"stage": 3, "min_unit_numel": 0, "offload_param": "cpu"}
+ON_DEVICE["zero3, parameters on the host"] = {"stage": 3, "sharding.min_unit_numel": 0, "offload.parameters": "cpu"}
 
 
 def shared_problems(rank: int, world_size: int, kind: type[Any]) -> list[str]:
@@ -799,7 +805,7 @@ def shared_problems(rank: int, world_size: int, kind: type[Any]) -> list[str]:
     expected = outcome(rank, world_size, kind(), "ddp_find_unused_parameters_true" if world_size > 1 else "auto")
     for name, one in ON_DEVICE.items():
         try:
-            assert_equal_outcomes(outcome(rank, world_size, kind(), ZeROStrategy(**one)), expected, name)
+            assert_equal_outcomes(outcome(rank, world_size, kind(), ZeROStrategy(**nested(one))), expected, name)
         except Exception as error:
             found.append(f"{kind.__name__}, {name}: {type(error).__name__}: {str(error)[:300]}")
     return found
@@ -830,13 +836,13 @@ def test_states_of_shared_parameters_are_kept_apart_in_checkpoints(
 def shared_refusals(rank: int, world_size: int, path: str) -> None:
     quiet()
     options: list[tuple[dict[str, Any], str]] = [
-        ({"stage": 1, "offload_optimizer": "cpu"}, "offload_optimizer='cpu'"),
-        ({"stage": 3, "offload_optimizer": "nvme", "nvme_path": path}, "offload_optimizer='nvme'"),
-        ({"stage": 2, "moments": "int8"}, "moments='int8'"),
+        ({"stage": 1, "offload.optimizer": "cpu"}, "offload.optimizer='cpu'"),
+        ({"stage": 3, "offload.optimizer": "nvme", "offload.nvme_path": path}, "offload.optimizer='nvme'"),
+        ({"stage": 2, "precision.moments": "int8"}, "precision.moments='int8'"),
     ]
     for one, what in options:
         with pytest.raises(PlanError, match=rf"'blocks\.1\.\S+' is in optimizers 0 and 1, but {what}.*one of them"):
-            fit(ZeROStrategy(**one), Shared())
+            fit(ZeROStrategy(**nested(one)), Shared())
 
 
 def test_shared_parameters_are_refused_where_states_have_one_place(tmp_path: Path) -> None:

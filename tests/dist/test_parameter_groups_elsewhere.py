@@ -14,6 +14,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from ls_strategy.config import nested
 from ls_strategy.engine import Engine
 from ls_strategy.errors import PlanError
 from ls_strategy.precision_plugin import ZeROPrecision
@@ -49,10 +50,14 @@ from tests.dist.test_parameter_groups import (
 def drive(rank: int, world_size: int, expected: Outcome, path: str) -> None:
     quiet()
     for stage in (1, 3):
-        options: dict[str, Any] = {"offload_optimizer": "nvme", "nvme_path": path, "nvme_allow_ram": True}
+        options: dict[str, Any] = {
+            "offload.optimizer": "nvme",
+            "offload.nvme_path": path,
+            "offload.nvme_allow_ram": True,
+        }
         if stage == 3:
-            options["offload_param"] = "nvme"
-        strategy = ZeROStrategy(stage, min_unit_numel=0, **options)  # type: ignore[arg-type]
+            options["offload.parameters"] = "nvme"
+        strategy = ZeROStrategy(stage, **nested({"sharding.min_unit_numel": 0, **options}))  # type: ignore[arg-type]
         assert_equal_outcomes(outcome(rank, world_size, ByCallback(), strategy), expected, f"stage {stage}")
         if stage == 1:
             gc.collect()
@@ -68,8 +73,8 @@ def test_with_states_on_a_drive_and_nothing_is_left_of_the_engine_before(tmp_pat
 def activations(rank: int, world_size: int, expected: Outcome) -> None:
     quiet()
     for stage in (1, 3):
-        for options in ({"activation_checkpointing": "full"}, {"activation_offload": "cpu"}):
-            strategy = ZeROStrategy(stage, min_unit_numel=0, **options)  # type: ignore[arg-type]
+        for options in ({"activations.checkpointing": "full"}, {"activations.offload": "cpu"}):
+            strategy = ZeROStrategy(stage, **nested({"sharding.min_unit_numel": 0, **options}))  # type: ignore[arg-type]
             assert_equal_outcomes(outcome(rank, world_size, AtEpochs(), strategy), expected, f"{stage}, {options}")
 
 
@@ -132,7 +137,10 @@ def trusted_around(rank: int, world_size: int, path: str) -> list[Outcome]:
 def saves(rank: int, world_size: int, expected: list[Outcome], path: str) -> None:
     quiet()
     for name in ("zero1", "zero3, small units", "zero3_offload"):
-        strategies = [ZeROStrategy(async_save=True, **OPTIONS[name]), *(ZeROStrategy(2) for _ in range(2))]
+        strategies = [
+            ZeROStrategy(**nested({"checkpoint.background": True, **OPTIONS[name]})),
+            *(ZeROStrategy(2) for _ in range(2)),
+        ]
         for number, actual in enumerate(around(rank, world_size, strategies, f"{path}/{name}")):
             assert_equal_outcomes(actual, expected[number], f"{name}, checkpoint {number}")
 
@@ -170,7 +178,9 @@ def trusted_validation(rank: int, world_size: int, path: str) -> list[Outcome]:
 
 def validation(rank: int, world_size: int, expected: list[Outcome], path: str) -> None:
     quiet()
-    strategies = {name: ZeROStrategy(**OPTIONS[name]) for name in ("zero1", "zero3, small units", "zero3_offload")}
+    strategies = {
+        name: ZeROStrategy(**nested(OPTIONS[name])) for name in ("zero1", "zero3, small units", "zero3_offload")
+    }
     for name, actual in zip(strategies, validates(rank, world_size, strategies, path), strict=True):
         assert_equal_outcomes(actual, expected[0], name)
 
@@ -186,7 +196,7 @@ def precisions(rank: int, world_size: int, precision: str, kind: type[Any]) -> N
     for stage in (1, 2, 3):
         module = kind()
         data = global_batches(rank, world_size, STEPS)
-        strategy = ZeROStrategy(stage, min_unit_numel=0, precision_plugin=ZeROPrecision(precision))  # type: ignore[arg-type]
+        strategy = ZeROStrategy(stage, sharding={"min_unit_numel": 0}, precision_plugin=ZeROPrecision(precision))  # type: ignore[arg-type]
         fit(strategy, module, data, use_distributed_sampler=False, max_epochs=EPOCHS)
         results[stage] = mean_over_ranks(module.losses), weights(module)
         assert all(map(math.isfinite, results[stage][0]))
@@ -242,9 +252,9 @@ def divided(rank: int, world_size: int) -> None:
     cure = "parallelism.*configure_optimizers.*requires_grad_"
     for kind in ("tensor", "pipeline"):
         with pytest.raises(PlanError, match=f"BackboneFinetuning.*{kind} {cure}"):
-            fit(ZeROStrategy(1, **{f"{kind}_parallel_size": 2}), ByCallback())  # type: ignore[arg-type]
+            fit(ZeROStrategy(1, parallel={kind: 2}), ByCallback())  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=f"AdamW changed while training runs.*pipeline {cure}"):
-        fit(ZeROStrategy(1, pipeline_parallel_size=2), AtEven())
+        fit(ZeROStrategy(1, parallel={"pipeline": 2}), AtEven())
 
 
 def test_parts_of_models_are_refused() -> None:

@@ -75,7 +75,7 @@ def product() -> Iterator[Case]:
     for precision, accumulate, clip, optimizer, stage, tier, traits in itertools.product(*axes):
         if (stage == 0 and tier != "none") or (optimizer == "two" and traits):
             continue
-        options = () if tier == "none" else (("offload_optimizer", tier),)
+        options = () if tier == "none" else (("offload.optimizer", tier),)
         yield Case(
             stage, traits, optimizer, None, accumulate, precision=precision, steps=STEPS, options=options, **clip
         )
@@ -119,7 +119,7 @@ def compare_cases(rank: int, world_size: int, folder: str, cases: list[Case]) ->
     found: list[tuple[Any, str, Errors, Errors]] = []
     for case in cases:
         trusted = trusted_of(case)
-        options = (("nvme_path", folder), ("loss_scale", GROWING), *case.options)
+        options = (("offload.nvme_path", folder), ("precision.loss_scale", GROWING), *case.options)
         ours = run(rank, world_size, replace(case, options=options))
         reference, theirs = of(replace(trusted, precision="32-true")), of(trusted)
         if not ours.norms:
@@ -154,14 +154,14 @@ def test_full_product(world_size: int, precision: str) -> None:
 
 # Without losses that a rank computes of its own tokens, so that one process is the reference of two ranks.
 EXPERTS = {"num_experts": 4, "k": 2, "drop_tokens": False, "second_expert_sampling": False, "balance_loss": 0.0}
-PIPELINE = {"pipeline_parallel_size": 2, "micro_batches": 2}
+PIPELINE = {"parallel.pipeline.size": 2, "parallel.pipeline.micro_batches": 2}
 KINDS: dict[str, Run] = {
-    "tensor": Run({"tensor_parallel_size": 2}),
-    "megatron": Run({"tensor_parallel_size": 2, "tensor_parallel_sequence": True}),
-    "ulysses": Run({"sequence_parallel_size": 2}),
+    "tensor": Run({"parallel.tensor.size": 2}),
+    "megatron": Run({"parallel.tensor.size": 2, "parallel.tensor.sequence_parallel": True}),
+    "ulysses": Run({"parallel.context": 2}),
     "pipeline": Run(PIPELINE),
-    "zero_bubble": Run({**PIPELINE, "pipeline_schedule": "zero_bubble"}),
-    "expert": Run({"expert_parallel_size": 2}, experts=EXPERTS),
+    "zero_bubble": Run({**PIPELINE, "parallel.pipeline.schedule": "zero_bubble"}),
+    "expert": Run({"parallel.expert": 2}, experts=EXPERTS),
 }
 
 
@@ -180,7 +180,7 @@ def with_precision(one: Run, precision: str) -> Run:
         return replace(one, trainer={**one.trainer, "precision": precision})
     if one.options is None:
         return replace(one, trainer={**one.trainer, "plugins": [fp16_plugin(precision, power=POWER)]})
-    options = {**one.options, "precision_plugin": ZeROPrecision(precision), "loss_scale": GROWING}
+    options = {**one.options, "precision_plugin": ZeROPrecision(precision), "precision.loss_scale": GROWING}
     return replace(one, options=options)
 
 

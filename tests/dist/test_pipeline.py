@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from ls_strategy.callbacks import PipelineTimeline
+from ls_strategy.config import nested
 from ls_strategy.errors import ConfigError, LSError, PlanError, StateError
 from ls_strategy.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
@@ -51,7 +52,7 @@ def compare(
     **shape: Any,
 ) -> list[Outcome]:
     options = trainer_options(accumulate, clip)
-    runs = [Run({"pipeline_parallel_size": 2, **c}, shape, steps=STEPS, batch=batch, trainer=options) for c in choices]
+    runs = [Run({"parallel.pipeline.size": 2, **c}, shape, steps=STEPS, batch=batch, trainer=options) for c in choices]
     found = spawn(train_all, world, runs, init_process_group=False, timeout_s=170)[0]
     assert not unequal(trusted(accumulate, clip, batch, **shape), runs, found, losses=1e-6, norms=1e-6)
     return found
@@ -59,12 +60,15 @@ def compare(
 
 def test_every_schedule():
     """With clipping, tied embeddings, and gradients added up over two batches."""
-    choices = [{"stage": 2, "micro_batches": 4, "pipeline_schedule": schedule} for schedule in SCHEDULES]
+    choices = [
+        {"stage": 2, "parallel.pipeline.micro_batches": 4, "parallel.pipeline.schedule": schedule}
+        for schedule in SCHEDULES
+    ]
     compare(2, choices, 2, 0.5, **FOUR)
 
 
 def test_every_stage_with_two_replicas():
-    found = compare(4, [{"stage": stage, "micro_batches": 2} for stage in (0, 1, 2, 3)])
+    found = compare(4, [{"stage": stage, "parallel.pipeline.micro_batches": 2} for stage in (0, 1, 2, 3)])
     for outcome in found[1:]:  # stage against stage: bit for bit
         assert outcome.losses == found[0].losses
         assert all(torch.equal(v, found[0].weights[k]) for k, v in outcome.weights.items())
@@ -72,19 +76,19 @@ def test_every_stage_with_two_replicas():
 
 @pytest.mark.slow
 def test_four_stages_and_two_chunks_with_replicas():
-    compare(4, [{"stage": 1, "pipeline_parallel_size": 4, "micro_batches": 4}], **FOUR)
-    several = {"pipeline_schedule": "interleaved_1f1b", "micro_batches": 2}
+    compare(4, [{"stage": 1, "parallel.pipeline.size": 4, "parallel.pipeline.micro_batches": 4}], **FOUR)
+    several = {"parallel.pipeline.schedule": "interleaved_1f1b", "parallel.pipeline.micro_batches": 2}
     compare(4, [{"stage": stage, **several} for stage in (2, 3)], 2, **FOUR)
 
 
 def test_with_divided_layers_recompute_and_offload():
-    tensor = {"tensor_parallel_size": 2}
+    tensor = {"parallel.tensor.size": 2}
     choices: list[dict[str, Any]] = [
         {"stage": 1, **tensor},
         {"stage": 3, **tensor},
-        {"stage": 3, "activation_checkpointing": "full", "pipeline_schedule": "zero_bubble"},
-        {"stage": 2, "micro_batch_size": 1},
-        {"stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu", "activation_offload": "cpu"},
+        {"stage": 3, "activations.checkpointing": "full", "parallel.pipeline.schedule": "zero_bubble"},
+        {"stage": 2, "parallel.pipeline.micro_batch_size": 1},
+        {"stage": 3, "offload.optimizer": "cpu", "offload.parameters": "cpu", "activations.offload": "cpu"},
     ]
     compare(4, choices, tied_embeddings=False)
 
@@ -103,13 +107,13 @@ def test_losses_of_experts_on_earlier_stages():
     one = Run(shape=FOUR, experts=experts, steps=parts * steps, batch=1, trainer=trainer_options(parts, 0.5))
     expected = spawn(train_all, 1, [one], init_process_group=False)[0][0]
     expected.losses = torch.tensor(expected.losses).view(-1, parts).sum(1).tolist()  # of each the part
-    shared = {"stage": 2, "pipeline_parallel_size": 2, "micro_batches": parts}
+    shared = {"stage": 2, "parallel.pipeline.size": 2, "parallel.pipeline.micro_batches": parts}
     runs = [
         Run({**shared, **choice}, FOUR, experts, steps, trainer=trainer_options(1, 0.5))
         for choice in (
-            {"pipeline_schedule": "1f1b", "activation_checkpointing": "full"},
-            {"pipeline_schedule": "interleaved_1f1b"},
-            {"pipeline_schedule": "zbv"},
+            {"parallel.pipeline.schedule": "1f1b", "activations.checkpointing": "full"},
+            {"parallel.pipeline.schedule": "interleaved_1f1b"},
+            {"parallel.pipeline.schedule": "zbv"},
         )
     ]
     found = spawn(train_all, 2, runs, init_process_group=False)[0]
@@ -123,7 +127,11 @@ def test_losses_of_experts_on_earlier_stages():
 @pytest.mark.parametrize(("world", "size"), [(2, 2), (4, 2), (4, 4), (8, 4)])
 def test_the_whole_product(world, size, schedule, accumulate):
     """Pipelines of 2 and 4, 1 and 2 replicas, stages 1 to 3, every schedule, accumulation 1 and 2."""
-    shared = {"pipeline_parallel_size": size, "pipeline_schedule": schedule, "micro_batches": 8}
+    shared = {
+        "parallel.pipeline.size": size,
+        "parallel.pipeline.schedule": schedule,
+        "parallel.pipeline.micro_batches": 8,
+    }
     layers = {"num_layers": 2 * size}
     compare(world, [{"stage": stage, **shared} for stage in (1, 2, 3)], accumulate, 0.5, 16, **layers)
 
@@ -131,14 +139,14 @@ def test_the_whole_product(world, size, schedule, accumulate):
 def test_a_checkpoint_goes_on_with_any_pipeline(tmp_path):
     steps, half = 8, 4
     whole = spawn(train_all, 1, [Run(steps=steps)], init_process_group=False)[0][0]
-    two = {"stage": 2, "pipeline_parallel_size": 2}
+    two = {"stage": 2, "parallel.pipeline.size": 2}
     sources = {"pp2": (2, two), "dp2": (2, {"stage": 3})}
     path = {name: str(tmp_path / f"{name}.ckpt") for name in sources}
     for name, (world, options) in sources.items():
         spawn(train_all, world, [Run(options, steps=steps, save=(half, path[name]))], init_process_group=False)
     layouts: dict[int, list[dict[str, Any]]] = {
-        2: [two, {"stage": 1}, {"stage": 1, "tensor_parallel_size": 2}],
-        4: [{**two, "stage": 3}, {**two, "tensor_parallel_size": 2}],
+        2: [two, {"stage": 1}, {"stage": 1, "parallel.tensor.size": 2}],
+        4: [{**two, "stage": 3}, {**two, "parallel.tensor.size": 2}],
     }
     for world, choices in layouts.items():
         runs = [Run(options, steps=steps, resume=path["pp2"]) for options in choices]
@@ -218,9 +226,9 @@ def observe(rank: int, world_size: int, folder: str, pipelined: bool) -> dict[st
     checkpoint = ModelCheckpoint(folder, monitor="val_loss", filename="best")
     stopping = EarlyStopping("val_loss", patience=1, min_delta=10.0)
     seen = Seen()
-    options = {"pipeline_parallel_size": 2, "micro_batches": 4} if pipelined else {}
+    options = {"parallel.pipeline.size": 2, "parallel.pipeline.micro_batches": 4} if pipelined else {}
     trainer = trainer_of(
-        ZeROStrategy(1, min_unit_numel=0, **options) if pipelined else "auto",  # type: ignore[arg-type]
+        ZeROStrategy(1, **nested({"sharding.min_unit_numel": 0, **options})) if pipelined else "auto",  # type: ignore[arg-type]
         max_epochs=5,
         callbacks=[checkpoint, stopping, seen],
         enable_checkpointing=True,
@@ -258,7 +266,7 @@ def test_callbacks_and_logs_are_the_same_on_every_stage_as_on_one_process(tmp_pa
 
 
 def fail(rank: int, world_size: int) -> tuple[str, float]:
-    trainer = trainer_of(ZeROStrategy(1, pipeline_parallel_size=2, micro_batches=2), max_epochs=1)
+    trainer = trainer_of(ZeROStrategy(1, parallel={"pipeline": {"size": 2, "micro_batches": 2}}), max_epochs=1)
     started = time.monotonic()
     try:
         trainer.fit(AlexNetLike(fail_at=2), images())
@@ -304,7 +312,7 @@ def words() -> DataLoader:
 
 
 def train_tied(rank: int, world_size: int, options: dict[str, Any] | None, precision: str) -> dict[str, Tensor]:
-    strategy: Any = "auto" if options is None else ZeROStrategy(min_unit_numel=0, **options)  # type: ignore[arg-type]
+    strategy: Any = "auto" if options is None else ZeROStrategy(**nested({"sharding.min_unit_numel": 0, **options}))  # type: ignore[arg-type]
     trainer = trainer_of(
         strategy, max_epochs=2, use_distributed_sampler=False, accumulate_grad_batches=2, precision=precision
     )
@@ -314,9 +322,9 @@ def train_tied(rank: int, world_size: int, options: dict[str, Any] | None, preci
 
 def test_tied_weights_with_offloaded_updates_in_two_precisions():
     expected = spawn(train_tied, 1, None, "32-true", init_process_group=False)[0]
-    pipeline = {"pipeline_parallel_size": 2, "micro_batches": 4}
+    pipeline = {"parallel.pipeline.size": 2, "parallel.pipeline.micro_batches": 4}
     for stage in (1, 3):
-        options = {"stage": stage, **pipeline, "offload_optimizer": "cpu"}
+        options = {"stage": stage, **pipeline, "offload.optimizer": "cpu"}
         found = spawn(train_tied, 2, options, "32-true", init_process_group=False)[0]
         for key, value in expected.items():
             torch.testing.assert_close(found[key], value, rtol=2e-6, atol=2e-6)
@@ -352,7 +360,7 @@ class CompiledParts(Tied):
 
 def train_compiled(rank: int, world_size: int, wrapped: bool) -> tuple[dict[str, Tensor], int]:
     COMPILED.clear()
-    strategy = ZeROStrategy(1, min_unit_numel=0, pipeline_parallel_size=2, micro_batches=4)
+    strategy = ZeROStrategy(1, sharding={"min_unit_numel": 0}, parallel={"pipeline": {"size": 2, "micro_batches": 4}})
     trainer = trainer_of(strategy, max_epochs=2, use_distributed_sampler=False, accumulate_grad_batches=2)
     trainer.fit(CompiledParts(wrapped), words())
     weights = trainer.strategy.lightning_module_state_dict()
@@ -398,31 +406,41 @@ class Short(AlexNetLike):
 
 @on_ranks(2)
 def test_refusals(rank, world_size):
-    size = {"pipeline_parallel_size": 2}
+    size = {"parallel.pipeline.size": 2}
     cases: list[tuple[type[LSError], str, type[AlexNetLike], dict[str, Any]]] = [
-        (PlanError, "does not divide the 2 ranks", AlexNetLike, {"pipeline_parallel_size": 3}),
+        (PlanError, "does not divide the 2 ranks", AlexNetLike, {"parallel.pipeline.size": 3}),
         (PlanError, "no ModuleList or Sequential of 2 modules", Short, size),
         (PlanError, "automatic_optimization=True", Manual, size),
-        (PlanError, "needs 4 or more", AlexNetLike, {**size, "micro_batches": 3, "pipeline_schedule": "dualpipe_v"}),
+        (
+            PlanError,
+            "needs 4 or more",
+            AlexNetLike,
+            {**size, "parallel.pipeline.micro_batches": 3, "parallel.pipeline.schedule": "dualpipe_v"},
+        ),
         (PlanError, r"'net' is compiled as a whole.*block.compile\(\)", CompiledWhole, size),
         (PlanError, r"training_step is compiled.*block.compile\(\)", CompiledStep, size),
-        (StateError, "8 samples is more than", AlexNetLike, {**size, "micro_batches": 2, "micro_batch_size": 3}),
+        (
+            StateError,
+            "8 samples is more than",
+            AlexNetLike,
+            {**size, "parallel.pipeline.micro_batches": 2, "parallel.pipeline.micro_batch_size": 3},
+        ),
     ]
     for error, pattern, module, options in cases:
         with pytest.raises(error, match=pattern):
-            trainer_of(ZeROStrategy(1, **options), max_epochs=1).fit(module(), images())
+            trainer_of(ZeROStrategy(1, **nested(options)), max_epochs=1).fit(module(), images())
     for pattern, options in {
-        "consolidate": {**size, "save_as": "file"},
-        "Got micro_batches=0": {**size, "micro_batches": 0},
-        "pipeline_partition='time'": {**size, "pipeline_partition": "time"},
-        "accumulate_grad_batches": {"micro_batch_size": 4},
-        "Got micro_batch_size=0": {**size, "micro_batch_size": 0},
+        "consolidate": {**size, "checkpoint.format": "file"},
+        "Got parallel.pipeline.micro_batches=0": {**size, "parallel.pipeline.micro_batches": 0},
+        "parallel.pipeline.partition='time'": {**size, "parallel.pipeline.partition": "time"},
+        "accumulate_grad_batches": {"parallel.pipeline.micro_batch_size": 4},
+        "Got parallel.pipeline.micro_batch_size=0": {**size, "parallel.pipeline.micro_batch_size": 0},
     }.items():
         with pytest.raises(ConfigError, match=pattern):
-            ZeROStrategy(1, **options)
+            ZeROStrategy(1, **nested(options))
     whole: Any = torch.compile(AlexNetLike(), backend=counting)
     with pytest.raises(PlanError, match="forward is compiled"):
-        trainer_of(ZeROStrategy(1, **size), max_epochs=1).fit(whole, images())
+        trainer_of(ZeROStrategy(1, **nested(size)), max_epochs=1).fit(whole, images())
 
 
 class Measured(AlexNetLike):
@@ -464,7 +482,7 @@ class OnMaps(Measured):
 def balance(rank: int, world_size: int, methods: list[str]) -> list[tuple[Any, list[int], list[float]]]:
     found: list[Any] = []
     for method in methods:
-        strategy = ZeROStrategy(1, pipeline_parallel_size=2, micro_batches=4, pipeline_partition=method)
+        strategy = ZeROStrategy(1, parallel={"pipeline": {"size": 2, "micro_batches": 4, "partition": method}})
         module, seen = OnMaps(), Seen()
         trainer = trainer_of(strategy, max_epochs=1, callbacks=[seen])
         trainer.fit(module, DataLoader(Samples(rank % 2 == 1), batch_size=8, shuffle=True))
@@ -488,7 +506,7 @@ def test_operations_are_balanced_alike_on_all_ranks_and_without_a_trace():
 @on_ranks(2)
 def test_a_picture_and_a_trace_of_the_stages(rank, world_size, tmp_path):
     logger = TensorBoardLogger(str(tmp_path), name="run", version="")
-    strategy = ZeROStrategy(0, pipeline_parallel_size=2, micro_batches=4)
+    strategy = ZeROStrategy(0, parallel={"pipeline": {"size": 2, "micro_batches": 4}})
     callbacks = [PipelineTimeline(every_n_steps=3)]
     trainer = trainer_of(strategy, max_epochs=1, logger=logger, callbacks=callbacks, log_every_n_steps=1)
     trainer.fit(AlexNetLike(), images())

@@ -16,7 +16,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from ls_strategy.config import OffloadConfig, RecomputeConfig, ZeROConfig
+from ls_strategy.config import RecomputeConfig, TierConfig, ZeROConfig
 from ls_strategy.planner.candidates import Candidate
 from ls_strategy.planner.forecast import Forecaster, Run
 from ls_strategy.planner.hardware import Hardware
@@ -30,7 +30,7 @@ from tests.bench.record import RECORDS, ROOT
 from tests.dist.models import Case, Net, PrivateNet, loader, quiet, trainer_of
 
 WIDTH, BLOCKS, STEPS = 96, 4, 2
-CPU = OffloadConfig()
+CPU = TierConfig(tier="cpu")
 FULL, SELECTIVE = RecomputeConfig(), RecomputeConfig(policy="selective")
 RUNS: tuple[tuple[Candidate, str, int, tuple[str, ...]], ...] = (
     (Candidate(0), "32-true", 1, ("private",)),
@@ -114,7 +114,7 @@ def forecast_of(chosen: tuple[Candidate, str, int, tuple[str, ...]], world_size:
     case = case_of(*chosen)
     module, precision = module_of(case), resolve_precision(name)
     run = Run(
-        config=ZeROConfig(min_unit_numel=0),
+        config=ZeROConfig(sharding={"min_unit_numel": 0}),
         micro_batches=accumulate,
         clips="private" not in traits,  # a hook looks at gradients
     )
@@ -164,7 +164,7 @@ def test_traffic_and_states_are_foretold_exactly(world_size: int, index: int) ->
 
 # --- the drive -------------------------------------------------------------------------------------------------------
 
-NVME = OffloadConfig(tier="nvme")
+NVME = TierConfig(tier="nvme")
 ON_DRIVE: tuple[tuple[Candidate, str, int, tuple[str, ...]], ...] = (
     (Candidate(1, NVME), "32-true", 1, ("private",)),
     (Candidate(2, NVME), "bf16-true", 1, ()),
@@ -182,7 +182,7 @@ def drive_bytes(rank: int, world_size: int, folder: str) -> list[int]:
     get, put = NVMeTier.get, NVMeTier.put
     for chosen in ON_DRIVE:
         case = case_of(*chosen)
-        case = replace(case, options=(*case.options, ("nvme_path", folder), ("nvme_allow_ram", True)))
+        case = replace(case, options=(*case.options, ("offload.nvme_path", folder), ("offload.nvme_allow_ram", True)))
         totals: list[int] = []
         for steps in (STEPS, STEPS + 1):
             moved = [0]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ls_strategy import strategy as strategies
+from ls_strategy.config import nested
 from ls_strategy.errors import ConfigError, PlanError
 from ls_strategy.planner.hardware import Hardware
 from ls_strategy.planner.out_of_memory import OutOfMemory
@@ -42,7 +43,7 @@ def fit_on(rooms: list[int], world_size: int, stage: Any = "auto") -> tuple[Any,
 
     strategies.smallest = smallest
     try:
-        chosen = ZeROStrategy(stage, min_unit_numel=0)
+        chosen = ZeROStrategy(stage, sharding={"min_unit_numel": 0})
         module = PrivateNet(CASE)
         trainer(chosen, world_size).fit(module, loader(CASE, world_size))
         return chosen, module
@@ -55,7 +56,7 @@ def choose_many(rank: int, world_size: int) -> list[Any]:
     result: list[Any] = []
     for rooms in ([10**9] * 2, [10**9, 1_900_000], [1_500_000] * 2):
         strategy, module = fit_on(rooms, world_size)
-        offload = strategy.config.offload_optimizer
+        offload = strategy.config.offload.optimizer
         recompute = strategy.activations.chosen[0]
         result.append(
             (strategy.config.stage, offload, recompute, module.result.losses[-CASE.steps :])
@@ -89,7 +90,7 @@ class Hungry(PrivateNet):
 def starve(rank: int, world_size: int) -> str:
     quiet()
     with pytest.raises(OutOfMemory) as caught:
-        trainer(ZeROStrategy(0, min_unit_numel=0), world_size).fit(Hungry(CASE), loader(CASE, world_size))
+        trainer(ZeROStrategy(0, sharding={"min_unit_numel": 0}), world_size).fit(Hungry(CASE), loader(CASE, world_size))
     return str(caught.value)
 
 
@@ -102,11 +103,11 @@ def test_a_failed_allocation_names_what_takes_less() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"offload_optimizer": "cpu"}, {"activation_offload": "cpu"}, {"tensor_parallel_size": 2}]
+    "options", [{"offload.optimizer": "cpu"}, {"activations.offload": "cpu"}, {"parallel.tensor.size": 2}]
 )
 def test_what_auto_chooses_or_does_not_plan_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match='stage="auto"'):
-        ZeROStrategy("auto", **options)
+        ZeROStrategy("auto", **nested(options))
 
 
 def test_the_alias() -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ls_strategy._compat import without_dispatch_modes
 from ls_strategy.comm import Comm
-from ls_strategy.config import OffloadConfig, ZeROConfig
+from ls_strategy.config import TierConfig, ZeROConfig
 from ls_strategy.planner.candidates import Candidate
 from ls_strategy.planner.forecast import Forecaster, Run
 from ls_strategy.planner.live import LiveBytes
@@ -31,7 +31,7 @@ from tests.dist.models import Case, PrivateNet, loader, quiet, trainer_of
 from tests.dist.test_planner import Begin
 
 IN_FLIGHT_BYTES = 1 << 16
-CPU = OffloadConfig()
+CPU = TierConfig(tier="cpu")
 RUNS: tuple[tuple[Candidate, str, int], ...] = (
     (Candidate(0), "bf16-true", 1),
     (Candidate(1), "32-true", 1),
@@ -99,7 +99,7 @@ def predict(index: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Peak, int]:
     candidate, name, accumulate = RUNS[index]
     case = case_of(*RUNS[index])
     module, precision = PrivateNet(case), resolve_precision(name)
-    run = Run(config=ZeROConfig(min_unit_numel=0), micro_batches=accumulate)
+    run = Run(config=ZeROConfig(sharding={"min_unit_numel": 0}), micro_batches=accumulate)
     optimizer = module.configure_optimizers()
     with on_paper(module, precision, (), torch.device("cpu")) as paper:
         optimizers = [paper.optimizer(optimizer)]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ls_strategy.autoload import ALIASES
+from ls_strategy.config import nested
 from ls_strategy.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.bench import host_memory
@@ -37,7 +38,16 @@ class OnMeta(Net):
 
 def strategy(name: str, folder: Path) -> ZeROStrategy:
     options: dict[str, Any] = dict(ALIASES[name])
-    return ZeROStrategy(**options, min_unit_numel=0, nvme_path=str(folder / "drive"), nvme_allow_ram=True)
+    return ZeROStrategy(
+        **nested(
+            {
+                **options,
+                "sharding.min_unit_numel": 0,
+                "offload.nvme_path": str(folder / "drive"),
+                "offload.nvme_allow_ram": True,
+            }
+        )
+    )
 
 
 def evaluations(name: str, folder: Path, module: Any, ckpt: Path | None = None) -> dict[str, Tensor]:
@@ -62,7 +72,7 @@ def check_equal(folder: Path, module: Any, ckpt: Path | None = None) -> None:
 def test_evaluation_gives_the_bits_of_zero1_on_one_rank(rank: int, world_size: int, tmp_path: Path) -> None:
     """From the module, built here or by the strategy, and from checkpoints in a file and in a folder."""
     fit("zero1", Net(), max_epochs=1).save_checkpoint(tmp_path / "folder.ckpt")
-    trained = fit(ZeROStrategy(1, save_as="file"), Net(), max_epochs=1)
+    trained = fit(ZeROStrategy(1, checkpoint="file"), Net(), max_epochs=1)
     trained.save_checkpoint(tmp_path / "file.ckpt")
     assert (tmp_path / "file.ckpt").is_file()
     check_equal(tmp_path, Net)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ls_strategy.comm import Comm, PendingGather
+from ls_strategy.config import nested
 from ls_strategy.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from ls_strategy.zero.units import Flat
@@ -78,7 +79,7 @@ def events_of_a_step(**options: Any) -> list[tuple[str, int]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Comm, "all_gather", noted)
         patch.setattr(Flat, "start_read", reads)
-        fit(ZeROStrategy(3, min_unit_numel=0, **options), module, max_steps=STEPS)
+        fit(ZeROStrategy(3, **nested({"sharding.min_unit_numel": 0, **options})), module, max_steps=STEPS)
         events = list(module.events)
     steps = [i for i, event in enumerate(events) if event[0] == "step"]
     assert len(steps) == STEPS
@@ -89,7 +90,7 @@ def events_of_a_step(**options: Any) -> list[tuple[str, int]]:
 @on_ranks(2)
 def test_so_many_blocks_ahead_are_being_gathered_while_one_computes(rank: int, world_size: int, depth: int) -> None:
     """Begun before the block begins to compute in forward, and before it ends in backward; and no more than those."""
-    events = events_of_a_step(prefetch_units=depth)
+    events = events_of_a_step(**{"sharding.prefetch_units": depth})
     at: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
     for position, event in enumerate(events):
         at[event].append(position)
@@ -117,7 +118,11 @@ def test_so_many_blocks_ahead_are_being_gathered_while_one_computes(rank: int, w
 
 def check_reads(rank: int, world_size: int, depth: int, folder: str) -> None:
     events = events_of_a_step(
-        prefetch_units=depth, offload_param="nvme", offload_optimizer="nvme", nvme_path=folder, nvme_allow_ram=True
+        **{"sharding.prefetch_units": depth},
+        **{"offload.parameters": "nvme"},
+        **{"offload.optimizer": "nvme"},
+        **{"offload.nvme_path": folder},
+        **{"offload.nvme_allow_ram": True},
     )
     turn = events.index(("backward begins", BLOCKS - 1))
     forward, backward = events[:turn], events[turn:]

@@ -12,13 +12,14 @@ import torch
 from lightning.pytorch import seed_everything
 
 from ls_strategy import ZeROStrategy
+from ls_strategy.config import nested
 from tests.dist.ranks import Net, batches, on_ranks, trainer_of
 
 OPTIONS: list[dict[str, Any]] = [
     {"stage": 0},
-    {"stage": 1, "offload_optimizer": "cpu"},
-    {"stage": 2, "moments": "int8"},
-    {"stage": 3, "activation_checkpointing": "full"},
+    {"stage": 1, "offload.optimizer": "cpu"},
+    {"stage": 2, "precision.moments": "int8"},
+    {"stage": 3, "activations.checkpointing": "full"},
     {"stage": "auto"},
 ]
 
@@ -61,7 +62,7 @@ def test_the_users_random_numbers_are_those_of_ddp(rank: int, world_size: int) -
     expected = seen("ddp")
     assert len(expected) > 5
     for options in OPTIONS:
-        assert seen(ZeROStrategy(**options)) == expected, options
+        assert seen(ZeROStrategy(**nested(options))) == expected, options
 
 
 @on_ranks(2)
@@ -69,7 +70,7 @@ def test_steps_of_a_pipeline_move_no_generator_outside(rank: int, world_size: in
     """Inside of its steps each stage has numbers of its own."""
     expected = outside(seen("ddp"))
     assert len(expected) > 3
-    strategy = ZeROStrategy(1, pipeline_parallel_size=2, micro_batches=2)
+    strategy = ZeROStrategy(1, parallel={"pipeline": {"size": 2, "micro_batches": 2}})
     found = seen(strategy)
     assert outside(found) == expected
     inside = [state for place, state in found if place.startswith("training_step")]

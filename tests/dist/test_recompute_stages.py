@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ls_strategy.config import ActivationOffloadConfig, RecomputeConfig
+from ls_strategy.config import ActivationOffloadConfig, RecomputeConfig, nested
 from ls_strategy.strategy import ZeROStrategy
 from ls_strategy.zero.units import Flat
 from tests.dist.ranks import on_ranks
@@ -84,7 +84,9 @@ def fit(folder: Path, world_size: int, model: Net, stage: int, **options: Any) -
         trainer = pl.Trainer(
             accelerator="cpu",
             devices=world_size,
-            strategy=ZeROStrategy(stage, min_unit_numel=0, nvme_allow_ram=True, **options),  # type: ignore[arg-type]
+            strategy=ZeROStrategy(
+                stage, **nested({"sharding.min_unit_numel": 0, "offload.nvme_allow_ram": True, **options})
+            ),  # type: ignore[arg-type]
             max_epochs=1,
             logger=False,
             enable_checkpointing=False,
@@ -102,15 +104,15 @@ def fit(folder: Path, world_size: int, model: Net, stage: int, **options: Any) -
 
 
 CHOICES: dict[str, dict[str, Any]] = {
-    "full": {"activation_checkpointing": "full"},
-    "selective": {"activation_checkpointing": "selective"},
-    "every 2": {"activation_checkpointing": RecomputeConfig(every=2)},
-    "inside the units": {"activation_checkpointing": RecomputeConfig(classes=("Sequential",))},
-    "offload": {"activation_offload": ActivationOffloadConfig(min_bytes=0, in_flight_bytes=500)},
-    "offload to a drive": {"activation_offload": ActivationOffloadConfig(tier="nvme", min_bytes=0, in_flight_bytes=0)},
+    "full": {"activations.checkpointing": "full"},
+    "selective": {"activations.checkpointing": "selective"},
+    "every 2": {"activations.checkpointing": RecomputeConfig(every=2)},
+    "inside the units": {"activations.checkpointing": RecomputeConfig(block_classes=("Sequential",))},
+    "offload": {"activations.offload": ActivationOffloadConfig(min_bytes=0, in_flight_bytes=500)},
+    "offload to a drive": {"activations.offload": ActivationOffloadConfig(tier="nvme", min_bytes=0, in_flight_bytes=0)},
     "recompute and offload": {
-        "activation_checkpointing": "full",
-        "activation_offload": ActivationOffloadConfig(min_bytes=0, in_flight_bytes=0),
+        "activations.checkpointing": "full",
+        "activations.offload": ActivationOffloadConfig(min_bytes=0, in_flight_bytes=0),
     },
 }
 
@@ -130,10 +132,15 @@ def test_losses_are_the_same_bits_and_units_are_gathered_twice(rank: int, world_
 @on_ranks(2, timeout_s=60)
 def test_recomputed_modules_of_several_units(rank: int, world_size: int, tmp_path: Path) -> None:
     """A unit that is gathered to run again stays until its own backward is over."""
-    options = {"unit_classes": ["Block"]}
+    options = {"sharding.block_classes": ["Block"]}
     expected, plain = fit(tmp_path, world_size, Net(Pair, 3), 3, **options)
     losses, gathers = fit(
-        tmp_path, world_size, Net(Pair, 3), 3, activation_checkpointing=RecomputeConfig(classes=("Pair",)), **options
+        tmp_path,
+        world_size,
+        Net(Pair, 3),
+        3,
+        activation_checkpointing=RecomputeConfig(block_classes=("Pair",)),
+        **options,
     )
     assert losses == expected
     assert len(gathers) == len(plain) == 6

@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torchmetrics import SumMetric
 
+from ls_strategy.config import nested
 from ls_strategy.errors import ConfigError, PlanError, StateError
 from ls_strategy.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
@@ -75,7 +76,7 @@ def data(numel: int = 32, batch_size: int = 4) -> DataLoader:
 
 
 def tensor_parallel(stage: int = 1, size: int = 2, **options: Any) -> ZeROStrategy:
-    return ZeROStrategy(stage, min_unit_numel=0, tensor_parallel_size=size, **options)  # type: ignore[arg-type]
+    return ZeROStrategy(stage, **nested({"sharding.min_unit_numel": 0, "parallel.tensor.size": size, **options}))  # type: ignore[arg-type]
 
 
 def over_replica(trainer: pl.Trainer, value: Any) -> list[Any]:
@@ -170,7 +171,7 @@ def test_dropout_is_the_same_where_values_are_and_differs_where_they_do(rank, wo
 def test_a_resumed_run_draws_what_the_whole_one_drew(tmp_path):
     """With dropout on, bit for bit."""
     path = str(tmp_path / "half.ckpt")
-    options = {"stage": 2, "tensor_parallel_size": 2}
+    options = {"stage": 2, "parallel.tensor.size": 2}
     whole = Run(options, {"dropout": 0.2}, steps=8, save=(4, path))
     rest = Run(options, {"dropout": 0.2}, steps=8, resume=path)
     first, second = spawn(train_all, 4, [whole, rest], init_process_group=False)[0]
@@ -253,7 +254,7 @@ class OneStack(Stack):
 
 def train_mlp(rank: int, world_size: int, kind: type[MLP], strategy: Any) -> tuple[list[float], dict[str, Tensor]]:
     module = kind()
-    strategy = ZeROStrategy(**strategy) if isinstance(strategy, dict) else strategy
+    strategy = ZeROStrategy(**nested(strategy)) if isinstance(strategy, dict) else strategy
     trainer = trainer_of(strategy, max_epochs=1, use_distributed_sampler=False)
     trainer.fit(module, data())
     return module.losses, {k: v.clone() for k, v in trainer.strategy.lightning_module_state_dict().items()}
@@ -264,7 +265,7 @@ def train_mlp(rank: int, world_size: int, kind: type[MLP], strategy: Any) -> tup
 def test_a_module_that_divides_itself(world, stage, kinds):
     """By ``parallelize_module`` in ``configure_model``, or by its own plan: all replicas see the same data here."""
     losses, weights = spawn(train_mlp, 1, kinds[1], "auto", init_process_group=False)[0]
-    options = {"stage": stage, "min_unit_numel": 0, "tensor_parallel_size": 2}
+    options = {"stage": stage, "sharding.min_unit_numel": 0, "parallel.tensor.size": 2}
     for kind in kinds:
         ours, state = spawn(train_mlp, world, kind, options, init_process_group=False)[0]
         assert ours == pytest.approx(losses, rel=1e-6), kind
@@ -275,32 +276,32 @@ def test_a_module_that_divides_itself(world, stage, kinds):
 @on_ranks(2)
 def test_a_plan_by_names(rank, world_size):
     plan = {"norm": "replicate", "up": "column", "down": "row"}
-    module, trainer = MLP(), trainer_of(tensor_parallel(tensor_parallel_plan=plan), max_epochs=1)
+    module, trainer = MLP(), trainer_of(tensor_parallel(**{"parallel.tensor.plan": plan}), max_epochs=1)
     trainer.fit(module, data())
     assert module.up.weight.shape == (2 * WIDTH, WIDTH)
     assert module.down.weight.shape == (WIDTH, 2 * WIDTH)
     with pytest.raises(PlanError, match="upp"):
-        trainer_of(tensor_parallel(tensor_parallel_plan={"upp": "column"}), max_epochs=1).fit(MLP(), data())
+        trainer_of(tensor_parallel(**{"parallel.tensor.plan": {"upp": "column"}}), max_epochs=1).fit(MLP(), data())
 
 
 @on_ranks(2)
 def test_refusals(rank, world_size):
     cases: list[tuple[type[Exception], str, dict[str, Any]]] = [
-        (PlanError, "does not divide the 2 ranks", {"tensor_parallel_size": 3}),
-        (PlanError, "between repeated blocks", {"tensor_parallel_size": 2, "tensor_parallel_sequence": True}),
-        (PlanError, "one stack of blocks", {"sequence_parallel_size": 2}),
-        (ConfigError, "there is one", {"activation_checkpointing": "full", "activation_partitioning": True}),
+        (PlanError, "does not divide the 2 ranks", {"parallel.tensor.size": 3}),
+        (PlanError, "between repeated blocks", {"parallel.tensor.size": 2, "parallel.tensor.sequence_parallel": True}),
+        (PlanError, "one stack of blocks", {"parallel.context": 2}),
+        (ConfigError, "there is one", {"activations.checkpointing": "full", "activations.partitioning": True}),
     ]
     for error, words, options in cases:
         with pytest.raises(error, match=words):
-            trainer_of(ZeROStrategy(1, **options), max_epochs=1).fit(MLP(), data())
+            trainer_of(ZeROStrategy(1, **nested(options)), max_epochs=1).fit(MLP(), data())
     for words, options in {
-        "activation_checkpointing": {"activation_partitioning": True},
-        "need tensor_parallel_size": {"tensor_parallel_sequence": True},
-        "Got sequence_parallel_size=0": {"sequence_parallel_size": 0},
+        "activations.checkpointing": {"activations.partitioning": True},
+        "need parallel.tensor": {"parallel.tensor.sequence_parallel": True},
+        "Got parallel.context=0": {"parallel.context": 0},
     }.items():
         with pytest.raises(ConfigError, match=words):
-            ZeROStrategy(1, **options)
+            ZeROStrategy(1, **nested(options))
     assert dist.is_initialized()
 
 
@@ -308,7 +309,7 @@ def test_16_bit_is_as_good_as_data_parallel():
     """Error against fp32 at most twice that of the same precision without divided layers."""
     fp32 = spawn(train, 1, Run(), init_process_group=False)[0]
     errors: dict[str, float] = {}
-    for name, options in {"dp": {"stage": 2}, "tp": {"stage": 2, "tensor_parallel_size": 2}}.items():
+    for name, options in {"dp": {"stage": 2}, "tp": {"stage": 2, "parallel.tensor.size": 2}}.items():
         run = Run(options, trainer={"precision": "bf16-true"})
         found = spawn(train, 2, run, init_process_group=False)[0]
         errors[name] = max(abs(a - b) for a, b in zip(fp32.losses, found.losses, strict=True))

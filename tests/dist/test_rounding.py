@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ls_strategy.config import nested
 from ls_strategy.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from ls_strategy.zero import rest
@@ -71,15 +72,15 @@ def stored(rank: int, world_size: int, options: dict[str, Any]) -> Tensor:
     """Moments as they are stored, ``(steps, buffers, moments, NUMEL)``."""
     quiet()
     module = Same()
-    fit(ZeROStrategy(min_unit_numel=0, **options), module, max_steps=STEPS)
+    fit(ZeROStrategy(**nested({"sharding.min_unit_numel": 0, **options})), module, max_steps=STEPS)
     return torch.stack(module.codes).view(STEPS, 2, 2, NUMEL)
 
 
-@pytest.mark.parametrize("options", [{"stage": 1}, {"stage": 3, "offload_optimizer": "cpu"}], ids=str)
+@pytest.mark.parametrize("options", [{"stage": 1}, {"stage": 3, "offload.optimizer": "cpu"}], ids=str)
 @pytest.mark.parametrize("moments", ["bf16", "int8"])
 def test_every_rank_buffer_and_step_rounds_with_random_numbers_of_its_own(moments: str, options: Any) -> None:
     """The same number is stored everywhere: any two places agree no more often than chance has it."""
-    found = torch.stack(spawn(stored, 2, {**options, "moments": moments}, init_process_group=False))
+    found = torch.stack(spawn(stored, 2, {**options, "precision.moments": moments}, init_process_group=False))
     exact = torch.linspace(-1.7, 2.3, NUMEL).exp()
     for index, value in enumerate((exact, exact * exact)):
         places = found[:, :, :, index].reshape(-1, NUMEL)  # ranks, steps, buffers
@@ -95,7 +96,7 @@ def test_every_rank_buffer_and_step_rounds_with_random_numbers_of_its_own(moment
 @pytest.mark.parametrize("moments", ["fp32"])
 def test_what_is_not_rounded_is_the_same_everywhere(moments: str) -> None:
     """What the test above takes for granted."""
-    found = torch.stack(spawn(stored, 2, {"stage": 1, "moments": moments}, init_process_group=False))
+    found = torch.stack(spawn(stored, 2, {"stage": 1, "precision.moments": moments}, init_process_group=False))
     assert found.unique(dim=0).shape[0] == 1
     assert found.flatten(0, 2).unique(dim=0).shape[0] == 1
 
@@ -113,7 +114,7 @@ def test_parts_of_a_buffer_that_are_updated_apart_round_with_random_numbers_of_t
 def stored_in_groups(rank: int, world_size: int, moments: str) -> Tensor:
     quiet()
     module = Same(groups=True)
-    fit(ZeROStrategy(1, min_unit_numel=0, moments=moments), module, max_steps=STEPS)  # type: ignore[arg-type]
+    fit(ZeROStrategy(1, sharding={"min_unit_numel": 0}, precision={"moments": moments}), module, max_steps=STEPS)  # type: ignore[arg-type]
     return torch.stack(module.codes).view(STEPS, 2, 2, 2 * NUMEL)
 
 
@@ -127,11 +128,15 @@ def test_a_buffer_updated_in_portions_is_rounded_as_in_one(moments: str, tmp_pat
 def stored_in_portions(rank: int, world_size: int, moments: str, folder: str) -> tuple[Tensor, Tensor]:
     quiet()
     modules = Same(PORTION), Same(PORTION)
-    shared: dict[str, Any] = {"min_unit_numel": 0, "moments": moments, "overlap_step": False}
-    fit(ZeROStrategy(1, offload_optimizer="cpu", **shared), modules[0], max_steps=STEPS)
+    shared: dict[str, Any] = {
+        "sharding.min_unit_numel": 0,
+        "precision.moments": moments,
+        "sharding.overlap_step": False,
+    }
+    fit(ZeROStrategy(1, **nested({"offload.optimizer": "cpu", **shared})), modules[0], max_steps=STEPS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rest, "CHUNK", PORTION)
-        drive = {"offload_optimizer": "nvme", "nvme_path": folder, "nvme_allow_ram": True}
-        fit(ZeROStrategy(1, **drive, **shared), modules[1], max_steps=STEPS)
+        drive = {"offload.optimizer": "nvme", "offload.nvme_path": folder, "offload.nvme_allow_ram": True}
+        fit(ZeROStrategy(1, **nested({**drive, **shared})), modules[1], max_steps=STEPS)
     whole, portions = (torch.stack(module.codes) for module in modules)
     return whole, portions

@@ -43,7 +43,7 @@ def test_figure_1_of_the_paper() -> None:
 
 def test_traffic_is_section_7_of_the_paper_on_any_number_of_ranks() -> None:
     """In the parameters' 2 bytes, as on gloo: 2 P, 2 P, 2 P, and 3 P less what is not gathered a second time."""
-    base = ZeROConfig(min_unit_numel=0)
+    base = ZeROConfig(sharding={"min_unit_numel": 0})
     with forecaster_of(SMALL, min_unit_numel=0) as forecaster:
         for ranks, candidate in itertools.product(RANKS, CANDIDATES[:4]):
             sent = forecaster.forecast(candidate, Hardware(ranks=ranks, device="cpu")).traffic.sent

@@ -30,34 +30,34 @@ def at_stages(world: int, stages: tuple[int, ...] = (1, 2, 3), **options: Any) -
 
 @pytest.mark.parametrize(("world", "size"), [(4, 2), *(pytest.param(n, n, marks=pytest.mark.slow) for n in (2, 4))])
 def test_losses_norms_and_weights_are_those_of_one_process(world, size):
-    at_stages(world, sequence_parallel_size=size)
+    at_stages(world, **{"parallel.context": size})
 
 
 def test_with_divided_layers():
-    at_stages(4, (1, 3), sequence_parallel_size=2, tensor_parallel_size=2)
+    at_stages(4, (1, 3), **{"parallel.context": 2}, **{"parallel.tensor.size": 2})
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_with_divided_layers_and_two_replicas():
-    at_stages(8, (1, 3), sequence_parallel_size=2, tensor_parallel_size=2)
+    at_stages(8, (1, 3), **{"parallel.context": 2}, **{"parallel.tensor.size": 2})
 
 
 @pytest.mark.parametrize("shape", [{"positions": "learned"}, {"num_kv_heads": 2}, {"num_kv_heads": 1}], ids=str)
 def test_variants_of_the_model(shape):
     expected = spawn(train_all, 1, [Run(shape=shape)], init_process_group=False)[0][0]
-    run = Run({"stage": 2, "sequence_parallel_size": 2}, shape)
+    run = Run({"stage": 2, "parallel.context": 2}, shape)
     assert not unequal(expected, [run], spawn(train_all, 2, [run], init_process_group=False)[0])
 
 
 def test_recompute_and_offload_change_no_bit():
     """Dropout on, so that what is drawn in recomputation counts too."""
-    shared = {"stage": 3, "sequence_parallel_size": 2}
+    shared = {"stage": 3, "parallel.context": 2}
     more: list[dict[str, Any]] = [
         {},
-        {"activation_checkpointing": "full"},
-        {"activation_checkpointing": "selective"},
-        {"activation_offload": "cpu"},
+        {"activations.checkpointing": "full"},
+        {"activations.checkpointing": "selective"},
+        {"activations.offload": "cpu"},
     ]
     runs = [Run({**shared, **options}, {"dropout": 0.2}, steps=6) for options in more]
     plain, *others = spawn(train_all, 2, runs, init_process_group=False)[0]
@@ -70,7 +70,7 @@ def test_recompute_and_offload_change_no_bit():
 def test_traffic_is_eight_exchanges_per_block_and_micro_batch(size):
     """b * t * h / n elements each, of which (n - 1) / n leave; and four more, when the first step checks a block."""
     steps, blocks, b, t, h = 5, 2, 4, 16, 32
-    run = Run({"stage": 2, "sequence_parallel_size": size}, steps=steps)
+    run = Run({"stage": 2, "parallel.context": size}, steps=steps)
     one = b * t * h // size * (size - 1) // size
     for outcome in spawn(train_all, size, [run], init_process_group=False):
         assert outcome[0].notes["sequence"]["all_to_all"] == (8 * blocks * steps + 4) * one
@@ -80,11 +80,11 @@ def test_a_checkpoint_goes_on_at_any_size(tmp_path):
     steps, half = 8, 4
     whole = spawn(train_all, 1, [Run(steps=steps)], init_process_group=False)[0][0]
     path = str(tmp_path / "half.ckpt")
-    shared = {"stage": 3, "sequence_parallel_size": 2}
+    shared = {"stage": 3, "parallel.context": 2}
     spawn(train_all, 4, [Run(shared, steps=steps, save=(half, path))], init_process_group=False)
     layouts: dict[int, list[dict[str, Any]]] = {
-        2: [shared, {"stage": 2, "tensor_parallel_size": 2}, {"stage": 1}],
-        4: [{"stage": 1, "sequence_parallel_size": 4}, {**shared, "tensor_parallel_size": 2}],
+        2: [shared, {"stage": 2, "parallel.tensor.size": 2}, {"stage": 1}],
+        4: [{"stage": 1, "parallel.context": 4}, {**shared, "parallel.tensor.size": 2}],
     }
     for world, choices in layouts.items():
         runs = [Run(options, steps=steps, resume=path) for options in choices]

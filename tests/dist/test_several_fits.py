@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
+from ls_strategy.config import nested
 from ls_strategy.strategy import ZeROStrategy
 from tests.dist.ranks import STAGES, Net, assert_close, fit, on_ranks, weights
 
 OFFLOADS: dict[str, dict[str, Any]] = {
     "device": {},
-    "host": {"offload_optimizer": "cpu"},
-    "drive": {"offload_optimizer": "nvme", "nvme_allow_ram": True},
+    "host": {"offload.optimizer": "cpu"},
+    "drive": {"offload.optimizer": "nvme", "offload.nvme_allow_ram": True},
 }
 
 
@@ -37,11 +38,11 @@ def threads_when_ended(at_most: int) -> int:
 @on_ranks(2)
 def test_nothing_of_a_fit_is_left(rank: int, world_size: int, tier: str, tmp_path: Any) -> None:
     stages = (0, 1, 2, 3) if tier == "device" else (2, 3)
-    options = {**OFFLOADS[tier], **({"nvme_path": str(tmp_path)} if tier == "drive" else {})}
+    options = {**OFFLOADS[tier], **({"offload.nvme_path": str(tmp_path)} if tier == "drive" else {})}
     counts: dict[int, int] = {}
     for number in range(2):
         for stage in stages:
-            strategy = ZeROStrategy(stage, min_unit_numel=0, **options)
+            strategy = ZeROStrategy(stage, **nested({"sharding.min_unit_numel": 0, **options}))
             model = Net()
             fit(strategy, model)
             engine = strategy.require_engine()

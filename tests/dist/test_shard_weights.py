@@ -13,7 +13,7 @@ import torch
 from torch import distributed as dist
 
 from ls_strategy import PlanError
-from ls_strategy.config import OffloadConfig
+from ls_strategy.config import TierConfig
 from ls_strategy.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from ls_strategy.zero import weights as by_memory
@@ -21,9 +21,9 @@ from tests.dist.models import Case, Net, Result, loader, quiet, run_all, same_bi
 
 NORM: dict[str, Any] = {"clip": "norm", "clip_at": 0.05}
 VALUE: dict[str, Any] = {"clip": "value", "clip_at": 0.01}
-CPU = (("offload_optimizer", "cpu"),)
-BOTH = (("offload_optimizer", "cpu"), ("offload_param", "cpu"))
-NVME = (("offload_optimizer", "nvme"), ("nvme_allow_ram", True))
+CPU = (("offload.optimizer", "cpu"),)
+BOTH = (("offload.optimizer", "cpu"), ("offload.parameters", "cpu"))
+NVME = (("offload.optimizer", "nvme"), ("offload.nvme_allow_ram", True))
 
 FIRST = [
     Case(stage=stage, steps=5, traits=("uneven", "frozen", "tied"), accumulate=2, **NORM) for stage in (1, 2, 3)
@@ -43,18 +43,27 @@ MORE = [
     )
 ] + [
     Case(stage=stage, steps=6, options=options, accumulate=accumulate, **clip)
-    for stage, options in ((1, CPU), (2, CPU), (3, BOTH), (1, NVME), (3, NVME), (3, (*NVME, ("offload_param", "nvme"))))
+    for stage, options in (
+        (1, CPU),
+        (2, CPU),
+        (3, BOTH),
+        (1, NVME),
+        (3, NVME),
+        (3, (*NVME, ("offload.parameters", "nvme"))),
+    )
     for accumulate, clip in ((1, NORM), (3, {}))
 ]
 
 
 def weighted(case: Case, *weights: float) -> Case:
-    return replace(case, options=(*case.options, ("shard_weights", list(weights))))
+    return replace(case, options=(*case.options, ("sharding.rank_weights", list(weights))))
 
 
 def compare(world_size: int, cases: list[Case], weights: tuple[float, ...], folder: Path) -> None:
     placed = [
-        replace(c, options=(*c.options, ("nvme_path", str(folder)))) if dict(c.options).get("nvme_allow_ram") else c
+        replace(c, options=(*c.options, ("offload.nvme_path", str(folder))))
+        if dict(c.options).get("offload.nvme_allow_ram")
+        else c
         for c in cases
     ]
     both = [each for case in placed for each in (case, weighted(case, *weights))]
@@ -193,7 +202,7 @@ def small_moments(rank: int, world_size: int) -> list[tuple[list[float], list[in
     found = []
     for moments in ("bf16", "int8"):
         for weights in ((), (3, 1)):
-            case = Case(stage=3, steps=20, width=32, options=(("moments", moments),))
+            case = Case(stage=3, steps=20, width=32, options=(("precision.moments", moments),))
             case = weighted(case, *weights) if weights else case
             net = Net(case)
             trainer: Any = trainer_of(case, world_size)
@@ -219,7 +228,7 @@ def auto(rank: int, world_size: int) -> list[tuple[int, str]]:
     found = []
     for sizes in ((80, 40), (80, 80)):
         by_memory.memory_bytes = lambda device, sizes=sizes: sizes[rank] << 31  # two ranks share their host's
-        case = Case(stage=3, steps=2, width=32, options=(("shard_weights", "auto"),))
+        case = Case(stage=3, steps=2, width=32, options=(("sharding.rank_weights", "auto"),))
         trainer: Any = trainer_of(case, world_size)
         trainer.fit(Net(case), loader(case, world_size))
         engine = trainer.strategy.require_engine()
@@ -241,7 +250,7 @@ def refusals(rank: int, world_size: int) -> list[str]:
         trainer = pl.Trainer(
             accelerator="cpu",
             devices=world_size,
-            strategy=ZeROStrategy(stage=2, shard_weights=mine),
+            strategy=ZeROStrategy(stage=2, sharding={"rank_weights": mine}),
             max_steps=2,
             logger=False,
             enable_checkpointing=False,
@@ -261,5 +270,7 @@ def test_weights_that_do_not_fit_are_refused_on_all_ranks() -> None:
 
 
 def test_offload_config_and_weights_go_together() -> None:
-    strategy = ZeROStrategy(stage=1, shard_weights=[2, 1], offload_optimizer=OffloadConfig(tier="cpu", ratio=0.5))
-    assert strategy.config.shard_weights == (2, 1)
+    strategy = ZeROStrategy(
+        stage=1, sharding={"rank_weights": [2, 1]}, offload={"optimizer": TierConfig(tier="cpu", ratio=0.5)}
+    )
+    assert strategy.config.sharding.rank_weights == (2, 1)

@@ -67,27 +67,33 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero1": {"stage": 1},
     "zero2": {"stage": 2},
     "zero3": {"stage": 3},
-    "tensor": {"stage": 1, "tensor_parallel_size": 2},
-    "tensor, stage 3": {"stage": 3, "tensor_parallel_size": 2},
-    "sequence": {"stage": 2, "sequence_parallel_size": 2},
-    "sequence, stage 3": {"stage": 3, "sequence_parallel_size": 2},
-    "pipeline": {"stage": 1, "pipeline_parallel_size": 2, "micro_batches": 2},
+    "tensor": {"stage": 1, "parallel.tensor.size": 2},
+    "tensor, stage 3": {"stage": 3, "parallel.tensor.size": 2},
+    "sequence": {"stage": 2, "parallel.context": 2},
+    "sequence, stage 3": {"stage": 3, "parallel.context": 2},
+    "pipeline": {"stage": 1, "parallel.pipeline.size": 2, "parallel.pipeline.micro_batches": 2},
     "pipeline, interleaved": {
-        "stage": 3, "pipeline_parallel_size": 2, "micro_batches": 2, "pipeline_schedule": "zbv",
+        "stage": 3, "parallel.pipeline.size": 2,
+        "parallel.pipeline.micro_batches": 2, "parallel.pipeline.schedule": "zbv",
     },
-    "experts": {"stage": 1, "expert_parallel_size": 2},
-    "experts, stage 3": {"stage": 3, "expert_parallel_size": 2},
+    "experts": {"stage": 1, "parallel.expert": 2},
+    "experts, stage 3": {"stage": 3, "parallel.expert": 2},
 }  # fmt: skip
 FOUR_RANKS: dict[str, dict[str, Any]] = {
-    "tensor": {"stage": 3, "tensor_parallel_size": 2},
-    "pipeline": {"stage": 1, "pipeline_parallel_size": 2, "micro_batches": 2},
-    "pipeline, tensor": {"stage": 1, "pipeline_parallel_size": 2, "tensor_parallel_size": 2, "micro_batches": 2},
-    "experts": {"stage": 2, "expert_parallel_size": 2},
+    "tensor": {"stage": 3, "parallel.tensor.size": 2},
+    "pipeline": {"stage": 1, "parallel.pipeline.size": 2, "parallel.pipeline.micro_batches": 2},
+    "pipeline, tensor": {
+        "stage": 1,
+        "parallel.pipeline.size": 2,
+        "parallel.tensor.size": 2,
+        "parallel.pipeline.micro_batches": 2,
+    },
+    "experts": {"stage": 2, "parallel.expert": 2},
     "experts, tensor": {
         "stage": 1,
-        "expert_parallel_size": 2,
-        "tensor_parallel_size": 2,
-        "tensor_parallel_plan": attention_plan(),
+        "parallel.expert": 2,
+        "parallel.tensor.size": 2,
+        "parallel.tensor.plan": attention_plan(),
     },
 }
 
@@ -105,7 +111,7 @@ def trusted(kind: type[Module], *, experts: bool) -> Outcome:
 def problems(world_size: int, layouts: dict[str, dict[str, Any]], kind: type[Module]) -> list[str]:
     found: list[str] = []
     for experts in (False, True):
-        runs = [run_of(o, experts=experts) for o in layouts.values() if ("expert_parallel_size" in o) is experts]
+        runs = [run_of(o, experts=experts) for o in layouts.values() if ("parallel.expert" in o) is experts]
         outcomes = spawn(train_all, world_size, runs, kind, init_process_group=False, timeout_s=120)[0]
         found += unequal(trusted(kind, experts=experts), runs, outcomes)
     return found

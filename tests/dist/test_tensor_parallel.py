@@ -23,7 +23,7 @@ def trusted(**shape: Any) -> Outcome:
 
 
 def at_every_stage(world: int, tp: int, shape: dict[str, Any] | None = None, **options: Any) -> None:
-    runs = [Run({"stage": s, "tensor_parallel_size": tp, **options}, shape or {}) for s in STAGES]
+    runs = [Run({"stage": s, "parallel.tensor.size": tp, **options}, shape or {}) for s in STAGES]
     found = spawn(train_all, world, runs, init_process_group=False, timeout_s=150)[0]
     assert not unequal(trusted(**(shape or {})), runs, found)
     for outcome in found[1:]:  # stage against stage: bit for bit
@@ -56,16 +56,16 @@ def test_variants_of_the_model(shape):
 
 @pytest.mark.parametrize(("world", "tp"), [pytest.param(2, 2, marks=pytest.mark.slow), (4, 2)])
 def test_tokens_between_the_layers_divided_too(world, tp):
-    at_every_stage(world, tp, tensor_parallel_sequence=True)
+    at_every_stage(world, tp, **{"parallel.tensor.sequence_parallel": True})
 
 
 def test_with_offload_recompute_and_partitioned_activations():
-    shared = {"tensor_parallel_size": 2}
+    shared = {"parallel.tensor.size": 2}
     runs = [
-        Run({**shared, "stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"}),
-        Run({**shared, "stage": 2, "activation_checkpointing": "full"}),
-        Run({**shared, "stage": 3, "activation_checkpointing": "full", "activation_partitioning": True}),
-        Run({**shared, "stage": 3, "activation_checkpointing": "selective", "activation_offload": "cpu"}),
+        Run({**shared, "stage": 3, "offload.optimizer": "cpu", "offload.parameters": "cpu"}),
+        Run({**shared, "stage": 2, "activations.checkpointing": "full"}),
+        Run({**shared, "stage": 3, "activations.checkpointing": "full", "activations.partitioning": True}),
+        Run({**shared, "stage": 3, "activations.checkpointing": "selective", "activations.offload": "cpu"}),
         Run({**shared, "stage": 1}, trainer={"gradient_clip_val": 0.5}),
         Run({**shared, "stage": 1}, trainer={"accumulate_grad_batches": 2}),
     ]
@@ -79,7 +79,7 @@ def test_with_offload_recompute_and_partitioned_activations():
 def test_traffic_is_four_sums_per_block_and_micro_batch(tp):
     """b * t * h elements each, of which a rank of n sends 2 (n - 1) / n; and those of embedding, head and loss."""
     steps = 5
-    found = spawn(train_all, tp, [Run({"stage": 1, "tensor_parallel_size": tp}, steps=steps)], init_process_group=False)
+    found = spawn(train_all, tp, [Run({"stage": 1, "parallel.tensor.size": tp}, steps=steps)], init_process_group=False)
     b, t, h, blocks = 4, 16, 32, 2
     sums = 4 * blocks + 2  # the embedding's in forward, the head's in backward
     per_token = 3  # of the loss: the largest logit, the sum of exponentials, the target's logit
@@ -97,16 +97,16 @@ def test_a_checkpoint_goes_on_at_any_size(tmp_path, save_as):
     whole = spawn(train_all, 1, [Run(steps=CHECKPOINT_STEPS)], init_process_group=False)[0][0]
     half = CHECKPOINT_STEPS // 2
     layouts: dict[str, tuple[int, dict[str, Any]]] = {
-        "tp2": (2, {"stage": 2, "tensor_parallel_size": 2}),
-        "tp4": (4, {"stage": 3, "tensor_parallel_size": 4}),
-        "tp2 dp2": (4, {"stage": 1, "tensor_parallel_size": 2}),
+        "tp2": (2, {"stage": 2, "parallel.tensor.size": 2}),
+        "tp4": (4, {"stage": 3, "parallel.tensor.size": 4}),
+        "tp2 dp2": (4, {"stage": 1, "parallel.tensor.size": 2}),
         "dp2": (2, {"stage": 3}),
     }
     saved: dict[str, str] = {}
     for name in ("tp2", "tp4") if save_as == "sharded" else ("tp2",):
         world, options = layouts[name]
         saved[name] = str(tmp_path / f"{name}.ckpt")
-        run = Run({**options, "save_as": save_as}, steps=CHECKPOINT_STEPS, save=(half, saved[name]))
+        run = Run({**options, "checkpoint.format": save_as}, steps=CHECKPOINT_STEPS, save=(half, saved[name]))
         spawn(train_all, world, [run], init_process_group=False)
     for world in (2, 4):
         runs = [
@@ -124,9 +124,9 @@ def test_a_checkpoint_goes_on_at_any_size(tmp_path, save_as):
 
 def test_a_folder_saved_in_parts_consolidates_to_the_single_file(tmp_path):
     path = {kind: str(tmp_path / f"{kind}.ckpt") for kind in ("sharded", "file", "consolidated")}
-    options = {"stage": 2, "tensor_parallel_size": 2}
+    options = {"stage": 2, "parallel.tensor.size": 2}
     for kind in ("sharded", "file"):
-        run = Run({**options, "save_as": kind}, steps=2, save=(2, path[kind]))
+        run = Run({**options, "checkpoint.format": kind}, steps=2, save=(2, path[kind]))
         spawn(train_all, 4, [run], init_process_group=False)
     assert main(["consolidate", path["sharded"], path["consolidated"]]) == 0
     expected = torch.load(path["file"], weights_only=True)

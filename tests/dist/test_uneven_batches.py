@@ -181,7 +181,7 @@ def test_a_stop_iteration_in_one_ranks_loader_ends_its_data(rank: int, world_siz
 @on_ranks(2)
 def test_a_pipeline(rank: int, world_size: int) -> None:
     data = DataLoader(TensorDataset(*(t[: 2 * (FEW, MORE)[rank]] for t in samples(2 * MORE))), batch_size=2)
-    message, _ = run(ZeROStrategy(1, pipeline_parallel_size=2, micro_batches=2), "fit", data)
+    message, _ = run(ZeROStrategy(1, parallel={"pipeline": {"size": 2, "micro_batches": 2}}), "fit", data)
     assert "Got 4 batches on rank 0" in message
 
 

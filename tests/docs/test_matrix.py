@@ -12,17 +12,18 @@ from torch import Tensor
 
 from docs.examples.model import Model, data
 from ls_strategy import GatedFeedForward, MoE, ZeROStrategy, moe_losses
+from ls_strategy.config import nested
 from tests.dist.ranks import on_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.dist]
 
 DIVIDED: list[dict[str, Any]] = [
-    {"tensor_parallel_size": 2},
-    {"sequence_parallel_size": 2},
-    {"pipeline_parallel_size": 2, "micro_batches": 4},
-    {"expert_parallel_size": 2},
-    {"activation_checkpointing": "full"},
-    {"activation_offload": "cpu"},
+    {"parallel.tensor.size": 2},
+    {"parallel.context": 2},
+    {"parallel.pipeline.size": 2, "parallel.pipeline.micro_batches": 4},
+    {"parallel.expert": 2},
+    {"activations.checkpointing": "full"},
+    {"activations.offload": "cpu"},
 ]
 
 
@@ -49,8 +50,12 @@ class Sparse(Validates):
 def fit(folder: Any, *, averages: bool = False, **options: Any) -> tuple[float, float]:
     """Loss of the last step, and of the validation after it."""
     torch.manual_seed(1)
-    module = Sparse() if "expert_parallel_size" in options else Validates()
-    strategy = ZeROStrategy(**options, min_unit_numel=0, nvme_path=str(folder), nvme_allow_ram=True)
+    module = Sparse() if "parallel.expert" in options else Validates()
+    strategy = ZeROStrategy(
+        **nested(
+            {**options, "sharding.min_unit_numel": 0, "offload.nvme_path": str(folder), "offload.nvme_allow_ram": True}
+        )
+    )
     trainer = pl.Trainer(
         accelerator="cpu", devices=2, strategy=strategy, callbacks=[Averages()] if averages else [],
         max_steps=4, val_check_interval=2, logger=False,
@@ -69,7 +74,7 @@ def test_the_numbers_do_not_depend_on_where_states_rest(
     for stage, parameters in ((2, False), (3, True)):
         trusted = fit(tmp_path, stage=stage, **options)
         for tier in ("cpu", "nvme"):
-            rest = {"offload_optimizer": tier, **({"offload_param": tier} if parameters else {})}
+            rest = {"offload.optimizer": tier, **({"offload.parameters": tier} if parameters else {})}
             assert fit(tmp_path, stage=stage, **rest, **options) == trusted, (stage, tier)
 
 
@@ -80,4 +85,4 @@ def test_weight_averaging_with_states_elsewhere(rank: int, world_size: int, tmp_
         trusted = fit(tmp_path, averages=True, stage=stage)
         assert trusted[1] != fit(tmp_path, stage=stage)[1]
         for tier in ("cpu", "nvme"):
-            assert fit(tmp_path, averages=True, stage=stage, offload_optimizer=tier) == trusted, (stage, tier)
+            assert fit(tmp_path, averages=True, stage=stage, **{"offload.optimizer": tier}) == trusted, (stage, tier)

@@ -268,7 +268,7 @@ def check(
 
 def test_predict_writes_the_texts_of_one_process_under_every_strategy(tmp_path: Path) -> None:
     """Five prompts over two replicas: one is computed twice, and written once."""
-    tensor = ZeROStrategy(stage=1, tensor_parallel_size=2)
+    tensor = ZeROStrategy(stage=1, parallel={"tensor": 2})
     check(tmp_path, {"zero3_offload": "zero3_offload", "tp2": tensor}, GPTModule, {"tp2": 1}, {"tp2": 2})
 
 
@@ -280,9 +280,9 @@ def test_predict_at_every_stage(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_predict_where_layers_and_sequences_are_divided_otherwise(tmp_path: Path) -> None:
     runs = {
-        "tokens": ZeROStrategy(stage=2, tensor_parallel_size=2, tensor_parallel_sequence=True),
-        "sp2": ZeROStrategy(stage=3, sequence_parallel_size=2),
-        "tp2_zero3": ZeROStrategy(stage=3, tensor_parallel_size=2),
+        "tokens": ZeROStrategy(stage=2, parallel={"tensor": {"size": 2, "sequence_parallel": True}}),
+        "sp2": ZeROStrategy(stage=3, parallel={"context": 2}),
+        "tp2_zero3": ZeROStrategy(stage=3, parallel={"tensor": 2}),
     }
     check(tmp_path, runs, GPTModule, dict.fromkeys(runs, 1), {"tokens": math.inf, "tp2_zero3": 2})
 
@@ -290,16 +290,16 @@ def test_predict_where_layers_and_sequences_are_divided_otherwise(tmp_path: Path
 @pytest.mark.slow
 def test_predict_with_experts_on_other_ranks_whose_prompts_differ(tmp_path: Path) -> None:
     runs = {
-        "ep2": ZeROStrategy(stage=0, expert_parallel_size=2),
-        "ep2_zero3": ZeROStrategy(stage=3, expert_parallel_size=2),
-        "tp2": ZeROStrategy(stage=1, tensor_parallel_size=2),
+        "ep2": ZeROStrategy(stage=0, parallel={"expert": 2}),
+        "ep2_zero3": ZeROStrategy(stage=3, parallel={"expert": 2}),
+        "tp2": ZeROStrategy(stage=1, parallel={"tensor": 2}),
         "zero1": "zero1",
     }
     check(tmp_path, runs, MoEGPTModule, {"tp2": 1}, {"tp2": 2})
 
 
 def predict_in_a_pipeline(rank: int, world_size: int, folder: str, cache: str) -> str:
-    strategy = ZeROStrategy(stage=0, pipeline_parallel_size=2, micro_batches=2)
+    strategy = ZeROStrategy(stage=0, parallel={"pipeline": {"size": 2, "micro_batches": 2}})
     with pytest.raises(PlanError) as error:
         predict(rank, world_size, {"pp2": strategy}, folder, cache, GPTModule)
     return str(error.value)

@@ -492,7 +492,7 @@ def test_what_was_chosen_is_told(drive: Drive) -> None:
 
 
 def test_wrong_choices(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="without activation_checkpointing"):
+    with pytest.raises(ConfigError, match=r"without activations\.checkpointing"):
         Activations(Net(), CPU, partition=Axis("tensor"))
     with pytest.raises(ConfigError, match="without a folder"):
         Activations(Net(), CPU, offload=options("nvme"))

@@ -241,7 +241,8 @@ def test_cli_takes_a_class_path_from_yaml_without_any_registration(tmp_path: Pat
     config = tmp_path / "config.yaml"
     config.write_text(
         "trainer:\n  strategy:\n    class_path: ls_strategy.ZeROStrategy\n"
-        "    init_args:\n      stage: 2\n      reduce_dtype: fp32\n      unit_classes: [Linear]\n"
+        "    init_args:\n      stage: 2\n"
+        "      precision: {reduce_dtype: fp32}\n      sharding: {block_classes: [Linear]}\n"
     )
     out = check(CLI.format(imports=""), f"--config={config}", *QUIET, LS_STRATEGY_AUTOLOAD="0")
     assert "ZeROStrategy" in out

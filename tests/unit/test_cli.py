@@ -30,8 +30,8 @@ def test_tune_io_prints_a_table_and_the_setting_and_leaves_nothing(tmp_path):
     assert {(row[0], row[1]) for row in table} == {("0.25", "1"), ("0.25", "2"), ("0.5", "1"), ("0.5", "2")}
     speeds = [float(row[4]) for row in table]
     assert speeds == sorted(speeds, reverse=True)
-    assert f"    nvme_path: {tmp_path}" in lines
-    assert "    nvme_io: {block_bytes: " in done.stdout
+    assert f"      nvme_path: {tmp_path}" in lines
+    assert "      nvme_io: {block_bytes: " in done.stdout
     assert "round 1, 4/4" in done.stderr
     assert not list(tmp_path.iterdir())
 
@@ -40,7 +40,7 @@ def test_the_snippet_is_yaml_that_the_options_accept(tmp_path, capsys):
     yaml = pytest.importorskip("yaml")
     assert cli.main(["tune-io", str(tmp_path), *SMALL, "--buffered"]) == 0
     text = capsys.readouterr().out
-    options = yaml.safe_load(text[text.index("strategy:") :])["strategy"]["init_args"]
+    options = yaml.safe_load(text[text.index("strategy:") :])["strategy"]["init_args"]["offload"]
     assert options["nvme_path"] == str(tmp_path)
     assert not NVMeIOConfig(**options["nvme_io"]).direct
 

@@ -181,7 +181,7 @@ def run_on_ranks(rank: int, world_size: int, folder: Path, names: list[str]) -> 
     """What each rank's layers counted, by strategy."""
     result = {}
     for name in names:
-        strategy: Any = name if name == "ddp" else ZeROStrategy(2, expert_parallel_size=int(name[-1]))
+        strategy: Any = name if name == "ddp" else ZeROStrategy(2, parallel={"expert": int(name[-1])})
         module = Net()
         fit(module, folder / name, callbacks=[ExpertMonitor(EVERY)], devices=world_size, strategy=strategy)
         result[name] = module.interval

@@ -54,7 +54,7 @@ def test_experts_are_folded_over_the_ranks_of_a_stage(world, tensor, sequence, p
 
 
 def test_experts_that_do_not_divide_the_ranks_are_refused():
-    with pytest.raises(PlanError, match=r"expert_parallel_size=3 does not divide the 4 ranks, over which"):
+    with pytest.raises(PlanError, match=r"parallel.expert=3 does not divide the 4 ranks, over which"):
         MeshShape.of(4, expert=3)
     with pytest.raises(PlanError, match=r"the 2 ranks of each of the 2 pipeline stages"):
         MeshShape.of(4, pipeline=2, expert=4)
@@ -67,5 +67,5 @@ def test_ranks_that_share_layers_are_neighbours():
 
 
 def test_sizes_that_do_not_divide_the_world_are_refused():
-    with pytest.raises(PlanError, match=r"tensor_parallel_size=2 times sequence_parallel_size=2 is 4 ranks.*6 ranks"):
+    with pytest.raises(PlanError, match=r"parallel.tensor=2 times parallel.context=2 is 4 ranks.*6 ranks"):
         MeshShape.of(6, tensor=2, sequence=2)

@@ -31,7 +31,7 @@ from torch import nn
 import ls_strategy
 from ls_strategy import ZeROStrategy
 from ls_strategy.checked import hints_of
-from ls_strategy.config import ParallelConfig, ZeROConfig
+from ls_strategy.config import ParallelConfig, ZeROConfig, nested
 from ls_strategy.errors import LSError
 from ls_strategy.inference.sampling import SamplingConfig
 
@@ -213,28 +213,42 @@ def test_every_option_of_the_strategy_has_a_hint_that_is_checked() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"min_unit_numel": "1"}, r"Got min_unit_numel='1', but .*whole number. Set min_unit_numel=1\."),
+        (
+            {"sharding.min_unit_numel": "1"},
+            r"Got sharding.min_unit_numel='1', but .*whole number. Set sharding.min_unit_numel=1\.",
+        ),
         ({"timeout": 5}, r"Got timeout=5, but .*timedelta.* Set timeout=datetime\.timedelta\(seconds=5\)"),
-        ({"async_save": "no"}, r"Got async_save='no', but .*True or False. Set async_save=False\."),
+        (
+            {"checkpoint.background": "no"},
+            r"Got checkpoint.background='no', but .*True or False. Set checkpoint.background=False\.",
+        ),
         ({"stage": True}, r"Got stage=True, but .*0, 1, 2, 3 or 'auto'. Set stage=1\."),
-        ({"loss_scale": {"static": math.inf}}, r"Got LossScaleConfig\(static=inf\).*finite number above 0"),
-        ({"pipeline_schedule": "x"}, r"Got pipeline_schedule='x', but .*'zbv' or 'dualpipe_v'"),
-        ({"pipeline_schedule": "zbv"}, r"Got pipeline_schedule='zbv', but it requires a pipeline"),
-        ({"offload_optimizer": {"teir": "cpu"}}, r"no field 'teir'. Did you mean 'tier'\?"),
-        ({"nvme_io": {"parallelism": 10**6}}, r"Got NVMeIOConfig\(parallelism=1000000\).*from 1 to 1,024"),
-        ({"unit_classes": "Block"}, r"Got unit_classes='Block', but .*a list of texts.* Set unit_classes=\['Block'\]"),
+        ({"precision.loss_scale": {"static": math.inf}}, r"Got LossScaleConfig\(static=inf\).*finite number above 0"),
+        ({"parallel.pipeline.schedule": "x"}, r"Got parallel.pipeline.schedule='x', but .*'zbv' or 'dualpipe_v'"),
+        ({"parallel.pipeline.schedule": "zbv"}, r"Got parallel.pipeline.schedule='zbv', but it requires a pipeline"),
+        ({"offload.optimizer": {"teir": "cpu"}}, r"no field 'teir'. Did you mean 'tier'\?"),
+        ({"offload.nvme_io": {"parallelism": 10**6}}, r"Got NVMeIOConfig\(parallelism=1000000\).*from 1 to 1,024"),
+        (
+            {"sharding.block_classes": "Block"},
+            r"Got sharding.block_classes='Block', but .*a list of texts.* Set sharding.block_classes=\['Block'\]",
+        ),
         ({"start_method": "pop"}, r"Set start_method='popen'"),
     ],
 )
 def test_messages_have_value_rule_and_cure(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ls_strategy.ConfigError, match=message):
-        ZeROStrategy(**given)
+        ZeROStrategy(**nested(given))
 
 
 def test_a_dataclass_may_be_a_dictionary_as_in_yaml() -> None:
-    by_dict = ZeROStrategy(offload_optimizer={"tier": "cpu", "ratio": 0.5}, nvme_io={"parallelism": np.int64(2)})
+    by_dict = ZeROStrategy(
+        offload={"optimizer": {"tier": "cpu", "ratio": 0.5}, "nvme_io": {"parallelism": np.int64(2)}}
+    )
     by_class = ZeROStrategy(
-        offload_optimizer=ls_strategy.OffloadConfig(ratio=0.5), nvme_io=ls_strategy.NVMeIOConfig(parallelism=2)
+        offload={
+            "optimizer": ls_strategy.TierConfig(tier="cpu", ratio=0.5),
+            "nvme_io": ls_strategy.NVMeIOConfig(parallelism=2),
+        }
     )
     assert by_dict.config == by_class.config
 
@@ -250,7 +264,7 @@ def test_what_is_accepted_trains_or_is_refused_before(tmp_path: Path, monkeypatc
     for option in options(ZeROStrategy):
         for value in WRONG:
             try:
-                strategy = ZeROStrategy(**{option: value})
+                strategy = ZeROStrategy(**nested({option: value}))
             except LSError:
                 continue
 

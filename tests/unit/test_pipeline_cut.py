@@ -85,7 +85,9 @@ def test_the_stack_is_the_longest_row_that_is_not_inside_another() -> None:
     assert list(find_blocks(Wrapper(gpt()), 2)) == [f"model.blocks.{i}" for i in range(6)]
     model = nn.Sequential(*(nn.Sequential(*(nn.Linear(1, 1) for _ in range(9))) for _ in range(3)))
     assert list(find_blocks(model, 3)) == ["0", "1", "2"]
-    with pytest.raises(PlanError, match=r"'0' and '1' have 9 modules each: name the one to divide \(pipeline_blocks"):
+    with pytest.raises(
+        PlanError, match=r"'0' and '1' have 9 modules each: name the one to divide \(parallel.pipeline.blocks"
+    ):
         find_blocks(model, 4)
     assert next(iter(find_blocks(model, 4, "1"))) == "1.0"
 
@@ -113,7 +115,7 @@ def test_layers_of_the_model_come_first() -> None:
 def test_what_cannot_be_cut_is_refused_by_name() -> None:
     with pytest.raises(PlanError, match=r"Linear has no ModuleList or Sequential of 2 modules or more.*to_layers"):
         find_blocks(nn.Linear(1, 1), 2)
-    with pytest.raises(PlanError, match=r"pipeline_blocks='blocs'.*There is: 'blocks'"):
+    with pytest.raises(PlanError, match=r"parallel.pipeline.blocks='blocs'.*There is: 'blocks'"):
         find_blocks(gpt(), 2, "blocs")
     with pytest.raises(PlanError, match="6 blocks are too few for 8 stages"):
         find_blocks(gpt(), 8, "blocks")

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from ls_strategy.comm import Comm
-from ls_strategy.config import ActivationOffloadConfig, OffloadConfig, RecomputeConfig, ZeROConfig
+from ls_strategy.config import ActivationOffloadConfig, RecomputeConfig, TierConfig, ZeROConfig
 from ls_strategy.errors import ConfigError, PlanError
 from ls_strategy.planner.candidates import Candidate, ladder
 from ls_strategy.planner.choice import Question, choose, explain, smallest
@@ -64,7 +64,7 @@ def question(**run):
         [torch.optim.AdamW(module.parameters())],
         resolve_precision("32-true"),
         [torch.randn(5, 16)],
-        Run(config=ZeROConfig(min_unit_numel=0), **run),
+        Run(config=ZeROConfig(sharding={"min_unit_numel": 0}), **run),
     )
 
 
@@ -100,7 +100,7 @@ def test_the_plan_scales_as_the_formula(stage, ranks):
     """A plan counts padding, too: below 5 % of a model of this size."""
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
     states = ModelStates(model, [torch.optim.AdamW(model.parameters())], resolve_precision("bf16-true"))
-    plan = states.plan(ZeROConfig(stage=stage, min_unit_numel=0), ranks)
+    plan = states.plan(ZeROConfig(stage=stage, sharding={"min_unit_numel": 0}), ranks)
     numel = sum(p.numel() for p in model.parameters())
     formula = POLICIES[stage].bytes_per_rank(numel, ranks, gradient_bytes=4)
     counted = sum(plan.state_bytes().values())
@@ -132,8 +132,8 @@ def test_bytes_that_an_optimizer_keeps_per_element(make, expected):
 
 def test_moments_in_fewer_bits():
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(3))])
-    assert moment_bytes(optimizer, ZeROConfig(moments="bf16")) == 4
-    assert 2 < moment_bytes(optimizer, ZeROConfig(moments="int8")) < 2.1
+    assert moment_bytes(optimizer, ZeROConfig(precision={"moments": "bf16"})) == 4
+    assert 2 < moment_bytes(optimizer, ZeROConfig(precision={"moments": "int8"})) < 2.1
 
 
 # candidates ----------------------------------------------------------------------------------------------------------
@@ -147,14 +147,14 @@ def test_the_ladder_begins_with_nothing_and_ends_with_everything():
 
 
 def test_one_rank_divides_nothing_and_a_choice_of_the_user_stays():
-    assert [c.stage for c in ladder(ranks=1) if c.offload_optimizer is None] == [0, 0, 0]
+    assert [c.stage for c in ladder(ranks=1) if c.optimizer is None] == [0, 0, 0]
     chosen = RecomputeConfig(every=2)
     assert {c.recompute for c in ladder(ranks=4, recompute=chosen, drive=True)} == {chosen}
 
 
 def test_every_candidate_is_a_configuration():
     for candidate in ladder(ranks=4, drive=True):
-        assert candidate.config(ZeROConfig(min_unit_numel=7)).min_unit_numel == 7
+        assert candidate.config(ZeROConfig(sharding={"min_unit_numel": 7})).min_unit_numel == 7
 
 
 def test_aliases_of_candidates_mean_what_they_say():
@@ -280,7 +280,7 @@ def test_manual_optimization():
 
     module = Manual()
     optimizers = [torch.optim.AdamW(module.parameters())]
-    run = Run(config=ZeROConfig(min_unit_numel=0))
+    run = Run(config=ZeROConfig(sharding={"min_unit_numel": 0}))
     asked = Question(module, optimizers, resolve_precision("32-true"), [torch.randn(5, 16)], run)
     manual = asked.forecasts(Hardware(ranks=2, device="cpu"))
     automatic = question().forecasts(Hardware(ranks=2, device="cpu"))
@@ -430,5 +430,5 @@ def test_live_bytes_follow_views_resizes_and_ends():
 def test_a_plan_for_offload_is_the_engines():
     module = Net()
     states = ModelStates(module, [torch.optim.AdamW(module.parameters())], resolve_precision("32-true"))
-    config = ZeROConfig(stage=3, offload_optimizer=OffloadConfig(), min_unit_numel=0)
+    config = ZeROConfig(stage=3, offload={"optimizer": TierConfig(tier="cpu")}, sharding={"min_unit_numel": 0})
     assert states.plan(config, 2).bytes_by_tier()["cpu"]["optimizer"] > 0

@@ -71,7 +71,7 @@ trainer:
   precision: bf16-true
   strategy:
     class_path: ls_strategy.ZeROStrategy
-    init_args: {stage: 3, min_unit_numel: 0, pipeline_parallel_size: 2, micro_batches: 6}
+    init_args: {stage: 3, sharding: {min_unit_numel: 0}, parallel: {pipeline: {size: 2, micro_batches: 6}}}
 model:
   width: 128
 """
@@ -127,7 +127,7 @@ def test_options_of_the_program_count_over_its_files(config, capsys):
     assert told["parameters"] == 8 * 64 + 64 + 3 * (64 * 64 + 64)
     assert told["batch"] == "(5, 8) float32"
     assert told["ranks"] == 3
-    assert run(config, "--json", "--", "--trainer.strategy.init_args.micro_batches=8") == 0
+    assert run(config, "--json", "--", "--trainer.strategy.init_args.parallel.pipeline.micro_batches=8") == 0
     assert json.loads(capsys.readouterr().out)["pipeline_bubbles"]["1f1b"] == pytest.approx(1 / 9)
 
 

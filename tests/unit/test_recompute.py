@@ -121,7 +121,7 @@ SELECTIVE = RecomputeConfig(policy="selective")
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
 @pytest.mark.parametrize("call", ["plain", "keyword", "checkpointed"])
 @pytest.mark.parametrize(
-    "config", [FULL, SELECTIVE, RecomputeConfig(every=2), RecomputeConfig(classes=("Sequential",))], ids=str
+    "config", [FULL, SELECTIVE, RecomputeConfig(every=2), RecomputeConfig(block_classes=("Sequential",))], ids=str
 )
 def test_no_bit_changes(config: RecomputeConfig, call: str, autocast: bool) -> None:
     expected = gradients(Net(call), autocast=autocast)
@@ -314,7 +314,7 @@ def test_unknown_operations_are_refused(name: str) -> None:
 
 def test_a_model_without_such_modules_is_refused() -> None:
     with pytest.raises(PlanError, match=r"no module of class Blok .* Block, Dropout, GELU"):
-        apply_recompute(Net(), RecomputeConfig(classes=("Blok", "Block")))
+        apply_recompute(Net(), RecomputeConfig(block_classes=("Blok", "Block")))
     flat = nn.Sequential(nn.Linear(2, 2), nn.ReLU())  # recomputing a single linear layer saves nothing
     with pytest.raises(PlanError, match="Linear, ReLU"):
         apply_recompute(flat, FULL)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ls_strategy import ConfigError, ZeROStrategy
 from ls_strategy.comm import Comm
-from ls_strategy.config import ZeROConfig
+from ls_strategy.config import ZeROConfig, nested
 from ls_strategy.layout import ALIGN, FlatLayout, weighted_cuts
 from ls_strategy.mesh import MeshShape
 from ls_strategy.planner.states import ModelStates
@@ -52,8 +52,8 @@ def test_a_layout_by_weights() -> None:
     "weights", [[], [2, 0], [2, -1], [2, float("nan")], [2, float("inf")], [True, 1], ["2", 1], "2,1", "Auto", 3, {}]
 )
 def test_values_that_are_no_weights(weights: Any) -> None:
-    with pytest.raises(ConfigError, match=r"Got shard_weights=.*Set "):
-        ZeROStrategy(stage=2, shard_weights=weights)
+    with pytest.raises(ConfigError, match=r"Got sharding.rank_weights=.*Set "):
+        ZeROStrategy(stage=2, sharding={"rank_weights": weights})
 
 
 @pytest.mark.parametrize(
@@ -61,16 +61,16 @@ def test_values_that_are_no_weights(weights: Any) -> None:
     [
         ({"stage": 0}, "stage=0.*Set stage to 1, 2 or 3"),
         ({"stage": "auto"}, "Name a stage"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
-        ({"expert_parallel_size": 2}, "expert_parallel_size=2"),
+        ({"parallel.tensor.size": 2}, "parallel.tensor=2"),
+        ({"parallel.pipeline.size": 2}, "parallel.pipeline=2"),
+        ({"parallel.expert": 2}, "parallel.expert=2"),
     ],
 )
 def test_options_that_contradict_weights(options: dict[str, Any], words: str) -> None:
     cases: list[Any] = [[2, 1], "auto"]
     for weights in cases:
         with pytest.raises(ConfigError, match=words):
-            ZeROStrategy(shard_weights=weights, **options)
+            ZeROStrategy(**nested({"sharding.rank_weights": weights, **options}))
 
 
 def test_weights_and_ranks() -> None:
@@ -79,7 +79,7 @@ def test_weights_and_ranks() -> None:
     assert weighing.refusal((2, 1), MeshShape(data=2)) is None
     assert weighing.refusal((2, 1), MeshShape(data=1, sequence=2)) is None
     assert "2 weights, but there are 1 ranks" in str(weighing.refusal((2, 1), MeshShape(data=1)))
-    assert "tensor_parallel_size=2" in str(weighing.refusal((2, 1), MeshShape(data=1, tensor=2)))
+    assert "parallel.tensor=2" in str(weighing.refusal((2, 1), MeshShape(data=1, tensor=2)))
     assert weighing.memory_bytes(torch.device("cpu")) > 1 << 28
 
 
@@ -127,7 +127,7 @@ def test_the_planner_counts_the_fullest_rank() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)) for _ in range(4)))
     states = ModelStates(model, [torch.optim.AdamW(model.parameters())], resolve_precision("32-true"))
     equal = states.plan(ZeROConfig(stage=3), 2)
-    weighted = states.plan(ZeROConfig(stage=3, shard_weights=(1, 3)), 2)
+    weighted = states.plan(ZeROConfig(stage=3, sharding={"rank_weights": (1, 3)}), 2)
     assert weighted.rank == 1
     assert weighted.state_bytes()["optimizer"] == pytest.approx(1.5 * equal.state_bytes()["optimizer"], rel=0.01)
-    assert states.plan(ZeROConfig(stage=3, shard_weights=(2, 2)), 2) == equal
+    assert states.plan(ZeROConfig(stage=3, sharding={"rank_weights": (2, 2)}), 2) == equal

@@ -15,6 +15,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from ls_strategy import ZeROStrategy
 from ls_strategy.autoload import ALIASES
+from ls_strategy.config import nested
 from ls_strategy.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,18 +54,18 @@ def test_options_on_top_of_a_name(tmp_path: Path) -> None:
     strategy = build(tmp_path, "--trainer.strategy.stage", "3", strategy="zero0")
     assert isinstance(strategy, ZeROStrategy)
     assert strategy.config.stage == 3
-    strategy = build(tmp_path, "--trainer.strategy.offload_optimizer.ratio", "0.5", strategy="zero2_offload")
-    assert strategy.config == ZeROStrategy(2, offload_optimizer={"tier": "cpu", "ratio": 0.5}).config
-    strategy = build(tmp_path, strategy={"class_path": "zero1_offload", "init_args": {"moments": "bf16"}})
-    assert strategy.config == ZeROStrategy(1, offload_optimizer="cpu", moments="bf16").config
+    strategy = build(tmp_path, "--trainer.strategy.offload.optimizer.ratio", "0.5", strategy="zero2_offload")
+    assert strategy.config == ZeROStrategy(2, offload={"optimizer": {"tier": "cpu", "ratio": 0.5}}).config
+    strategy = build(tmp_path, strategy={"class_path": "zero1_offload", "init_args": {"precision.moments": "bf16"}})
+    assert strategy.config == ZeROStrategy(1, offload={"optimizer": "cpu"}, precision={"moments": "bf16"}).config
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_as_a_class_is_the_name(name: str) -> None:
     from ls_strategy import aliases
 
-    assert getattr(aliases, name)().config == ZeROStrategy(**ALIASES[name]).config
-    assert getattr(aliases, name)(save_frozen=False).save_frozen is False
+    assert getattr(aliases, name)().config == ZeROStrategy(**nested(ALIASES[name])).config
+    assert getattr(aliases, name)(checkpoint={"frozen": False}).config.checkpoint.frozen is False
 
 
 def test_a_misspelt_name_in_yaml(tmp_path: Path) -> None:
@@ -89,7 +90,7 @@ def test_the_recipe_lists_its_commands_and_strategies() -> None:
 
 def test_a_wrong_option_of_a_recipe_is_a_line() -> None:
     base = ("fit", "--config", "recipes/gpt/configs/base.yaml")
-    done = run("recipes.gpt", *base, "--trainer.strategy.prefetch_units=-1")
+    done = run("recipes.gpt", *base, "--trainer.strategy.sharding.prefetch_units=-1")
     assert (done.returncode, done.stdout) == (1, "")
-    assert "python -m recipes.gpt: error: Got prefetch_units=-1" in done.stderr
+    assert "python -m recipes.gpt: error: Got sharding.prefetch_units=-1" in done.stderr
     assert "Traceback" not in done.stderr

@@ -214,7 +214,7 @@ def with_part(key: str, make: Callable[[], nn.Module]) -> Decoder:
 def test_a_linear_layer_of_unknown_purpose() -> None:
     message = refused(with_part("adapter", lambda: nn.Linear(WIDTH, WIDTH)))
     assert "'layers.0.adapter' (Linear)" in message
-    assert 'tensor_parallel_plan={"layers.*.adapter": ...}' in message
+    assert 'parallel.tensor.plan={"layers.*.adapter": ...}' in message
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_quantised_weights() -> None:
 
 
 def test_numbers_of_heads() -> None:
-    assert "has 4 attention heads, which do not divide by tensor_parallel_size=3" in refused(Decoder(), size=3)
+    assert "has 4 attention heads, which do not divide by parallel.tensor=3" in refused(Decoder(), size=3)
 
     class ThreeKeys(nn.Module):
         def __init__(self) -> None:

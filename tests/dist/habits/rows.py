@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import lightning.pytorch as pl
 from torch import Tensor
 
+from ls_strategy.config import nested
 from ls_strategy.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.dist.ranks import assert_close, global_batches, mean_over_ranks, quiet, trainer_of, weights
@@ -82,7 +83,7 @@ def differences(
         expected = outcome(rank, world_size, row, row.trusted if world_size > 1 else "auto", where / "trusted")
         for name in names:
             try:
-                actual = outcome(rank, world_size, row, ZeROStrategy(**OPTIONS[name]), where / name)
+                actual = outcome(rank, world_size, row, ZeROStrategy(**nested(OPTIONS[name])), where / name)
                 for what, ours, theirs in zip(("losses", "seen", "weights"), actual, expected, strict=True):
                     assert_close(ours, theirs, what, 2e-6)
                 if name in row.refused and world_size > 1:
