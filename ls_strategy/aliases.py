@@ -7,6 +7,7 @@ the command line, and ``--help`` lists the names.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import wraps
@@ -14,7 +15,7 @@ from typing import Any
 
 from ls_strategy.autoload import ALIASES
 from ls_strategy.config import OffloadConfig, ZeROConfig
-from ls_strategy.config.renamed import refuse_unknown
+from ls_strategy.config.renamed import RENAMED, in_new_words, refuse_unknown
 from ls_strategy.strategy import ZeROStrategy
 
 _SIGNATURE = inspect.signature(ZeROStrategy.__init__)
@@ -39,6 +40,23 @@ def _make(name: str, defaults: Mapping[str, Any]) -> type[ZeROStrategy]:
     members = {"__init__": init, "__module__": __name__, "__qualname__": name, "__doc__": ZeROStrategy.__doc__}
     members["PRESET"] = frozenset(defaults)
     return type(name, (ZeROStrategy,), members)
+
+
+def explain_old_names(parser: Any) -> None:
+    """Let a class of jsonargparse's parsers say the new name where it refuses an option of version 0.1."""
+    if parser is None or "error" in vars(parser):
+        return  # without jsonargparse, or this was here before
+    error = parser.error
+
+    @wraps(error)
+    def explained(self: Any, message: str, *args: Any, **kwargs: Any) -> Any:
+        found = re.findall(r"(?:Option|Key|key) ['\"](?:[\w.]*\.)?(\w+)['\"]", str(message))
+        old = {name: Ellipsis for name in found if name in RENAMED}
+        if old and self.exit_on_error:  # not where its text becomes part of an outer parser's
+            message = f"{in_new_words(old)}\n{message}"
+        return error(self, message, *args, **kwargs)
+
+    parser.error = explained
 
 
 def _completed(given: Any, preset: OffloadConfig) -> Any:

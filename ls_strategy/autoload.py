@@ -138,11 +138,11 @@ class _Names(list[str]):
         )
 
 
-def _load_aliases(_: ModuleType) -> None:
+def _load_aliases(module: ModuleType) -> None:
     """Load the aliases as classes. A program with LightningCLI pays for it, which has torch and Lightning anyway."""
     from importlib import import_module
 
-    import_module("ls_strategy.aliases")
+    import_module("ls_strategy.aliases").explain_old_names(getattr(module, "LightningArgumentParser", None))
 
 
 def _lightning_registry() -> _Registry:

@@ -243,6 +243,7 @@ def refusal(name: str, value: Any, rule: str, cure: Any = _NOTHING) -> ConfigErr
     owner, _, field = name.rpartition("(")
     field = field.removesuffix(")")
     given = f"{owner}({field}={show(value)})" if owner else f"{field}={show(value)}"
+    cure = list(cure) if isinstance(cure, tuple) else cure
     advice = "Give such a value." if cure is _NOTHING else f"Set {field}={show(cure)}."
     if cure is None:
         advice = f"Set another value, or leave {field} out."

@@ -6,9 +6,10 @@ The one invariant: a group refuses what it has no option for, with the nearest o
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from ls_strategy.checked import unknown_option
+from ls_strategy.checked import show, unknown_option
+from ls_strategy.errors import ConfigError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -29,29 +30,41 @@ class Group:
         """Note which options are written, also those with the value of their default.
 
         Raises:
-            ConfigError: there is no option of this name.
+            ConfigError: there is no option of this name, or one is missing.
         """
-        options = [field.name for field in dataclasses.fields(cls)]
+        fields = dataclasses.fields(cls)
+        names = [field.name for field in fields]
         for name in written:
-            if name not in options:
+            if name not in names:
                 raise unknown_option(cls, name, f"{cls.__name__}({name}=...)")
-        group = super().__new__(cls)
-        object.__setattr__(group, "_written", frozenset(written))
-        return group
+        for field in fields:
+            if field.default is field.default_factory and field.name not in written:
+                given = ", ".join(f"{name}={show(value)}" for name, value in written.items())
+                raise ConfigError(
+                    f"Got {cls.__name__}({given}), but {field.name} is required. Add {field.name}=..., as in "
+                    f"{cls.__name__}({', '.join([f'{field.name}=...', *([given] if given else [])])})."
+                )
+        return _make(cls, {}, frozenset(written))
 
     @property
     def written(self) -> dict[str, Any]:
         """Values of the options that were written."""
         return {name: getattr(self, name) for name in sorted(self._written)}
 
-    def __getstate__(self) -> Any:
-        return vars(self), self._written
-
-    def __setstate__(self, state: Any) -> None:
-        options, written = state
-        vars(self).update(options)
-        object.__setattr__(self, "_written", written)
+    def __reduce__(self) -> Any:
+        return _make, (type(self), dict(vars(self)), self._written)
 
     def _set(self, name: str, value: Any) -> None:
         """Replace a short form by what it stands for, in ``__post_init__``."""
         object.__setattr__(self, name, value)
+
+
+Made = TypeVar("Made", bound=Group)
+
+
+def _make(kind: type[Made], options: dict[str, Any], written: frozenset[str]) -> Made:
+    """Return a group with ``options``, without a look at them."""
+    group = object.__new__(kind)
+    vars(group).update(options)
+    object.__setattr__(group, "_written", written)
+    return group

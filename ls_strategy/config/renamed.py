@@ -213,10 +213,12 @@ def _arguments(options: Mapping[str, Any]) -> str:
 
 def _value(name: str, value: Any) -> str:
     kinds = {"tensor": "TensorConfig", "pipeline": "PipelineConfig"}
+    if value is Ellipsis:
+        return "..."
     if name not in kinds or not isinstance(value, Mapping):
         return show(value)
     if value.keys() == {"size"}:
-        return show(value["size"])
+        return _value("size", value["size"])
     more = {"size": "..."} if "size" not in value else {}
     inner = ", ".join([*(f"{n}={v}" for n, v in more.items()), _arguments(value)])
     return f"{kinds[name]}({inner})"

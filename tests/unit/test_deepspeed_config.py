@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ls_strategy import ConfigError, Lion, LossScaleConfig, NVMeIOConfig, OffloadConfig, ZeROStrategy
+from ls_strategy import ConfigError, Lion, LossScaleConfig, NVMeIOConfig, TierConfig, ZeROStrategy
 from ls_strategy.deepspeed import translate
 from ls_strategy.deepspeed.keys import KEYS, AnyBlock, Key, documented
 from ls_strategy.deepspeed.optimizers import OptimizerBlock, SchedulerBlock
@@ -29,20 +29,25 @@ def zero(**keys):
 SCALE = LossScaleConfig(static=None, initial_power=16, window=1000, hysteresis=2, min_scale=1.0)
 CIFAR_SCALE = LossScaleConfig(static=None, initial_power=15, window=500, hysteresis=2, min_scale=1.0)
 NVME = "/path/to/my/fast_nvme_storage"
+ON_NVME = {"stage": 3, "offload.optimizer": "nvme", "offload.parameters": "nvme", "offload.nvme_path": NVME}
 
 
 @pytest.mark.parametrize(
     ("name", "strategy", "arguments"),
     [
         ("zero2_stage_only", {"stage": 2}, {}),
-        ("zero3_cpu_optimizer", {"stage": 3, "offload_optimizer": "cpu"}, {}),
+        ("zero3_cpu_optimizer", {"stage": 3, "offload.optimizer": "cpu"}, {}),
         ("fp16_only", {"stage": 0}, {"precision": "16-true"}),
-        ("zero3_partition_activations", {"stage": 3, "activation_checkpointing": "full"}, {}),
-        ("gpt_zero2_fp16", {"stage": 2, "loss_scale": SCALE}, {"precision": "16-true"}),
-        ("zero2_cpu_offload", {"stage": 2, "offload_optimizer": "cpu"}, {}),
-        ("zero3_cpu_offload", {"stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"}, {}),
-        ("zero3_nvme", {"stage": 3, "offload_optimizer": "nvme", "offload_param": "nvme", "nvme_path": NVME}, {}),
-        ("cifar_zero1_fp16", {"stage": 1, "loss_scale": CIFAR_SCALE}, {"precision": "16-true", "gradient_clip_val": 1}),
+        ("zero3_partition_activations", {"stage": 3, "activations.checkpointing": "full"}, {}),
+        ("gpt_zero2_fp16", {"stage": 2, "precision.loss_scale": SCALE}, {"precision": "16-true"}),
+        ("zero2_cpu_offload", {"stage": 2, "offload.optimizer": "cpu"}, {}),
+        ("zero3_cpu_offload", {"stage": 3, "offload.optimizer": "cpu", "offload.parameters": "cpu"}, {}),
+        ("zero3_nvme", ON_NVME, {}),
+        (
+            "cifar_zero1_fp16",
+            {"stage": 1, "precision.loss_scale": CIFAR_SCALE},
+            {"precision": "16-true", "gradient_clip_val": 1},
+        ),
         ("cifar_zero1_bf16", {"stage": 1}, {"precision": "bf16-true", "gradient_clip_val": 1}),
         ("cifar_zero1_fp32", {"stage": 1}, {"gradient_clip_val": 1}),
     ],
@@ -163,14 +168,16 @@ def test_switched_off_features_are_no_error():
 
 
 def test_offload():
-    assert zero(offload_optimizer={"device": "cpu", "ratio": 0.4})["offload_optimizer"] == OffloadConfig(ratio=0.4)
-    assert "offload_optimizer" not in zero(offload_optimizer={"device": "none"})
-    assert "offload_optimizer" not in zero(offload_optimizer={"device": "cpu", "ratio": 0.0})
-    assert zero(cpu_offload=True)["offload_optimizer"] == "cpu"
-    assert zero(cpu_offload=True, offload_optimizer={"device": "nvme"})["offload_optimizer"] == "nvme"
-    assert zero(cpu_offload_params=True)["offload_param"] == "cpu"
-    assert zero(prefetch_bucket_size=0)["prefetch_units"] == 0
-    assert "prefetch_units" not in zero(stage3_prefetch_bucket_size=5e7)
+    assert zero(offload_optimizer={"device": "cpu", "ratio": 0.4})["offload.optimizer"] == TierConfig(
+        tier="cpu", ratio=0.4
+    )
+    assert "offload.optimizer" not in zero(offload_optimizer={"device": "none"})
+    assert "offload.optimizer" not in zero(offload_optimizer={"device": "cpu", "ratio": 0.0})
+    assert zero(cpu_offload=True)["offload.optimizer"] == "cpu"
+    assert zero(cpu_offload=True, offload_optimizer={"device": "nvme"})["offload.optimizer"] == "nvme"
+    assert zero(cpu_offload_params=True)["offload.parameters"] == "cpu"
+    assert zero(prefetch_bucket_size=0)["sharding.prefetch_units"] == 0
+    assert "sharding.prefetch_units" not in zero(stage3_prefetch_bucket_size=5e7)
     assert translate({"zero_optimization": True}).strategy == {"stage": 1}
     assert translate({}).strategy == {"stage": 0}
     with pytest.raises(ConfigError, match="device='disk'"):
@@ -191,21 +198,21 @@ def test_drive():
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/fast"}},
     }
     options = translate(config).strategy
-    assert options["nvme_io"] == NVMeIOConfig(block_bytes=2**20, queue_depth=8, parallelism=2)
-    assert options["nvme_path"] == "/fast"
+    assert options["offload.nvme_io"] == NVMeIOConfig(block_bytes=2**20, queue_depth=8, parallelism=2)
+    assert options["offload.nvme_path"] == "/fast"
     config["zero_optimization"]["offload_optimizer"]["device"] = "cpu"
     translation = translate(config)
-    assert translation.strategy == {"stage": 2, "offload_optimizer": "cpu"}
+    assert translation.strategy == {"stage": 2, "offload.optimizer": "cpu"}
     ignored = {row.key for row in translation.rows if row.outcome == "ignored"}
     assert {"aio.block_size", "zero_optimization.offload_optimizer.nvme_path"} <= ignored
 
 
 def test_loss_scale():
     given = {"enabled": True, "loss_scale": 128, "min_loss_scale": 2, "consecutive_hysteresis": True}
-    scale = translate({"fp16": given}).strategy["loss_scale"]
+    scale = translate({"fp16": given}).strategy["precision.loss_scale"]
     assert scale == LossScaleConfig(static=128.0, min_scale=2.0, consecutive_hysteresis=True)
-    assert "loss_scale" not in translate({"fp16": {"enabled": False, "loss_scale": 128}}).strategy
-    assert translate({"fp16": {"enabled": "auto", "loss_scale": 128}}).strategy["loss_scale"].static == 128
+    assert "precision.loss_scale" not in translate({"fp16": {"enabled": False, "loss_scale": 128}}).strategy
+    assert translate({"fp16": {"enabled": "auto", "loss_scale": 128}}).strategy["precision.loss_scale"].static == 128
     with pytest.raises(ConfigError, match=r"fp16\.loss_scale=True"):
         translate({"fp16": {"enabled": True, "loss_scale": True}})
     with pytest.raises(ConfigError, match="window"):
@@ -214,12 +221,12 @@ def test_loss_scale():
 
 def test_sixteen_bit_states_and_sums():
     both = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
-    assert translate({"bf16": both}).strategy["master_weights"] is False
+    assert translate({"bf16": both}).strategy["precision.master_weights"] is False
     with pytest.raises(ConfigError, match="both"):
         translate({"bf16": {**both, "bf16_optimizer_states": False}})
     wanted = {"communication_data_type": "bf16", "bf16": {"enabled": True}}
-    assert translate(wanted).strategy["reduce_dtype"] == "compute"
-    assert translate({"communication_data_type": "fp32"}).strategy["reduce_dtype"] == "fp32"
+    assert translate(wanted).strategy["precision.reduce_dtype"] == "compute"
+    assert translate({"communication_data_type": "fp32"}).strategy["precision.reduce_dtype"] == "fp32"
     for other in ({"fp16": {"enabled": True}}, {"bf16": {"enabled": False}}):
         with pytest.raises(ConfigError, match="communication_data_type"):
             translate({"communication_data_type": "bf16", **other})
@@ -227,10 +234,10 @@ def test_sixteen_bit_states_and_sums():
 
 def test_activations_and_model_parallelism():
     partition = {"activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True}}
-    expected = {"stage": 0, "activation_checkpointing": "full", "activation_offload": "cpu"}
+    expected = {"stage": 0, "activations.checkpointing": "full", "activations.offload": "cpu"}
     assert translate(partition).strategy == expected
     divided = translate({**partition, "tensor_parallel": {"autotp_size": 2}}).strategy
-    assert divided == {**expected, "activation_partitioning": True, "tensor_parallel_size": 2}
+    assert divided == {**expected, "activations.partitioning": True, "parallel.tensor.size": 2}
     config = {
         "pipeline": {"stages": 4, "partition": "type:Block", "activation_checkpoint_interval": 1},
         "train_micro_batch_size_per_gpu": 2,
@@ -240,12 +247,11 @@ def test_activations_and_model_parallelism():
     translation = translate(config)
     assert translation.strategy == {
         "stage": 0,
-        "activation_checkpointing": "full",
-        "pipeline_parallel_size": 4,
-        "pipeline_partition": "type:Block",
-        "micro_batches": 8,
-        "micro_batch_size": 2,
-        "sequence_parallel_size": 2,
+        "activations.checkpointing": "full",
+        "parallel.pipeline.size": 4,
+        "parallel.pipeline.partition": "type:Block",
+        "parallel.pipeline.micro_batch_size": 2,
+        "parallel.context": 2,
     }
     assert translation.trainer.choose_batches(1, 2) == (1, 16)
     assert translate({"pipeline": {"stages": "auto", "partition": "best"}}).strategy == {"stage": 0}
@@ -429,10 +435,10 @@ def test_files_that_cannot_be_read(tmp_path):
 
 class Takes:
     @takes_deepspeed_config(lambda *_: ())
-    def __init__(self, stage: int = 3, *, offload_optimizer=None, deepspeed_config=None, other: int = 0):
-        self.stage, self.offload_optimizer, self.deepspeed, self.other = (
+    def __init__(self, stage: int = 3, *, offload=None, deepspeed_config=None, other: int = 0):
+        self.stage, self.offload, self.deepspeed, self.other = (
             stage,
-            offload_optimizer,
+            offload,
             deepspeed_config,
             other,
         )
@@ -441,11 +447,11 @@ class Takes:
 def test_options_from_a_file():
     config = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     made = Takes(deepspeed_config=config, other=4)
-    assert (made.stage, made.offload_optimizer, made.other) == (2, "cpu", 4)
-    assert made.deepspeed.strategy == {"stage": 2, "offload_optimizer": "cpu"}
+    assert (made.stage, made.offload, made.other) == (2, {"optimizer": "cpu"}, 4)
+    assert made.deepspeed.strategy == {"stage": 2, "offload.optimizer": "cpu"}
     assert Takes(2, deepspeed_config=config).stage == 2
     assert Takes(1).deepspeed is None
-    assert list(inspect.signature(Takes).parameters) == ["stage", "offload_optimizer", "deepspeed_config", "other"]
+    assert list(inspect.signature(Takes).parameters) == ["stage", "offload", "deepspeed_config", "other"]
     with pytest.raises(ConfigError, match="stage=1"):
         Takes(1, deepspeed_config=config)
     with pytest.raises(ConfigError, match=r"stage=3.*zero_optimization\.stage=2.*Set stage=2 or leave it out"):

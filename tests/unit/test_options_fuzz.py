@@ -72,6 +72,9 @@ ARGUMENTS: dict[str, Callable[[], dict[str, Any]]] = {
     "stream_blocks": lambda: {"model": network()},
     "convert_moe": lambda: {"model": network()},
     "load_from_checkpoint": lambda: {"module_class": BoringModel, "path": "not there"},
+    "TierConfig": lambda: {"tier": "cpu"},
+    "TensorConfig": lambda: {"size": 2},
+    "PipelineConfig": lambda: {"size": 2},
 }
 """Arguments without a default."""
 
@@ -215,7 +218,7 @@ def test_every_option_of_the_strategy_has_a_hint_that_is_checked() -> None:
     [
         (
             {"sharding.min_unit_numel": "1"},
-            r"Got sharding.min_unit_numel='1', but .*whole number. Set sharding.min_unit_numel=1\.",
+            r"Got sharding\.min_unit_numel='1', but .*whole number of at least 0. Set sharding\.min_unit_numel=1\.",
         ),
         ({"timeout": 5}, r"Got timeout=5, but .*timedelta.* Set timeout=datetime\.timedelta\(seconds=5\)"),
         (
@@ -223,11 +226,23 @@ def test_every_option_of_the_strategy_has_a_hint_that_is_checked() -> None:
             r"Got checkpoint.background='no', but .*True or False. Set checkpoint.background=False\.",
         ),
         ({"stage": True}, r"Got stage=True, but .*0, 1, 2, 3 or 'auto'. Set stage=1\."),
-        ({"precision.loss_scale": {"static": math.inf}}, r"Got LossScaleConfig\(static=inf\).*finite number above 0"),
-        ({"parallel.pipeline.schedule": "x"}, r"Got parallel.pipeline.schedule='x', but .*'zbv' or 'dualpipe_v'"),
-        ({"parallel.pipeline.schedule": "zbv"}, r"Got parallel.pipeline.schedule='zbv', but it requires a pipeline"),
-        ({"offload.optimizer": {"teir": "cpu"}}, r"no field 'teir'. Did you mean 'tier'\?"),
-        ({"offload.nvme_io": {"parallelism": 10**6}}, r"Got NVMeIOConfig\(parallelism=1000000\).*from 1 to 1,024"),
+        (
+            {"precision.loss_scale": {"static": math.inf}},
+            r"Got precision\.loss_scale=.*Got LossScaleConfig\(static=inf\).*finite number above 0",
+        ),
+        (
+            {"parallel.pipeline": {"size": 2, "schedule": "x"}},
+            r"Got parallel.pipeline.schedule='x', but .*'zbv' or 'dualpipe_v'",
+        ),
+        (
+            {"parallel.pipeline": {"size": 1, "schedule": "zbv"}},
+            r"Got parallel.pipeline.schedule='zbv', but it requires a pipeline",
+        ),
+        ({"offload.optimizer": {"teir": "cpu"}}, r"TierConfig has no option 'teir'. Did you mean 'tier'\?"),
+        (
+            {"offload.nvme_io": {"parallelism": 10**6}},
+            r"Got offload\.nvme_io=.*Got NVMeIOConfig\(parallelism=1000000\).*from 1 to 1,024",
+        ),
         (
             {"sharding.block_classes": "Block"},
             r"Got sharding.block_classes='Block', but .*a list of texts.* Set sharding.block_classes=\['Block'\]",

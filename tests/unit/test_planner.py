@@ -154,7 +154,7 @@ def test_one_rank_divides_nothing_and_a_choice_of_the_user_stays():
 
 def test_every_candidate_is_a_configuration():
     for candidate in ladder(ranks=4, drive=True):
-        assert candidate.config(ZeROConfig(sharding={"min_unit_numel": 7})).min_unit_numel == 7
+        assert candidate.config(ZeROConfig(sharding={"min_unit_numel": 7})).sharding.min_unit_numel == 7
 
 
 def test_aliases_of_candidates_mean_what_they_say():
