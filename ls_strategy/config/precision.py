@@ -56,8 +56,8 @@ class PrecisionConfig(Group):
     work in 16 bit."""
 
     reduce_dtype: ReduceDtype = "fp32"
-    """NCCL: sum gradients over ranks in fp32, or in the dtype they were ``compute``\\ d in, half the bytes in the
-    16-bit modes. gloo always sums in fp32."""
+    """NCCL: sum gradients over ranks in ``fp32``, or with ``compute`` in the dtype they were computed in, half the
+    bytes in the 16-bit modes. gloo always sums in fp32."""
 
     fp32_modules: tuple[str, ...] = ()
     """Class names of modules that stay in fp32 with ``bf16-true`` and ``16-true`` (a router, say).

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import re
-from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from torch.optim import AdamW
 
 import ls_strategy
 from ls_strategy import ZeROStrategy
+from ls_strategy.checked import hints_of
+from tests.docs import option_tables
 from tests.docs.blocks import PAGES, ROOT
 
 OPTIONS = ROOT / "docs" / "options.md"
@@ -28,26 +30,21 @@ DOCUMENTS = (*PAGES, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "recipes").glob("
 # --- options ----------------------------------------------------------------------------------------------------------
 
 
-def table_of_options() -> dict[str, str]:
-    """What the page says is the default, by name."""
-    found: dict[str, str] = {}
-    for names, default in re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| (.*?) \|", OPTIONS.read_text(), re.MULTILINE):
-        for name in re.findall(r"\w+", names):
-            assert name not in found, f"{name} is listed twice"
-            found[name] = default
-    return {name: default for name, default in found.items() if not name.startswith("LS_STRATEGY_")}
+CONFIGS = [name for name in ls_strategy.__all__ if dataclasses.is_dataclass(getattr(ls_strategy, name))]
 
 
-def test_every_option_is_listed_with_its_default() -> None:
-    signature = {n: p for n, p in inspect.signature(ZeROStrategy.__init__).parameters.items() if n != "self"}
-    listed = table_of_options()
-    assert listed.keys() == signature.keys()
-    for name, parameter in signature.items():
-        default, words = parameter.default, listed[name].strip("`")
-        if isinstance(default, timedelta):
-            assert words == f"{default.total_seconds() / 60:g} minutes"
-        else:
-            assert ast.literal_eval(words) == default, name
+def test_every_option_is_listed_as_the_source_describes_it() -> None:
+    """With its default; written by ``python -m tests.docs.option_tables``."""
+    for page in option_tables.PAGES:
+        text = page.read_text()
+        assert option_tables.written(text) == text, page
+    assert sorted(option_tables.classes(OPTIONS.read_text())) == sorted(["ZeROStrategy", *CONFIGS])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_option_is_described(name: str) -> None:
+    kind = getattr(ls_strategy, name)
+    assert [field.name for field in dataclasses.fields(kind)] == list(option_tables.described(kind))
 
 
 def test_environment_variables_are_those_of_the_source() -> None:
@@ -105,9 +102,13 @@ def test_options_in_text_exist() -> None:
     known, found = taken(), said()
     assert len(found) > 100
     assert not [each for each in found if each[1] not in known]
-    options = {n: p.annotation for n, p in inspect.signature(ZeROStrategy.__init__).parameters.items()}
+    makers = [ZeROStrategy.__init__, *(getattr(ls_strategy, name) for name in CONFIGS)]
+    options: dict[str, str] = {}
+    for make in makers:
+        for name, hint in hints_of(make).items():
+            options[name] = f"{options.get(name, '')} {hint}"
     for page, name, value in found:
-        choices = re.findall(r"Literal\[(.*?)\]", str(options.get(name, "")))
+        choices = re.findall(r"Literal\[(.*?)\]", options.get(name, ""))
         words = {w for choice in choices for w in re.findall(r"[\"']([\w-]+)[\"']", choice)}
         if words and value.startswith('"') and value != '"..."':
             assert value.strip('"') in words, f"{page}: {name}={value}: there is {sorted(words)}"

@@ -1,0 +1,99 @@
+"""The tables of docs/options.md and of the renamed options in docs/migration.md, written from the source.
+
+A marker ``<!-- options: NAME -->`` stands above the table of a class or of the strategy, ``<!-- renamed -->`` above
+that of old names; a table ends at the next empty line. ``python -m tests.docs.option_tables`` writes them.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import re
+import textwrap
+from datetime import timedelta
+from typing import Any
+
+import ls_strategy
+from ls_strategy import ZeROStrategy
+from ls_strategy.config.renamed import RENAMED
+from tests.docs.blocks import ROOT
+
+PAGES = (ROOT / "docs" / "options.md", ROOT / "docs" / "migration.md")
+_MARKER = re.compile(r"^<!-- (options: (\w+)|renamed) -->\n(?:\|.*\n)*", re.MULTILINE)
+
+
+def described(kind: type[Any]) -> dict[str, str]:
+    """What the docstring under each field of a dataclass says, in Markdown."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    found = {}
+    for field, text in zip(tree.body, tree.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+            found[ast.unparse(field.target)] = _markdown(str(text.value.value))
+    return found
+
+
+def arguments() -> dict[str, str]:
+    """What the docstring of the strategy says of each argument."""
+    section = str(inspect.getdoc(ZeROStrategy)).split("Args:\n")[1]
+    pairs = re.findall(r"^    (\w+): (.*?)(?=^    \w+: |\Z)", section, re.MULTILINE | re.DOTALL)
+    return {name: _markdown(text[:1].upper() + text[1:]) for name, text in pairs}
+
+
+def _markdown(text: str) -> str:
+    text = " ".join(text.split()).replace("``", "`")
+    return text.replace("|", "\\|")
+
+
+def _shown(default: Any) -> str:
+    if isinstance(default, timedelta):
+        return f"{default.total_seconds() / 60:g} minutes"
+    if dataclasses.is_dataclass(default):
+        return f"`{type(default).__name__}()`"
+    if isinstance(default, int) and not isinstance(default, bool) and default >= 1000:
+        return f"`{default:_}`"
+    return f"`{default!r}`".replace("'", '"')
+
+
+def table(name: str) -> str:
+    """The table of a class of options, or of the strategy's arguments."""
+    rows = ["| option | default | meaning |", "|---|---|---|"]
+    if name == "ZeROStrategy":
+        parameters = {n: p for n, p in inspect.signature(ZeROStrategy.__init__).parameters.items() if n != "self"}
+        texts = arguments()
+        rows += [f"| `{n}` | {_shown(p.default)} | {texts[n]} |" for n, p in parameters.items()]
+        return "\n".join(rows) + "\n"
+    kind = getattr(ls_strategy, name)
+    texts = described(kind)
+    for field in dataclasses.fields(kind):
+        made = field.default_factory is not dataclasses.MISSING
+        default = field.default_factory() if made else field.default  # type: ignore[misc]
+        shown = "required" if default is dataclasses.MISSING else _shown(default)
+        rows.append(f"| `{field.name}` | {shown} | {texts[field.name]} |")
+    return "\n".join(rows) + "\n"
+
+
+def renamed() -> str:
+    """Old name, new name, and the group's class."""
+    rows = ["| 0.1 | 0.2 |", "|---|---|"]
+    return "\n".join([*rows, *(f"| `{old}` | `{new}` |" for old, new in RENAMED.items())]) + "\n"
+
+
+def written(text: str) -> str:
+    """A page with its tables as the source has them."""
+
+    def block(match: re.Match[str]) -> str:
+        return f"<!-- {match[1]} -->\n{table(match[2]) if match[2] else renamed()}"
+
+    return _MARKER.sub(block, text)
+
+
+def classes(text: str) -> list[str]:
+    """Names of the classes that a page has tables of."""
+    return [match[2] for match in _MARKER.finditer(text) if match[2]]
+
+
+if __name__ == "__main__":
+    for page in PAGES:
+        page.write_text(written(page.read_text()))
