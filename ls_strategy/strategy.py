@@ -258,7 +258,7 @@ class ZeROStrategy(DDPStrategy):
         return self.require_engine().mesh.tensor.traffic
 
     @property
-    def sequence_parallel_traffic(self) -> Traffic:
+    def context_parallel_traffic(self) -> Traffic:
         """What this rank sent so far to the others that divide its sequences."""
         return self.require_engine().mesh.sequence.traffic
 

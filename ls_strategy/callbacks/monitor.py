@@ -358,7 +358,7 @@ def _tokens(batch: Any) -> int:
 
 def _sent_bytes(strategy: ZeROStrategy) -> int:
     """What this rank has sent so far: for sharded states, and to those that divide its layers and sequences."""
-    meters = (strategy.traffic, strategy.tensor_parallel_traffic, strategy.sequence_parallel_traffic)
+    meters = (strategy.traffic, strategy.tensor_parallel_traffic, strategy.context_parallel_traffic)
     return sum(sum(meter.bytes.values()) for meter in {id(m): m for m in meters}.values())
 
 

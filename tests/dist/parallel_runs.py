@@ -158,7 +158,7 @@ def train(rank: int, world_size: int, run: Run, kind: type[Module] = Module) -> 
     outcome.losses = mean_over_ranks(outcome.losses)
     if isinstance(trainer.strategy, ZeROStrategy):
         outcome.notes["tensor"] = dict(trainer.strategy.tensor_parallel_traffic.elements)
-        outcome.notes["sequence"] = dict(trainer.strategy.sequence_parallel_traffic.elements)
+        outcome.notes["sequence"] = dict(trainer.strategy.context_parallel_traffic.elements)
         outcome.notes["expert"] = dict(trainer.strategy.expert_parallel_traffic.elements)
         outcome.notes["zero"] = dict(trainer.strategy.traffic.elements)
         outcome.notes["plan"] = trainer.strategy.require_engine().plan

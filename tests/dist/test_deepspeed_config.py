@@ -241,10 +241,10 @@ def test_the_log_has_a_line_for_every_key(caplog):
 def test_from_a_file_with_further_options(tmp_path):
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps(CONFIG))
-    strategy = ZeROStrategy.from_deepspeed_config(path, async_save=True)
-    assert (strategy.config.stage, strategy.async_save) == (2, True)
+    strategy = ZeROStrategy.from_deepspeed_config(path, checkpoint={"background": True})
+    assert (strategy.config.stage, strategy.config.checkpoint.background) == (2, True)
     config = {"activation_checkpointing": {"cpu_checkpointing": True}}
-    strategy = ZeROStrategy(deepspeed_config=config, activation_checkpointing="selective")  # says more than the file
+    strategy = ZeROStrategy(deepspeed_config=config, activations="selective")  # says more than the file
     assert strategy.activations.recomputes
     with pytest.raises(ConfigError, match="stage=1"):
         ZeROStrategy.from_deepspeed_config(path, stage=1)
@@ -270,7 +270,7 @@ def fit_files(rank, world_size, configs, folder):
         for block in config["zero_optimization"].values():
             if isinstance(block, dict) and "nvme_path" in block:
                 block["nvme_path"] = folder
-                options["nvme_allow_ram"] = True
+                options["offload"] = {"nvme_allow_ram": True}
         found.append(fit(rank, world_size, Net(), {"deepspeed_config": config, **options}, {}, steps=3)[0])
     return found
 

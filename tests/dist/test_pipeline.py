@@ -20,7 +20,7 @@ from torchmetrics import MeanMetric
 
 from ls_strategy.callbacks import PipelineTimeline
 from ls_strategy.config import nested
-from ls_strategy.errors import ConfigError, LSError, PlanError, StateError
+from ls_strategy.errors import ConfigError, LSError, PlanError
 from ls_strategy.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.dist.parallel_runs import BATCH, Outcome, Run, train_all, unequal
@@ -419,12 +419,6 @@ def test_refusals(rank, world_size):
         ),
         (PlanError, r"'net' is compiled as a whole.*block.compile\(\)", CompiledWhole, size),
         (PlanError, r"training_step is compiled.*block.compile\(\)", CompiledStep, size),
-        (
-            StateError,
-            "8 samples is more than",
-            AlexNetLike,
-            {**size, "parallel.pipeline.micro_batches": 2, "parallel.pipeline.micro_batch_size": 3},
-        ),
     ]
     for error, pattern, module, options in cases:
         with pytest.raises(error, match=pattern):
@@ -433,7 +427,12 @@ def test_refusals(rank, world_size):
         "consolidate": {**size, "checkpoint.format": "file"},
         "Got parallel.pipeline.micro_batches=0": {**size, "parallel.pipeline.micro_batches": 0},
         "parallel.pipeline.partition='time'": {**size, "parallel.pipeline.partition": "time"},
-        "accumulate_grad_batches": {"parallel.pipeline.micro_batch_size": 4},
+        "accumulate_grad_batches": {"parallel.pipeline.size": 1, "parallel.pipeline.micro_batch_size": 4},
+        "Choose one of micro_batches and micro_batch_size": {
+            **size,
+            "parallel.pipeline.micro_batches": 2,
+            "parallel.pipeline.micro_batch_size": 3,
+        },
         "Got parallel.pipeline.micro_batch_size=0": {**size, "parallel.pipeline.micro_batch_size": 0},
     }.items():
         with pytest.raises(ConfigError, match=pattern):

@@ -57,7 +57,7 @@ def choose_many(rank: int, world_size: int) -> list[Any]:
     for rooms in ([10**9] * 2, [10**9, 1_900_000], [1_500_000] * 2):
         strategy, module = fit_on(rooms, world_size)
         offload = strategy.config.offload.optimizer
-        recompute = strategy.activations.chosen[0]
+        recompute = strategy.config.activations.recompute
         result.append(
             (strategy.config.stage, offload, recompute, module.result.losses[-CASE.steps :])
         )  # planning ran steps, too

@@ -139,7 +139,7 @@ def test_recomputed_modules_of_several_units(rank: int, world_size: int, tmp_pat
         world_size,
         Net(Pair, 3),
         3,
-        activation_checkpointing=RecomputeConfig(block_classes=("Pair",)),
+        **{"activations.checkpointing": RecomputeConfig(block_classes=("Pair",))},
         **options,
     )
     assert losses == expected

@@ -297,7 +297,8 @@ def test_refusals(rank, world_size):
             trainer_of(ZeROStrategy(1, **nested(options)), max_epochs=1).fit(MLP(), data())
     for words, options in {
         "activations.checkpointing": {"activations.partitioning": True},
-        "need parallel.tensor": {"parallel.tensor.sequence_parallel": True},
+        "but TensorConfig needs size": {"parallel.tensor.sequence_parallel": True},
+        "but both need 2 ranks": {"parallel.tensor.size": 1, "parallel.tensor.sequence_parallel": True},
         "Got parallel.context=0": {"parallel.context": 0},
     }.items():
         with pytest.raises(ConfigError, match=words):

@@ -1,0 +1,385 @@
+"""Groups of options: short forms, what is refused, old names; in Python, YAML, and on the command line."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+import ls_strategy
+from ls_strategy import (
+    ActivationOffloadConfig,
+    ActivationsConfig,
+    CheckpointConfig,
+    ConfigError,
+    NVMeIOConfig,
+    OffloadConfig,
+    ParallelConfig,
+    PipelineConfig,
+    PrecisionConfig,
+    RecomputeConfig,
+    ShardingConfig,
+    TensorConfig,
+    TierConfig,
+    ZeROStrategy,
+)
+from ls_strategy.autoload import ALIASES
+from ls_strategy.config import ZeROConfig, nested
+from ls_strategy.config.renamed import GROUPS, RENAMED, default_of
+from ls_strategy.planner.candidates import ladder
+
+CLASSES = [name for name in ls_strategy.__all__ if dataclasses.is_dataclass(getattr(ls_strategy, name))]
+FULL: dict[str, Any] = {
+    "stage": 2,
+    "sharding.block_classes": ["Block"],
+    "sharding.rank_weights": [2, 1],
+    "precision.loss_scale": {"window": 7},
+    "precision.moments": "int8",
+    "offload.optimizer": {"tier": "nvme", "ratio": 0.5},
+    "offload.gradients": "cpu",
+    "offload.nvme_io": {"parallelism": 2},
+    "offload.delay_after": 3,
+    "activations.checkpointing": {"policy": "selective", "every": 2},
+    "activations.offload": "nvme",
+    "parallel.context": 2,
+    "checkpoint.background": True,
+}
+"""Options of every group, by names with dots."""
+
+# --- groups -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_dictionary_is_the_group() -> None:
+    by_dictionary = ZeROStrategy(**nested(FULL)).config
+    by_class = ZeROStrategy(
+        stage=2,
+        sharding=ShardingConfig(block_classes=("Block",), rank_weights=(2.0, 1.0)),
+        precision=PrecisionConfig(loss_scale=ls_strategy.LossScaleConfig(window=7), moments="int8"),
+        offload=OffloadConfig(
+            optimizer=TierConfig(tier="nvme", ratio=0.5),
+            gradients=TierConfig(tier="cpu"),
+            nvme_io=NVMeIOConfig(parallelism=2),
+            delay_after=3,
+        ),
+        activations=ActivationsConfig(
+            checkpointing=RecomputeConfig(policy="selective", every=2), offload=ActivationOffloadConfig(tier="nvme")
+        ),
+        parallel=ParallelConfig(context=2),
+        checkpoint=CheckpointConfig(background=True),
+    ).config
+    assert by_dictionary == by_class
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_offload_alone_is_what_the_name_with_it_means(stage: Any, tier: Any) -> None:
+    name = f"zero{stage}_{'offload' if tier == 'cpu' else 'nvme'}"
+    short = ZeROStrategy(stage, offload=tier).config
+    assert short == ZeROStrategy(**ALIASES[name]).config  # type: ignore[arg-type]
+    assert short.offload.optimizer == TierConfig(tier=tier)
+    assert short.offload.parameters == (TierConfig(tier=tier) if stage == 3 else None)
+    assert short.offload.gradients is None
+
+
+def test_short_forms_are_what_they_stand_for() -> None:
+    short = ZeROStrategy(activations="full", checkpoint="file", parallel={"tensor": 2}, offload=None).config
+    assert short.activations == ActivationsConfig(checkpointing=RecomputeConfig(policy="full"))
+    assert short.checkpoint == CheckpointConfig(format="file")
+    assert short.parallel == ParallelConfig(tensor=TensorConfig(size=2))
+    assert (short.parallel.tp.size, short.parallel.pp.size) == (2, 1)
+    assert short.offload == OffloadConfig()
+    assert ParallelConfig(pipeline=4) == ParallelConfig(pipeline=PipelineConfig(size=4))
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_group_survives_copies_and_cannot_change(name: str) -> None:
+    required = {"TierConfig": {"tier": "cpu"}, "TensorConfig": {"size": 2}, "PipelineConfig": {"size": 2}}
+    group = getattr(ls_strategy, name)(**required.get(name, {}))
+    for made in (copy.copy(group), copy.deepcopy(group), pickle.loads(pickle.dumps(group)), dataclasses.replace(group)):
+        assert made == group
+    assert copy.deepcopy(group).written == group.written == required.get(name, {})
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(group, dataclasses.fields(group)[0].name, 5)
+
+
+def test_what_was_written_is_told_from_defaults() -> None:
+    group = OffloadConfig(optimizer=None, nvme_path="/x")
+    assert group.written == {"optimizer": None, "nvme_path": "/x"}
+    assert group == OffloadConfig(nvme_path="/x")
+
+
+def test_names_with_dots() -> None:
+    assert nested({"stage": 1, "offload.optimizer": "cpu", "parallel.tensor.size": 2, "parallel.expert": 2}) == {
+        "stage": 1, "offload": {"optimizer": "cpu"}, "parallel": {"tensor": {"size": 2}, "expert": 2},
+    }  # fmt: skip
+    both = nested({"stage": 3, "offload": "cpu", "offload.nvme_path": "/x"})
+    assert ZeROStrategy(**both).config.offload == OffloadConfig(optimizer="cpu", parameters="cpu", nvme_path="/x")
+
+
+def test_every_candidate_of_a_plan_can_be_written_as_it_says() -> None:
+    for candidate in ladder(ranks=4, drive=True):
+        assert ZeROStrategy(**candidate.arguments()).config == candidate.config(ZeROConfig())
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"offload.optimizer": "disk"}, r"Got offload\.optimizer='disk', but .* Set offload\.optimizer='cpu'"),
+        ({"offload": "disk"}, r"Got offload='disk', but offload must be 'cpu' or 'nvme'"),
+        ({"offload.optimizer": {"ratio": 0.5}}, r"Got offload\.optimizer=\{'ratio': 0\.5\}, but TierConfig needs tier"),
+        ({"offload.optimizer": {"tier": "cpu", "ratio": 2}}, r"offload\.optimizer=.*in it: Got TierConfig\(ratio=2"),
+        ({"offload.optimzer": "cpu"}, r"OffloadConfig has no option 'optimzer'. Did you mean 'optimizer'"),
+        ({"sharding.prefetch_units": -1}, r"Got sharding\.prefetch_units=-1, .* Set sharding\.prefetch_units=0"),
+        ({"sharding.rank_weights": []}, r"Got sharding\.rank_weights=\[\]"),
+        ({"precision": "bf16-mixed"}, r"the numbers' precision is Trainer\(precision=\.\.\.\)"),
+        ({"precision": 16}, r"the numbers' precision is Trainer\(precision=\.\.\.\)"),
+        ({"precision.reduce_dtype": "bf16"}, r"Got precision\.reduce_dtype='bf16', but .*'fp32' or 'compute'"),
+        ({"parallel": 2}, r"Got parallel=2, but parallel must be a ParallelConfig"),
+        ({"parallel.tensor": "2"}, r"Got parallel\.tensor='2', but .*whole number.* Set parallel\.tensor=2"),
+        ({"parallel.sequence": 2}, r"ParallelConfig has no option 'sequence'. Its options are tensor, context, expert"),
+        ({"parallel.pipeline": {"size": 2, "micro_batches": 2, "micro_batch_size": 1}}, "Choose one of micro_batches"),
+        ({"checkpoint": "folder"}, r"Got checkpoint='folder', but checkpoint must be 'sharded' or 'file'"),
+        ({"checkpoint.format": "file", "checkpoint.background": True}, r"checkpoint\.background=True with .*'file'"),
+        ({"ofload": "cpu"}, "ZeROStrategy has no option 'ofload'. Did you mean 'offload'"),
+        ({"optimizer": "cpu"}, r"Did you mean offload\.optimizer: offload=OffloadConfig\(optimizer=\.\.\.\)"),
+        ({"tensor": 2}, r"Did you mean parallel\.tensor: parallel=ParallelConfig\(tensor=\.\.\.\)"),
+        ({"nothing_of_the_kind": 2}, "Its options are stage, sharding, precision, offload"),
+        # Across groups.
+        ({"stage": 0, "offload": "cpu"}, r"Got offload with stage=0.*Use stage 1"),
+        ({"stage": 2, "offload.parameters": "cpu"}, r"Got offload\.parameters with stage=2.*Use stage=3"),
+        ({"stage": 3, "offload.optimizer": "cpu", "offload.delay_after": 1}, r"Got offload\.delay_after=1 with stage"),
+        ({"stage": 0, "sharding.rank_weights": "auto"}, r"Got sharding\.rank_weights='auto' with stage=0"),
+        ({"sharding.rank_weights": [1, 2], "parallel.expert": 2}, r"rank_weights=.* with parallel\.expert=2"),
+        ({"activations": {"checkpointing": "full", "partitioning": True}}, r"with parallel\.tensor=1"),
+        ({"parallel.pipeline": 2, "checkpoint": "file"}, r"Got checkpoint\.format='file' with parallel\.pipeline=2"),
+        ({"stage": "auto", "offload": "nvme"}, 'Got offload or parallel with stage="auto"'),
+        ({"stage": "auto", "parallel.context": 2}, 'Got offload or parallel with stage="auto"'),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_names_its_group_and_the_cure(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ZeROStrategy(**nested(options))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: OffloadConfig(optimzer="cpu"), "no option 'optimzer'. Did you mean 'optimizer'"),  # type: ignore[call-arg]
+        (lambda: OffloadConfig(tier="cpu", ratio=0.7), r"It is TierConfig\(tier=\.\.\.\).*since 0\.2"),  # type: ignore[call-arg]
+        (lambda: RecomputeConfig(classes=("Block",)), r"It is block_classes since 0\.2"),  # type: ignore[call-arg]
+        (lambda: TierConfig(ratio=0.5), r"Got TierConfig\(ratio=0\.5\), but tier is required. Add tier="),  # type: ignore[call-arg]
+        (lambda: PipelineConfig(schedule="zbv"), "but size is required"),  # type: ignore[call-arg]
+    ],
+)
+def test_a_group_refuses_names_that_it_does_not_have(make: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+# --- old names --------------------------------------------------------------------------------------------------------
+
+FLAT = {
+    "unit_classes", "min_unit_numel", "prefetch_units", "master_weights", "reduce_dtype", "fp32_modules", "loss_scale",
+    "offload_optimizer", "offload_param", "offload_gradient", "nvme_path", "nvme_io", "nvme_allow_ram", "moments",
+    "step_on", "overlap_step", "delayed_update_after", "shard_weights", "activation_checkpointing",
+    "activation_offload", "activation_partitioning", "tensor_parallel_size", "tensor_parallel_plan",
+    "tensor_parallel_sequence", "sequence_parallel_size", "expert_parallel_size", "pipeline_parallel_size",
+    "micro_batches", "micro_batch_size", "pipeline_schedule", "pipeline_partition", "pipeline_stages_per_rank",
+    "pipeline_blocks", "save_as", "async_save", "save_frozen", "on_save_error",
+}  # fmt: skip
+"""Options of version 0.1."""
+
+
+def test_every_old_name_is_known_and_every_new_one_exists() -> None:
+    assert set(RENAMED) == FLAT
+    for new in RENAMED.values():
+        _, *path = new.split(".")
+        if path[0] in ("tensor", "pipeline"):
+            kind: Any = TensorConfig if path[0] == "tensor" else PipelineConfig
+            assert path[1] in [field.name for field in dataclasses.fields(kind)]
+        else:
+            default_of(new)
+    options = [f"{g}.{field.name}" for g, kind in GROUPS.items() for field in dataclasses.fields(kind)]
+    assert {new.rsplit(".", new.count(".") - 1)[0] for new in RENAMED.values()} == set(options)
+
+
+@pytest.mark.parametrize("old", sorted(RENAMED))
+def test_an_old_name_says_the_new_one(old: str) -> None:
+    new = RENAMED[old]
+    group, _, option = new.rpartition(".")
+    with pytest.raises(ConfigError) as caught:
+        ZeROStrategy(**{old: "cpu"})  # type: ignore[arg-type]
+    text = str(caught.value)
+    assert f"{old} is {new} since 0.2: ZeROStrategy({group.partition('.')[0]}=" in text
+    assert f"{option}='cpu'" in text or option == "size"
+
+
+def test_the_call_in_the_message_is_the_call() -> None:
+    with pytest.raises(ConfigError) as caught:
+        ZeROStrategy(offload_optimizer="cpu", tensor_parallel_size=2, tensor_parallel_sequence=True, save_as="file")  # type: ignore[call-arg]
+    call = str(caught.value).split("since 0.2: ")[1]
+    made = eval(
+        call, vars(ls_strategy) | {"ZeROStrategy": ZeROStrategy, **{n: getattr(ls_strategy, n) for n in CLASSES}}
+    )
+    assert made.config.offload == OffloadConfig(optimizer="cpu")
+    assert made.config.parallel.tp == TensorConfig(size=2, sequence_parallel=True)
+    assert made.config.checkpoint.format == "file"
+
+
+# --- YAML and the command line ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def plain_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["program"])
+
+
+def cli(*words: str) -> Any:
+    quiet = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
+    return LightningCLI(BoringModel, args=[*words], run=False, save_config_callback=None, trainer_defaults=quiet)
+
+
+def build(*words: str) -> ZeROConfig:
+    return cli(*words).trainer.strategy.config
+
+
+def written(folder: Path, strategy: Any, **init_args: Any) -> str:
+    if init_args:
+        strategy = {"class_path": strategy, "init_args": init_args}
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump({"trainer": {"strategy": strategy}}))
+    return f"--config={path}"
+
+
+OURS = "ls_strategy.ZeROStrategy"
+STRATEGY = f"--trainer.strategy={OURS}"
+
+
+def test_yaml_takes_every_group(tmp_path: Path) -> None:
+    assert build(written(tmp_path, OURS, **nested(FULL))) == ZeROStrategy(**nested(FULL)).config
+
+
+def test_the_printed_configuration_makes_the_same_strategy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [written(tmp_path, OURS, **nested(FULL)), "--trainer.strategy.sharding.prefetch_units=3", "--print_config"]
+    with pytest.raises(SystemExit):
+        cli(*words)
+    printed = tmp_path / "printed.yaml"
+    printed.write_text(capsys.readouterr().out)
+    assert "class_path: ls_strategy.OffloadConfig" not in printed.read_text()
+    assert yaml.safe_load(printed.read_text())["trainer"]["strategy"]["init_args"]["offload"]["gradients"] == "cpu"
+    assert build(f"--config={printed}") == build(*words[:-1])
+
+
+def test_help_describes_groups_and_their_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli(f"--trainer.strategy.help={OURS}")
+    text = capsys.readouterr().out
+    assert "--trainer.strategy.offload.help" in text
+    assert "the optimizer's states, and at stage 3 the" in " ".join(text.split())
+    assert "offload_optimizer" not in text
+    assert "renamed" not in text
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        (["offload=nvme"], {"offload": "nvme"}),
+        (["offload.optimizer=nvme"], {"offload.optimizer": "nvme"}),
+        (["offload.nvme_io.parallelism=2"], {"offload.nvme_io": {"parallelism": 2}}),
+        (["offload.optimizer.tier=cpu", "offload.optimizer.ratio=0.5"], {"offload.optimizer": {"tier": "cpu", "ratio": 0.5}}),
+        (["activations=selective"], {"activations": "selective"}),
+        (["activations.offload=cpu"], {"activations.offload": "cpu"}),
+        (["parallel.tensor=2"], {"parallel.tensor": 2}),
+        (["parallel.tensor.size=2", "parallel.tensor.sequence_parallel=true"],
+         {"parallel.tensor": {"size": 2, "sequence_parallel": True}}),
+        (["parallel.pipeline.size=2", "parallel.pipeline.schedule=zbv"],
+         {"parallel.pipeline": {"size": 2, "schedule": "zbv"}}),
+        (["checkpoint=file"], {"checkpoint": "file"}),
+        (["checkpoint.background=true", "checkpoint.on_error=continue"],
+         {"checkpoint": {"background": True, "on_error": "continue"}}),
+        (["sharding.prefetch_units=2", "precision.moments=bf16"],
+         {"sharding.prefetch_units": 2, "precision.moments": "bf16"}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_command_line_says_the_same(words: list[str], options: dict[str, Any]) -> None:
+    assert build(STRATEGY, *(f"--trainer.strategy.{word}" for word in words)) == ZeROStrategy(**nested(options)).config
+
+
+def test_a_command_line_goes_on_from_the_file(tmp_path: Path) -> None:
+    file = written(tmp_path, OURS, offload={"optimizer": "cpu", "parameters": {"tier": "cpu", "ratio": 0.5}})
+    offload = build(file, "--trainer.strategy.offload.optimizer", "nvme", "--trainer.strategy.stage", "3").offload
+    assert offload == OffloadConfig(optimizer="nvme", parameters=TierConfig(tier="cpu", ratio=0.5))
+    file = written(tmp_path, OURS, parallel={"pipeline": {"size": 2, "micro_batches": 4}})
+    parallel = build(
+        file, "--trainer.strategy.parallel.expert=2", "--trainer.strategy.parallel.pipeline.micro_batches=8"
+    )
+    assert parallel.parallel == ParallelConfig(expert=2, pipeline=PipelineConfig(size=2, micro_batches=8))
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "words", "expected"),
+    [
+        ("zero3_nvme", {"nvme_path": "/x"}, [], OffloadConfig(optimizer="nvme", parameters="nvme", nvme_path="/x")),
+        ("zero3_nvme", {}, ["nvme_path=/x"], OffloadConfig(optimizer="nvme", parameters="nvme", nvme_path="/x")),
+        ("zero3_nvme", {}, ["optimizer.ratio=0.5"],
+         OffloadConfig(optimizer=TierConfig(tier="nvme", ratio=0.5), parameters="nvme")),
+        ("zero3_offload", {}, ["optimizer=nvme"], OffloadConfig(optimizer="nvme", parameters="cpu")),
+        ("zero3_offload_param", {"step_on": "cpu"}, [], OffloadConfig(parameters="cpu", step_on="cpu")),
+        ("zero2_offload", {}, ["gradients=nvme"], OffloadConfig(optimizer="cpu", gradients="nvme")),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_name_keeps_its_tiers_under_other_options(
+    tmp_path: Path, name: str, given: dict[str, Any], words: list[str], expected: OffloadConfig
+) -> None:
+    strategy = {"class_path": name, "init_args": {"offload": given}} if given else name
+    config = build(written(tmp_path, strategy), *(f"--trainer.strategy.offload.{word}" for word in words))
+    assert config == ZeROStrategy(ALIASES[name]["stage"], offload=expected).config  # type: ignore[arg-type]
+
+
+def test_a_share_in_a_file_names_its_tier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        build(written(tmp_path, "zero3_nvme", offload={"optimizer": {"ratio": 0.5}}))
+    assert "the following arguments are required: tier" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("offload.optimizer=disk", r"Got offload\.optimizer='disk', but .* Set offload\.optimizer='cpu'"),
+        ("offload.optimzer=cpu", "no option 'optimzer'. Did you mean 'optimizer'"),
+        ("sharding.prefetch_units=-1", r"Got sharding\.prefetch_units=-1"),
+        ("sharding.prefetch_units=many", r"Got sharding\.prefetch_units='many'"),
+        (
+            "parallel.tensor.sequence_parallel=true",
+            r"parallel\.tensor\.sequence_parallel with parallel\.tensor\.size=1",
+        ),
+        ("checkpoint.format=folder", r"Got checkpoint\.format='folder'"),
+    ],
+)
+def test_a_wrong_value_on_the_command_line(word: str, message: str) -> None:
+    with pytest.raises((ConfigError, ValueError), match=message):  # jsonargparse puts it into an error of its own
+        build(STRATEGY, f"--trainer.strategy.{word}")
+
+
+@pytest.mark.parametrize("where", ["file", "command line"])
+@pytest.mark.parametrize("old", ["offload_optimizer", "nvme_path", "tensor_parallel_size", "save_as"])
+def test_an_old_name_in_yaml_or_on_the_command_line_says_the_new_one(
+    tmp_path: Path, old: str, where: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [written(tmp_path, OURS, **{old: 2})] if where == "file" else [STRATEGY, f"--trainer.strategy.{old}=2"]
+    with pytest.raises(SystemExit):
+        cli(*words)
+    assert f"error: {old} is {RENAMED[old]} since 0.2: ZeROStrategy(" in capsys.readouterr().err
