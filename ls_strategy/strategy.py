@@ -619,9 +619,14 @@ class ZeROStrategy(DDPStrategy):
         """Let the engine know what it may do while user code looks on, and its modules what activations they keep."""
         engine = self.require_engine()
         engine.schedule.overlap = fitting and self.config.overlap_step
-        engine.private_gradients = fitting and not guards.reads_gradients(trainer, module, engine)
+        automatic = fitting and not guards.steps_by_itself(trainer, module, engine)
+        # Who reads `p.grad` is noticed; who reads the gradients of the pieces that parallel ranks have is not.
+        engine.private_gradients = automatic and not (
+            engine.mesh.shape.kinds and guards.has_hooks_after_backward(trainer, module)
+        )
         engine.early_step = (
             engine.private_gradients
+            and not guards.has_hooks_before_step(trainer, module)
             and self.config.overlap_step
             and not trainer.gradient_clip_val
             and self.parallel.pipeline is None  # what is tied over stages has to be summed first
@@ -701,7 +706,8 @@ class ZeROStrategy(DDPStrategy):
             config=self.config,
             precision=policy,
             recompute=self.activations.chosen[0],
-            reads_gradients=guards.reads_gradients(trainer, module, self.engine),
+            updates_early=not guards.steps_by_itself(trainer, module, self.engine)
+            and not guards.has_hooks_before_step(trainer, module),
         )
 
     @contextmanager

@@ -64,8 +64,8 @@ NEED_NO_VALUES = (
 """Torch functions that ask a parameter what it is, not what its values are."""
 
 
-_GIVE_MEMORY = _ways("__array__ __dlpack__ data_ptr numpy storage untyped_storage")
-"""Torch functions whose results are written to without a trace in ``_version``."""
+_GIVE_MEMORY = _ways("__array__ __dlpack__ data_ptr detach numpy storage untyped_storage")
+"""Torch functions whose results are written to without a trace in ``_version``, as in ``p.detach().numpy()[0] = 1``."""
 
 
 class Home(Protocol):
@@ -165,6 +165,12 @@ class Present(nn.Parameter):
         """As of any parameter."""
         self._look()
         return super().numpy(*args, **kwargs)
+
+    def detach(self) -> Tensor:
+        """As of any parameter."""
+        if not torch.compiler.is_dynamo_compiling() and ((home := home_of(self)) is None or not home.is_collected()):
+            self._look()
+        return super().detach()
 
     def untyped_storage(self) -> Any:
         """As of any parameter; of one that is elsewhere it is no question for values."""
