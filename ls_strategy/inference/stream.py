@@ -305,19 +305,6 @@ class StreamedBlocks:
                 "model.eval(), change dtype and device before stream_blocks(), or leave the block out: blocks=[...]."
             )
 
-    def read_pass(self) -> None:
-        """Read every block once, as a forward does, and compute nothing: how fast passes can be at best."""
-        self._take_over()
-        with torch.inference_mode(mode=False):
-            for block in self._blocks:
-                loan = self._ahead.take(block.index)
-                try:
-                    loan.wait()
-                    self._ahead.fill(running=True)
-                finally:
-                    loan.release()
-                self._ahead.fill(running=False)
-
     # the weights at rest ---------------------------------------------------------------------------------------------
 
     def _saving(self, block: Block, mine: Mapping[str, tuple[Target, Slot]]) -> Callable[..., None]:
