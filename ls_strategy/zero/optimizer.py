@@ -613,10 +613,7 @@ class ShardedOptimizer:
         mine = self._store[flat_number].read(key, dtype)
         if not flat.policy.optimizer:
             return mine
-        full = torch.zeros(flat.layout.numel, dtype=dtype, device=flat.full.device)
-        full[slice(*flat.owned)].copy_(mine)
-        flat.comm.all_gather(full, flat.name, flat.layout.sizes).wait()
-        return full
+        return flat.gather_shards(dtype, mine)
 
     def named_state(
         self, stand_in: Callable[[Flat, int, Callable[[int, int], Tensor], torch.dtype], Any]
