@@ -16,7 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -73,13 +73,6 @@ class BufferPool:
         """Return buffers that nobody reads or writes any more."""
         for buffer in buffers:
             self._free[(buffer.numel(), buffer.dtype, buffer.device)].append(buffer)
-
-
-class Pending(Protocol):
-    """A collective that was started."""
-
-    def wait(self) -> None:
-        """Block until the result may be used (on CUDA: until the current stream may use it)."""
 
 
 class Started:

@@ -13,8 +13,7 @@ from __future__ import annotations
 import copy
 import time
 import zipfile
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -276,16 +275,3 @@ def load_optimizers(engine: Engine, indices: list[int | None], states: list[Mapp
 def is_named(states: list[Mapping[str, Any]]) -> bool:
     """Whether optimizer states are by parameter name, as folders have them, and not by position."""
     return any(isinstance(p, str) for state in states for group in state["param_groups"] for p in group["params"])
-
-
-@contextmanager
-def explained(path: Any) -> Generator[None, None, None]:
-    """Name the checkpoint in errors of whatever reads it.
-
-    Raises:
-        CheckpointError: in place of errors about files.
-    """
-    try:
-        yield
-    except (OSError, EOFError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error

@@ -38,7 +38,7 @@ from ls_strategy.errors import PlanError, StateError
 from ls_strategy.mesh import Mesh
 from ls_strategy.moe.losses import LossKeeper
 from ls_strategy.parallel.pipeline.batches import has_rows, mean_of, merge, split
-from ls_strategy.parallel.pipeline.cut import Usage, find_blocks, keep_own, make_cut
+from ls_strategy.parallel.pipeline.cut import Usage, find_row, keep_own, make_cut
 from ls_strategy.parallel.pipeline.handover import SideLoss
 from ls_strategy.parallel.pipeline.mail import make_links
 from ls_strategy.parallel.pipeline.runner import Callbacks, PipelineRunner
@@ -147,7 +147,7 @@ class Pipeline:
         }[cast("TrainerFn", trainer.state.fn)]
         more = [name for name in ("batch_idx", "dataloader_idx") if is_param_in_hook_signature(step, name)]
         with Logged(twin).recording():
-            blocks = find_blocks(twin, stages, self.config.pipeline_blocks)
+            blocks = find_row(twin, stages, self.config.pipeline_blocks)
             return observe(twin, blocks, lambda part: step(part, *[0] * len(more)), micro_batch, self.device)
 
     def record(self, *, on: bool) -> None:

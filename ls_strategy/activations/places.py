@@ -298,11 +298,6 @@ class DrivePlace:
         """Of its staging buffers, in use or free."""
         return self._stock.total_bytes
 
-    @property
-    def bytes_moved(self) -> tuple[int, int]:
-        """Bytes read and written so far."""
-        return self._engine.bytes_read, self._engine.bytes_written
-
     def begin(self, stowed: Stowed, source: Tensor) -> None:
         """See `Place`. Raises `DriveError` of an earlier write."""
         self._take_buffer(stowed)

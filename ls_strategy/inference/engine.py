@@ -37,7 +37,7 @@ from ls_strategy.inference.stream import StreamedBlocks, stream_blocks
 from ls_strategy.mesh import MeshShape, make_mesh
 from ls_strategy.parallel.cuts import Resolved, resolve
 from ls_strategy.parallel.hooks import Hooks
-from ls_strategy.parallel.inference import repeated_blocks
+from ls_strategy.parallel.inference import uniform_blocks
 from ls_strategy.parallel.logits import gather
 from ls_strategy.parallel.plans import ResolvedPlan, resolve_tensor_plan
 from ls_strategy.parallel.policy import Policy, is_policy, styles_of_policy
@@ -407,7 +407,7 @@ def _settle(
 def _fill(model: nn.Module, filler: Filler, quantizer: Quantizer | None) -> None:
     device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
     names = {id(m): name for name, m in model.named_modules()}
-    for root in (*(block for _, block in repeated_blocks(model)), model):
+    for root in (*(block for _, block in uniform_blocks(model)), model):
         for module in root.modules():
             if names.get(id(module)) is not None:
                 filler.fill(names.pop(id(module)), module, device)

@@ -26,7 +26,7 @@ from ls_strategy.checked import at_least, checked
 from ls_strategy.config import NVMeIOConfig
 from ls_strategy.errors import ConfigError, PlanError, StateError
 from ls_strategy.inference.away import RestingTensor, Target, targets_of
-from ls_strategy.inference.blocks import BlockModules, find_blocks, followers, with_own_weights
+from ls_strategy.inference.blocks import BlockModules, followers, streamed_modules, with_own_weights
 from ls_strategy.inference.fill import Filler, has_meta
 from ls_strategy.inference.read_ahead import ReadAhead
 from ls_strategy.inference.rest import Place, Resting, Slot, pack
@@ -83,7 +83,7 @@ def stream_blocks(  # noqa: PLR0913 - options, keyword-only
         CheckpointError: ``fill_from`` is not whole, or not of this model.
     """
     where = _device_of(model) if device is None else usable_device(device, "device")
-    units = find_blocks(model, blocks, stream_all=stream_all)
+    units = streamed_modules(model, blocks, stream_all=stream_all)
     filler = Filler(model, fill_from, parts) if has_meta(model) else None
     if filler is None and fill_from is not None:
         raise PlanError(
@@ -304,19 +304,6 @@ class StreamedBlocks:
                 f"{name} was written to, or moved, {when}, and what rests on a tier cannot be changed: set "
                 "model.eval(), change dtype and device before stream_blocks(), or leave the block out: blocks=[...]."
             )
-
-    def read_pass(self) -> None:
-        """Read every block once, as a forward does, and compute nothing: how fast passes can be at best."""
-        self._take_over()
-        with torch.inference_mode(mode=False):
-            for block in self._blocks:
-                loan = self._ahead.take(block.index)
-                try:
-                    loan.wait()
-                    self._ahead.fill(running=True)
-                finally:
-                    loan.release()
-                self._ahead.fill(running=False)
 
     # the weights at rest ---------------------------------------------------------------------------------------------
 

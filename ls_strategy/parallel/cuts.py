@@ -83,11 +83,6 @@ class Layer:
     cuts: Mapping[str, Cut]
     """By key of the module's own parameters."""
 
-    @property
-    def transposed(self) -> bool:
-        """Whether the weight is ``(in, out)``: transformers' Conv1D."""
-        return is_conv1d(self.module)
-
 
 @dataclass
 class Resolved:

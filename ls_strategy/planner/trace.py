@@ -55,8 +55,6 @@ class Trace:
 
     batch_bytes: int
     recompute: RecomputeConfig | None
-    activation_bytes: int
-    """The most that forward and backward hold at a time, without parameters and without their gradients."""
 
 
 @dataclass
@@ -204,7 +202,7 @@ class Tracer:
                 boundary.remove()
             for spec, its in zip(self.specs, modules, strict=True):
                 spec.modules[:] = its  # `UnitHooks` lets go of them
-        return Trace(tuple(events), watch.flops, batch_bytes, recompute, _most_activations(events))
+        return Trace(tuple(events), watch.flops, batch_bytes, recompute)
 
     def _run_step(self, watch: _Watch, batch: Any, around: Callable[[], AbstractContextManager[None]]) -> int:
         events = self._events
@@ -255,12 +253,3 @@ def _saving(watch: StorageWatch, events: list[Event]) -> Callable[[], AbstractCo
         return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)  # type: ignore[return-value]
 
     return around
-
-
-def _most_activations(events: Sequence[Event]) -> int:
-    now = most = 0
-    for event in events:
-        if event.kind == "bytes":
-            now += event.amount
-            most = max(most, now)
-    return most

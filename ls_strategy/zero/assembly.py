@@ -201,9 +201,7 @@ def _full_values(params: list[nn.Parameter], held: dict[int, Flat]) -> dict[int,
     """``id -> value`` in master precision, gathered from the flats that hold them. Collective where some do."""
     result = {id(p): p.detach() for p in params}
     for flat in {id(held[id(p)]): held[id(p)] for p in params if id(p) in held}.values():
-        whole = flat.full_master()
-        for p, slot in zip(flat.params, flat.layout.slots, strict=True):
-            value = whole[slot.offset : slot.end].view(slot.shape)
+        for p, value in zip(flat.params, flat.split(flat.full_master()), strict=True):
             # A resident parameter may have got another value since, by load_state_dict for example: then that counts.
             if id(p) in result and (not flat.is_gathered or torch.equal(value.to(p.dtype), p)):
                 result[id(p)] = value

@@ -31,7 +31,7 @@ from ls_strategy.errors import StateError
 from ls_strategy.zero import sharded_gradient
 from ls_strategy.zero.lending import Lender
 from ls_strategy.zero.parameters import grad_of, set_grad
-from ls_strategy.zero.shown import Shown, gather_averages
+from ls_strategy.zero.shown import Shown
 from ls_strategy.zero.step import reduce_numbers
 from ls_strategy.zero.units import Flat
 
@@ -267,12 +267,10 @@ def _start_from_averages(flat: Flat) -> None:
         return
     flat.hold_grad_buffer(flat.average_dtype)
     flat.widen_grads()
-    full = torch.zeros(flat.layout.numel, dtype=flat.average_dtype, device=flat.full.device)
-    gather_averages(flat, full)
-    full.mul_(flat.grad_scale * flat.averages.unscale)
-    for i, slot in enumerate(flat.layout.slots):
+    full = flat.averages.gather().mul_(flat.grad_scale * flat.averages.unscale)
+    for i, average in enumerate(flat.split(full)):
         if flat.used_here[i]:
-            flat.grad_views[i].copy_(full[slot.offset : slot.end].view(slot.shape))
+            flat.grad_views[i].copy_(average)
             flat.show_grad(i)
 
 

@@ -147,6 +147,8 @@ class ShardedOptimizer:
         self._own_step = ExitStack()
         """What ends with the optimizer's own ``step``."""
         self._grad_views: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        self._dropped: set[int] = set()
+        """Parameters whose gradient user code has set to None where it sees it as it is: plain torch skips those."""
         early_state = {k: v for k, v in optimizer.state.items() if v}
         for g, group in enumerate(optimizer.param_groups):
             for j, param in enumerate(group["params"]):
@@ -195,9 +197,9 @@ class ShardedOptimizer:
     # step ------------------------------------------------------------------------------------------------------------
 
     def bind_grads(self, used: list[bool]) -> None:
-        """Show the averaged gradients as ``.grad`` of the pieces: what hooks see, and may change, before the step."""
+        """Where groups hold pieces, show the averaged gradients as their ``.grad``: hooks may change them."""
         for n, flat in enumerate(self.flats):
-            if flat.averages.on_drive:
+            if flat.averages.on_drive or not self.shows_pieces:
                 continue
             views = self._views_of(n, flat)
             for i, piece in enumerate(flat.pieces):
@@ -215,30 +217,40 @@ class ShardedOptimizer:
         return self._grad_views[flat_number][1]
 
     def take_edits(self, used: list[bool]) -> None:
-        """Take into the averages what was made of the gradients that `bind_grads` showed, where it is not in place.
+        """Take into the averages what user code has put in the place of gradients that it sees as they are.
 
-        What was replaced is copied. What was set to None is zero here, so that it counts in no norm; its parameter is
-        not stepped.
+        Those are ``p.grad`` at stage 0 and ``.grad`` of pieces. What was replaced is copied. What was set to None is
+        zero here, so that it counts in no norm; its parameter is not stepped.
         """
+        self._dropped.clear()
         for n, flat in enumerate(self.flats):
-            if flat.averages.on_drive:
+            if flat.averages.on_drive or not (self.shows_pieces or flat.averages.in_place):
                 continue
             for i, view in enumerate(self._views_of(n, flat)):
-                piece = self.pieces[self._offsets[n] + i]
-                if not used[self._offsets[n] + i] or piece.numel() == 0:
+                number = self._offsets[n] + i
+                piece = self.pieces[number]
+                if not used[number] or piece.numel() == 0:
                     continue
                 if flat.averages.in_place and flat.take_replaced(i):
                     piece.grad = None
-                if piece.grad is None:
+                    self._dropped.add(number)
+                elif self.shows_pieces:
+                    self._take_piece_grad(number, view)
+                if number in self._dropped:
                     view.zero_()
-                elif piece.grad is not view:
-                    view.copy_(piece.grad)
-                    piece.grad = view if view.dtype == piece.dtype else piece.grad
+
+    def _take_piece_grad(self, number: int, view: Tensor) -> None:
+        piece = self.pieces[number]
+        if piece.grad is None:
+            self._dropped.add(number)
+        elif piece.grad is not view:
+            view.copy_(piece.grad)
+            piece.grad = view if view.dtype == piece.dtype else piece.grad
 
     def show_again(self) -> None:
-        """The averages have changed: so must gradients that are shown in another dtype, and so are copies."""
+        """The averages have changed: so must gradients of pieces that are shown in another dtype, and so are copies."""
         for n, flat in enumerate(self.flats):
-            if flat.averages.on_drive or flat.master_dtype == flat.average_dtype:
+            if not self.shows_pieces or flat.averages.on_drive or flat.master_dtype == flat.average_dtype:
                 continue
             for i, view in enumerate(self._views_of(n, flat)):
                 shown = self.pieces[self._offsets[n] + i].grad
@@ -329,7 +341,7 @@ class ShardedOptimizer:
             return None
         used, dropped = self._composed_for
         numbers = range(self._offsets[n], self._offsets[n + 1])
-        if any(dropped) or [used[i] for i in numbers] != flat.used_here:
+        if dropped or [used[i] for i in numbers] != flat.used_here:
             return None
         parts = [self._part_of(r, self._taken + 1) for r in self._runs if r.flat_number == n]
         update = self._update_of(n, parts, None)
@@ -413,7 +425,7 @@ class ShardedOptimizer:
 
     def _compose(self, used: list[bool], *, shown: bool) -> None:
         """Cut the used pieces into runs; nothing to do while the same parameters are used."""
-        dropped = self._dropped(used) if shown else (False,) * len(used)
+        dropped = frozenset(self._dropped if shown else ())
         key = (tuple(used), dropped)
         if self._composed_for == key:
             return
@@ -423,7 +435,7 @@ class ShardedOptimizer:
             current_key: Any = None
             for i, piece in enumerate(flat.pieces):
                 number = self._offsets[n] + i
-                if not used[number] or dropped[number]:
+                if not used[number] or number in dropped:
                     current = None
                     continue
                 if piece.numel == 0:
@@ -448,13 +460,6 @@ class ShardedOptimizer:
             r.tensor = r.flat.master.detach()[r.start : r.stop].view(self._shape_of(r)).requires_grad_()
             self._run_state[r.tensor] = self._state_of_run(r)
         self._composed_for = key
-
-    def _dropped(self, used: list[bool]) -> tuple[bool, ...]:
-        """Parameters whose ``piece.grad`` the user set to None: plain torch skips those."""
-        seen = [not flat.averages.on_drive for flat in self.flats for _ in flat.params]
-        return tuple(
-            s and u and p.numel() > 0 and p.grad is None for s, u, p in zip(seen, used, self.pieces, strict=True)
-        )
 
     def _recall(self, r: _Run) -> None:
         """What the fused update has to know of a run's past."""
@@ -608,10 +613,7 @@ class ShardedOptimizer:
         mine = self._store[flat_number].read(key, dtype)
         if not flat.policy.optimizer:
             return mine
-        full = torch.zeros(flat.layout.numel, dtype=dtype, device=flat.full.device)
-        full[slice(*flat.owned)].copy_(mine)
-        flat.comm.all_gather(full, flat.name, flat.layout.sizes).wait()
-        return full
+        return flat.gather_shards(dtype, mine)
 
     def named_state(
         self, stand_in: Callable[[Flat, int, Callable[[int, int], Tensor], torch.dtype], Any]

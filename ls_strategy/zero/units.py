@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -205,6 +205,11 @@ class Flat:
         return self.layout.slots[0].name if self.layout.slots else ""
 
     @property
+    def stepped_numel(self) -> int:
+        """Elements of ``stepped``."""
+        return self.stepped[1] - self.stepped[0]
+
+    @property
     def counted(self) -> bool:
         """Whether this rank is the first one, along its axis and of the pipeline's stages, that holds these.
 
@@ -241,8 +246,8 @@ class Flat:
         """
         layout, dtype, master_dtype = self.layout, self.dtype, self.master_dtype
         whole = self._new_whole(device)
-        for slot, value in zip(layout.slots, values, strict=True):
-            whole[slot.offset : slot.end].copy_(value.detach().reshape(-1))
+        for view, value in zip(self.split(whole), values, strict=True):
+            view.copy_(value.detach())
         self.comm.broadcast_(whole)
         if self.policy.parameters:
             self.full = torch.empty(layout.numel, dtype=dtype, device=device)
@@ -250,7 +255,7 @@ class Flat:
             self.full = whole if dtype == master_dtype else whole.to(dtype)
         self._place(whole[slice(*self.stepped)])
         self.average_dtype = torch.promote_types(torch.float32, master_dtype) if self.trainable else torch.float32
-        self.views = [self.full[s.offset : s.end].view(s.shape) for s in layout.slots]
+        self.views = self.split(self.full)
         self._switched = [p for p in self.params if settle(p, self)]
         self._index = {id(p): i for i, p in enumerate(self.params)}
         self._adopted: dict[int, Tensor] = {}
@@ -266,6 +271,10 @@ class Flat:
         self._holders = storage_users(self.full)
         if self.policy.parameters:
             self.release()
+
+    def split(self, buffer: Tensor) -> list[Tensor]:
+        """Return a view per parameter of any buffer of this one's layout."""
+        return [buffer[s.offset : s.end].view(s.shape) for s in self.layout.slots]
 
     def _new_whole(self, device: torch.device) -> Tensor:
         numel, dtype = self.layout.numel, self.master_dtype
@@ -329,10 +338,26 @@ class Flat:
         mine = self.read_master()
         if not self.policy.optimizer:
             return mine
-        whole = torch.zeros(self.layout.numel, dtype=mine.dtype, device=self.full.device)
-        whole[slice(*self.owned)].copy_(mine)
-        self.comm.all_gather(whole, self.name, self.layout.sizes).wait()
-        return whole
+        return self.gather_shards(mine.dtype, mine)
+
+    def gather_shards(
+        self, dtype: torch.dtype, mine: Tensor | Callable[[Tensor], Any], out: Tensor | None = None
+    ) -> Tensor:
+        """Gather every rank's shard of any values of this buffer, ``(numel,)``. Collective.
+
+        Args:
+            dtype: of the values.
+            mine: this rank's shard, or what writes it.
+            out: where to put them.
+        """
+        full = torch.zeros(self.layout.numel, dtype=dtype, device=self.full.device) if out is None else out
+        shard = full[slice(*self.owned)]
+        if isinstance(mine, Tensor):
+            shard.copy_(mine)
+        else:
+            mine(shard)
+        self.comm.all_gather(full, self.name, self.layout.sizes).wait()
+        return full
 
     def refresh(self) -> None:
         """Bring this rank's masters to where its part of the parameters rests. Not collective: the others' stay."""
@@ -586,7 +611,7 @@ class Flat:
         """Give the memory of ``full`` back; to who has made a NumPy array of it, which fixes its size, for good."""
         if not self.full.untyped_storage().resizable():
             self.full = torch.empty_like(self.full)
-            self.views = [self.full[s.offset : s.end].view(s.shape) for s in self.layout.slots]
+            self.views = self.split(self.full)
             self._holders = storage_users(self.full) + len(self.params)
             if self.lender is not None:
                 self.lender.note_memory(self)
@@ -622,7 +647,7 @@ class Flat:
                 self.grad[lo:hi].zero_()
         else:
             self.grad = torch.zeros(self.layout.numel, dtype=dtype, device=device)
-        self.grad_views = [self.grad[s.offset : s.end].view(s.shape) for s in self.layout.slots]
+        self.grad_views = self.split(self.grad)
 
     def take_held_grads(self, scales: Mapping[int, float]) -> None:
         """Stages 0 and 1: take what ``p.grad`` holds since an earlier engine; it is averaged again by the step.
@@ -735,7 +760,7 @@ class Flat:
             return
         self.give_back_grads(list(self._adopted))
         wide = self.grad.float()
-        views = [wide[s.offset : s.end].view(s.shape) for s in self.layout.slots]
+        views = self.split(wide)
         for p, old, new in zip(self.params, self.grad_views, views, strict=True):
             held = grad_of(p)
             set_grad(p, None)

@@ -81,7 +81,7 @@ class Update:
 
     def jobs(self) -> list[_Portion]:
         """Portions, in order."""
-        numel = self.flat.stepped[1] - self.flat.stepped[0]
+        numel = self.flat.stepped_numel
         if self.states.on_drive or self.grads is None or self.streamed:
             return [_Portion(self, lo, hi) for lo, hi in chunks(0, numel)]
         return [_Portion(self, 0, numel)]

@@ -33,11 +33,12 @@ from ls_strategy.parallel.pipeline.schedules import (
     placement_of,
     stages_per_rank_of,
 )
-from ls_strategy.parallel.pipeline.simulate import Costs, gpipe_bubble, simulate
+from ls_strategy.parallel.pipeline.simulate import Costs, simulate
 from ls_strategy.parallel.pipeline.stage import StageRunner
 from ls_strategy.parallel.pipeline.timeline import Recorder
 from ls_strategy.testing import spawn
 from recipes.gpt.network import GPT, GPTConfig
+from tests import papers
 
 pytestmark = pytest.mark.dist
 
@@ -625,7 +626,7 @@ def bubbles(rank: int, world_size: int, counts: tuple[int, ...]) -> dict[tuple[s
 def test_the_bubble_is_that_of_the_formula(world_size: int, counts: tuple[int, ...]) -> None:
     """In slots of time, not in seconds: actions of one slot are in flight together on all ranks."""
     for (schedule, count), measured in spawn(bubbles, world_size, counts)[0].items():
-        assert measured == pytest.approx(gpipe_bubble(world_size, count)), (schedule, count)
+        assert measured == pytest.approx(papers.gpipe_bubble(world_size, count)), (schedule, count)
 
 
 # --- models of others -------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ def zero(**keys):
 
 SCALE = LossScaleConfig(static=None, initial_power=16, window=1000, hysteresis=2, min_scale=1.0)
 CIFAR_SCALE = LossScaleConfig(static=None, initial_power=15, window=500, hysteresis=2, min_scale=1.0)
+TRAINER = ("precision", "gradient_clip_val", "accumulate_grad_batches")
 NVME = "/path/to/my/fast_nvme_storage"
 
 
@@ -50,7 +51,8 @@ NVME = "/path/to/my/fast_nvme_storage"
 def test_files_of_tutorials(name, strategy, arguments):
     translation = translate(GOLDEN / f"{name}.json")
     assert translation.strategy == strategy
-    assert translation.trainer.trainer_arguments() == arguments
+    fixed = {name: getattr(translation.trainer, name) for name in TRAINER}
+    assert {k: v for k, v in fixed.items() if v is not None} == arguments
     config = json.loads((GOLDEN / f"{name}.json").read_text())
     known = {name for name in inspect.signature(ZeROStrategy).parameters}
     assert set(translation.strategy) <= known

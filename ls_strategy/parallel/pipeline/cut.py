@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from ls_strategy._compat import is_compiled, uncompiled
+from ls_strategy.blocks import outermost
 from ls_strategy.errors import PlanError
 from ls_strategy.parallel.pipeline.balance import balance
 
@@ -99,7 +100,7 @@ class Cut:
 # --- the stack -------------------------------------------------------------------------------------------------------
 
 
-def find_blocks(model: nn.Module, least: int, stack: str | None = None) -> dict[str, nn.Module]:
+def find_row(model: nn.Module, least: int, stack: str | None = None) -> dict[str, nn.Module]:
     """The row of modules that is cut, by name.
 
     Args:
@@ -147,12 +148,7 @@ def _members(name: str, container: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _candidates(model: nn.Module, least: int) -> Iterator[tuple[str, nn.Module]]:
     """Rows of ``least`` modules or more that are not inside another."""
-    inside: set[int] = set()
-    for name, module in model.named_modules():
-        if id(module) in inside or not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < least:
-            continue
-        inside.update(map(id, module.modules()))
-        yield name, module
+    return outermost(model, lambda module: isinstance(module, nn.ModuleList | nn.Sequential) and len(module) >= least)
 
 
 def _longest(model: nn.Module, least: int) -> list[tuple[str, nn.Module]]:
@@ -262,7 +258,7 @@ def make_cut(
         model: whole, on any device (meta, too).
         rank_of: rank of every stage, see `schedules.place`.
         method: see `weigh`.
-        stack: see `find_blocks`.
+        stack: see `find_row`.
         usage: of a dry run (`trace.observe`). Without it, what is registered before the blocks is taken to be used
             before them, and what is registered after them, after.
         bounds: of the stages, in blocks, in place of balance.
@@ -271,7 +267,7 @@ def make_cut(
         PlanError: the model cannot be cut so.
     """
     stages = len(rank_of)
-    blocks = find_blocks(model, stages, stack)
+    blocks = find_row(model, stages, stack)
     _refuse_compiled(model, blocks)
     ends = _ends(model, blocks, usage)
     numel = {name: p.numel() for name, p in model.named_parameters()}
