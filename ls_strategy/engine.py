@@ -447,11 +447,12 @@ class Engine:
         self.gradients.take_all()
         self._unstepped.outdate()
         early = self.early_step and eager and self.scaler is None and self.schedule.allows_early
-        early = early and self._stepped and not self.gradients.were_read
+        early = early and not self.gradients.were_read
         early = early and all(map(self._is_private, self.optimizers))
         self.reducer.on_complete = None  # what an earlier micro-batch left under way is not complete
         self.reducer.begin_backward(eager=eager, loss_scale=self.scaler.scale if self.scaler is not None else 1.0)
-        self.reducer.on_complete = self.schedule.begin_early if early else None
+        if early:
+            self.reducer.on_complete = self.schedule.begin_early if self._stepped else self.schedule.postpone
 
     def end_backward(self, *, local: bool = False) -> None:
         """The backward pass is over. ``local``: more are to come before gradients are averaged (stages 0 and 1)."""
@@ -504,8 +505,7 @@ class Engine:
             self._average(kind)
         self._note_used(state)
         state.overflow = state.clipped = False
-        # At stage 0 gradients that were read before are plain tensors, in which the factors are to be seen.
-        state.folded = self._is_private(state) and (self.policy.optimizer or not self.gradients.were_read)
+        state.folded = self._is_private(state)
         if self.scaler is not None:
             for flat in state.flats:
                 # Otherwise the update multiplies by what undoes the scale.
@@ -618,8 +618,12 @@ class Engine:
         return state
 
     def _is_private(self, state: _OptimizerState) -> bool:
-        """Whether nobody looks at an optimizer's gradients, hooks of its step that came after set-up included."""
-        return self.private_gradients and not has_step_hooks(state.sharded.optimizer, besides=self)
+        """Whether nobody looks at an optimizer's gradients as they are, or does in hooks that came after set-up.
+
+        At stage 0 gradients that were read once are plain tensors, which somebody may still have.
+        """
+        plain = self.gradients.were_read and not self.policy.optimizer
+        return self.private_gradients and not plain and not has_step_hooks(state.sharded.optimizer, besides=self)
 
     def _clipped(self, state: _OptimizerState) -> None:
         self._outdate_others(state)

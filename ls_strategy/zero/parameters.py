@@ -16,8 +16,10 @@ is a plain `nn.Parameter` with memory of its own.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from contextlib import AbstractContextManager, nullcontext
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -168,7 +170,8 @@ class Present(nn.Parameter):
 
     def detach(self) -> Tensor:
         """As of any parameter."""
-        if not torch.compiler.is_dynamo_compiling() and ((home := home_of(self)) is None or not home.is_collected()):
+        # Torch's own code, such as a checkpointed forward in every step, does not write to what it gets.
+        if not torch.compiler.is_dynamo_compiling() and not _is_called_by_torch(sys._getframe(1)):
             self._look()
         return super().detach()
 
@@ -227,6 +230,10 @@ class Absent(Present):
                     p.__class__ = Absent
             for home in homes.values():
                 home.touched()
+
+
+def _is_called_by_torch(caller: FrameType) -> bool:
+    return str(caller.f_globals.get("__name__")).startswith("torch.")
 
 
 def _needs_no_values(func: Any, args: Any) -> bool:
