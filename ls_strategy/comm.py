@@ -13,7 +13,7 @@ import os
 import time
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,8 +55,22 @@ class Traffic:
 class BufferPool:
     """Receive and staging buffers that are used again: a fresh 64 MiB allocation costs its page faults every time."""
 
-    def __init__(self) -> None:
-        """Start empty."""
+    def __init__(
+        self,
+        make: Callable[[int, torch.dtype, torch.device], Tensor] = lambda n, dtype, device: torch.empty(
+            n, dtype=dtype, device=device
+        ),
+        *,
+        kept: int | None = None,
+    ) -> None:
+        """Start empty.
+
+        Args:
+            make: makes a new buffer.
+            kept: free buffers of one size that are kept; all of them without.
+        """
+        self._make = make
+        self._kept = kept
         self._free: defaultdict[tuple[int, torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
         self.bytes = 0
 
@@ -65,14 +79,16 @@ class BufferPool:
         free = self._free[(numel, dtype, device)]
         if free:
             return free.pop()
-        buffer = torch.empty(numel, dtype=dtype, device=device)
+        buffer = self._make(numel, dtype, device)
         self.bytes += buffer.numel() * buffer.element_size()
         return buffer
 
     def give(self, buffers: Iterable[Tensor]) -> None:
         """Return buffers that nobody reads or writes any more."""
         for buffer in buffers:
-            self._free[(buffer.numel(), buffer.dtype, buffer.device)].append(buffer)
+            free = self._free[(buffer.numel(), buffer.dtype, buffer.device)]
+            if self._kept is None or len(free) < self._kept:
+                free.append(buffer)
 
 
 class Started:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ls_strategy.checkpoint.consolidate import TRAINING_KEYS
 from ls_strategy.checkpoint.output import Progress, whole_or_nothing
+from ls_strategy.checkpoint.source import numbered
 from ls_strategy.checkpoint.torch_file import StreamedSave
 from ls_strategy.deepspeed.folder import Files, is_deepspeed, open_save
 from ls_strategy.deepspeed.placement import InParts, Place, numel_of, places
@@ -71,7 +72,7 @@ def read_deepspeed(
     checkpoint["state_dict"] = {names(name): value for name, value in _weights(files, where).items()}
     states = _optimizer_states(files, where, names)
     if states is not None:
-        checkpoint["optimizer_states"] = [states if by_name else _numbered(states)]
+        checkpoint["optimizer_states"] = [states if by_name else numbered(states, str(path))]
     scale = _loss_scale(files)
     if scale is not None:
         checkpoint.setdefault("MixedPrecision", scale)
@@ -190,16 +191,6 @@ def _loss_scale(files: Files) -> dict[str, Any] | None:
         "backoff_factor": 1 / float(scaler.get("scale_factor", 2.0)),
         "growth_interval": int(scaler.get("scale_window", 1000)),
         "_growth_tracker": max(0, int(scaler.get("cur_iter", 0)) - int(scaler.get("last_overflow_iter", -1)) - 1),
-    }
-
-
-def _numbered(states: dict[str, Any]) -> dict[str, Any]:
-    """As torch writes it: parameters are numbered through all groups."""
-    ordered = [name for group in states["param_groups"] for name in group["params"]]
-    position = {name: i for i, name in enumerate(ordered)}
-    return {
-        "state": {position[name]: value for name, value in states["state"].items()},
-        "param_groups": [{**g, "params": [position[name] for name in g["params"]]} for g in states["param_groups"]],
     }
 
 

@@ -127,6 +127,14 @@ def cuda_recipe(capabilities: tuple[tuple[int, int], ...]) -> Recipe:
     return Recipe("cuda", tuple(units), (*compiler, "-shared", f"-L{_torch_folder() / 'lib'}", *libraries), version)
 
 
+def recipe_for(device_type: str) -> Recipe:
+    """The kernels of the updates for this host's CPU, or for all its GPUs."""
+    if device_type == "cpu":
+        return cpu_recipe()
+    devices = range(torch.cuda.device_count())
+    return cuda_recipe(tuple(sorted({torch.cuda.get_device_capability(d) for d in devices})))
+
+
 def _torch_folder() -> Path:
     return Path(torch.__file__).parent
 
@@ -363,16 +371,12 @@ def _load(device_type: str) -> str:
 
 
 def _load_library(device_type: str) -> Path:
-    if device_type == "cpu":
-        recipe = cpu_recipe()
-    elif device_type == "cuda" and torch.version.cuda and torch.cuda.is_available():
+    if device_type == "cuda" and torch.version.cuda and torch.cuda.is_available():
         if not load("cpu"):
             raise BuildError(f"its operations are declared in the library for cpu; {_status['cpu']}")
-        devices = range(torch.cuda.device_count())
-        recipe = cuda_recipe(tuple(sorted({torch.cuda.get_device_capability(d) for d in devices})))
-    else:
+    elif device_type != "cpu":
         raise BuildError("none is written for this kind of device")
-    path = library(recipe)
+    path = library(recipe_for(device_type))
     try:
         torch.ops.load_library(path)
     except (OSError, RuntimeError) as e:

@@ -104,7 +104,7 @@ class Averages:
     def _new(self, dtype: torch.dtype) -> Tensor:
         numel = self._flat.stepped_numel
         if self._flat.gradient_tier != "device":
-            return self._flat.rest.ring.take(numel, dtype)
+            return self._flat.rest.ring.take(numel, dtype, torch.device("cpu"))
         return torch.zeros(numel, dtype=dtype, device=self._flat.full.device)
 
     def owned(self) -> Tensor:
