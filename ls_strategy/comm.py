@@ -27,7 +27,7 @@ from ls_strategy._compat import default_store, open_sockets, shut_sockets
 from ls_strategy.errors import LSError, OutOfStepError, RankFailedError
 from ls_strategy.whereabouts import Entry, Journal, Whereabouts
 
-CHUNK = 1 << 16
+SUM_CHUNK = 1 << 16
 """Elements summed at a time on the CPU: 256 KiB in fp32, so that the second operand meets a warm L2 cache."""
 
 
@@ -133,7 +133,7 @@ class PendingReduce:
         """Write (or add, if ``accumulate``) the average over ranks into ``out``, ``(shard,)``."""
         self._comm.wait(self._works)
         scale = 1.0 / self._comm.world_size
-        step = CHUNK if out.device.type == "cpu" else out.numel()
+        step = SUM_CHUNK if out.device.type == "cpu" else out.numel()
         for lo in range(0, out.numel(), max(step, 1)):
             piece = out[lo : lo + step]
             for i, part in enumerate(self._parts):

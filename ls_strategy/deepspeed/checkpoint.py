@@ -19,7 +19,7 @@ from ls_strategy.checkpoint.output import Progress, whole_or_nothing
 from ls_strategy.checkpoint.source import numbered
 from ls_strategy.checkpoint.torch_file import StreamedSave
 from ls_strategy.deepspeed.folder import Files, is_deepspeed, open_save
-from ls_strategy.deepspeed.placement import InParts, Place, numel_of, places
+from ls_strategy.deepspeed.placement import InParts, ParamPlace, numel_of, places
 from ls_strategy.errors import ConfigError
 
 __all__ = ["consolidate_deepspeed", "is_deepspeed", "read_deepspeed"]
@@ -95,7 +95,7 @@ def _renamer(rename: Rename) -> Callable[[str], str]:
     return names
 
 
-def _weights(files: Files, where: Mapping[str, Place]) -> dict[str, Any]:
+def _weights(files: Files, where: Mapping[str, ParamPlace]) -> dict[str, Any]:
     model = files.models[0]
     if not files.parts:
         return {name: _full(value) for name, value in model["module"].items()}
@@ -135,7 +135,9 @@ def _full(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-def _optimizer_states(files: Files, where: Mapping[str, Place], names: Callable[[str], str]) -> dict[str, Any] | None:
+def _optimizer_states(
+    files: Files, where: Mapping[str, ParamPlace], names: Callable[[str], str]
+) -> dict[str, Any] | None:
     """By parameter name; None where the optimizer's states are not in a form that is known."""
     if not files.parts:
         return None

@@ -52,7 +52,7 @@ class ExtraLibrary:
         """How to build them: with the commands of the updates, `_build.recipe_for`, from files of their own."""
         sources = [(unit, Path(unit.command[-1])) for unit in updates.units]
         units = [
-            _build.Unit(unit.name, (*unit.command[:-1], str(source.with_name(self._files[source.name]))))
+            _build.CompileUnit(unit.name, (*unit.command[:-1], str(source.with_name(self._files[source.name]))))
             for unit, source in sources
             if source.name in self._files
         ]

@@ -252,7 +252,7 @@ class Averages:
     def sums(self) -> Tensor:
         """Sum of squares and number of non-finite elements of this rank's averages, ``(2,)`` fp64.
 
-        Added up in portions of `CHUNK` elements, so that the bits are the same wherever the averages rest.
+        Added up in portions of `DRIVE_CHUNK` elements, so that the bits are the same wherever the averages rest.
         """
         if self._flat.updated_early:
             self._flat.wait_updated()

@@ -21,7 +21,7 @@ from ls_strategy.tiers.link import Link, host_empty
 from ls_strategy.tiers.nvme import NVMeTier
 from ls_strategy.tiers.stream import Stream
 from ls_strategy.zero.kernels import FUSED_NAMES, kernel_for
-from ls_strategy.zero.rest import CHUNK, Rest, gradient_buffers
+from ls_strategy.zero.rest import DRIVE_CHUNK, Rest, gradient_buffers
 from ls_strategy.zero.states import moment_sizes
 from ls_strategy.zero.where_to_step import measure
 
@@ -170,7 +170,7 @@ def _open_drive(sizes: Sizes, config: ZeROConfig, rank: int) -> NVMeTier:
     folder = Path(config.nvme_path)
     need = sum(numel * dtype.itemsize for numel, dtype in sizes.values())
     check_path(folder, need, config.nvme_allow_ram)
-    return NVMeTier(folder, sizes, io=config.nvme_io, rank=rank, buffer_bytes=4 * CHUNK, buffers=_BUFFERS)
+    return NVMeTier(folder, sizes, io=config.nvme_io, rank=rank, buffer_bytes=4 * DRIVE_CHUNK, buffers=_BUFFERS)
 
 
 def _raise_together(comm: Comm, error: LSError | None) -> None:

@@ -1,7 +1,7 @@
 """Where the states of one flat buffer rest between uses, and how they are reached there.
 
 On the device and in host memory a state is a tensor, always there. On the NVMe tier it is a range of a file, brought in
-chunks of `CHUNK` elements: `read` and `write` are for set-up and checkpoints, the step streams (`zero/update.py`).
+chunks of `DRIVE_CHUNK` elements: `read` and `write` are for set-up and checkpoints, the step streams (`update.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ls_strategy.tiers.link import Link, host_empty
 
 T = TypeVar("T")
 
-CHUNK = 1 << 20
+DRIVE_CHUNK = 1 << 20
 """Elements that are brought from a drive at a time: 4 MiB of fp32. Every tier sums norms in these portions too."""
 
 PAGE = 4096
@@ -29,13 +29,13 @@ PAGE = 4096
 
 
 def chunks(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Cut ``[start, stop)`` at multiples of `CHUNK`.
+    """Cut ``[start, stop)`` at multiples of `DRIVE_CHUNK`.
 
     >>> list(chunks(5, CHUNK + 3)) == [(5, CHUNK), (CHUNK, CHUNK + 3)]
     True
     """
     while start < stop:
-        end = min((start // CHUNK + 1) * CHUNK, stop)
+        end = min((start // DRIVE_CHUNK + 1) * DRIVE_CHUNK, stop)
         yield start, end
         start = end
 
@@ -120,8 +120,8 @@ class Rest:
         position = start
         while position < start + values.numel():
             # Whole chunks are put as they are; a range that begins or ends inside one takes the rest from the drive.
-            lo = position // CHUNK * CHUNK
-            hi = min(lo + CHUNK, numel)
+            lo = position // DRIVE_CHUNK * DRIVE_CHUNK
+            hi = min(lo + DRIVE_CHUNK, numel)
             end = min(hi, start + values.numel())
             if (position, end) == (lo, hi):
                 self.drive.put(self.key(name), values[lo - start : hi - start], lo)
