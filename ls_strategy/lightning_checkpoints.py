@@ -31,15 +31,11 @@ from ls_strategy.checkpoint.manifest import Manifest, read_manifest, verify
 from ls_strategy.checkpoint.place import Place
 from ls_strategy.checkpoint.random import random_states
 from ls_strategy.checkpoint.sharded import Contents, Source, assemble, separate
+from ls_strategy.checkpoint.source import OURS, RANDOM
 from ls_strategy.checkpoint.target import MANIFEST, META, METADATA, check_replaceable
 from ls_strategy.deepspeed.checkpoint import is_deepspeed, read_deepspeed
 from ls_strategy.engine import Engine
 from ls_strategy.errors import CheckpointError
-
-OURS = "ls_strategy"
-"""Key in a Lightning checkpoint for what only this package reads."""
-
-RANDOM = "random_states"
 
 
 class Collection:

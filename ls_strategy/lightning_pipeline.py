@@ -45,7 +45,7 @@ from ls_strategy.parallel.pipeline.runner import Callbacks, PipelineRunner
 from ls_strategy.parallel.pipeline.sample import sample_batch
 from ls_strategy.parallel.pipeline.schedules import Action, least_micro_batches, place, placement_of, stages_per_rank_of
 from ls_strategy.parallel.pipeline.stage import StageRunner
-from ls_strategy.parallel.pipeline.timeline import Recorder, Span
+from ls_strategy.parallel.pipeline.timeline import Span, TimelineRecorder
 from ls_strategy.parallel.pipeline.trace import observe, stand_in
 from ls_strategy.parallel.random import draw, generator_of, hash64, position, set_state
 from ls_strategy.zero.share import Share
@@ -91,7 +91,7 @@ class Pipeline:
         keep_own(module, self.cut, mesh.pipeline.rank)
         self._names |= {id(p): name for name, p in module.named_parameters()}
         self._links = links = make_links(mesh.pipeline, [list(group) for group in mesh.shape.groups("pipeline")])
-        self.recorder = Recorder(device)
+        self.recorder = TimelineRecorder(device)
         self.runner = PipelineRunner(
             StageRunner(module, self.cut, device, side=_side_loss(module)),
             links,

@@ -37,8 +37,8 @@ from ls_strategy.inference.stream import StreamedBlocks, stream_blocks
 from ls_strategy.mesh import MeshShape, make_mesh
 from ls_strategy.parallel.cuts import Resolved, resolve
 from ls_strategy.parallel.hooks import Hooks
-from ls_strategy.parallel.inference import uniform_blocks
 from ls_strategy.parallel.logits import gather
+from ls_strategy.parallel.plan_from_names import uniform_blocks
 from ls_strategy.parallel.plans import ResolvedPlan, resolve_tensor_plan
 from ls_strategy.parallel.policy import Policy, is_policy, styles_of_policy
 from ls_strategy.parallel.random import share_random_state

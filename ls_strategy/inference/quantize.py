@@ -19,7 +19,7 @@ from ls_strategy.inference.linear import FORMATS, Format, quantize_linear
 from ls_strategy.moe.sparse import SparseLayer
 from ls_strategy.parallel.cuts import is_conv1d, plain_name
 from ls_strategy.parallel.heads import width_in
-from ls_strategy.parallel.inference import uniform_blocks
+from ls_strategy.parallel.plan_from_names import uniform_blocks
 
 _ROUTERS = ("gate", "router", "classifier", "shared_expert_gate")
 """Layers that choose experts: small, and a rounding error of theirs is another expert."""

@@ -29,7 +29,7 @@ from ls_strategy.inference.away import RestingTensor, Target, targets_of
 from ls_strategy.inference.blocks import BlockModules, followers, streamed_modules, with_own_weights
 from ls_strategy.inference.fill import Filler, has_meta
 from ls_strategy.inference.read_ahead import ReadAhead
-from ls_strategy.inference.rest import Place, Resting, Slot, pack
+from ls_strategy.inference.rest import BlockPlace, Extent, Resting, pack
 from ls_strategy.inference.settle import Block, Settling, settle
 from ls_strategy.layout import TensorPart
 from ls_strategy.tiers.base import Loan
@@ -92,7 +92,7 @@ def stream_blocks(  # noqa: PLR0913 - options, keyword-only
         )
     units, shared = with_own_weights(model, units)
     sizes = [pack(targets_of(unit.modules, where, shared)[1])[1] for unit in units]
-    resting = Resting(sizes, Place(tier, path, io, allow_ram, verify), where, prefetch)
+    resting = Resting(sizes, BlockPlace(tier, path, io, allow_ram, verify), where, prefetch)
     try:
         return StreamedBlocks(model, units, resting, Settling(shared, filler, prepare))
     except BaseException:
@@ -217,7 +217,7 @@ class StreamedBlocks:
             # Before all other hooks, and after them, which may read parameters.
             self._handles.append(module.register_forward_pre_hook(_Hook(enter), prepend=True, with_kwargs=True))
             self._handles.append(module.register_forward_hook(_Hook(leave), always_call=True))
-        keys: dict[nn.Module, dict[str, tuple[Target, Slot]]] = {}
+        keys: dict[nn.Module, dict[str, tuple[Target, Extent]]] = {}
         for target, slot in zip(block.targets, block.slots, strict=True):
             for owner, key in target.owners:
                 module = owner()
@@ -307,7 +307,7 @@ class StreamedBlocks:
 
     # the weights at rest ---------------------------------------------------------------------------------------------
 
-    def _saving(self, block: Block, mine: Mapping[str, tuple[Target, Slot]]) -> Callable[..., None]:
+    def _saving(self, block: Block, mine: Mapping[str, tuple[Target, Extent]]) -> Callable[..., None]:
         """A hook that gives a module's state dict tensors that are read when they are used."""
 
         def save(_module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
@@ -317,10 +317,10 @@ class StreamedBlocks:
 
         return _Hook(save)
 
-    def _reader(self, block: Block, slot: Slot) -> Callable[[int, int], Tensor]:
+    def _reader(self, block: Block, slot: Extent) -> Callable[[int, int], Tensor]:
         return lambda start, stop: self._read(block, slot, start, stop)
 
-    def _read(self, block: Block, slot: Slot, start: int, stop: int) -> Tensor:
+    def _read(self, block: Block, slot: Extent, start: int, stop: int) -> Tensor:
         """Elements ``[start, stop)`` of a resting tensor, in the order of its indices."""
         if self._resting.closed:
             raise StateError(f"a weight of {block.name} is read from a tier that is closed: its values are gone.")

@@ -4,7 +4,7 @@ With ``"auto"``, the first of:
 
 1. a method ``tensor_parallel_plan()`` of the model or of its parts: patterns of names relative to that part;
 2. Hugging Face's own plan, which some of its models carry;
-3. names and shapes of the layers of the repeated blocks (`inference`).
+3. names and shapes of the layers of the repeated blocks (`plan_from_names`).
 
 Whatever its source, a plan is checked as a whole against the model before anything is divided.
 """
@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from ls_strategy.errors import PlanError
 from ls_strategy.parallel import huggingface
 from ls_strategy.parallel.cuts import Resolved, plain_name, resolve
-from ls_strategy.parallel.inference import infer, uniform_blocks
+from ls_strategy.parallel.plan_from_names import infer, uniform_blocks
 from ls_strategy.parallel.styles import Experts, Style, parse_all
 from ls_strategy.parallel.vocabulary import vocabulary
 

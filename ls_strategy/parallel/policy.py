@@ -26,7 +26,7 @@ from ls_strategy.parallel import families
 from ls_strategy.parallel.cuts import is_conv1d, plain_name
 from ls_strategy.parallel.families import Role
 from ls_strategy.parallel.heads import width_in, width_out
-from ls_strategy.parallel.inference import Attention, Found, shared_beginning, uniform_blocks
+from ls_strategy.parallel.plan_from_names import Attention, Found, shared_beginning, uniform_blocks
 from ls_strategy.parallel.styles import Column, Row
 from ls_strategy.parallel.vocabulary import vocabulary
 

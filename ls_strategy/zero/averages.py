@@ -105,7 +105,7 @@ class Averages:
     def _new(self, dtype: torch.dtype) -> Tensor:
         numel = self._flat.stepped_numel
         if self._flat.gradient_tier != "device":
-            return self._flat.rest.ring.take(numel, dtype)
+            return self._flat.rest.ring.take(numel, dtype, torch.device("cpu"))
         return torch.zeros(numel, dtype=dtype, device=self._flat.full.device)
 
     def owned(self) -> Tensor:
@@ -267,7 +267,7 @@ class Averages:
     def sums(self) -> Tensor:
         """Sum of squares and number of non-finite elements of this rank's averages, ``(2,)`` fp64.
 
-        Added up in portions of `CHUNK` elements, so that the bits are the same wherever the averages rest.
+        Added up in portions of `DRIVE_CHUNK` elements, so that the bits are the same wherever the averages rest.
         """
         if self._flat.updated_early:
             self._flat.wait_updated()

@@ -42,7 +42,7 @@ from ls_strategy.zero.lazy import parts_of
 from ls_strategy.zero.parts import part_of, whole_of
 from ls_strategy.zero.states import FlatStates
 from ls_strategy.zero.units import Flat
-from ls_strategy.zero.update import Part, Update
+from ls_strategy.zero.update import Update, UpdatePart
 
 _FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad)
 """Optimizers that torch can run as one pass over memory; used where the user left the choice to torch."""
@@ -351,14 +351,14 @@ class ShardedOptimizer:
 
     def _fused_updates(self, clip: Tensor | None) -> list[Update]:
         assert self.kernel is not None or not any(r.fused for r in self._runs)
-        by_flat: defaultdict[int, list[Part]] = defaultdict(list)
+        by_flat: defaultdict[int, list[UpdatePart]] = defaultdict(list)
         self._taken += 1
         for r in self._runs:
             if r.fused and not r.flat.updated_early:
                 by_flat[r.flat_number].append(self._part_of(r, self._taken))
         return [self._update_of(n, parts, clip) for n, parts in by_flat.items()]
 
-    def _part_of(self, r: _Run, taken: int) -> Part:
+    def _part_of(self, r: _Run, taken: int) -> UpdatePart:
         """``taken``: steps of this optimizer with this one, for states that do not count them."""
         assert self.kernel is not None
         group = self.optimizer.param_groups[r.group]
@@ -367,9 +367,9 @@ class ShardedOptimizer:
             self._store[r.flat_number].ensure(name, torch.float32)
         r.steps += 1
         seed_step = r.steps if self.kernel.counts_steps else taken
-        return Part(r.start, r.stop, r.steps, names, self.kernel.settings(group), seed_step)
+        return UpdatePart(r.start, r.stop, r.steps, names, self.kernel.settings(group), seed_step)
 
-    def _update_of(self, n: int, parts: list[Part], clip: Tensor | None) -> Update:
+    def _update_of(self, n: int, parts: list[UpdatePart], clip: Tensor | None) -> Update:
         assert self.kernel is not None
         flat = self.flats[n]
         averages = flat.averages

@@ -26,7 +26,7 @@ from ls_strategy.zero.units import Flat
 
 
 @dataclass(frozen=True)
-class Part:
+class UpdatePart:
     """A range of the flat buffer's shard whose elements share hyper-parameters and history."""
 
     start: int
@@ -49,7 +49,7 @@ class Update:
     flat: Flat
     states: FlatStates
     kernel: Kernel
-    parts: tuple[Part, ...]
+    parts: tuple[UpdatePart, ...]
     clip: Tensor | None
     """Factor of the gradients, ``()`` fp32."""
 
@@ -72,7 +72,7 @@ class Update:
     streamed: bool = False
     """Bring states in host memory to the device, update them there and bring them back."""
 
-    def seed(self, part: Part) -> int:
+    def seed(self, part: UpdatePart) -> int:
         """Of the stochastic rounding: another one for every buffer, rank and step, the same after a resume."""
         flat = self.flat
         # By name: what two stages of a pipeline hold both must be rounded alike.
@@ -204,7 +204,9 @@ class _Portion:
                 return
         yield position - self._lo, self._hi - self._lo
 
-    def _update_part(self, part: Part, where: slice, master: Tensor, grads: Tensor, held: dict[str, Tensor]) -> None:
+    def _update_part(
+        self, part: UpdatePart, where: slice, master: Tensor, grads: Tensor, held: dict[str, Tensor]
+    ) -> None:
         update = self._update
         lo, hi = self._lo + where.start, self._lo + where.stop
         moments: dict[str, Moment] = {}
@@ -227,7 +229,7 @@ class _Portion:
 
     def _on_device(
         self,
-        part: Part,
+        part: UpdatePart,
         param: Tensor,
         moments: dict[str, Moment],
         grad: Tensor,
@@ -241,7 +243,7 @@ class _Portion:
 
     def _round_trip(
         self,
-        part: Part,
+        part: UpdatePart,
         param: Tensor,
         moments: dict[str, Moment],
         grad: Tensor,

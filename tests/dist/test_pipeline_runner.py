@@ -35,7 +35,7 @@ from ls_strategy.parallel.pipeline.schedules import (
 )
 from ls_strategy.parallel.pipeline.simulate import Costs, simulate
 from ls_strategy.parallel.pipeline.stage import StageRunner
-from ls_strategy.parallel.pipeline.timeline import Recorder
+from ls_strategy.parallel.pipeline.timeline import TimelineRecorder
 from ls_strategy.testing import spawn
 from recipes.gpt.network import GPT, GPTConfig
 from tests import papers
@@ -611,7 +611,7 @@ def bubbles(rank: int, world_size: int, counts: tuple[int, ...]) -> dict[tuple[s
     for schedule in ("gpipe", "1f1b"):
         for count in counts:
             model = nn.Sequential(*(SlotBlock(slots) for _ in range(world_size)))
-            recorder = Recorder(CPU)
+            recorder = TimelineRecorder(CPU)
             runner = build(model, schedule, world_size, comm, recorder=recorder)
             length = slots.begin(f"{schedule}/{count}", make_table(schedule, world_size, count))
             report = runner.train(lambda part, m=model: m(part).sum(), list(torch.randn(count, 4).split(1)))

@@ -130,7 +130,7 @@ def stored_in_portions(rank: int, world_size: int, moments: str, folder: str) ->
     shared: dict[str, Any] = {"min_unit_numel": 0, "moments": moments, "overlap_step": False}
     fit(ZeROStrategy(1, offload_optimizer="cpu", **shared), modules[0], max_steps=STEPS)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rest, "CHUNK", PORTION)
+        patch.setattr(rest, "DRIVE_CHUNK", PORTION)
         drive = {"offload_optimizer": "nvme", "nvme_path": folder, "nvme_allow_ram": True}
         fit(ZeROStrategy(1, **drive, **shared), modules[1], max_steps=STEPS)
     whole, portions = (torch.stack(module.codes) for module in modules)

@@ -148,7 +148,7 @@ from ls_strategy.checkpoint.consolidate import consolidate
 from ls_strategy.checkpoint.safetensors import export_safetensors
 from ls_strategy.zero import lazy
 
-lazy.CHUNK = 1 << 20
+lazy.READ_CHUNK = 1 << 20
 
 def field(name):
     lines = Path("/proc/self/status").read_text().splitlines()

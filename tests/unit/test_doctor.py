@@ -19,7 +19,8 @@ from ls_strategy.doctor import cluster, collective, drive, gpus, host, kernels, 
 from ls_strategy.doctor.examine import TOPICS, Check, choose, examine
 from ls_strategy.doctor.finding import Finding
 from ls_strategy.errors import ConfigError
-from ls_strategy.ops import _build, routing_library
+from ls_strategy.ops import _build
+from ls_strategy.ops.extra_library import routing_library
 from ls_strategy.rendezvous import free_port
 from ls_strategy.tiers.drive import mount_of
 

@@ -15,7 +15,7 @@ from ls_strategy.errors import PlanError
 from ls_strategy.moe.feed_forward import GatedFeedForward
 from ls_strategy.moe.layer import MoE
 from ls_strategy.parallel.families import role_of
-from ls_strategy.parallel.inference import uniform_blocks
+from ls_strategy.parallel.plan_from_names import uniform_blocks
 from ls_strategy.parallel.plans import resolve_tensor_plan
 from ls_strategy.parallel.styles import Attributes, Column, Features, PartialGradient, Row, Vocab
 

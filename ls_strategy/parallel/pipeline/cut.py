@@ -6,7 +6,7 @@
     └──── stage 0 ────────────┘ └─ 1 ─┘ └──── stage 2 ─────────┘
 
 Parameters that are in no block belong to the first stage if they are used before the blocks, and to the last if after.
-A parameter that is used on several stages (tied embeddings) exists on each of them: `Cut.tied` names it, and its
+A parameter that is used on several stages (tied embeddings) exists on each of them: `StageCut.tied` names it, and its
 gradients must be summed over those ranks once per step.
 """
 
@@ -54,7 +54,7 @@ class Usage:
 
 
 @dataclass(frozen=True)
-class Cut:
+class StageCut:
     """The division of a model."""
 
     blocks: tuple[str, ...]
@@ -251,7 +251,7 @@ def make_cut(
     stack: str | None = None,
     usage: Usage | None = None,
     bounds: Sequence[int] | None = None,
-) -> Cut:
+) -> StageCut:
     """Divide the model into ``len(rank_of)`` stages. The same on every rank.
 
     Args:
@@ -282,7 +282,7 @@ def make_cut(
     for name, parameter in model.named_parameters(remove_duplicate=False):
         for s in stages_of[name]:
             held[s][id(parameter)] = sizes[id(parameter)]
-    return Cut(
+    return StageCut(
         tuple(blocks),
         bounds,
         tuple(rank_of),
@@ -340,7 +340,7 @@ def _stages_of(
     return by_name, tied
 
 
-def keep_own(model: nn.Module, cut: Cut, rank: int) -> None:
+def keep_own(model: nn.Module, cut: StageCut, rank: int) -> None:
     """Replace every parameter that ``rank`` does not hold by one on the meta device, of the same name and shape.
 
     Buffers of absent blocks go to meta, too; others stay. What is shared by several names stays shared.
@@ -364,7 +364,7 @@ def keep_own(model: nn.Module, cut: Cut, rank: int) -> None:
                     module._buffers[child] = torch.empty_like(buffer, device="meta")
 
 
-def _absent_blocks(model: nn.Module, cut: Cut, rank: int) -> Iterable[tuple[str, nn.Module]]:
+def _absent_blocks(model: nn.Module, cut: StageCut, rank: int) -> Iterable[tuple[str, nn.Module]]:
     for s, r in enumerate(cut.rank_of):
         if r != rank:
             for name in cut.blocks[cut.bounds[s] : cut.bounds[s + 1]]:

@@ -32,7 +32,7 @@ class _Mark:
     event: Any = None
 
 
-class Recorder:
+class TimelineRecorder:
     """Notes start and end of a rank's actions. On CUDA times are those of the current stream."""
 
     def __init__(self, device: torch.device) -> None:
