@@ -5,7 +5,7 @@ Lightning                    here
 ===========================  =======================================================================================
 ``setup``                    ``configure_optimizers``, then `Engine` takes parameters and optimizers over
 ``training_step``            `Engine.begin_step`, the user's step, `Engine.end_forward`
-``backward``                 `Engine.begin_backward`, the user's backward, `Engine.end_backward`
+``backward``                 `ZeROPrecision.backward`: `Engine.begin_backward`, the user's, `Engine.end_backward`
 ``optimizer_step``           `ZeROPrecision.optimizer_step`: closure, `Engine.finish`, hooks, clipping, `Engine.step`
 checkpoint hooks             `ls_strategy.checkpoint`
 ``teardown``                 waits and detaches; shards stay, so that saving, testing and a second fit work
@@ -774,6 +774,7 @@ class ZeROStrategy(DDPStrategy):
         rank_zero_info(f"ZeROStrategy(stage={self.config.stage}): {self.engine.describe()}")
         plugin.attach(self.engine)
         plugin.on_batch = self._on_batch
+        plugin.around_backward = self._around_backward
         if self._pending_weights is not None:
             load, self._pending_weights = self._pending_weights, None
             self._on_all_ranks(partial(load, self.engine))
@@ -843,19 +844,18 @@ class ZeROStrategy(DDPStrategy):
         finally:
             self._accumulating = False
 
-    @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        module, plugin, engine = self.lightning_module, self._precision(), self.require_engine()
-        assert module is not None
-        closure_loss = plugin.pre_backward(closure_loss, module)
+    @contextmanager
+    def _around_backward(self, module: pl.LightningModule) -> Generator[bool, None, None]:
+        """Around what `Strategy.backward` runs between the hooks; yield whether it is still to run."""
+        engine = self.require_engine()
         if self.parallel.pipeline is not None:  # it has run in training_step
             engine.keeps_gradients = False
-            return plugin.post_backward(closure_loss, module)
+            yield False
+            return
         engine.begin_backward(eager=module.automatic_optimization and not self._accumulating)
         with guards.explain_released_parameters(), engine.comm.naming_failures(), self._explaining_memory():
-            plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+            yield True
         engine.end_backward(local=self._accumulating)
-        return plugin.post_backward(closure_loss, module)
 
     @override
     @spans.phase(spans.OPTIMIZER)

@@ -2,10 +2,10 @@
 
 ``python -m tests.lightning_suite CHECKOUT [--record]``, where CHECKOUT is a clone of Lightning at the installed tag.
 
-Every test of `MODULES` runs unchanged in two processes, as under torchrun; what it does not say itself about strategy
-and devices comes from the environment (``PL_TRAINER_STRATEGY``, ``PL_TRAINER_DEVICES``). What passes under ``ddp``
-has to pass under every strategy that is compared, but for `EXPECTED`. Tests that train nothing on two ranks are left
-out.
+Every test of `MODULES` runs unchanged in two processes, as under torchrun on two nodes with one device each: so
+``Trainer(devices=1)`` trains on two ranks too, and both prepare data. Strategy and nodes, where a test does not say
+them, come from the environment (``PL_TRAINER_STRATEGY``, ``PL_TRAINER_NUM_NODES``). What passes under ``ddp`` has to
+pass under every strategy that is compared, but for `EXPECTED`. Tests that train nothing on two ranks are left out.
 """
 
 from __future__ import annotations
@@ -96,6 +96,7 @@ def run_test(rank: int, world_size: int, tests: str, test: str, folder: str) -> 
     """Run one test on one rank."""
     from lightning.pytorch.strategies import Strategy
 
+    os.environ["GROUP_RANK"] = str(rank)  # two nodes
     os.chdir(tests)
     sys.path.insert(0, tests)
     recorder = Recorder(folder)
@@ -117,7 +118,11 @@ def outcome_of(tests: str, test: str, strategy: str, folder: str) -> dict[str, A
     """Of both ranks: ``passed``, ``failed``, ``skipped``, ``hung`` or ``one rank`` (nothing was trained on two)."""
     environment_of_ranks = {
         "PL_TRAINER_STRATEGY": strategy,
-        "PL_TRAINER_DEVICES": "2",
+        "PL_TRAINER_DEVICES": "1",
+        "PL_TRAINER_NUM_NODES": "2",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "GROUP_WORLD_SIZE": "2",
         "PL_TRAINER_ACCELERATOR": "cpu",
         "PYTEST_ADDOPTS": None,
     }
