@@ -4,8 +4,9 @@
 
 Every test of `MODULES` runs unchanged in two processes, as under torchrun on two nodes with one device each: so
 ``Trainer(devices=1)`` trains on two ranks too, and both prepare data. Strategy and nodes, where a test does not say
-them, come from the environment (``PL_TRAINER_STRATEGY``, ``PL_TRAINER_NUM_NODES``). What passes under ``ddp`` has to
-pass under every strategy that is compared, but for `EXPECTED`. Tests that train nothing on two ranks are left out.
+them, come from the environment (``PL_TRAINER_STRATEGY``, ``PL_TRAINER_NUM_NODES``). What passes under ``ddp`` on a rank
+has to pass there under every strategy that is compared, but for `EXPECTED`. Tests that train nothing on two ranks
+are left out.
 """
 
 from __future__ import annotations
@@ -114,16 +115,16 @@ def run_test(rank: int, world_size: int, tests: str, test: str, folder: str) -> 
     return {"outcome": recorder.outcome, "text": recorder.text, "worlds": recorder.worlds}
 
 
-def outcome_of(tests: str, test: str, strategy: str, folder: str) -> dict[str, Any]:
-    """Of both ranks: ``passed``, ``failed``, ``skipped``, ``hung`` or ``one rank`` (nothing was trained on two)."""
+def outcome_of(tests: str, test: str, strategy: str, folder: str) -> list[dict[str, Any]]:
+    """Of every rank: ``passed``, ``failed``, ``skipped``, ``hung`` or ``one rank`` (nothing was trained on two)."""
     environment_of_ranks = {
         "PL_TRAINER_STRATEGY": strategy,
         "PL_TRAINER_DEVICES": "1",
         "PL_TRAINER_NUM_NODES": "2",
+        "PL_TRAINER_ACCELERATOR": "cpu",
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "1",
         "GROUP_WORLD_SIZE": "2",
-        "PL_TRAINER_ACCELERATOR": "cpu",
         "PYTEST_ADDOPTS": None,
     }
     try:
@@ -131,14 +132,14 @@ def outcome_of(tests: str, test: str, strategy: str, folder: str) -> dict[str, A
             run_test, 2, tests, test, folder, timeout_s=LIMIT_S, env=environment_of_ranks, init_process_group=False
         )
     except RankTimeoutError as error:
-        return {"outcome": "hung", "text": str(error)[-3000:]}
+        return [{"outcome": "hung", "text": str(error)[-3000:]}] * 2
     except (RankDiedError, Exception) as error:
-        return {"outcome": "failed", "text": str(error)[-1500:]}
-    for each in ranks:
-        if each["outcome"] != "passed":
-            return {"outcome": each["outcome"], "text": each["text"]}
+        return [{"outcome": "failed", "text": str(error)[-1500:]}] * 2
     on_two = any(world == 2 for each in ranks for _, world in each["worlds"])
-    return {"outcome": "passed" if on_two else "one rank", "text": ""}
+    for each in ranks:
+        if each["outcome"] == "passed" and not on_two:
+            each["outcome"] = "one rank"
+    return ranks
 
 
 def collect(tests: str) -> list[str]:
