@@ -356,6 +356,8 @@ class ZeROStrategy(DDPStrategy):
         self._state_dict_hooks: StateDictHooks | None = None
         self._pending_weights: Callable[[Engine], None] | None = None
         self._pending_random: dict[str, Any] | None = None
+        self._ours: dict[str, Any] = {}
+        """Of the checkpoint that was loaded last, what only this package reads."""
         self._position: dict[str, Any] | None = None
         self._accumulating = False
         super().__init__(
@@ -957,7 +959,8 @@ class ZeROStrategy(DDPStrategy):
         if not checkpoint:
             return
         if self.lightning_module is not None:
-            checkpoint[checkpoints.OURS] = data_position.position(self.lightning_module.trainer)
+            position = data_position.position(self.lightning_module.trainer)
+            checkpoint = {**checkpoint, checkpoints.OURS: position}  # hooks keep what they were handed
         if self.engine is not None:
             checkpoint = checkpoints.with_full_modules(checkpoint, self.engine)
         path = os.fspath(filepath)
@@ -1100,12 +1103,12 @@ class ZeROStrategy(DDPStrategy):
         if not checkpoints.is_folder(checkpoint_path):
             mapped = checkpoints.map_file(checkpoint_path, self.checkpoint_io, weights_only)
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only) if mapped is None else mapped
-            self._position = checkpoint.get(checkpoints.OURS)
-            self._take_random_states(self._position or {})  # a file's top level is Lightning's and the user's
+            self._ours = self._position = checkpoint.pop(checkpoints.OURS, {})
+            self._take_random_states(self._ours)  # a file's top level is Lightning's and the user's
             return checkpoint
         read = partial(checkpoints.read, checkpoint_path, self.checkpoint_io, weights_only)
         checkpoint = self._on_all_ranks(read)
-        self._position = checkpoint[checkpoints.OURS]
+        self._ours = self._position = checkpoint.pop(checkpoints.OURS)
         self._take_random_states(checkpoint)
         return checkpoint
 
@@ -1156,7 +1159,7 @@ class ZeROStrategy(DDPStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module = self.lightning_module
         assert module is not None
-        weights, may_lack = checkpoint["state_dict"], checkpoint.get(checkpoints.OURS, {}).get("left_out", ())
+        weights, may_lack = checkpoint["state_dict"], self._ours.get("left_out", ())
 
         def load(engine: Engine) -> None:
             load_full_state_dict(module, weights, engine.units, strict=strict, may_lack=may_lack)
