@@ -22,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -236,7 +237,7 @@ class Engine:
             sharded.take_over(previous.optimizers[number].sharded)
         after = optimizer.register_step_post_hook(self._after_step)
         state.hooks = (optimizer.register_step_pre_hook(self._on_step), after)
-        Method(optimizer, "zero_grad", lambda _, set_to_none=True: self.zero_grad(index, set_to_none=set_to_none))
+        Method(optimizer, "zero_grad", partial(self._on_zero_grad, index))
         Method(optimizer, "state_dict", lambda _: sharded.refuse_state("state_dict()"))
         Method(optimizer, "load_state_dict", lambda _, state_dict: sharded.load_full_state_dict(state_dict))
         return state
@@ -695,6 +696,19 @@ class Engine:
         state.finished = False
         self._stepped = True
         return result
+
+    def _on_zero_grad(self, index: int, method: Method, *args: Any, **kwargs: Any) -> None:
+        """``optimizer.zero_grad()`` was called."""
+        if method.replaces(Optimizer.zero_grad):
+            self.zero_grad(index, set_to_none=kwargs.get("set_to_none", args[0] if args else True))
+        elif not self.keeps_gradients:  # an override may do more, and drop some, or none
+            method.original(*args, **kwargs)
+            params = [p for group in method.owner.param_groups for p in group["params"]]
+            dropped = [p for p in params if p.grad is None]
+            if len(dropped) == len(params):
+                self.zero_grad(index)
+            else:
+                self.zero_params(dropped, set_to_none=True)
 
     def zero_grad(self, index: int, *, set_to_none: bool = True) -> None:
         """``optimizer.zero_grad``. Not collective, unless a reduction is under way (then on every rank)."""

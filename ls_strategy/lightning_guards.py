@@ -127,8 +127,8 @@ def forward_zero_grad(wrappers: list[LightningOptimizer]) -> None:
         Method(wrapper, "zero_grad", _zero_inner)
 
 
-def _zero_inner(wrapper: LightningOptimizer, set_to_none: bool = True) -> None:
-    inner: Optimizer = unwrap_optimizer(wrapper)
+def _zero_inner(method: Method, set_to_none: bool = True) -> None:
+    inner: Optimizer = unwrap_optimizer(method.owner)
     inner.zero_grad(set_to_none=set_to_none)
 
 
@@ -141,21 +141,27 @@ def watch_methods(module: pl.LightningModule, engine: Engine) -> None:
     ``toggle_optimizer`` flips ``requires_grad`` on what the groups hold, pieces: it is copied to the parameters. And
     ``zero_grad`` of any module clears ``p.grad``, which is not where gradients are once they are averaged.
     """
-
-    def toggle(name: str, owner: pl.LightningModule, *args: Any, **kwargs: Any) -> Any:
-        result = getattr(type(owner), name)(owner, *args, **kwargs)
-        engine.mirror_requires_grad()
-        return result
-
-    def zero_grad(part: nn.Module, set_to_none: bool = True) -> None:
-        with unnoticed():  # it looks at every gradient, only to drop it
-            type(part).zero_grad(part, set_to_none)
-        engine.zero_params(part.parameters(), set_to_none=set_to_none)
-
     for name in _TOGGLES:
-        Method(module, name, partial(toggle, name))
+        Method(module, name, partial(_toggle, engine))
     for part in module.modules():
-        Method(part, "zero_grad", zero_grad)
+        Method(part, "zero_grad", partial(_zero_grad, engine))
+
+
+def _toggle(engine: Engine, method: Method, *args: Any, **kwargs: Any) -> Any:
+    result = method.original(*args, **kwargs)
+    engine.mirror_requires_grad()
+    return result
+
+
+def _zero_grad(engine: Engine, method: Method, *args: Any, **kwargs: Any) -> None:
+    if method.replaces(nn.Module.zero_grad):
+        set_to_none = kwargs.get("set_to_none", args[0] if args else True)
+        with unnoticed():  # it looks at every gradient, only to drop it
+            method.original(set_to_none)
+        engine.zero_params(method.owner.parameters(), set_to_none=set_to_none)
+    else:  # it may look for other reasons, and drop some, or none
+        method.original(*args, **kwargs)
+        engine.zero_params([p for p in method.owner.parameters() if p.grad is None], set_to_none=True)
 
 
 def unwatch_methods(module: pl.LightningModule) -> None:
