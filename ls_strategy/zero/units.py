@@ -29,9 +29,9 @@ from torch import Tensor, nn
 
 from ls_strategy import spans
 from ls_strategy._compat import storage_key, storage_users, version_of
-from ls_strategy.axis import Axis
-from ls_strategy.comm import Comm, PendingGather, PendingReduce
 from ls_strategy.config import TierName
+from ls_strategy.distributed.axis import Axis
+from ls_strategy.distributed.comm import Comm, PendingGather, PendingReduce
 from ls_strategy.errors import StateError
 from ls_strategy.layout import Piece
 from ls_strategy.plan import FlatPlan

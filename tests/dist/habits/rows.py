@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import lightning.pytorch as pl
 from torch import Tensor
 
-from ls_strategy.strategy import ZeROStrategy
+from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.dist.ranks import assert_close, global_batches, mean_over_ranks, quiet, trainer_of, weights
 from tests.dist.test_habits import OPTIONS, Habit
