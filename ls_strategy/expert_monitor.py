@@ -90,8 +90,6 @@ class ExpertMonitor(Callback):
     numbers per expert.
     """
 
-    reads_gradients = False
-
     @checked(every_n_steps=at_least(1), picture_every_n_steps=at_least(1))
     def __init__(self, every_n_steps: int | None = None, picture_every_n_steps: int = 100) -> None:
         """Choose how often.

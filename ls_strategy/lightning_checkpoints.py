@@ -24,14 +24,15 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from ls_strategy._compat import plain_checkpoint_io, tree_iter, tree_map
-from ls_strategy.checkpoint import commit, save
+from ls_strategy.checkpoint import save
 from ls_strategy.checkpoint.background import BackgroundSaver
-from ls_strategy.checkpoint.commit import META, Manifest, Place
 from ls_strategy.checkpoint.files import Reader
+from ls_strategy.checkpoint.manifest import Manifest, read_manifest, verify
+from ls_strategy.checkpoint.place import Place
 from ls_strategy.checkpoint.random import random_states
 from ls_strategy.checkpoint.sharded import Contents, Source, assemble, separate
 from ls_strategy.checkpoint.source import OURS, RANDOM
-from ls_strategy.checkpoint.target import check_replaceable
+from ls_strategy.checkpoint.target import MANIFEST, META, METADATA, check_replaceable
 from ls_strategy.deepspeed.checkpoint import is_deepspeed, read_deepspeed
 from ls_strategy.engine import Engine
 from ls_strategy.errors import CheckpointError
@@ -231,12 +232,12 @@ def read(path: Any, checkpoint_io: CheckpointIO, weights_only: bool | None) -> d
         return {**read_deepspeed(path, by_name=True, weights_only=weights_only), OURS: {"left_out": []}}
     place = Place(path)
     manifest = None
-    if place.exists(commit.MANIFEST) or not place.exists(META) or not place.exists(commit.METADATA):
-        manifest = commit.read_manifest(path)
-        commit.verify(path, META, manifest.files[META])
+    if place.exists(MANIFEST) or not place.exists(META) or not place.exists(METADATA):
+        manifest = read_manifest(path)
+        verify(path, META, manifest.files[META])
     meta = plain_checkpoint_io(checkpoint_io).load_checkpoint(f"{place}/{META}", weights_only=weights_only)
     if manifest is None and OURS in meta:
-        commit.read_manifest(path)  # raises: ours, and without a manifest
+        read_manifest(path)  # raises: ours, and without a manifest
     reader = Reader(path, manifest)
     checkpoint = assemble(reader, meta, weights_only=True if weights_only is None else weights_only)
     checkpoint.setdefault(OURS, {})["left_out"] = manifest.left_out if manifest is not None else []

@@ -18,7 +18,7 @@ from ls_strategy._compat import is_mock_optimizer, run_step_pre_hooks, unwrap_op
 from ls_strategy.checked import checked
 from ls_strategy.errors import ConfigError, PlanError
 from ls_strategy.precision import PRECISIONS, PrecisionPolicy, resolve_precision
-from ls_strategy.zero.elementwise import ONE_PASS, takes_closure
+from ls_strategy.zero.elementwise import ONE_PASS
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -67,6 +67,8 @@ class ZeROPrecision(Precision):
         self._pending_scaler_state: dict[str, Any] | None = None
         self.on_batch: Callable[[], None] | None = None
         """Run when a batch has been fetched, before any hook sees it."""
+        self.around_backward: Callable[[pl.LightningModule], AbstractContextManager[bool]] | None = None
+        """Around the user's backward; it yields whether that is still to run."""
 
     @classmethod
     def from_plugin(cls, plugin: Precision) -> ZeROPrecision:
@@ -140,6 +142,15 @@ class ZeROPrecision(Precision):
         return super().pre_backward(tensor, module)
 
     @override
+    def backward(  # type: ignore[override]
+        self, tensor: Tensor, model: pl.LightningModule, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> None:
+        """Run the user's backward inside the engine's; in a pipeline it has run, with ``training_step``."""
+        with nullcontext(True) if self.around_backward is None else self.around_backward(model) as to_run:
+            if to_run:
+                super().backward(tensor, model, optimizer, *args, **kwargs)
+
+    @override
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizer, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
@@ -158,7 +169,7 @@ class ZeROPrecision(Precision):
             )
         self.engine.finish(index)
         self._after_closure(model, optimizer)
-        if takes_closure(optimizer):
+        if self.engine.optimizers[index].sharded.takes_closure:
             kwargs["closure"] = _Result(result, type(optimizer).__name__)
 
         def run() -> Any:

@@ -63,8 +63,6 @@ class PreemptionHandler(Callback):
     warns without one.
     """
 
-    reads_gradients = False
-
     @checked(check_every_s=at_least(0), minutes_before_end=at_least(0))
     def __init__(
         self,

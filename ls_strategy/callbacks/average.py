@@ -24,8 +24,6 @@ class ShardedEMA(Callback):
     names and shapes of ``state_dict``, so that ``module.load_state_dict(checkpoint["ema_state_dict"])`` works anywhere.
     """
 
-    reads_gradients = False
-
     @checked(decay=between(0, 1), every_n_steps=at_least(1))
     def __init__(self, decay: float = 0.999, every_n_steps: int = 1, validate_with_average: bool = True) -> None:
         """Choose the horizon.

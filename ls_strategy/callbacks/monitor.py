@@ -86,8 +86,6 @@ class Monitor(Callback):
     At the end of a fit the log shows a table of it all; not with ``Trainer(enable_model_summary=False)``.
     """
 
-    reads_gradients = False  # the norm comes from the strategy
-
     @checked(peak_tflops=above(0), trace_step=at_least(1))
     def __init__(self, peak_tflops: float | None = None, *, trace_step: int | None = None) -> None:
         """Nothing is needed.

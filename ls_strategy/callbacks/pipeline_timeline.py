@@ -24,8 +24,6 @@ class PipelineTimeline(Callback):
     ``zero_pipeline/bubble``. Beside the logs comes ``pipeline_step<N>.json``, for chrome://tracing or ui.perfetto.dev.
     """
 
-    reads_gradients = False
-
     @checked(every_n_steps=at_least(1))
     def __init__(self, every_n_steps: int = 100) -> None:
         """Choose how often.

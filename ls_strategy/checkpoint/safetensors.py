@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ls_strategy.checkpoint.commit import sync_file
 from ls_strategy.checkpoint.output import WRITER, Progress, whole_or_nothing
+from ls_strategy.checkpoint.place import sync_file
 from ls_strategy.checkpoint.source import as_bytes, read_weights, rows_of
 from ls_strategy.errors import CheckpointError, ConfigError
 from ls_strategy.zero.lazy import parts_of

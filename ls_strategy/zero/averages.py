@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ls_strategy import spans
 from ls_strategy.comm import PendingReduce
+from ls_strategy.errors import StateError
 from ls_strategy.ops.norm import sum_of_squares
 from ls_strategy.zero.buffer import FlatBuffer
 from ls_strategy.zero.rest import chunks
@@ -140,6 +141,7 @@ class Averages:
         if self.values is not None or self.on_drive:
             self._flat.wait_updated()  # it may still read what would be overwritten
         accumulate = self.hold_values
+        self.recorded_sums = None
         self.generation += 1
         self.hold_values, self.gone = True, False
         factor = self._flat.grad_scale / self._scale  # what is there takes on the scale of what comes
@@ -216,6 +218,19 @@ class Averages:
             with self._waiting():
                 drive.put(key, part.float(), start)
 
+    def require_here(self) -> None:
+        """Refuse to give averages that an update has taken.
+
+        Raises:
+            StateError: it has.
+        """
+        if self.gone:
+            raise StateError(
+                f"the gradients of {self._flat.name!r} and its neighbours are gone: their update began while backward "
+                "ran. Read them before the step, in on_before_optimizer_step, or set overlap_step=False on the "
+                "strategy."
+            )
+
     def undo_scale(self) -> None:
         """Divide by the scale, in place."""
         if self.scale != 1.0:
@@ -254,10 +269,11 @@ class Averages:
         """
         if self._flat.updated_early:
             self._flat.wait_updated()
-        if (self._flat.updated_early or self.on_drive) and self.hold_values and self.recorded_sums is not None:
-            return self.recorded_sums
         if not self.hold_values:
             return torch.zeros(2, dtype=torch.float64)
+        if (self.gone or self.on_drive) and self.recorded_sums is not None:
+            return self.recorded_sums
+        self.require_here()
         grads = self.owned()
         total = torch.zeros(2, dtype=torch.float64, device=grads.device)
         for lo, hi in chunks(0, grads.numel()):

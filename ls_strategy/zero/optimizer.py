@@ -36,7 +36,7 @@ from ls_strategy.errors import PlanError, StateError
 from ls_strategy.layout import Slot, round_up
 from ls_strategy.mesh import Mesh
 from ls_strategy.ops.update import native_available
-from ls_strategy.zero.elementwise import is_elementwise
+from ls_strategy.zero.elementwise import is_elementwise, takes_closure
 from ls_strategy.zero.kernels import kernel_for
 from ls_strategy.zero.lazy import parts_of
 from ls_strategy.zero.parts import part_of, whole_of
@@ -124,6 +124,7 @@ class ShardedOptimizer:
         self.mesh = mesh
         self.shows_pieces = bool(mesh.shape.kinds)
         """Whether the groups hold pieces between two steps, too, in place of the model's parameters."""
+        self.takes_closure = takes_closure(optimizer)
         self.kernel = kernel_for(optimizer)
         self._fused_flats = [self._takes_fused_update(flat, moment_format) for flat in flats]
         for flat, fused in zip(flats, self._fused_flats, strict=True):

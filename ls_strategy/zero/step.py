@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ls_strategy.comm import Comm
-from ls_strategy.errors import StateError
 from ls_strategy.zero.units import Flat
 
 
@@ -47,13 +46,9 @@ def global_norm(flats: list[Flat], comm: Comm, norm_type: float = 2.0) -> Tensor
 
 
 def _at_hand(flat: Flat) -> Tensor:
-    if flat.updated_early:
-        raise StateError(
-            "the gradients are gone: their update began while backward ran. Set overlap_step=False on the strategy for "
-            "norms other than the 2-norm."
-        )
     if not flat.averages.hold_values:
         return torch.zeros(1, device=flat.full.device)
+    flat.averages.require_here()
     grads = flat.rest.read("grad") if flat.averages.on_drive else flat.averages.owned()
     return grads.float() * flat.averages.unscale
 

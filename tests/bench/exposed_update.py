@@ -214,8 +214,6 @@ def simulated(setting: str, flops: float) -> Iterator[None]:
 class Clock(pl.Callback):
     """Seconds of every step, and those that it waited for updates."""
 
-    reads_gradients = False
-
     def __init__(self) -> None:
         self.seconds: list[float] = []
         self.exposed: list[float] = []

@@ -121,8 +121,6 @@ class Model(pl.LightningModule):
 class Scale(pl.Callback):
     """Weighs the process between two steps, when nothing is under way."""
 
-    reads_gradients = False
-
     def __init__(self) -> None:
         self.rss: list[int] = []
         self.held: dict[str, int] = {}

@@ -40,8 +40,6 @@ LAST = 50
 class Losses(pl.Callback):
     """Training loss of every step."""
 
-    reads_gradients = False
-
     def __init__(self) -> None:
         self.values: list[Tensor] = []
 

@@ -169,8 +169,6 @@ class Counted:
 class Count(pl.Callback):
     """Peaks count from the first step on: before, the original values are there, too."""
 
-    reads_gradients = False
-
     def __init__(self, live: LiveBytes) -> None:
         self.live = live
         self.now = 0

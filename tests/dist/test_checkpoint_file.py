@@ -336,3 +336,31 @@ class Hooked(Net):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.mine = checkpoint["mine"]
+
+
+class SeesCheckpoints(Net):
+    """Holds on to what its hooks are handed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.saw: list[dict[str, Any]] = []
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["mine"] = 1
+        self.saw.append(checkpoint)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.saw.append(checkpoint)
+
+
+@on_ranks(2)
+def test_hooks_are_handed_the_keys_that_they_are_under_ddp(rank: int, world_size: int, tmp_path: Any) -> None:
+    expected = None
+    for name in ("ddp", "sharded", "file"):
+        saving, loading = SeesCheckpoints(), SeesCheckpoints()
+        make = functools.partial(fit, "ddp") if name == "ddp" else functools.partial(fit, 3, save_as=name)
+        make(saving, max_epochs=1).save_checkpoint(tmp_path / name)
+        make(loading, ckpt=tmp_path / name)
+        keys = [sorted(checkpoint) for checkpoint in saving.saw + loading.saw]
+        expected = expected or keys
+        assert keys == expected, name

@@ -307,7 +307,7 @@ def problems(
         try:
             actual = outcome(rank, world_size, habit, ZeROStrategy(**one), **trainer)
             for what, ours, theirs in zip(("losses", "seen", "weights"), actual, expected, strict=True):
-                assert_close(ours, theirs, f"{name}: {what}", 2e-6)
+                assert_close(ours, theirs, f"{name}: {what}", 1e-6)
         except Exception as error:
             found.append(f"{habit.__name__}, {name}: {type(error).__name__}: {str(error)[:300]}")
     return found

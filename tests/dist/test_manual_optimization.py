@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY, call, patch
 
 import pytest
 import torch
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -414,3 +416,44 @@ def test_the_norm_forgets_gradients_of_the_step_before(
         fit(ZeROStrategy(stage, min_unit_numel=0, nvme_path=str(tmp_path), **options), ours)  # type: ignore[arg-type]
         assert_close(ours.norms, trusted.norms, f"stage {stage}, norms")
         assert_close(ours.losses, trusted.losses, f"stage {stage}, losses")
+
+
+class Watching(ZeROStrategy):
+    """Overrides what Lightning's `Strategy.backward` calls before and after the hooks."""
+
+    calls = 0
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        self.calls += 1
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        self.calls += 100
+
+
+@pytest.mark.parametrize("options", [{"stage": 3}, {"stage": 1, "pipeline_parallel_size": 2, "micro_batches": 2}])
+@on_ranks(2)
+def test_the_base_class_runs_backward(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    strategy = Watching(**options)
+    with patch.object(Strategy, "backward", autospec=True, side_effect=Strategy.backward) as backward:
+        fit(strategy, Net() if "pipeline_parallel_size" in options else Manual(), max_epochs=1, max_steps=3)
+    assert backward.call_count == 3
+    assert strategy.calls == 303
+
+
+@on_ranks(2)
+def test_a_mock_of_step_gets_the_arguments_of_step_and_no_other_call(rank: int, world_size: int) -> None:
+    """Nothing is asked of a class's `step` at every step: what is put in its place may count."""
+
+    class Closure(Manual):
+        def training_step(self, batch: Any, i: int) -> None:
+            opt = self.optimizers()
+            self.manual_backward(self.remembered(batch))
+            opt.step(closure=lambda: None, extra=1)
+            opt.zero_grad()
+
+    for stage in (1, 2, 3):
+        with patch.object(torch.optim.SGD, "step") as step:
+            module = Closure()
+            module.on_train_start = step.reset_mock
+            fit(stage, module, max_epochs=1, max_steps=2)
+            assert step.mock_calls == [call(closure=ANY, extra=1)] * 2, f"stage {stage}: {step.mock_calls}"

@@ -205,8 +205,6 @@ class Seconds:
 class Counts(pl.Callback):
     """Seconds that were exposed so far, after every step. ``before``: what to do before each, ``after``: after all."""
 
-    reads_gradients = False
-
     def __init__(self, before: Any = None, after: Any = None) -> None:
         self.exposed: list[float] = []
         self.before, self.after = before, after

@@ -35,7 +35,10 @@ Outcome = tuple[list[float], list[float], dict[str, Tensor]]
 
 
 class Joins(Net):
-    """The blocks are frozen at first; Adam, whose moments and step counts show in the weights."""
+    """The blocks are frozen at first; Adam, whose moments and step counts show in the weights.
+
+    With eps=1e-3 a bias that starts at zero is 1.0e-6 away from a run in fp64 in plain torch, with 1e-2 it is 0.7e-6.
+    """
 
     fused: bool | None = True
 
@@ -50,7 +53,7 @@ class Joins(Net):
 
     def configure_optimizers(self) -> Any:
         params = [p for p in self.parameters() if p.requires_grad]
-        return torch.optim.AdamW(params, lr=self.lr, eps=1e-3, weight_decay=0.1, fused=self.fused)
+        return torch.optim.AdamW(params, lr=self.lr, eps=1e-2, weight_decay=0.1, fused=self.fused)
 
     def on_train_batch_end(self, *_: Any) -> None:
         """Rates, as loggers see them, and a weight."""
@@ -112,7 +115,7 @@ class Unfreezes(Joins):
     """In the optimizer from the start, without a gradient until then."""
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=self.lr, eps=1e-3, weight_decay=0.1, fused=True)
+        return torch.optim.AdamW(self.parameters(), lr=self.lr, eps=1e-2, weight_decay=0.1, fused=True)
 
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == 2:
@@ -170,7 +173,7 @@ def outcome(rank: int, world_size: int, module: Joins, strategy: Any, **options:
 
 def assert_equal_outcomes(actual: Outcome, expected: Outcome, name: str) -> None:
     for what, ours, theirs in zip(("losses", "seen", "weights"), actual, expected, strict=True):
-        assert_close(ours, theirs, f"{name}: {what}", 2e-6)
+        assert_close(ours, theirs, f"{name}: {what}", 1e-6)
 
 
 def trusted(rank: int, world_size: int, kinds: list[type[Joins]], options: dict[str, Any]) -> dict[str, Outcome]:
@@ -550,8 +553,8 @@ def one_pass(rank: int, world_size: int) -> None:
                 Once.calls = 0
                 fit(stage, module, data, use_distributed_sampler=False)
                 assert make is not Once or Once.calls >= 8
-                assert_close(module.losses, expected.losses, f"{make.__name__}, {manual}, {stage}", 2e-6)
-                assert_close(weights(module), weights(expected), f"{make.__name__}, {manual}, {stage}", 2e-6)
+                assert_close(module.losses, expected.losses, f"{make.__name__}, {manual}, {stage}", 1e-6)
+                assert_close(weights(module), weights(expected), f"{make.__name__}, {manual}, {stage}", 1e-6)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

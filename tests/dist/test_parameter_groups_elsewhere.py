@@ -224,8 +224,8 @@ def fits_twice(rank: int, world_size: int) -> None:
         results[first, second] = mean_over_ranks(module.losses), weights(module)
     expected = results.pop(("ddp", "ddp"))
     for name, (losses, found) in results.items():
-        assert_close(losses, expected[0], f"{name}: losses", 2e-6)
-        assert_close(found, expected[1], f"{name}: weights", 2e-6)
+        assert_close(losses, expected[0], f"{name}: losses", 1e-6)
+        assert_close(found, expected[1], f"{name}: weights", 1e-6)
 
 
 def test_an_optimizer_that_is_kept_for_a_second_fit_keeps_its_states() -> None:

@@ -69,8 +69,6 @@ def module_of(case: Case) -> Net:
 class Begin(pl.Callback):
     """From here on the peak counts; before, the original values are there, too."""
 
-    reads_gradients = False
-
     def __init__(self, live: LiveBytes) -> None:
         self.live = live
         self.sent: list[int] = []

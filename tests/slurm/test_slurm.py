@@ -39,8 +39,6 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(480)]
 class Slow(Callback):
     """Half a second per step in the first start of a job, none after it was requeued; prints every step."""
 
-    reads_gradients = False
-
     def on_train_start(self, *_: Any) -> None:
         if "IGNORE_SIGUSR1" in os.environ:
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)

@@ -84,7 +84,7 @@ def differences(
             try:
                 actual = outcome(rank, world_size, row, ZeROStrategy(**OPTIONS[name]), where / name)
                 for what, ours, theirs in zip(("losses", "seen", "weights"), actual, expected, strict=True):
-                    assert_close(ours, theirs, what, 2e-6)
+                    assert_close(ours, theirs, what, 1e-6)
                 if name in row.refused and world_size > 1:
                     found[f"{row.__name__}, {name}"] = "was not refused"
             except Exception as error:
