@@ -32,10 +32,6 @@ TIERS = {
 class ByDefault(Net):
     """An optimizer that names no kernel, and a learning rate that changes at every step."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[float] = []
-
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, eps=1e-4)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step % 3))
