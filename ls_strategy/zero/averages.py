@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,16 +20,14 @@ from ls_strategy import spans
 from ls_strategy.distributed.comm import PendingReduce
 from ls_strategy.errors import StateError
 from ls_strategy.ops.norm import sum_of_squares
+from ls_strategy.zero.buffer import FlatBuffer
 from ls_strategy.zero.rest import chunks
-
-if TYPE_CHECKING:
-    from ls_strategy.zero.units import Flat
 
 
 class Averages:
     """Gradients averaged over ranks, of the range that this rank steps (stage 0: of the whole buffer, in place)."""
 
-    def __init__(self, flat: Flat) -> None:
+    def __init__(self, flat: FlatBuffer) -> None:
         """Nothing yet."""
         self._flat = flat
         self.values: Tensor | None = None

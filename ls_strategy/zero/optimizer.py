@@ -676,18 +676,10 @@ class ShardedOptimizer:
         Returns:
             whether the groups' settings (learning rates, ...) were taken too: where the same parameters form them.
         """
-        self.dissolve()
-        self._state.clear()
         by_members = {frozenset(group["params"]): group for group in groups}
         members = [frozenset(names) for names in self.group_names]
         same = all(m in by_members for m in members)
-        for group, m in zip(self.optimizer.param_groups, members, strict=True):
-            if same:
-                group.update({k: v for k, v in copy.deepcopy(by_members[m]).items() if k != "params"})
-        for name, number in zip(self.names, self.order, strict=True):
-            if name in states:
-                n, i = self._locate(number)
-                self._absorb(number, self.flats[n], i, states[name])
+        self._load(states, [by_members[m] for m in members] if same else [])
         return same
 
     def load_full_state_dict(self, state: dict[str, Any]) -> None:
@@ -704,22 +696,20 @@ class ShardedOptimizer:
                 f"{type(self.optimizer).__name__} has {len(ours)} of sizes {ours}. Build the same groups in "
                 "configure_optimizers, or load only the weights."
             )
-        if self._group_names is not None:  # some of the parameters are on other ranks
-            names = iter(name for group in self._group_names for name in group)
-            groups = [{**g, "params": [next(names) for _ in g["params"]]} for g in state["param_groups"]]
-            positions = (i for g in state["param_groups"] for i in g["params"])
-            known = dict(zip(positions, (name for g in groups for name in g["params"]), strict=True))
-            self.load_named_state({known[i]: value for i, value in state["state"].items()}, groups)
-            return
+        names = iter(name for group in self.group_names for name in group)
+        known = {i: next(names) for group in state["param_groups"] for i in group["params"]}
+        self._load({known[i]: v for i, v in state["state"].items() if i in known}, state["param_groups"])
+
+    def _load(self, states: Mapping[str, dict[str, Any]], settings: Sequence[Mapping[str, Any]]) -> None:
+        """``settings``: one of each group, or none at all."""
         self.dissolve()
         self._state.clear()
-        for group, saved in zip(self.optimizer.param_groups, state["param_groups"], strict=True):
-            group.update({k: v for k, v in copy.deepcopy(saved).items() if k != "params"})
-        names = [index for group in state["param_groups"] for index in group["params"]]
-        for index, number in zip(names, self.order, strict=True):
-            if index in state["state"]:
+        for group, saved in zip(self.optimizer.param_groups, settings, strict=False):
+            group.update({k: v for k, v in copy.deepcopy(dict(saved)).items() if k != "params"})
+        for name, number in zip(self.names, self.order, strict=True):
+            if name in states:
                 n, i = self._locate(number)
-                self._absorb(number, self.flats[n], i, state["state"][index])
+                self._absorb(number, self.flats[n], i, states[name])
 
     def _absorb(self, number: int, flat: Flat, i: int, state: dict[str, Any]) -> None:
         n, _ = self._locate(number)

@@ -237,38 +237,26 @@ class _Portion:
         factors: dict[str, Any],
     ) -> None:
         """The same operation by the device: states there and back over the bus."""
-        update = self._update
-        with update.flat.rest.link.aside(update.after):
-            self._round_trip(part, param, moments, grad, out, factors)
-
-    def _round_trip(
-        self,
-        part: UpdatePart,
-        param: Tensor,
-        moments: dict[str, Moment],
-        grad: Tensor,
-        out: Tensor | None,
-        factors: dict[str, Any],
-    ) -> None:
         update, device = self._update, self._update.flat.full.device
-        there = {
-            name: Moment(_up(m.codes, device), None if m.scales is None else _up(m.scales, device), m.signed)
-            for name, m in moments.items()
-        }
-        param_there = _up(param, device)
-        clip = update.clip if update.clip is None else update.clip.to(device)
-        out_there = None if out is None else torch.empty(out.numel(), dtype=out.dtype, device=device)
-        update.kernel.update(
-            param_there, there, _up(grad, device), part.step, part.settings, clip=clip, out=out_there, **factors
-        )
-        param.copy_(param_there, non_blocking=True)
-        for name, m in moments.items():
-            m.codes.copy_(there[name].codes, non_blocking=True)
-            scales = there[name].scales
-            if m.scales is not None and scales is not None:
-                m.scales.copy_(scales, non_blocking=True)
-        if out is not None and out_there is not None:
-            out.copy_(out_there, non_blocking=True)
+        with update.flat.rest.link.aside(update.after):
+            there = {
+                name: Moment(_up(m.codes, device), None if m.scales is None else _up(m.scales, device), m.signed)
+                for name, m in moments.items()
+            }
+            param_there = _up(param, device)
+            clip = update.clip if update.clip is None else update.clip.to(device)
+            out_there = None if out is None else torch.empty(out.numel(), dtype=out.dtype, device=device)
+            update.kernel.update(
+                param_there, there, _up(grad, device), part.step, part.settings, clip=clip, out=out_there, **factors
+            )
+            param.copy_(param_there, non_blocking=True)
+            for name, m in moments.items():
+                m.codes.copy_(there[name].codes, non_blocking=True)
+                scales = there[name].scales
+                if m.scales is not None and scales is not None:
+                    m.scales.copy_(scales, non_blocking=True)
+            if out is not None and out_there is not None:
+                out.copy_(out_there, non_blocking=True)
 
     def write(self) -> None:
         """Give everything that changed back to the drive, and send the new parameters to the device."""

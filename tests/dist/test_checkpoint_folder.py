@@ -309,8 +309,7 @@ class Divided(Net):
         self.lrs_at_start: list[float] = []
 
     def training_step(self, batch: Any, i: int) -> None:
-        loss = self.loss(batch)
-        self.losses.append(loss.item())
+        loss = self.noted_loss(batch)
         optimizers = self.optimizers()
         optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
         self.manual_backward(loss)

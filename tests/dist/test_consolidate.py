@@ -23,13 +23,10 @@ from tests.dist.test_checkpoint_file import Mixed
 class TwoOptimizers(Net):
     """Steps them in turn."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+    manual = True
 
     def training_step(self, batch: Any, i: int) -> None:
-        loss = self.loss(batch)
-        self.losses.append(loss.item())
+        loss = self.noted_loss(batch)
         optimizer = self.optimizers()[i % 2]
         self.manual_backward(loss)
         optimizer.step()

@@ -40,10 +40,6 @@ class LooksAfterTheStep(Plain):
 
     at: tuple[int, ...] = ()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[float] = []
-
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(outputs, batch, batch_idx)
         if self.trainer.global_step in self.at:
@@ -69,14 +65,7 @@ class SkipsSteps(Plain):
 
 
 class Manual(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, i: int) -> None:
-        self.optimizers().zero_grad()
-        self.manual_backward(super().training_step(batch, i))
-        self.optimizers().step()
+    manual = True
 
 
 def strategy(stage: int, **options: Any) -> ZeROStrategy:

@@ -109,9 +109,7 @@ class ClipsByValue(Replaced):
 class Sometimes(Clips):
     """Manual; a block that every second step leaves out, whose gradients of the step before are gone."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+    manual = True
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.first(x)
@@ -123,8 +121,7 @@ class Sometimes(Clips):
     def training_step(self, batch: Any, i: int) -> None:  # type: ignore[override]
         self.odd = bool(i % 2)
         self.zero(i)
-        loss = self.loss(batch)
-        self.losses.append(loss.item())
+        loss = self.noted_loss(batch)
         self.manual_backward(loss)
         self.after_backward()
         self.configure_gradient_clipping(self.optimizers())

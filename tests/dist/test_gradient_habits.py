@@ -25,14 +25,7 @@ from tests.dist.test_habits import OPTIONS, STEPS, Habit, outcome, problems
 class ByHand(Habit):
     """Manual optimization."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def noted_loss(self, batch: Any) -> Tensor:
-        loss = self.loss(batch)
-        self.losses.append(loss.item())
-        return loss
+    manual = True
 
 
 CLIP = 0.05

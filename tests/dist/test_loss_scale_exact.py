@@ -107,7 +107,7 @@ class NeverZeroes(manual.AdamW):
     """Every step goes on with the gradients of all steps before."""
 
     def training_step(self, batch: Any, i: int) -> None:
-        self.manual_backward(self.remembered(batch))
+        self.manual_backward(self.noted_loss(batch))
         self.optimizers().step()
 
 
@@ -116,7 +116,7 @@ class NeverZeroesAndClips(manual.Manual):
 
     def training_step(self, batch: Any, i: int) -> None:
         opt = self.optimizers()
-        self.manual_backward(self.remembered(batch))
+        self.manual_backward(self.noted_loss(batch))
         how = {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "norm"}
         self.clip_gradients(opt, **(how if i % 2 else {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}))
         opt.step()
@@ -129,7 +129,7 @@ class TwoBackwardsTwoSteps(manual.Manual):
 
     def training_step(self, batch: Any, i: int) -> None:
         opt = self.optimizers()
-        self.manual_backward(self.remembered(batch))
+        self.manual_backward(self.noted_loss(batch))
         opt.step()
         self.manual_backward(0.5 * self(batch[0]).square().mean())
         opt.step()
@@ -293,7 +293,7 @@ class MixesBackwards(manual.Manual):
     """Adds gradients of a loss that nobody scaled to those of one that was."""
 
     def training_step(self, batch: Any, i: int) -> None:
-        self.manual_backward(self.remembered(batch))
+        self.manual_backward(self.noted_loss(batch))
         (0.5 * self(batch[0]).square().mean()).backward()
         self.optimizers().step()
 

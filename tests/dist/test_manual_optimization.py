@@ -35,21 +35,7 @@ from tests.dist.ranks import (
 class Manual(Net):
     """The plainest manual step; the cases below change one thing each."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, i: int) -> None:  # type: ignore[override]
-        opt = self.optimizers()
-        opt.zero_grad()
-        loss = self.remembered(batch)
-        self.manual_backward(loss)
-        opt.step()
-
-    def remembered(self, batch: Any) -> Tensor:
-        loss = self.loss(batch)
-        self.losses.append(loss.item())
-        return loss
+    manual = True
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
@@ -66,7 +52,7 @@ class AccumulateByHand(Manual):
     def training_step(self, batch: Any, i: int) -> None:
         opt = self.optimizers()
         opt.zero_grad()
-        first = self.remembered(batch)
+        first = self.noted_loss(batch)
         self.manual_backward(first)
         self.manual_backward(0.5 * self(batch[0]).square().mean())
         opt.step()
@@ -77,7 +63,7 @@ class AccumulateOverBatches(AdamW):
 
     def training_step(self, batch: Any, i: int) -> None:
         opt = self.optimizers()
-        self.manual_backward(self.remembered(batch) / 3)
+        self.manual_backward(self.noted_loss(batch) / 3)
         if i % 3 == 2:
             self.clip_gradients(opt, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
             opt.step()
@@ -91,7 +77,7 @@ class AccumulateToggled(Manual):
         opt = self.optimizers()
         last = i % 2 == 1
         with opt.toggle_model(sync_grad=last):
-            self.manual_backward(self.remembered(batch))
+            self.manual_backward(self.noted_loss(batch))
             if last:
                 opt.step()
                 opt.zero_grad()
@@ -104,7 +90,7 @@ class ZeroToZeros(Manual):
         opt = self.optimizers()
         opt.zero_grad(set_to_none=False)
         if i != 4:
-            self.manual_backward(self.remembered(batch))
+            self.manual_backward(self.noted_loss(batch))
         opt.step()
 
 
@@ -116,7 +102,7 @@ class ZeroHalfWay(Manual):
         opt.zero_grad()
         self.manual_backward(10 * self.loss(batch))
         opt.zero_grad(set_to_none=i % 2 == 0)
-        self.manual_backward(self.remembered(batch))
+        self.manual_backward(self.noted_loss(batch))
         opt.step()
 
 
@@ -128,7 +114,7 @@ class ModulesZeroTheirOwn(AdamW):
         self.manual_backward(10 * self.loss(batch))
         self.blocks.zero_grad(set_to_none=i % 2 == 0)
         self.blocks[0].zero_grad()
-        self.manual_backward(self.remembered(batch))
+        self.manual_backward(self.noted_loss(batch))
         self.optimizers().step()
 
 
@@ -139,7 +125,7 @@ class StepWithoutBackward(AdamW):
         opt = self.optimizers()
         opt.zero_grad()
         if i % 2 == 0:
-            self.manual_backward(self.remembered(batch))
+            self.manual_backward(self.noted_loss(batch))
         opt.step()
 
 
@@ -157,7 +143,7 @@ class RawBackward(Manual):
     def training_step(self, batch: Any, i: int) -> None:
         opt = self.optimizers()
         opt.zero_grad()
-        self.remembered(batch).backward()
+        self.noted_loss(batch).backward()
         opt.step()
 
 
@@ -165,7 +151,7 @@ class UserClips(Manual):
     def training_step(self, batch: Any, i: int) -> None:
         opt = self.optimizers()
         opt.zero_grad()
-        self.manual_backward(self.remembered(batch))
+        self.manual_backward(self.noted_loss(batch))
         how = {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "norm"}
         self.clip_gradients(opt, **(how if i % 2 else {"gradient_clip_val": 0.002, "gradient_clip_algorithm": "value"}))
         opt.step()
@@ -177,7 +163,7 @@ class Closure(AdamW):
 
         def closure() -> Tensor:
             opt.zero_grad()
-            loss = self.remembered(batch)
+            loss = self.noted_loss(batch)
             self.manual_backward(loss)
             return loss
 
@@ -326,7 +312,7 @@ class BareStep(Manual):
 
     def training_step(self, batch: Any, i: int) -> None:
         opt = self.optimizers(use_pl_optimizer=False)
-        self.manual_backward(self.remembered(batch))
+        self.manual_backward(self.noted_loss(batch))
         with pytest.raises(StateError, match=r"bare optimizer.*self\.optimizers\(\)"):
             opt.step()
 
@@ -368,9 +354,10 @@ def test_checkpoint_and_resume_of_two_optimizers(rank: int, world_size: int, tmp
 class SometimesUnused(Net):
     """A block that every second step leaves out, under an optimizer that clips."""
 
+    manual = True
+
     def __init__(self) -> None:
         super().__init__()
-        self.automatic_optimization = False
         self.norms: list[float] = []
 
     def forward(self, x: Tensor) -> Tensor:
@@ -383,8 +370,7 @@ class SometimesUnused(Net):
     def training_step(self, batch: Any, i: int) -> None:
         self.step = i
         head, body = self.optimizers()
-        loss = self.loss(batch)
-        self.losses.append(loss.item())
+        loss = self.noted_loss(batch)
         self.manual_backward(loss)
         self.norms.append(self.norm(body))
         self.clip_gradients(body, 0.05, "norm")
@@ -447,7 +433,7 @@ def test_a_mock_of_step_gets_the_arguments_of_step_and_no_other_call(rank: int, 
     class Closure(Manual):
         def training_step(self, batch: Any, i: int) -> None:
             opt = self.optimizers()
-            self.manual_backward(self.remembered(batch))
+            self.manual_backward(self.noted_loss(batch))
             opt.step(closure=lambda: None, extra=1)
             opt.zero_grad()
 

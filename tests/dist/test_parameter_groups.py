@@ -18,18 +18,20 @@ from ls_strategy.callbacks import ShardedEMA
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
-from tests.dist.ranks import Net, assert_close, fit, global_batches, mean_over_ranks, quiet, weights
+from tests.dist.ranks import (
+    OPTIONS,
+    Net,
+    assert_close,
+    differences,
+    fit,
+    global_batches,
+    mean_over_ranks,
+    quiet,
+    weights,
+)
 
 STEPS = 3
 EPOCHS = 4
-OPTIONS: dict[str, dict[str, Any]] = {
-    "zero1": {"stage": 1},
-    "zero2": {"stage": 2},
-    "zero3": {"stage": 3},
-    "zero3, small units": {"stage": 3, "min_unit_numel": 0},
-    "zero3_offload": {"stage": 3, "min_unit_numel": 0, "offload_optimizer": "cpu", "offload_param": "cpu"},
-    "zero1_offload": {"stage": 1, "offload_optimizer": "cpu"},
-}
 
 Outcome = tuple[list[float], list[float], dict[str, Tensor]]
 
@@ -44,7 +46,6 @@ class Joins(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[float] = []
         self.optimizer_ids: list[int] = []
 
     def build(self) -> None:
@@ -125,14 +126,11 @@ class Unfreezes(Joins):
 class ByHand(Joins):
     """In ``training_step``, before the forward of the next step; and clipped."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+    manual = True
 
     def training_step(self, batch: Any, i: int) -> None:
         optimizer: Any = self.optimizers()
-        loss = self.loss(batch)
-        self.losses.append(loss.item())
+        loss = self.noted_loss(batch)
         self.manual_backward(loss)
         self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
         optimizer.step()
@@ -187,12 +185,12 @@ def problems(
     quiet()
     found = []
     for kind in kinds:
-        for name, one in OPTIONS.items():
-            try:
-                actual = outcome(rank, world_size, kind(), ZeROStrategy(**one), **options)
-                assert_equal_outcomes(actual, expected[kind.__name__], name)
-            except Exception as error:
-                found.append(f"{kind.__name__}, {name}: {type(error).__name__}: {str(error)[:300]}")
+        different = differences(
+            lambda name: outcome(rank, world_size, kind(), ZeROStrategy(**OPTIONS[name]), **options),  # noqa: B023
+            expected[kind.__name__],
+            OPTIONS,
+        )
+        found += [f"{kind.__name__}, {name}: {words}" for name, words in different.items()]
     return found
 
 
@@ -239,15 +237,13 @@ def resume_problems(
     rank: int, world_size: int, kind: type[Joins], expected: Outcome, options: list[dict[str, Any]], path: str
 ) -> list[str]:
     quiet()
-    found = []
-    for name in ("sharded", "file"):
-        try:
-            strategies = [ZeROStrategy(save_as=name, **one) for one in options]  # type: ignore[arg-type]
-            actual = resumed(rank, world_size, kind, strategies, f"{path}/{name}.ckpt")
-            assert_equal_outcomes(actual, expected, name)
-        except Exception as error:
-            found.append(f"{kind.__name__}, {options}, {name}: {type(error).__name__}: {str(error)[:300]}")
-    return found
+
+    def run(name: Any) -> Outcome:
+        strategies = [ZeROStrategy(save_as=name, **one) for one in options]
+        return resumed(rank, world_size, kind, strategies, f"{path}/{name}.ckpt")
+
+    found = differences(run, expected, ("sharded", "file"))
+    return [f"{kind.__name__}, {options}, {name}: {words}" for name, words in found.items()]
 
 
 class Stepwise(BaseFinetuning):
@@ -312,14 +308,11 @@ class Strange(Joins):
 class Accumulates(Joins):
     """In the middle of a step of three micro-batches, by hand."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+    manual = True
 
     def training_step(self, batch: Any, i: int) -> None:
         optimizer: Any = self.optimizers()
-        loss = self.loss(batch)
-        self.losses.append(loss.item())
+        loss = self.noted_loss(batch)
         self.manual_backward(loss / 3)
         if i == 2:
             optimizer.step()
@@ -502,8 +495,7 @@ class With(Net):
 
         def closure() -> Tensor:
             optimizer.zero_grad()
-            loss = self.loss(batch)
-            self.losses.append(loss.item())
+            loss = self.noted_loss(batch)
             self.manual_backward(loss)
             return loss
 
@@ -580,10 +572,6 @@ def test_a_second_call_of_the_closure_is_an_error_whenever_it_comes() -> None:
 class InNone(Net):
     """They get gradients, which norms count, and are not stepped."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[float] = []
-
     def configure_optimizers(self) -> Any:
         params = [*self.first.parameters(), *self.blocks[1:].parameters(), self.last.weight]
         return torch.optim.AdamW(params, lr=self.lr, eps=1e-3, fused=True)
@@ -649,10 +637,7 @@ def test_parameters_in_no_optimizer_get_gradients(kind: type[Any]) -> None:
 class Shared(Net):
     """Two optimizers of different kinds take turns on parameters that are partly the same."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.seen: list[float] = []
+    manual = True
 
     def take(self, i: int, loss: Tensor, optimizer: Any) -> None:
         optimizer.zero_grad()
@@ -698,8 +683,7 @@ class BothStep(TheSame):
 
     def training_step(self, batch: Any, i: int) -> None:
         first, second = self.optimizers()  # type: ignore[misc]
-        loss = self.loss(batch)
-        self.losses.append(loss.item())
+        loss = self.noted_loss(batch)
         self.manual_backward(loss)
         first.step()
         second.step()
@@ -711,8 +695,7 @@ class DropsBetween(Shared):
 
     def training_step(self, batch: Any, i: int) -> None:
         first, second = self.optimizers()  # type: ignore[misc]
-        loss = self.loss(batch)
-        self.losses.append(loss.item())
+        loss = self.noted_loss(batch)
         self.manual_backward(loss)
         first.step()
         first.zero_grad(set_to_none=i % 2 == 0)
@@ -727,8 +710,7 @@ class ClipsBetween(BothStep):
     def training_step(self, batch: Any, i: int) -> None:
         first, second = self.optimizers()  # type: ignore[misc]
         first.zero_grad()
-        loss = self.loss(batch)
-        self.losses.append(loss.item())
+        loss = self.noted_loss(batch)
         self.manual_backward(loss)
         if i % 2:
             self.clip_gradients(first, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
@@ -754,8 +736,7 @@ class Accumulated(Shared):
 
     def training_step(self, batch: Any, i: int) -> None:
         first, second = self.optimizers()  # type: ignore[misc]
-        loss = self.loss(batch)
-        self.losses.append(loss.item())
+        loss = self.noted_loss(batch)
         self.manual_backward(loss)
         if i % 2:
             first.step()
@@ -798,14 +779,11 @@ ON_DEVICE["zero3, parameters on the host"] = {"stage": 3, "min_unit_numel": 0, "
 
 def shared_problems(rank: int, world_size: int, kind: type[Any]) -> list[str]:
     quiet()
-    found = []
     expected = outcome(rank, world_size, kind(), "ddp_find_unused_parameters_true" if world_size > 1 else "auto")
-    for name, one in ON_DEVICE.items():
-        try:
-            assert_equal_outcomes(outcome(rank, world_size, kind(), ZeROStrategy(**one)), expected, name)
-        except Exception as error:
-            found.append(f"{kind.__name__}, {name}: {type(error).__name__}: {str(error)[:300]}")
-    return found
+    found = differences(
+        lambda name: outcome(rank, world_size, kind(), ZeROStrategy(**ON_DEVICE[name])), expected, ON_DEVICE
+    )
+    return [f"{kind.__name__}, {name}: {words}" for name, words in found.items()]
 
 
 @pytest.mark.parametrize("kind", SHARED)
@@ -851,10 +829,6 @@ def test_shared_parameters_are_refused_where_states_have_one_place(tmp_path: Pat
 
 class StepHooks(Net):
     """Hooks of the optimizer, which look at its groups; before the closure that ``step`` gets, and after it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[float] = []
 
     @staticmethod
     def params(optimizer: Any) -> list[Tensor]:
@@ -906,17 +880,7 @@ class StepHooksLate(StepHooks):
 class StepHooksByHand(StepHooksLate):
     """After backward, where ``step`` is called without a closure."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, i: int) -> None:
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        loss = self.loss(batch)
-        self.losses.append(loss.item())
-        self.manual_backward(loss)
-        optimizer.step()
+    manual = True
 
 
 class StepHooksByHandFused(StepHooksByHand):
