@@ -68,7 +68,7 @@ def check_trainer(trainer: pl.Trainer, precision: ZeROPrecision, parallel: str) 
                 "plain torch the original is trained along from then on, here it is not, so that the second rewinding "
                 "would come to other weights. Set use_lottery_ticket_hypothesis=False."
             )
-        if isinstance(callback, WeightAveraging) and precision.policy.compute != torch.float32:
+        if isinstance(callback, WeightAveraging) and precision.policy.rounds:
             raise PlanError(
                 f"{name} swaps the module's weights with averages, and weights are rounded to 16 bit here "
                 f"(precision={precision.precision}), so that the fp32 master weights would be lost. Use "
