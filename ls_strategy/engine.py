@@ -552,7 +552,7 @@ class Engine:
             return state.norm
         for flat in state.flats:
             if self._is_private(state) and flat.averages.folds_factors:
-                state.clip = factor
+                state.clip = factor.float()  # fused updates are of fp32 masters
             else:
                 stepping.scale_(flat, factor)
         self._clipped(state)

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     LambdaCallback,
@@ -23,12 +22,19 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
 
-from ls_strategy._compat import has_step_hooks, rewinds_pruned_weights, sync_batch_norm_error, unwrap_optimizer
+from ls_strategy._compat import (
+    has_step_hooks,
+    logs_graph,
+    rewinds_pruned_weights,
+    sync_batch_norm_error,
+    unwrap_optimizer,
+)
 from ls_strategy.engine import Engine
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.precision_plugin import ZeROPrecision
 from ls_strategy.transient import Method
 from ls_strategy.zero.parameters import unnoticed
+from ls_strategy.zero_stages import POLICIES
 
 _AFTER_BACKWARD = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad", "on_train_batch_end")
 """Hooks that run after backward and before the gradients are dropped."""
@@ -48,6 +54,11 @@ def check_trainer(trainer: pl.Trainer, precision: ZeROPrecision, parallel: str) 
     Raises:
         PlanError: with the cure.
     """
+    if POLICIES[trainer.strategy.config.stage].parameters and any(map(logs_graph, trainer.loggers)):  # type: ignore[attr-defined]
+        raise PlanError(
+            "log_graph=True has rank 0 trace the model alone, whose parameters are sharded at stage 3. Set "
+            "log_graph=False, or stage=2."
+        )
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
         name = type(callback).__name__

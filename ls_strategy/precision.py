@@ -35,7 +35,7 @@ class PrecisionPolicy:
 
     @property
     def cast(self) -> torch.dtype | None:
-        """What parameters, buffers, inputs and new tensors are made; None: they stay what they are, as in plain torch."""
+        """Dtype that parameters, buffers and inputs are cast to; None: they stay as they are."""
         return None if self.compute == torch.float32 else self.compute
 
     @property

@@ -117,7 +117,7 @@ class ZeROPrecision(Precision):
 
     @override
     def convert_input(self, data: Any) -> Any:
-        """Cast floating tensors of a batch to the parameters' dtype in the 16-bit ``*-true`` modes and in ``64-true``."""
+        """Cast floating tensors to the parameters' dtype in the 16-bit ``*-true`` modes, and in ``64-true``."""
         if self.on_batch is not None:
             self.on_batch()
         dtype = self.policy.cast

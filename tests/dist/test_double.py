@@ -1,4 +1,4 @@
-"""Models in fp64, under ``precision="64-true"`` and by hand: as under DDP, so closely that only an equal program can be."""
+"""Models in fp64, under ``precision="64-true"`` and by hand: as under DDP, far closer than fp32 can be."""
 
 from __future__ import annotations
 
