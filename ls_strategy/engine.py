@@ -196,7 +196,7 @@ class Engine:
         self._boundaries = [
             materials.Fp32Boundary(m, precision.compute)
             for m in draft.kept_fp32
-            if precision.compute != torch.float32 and type(m).__name__ in config.fp32_modules
+            if type(m).__name__ in config.fp32_modules
         ]
         self._broadcast_buffers_next = True
         self._copies = PlainCopies(model, self.flats)
@@ -207,8 +207,8 @@ class Engine:
 
     def _place_buffers(self, draft: Draft) -> None:
         routers = [m for m in self.model.modules() if isinstance(m, RoutingAccounts)]  # biases move in small steps
-        kept = {id(m) for m in (*draft.kept_fp32, *routers)}
-        materials.place_buffers(self.model, self.device, self.precision.compute, kept)
+        kept = {id(m) for m in (*draft.kept_fp32, *routers)} if self.precision.rounds else set()
+        materials.place_buffers(self.model, self.device, self.precision.cast, kept)
 
     @property
     def model(self) -> nn.Module:
@@ -589,7 +589,7 @@ class Engine:
             return state.norm
         for flat in state.flats:
             if state.folded and flat.averages.folds_factors:
-                state.clip = factor
+                state.clip = factor.float()  # fused updates are of fp32 masters
             else:
                 stepping.scale_(flat, factor)
         self._clipped(state)

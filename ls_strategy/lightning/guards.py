@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     ModelPruning,
@@ -22,12 +21,19 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
 
-from ls_strategy._compat import has_step_hooks, rewinds_pruned_weights, sync_batch_norm_error, unwrap_optimizer
+from ls_strategy._compat import (
+    has_step_hooks,
+    logs_graph,
+    rewinds_pruned_weights,
+    sync_batch_norm_error,
+    unwrap_optimizer,
+)
 from ls_strategy.engine import Engine
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.lightning.precision import ZeROPrecision
 from ls_strategy.transient import Method
 from ls_strategy.zero.parameters import unnoticed
+from ls_strategy.zero_stages import POLICIES
 
 _BEFORE_STEP = ("on_after_backward", "on_before_optimizer_step")
 """Hooks that run between backward and step."""
@@ -52,6 +58,11 @@ def check_trainer(trainer: pl.Trainer, precision: ZeROPrecision, parallel: str) 
     Raises:
         PlanError: with the cure.
     """
+    if POLICIES[trainer.strategy.config.stage].parameters and any(map(logs_graph, trainer.loggers)):  # type: ignore[attr-defined]
+        raise PlanError(
+            "log_graph=True has rank 0 trace the model alone, whose parameters are sharded at stage 3. Set "
+            "log_graph=False, or stage=2."
+        )
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
         name = type(callback).__name__
@@ -72,7 +83,7 @@ def check_trainer(trainer: pl.Trainer, precision: ZeROPrecision, parallel: str) 
                 "plain torch the original is trained along from then on, here it is not, so that the second rewinding "
                 "would come to other weights. Set use_lottery_ticket_hypothesis=False."
             )
-        if isinstance(callback, WeightAveraging) and precision.policy.compute != torch.float32:
+        if isinstance(callback, WeightAveraging) and precision.policy.rounds:
             raise PlanError(
                 f"{name} swaps the module's weights with averages, and weights are rounded to 16 bit here "
                 f"(precision={precision.precision}), so that the fp32 master weights would be lost. Use "

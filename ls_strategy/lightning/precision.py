@@ -44,6 +44,17 @@ class _Result:
         return self._result
 
 
+@contextmanager
+def _default_dtype(dtype: torch.dtype | None) -> Generator[None, None, None]:
+    """Around code whose new tensors are of this dtype; None: of that which the user has set."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(before if dtype is None else dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 class ZeROPrecision(Precision):
     """Precision plugin of `ZeROStrategy`, which makes it from any ``Trainer(precision=...)`` by itself.
 
@@ -56,7 +67,7 @@ class ZeROPrecision(Precision):
         """Check the name.
 
         Args:
-            precision: ``32-true``, ``bf16-mixed``, ``16-mixed``, ``bf16-true`` or ``16-true``.
+            precision: ``32-true``, ``bf16-mixed``, ``16-mixed``, ``bf16-true``, ``16-true`` or ``64-true``.
 
         Raises:
             ConfigError: any other name.
@@ -75,7 +86,7 @@ class ZeROPrecision(Precision):
         """The equivalent of one of Lightning's own plugins.
 
         Raises:
-            ConfigError: the plugin does more than the five precisions (double, quantised, ...).
+            ConfigError: the plugin does more than the six precisions (quantised, ...).
         """
         if isinstance(plugin, cls):
             return plugin
@@ -98,39 +109,35 @@ class ZeROPrecision(Precision):
 
     @override
     def tensor_init_context(self) -> AbstractContextManager:
-        """Weights are initialised in fp32 in every mode, so that masters are made of unrounded values."""
-        return nullcontext()
+        """Weights are initialised unrounded in every mode, since masters are made of them."""
+        return nullcontext() if self.policy.rounds else _default_dtype(self.policy.cast)
 
     @override
     def module_init_context(self) -> AbstractContextManager:
         """As `tensor_init_context`."""
-        return nullcontext()
+        return self.tensor_init_context()
 
     @override
     def convert_input(self, data: Any) -> Any:
-        """Cast floating tensors of a batch to the parameters' dtype in the ``*-true`` 16-bit modes."""
+        """Cast floating tensors to the parameters' dtype in the 16-bit ``*-true`` modes, and in ``64-true``."""
         if self.on_batch is not None:
             self.on_batch()
-        dtype = self.policy.compute
-        if dtype == torch.float32:
+        dtype = self.policy.cast
+        if dtype is None:
             return data
         return apply_to_collection(data, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
     @override
     @contextmanager
     def forward_context(self) -> Generator[None, None, None]:
-        """Autocast (``*-mixed``), or 16 bit as the default dtype of new tensors (``*-true``)."""
+        """Autocast (``*-mixed``), or the parameters' dtype as the default of new tensors."""
         if self.policy.autocast is not None:
             device = self.engine.device.type if self.engine is not None else "cpu"
             with torch.autocast(device, dtype=self.policy.autocast, cache_enabled=False):
                 yield
             return
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(self.policy.compute)
-        try:
+        with _default_dtype(self.policy.cast):
             yield
-        finally:
-            torch.set_default_dtype(before)
 
     # backward and step -----------------------------------------------------------------------------------------------
 

@@ -85,6 +85,7 @@ from ls_strategy.layout import TensorPart
 from ls_strategy.lightning import checkpoints, data_position, guards, parallel
 from ls_strategy.lightning.checkpoints import Collection
 from ls_strategy.lightning.deepspeed import DeepSpeedConfiguration, took_default
+from ls_strategy.lightning.loggers import take_part
 from ls_strategy.lightning.precision import ZeROPrecision
 from ls_strategy.parallel.dtensor import has_dtensors
 from ls_strategy.planner.choice import Question, candidate_of, choose, explain, smallest
@@ -604,6 +605,7 @@ class ZeROStrategy(DDPStrategy):
             self._choose_nvme_path(trainer)
             self._build_engine(module, parts)
         self.model = module
+        take_part()
         self._keep_step(trainer)
         around_dumps(trainer, self._collecting)
         replace_links(trainer, self._link)

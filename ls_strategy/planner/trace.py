@@ -180,7 +180,7 @@ class Tracer:
         boundaries = [
             Fp32Boundary(m, self.precision.compute)
             for m in fp32_modules(self.model, self.fp32_classes)
-            if self.precision.compute != torch.float32 and type(m).__name__ in self.fp32_classes
+            if self.precision.rounds and type(m).__name__ in self.fp32_classes
         ]
         saving = _saving(watch, events)
         applied = None if recompute is None else apply_recompute(self.model, recompute, saving)
@@ -229,7 +229,7 @@ class Tracer:
                 yield
             return
         before = torch.get_default_dtype()
-        torch.set_default_dtype(self.precision.compute)
+        torch.set_default_dtype(self.precision.cast or before)
         try:
             yield
         finally:

@@ -68,7 +68,8 @@ class Draft:
         self._error: PlanError | None = None
         try:
             self.specs = partition(model, config.unit_classes, config.min_unit_numel, share.absent)
-            self.kept_fp32 = materials.fp32_modules(model, config.fp32_modules)
+            kept = materials.fp32_modules(model, config.fp32_modules)
+            self.kept_fp32 = kept if precision.rounds else []
             self._owners = agreement.owners_of(model, optimizers)
             self._number_shared(len(optimizers), single=not parts and share.pipeline is None)
             for optimizer in optimizers:
@@ -139,8 +140,8 @@ class Draft:
 
         def facts(name: str, p: nn.Parameter) -> ParamFacts:
             dtype = held[id(p)].master_dtype if id(p) in held else p.dtype
-            if p.is_floating_point() and self.precision.compute != torch.float32:
-                dtype = torch.float32 if id(p) in kept else self.precision.compute
+            if p.is_floating_point() and self.precision.cast is not None:
+                dtype = torch.float32 if id(p) in kept else self.precision.cast
             owners = self._owners.get(id(p), ((FROZEN, 0),))
             (number, group), together = owners[0], tuple(i for i, _ in owners) if len(owners) > 1 else ()
             return ParamFacts(

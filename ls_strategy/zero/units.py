@@ -260,6 +260,12 @@ class Flat(FlatBuffer):
                     f"a parameter of {self.layout.slots[0].name!r} and its neighbours is read again in the backward "
                     "pass that has already updated it. Set overlap_step=False on the strategy."
                 )
+            if torch.jit.is_tracing():
+                raise StateError(
+                    f"{self.name!r} is sharded (stage 3), and a graph that is traced (torch.jit.trace, torch.onnx, "
+                    "add_graph) would hold its place, not its values. Trace a copy, which has full weights: "
+                    "copy.deepcopy(module), made on all ranks."
+                )
             self.take_writes()
             self.kept, self.outdated = None, []
             self.start_read()
