@@ -67,6 +67,8 @@ EXPECTED = {
     "test_correct_step_and_epoch": "folder",
     "test_default_checkpoint_freq": "torch.save",
     "test_load_model_from_checkpoint": "folder",
+    "test_model_checkpoint_on_exception_parametrized": "folder",
+    "test_model_checkpoint_on_exception_run_condition_on_train_batch_start": "folder",
     "test_model_checkpoint_save_last[True]": "folder",
     "test_model_checkpoint_save_last_checkpoint_contents": "folder",
     "test_model_checkpoint_save_last_none_monitor": "folder",
