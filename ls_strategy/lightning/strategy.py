@@ -927,6 +927,7 @@ class ZeROStrategy(DDPStrategy):
     @override
     def on_train_end(self) -> None:
         self._wait_for_weights()
+        self.barrier("ZeROStrategy.on_train_end")  # rank 0 may still remove or link checkpoints
 
     # checkpoints -----------------------------------------------------------------------------------------------------
 

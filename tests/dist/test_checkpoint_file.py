@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import copy
 import functools
+import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from ls_strategy import ZeROStrategy
+from ls_strategy.checkpoint import commit
 from ls_strategy.config import LossScaleConfig
 from ls_strategy.errors import StateError
 from ls_strategy.lightning.precision import ZeROPrecision
@@ -364,3 +368,17 @@ def test_hooks_are_handed_the_keys_that_they_are_under_ddp(rank: int, world_size
         keys = [sorted(checkpoint) for checkpoint in saving.saw + loading.saw]
         expected = expected or keys
         assert keys == expected, name
+
+
+@on_ranks(2)
+def test_files_are_final_on_every_rank_when_fit_returns(rank: int, world_size: int, tmp_path: Any) -> None:
+    """Rank 0 removes what a new checkpoint replaces, here slowly."""
+
+    def slowly(path: Any) -> None:
+        time.sleep(0.5)
+        commit.remove(path)
+
+    with patch("ls_strategy.strategy.remove_checkpoint", slowly):
+        callback = ModelCheckpoint(tmp_path, filename="{epoch}")
+        fit(3, Net(), callbacks=[callback], enable_checkpointing=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["epoch=1.ckpt"]
