@@ -13,7 +13,7 @@ import socket
 import stat
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
@@ -67,6 +67,7 @@ __all__ = [
     "is_tracing",
     "is_transforming",
     "load_state",
+    "logs_graph",
     "made_by_parser",
     "make_wrapper",
     "metric_state",
@@ -81,6 +82,7 @@ __all__ = [
     "plain_checkpoint_io",
     "put_step_hooks_inside",
     "raise_sigterm",
+    "replace_experiments",
     "replace_links",
     "resume_from",
     "rewinds_pruned_weights",
@@ -259,6 +261,21 @@ def replace_links(trainer: Any, link: Callable[[Any, str, str], None]) -> None:
     for callback in trainer.checkpoint_callbacks:
         if hasattr(callback, "_link_checkpoint"):
             callback._link_checkpoint = link
+
+
+def replace_experiments(called: Callable[[str, Sequence[Any], Mapping[str, Any]], None]) -> None:
+    """Let the dummy that Lightning's loggers have on all ranks but the first call ``called`` with what it is called."""
+    from lightning.fabric.loggers.logger import _DummyExperiment
+
+    def get(_: Any, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: called(name, args, kwargs)
+
+    _DummyExperiment.__getattr__ = get  # type: ignore[method-assign]
+
+
+def logs_graph(logger: Any) -> bool:
+    """Whether a logger traces the model when training starts (``TensorBoardLogger(log_graph=True)``)."""
+    return bool(getattr(logger, "_log_graph", False))
 
 
 def around_data_setup(trainer: Any, context: Callable[[], AbstractContextManager[None]]) -> None:

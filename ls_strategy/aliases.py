@@ -16,7 +16,7 @@ from typing import Any
 from ls_strategy.autoload import ALIASES
 from ls_strategy.config import OffloadConfig, ZeROConfig
 from ls_strategy.config.renamed import RENAMED, in_new_words, refuse_unknown
-from ls_strategy.strategy import ZeROStrategy
+from ls_strategy.lightning.strategy import ZeROStrategy
 
 _SIGNATURE = inspect.signature(ZeROStrategy.__init__)
 

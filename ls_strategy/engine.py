@@ -22,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,9 +32,9 @@ from torch.optim import Optimizer
 from ls_strategy import spans
 from ls_strategy._compat import has_step_hooks, put_step_hooks_inside, storage_key
 from ls_strategy.config import LossScaleConfig, ZeROConfig
+from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.layout import TensorPart
-from ls_strategy.mesh import Mesh
 from ls_strategy.moe.router import RoutingAccounts
 from ls_strategy.precision import LossScaler, PrecisionPolicy
 from ls_strategy.tiers.link import trim_heap
@@ -75,9 +76,11 @@ class _OptimizerState:
     norm: Tensor | None = None
     """Before clipping."""
     clipped: bool = False
-    """Whether the gradients were clipped since, in place."""
+    """Whether the gradients were clipped since; ``norm`` is that of before."""
     clip: Tensor | None = None
     """Factor that the fused update multiplies the gradients by; None where it was done in place, or is 1."""
+    folded: bool = False
+    """Whether loss scale and ``clip`` are left to the fused update, so that the averages are without them."""
     hooks: tuple[Any, ...] = ()
     """Handles of what runs before and after the optimizer's own ``step``."""
 
@@ -94,6 +97,9 @@ class Engine:
 
     keeps_gradients = False
     """Ignore `zero_grad`: the gradients are those of the step to come."""
+
+    _stepped = False
+    """Whether hooks have seen a step of this fit, in which no unit was updated early: see `begin_backward`."""
 
     _torn = False
     """Whether an exception ended a backward pass that had begun to update."""
@@ -184,7 +190,7 @@ class Engine:
         self.optimizers = [self._adopt(i, optimizer, previous) for i, optimizer in enumerate(optimizers)]
         if previous is not None:
             previous.offload.close()
-        self.gradients = Gradients(self.flats, self._average, self.lender, parallel=mesh.shape.kinds)
+        self.gradients = Gradients(self.flats, self._average, self._unfold_kind, self.lender, parallel=mesh.shape.kinds)
         self._unstepped = Unstepped([] if mesh.shape.kinds else self.flats, comm, lambda: self.gradients.local)
         self.schedule = UpdateSchedule([s.sharded for s in self.optimizers], self.gatherer, self.offload, owner=self)
         self.reducer.reset()
@@ -192,7 +198,7 @@ class Engine:
         self._boundaries = [
             materials.Fp32Boundary(m, precision.compute)
             for m in draft.kept_fp32
-            if precision.compute != torch.float32 and type(m).__name__ in config.precision.fp32_modules
+            if type(m).__name__ in config.precision.fp32_modules
         ]
         self._broadcast_buffers_next = True
         self._copies = PlainCopies(model, self.flats)
@@ -203,8 +209,8 @@ class Engine:
 
     def _place_buffers(self, draft: Draft) -> None:
         routers = [m for m in self.model.modules() if isinstance(m, RoutingAccounts)]  # biases move in small steps
-        kept = {id(m) for m in (*draft.kept_fp32, *routers)}
-        materials.place_buffers(self.model, self.device, self.precision.compute, kept)
+        kept = {id(m) for m in (*draft.kept_fp32, *routers)} if self.precision.rounds else set()
+        materials.place_buffers(self.model, self.device, self.precision.cast, kept)
 
     @property
     def model(self) -> nn.Module:
@@ -233,7 +239,7 @@ class Engine:
             sharded.take_over(previous.optimizers[number].sharded)
         after = optimizer.register_step_post_hook(self._after_step)
         state.hooks = (optimizer.register_step_pre_hook(self._on_step), after)
-        Method(optimizer, "zero_grad", lambda _, set_to_none=True: self.zero_grad(index, set_to_none=set_to_none))
+        Method(optimizer, "zero_grad", partial(self._on_zero_grad, index))
         Method(optimizer, "state_dict", lambda _: sharded.refuse_state("state_dict()"))
         Method(optimizer, "load_state_dict", lambda _, state_dict: sharded.load_full_state_dict(state_dict))
         return state
@@ -262,10 +268,10 @@ class Engine:
 
     @property
     def private_gradients(self) -> bool:
-        """Nobody but the step looks at averaged gradients between backward and `zero_grad`.
+        """User code reaches averaged gradients only through ``p.grad``, between backward and `zero_grad`.
 
-        Then they need not be shown as ``.grad``, may be kept in 16 bit where that is exact, and the clip factor is
-        multiplied in by the update.
+        Then they need not be shown as ``.grad`` of pieces, may be kept in 16 bit where that is exact, and the update
+        multiplies loss scale and clip factor in; where ``p.grad`` is read first, they are multiplied in then.
         """
         return self.reducer.private
 
@@ -337,6 +343,7 @@ class Engine:
         self._broadcast_buffers_next = previous._broadcast_buffers_next
         self._exposed_before_s = previous.exposed_step_s
         self.gradients.local = previous.gradients.local
+        self.gradients.were_read = previous.gradients.were_read
         scales = {id(p): flat.grad_scale for flat in previous.flats for p in flat.params}
         held = {id(p): any(flat.used_here) for flat in previous.flats for p in flat.params}
         for i, state in enumerate(self.optimizers):
@@ -430,19 +437,25 @@ class Engine:
     # backward --------------------------------------------------------------------------------------------------------
 
     def begin_backward(self, *, eager: bool) -> None:
-        """A backward pass begins. ``eager``: it is the last one before the step, so send what it completes."""
+        """A backward pass begins. ``eager``: it is the last one before the step, so send what it completes.
+
+        Hooks after the step may read gradients, which an early update takes. So the first step updates nothing early,
+        and if user code has read any gradient since, no later step does.
+        """
         spans.enter(spans.BACKWARD)
         for state in self.optimizers:
+            self._unfold(state)  # where no `zero_grad` has dropped them, gradients are kept for this pass as they are
             state.finished = False
             state.norm = None
-            state.clip = None
         self.gradients.take_all()
         self._unstepped.outdate()
         early = self.early_step and eager and self.scaler is None and self.schedule.allows_early
+        early = early and not self.gradients.were_read
         early = early and all(map(self._is_private, self.optimizers))
         self.reducer.on_complete = None  # what an earlier micro-batch left under way is not complete
         self.reducer.begin_backward(eager=eager, loss_scale=self.scaler.scale if self.scaler is not None else 1.0)
-        self.reducer.on_complete = self.schedule.begin_early if early else None
+        if early:
+            self.reducer.on_complete = self.schedule.begin_early if self._stepped else self.schedule.postpone
 
     def end_backward(self, *, local: bool = False) -> None:
         """The backward pass is over. ``local``: more are to come before gradients are averaged (stages 0 and 1)."""
@@ -489,22 +502,46 @@ class Engine:
         state = self.optimizers[index]
         if state.finished:
             return not state.overflow
+        self._unfold(state)
         for kind in state.kinds:
             self.gradients.take(kind)
             self._average(kind)
         self._note_used(state)
         state.overflow = state.clipped = False
-        state.clip = None
+        state.folded = self._is_private(state)
         if self.scaler is not None:
             for flat in state.flats:
                 # Otherwise the update multiplies by what undoes the scale.
-                if not (flat.averages.on_drive or (self._is_private(state) and flat.averages.folds_factors)):
+                if not (flat.averages.on_drive or (state.folded and flat.averages.folds_factors)):
                     flat.averages.undo_scale()
             state.overflow = stepping.any_overflow(state.flats, self.mesh.world)
         if not self._is_private(state):
             state.sharded.bind_grads(state.used)
         state.finished = True
         return not state.overflow
+
+    def _unfold(self, state: _OptimizerState) -> None:
+        """Multiply into the averages what was left to the update, so that they are what they are under DDP."""
+        if not state.folded:
+            return
+        state.folded = False
+        for flat in state.flats:
+            averages = flat.averages
+            if not averages.folds_factors or not averages.hold_values or averages.gone:
+                continue
+            if averages.scale == 1.0 and state.clip is None:
+                continue
+            flat.wait_updated()  # an update in flight reads them
+            averages.widen()
+            averages.undo_scale()
+            if state.clip is not None:
+                stepping.scale_(flat, state.clip)
+        state.clip = None
+
+    def _unfold_kind(self, kind: int) -> None:
+        for state in self.optimizers:
+            if kind in state.kinds:
+                self._unfold(state)
 
     def _average(self, kind: int) -> list[bool]:
         """Average what is left of gradients, and agree on which parameters have any. Collective.
@@ -546,24 +583,32 @@ class Engine:
 
     def clip_norm_(self, index: int, max_norm: float) -> Tensor:
         """Clip by global norm over all gradients of the optimizer, exactly; returns the norm before clipping."""
-        state = self._as_they_are(index)
+        state = self._as_they_are(index, clipped=True)
         if state.norm is None:
             state.norm = stepping.global_norm(state.flats, self.mesh.world)
         factor = stepping.clip_factor(state.norm, max_norm)
         if factor is None:
             return state.norm
         for flat in state.flats:
-            if self._is_private(state) and flat.averages.folds_factors:
-                state.clip = factor
+            if state.folded and flat.averages.folds_factors:
+                state.clip = factor.float()  # fused updates are of fp32 masters
             else:
                 stepping.scale_(flat, factor)
         self._clipped(state)
         return state.norm
 
-    def _as_they_are(self, index: int) -> _OptimizerState:
-        """Finish, and take in what user code has made of the gradients since; norms of before are no longer theirs."""
+    def _as_they_are(self, index: int, *, clipped: bool = False) -> _OptimizerState:
+        """Finish, and take in what user code has made of the gradients since; norms of before are no longer theirs.
+
+        Args:
+            index: of the optimizer.
+            clipped: to be clipped: what an earlier clipping has left, and its norm.
+        """
         self.finish(index)
         state = self.optimizers[index]
+        if clipped and state.clipped:
+            self._unfold(state)
+            state.norm = None
         if not self._is_private(state):
             state.sharded.take_edits(state.used)
             state.norm = None
@@ -576,18 +621,22 @@ class Engine:
         return state
 
     def _is_private(self, state: _OptimizerState) -> bool:
-        """Whether nobody looks at an optimizer's gradients, hooks of its step that came after set-up included."""
-        return self.private_gradients and not has_step_hooks(state.sharded.optimizer, besides=self)
+        """Whether nobody looks at an optimizer's gradients as they are, or does in hooks that came after set-up.
+
+        At stage 0 gradients that were read once are plain tensors, which somebody may still have.
+        """
+        plain = self.gradients.were_read and not self.policy.optimizer
+        return self.private_gradients and not plain and not has_step_hooks(state.sharded.optimizer, besides=self)
 
     def _clipped(self, state: _OptimizerState) -> None:
         self._outdate_others(state)
+        state.clipped = True
         if not self._is_private(state):
-            state.clipped = True
             state.sharded.show_again()
 
     def clip_value_(self, index: int, limit: float) -> None:
         """Clamp every averaged gradient element of the optimizer."""
-        state = self._as_they_are(index)
+        state = self._as_they_are(index, clipped=True)
         stepping.clip_value_(state.flats, limit)
         self._clipped(state)
 
@@ -647,16 +696,29 @@ class Engine:
         if self.scaler is not None:
             self.scaler.update(state.overflow)
         state.finished = False
-        state.clip = None
+        self._stepped = True
         return result
+
+    def _on_zero_grad(self, index: int, method: Method, *args: Any, **kwargs: Any) -> None:
+        """``optimizer.zero_grad()`` was called."""
+        if method.replaces(Optimizer.zero_grad):
+            self.zero_grad(index, set_to_none=kwargs.get("set_to_none", args[0] if args else True))
+        elif not self.keeps_gradients:  # an override may do more, and drop some, or none
+            method.original(*args, **kwargs)
+            params = [p for group in method.owner.param_groups for p in group["params"]]
+            dropped = [p for p in params if p.grad is None]
+            if len(dropped) == len(params):
+                self.zero_grad(index)
+            else:
+                self.zero_params(dropped, set_to_none=True)
 
     def zero_grad(self, index: int, *, set_to_none: bool = True) -> None:
         """``optimizer.zero_grad``. Not collective, unless a reduction is under way (then on every rank)."""
         if self.keeps_gradients:
             return
         state = self.optimizers[index]
-        state.finished = False
-        state.norm = None
+        state.finished = state.folded = False
+        state.norm = state.clip = None
         for kind in state.kinds:
             self.gradients.forget(kind, set_to_none=set_to_none)
         if set_to_none:

@@ -125,7 +125,7 @@ class UnitPlan:
 
 
 @dataclass(frozen=True)
-class FlatStates:
+class FlatBytes:
     """Bytes of one flat buffer on one rank between two steps, padding included."""
 
     parameters: int
@@ -196,7 +196,7 @@ class Plan:
         last = max((i for i, unit in enumerate(self.units) if not unit.is_root), default=-1)
         return [1 if u.is_root else micro_batches * (1 if i == last else 2) for i, u in enumerate(self.units)]
 
-    def flat_states(self, flat: FlatPlan, optimizer_bytes: Sequence[float] | None = None) -> FlatStates:
+    def flat_states(self, flat: FlatPlan, optimizer_bytes: Sequence[float] | None = None) -> FlatBytes:
         """Bytes of one buffer's states; every other count of states adds these up.
 
         Args:
@@ -207,7 +207,7 @@ class Plan:
         stepped = flat.layout.shard if policy.optimizer else full
         own_master = trained and (flat.master_dtype != flat.dtype or flat.optimizer_tier != "device")
         kept = [self._moment_bytes(flat) if optimizer_bytes is None else optimizer_bytes[i] for i in flat.owners]
-        return FlatStates(
+        return FlatBytes(
             parameters=0 if policy.parameters else full * flat.dtype.itemsize,
             own_shard=stepped * flat.dtype.itemsize if flat.has_own_shard(policy) else 0,
             masters=stepped * flat.master_dtype.itemsize if policy.parameters or own_master else 0,

@@ -10,7 +10,7 @@ import torch
 from ls_strategy.config import LossScaleConfig, ReduceDtype
 from ls_strategy.errors import ConfigError, StateError
 
-PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,16 @@ class PrecisionPolicy:
     reduce_in_fp32: bool = True
     """Sum gradients over ranks in fp32, also when they were computed in 16 bit."""
 
+    @property
+    def cast(self) -> torch.dtype | None:
+        """Dtype that parameters, buffers and inputs are cast to; None: they stay as they are."""
+        return None if self.compute == torch.float32 else self.compute
+
+    @property
+    def rounds(self) -> bool:
+        """Whether weights are rounded to 16 bit for the forward."""
+        return self.compute.itemsize == 2
+
 
 def resolve_precision(name: str, *, master_weights: bool = True, reduce_dtype: ReduceDtype = "fp32") -> PrecisionPolicy:
     """Policy for a Lightning precision string.
@@ -45,16 +55,19 @@ def resolve_precision(name: str, *, master_weights: bool = True, reduce_dtype: R
     ``16-mixed``          fp32       the parameter itself     fp16      yes
     ``bf16-true``         bf16       fp32 (switchable)        no        no
     ``16-true``           fp16       fp32 (switchable)        no        yes
+    ``64-true``           fp64       the parameter itself     no        no
     ====================  =========  =======================  ========  ==========
 
     Raises:
-        ConfigError: ``name`` is none of the five.
+        ConfigError: ``name`` is none of the six.
     """
     low = {"bf16": torch.bfloat16, "16": torch.float16}
     kind, _, mode = name.partition("-")
     in_fp32 = reduce_dtype == "fp32"
     if name == "32-true":
         return PrecisionPolicy(name, torch.float32, torch.float32, None, False, in_fp32)
+    if name == "64-true":
+        return PrecisionPolicy(name, torch.float64, torch.float64, None, False, in_fp32)
     if name in PRECISIONS and mode == "mixed":
         return PrecisionPolicy(name, torch.float32, torch.float32, low[kind], kind == "16", in_fp32)
     if name in PRECISIONS:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ls_strategy._compat import version_of
-from ls_strategy.activations.places import Drive, DrivePlace, HostPlace, Place, Stowed
+from ls_strategy.activations.places import ActivationPlace, Drive, DrivePlace, HostPlace, Stowed
 from ls_strategy.config import ActivationOffloadConfig
 from ls_strategy.errors import StateError
 from ls_strategy.tiers.link import DONE, Arrival, Link
@@ -85,7 +85,7 @@ class ActivationOffload:
         self.config = config
         self._link = Link(device)
         self._asynchronous = device.type == "cuda"
-        self.place: Place
+        self.place: ActivationPlace
         if config.tier == "nvme":
             assert drive is not None, "tier='nvme' without a folder"
             self.place = DrivePlace(self._link, drive, config.staging_bytes)

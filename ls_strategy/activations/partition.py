@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ls_strategy.activations.saved import Keeper, Kept
-from ls_strategy.axis import Axis
+from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import PlanError
 
 _ALIGNMENT = 512
@@ -63,7 +63,7 @@ class PartBuffer:
                 self._memory = torch.empty(self._wanted, dtype=torch.uint8, device=self._device)
 
 
-class Part:
+class KeptPart:
     """This rank's part of a region. A `Kept`."""
 
     def __init__(self, partition: ActivationPartition, numel: int, mine: Tensor | None, kept: Kept | None) -> None:
@@ -109,9 +109,9 @@ class ActivationPartition:
         """Of this rank's parts of them."""
         self._keeper = keeper
         self._checking = True
-        self._latest: tuple[Part, Tensor] | None = None
+        self._latest: tuple[KeptPart, Tensor] | None = None
 
-    def keep(self, region: Tensor) -> Part:
+    def keep(self, region: Tensor) -> KeptPart:
         """Keep this rank's part. The regions of the first forward are compared between the ranks: collective then.
 
         Raises:
@@ -131,10 +131,10 @@ class ActivationPartition:
         self.bytes_whole += region.nbytes
         self.bytes_kept += mine.nbytes
         if self._keeper is None:
-            return Part(self, region.numel(), mine, None)
-        return Part(self, region.numel(), None, self._keeper.keep(mine))
+            return KeptPart(self, region.numel(), mine, None)
+        return KeptPart(self, region.numel(), None, self._keeper.keep(mine))
 
-    def bring(self, part: Part) -> Tensor:
+    def bring(self, part: KeptPart) -> Tensor:
         """Gather a region; the latest one is not gathered twice. Collective."""
         self._checking = False
         if self._latest is None or self._latest[0] is not part:
@@ -144,7 +144,7 @@ class ActivationPartition:
             self._latest = (part, self.axis.all_gather(mine, 0)[: part.numel])
         return self._latest[1]
 
-    def drop(self, part: Part) -> None:
+    def drop(self, part: KeptPart) -> None:
         """Forget a part. Not collective."""
         if self._latest is not None and self._latest[0] is part:
             self._latest = None

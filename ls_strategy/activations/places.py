@@ -52,7 +52,7 @@ class Stowed:
         return self.buffer.tensor[: self.nbytes]
 
 
-class Place(Protocol):
+class ActivationPlace(Protocol):
     """Takes bytes and gives them back."""
 
     name: str
@@ -173,32 +173,32 @@ class HostPlace:
         return self._stock.total_bytes
 
     def begin(self, stowed: Stowed, source: Tensor) -> None:
-        """See `Place`."""
+        """See `ActivationPlace`."""
         # What was copied out of the buffer before is done first: the device's current stream has waited for that.
         stowed.buffer, _ = self._stock.take(stowed.nbytes)
         self.stored_bytes += stowed.nbytes
         stowed.copying = self._link.to_host(stowed.host(), source)
 
     def finish(self, stowed: Stowed) -> None:
-        """See `Place`."""
+        """See `ActivationPlace`."""
         started = time.perf_counter()
         stowed.copying.wait_on_host()
         self.waited_s += time.perf_counter() - started
 
     def prepare(self, stowed: Stowed) -> bool:
-        """See `Place`."""
+        """See `ActivationPlace`."""
         return True
 
     def host(self, stowed: Stowed) -> Tensor:
-        """See `Place`."""
+        """See `ActivationPlace`."""
         return stowed.host()
 
     def brought(self, stowed: Stowed, arrival: Arrival) -> None:
-        """See `Place`."""
+        """See `ActivationPlace`."""
         stowed.copying = arrival
 
     def drop(self, stowed: Stowed) -> None:
-        """See `Place`."""
+        """See `ActivationPlace`."""
         if stowed.buffer is not None:
             self.stored_bytes -= stowed.nbytes
             self._stock.give(stowed.buffer, stowed.copying)
@@ -207,7 +207,7 @@ class HostPlace:
                 self._stock.trim()
 
     def close(self) -> None:
-        """See `Place`."""
+        """See `ActivationPlace`."""
         self._stock.close()
 
 
@@ -298,19 +298,14 @@ class DrivePlace:
         """Of its staging buffers, in use or free."""
         return self._stock.total_bytes
 
-    @property
-    def bytes_moved(self) -> tuple[int, int]:
-        """Bytes read and written so far."""
-        return self._engine.bytes_read, self._engine.bytes_written
-
     def begin(self, stowed: Stowed, source: Tensor) -> None:
-        """See `Place`. Raises `DriveError` of an earlier write."""
+        """See `ActivationPlace`. Raises `DriveError` of an earlier write."""
         self._take_buffer(stowed)
         self.stored_bytes += stowed.nbytes
         stowed.copying = self._link.to_host(stowed.host(), source)
 
     def finish(self, stowed: Stowed) -> None:
-        """See `Place`. Raises `DriveError` of an earlier write, `PlanError` where the file cannot grow."""
+        """See `ActivationPlace`. Raises `DriveError` of an earlier write, `PlanError` where the file cannot grow."""
         stowed.copying.wait_on_host()
         if stowed.offset is None:
             stowed.offset = self._space.take(stowed.nbytes)
@@ -320,7 +315,7 @@ class DrivePlace:
             self._writing.append(stowed)
 
     def prepare(self, stowed: Stowed) -> bool:
-        """See `Place`."""
+        """See `ActivationPlace`."""
         if stowed.buffer is None:
             if not self._has_room(stowed.nbytes):
                 return False
@@ -330,7 +325,7 @@ class DrivePlace:
         return stowed.transfer is None or stowed.transfer.finished.is_set()
 
     def host(self, stowed: Stowed) -> Tensor:
-        """See `Place`. Raises `DriveError`."""
+        """See `ActivationPlace`. Raises `DriveError`."""
         if stowed.buffer is None:
             self._read(stowed)
         transfer = stowed.transfer
@@ -340,13 +335,13 @@ class DrivePlace:
         return stowed.host()
 
     def brought(self, stowed: Stowed, arrival: Arrival) -> None:
-        """See `Place`."""
+        """See `ActivationPlace`."""
         stowed.copying = arrival
         if stowed.transfer is not None and stowed.transfer.verb == "read":
             self._give_buffer(stowed)
 
     def drop(self, stowed: Stowed) -> None:
-        """See `Place`."""
+        """See `ActivationPlace`."""
         if stowed.buffer is not None or stowed.offset is not None:
             self.stored_bytes -= stowed.nbytes
             self._dropped.append(stowed)
@@ -355,7 +350,7 @@ class DrivePlace:
             self._stock.trim()
 
     def close(self) -> None:
-        """See `Place`."""
+        """See `ActivationPlace`."""
         self._engine.close()
         self._sweep()
         self._file.close()

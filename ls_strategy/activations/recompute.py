@@ -34,11 +34,11 @@ from ls_strategy._compat import (
     without_dispatch_modes,
 )
 from ls_strategy.activations.policy import SelectivePolicy
+from ls_strategy.blocks import container_children, instances, is_block
 from ls_strategy.config import RecomputeConfig
 from ls_strategy.errors import PlanError
 from ls_strategy.transient import Transient
 
-_CONTAINERS = (nn.ModuleList, nn.Sequential)
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 """Arguments in which models of transformers hand keys and values from one call to the next."""
 _STATISTICS = ("running_mean", "running_var")
@@ -95,50 +95,26 @@ def apply_recompute(model: nn.Module, config: RecomputeConfig, around_inputs: Ar
     """
     modules = list(dict(_chosen(model, config.block_classes)).values())[:: config.every]
     if not modules:
+        present = sorted({type(uncompiled(m)).__name__ for m in model.modules()})
         raise PlanError(
             "activation checkpointing: the model has no ModuleList or Sequential whose children are blocks (modules "
-            f"with parameters and with modules in them). Its classes are {_classes(model)}. Name the classes to "
+            f"with parameters and with modules in them). Its classes are {', '.join(present)}. Name the classes to "
             'recompute: RecomputeConfig(block_classes=["Block"]).'
         )
     return Recompute(modules, config, around_inputs)
 
 
-def _classes(model: nn.Module) -> str:
-    return ", ".join(sorted({type(uncompiled(m)).__name__ for m in model.modules()}))
-
-
 def _chosen(model: nn.Module, classes: tuple[str, ...]) -> Iterator[tuple[int, nn.Module]]:
     """The modules to recompute, each with its id, in order of registration."""
-    if not classes:
-        for child in _container_children(model, inside_container=False):
-            block = uncompiled(child)
-            if any(True for _ in block.children()) and any(True for _ in block.parameters()):
-                yield id(block), child
-        return
-    missing = set(classes)
-    taken: list[str] = []
-    for name, module in model.named_modules():
-        cls = type(uncompiled(module))
-        matched = {cls.__name__, f"{cls.__module__}.{cls.__qualname__}"} & set(classes)
-        missing -= matched
-        if matched and name and not any(name.startswith(f"{t}.") for t in taken):
-            taken.append(name)
-            yield id(uncompiled(module)), module
-    if missing:
-        raise PlanError(
-            f"activation checkpointing: no module of class {', '.join(sorted(missing))} in the model. Its classes are "
-            f"{_classes(model)}. Name some of these, or none for the children of every ModuleList and Sequential."
-        )
 
+    def class_of(module: nn.Module) -> type:
+        return type(uncompiled(module))
 
-def _container_children(module: nn.Module, *, inside_container: bool) -> Iterator[nn.Module]:
-    for child in module.children():
-        if isinstance(child, _CONTAINERS):
-            yield from _container_children(child, inside_container=True)
-        elif inside_container:
-            yield child
-        else:
-            yield from _container_children(child, inside_container=False)
+    if classes:
+        found = instances(model, classes, option="activations.checkpointing.block_classes", class_of=class_of)
+    else:
+        found = ((n, m) for n, m in container_children(model, closed=()) if is_block(uncompiled(m)))
+    return ((id(uncompiled(module)), module) for _, module in found)
 
 
 class _RecomputedForward(Transient):

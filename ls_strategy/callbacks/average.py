@@ -24,8 +24,6 @@ class ShardedEMA(Callback):
     names and shapes of ``state_dict``, so that ``module.load_state_dict(checkpoint["ema_state_dict"])`` works anywhere.
     """
 
-    reads_gradients = False
-
     @checked(decay=between(0, 1), every_n_steps=at_least(1))
     def __init__(self, decay: float = 0.999, every_n_steps: int = 1, validate_with_average: bool = True) -> None:
         """Choose the horizon.
@@ -68,7 +66,7 @@ class ShardedEMA(Callback):
     def _engine(self, trainer: pl.Trainer) -> Engine:
         """Return the engine, if its shards are those that the average began with. Not collective."""
         engine = zero_strategy(trainer, self).require_engine()
-        shards = [flat.stepped[1] - flat.stepped[0] for unit in engine.units for flat in unit.trainable_flats]
+        shards = [flat.stepped_numel for unit in engine.units for flat in unit.trainable_flats]
         if shards != [a.numel() for a in self._average]:
             raise PlanError(
                 "ShardedEMA averages the parameters that were in the optimizers when the fit began, and parameters "

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ls_strategy.charts import Unit, unit_for
+from ls_strategy.plots.charts import ByteUnit, unit_for
 from ls_strategy.spans import COMMUNICATION, COPY, PHASES, Record
 
 MIB = 1 << 20
@@ -41,7 +41,7 @@ class Sample:
         result |= {f"zero_traffic/{kind}_mib_per_step": n / self.steps / MIB for kind, n in record.sent.items()}
         return result
 
-    def memory_metrics(self, unit: Unit) -> dict[str, float]:
+    def memory_metrics(self, unit: ByteUnit) -> dict[str, float]:
         """Scalars of memory by phase."""
         return {
             f"zero_memory_after_{where}_{unit.name}/{category}": n / unit.nbytes

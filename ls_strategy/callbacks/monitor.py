@@ -23,11 +23,11 @@ from ls_strategy._compat import around_fetches, tree_iter
 from ls_strategy.callbacks.intervals import MIB, FitTable, Interval, Sample
 from ls_strategy.callbacks.sharded import zero_strategy
 from ls_strategy.callbacks.step_trace import RankTrace, merged
-from ls_strategy.charts import Charts, Unit, unit_for
 from ls_strategy.checked import above, at_least, checked
 from ls_strategy.errors import PlanError, StateError
+from ls_strategy.lightning.strategy import ZeROStrategy
+from ls_strategy.plots.charts import ByteUnit, Charts, unit_for
 from ls_strategy.spans import DATA, VALIDATION, Record, Recorder, Window
-from ls_strategy.strategy import ZeROStrategy
 
 _WITHOUT_LOGGING = 50
 """Steps of an interval, where nothing is logged."""
@@ -86,8 +86,6 @@ class Monitor(Callback):
     At the end of a fit the log shows a table of it all; not with ``Trainer(enable_model_summary=False)``.
     """
 
-    reads_gradients = False  # the norm comes from the strategy
-
     @checked(peak_tflops=above(0), trace_step=at_least(1))
     def __init__(self, peak_tflops: float | None = None, *, trace_step: int | None = None) -> None:
         """Nothing is needed.
@@ -116,7 +114,7 @@ class Monitor(Callback):
         """Of this interval, and its steps."""
         self._norms: dict[str, Tensor] = {}
         self._charts = Charts()
-        self._unit: Unit | None = None
+        self._unit: ByteUnit | None = None
         """Of memory, in this fit."""
 
     # fit -------------------------------------------------------------------------------------------------------------
@@ -362,7 +360,7 @@ def _sent_bytes(strategy: ZeROStrategy) -> int:
     return sum(sum(meter.bytes.values()) for meter in {id(m): m for m in meters}.values())
 
 
-def _memory(strategy: ZeROStrategy, unit: Unit) -> dict[str, float]:
+def _memory(strategy: ZeROStrategy, unit: ByteUnit) -> dict[str, float]:
     states = strategy.memory_bytes()
     group = f"zero_memory_{unit.name}"
     result = {f"{group}/{k}": v / unit.nbytes for k, v in states.items()}

@@ -12,7 +12,7 @@ from typing_extensions import override
 from ls_strategy.callbacks.sharded import zero_strategy
 from ls_strategy.checked import at_least, checked
 from ls_strategy.errors import PlanError
-from ls_strategy.lightning_pipeline import Pipeline
+from ls_strategy.lightning.pipeline import Pipeline
 from ls_strategy.parallel.pipeline import timeline
 
 
@@ -23,8 +23,6 @@ class PipelineTimeline(Callback):
     time in ms: forwards blue, backwards green, bubbles grey; and all loggers the share of bubbles,
     ``zero_pipeline/bubble``. Beside the logs comes ``pipeline_step<N>.json``, for chrome://tracing or ui.perfetto.dev.
     """
-
-    reads_gradients = False
 
     @checked(every_n_steps=at_least(1))
     def __init__(self, every_n_steps: int = 100) -> None:

@@ -11,9 +11,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ls_strategy.checkpoint.commit import MANIFEST, Manifest, Place, read_manifest, verify
 from ls_strategy.checkpoint.files import Reader
+from ls_strategy.checkpoint.manifest import Manifest, read_manifest, verify
+from ls_strategy.checkpoint.place import Place
 from ls_strategy.checkpoint.source import is_folder, natural_order
+from ls_strategy.checkpoint.target import MANIFEST
 from ls_strategy.errors import CheckpointError
 
 KINDS = ("weights", "optimizer states", "others")

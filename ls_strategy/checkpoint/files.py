@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from ls_strategy._compat import without_crc32
-from ls_strategy.checkpoint.commit import FileRecord, Manifest, Place, check, sync_file
+from ls_strategy.checkpoint.manifest import FileRecord, Manifest, check
 from ls_strategy.checkpoint.metadata import Item, Path, key_of, read_metadata
+from ls_strategy.checkpoint.place import Place, sync_file
 from ls_strategy.errors import CheckpointError
 from ls_strategy.layout import flat_range_to_boxes
 

@@ -31,8 +31,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ls_strategy._compat import StorageInfo
-from ls_strategy.checkpoint.commit import METADATA, FileRecord, Manifest, Place, check, sync_file
-from ls_strategy.checkpoint.target import INDEX
+from ls_strategy.checkpoint.manifest import FileRecord, Manifest, check
+from ls_strategy.checkpoint.place import Place, sync_file
+from ls_strategy.checkpoint.target import INDEX, METADATA
 from ls_strategy.errors import CheckpointError
 
 Path = tuple[str, ...]

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ls_strategy.checkpoint.commit import sync_file
 from ls_strategy.checkpoint.output import WRITER, Progress, whole_or_nothing
+from ls_strategy.checkpoint.place import sync_file
 from ls_strategy.checkpoint.source import as_bytes, read_weights, rows_of
 from ls_strategy.errors import CheckpointError, ConfigError
 from ls_strategy.zero.lazy import parts_of
@@ -47,7 +47,7 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 
 @dataclass(frozen=True)
-class Part:
+class FilePart:
     """Rows of a tensor under a name of their own: how a fused matrix is taken apart."""
 
     name: str
@@ -58,7 +58,7 @@ class Part:
     """A single row, without the dimension of rows: one of several tensors that were stacked."""
 
 
-Rename = Callable[[str, tuple[int, ...]], Sequence[Part]]
+Rename = Callable[[str, tuple[int, ...]], Sequence[FilePart]]
 """``(name, shape)`` of a tensor, to the parts that are written of it; none leaves it out."""
 
 
@@ -147,11 +147,11 @@ def rename_prefixes(prefixes: Sequence[tuple[str, str]]) -> Rename:
     'head.weight'
     """
 
-    def rename(name: str, shape: tuple[int, ...]) -> list[Part]:
+    def rename(name: str, shape: tuple[int, ...]) -> list[FilePart]:
         for old, new in prefixes:
             if name.startswith(old):
-                return [Part(new + name[len(old) :])]
-        return [Part(name)]
+                return [FilePart(new + name[len(old) :])]
+        return [FilePart(name)]
 
     return rename
 
@@ -163,17 +163,17 @@ def split_experts(rename: Rename | None = None) -> Rename:
     ['mlp.experts.0.up.weight', 'mlp.experts.1.up.weight']
     """
 
-    def split(name: str, shape: tuple[int, ...]) -> Sequence[Part]:
+    def split(name: str, shape: tuple[int, ...]) -> Sequence[FilePart]:
         before, found, after = f".{name}".rpartition(".experts.")
         if not found or not shape or after.split(".")[0].isdigit():
-            return [Part(name)] if rename is None else rename(name, shape)
-        parts: list[Part] = []
+            return [FilePart(name)] if rename is None else rename(name, shape)
+        parts: list[FilePart] = []
         for i in range(shape[0]):
             own = f"{before}.experts.{i}.{after}".removeprefix(".")
-            named = [Part(own)] if rename is None else rename(own, shape[1:])
+            named = [FilePart(own)] if rename is None else rename(own, shape[1:])
             if any(part.rows is not None for part in named):
                 raise ConfigError(f"{name}: an expert is written as a whole, and the mapping takes it apart.")
-            parts += [Part(part.name, (i, i + 1), alone=True) for part in named]
+            parts += [FilePart(part.name, (i, i + 1), alone=True) for part in named]
         return parts
 
     return split
@@ -182,7 +182,7 @@ def split_experts(rename: Rename | None = None) -> Rename:
 def _entries(tensors: Mapping[str, Tensor], dtype: torch.dtype | None, rename: Rename | None) -> list[_Entry]:
     entries: dict[str, _Entry] = {}
     for name, tensor in tensors.items():
-        for part in [Part(name)] if rename is None else rename(name, tuple(tensor.shape)):
+        for part in [FilePart(name)] if rename is None else rename(name, tuple(tensor.shape)):
             taken = tensor if part.rows is None else rows_of(tensor, *part.rows)
             cast = dtype is not None and tensor.is_floating_point()
             entry = _Entry(part.name, taken, dtype if cast and dtype is not None else tensor.dtype, part.alone)

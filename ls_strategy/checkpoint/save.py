@@ -15,10 +15,11 @@ from typing import Any, Protocol
 
 from ls_strategy.checkpoint import commit
 from ls_strategy.checkpoint.claim import Claim
-from ls_strategy.checkpoint.commit import META, FileRecord, Manifest
 from ls_strategy.checkpoint.files import RankFile
+from ls_strategy.checkpoint.manifest import FileRecord, Manifest, record_of
 from ls_strategy.checkpoint.metadata import Item, Path, write_metadata
 from ls_strategy.checkpoint.sharded import Entry, write_entries
+from ls_strategy.checkpoint.target import META
 from ls_strategy.errors import CheckpointError
 
 
@@ -215,6 +216,6 @@ def _commit(save: Save, begun: _Report, reports: list[_Report]) -> None:
     )
     files |= write_metadata(place, items, aliases)
     save.write_meta(f"{place}/{META}")
-    files[META] = commit.record_of(place, META)
+    files[META] = record_of(place, META)
     save.manifest.files = files
     commit.commit(begun.path, begun.save_id, save.manifest)

@@ -22,7 +22,7 @@ from ls_strategy._compat import tree_iter
 from ls_strategy.checkpoint.files import Path, RankFile, Reader, read_box, read_range
 from ls_strategy.errors import CheckpointError
 from ls_strategy.layout import Box, flat_range_to_boxes
-from ls_strategy.zero.lazy import CHUNK, LazyTensor
+from ls_strategy.zero.lazy import READ_CHUNK, LazyTensor
 from ls_strategy.zero.units import Flat, Unit, places_of
 
 
@@ -49,7 +49,7 @@ class Source:
         piece, shape = flat.layout.pieces(*flat.owned)[self.slot], flat.layout.slots[self.slot].shape
         shift = flat.owned[0] - flat.stepped[0] + piece.start - piece.param_start
         for whole in flat_range_to_boxes(shape, piece.param_start, piece.param_start + piece.numel):
-            for box in whole.split(CHUNK):
+            for box in whole.split(READ_CHUNK):
                 yield box, shift + box.start, shift + box.stop
 
     def boxes(self) -> Iterator[tuple[tuple[int, ...], Tensor]]:

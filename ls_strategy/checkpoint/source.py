@@ -20,9 +20,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from ls_strategy._compat import tree_map
-from ls_strategy.checkpoint.commit import MANIFEST, META, METADATA, Manifest, Place, read_manifest, verify
 from ls_strategy.checkpoint.files import Reader
+from ls_strategy.checkpoint.manifest import Manifest, read_manifest, verify
+from ls_strategy.checkpoint.place import Place
 from ls_strategy.checkpoint.sharded import SavedTensor, assemble
+from ls_strategy.checkpoint.target import MANIFEST, META, METADATA
 from ls_strategy.errors import CheckpointError
 from ls_strategy.zero.lazy import LazyTensor
 
@@ -207,7 +209,7 @@ def read_checkpoint(
         if key in checkpoint:
             checkpoint[key] = Weights.of(checkpoint[key]).state_dict()
     if "optimizer_states" in checkpoint:
-        checkpoint["optimizer_states"] = [_numbered(reader, s) for s in checkpoint["optimizer_states"]]
+        checkpoint["optimizer_states"] = [numbered(s, str(reader.place)) for s in checkpoint["optimizer_states"]]
     _add_scaler_state(checkpoint)
     return checkpoint
 
@@ -259,20 +261,24 @@ def _add_scaler_state(checkpoint: dict[str, Any]) -> None:
     checkpoint["MixedPrecision"] = {"scale": float(state["scale"]), **growth, "_growth_tracker": tracker}
 
 
-def _numbered(reader: Reader, state: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state dict as torch writes it: parameters are numbered through all groups."""
+def numbered(state: dict[str, Any], path: str) -> dict[str, Any]:
+    """An optimizer's state dict as torch writes it: parameters are numbered through all groups.
+
+    Raises:
+        CheckpointError: a state is of no parameter of the groups; ``path`` is named.
+    """
     groups = state["param_groups"]
     names = [name for group in groups for name in group["params"]]
     position = {name: i for i, name in enumerate(names)}
     unknown = sorted(map(str, state.get("state", {}).keys() - position.keys()))
     if unknown:
         raise CheckpointError(
-            f"{reader.place}: an optimizer has a state of {', '.join(unknown)}, but no parameter group that contains "
+            f"{path}: an optimizer has a state of {', '.join(unknown)}, but no parameter group that contains "
             "it. Something else than this package wrote the folder."
         )
-    numbered = {position[name]: values for name, values in state.get("state", {}).items()}
+    states = {position[name]: values for name, values in state.get("state", {}).items()}
     groups = [{**group, "params": [position[n] for n in group["params"]]} for group in groups]
-    return {**state, "state": dict(sorted(numbered.items())), "param_groups": groups}
+    return {**state, "state": dict(sorted(states.items())), "param_groups": groups}
 
 
 def _load_meta(path: str | os.PathLike[str], manifest: Manifest | None, **arguments: Any) -> dict[str, Any]:

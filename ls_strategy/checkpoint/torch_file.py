@@ -20,8 +20,8 @@ from typing import IO, Any
 import torch
 from torch.storage import TypedStorage
 
-from ls_strategy.checkpoint.commit import sync_file
 from ls_strategy.checkpoint.output import Progress
+from ls_strategy.checkpoint.place import sync_file
 from ls_strategy.checkpoint.source import as_bytes
 from ls_strategy.zero.lazy import LazyTensor, parts_of
 

@@ -15,7 +15,6 @@ from ls_strategy.data_efficiency.schedule import Schedule
 class ScheduledCallback(Callback):
     """Keeps one value for all micro-batches of an optimizer step. Steps are counted from 1."""
 
-    reads_gradients = False
     tag = "value"
     """Under which it is logged."""
 

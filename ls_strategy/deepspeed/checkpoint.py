@@ -16,9 +16,10 @@ from torch import Tensor
 
 from ls_strategy.checkpoint.consolidate import TRAINING_KEYS
 from ls_strategy.checkpoint.output import Progress, whole_or_nothing
+from ls_strategy.checkpoint.source import numbered
 from ls_strategy.checkpoint.torch_file import StreamedSave
 from ls_strategy.deepspeed.folder import Files, is_deepspeed, open_save
-from ls_strategy.deepspeed.placement import InParts, Place, numel_of, places
+from ls_strategy.deepspeed.placement import InParts, ParamPlace, numel_of, places
 from ls_strategy.errors import ConfigError
 
 __all__ = ["consolidate_deepspeed", "is_deepspeed", "read_deepspeed"]
@@ -71,7 +72,7 @@ def read_deepspeed(
     checkpoint["state_dict"] = {names(name): value for name, value in _weights(files, where).items()}
     states = _optimizer_states(files, where, names)
     if states is not None:
-        checkpoint["optimizer_states"] = [states if by_name else _numbered(states)]
+        checkpoint["optimizer_states"] = [states if by_name else numbered(states, str(path))]
     scale = _loss_scale(files)
     if scale is not None:
         checkpoint.setdefault("MixedPrecision", scale)
@@ -94,7 +95,7 @@ def _renamer(rename: Rename) -> Callable[[str], str]:
     return names
 
 
-def _weights(files: Files, where: Mapping[str, Place]) -> dict[str, Any]:
+def _weights(files: Files, where: Mapping[str, ParamPlace]) -> dict[str, Any]:
     model = files.models[0]
     if not files.parts:
         return {name: _full(value) for name, value in model["module"].items()}
@@ -134,7 +135,9 @@ def _full(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-def _optimizer_states(files: Files, where: Mapping[str, Place], names: Callable[[str], str]) -> dict[str, Any] | None:
+def _optimizer_states(
+    files: Files, where: Mapping[str, ParamPlace], names: Callable[[str], str]
+) -> dict[str, Any] | None:
     """By parameter name; None where the optimizer's states are not in a form that is known."""
     if not files.parts:
         return None
@@ -190,16 +193,6 @@ def _loss_scale(files: Files) -> dict[str, Any] | None:
         "backoff_factor": 1 / float(scaler.get("scale_factor", 2.0)),
         "growth_interval": int(scaler.get("scale_window", 1000)),
         "_growth_tracker": max(0, int(scaler.get("cur_iter", 0)) - int(scaler.get("last_overflow_iter", -1)) - 1),
-    }
-
-
-def _numbered(states: dict[str, Any]) -> dict[str, Any]:
-    """As torch writes it: parameters are numbered through all groups."""
-    ordered = [name for group in states["param_groups"] for name in group["params"]]
-    position = {name: i for i, name in enumerate(ordered)}
-    return {
-        "state": {position[name]: value for name, value in states["state"].items()},
-        "param_groups": [{**g, "params": [position[name] for name in g["params"]]} for g in states["param_groups"]],
     }
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from ls_strategy.checkpoint.commit import MANIFEST
+from ls_strategy.checkpoint.target import MANIFEST
 from ls_strategy.errors import CheckpointError
 
 

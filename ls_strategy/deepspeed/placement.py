@@ -48,7 +48,7 @@ class InParts(LazyTensor):
 
 
 @dataclass(frozen=True)
-class Place:
+class ParamPlace:
     """Where the elements of one parameter lie: ranges of one number of elements in buffers of each rank."""
 
     shape: tuple[int, ...]
@@ -68,14 +68,14 @@ def numel_of(shape: Sequence[int]) -> int:
     return prod(int(n) for n in shape)
 
 
-def places(files: Files) -> dict[str, Place]:
+def places(files: Files) -> dict[str, ParamPlace]:
     """Of every trainable parameter, by name, in the optimizer's order."""
     groups: list[Mapping[str, Any]] = files.models[0]["param_shapes"]
     groups = [groups] if isinstance(groups, Mapping) else groups
     return _places_in_slices(files, groups) if files.stage == 3 else _places_end_to_end(files, groups)
 
 
-def _places_end_to_end(files: Files, groups: Sequence[Mapping[str, Any]]) -> dict[str, Place]:
+def _places_end_to_end(files: Files, groups: Sequence[Mapping[str, Any]]) -> dict[str, ParamPlace]:
     found = {}
     paddings = files.parts[0].get("param_alignment_paddings")
     for number, shapes in enumerate(groups):
@@ -89,7 +89,7 @@ def _places_end_to_end(files: Files, groups: Sequence[Mapping[str, Any]]) -> dic
                 for rank, (first, size) in enumerate(zip(starts, sizes, strict=True))
                 if at < first + size and first < stop
             ]
-            found[name] = Place(tuple(shape), number, tuple(ranges))
+            found[name] = ParamPlace(tuple(shape), number, tuple(ranges))
             at = stop + (paddings[number][i] if paddings is not None else 0)
         if at > sum(sizes):
             raise CheckpointError(
@@ -99,7 +99,7 @@ def _places_end_to_end(files: Files, groups: Sequence[Mapping[str, Any]]) -> dic
     return found
 
 
-def _places_in_slices(files: Files, groups: Sequence[Mapping[str, Any]]) -> dict[str, Place]:
+def _places_in_slices(files: Files, groups: Sequence[Mapping[str, Any]]) -> dict[str, ParamPlace]:
     sizes = [buffer.numel() for buffer in files.parts[0]["fp32_flat_groups"]]
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     ranks, found, at = len(files.parts), {}, 0
@@ -115,7 +115,7 @@ def _places_in_slices(files: Files, groups: Sequence[Mapping[str, Any]]) -> dict
                     for i, (first, size) in enumerate(zip(starts, sizes, strict=True))
                     if at < first + size and first < stop and at < stop
                 ]
-            found[name] = Place(tuple(shape), number, tuple(ranges))
+            found[name] = ParamPlace(tuple(shape), number, tuple(ranges))
             at += each
     if at != sum(sizes):
         raise CheckpointError(

@@ -29,15 +29,6 @@ class TrainerSettings:
     train_batch_size: int | None = None
     """Samples per optimizer step over all data-parallel ranks."""
 
-    def trainer_arguments(self) -> dict[str, str | float | int]:
-        """The settings as arguments of ``Trainer``, those that the configuration fixes."""
-        arguments = {
-            "precision": self.precision,
-            "gradient_clip_val": self.gradient_clip_val,
-            "accumulate_grad_batches": self.accumulate_grad_batches,
-        }
-        return {name: value for name, value in arguments.items() if value is not None}
-
     def choose_precision(self, given: str) -> str:
         """The precision to run in.
 

@@ -21,7 +21,8 @@ def kernels() -> Iterator[Finding]:
     """Path of every operation on every kind of device; compiles what is not compiled yet."""
     import torch
 
-    from ls_strategy.ops import native, routing_library
+    from ls_strategy.ops import native
+    from ls_strategy.ops.extra_library import routing_library
 
     yield cache()
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]

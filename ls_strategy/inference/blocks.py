@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from ls_strategy.blocks import repeated_blocks
 from ls_strategy.errors import PlanError
 from ls_strategy.inference.away import own_tensors
-from ls_strategy.zero.partition import repeated_blocks
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class BlockModules:
         return next(iter(self.modules))
 
 
-def find_blocks(model: nn.Module, given: Sequence[nn.Module] | None, *, stream_all: bool) -> list[BlockModules]:
+def streamed_modules(model: nn.Module, given: Sequence[nn.Module] | None, *, stream_all: bool) -> list[BlockModules]:
     """The blocks, in the order in which they are expected to run.
 
     Args:

@@ -23,9 +23,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ls_strategy._compat import persistent_buffer_names
-from ls_strategy.axis import Axis
 from ls_strategy.checked import at_least, checked
-from ls_strategy.comm import make_comm
+from ls_strategy.distributed.axis import Axis
+from ls_strategy.distributed.comm import make_comm
+from ls_strategy.distributed.mesh import MeshShape, make_mesh
 from ls_strategy.errors import ConfigError, PlanError, StateError
 from ls_strategy.inference.deepspeed_names import read_options
 from ls_strategy.inference.fill import Filler, has_meta
@@ -34,11 +35,10 @@ from ls_strategy.inference.linear import FORMATS, Format
 from ls_strategy.inference.quantize import QuantizationReport, Quantizer
 from ls_strategy.inference.refused import refuse_known
 from ls_strategy.inference.stream import StreamedBlocks, stream_blocks
-from ls_strategy.mesh import MeshShape, make_mesh
 from ls_strategy.parallel.cuts import Resolved, resolve
 from ls_strategy.parallel.hooks import Hooks
-from ls_strategy.parallel.inference import repeated_blocks
 from ls_strategy.parallel.logits import gather
+from ls_strategy.parallel.plan_from_names import uniform_blocks
 from ls_strategy.parallel.plans import ResolvedPlan, resolve_tensor_plan
 from ls_strategy.parallel.policy import Policy, is_policy, styles_of_policy
 from ls_strategy.parallel.random import share_random_state
@@ -409,7 +409,7 @@ def _settle(
 def _fill(model: nn.Module, filler: Filler, quantizer: Quantizer | None) -> None:
     device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
     names = {id(m): name for name, m in model.named_modules()}
-    for root in (*(block for _, block in repeated_blocks(model)), model):
+    for root in (*(block for _, block in uniform_blocks(model)), model):
         for module in root.modules():
             if names.get(id(module)) is not None:
                 filler.fill(names.pop(id(module)), module, device)

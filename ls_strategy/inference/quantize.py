@@ -19,7 +19,7 @@ from ls_strategy.inference.linear import FORMATS, Format, quantize_linear
 from ls_strategy.moe.sparse import SparseLayer
 from ls_strategy.parallel.cuts import is_conv1d, plain_name
 from ls_strategy.parallel.heads import width_in
-from ls_strategy.parallel.inference import repeated_blocks
+from ls_strategy.parallel.plan_from_names import uniform_blocks
 
 _ROUTERS = ("gate", "router", "classifier", "shared_expert_gate")
 """Layers that choose experts: small, and a rounding error of theirs is another expert."""
@@ -132,7 +132,7 @@ def _candidates(
     modules = dict(model.named_modules())
     owners = Counter(id(p) for m in modules.values() for p in m.parameters(recurse=False))
     with_experts = {id(m) for sparse in modules.values() if isinstance(sparse, SparseLayer) for m in sparse.modules()}
-    blocks = [m for _, block in repeated_blocks(model) for m in block.modules()]
+    blocks = [m for _, block in uniform_blocks(model) for m in block.modules()]
     wanted: dict[int, Format] = {id(head): "int8" for head in heads}
     wanted.update((id(m), format) for m in blocks if isinstance(m, nn.Linear) or is_conv1d(m))
     found: list[_Candidate] = []

@@ -1,7 +1,7 @@
 """Models that tensor parallelism is known not to divide rightly, by the ``model_type`` of their configuration.
 
-Most models that cannot be divided are refused by their layers (see `ls_strategy.parallel.inference`). Here are those
-whose layers look as if they could, or of which more is to be said than a name of a layer.
+Most models that cannot be divided are refused by their layers (see `ls_strategy.parallel.plan_from_names`). Here are
+those whose layers look as if they could, or of which more is to be said than a name of a layer.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ ALIGN = 64
 
 
 @dataclass(frozen=True)
-class Slot:
+class Extent:
     """Where in its block's bytes a tensor is."""
 
     offset: int
@@ -63,17 +63,17 @@ class Slot:
         return flat.as_strided(self.shape, self.stride)
 
 
-def pack(tensors: Sequence[Tensor]) -> tuple[list[Slot], int]:
+def pack(tensors: Sequence[Tensor]) -> tuple[list[Extent], int]:
     """Places for tensors in one run of bytes, in order, and its length. Shapes, dtypes and dense strides are kept.
 
     >>> pack([torch.empty(3), torch.empty(2, 2, dtype=torch.int8)])[1]
     68
     """
-    slots: list[Slot] = []
+    slots: list[Extent] = []
     end = 0
     for tensor in tensors:
         like = torch.empty_like(tensor, device="meta")  # dense, in the same order of dimensions
-        slots.append(Slot(-(-end // ALIGN) * ALIGN, tuple(like.shape), like.stride(), like.dtype))
+        slots.append(Extent(-(-end // ALIGN) * ALIGN, tuple(like.shape), like.stride(), like.dtype))
         end = slots[-1].offset + slots[-1].nbytes
     return slots, end
 
@@ -129,7 +129,7 @@ class DeviceLoan:
 
 
 @dataclass(frozen=True)
-class Place:
+class BlockPlace:
     """Where blocks rest."""
 
     tier: Literal["cpu", "nvme"]
@@ -196,7 +196,7 @@ class CheckedLoan:
 class Resting:
     """The bytes of all blocks on one tier."""
 
-    def __init__(self, sizes: Sequence[int], place: Place, device: torch.device, prefetch: int) -> None:
+    def __init__(self, sizes: Sequence[int], place: BlockPlace, device: torch.device, prefetch: int) -> None:
         """Reserve the space.
 
         Args:
@@ -229,7 +229,7 @@ class Resting:
         worker = None if self._on_device is None else self._on_device.worker
         self._finalizer = weakref.finalize(self, _close, self.tier, worker)
 
-    def _drive(self, place: Place, keys: dict[Key, tuple[int, torch.dtype]]) -> NVMeTier:
+    def _drive(self, place: BlockPlace, keys: dict[Key, tuple[int, torch.dtype]]) -> NVMeTier:
         check_path(place.folder, sum(n for n, _ in keys.values()), place.allow_ram)
         io = place.io or NVMeIOConfig()
         # Whoever starts to read a block goes on at once, however large it is: all of it has room in the queue.
@@ -260,7 +260,7 @@ class Resting:
         on_host = self.tier.name == "nvme"
         return self.capacity * self.buffer_nbytes * (on_host + (self._on_device is not None))
 
-    def write(self, index: int, slots: Sequence[Slot], tensors: Sequence[Tensor]) -> None:
+    def write(self, index: int, slots: Sequence[Extent], tensors: Sequence[Tensor]) -> None:
         """Let a block rest. Returns before it is on the drive.
 
         Args:

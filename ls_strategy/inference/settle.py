@@ -12,7 +12,7 @@ from ls_strategy.errors import PlanError
 from ls_strategy.inference.away import FloatingTarget, Target, targets_of
 from ls_strategy.inference.blocks import BlockModules
 from ls_strategy.inference.fill import Filler
-from ls_strategy.inference.rest import Resting, Slot, pack
+from ls_strategy.inference.rest import Extent, Resting, pack
 from ls_strategy.tiers.link import trim_heap
 
 
@@ -32,7 +32,7 @@ class Block:
     index: int
     name: str
     targets: list[Target]
-    slots: list[Slot]
+    slots: list[Extent]
     nbytes: int
     nothing: list[Tensor] = field(init=False)
     """What floating-point tensors read as while they are away, one element each; where reading that is free."""

@@ -26,10 +26,10 @@ from ls_strategy.checked import at_least, checked
 from ls_strategy.config import NVMeIOConfig
 from ls_strategy.errors import ConfigError, PlanError, StateError
 from ls_strategy.inference.away import RestingTensor, Target, targets_of
-from ls_strategy.inference.blocks import BlockModules, find_blocks, followers, with_own_weights
+from ls_strategy.inference.blocks import BlockModules, followers, streamed_modules, with_own_weights
 from ls_strategy.inference.fill import Filler, has_meta
 from ls_strategy.inference.read_ahead import ReadAhead
-from ls_strategy.inference.rest import Place, Resting, Slot, pack
+from ls_strategy.inference.rest import BlockPlace, Extent, Resting, pack
 from ls_strategy.inference.settle import Block, Settling, settle
 from ls_strategy.layout import TensorPart
 from ls_strategy.tiers.base import Loan
@@ -83,7 +83,7 @@ def stream_blocks(  # noqa: PLR0913 - options, keyword-only
         CheckpointError: ``fill_from`` is not whole, or not of this model.
     """
     where = _device_of(model) if device is None else usable_device(device, "device")
-    units = find_blocks(model, blocks, stream_all=stream_all)
+    units = streamed_modules(model, blocks, stream_all=stream_all)
     filler = Filler(model, fill_from, parts) if has_meta(model) else None
     if filler is None and fill_from is not None:
         raise PlanError(
@@ -92,7 +92,7 @@ def stream_blocks(  # noqa: PLR0913 - options, keyword-only
         )
     units, shared = with_own_weights(model, units)
     sizes = [pack(targets_of(unit.modules, where, shared)[1])[1] for unit in units]
-    resting = Resting(sizes, Place(tier, path, io, allow_ram, verify), where, prefetch)
+    resting = Resting(sizes, BlockPlace(tier, path, io, allow_ram, verify), where, prefetch)
     try:
         return StreamedBlocks(model, units, resting, Settling(shared, filler, prepare))
     except BaseException:
@@ -217,7 +217,7 @@ class StreamedBlocks:
             # Before all other hooks, and after them, which may read parameters.
             self._handles.append(module.register_forward_pre_hook(_Hook(enter), prepend=True, with_kwargs=True))
             self._handles.append(module.register_forward_hook(_Hook(leave), always_call=True))
-        keys: dict[nn.Module, dict[str, tuple[Target, Slot]]] = {}
+        keys: dict[nn.Module, dict[str, tuple[Target, Extent]]] = {}
         for target, slot in zip(block.targets, block.slots, strict=True):
             for owner, key in target.owners:
                 module = owner()
@@ -305,22 +305,9 @@ class StreamedBlocks:
                 "model.eval(), change dtype and device before stream_blocks(), or leave the block out: blocks=[...]."
             )
 
-    def read_pass(self) -> None:
-        """Read every block once, as a forward does, and compute nothing: how fast passes can be at best."""
-        self._take_over()
-        with torch.inference_mode(mode=False):
-            for block in self._blocks:
-                loan = self._ahead.take(block.index)
-                try:
-                    loan.wait()
-                    self._ahead.fill(running=True)
-                finally:
-                    loan.release()
-                self._ahead.fill(running=False)
-
     # the weights at rest ---------------------------------------------------------------------------------------------
 
-    def _saving(self, block: Block, mine: Mapping[str, tuple[Target, Slot]]) -> Callable[..., None]:
+    def _saving(self, block: Block, mine: Mapping[str, tuple[Target, Extent]]) -> Callable[..., None]:
         """A hook that gives a module's state dict tensors that are read when they are used."""
 
         def save(_module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
@@ -330,10 +317,10 @@ class StreamedBlocks:
 
         return _Hook(save)
 
-    def _reader(self, block: Block, slot: Slot) -> Callable[[int, int], Tensor]:
+    def _reader(self, block: Block, slot: Extent) -> Callable[[int, int], Tensor]:
         return lambda start, stop: self._read(block, slot, start, stop)
 
-    def _read(self, block: Block, slot: Slot, start: int, stop: int) -> Tensor:
+    def _read(self, block: Block, slot: Extent, start: int, stop: int) -> Tensor:
         """Elements ``[start, stop)`` of a resting tensor, in the order of its indices."""
         if self._resting.closed:
             raise StateError(f"a weight of {block.name} is read from a tier that is closed: its values are gone.")

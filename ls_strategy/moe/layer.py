@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +12,8 @@ from ls_strategy.checked import at_least, checked
 from ls_strategy.errors import ConfigError
 from ls_strategy.moe.experts import Expert, Experts, StackedParameters
 from ls_strategy.moe.router import Router, Routing, RoutingOptions
-from ls_strategy.moe.sparse import SparseLayer
+from ls_strategy.moe.sparse import ExpertParallel, SparseLayer
 from ls_strategy.moe.statistics import MoEStatistics
-
-if TYPE_CHECKING:
-    from ls_strategy.moe.parallel import ExpertParallel
 
 
 class MoE(SparseLayer):

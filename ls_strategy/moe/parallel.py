@@ -3,34 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
-from ls_strategy.axis import Axis
+from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import PlanError
 from ls_strategy.layout import TensorPart
-from ls_strategy.moe.sparse import SparseLayer
-
-
-@dataclass(frozen=True)
-class ExpertParallel:
-    """The ranks that a layer works with."""
-
-    experts: Axis
-    """Rank r holds the experts from ``r * E / size``."""
-
-    replicas: Axis | None = None
-    """Ranks that get the same tokens, of which each dispatches a part."""
-
-    gradient_scale: float = 1.0
-    """Factor of the gradients of the experts' parameters."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallel:
-        """Itself: process groups cannot be copied."""
-        return self
+from ls_strategy.moe.sparse import ExpertParallel, SparseLayer
 
 
 def expert_parameters(model: nn.Module) -> list[nn.Parameter]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ls_strategy.distributed.axis import Axis
 from ls_strategy.moe.dispatch import (
     Exchange,
     by_expert,
@@ -19,8 +21,23 @@ from ls_strategy.moe.router import Routing
 from ls_strategy.moe.statistics import MoEStatistics
 from ls_strategy.ops.permute import combine, permute, sort_by_expert
 
-if TYPE_CHECKING:
-    from ls_strategy.moe.parallel import ExpertParallel
+
+@dataclass(frozen=True)
+class ExpertParallel:
+    """The ranks that a layer works with."""
+
+    experts: Axis
+    """Rank r holds the experts from ``r * E / size``."""
+
+    replicas: Axis | None = None
+    """Ranks that get the same tokens, of which each dispatches a part."""
+
+    gradient_scale: float = 1.0
+    """Factor of the gradients of the experts' parameters."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallel:
+        """Itself: process groups cannot be copied."""
+        return self
 
 
 class SparseLayer(nn.Module):

@@ -56,7 +56,7 @@ class BuildError(Exception):
 
 
 @dataclass(frozen=True)
-class Unit:
+class CompileUnit:
     """One run of a compiler that makes an object file."""
 
     name: str
@@ -69,7 +69,7 @@ class Recipe:
     """All that decides what a library contains."""
 
     name: str
-    units: tuple[Unit, ...]
+    units: tuple[CompileUnit, ...]
     link: tuple[str, ...]
     """Command; object files and output come after its first word."""
 
@@ -101,10 +101,12 @@ def cpu_recipe() -> Recipe:
             "AVX2": ("-mavx2", "-mf16c"),
             "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mf16c", "-mprefer-vector-width=512"),
         }
-    units = [Unit(f, (*compiler, *common, *_includes(), "-c", str(_SOURCES / f"{f}.cpp"))) for f in ("cpu", "schemas")]
+    units = [
+        CompileUnit(f, (*compiler, *common, *_includes(), "-c", str(_SOURCES / f"{f}.cpp"))) for f in ("cpu", "schemas")
+    ]
     for name, flags in sets.items():
         command = (*compiler, *common, *exact, *flags, f"-DLS_KERNELS=k{name}", "-c", str(_SOURCES / "kernels.cpp"))
-        units.append(Unit(f"kernels_{name.lower()}", command))
+        units.append(CompileUnit(f"kernels_{name.lower()}", command))
     link = (*compiler, "-shared", f"-L{_torch_folder() / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10")
     return Recipe("cpu", tuple(units[::-1]), link, version)
 
@@ -122,9 +124,17 @@ def cuda_recipe(capabilities: tuple[tuple[int, int], ...]) -> Recipe:
     common = ("-std=c++20", "-O3", "-Xcompiler", "-fPIC", "-DUSE_CUDA", f"-DTORCH_TARGET_VERSION={_STABLE_ABI}", *archs)
     exact = ("-fmad=false", "-prec-div=true", "-prec-sqrt=true", "-ftz=false")
     names = ("update", "norm")
-    units = (Unit(f, (*compiler, *common, *exact, *_includes(), "-c", str(_SOURCES / f"{f}.cu"))) for f in names)
+    units = (CompileUnit(f, (*compiler, *common, *exact, *_includes(), "-c", str(_SOURCES / f"{f}.cu"))) for f in names)
     libraries = ("-ltorch", "-ltorch_cpu", "-ltorch_cuda", "-lc10")
     return Recipe("cuda", tuple(units), (*compiler, "-shared", f"-L{_torch_folder() / 'lib'}", *libraries), version)
+
+
+def recipe_for(device_type: str) -> Recipe:
+    """The kernels of the updates for this host's CPU, or for all its GPUs."""
+    if device_type == "cpu":
+        return cpu_recipe()
+    devices = range(torch.cuda.device_count())
+    return cuda_recipe(tuple(sorted({torch.cuda.get_device_capability(d) for d in devices})))
 
 
 def _torch_folder() -> Path:
@@ -363,16 +373,12 @@ def _load(device_type: str) -> str:
 
 
 def _load_library(device_type: str) -> Path:
-    if device_type == "cpu":
-        recipe = cpu_recipe()
-    elif device_type == "cuda" and torch.version.cuda and torch.cuda.is_available():
+    if device_type == "cuda" and torch.version.cuda and torch.cuda.is_available():
         if not load("cpu"):
             raise BuildError(f"its operations are declared in the library for cpu; {_status['cpu']}")
-        devices = range(torch.cuda.device_count())
-        recipe = cuda_recipe(tuple(sorted({torch.cuda.get_device_capability(d) for d in devices})))
-    else:
+    elif device_type != "cpu":
         raise BuildError("none is written for this kind of device")
-    path = library(recipe)
+    path = library(recipe_for(device_type))
     try:
         torch.ops.load_library(path)
     except (OSError, RuntimeError) as e:

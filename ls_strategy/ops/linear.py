@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ls_strategy.ops import linear_library
+from ls_strategy.ops.extra_library import linear_library
 
 PACKED = 32
 """Levels of int4 that are packed together."""

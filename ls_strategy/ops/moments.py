@@ -29,7 +29,7 @@ __all__ = ["BLOCK", "Moment", "MomentFormat", "empty", "random_bits", "root", "r
 BLOCK = 256
 """Elements of an 8-bit moment that share a scale."""
 
-CHUNK = 1 << 15
+UPDATE_CHUNK = 1 << 15
 """Elements that a reference works on at a time: 128 KiB of fp32, so that intermediate results stay in the L2 cache."""
 
 _CODES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
@@ -73,8 +73,8 @@ class Moment:
             offset: position of the first element in the buffer that ``seed`` belongs to, so that storing a buffer in
                 portions gives the same bits as storing it whole.
         """
-        for start in range(0, value.numel(), CHUNK):
-            stop = min(start + CHUNK, value.numel())
+        for start in range(0, value.numel(), UPDATE_CHUNK):
+            stop = min(start + UPDATE_CHUNK, value.numel())
             part, at = self.narrow(start, stop), offset + start
             if part.codes.dtype == torch.float32:
                 part.codes.copy_(value[start:stop])

@@ -26,15 +26,15 @@ def sum_of_squares(grad: Tensor, *, unscale: float = 1.0) -> Tensor:
     """Sum of the squares of ``grad * unscale``, and how many elements of that are not finite.
 
     Args:
-        grad: ``(n,)``, contiguous, fp32, bf16 or fp16.
-        unscale: factor; the product is rounded to fp32, its square is exact.
+        grad: ``(n,)``, contiguous, fp64, fp32, bf16 or fp16.
+        unscale: factor; the product is rounded to fp32 and its square is exact, but for fp64, which stays fp64.
 
     Returns:
         ``(2,)`` fp64 on the device of ``grad``, not yet synchronised: both sums are accumulated in fp64, since an fp32
         sum stops growing once it is 2**24 times as large as what is added. Sums of portions, added up, may differ from
         the sum of the whole in the last bits.
     """
-    if native.available(grad.device.type):
+    if native.available(grad.device.type) and grad.dtype != torch.float64:
         return native.sum_of_squares(grad, unscale)
     return sum_of_squares_reference(grad, unscale)
 
@@ -44,7 +44,7 @@ def sum_of_squares_reference(grad: Tensor, unscale: float) -> Tensor:
     sums: list[Tensor] = []
     count = torch.zeros((), dtype=torch.int64, device=grad.device)
     for part in grad.split(_BLOCKS_AT_A_TIME * BLOCK):
-        x = part.to(torch.float32) * unscale
+        x = part.to(torch.promote_types(part.dtype, torch.float32)) * unscale
         count += x.numel() - x.isfinite().sum()
         sums.append(_block_sums(x.double().square_()))
     total = torch.cat(sums) if sums else torch.zeros(1, dtype=torch.float64, device=grad.device)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ls_strategy.ops import routing_library
+from ls_strategy.ops.extra_library import routing_library
 
 DOT_LANES = 128
 """Sums of a dot product that run side by side: a warp that takes four numbers per lane."""
@@ -288,14 +288,11 @@ class _PairDots(torch.autograd.Function):
 
 @torch.compiler.assume_constant_result
 def _kernels(device_type: str) -> bool:
-    if not routing_library.available(device_type):
-        return False
-    _register()
-    return True
+    return routing_library.available(device_type) and _register()
 
 
 @functools.cache
-def _register() -> None:
+def _register() -> bool:
     """Shapes and dtypes of the results for tracing, and gradients."""
 
     @torch.library.register_fake("ls_strategy::sort_by_expert")
@@ -317,3 +314,4 @@ def _register() -> None:
 
     for name, function in {"permute": _Permute, "combine": _Combine, "pair_dots": _PairDots}.items():
         torch.library.register_autograd(f"ls_strategy::{name}", function.backward, setup_context=function.setup_context)
+    return True

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ls_strategy.ops.moments import CHUNK, Moment, root
+from ls_strategy.ops.moments import UPDATE_CHUNK, Moment, root
 
 Scalars = dict[str, float]
 """Numbers of an update, rounded to fp32, and its switches."""
@@ -36,8 +36,8 @@ def run(  # noqa: PLR0913
 
     ``scalars["unscale"]`` carries the sign of ``maximize``: a change of sign is exact.
     """
-    for start in range(0, param.numel(), CHUNK):
-        stop = min(start + CHUNK, param.numel())
+    for start in range(0, param.numel(), UPDATE_CHUNK):
+        stop = min(start + UPDATE_CHUNK, param.numel())
         p = param[start:stop]
         g = grad[start:stop].to(torch.float32, copy=True).mul_(scalars["unscale"])
         if clip is not None:

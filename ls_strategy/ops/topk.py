@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from ls_strategy.ops import routing_library
+from ls_strategy.ops.extra_library import routing_library
 
 
 def stable_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -47,14 +47,13 @@ def topk_indices_reference(scores: Tensor, k: int) -> Tensor:
 
 @torch.compiler.assume_constant_result
 def _kernels(device_type: str) -> bool:
-    if not routing_library.available(device_type):
-        return False
-    _register()
-    return True
+    return routing_library.available(device_type) and _register()
 
 
 @functools.cache
-def _register() -> None:
+def _register() -> bool:
     @torch.library.register_fake("ls_strategy::topk_indices")
     def _(scores: Tensor, k: int) -> Tensor:
         return scores.new_empty(scores.shape[0], k, dtype=torch.int64)
+
+    return True

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from ls_strategy.axis import Axis
-from ls_strategy.parallel.divided import Cut, whole
+from ls_strategy.distributed.axis import Axis
+from ls_strategy.parallel.divided import DimCut, whole
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,9 @@ class Options:
     reduce: bool | None = None
 
 
-def cross_entropy(logits: Tensor, part: Tensor, cuts: Sequence[Cut], target: Any, weight: Any, options: Options) -> Any:
+def cross_entropy(
+    logits: Tensor, part: Tensor, cuts: Sequence[DimCut], target: Any, weight: Any, options: Options
+) -> Any:
     """`torch.nn.functional.cross_entropy` on the parts, of targets that are indices of classes. Collective.
 
     Args:
@@ -179,13 +181,13 @@ def _rows(part: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return rows.reshape(target.numel(), rows.shape[-1]), target.reshape(-1)
 
 
-def _how(cuts: Sequence[Cut], classes: int, options: Options) -> TokenLoss:
+def _how(cuts: Sequence[DimCut], classes: int, options: Options) -> TokenLoss:
     columns = next((cut for cut in cuts if cut.dim == 1), None)
     axis, start = (Axis("alone"), 0) if columns is None else (columns.axis, columns.start)
     return TokenLoss(axis, start, classes, options.ignore_index, options.label_smoothing)
 
 
-def _is_possible(options: Options, cuts: Sequence[Cut]) -> bool:
+def _is_possible(options: Options, cuts: Sequence[DimCut]) -> bool:
     modern = options.size_average is None and options.reduce is None and options.reduction in ("none", "mean", "sum")
     return modern and all(cut.plain for cut in cuts if cut.dim == 1)
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ls_strategy.axis import Axis
+from ls_strategy.distributed.axis import Axis
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
+class DimCut:
     """How one dimension is divided: read as ``(outer, sum(sizes), inner)``, the middle one goes over the ranks."""
 
     axis: Axis
@@ -58,11 +58,11 @@ class Cut:
         folded = part.unflatten(self.dim, (self.outer, self.mine, self.inner))
         return self.axis.all_gather(folded, self.dim + 1, self.sizes).flatten(self.dim, self.dim + 2)
 
-    def moved(self, dim: int) -> Cut:
+    def moved(self, dim: int) -> DimCut:
         """The same cut of another dimension."""
         return dataclasses.replace(self, dim=dim)
 
-    def reshaped(self, old: Sequence[int], new: Sequence[int]) -> Cut | None:
+    def reshaped(self, old: Sequence[int], new: Sequence[int]) -> DimCut | None:
         """The cut of the same elements after a reshape; None if they lie across dimensions then."""
         stride = self.inner * math.prod(old[self.dim + 1 :])
         below = 1
@@ -81,7 +81,7 @@ class Cut:
         return self.outer * self.mine * self.inner
 
 
-def own_part(grad: Tensor, cuts: Sequence[Cut]) -> Tensor:
+def own_part(grad: Tensor, cuts: Sequence[DimCut]) -> Tensor:
     """What goes back to this rank's part from the gradient of the whole."""
     for cut in cuts:
         grad = cut.part(grad)
@@ -89,14 +89,14 @@ def own_part(grad: Tensor, cuts: Sequence[Cut]) -> Tensor:
     return grad * scale if scale > 1 else grad
 
 
-def whole(part: Tensor, cuts: Sequence[Cut]) -> Tensor:
+def whole(part: Tensor, cuts: Sequence[DimCut]) -> Tensor:
     """From this rank's part to the whole tensor; `own_part` goes back. Collective."""
     return _Whole.apply(part, tuple(cuts)) if cuts else part  # type: ignore[return-value]
 
 
 class _Whole(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, cuts: tuple[Cut, ...]) -> Tensor:
+    def forward(ctx: Any, part: Tensor, cuts: tuple[DimCut, ...]) -> Tensor:
         ctx.cuts = cuts
         for cut in cuts:
             part = cut.join(part)
@@ -121,7 +121,7 @@ def spelled_out(index: tuple[Any, ...], dims: int) -> list[Any] | None:
     return [*index[:at], *[slice(None)] * missing, *index[at + 1 :]]
 
 
-def slice_cut(item: Any, cut: Cut) -> tuple[Any, Cut | None]:
+def slice_cut(item: Any, cut: DimCut) -> tuple[Any, DimCut | None]:
     """A slice of the whole dimension as a slice of this rank's part, and the cut of what is left."""
     if item == slice(None):
         return item, cut

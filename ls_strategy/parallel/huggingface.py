@@ -20,7 +20,7 @@ from ls_strategy.parallel.cuts import plain_name
 from ls_strategy.parallel.families import Role
 from ls_strategy.parallel.fused import fused_heads
 from ls_strategy.parallel.heads import Heads, width_out
-from ls_strategy.parallel.inference import Found
+from ls_strategy.parallel.plan_from_names import Found
 from ls_strategy.parallel.styles import Attributes, Column, Experts, Style, parse
 
 _LAYER_NUMBER = re.compile(r"\.\d+(?=\.|$)")

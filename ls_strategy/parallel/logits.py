@@ -25,10 +25,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from ls_strategy._compat import make_wrapper, tree_map
-from ls_strategy.axis import Axis
+from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import StateError
 from ls_strategy.parallel.cross_entropy import Options, cross_entropy
-from ls_strategy.parallel.divided import Cut, own_part, slice_cut, spelled_out, whole
+from ls_strategy.parallel.divided import DimCut, own_part, slice_cut, spelled_out, whole
 from ls_strategy.parallel.regions import untraced
 
 
@@ -44,7 +44,7 @@ def wrap_vocabulary(local: Tensor, axis: Axis, full_size: int, start: int) -> Te
         start: this rank's first one.
     """
     low, more = divmod(full_size, axis.size)
-    cut = Cut(axis, local.dim() - 1, tuple(low + (r < more) for r in range(axis.size)), averaged=False)
+    cut = DimCut(axis, local.dim() - 1, tuple(low + (r < more) for r in range(axis.size)), averaged=False)
     if (cut.start, cut.mine) != (start, local.shape[-1]):
         raise ValueError(
             f"rank {axis.rank} of {axis.size} has {local.shape[-1]} of {full_size} columns from {start} on, where "
@@ -67,7 +67,7 @@ def wrap_sequence(local: Tensor, axis: Axis, full_length: int, dim: int = 1) -> 
             f"dimension {dim} of {tuple(local.shape)} is not a {axis.size}th of {full_length} tokens: every rank must "
             "have equally many."
         )
-    return _wrap(local, Cut(axis, dim % local.dim(), (local.shape[dim],) * axis.size, averaged=True))
+    return _wrap(local, DimCut(axis, dim % local.dim(), (local.shape[dim],) * axis.size, averaged=True))
 
 
 def gather(tree: Any) -> Any:
@@ -92,13 +92,13 @@ def _gather_leaf(leaf: Any) -> Any:
 
 
 @untraced
-def _wrap(local: Tensor, cut: Cut) -> Tensor:
+def _wrap(local: Tensor, cut: DimCut) -> Tensor:
     if isinstance(local, DividedLogits):
         return _divided(local.part, (*local.cuts, cut))
     return _divided(local, (cut,)) if cut.axis.size > 1 else local
 
 
-def _divided(part: Tensor, cuts: tuple[Cut, ...]) -> DividedLogits:
+def _divided(part: Tensor, cuts: tuple[DimCut, ...]) -> DividedLogits:
     result = _Divided.apply(part, cuts)
     assert isinstance(result, DividedLogits)
     result.part, result.cuts = part, cuts
@@ -109,7 +109,7 @@ class _Divided(torch.autograd.Function):
     """From a part to what looks whole; nothing is computed. For code that reaches the tensor past Python's level."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, cuts: tuple[Cut, ...]) -> Tensor:
+    def forward(ctx: Any, part: Tensor, cuts: tuple[DimCut, ...]) -> Tensor:
         ctx.cuts = cuts
         shape = list(part.shape)
         for cut in cuts:
@@ -131,7 +131,7 @@ class DividedLogits(Tensor):
     """
 
     part: Tensor
-    cuts: tuple[Cut, ...]
+    cuts: tuple[DimCut, ...]
 
     @classmethod
     def __torch_function__(
@@ -268,7 +268,7 @@ def _index(func: Callable[..., Any], logits: DividedLogits, index: Any) -> Any:
     if items is None:
         return NotImplemented
     divided = {cut.dim: cut for cut in logits.cuts}
-    cuts: list[Cut] = []
+    cuts: list[DimCut] = []
     local: list[Any] = []
     dim = new_dim = 0
     for item in items:
@@ -304,7 +304,7 @@ def _argmax(func: Callable[..., Any], input: DividedLogits, dim: Any = None, kee
     return best if keepdim else best.squeeze(dim)
 
 
-def _best_of_ranks(part: Tensor, best: Tensor | None, cut: Cut) -> Tensor:
+def _best_of_ranks(part: Tensor, best: Tensor | None, cut: DimCut) -> Tensor:
     shape = [1 if d == cut.dim else n for d, n in enumerate(part.shape)]
     value = part.new_full(shape, -torch.inf) if best is None else part.gather(cut.dim, best)
     index = torch.zeros(shape, dtype=torch.long, device=part.device) if best is None else best + cut.start

@@ -4,7 +4,7 @@ With ``"auto"``, the first of:
 
 1. a method ``tensor_parallel_plan()`` of the model or of its parts: patterns of names relative to that part;
 2. Hugging Face's own plan, which some of its models carry;
-3. names and shapes of the layers of the repeated blocks (`inference`).
+3. names and shapes of the layers of the repeated blocks (`plan_from_names`).
 
 Whatever its source, a plan is checked as a whole against the model before anything is divided.
 """
@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from ls_strategy.errors import PlanError
 from ls_strategy.parallel import huggingface
 from ls_strategy.parallel.cuts import Resolved, plain_name, resolve
-from ls_strategy.parallel.inference import infer, repeated_blocks
+from ls_strategy.parallel.plan_from_names import infer, uniform_blocks
 from ls_strategy.parallel.styles import Experts, Style, parse_all
 from ls_strategy.parallel.vocabulary import vocabulary
 
@@ -79,7 +79,7 @@ def resolve_tensor_plan(model: nn.Module, given: Given, size: int) -> ResolvedPl
         source, plan = _automatic(model, size)
     else:
         source, plan = "parallel.tensor.plan", dict(given)
-    blocks = [block for _, block in repeated_blocks(model)]
+    blocks = [block for _, block in uniform_blocks(model)]
     torch_styles = {pattern: value for pattern, value in plan.items() if isinstance(value, ParallelStyle)}
     if torch_styles:
         _check_torch_styles(model, plan, torch_styles)
@@ -112,7 +112,7 @@ def _automatic(model: nn.Module, size: int) -> tuple[str, dict[str, Any]]:
     source = ", ".join(sorted({f"Hugging Face's {type(module).__name__}" for _, module, _ in carried}))
     if not carried:
         source, plan = "names and shapes of the layers", dict(infer(model, size))
-    inside = {id(m) for _, block in repeated_blocks(model) for m in block.modules()}
+    inside = {id(m) for _, block in uniform_blocks(model) for m in block.modules()}
     return source, plan | vocabulary(model, inside, size)
 
 

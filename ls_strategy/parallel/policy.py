@@ -26,7 +26,7 @@ from ls_strategy.parallel import families
 from ls_strategy.parallel.cuts import is_conv1d, plain_name
 from ls_strategy.parallel.families import Role
 from ls_strategy.parallel.heads import width_in, width_out
-from ls_strategy.parallel.inference import Attention, Found, repeated_blocks, shared_beginning
+from ls_strategy.parallel.plan_from_names import Attention, Found, shared_beginning, uniform_blocks
 from ls_strategy.parallel.styles import Column, Row
 from ls_strategy.parallel.vocabulary import vocabulary
 
@@ -57,7 +57,7 @@ def styles_of_policy(model: nn.Module, policy: Policy, size: int) -> Found:
         names = [given] if isinstance(given, str) else list(given)
         blocks = {plain_name(name): m for name, m in model.named_modules() if _is_a(m, key)}
         if not blocks:
-            classes = sorted({type(m).__name__ for _, m in repeated_blocks(model)})
+            classes = sorted({type(m).__name__ for _, m in uniform_blocks(model)})
             raise PlanError(
                 f"injection_policy names the class {_class_name(key)!r}, of which the model has no module. "
                 f"The classes of its repeated blocks: {', '.join(classes) or 'none'}."
@@ -65,7 +65,7 @@ def styles_of_policy(model: nn.Module, policy: Policy, size: int) -> Found:
         _check_names(_class_name(key), names, blocks)
         for name, block in blocks.items():
             found |= _Block(name, block, names).styles(size)
-    inside = {id(m) for _, block in repeated_blocks(model) for m in block.modules()}
+    inside = {id(m) for _, block in uniform_blocks(model) for m in block.modules()}
     return found | vocabulary(model, inside, size)
 
 

@@ -12,7 +12,6 @@ function                forward                 backward
 `slice_sequence`        take this rank's part   join the parts
 `join_sequence`         join the parts          take this rank's part
 `exchange`              swap divided dimension  swap it back
-`sum_gradient`          nothing                 sum over the ranks
 ======================  ======================  ======================
 
 The first two: Shoeybi et al., arXiv:1909.08053, figure 3 (f and g). Those of the sequence: Korthikanti et al.,
@@ -31,7 +30,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ls_strategy.axis import Axis
+from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import PlanError
 
 Map = Callable[[Tensor], Tensor]
@@ -177,18 +176,6 @@ def exchange(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
 
 def _swap(axis: Axis, split_dim: int, concat_dim: int) -> Map:
     return lambda x: torch.cat(axis.all_to_all(x.chunk(axis.size, split_dim)), concat_dim)
-
-
-@untraced
-def sum_gradient(weight: Tensor, axis: Axis, copies: int | None = None) -> Tensor:
-    """The weight, whose gradient will be summed over the ranks that hold the same.
-
-    Args:
-        weight: a parameter, or what a layer uses in its place.
-        axis: the ranks.
-        copies: ranks side by side that hold the same part; the whole axis without.
-    """
-    return weight if copies == 1 else _run(weight, axis, _same, lambda g: sum_copies(g, axis, copies or axis.size))
 
 
 def sum_copies(tensor: Tensor, axis: Axis, copies: int) -> Tensor:

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from ls_strategy._compat import current_backward_pass
-from ls_strategy.axis import Axis
+from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import PlanError
 from ls_strategy.parallel.attention import Interception, attention_over, leave, reenter
-from ls_strategy.parallel.divided import Cut, whole
+from ls_strategy.parallel.divided import DimCut, whole
 from ls_strategy.parallel.hooks import Hooks, change_output
 from ls_strategy.parallel.logits import wrap_sequence
 from ls_strategy.parallel.random import draw, generator_of, has_drawn, hash64, position, set_state
@@ -127,7 +127,7 @@ class SequenceParallel:
                 f"{tuple(hidden.shape)}. A block must return (batch, tokens, width) with as many tokens as it got."
             )
         if self.head is None and block is self.blocks[-1]:
-            return whole(hidden, [Cut(self.axis, 1, (share,) * self.axis.size, averaged=True)])
+            return whole(hidden, [DimCut(self.axis, 1, (share,) * self.axis.size, averaged=True)])
         setattr(hidden, _MARK, self._tokens)
         return hidden
 

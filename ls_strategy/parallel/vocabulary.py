@@ -14,7 +14,7 @@ from torch import nn
 
 from ls_strategy.parallel import families
 from ls_strategy.parallel.cuts import plain_name
-from ls_strategy.parallel.inference import repeated_blocks
+from ls_strategy.parallel.plan_from_names import uniform_blocks
 from ls_strategy.parallel.styles import Features, Style, Vocab
 
 
@@ -56,7 +56,7 @@ def vocabulary(model: nn.Module, inside: set[int], size: int) -> dict[str, Style
 
 def output_heads(model: nn.Module) -> list[nn.Linear]:
     """The linear layers outside of repeated blocks that make logits of the vocabulary, each once."""
-    inside = {id(m) for _, block in repeated_blocks(model) for m in block.modules()}
+    inside = {id(m) for _, block in uniform_blocks(model) for m in block.modules()}
     names = {id(m): plain_name(name) for name, m in model.named_modules()}
     return list({id(m): m for m in _candidates(model, names, inside)[1] if isinstance(m, nn.Linear)}.values())
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from ls_strategy.config import (
     ActivationOffloadConfig,
@@ -28,7 +28,6 @@ from ls_strategy.config import (
     ZeroStage,
 )
 
-Recomputed = Literal["full", "selective"]
 _CPU, _NVME = TierConfig(tier="cpu"), TierConfig(tier="nvme")
 
 

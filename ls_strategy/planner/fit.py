@@ -38,7 +38,7 @@ def question_of_fit(
     config: ZeROConfig,
     precision: PrecisionPolicy,
     recompute: RecomputeConfig | None,
-    reads_gradients: bool,
+    updates_early: bool,
 ) -> Question:
     """What is about to be trained. Not collective; makes the training data's loader once more, and takes one batch.
 
@@ -49,7 +49,7 @@ def question_of_fit(
         config: options that no candidate changes.
         precision: dtypes.
         recompute: what the user has chosen, if anything.
-        reads_gradients: user code may look at gradients between backward and step.
+        updates_early: no user code may look at gradients between backward and step.
 
     Raises:
         PlanError: there is no training data.
@@ -58,7 +58,7 @@ def question_of_fit(
     run = Run(
         config=replace(config, offload=replace(config.offload, nvme_path=path)),
         micro_batches=max(int(trainer.accumulate_grad_batches), 1),
-        clips=bool(trainer.gradient_clip_val) or reads_gradients,
+        clips=bool(trainer.gradient_clip_val) or not updates_early,
         recompute=recompute,
     )
     batch = first_batch(training_data(trainer))

@@ -20,7 +20,7 @@ from ls_strategy.planner.paper import Paper
 from ls_strategy.planner.replay import Peak, replay
 from ls_strategy.planner.states import ModelStates
 from ls_strategy.planner.trace import Step, Trace, Tracer
-from ls_strategy.planner.traffic import Traffic, traffic
+from ls_strategy.planner.traffic import StepTraffic, traffic
 from ls_strategy.precision import PrecisionPolicy
 
 _EFFICIENCY = 0.4
@@ -53,7 +53,7 @@ class Forecast:
 
     candidate: Candidate
     peak: Peak
-    traffic: Traffic
+    traffic: StepTraffic
     flops: int
     """Of one rank and step."""
 
@@ -186,7 +186,7 @@ class Forecaster:
         """Bytes of model state of one rank between two steps, by tier and kind."""
         return self.plan(candidate.config(self._run.config), ranks).bytes_by_tier(self._optimizer_bytes)
 
-    def traffic(self, candidate: Candidate, ranks: int, device: str) -> Traffic:
+    def traffic(self, candidate: Candidate, ranks: int, device: str) -> StepTraffic:
         """Bytes that one rank moves in one step."""
         config = candidate.config(self._run.config)
         return traffic(
@@ -216,7 +216,7 @@ class Forecaster:
         return [self.forecast(candidate, hardware) for candidate in candidates]
 
 
-def _seconds(moved: Traffic, flops: int, hardware: Hardware) -> tuple[float, float] | None:
+def _seconds(moved: StepTraffic, flops: int, hardware: Hardware) -> tuple[float, float] | None:
     if hardware.tflops is None:
         return None
     compute = flops / (hardware.tflops * 1e12)

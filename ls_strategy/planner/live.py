@@ -7,8 +7,7 @@ that its numbers depend on what came before.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,8 +19,9 @@ Changed = Callable[[int, int], None]
 """Called with the number of a storage and by how many bytes it has grown, or shrunk."""
 
 
-def _storage_of(tensor: Tensor) -> torch.UntypedStorage:
-    with without_torch_function():  # a parameter whose values are elsewhere would bring them
+def storage_of(tensor: Tensor) -> torch.UntypedStorage:
+    """Return a tensor's storage without gathering a parameter whose values are elsewhere."""
+    with without_torch_function():
         return tensor.untyped_storage()
 
 
@@ -40,12 +40,12 @@ class StorageWatch(TorchDispatchMode):
 
     def number_of(self, tensor: Tensor) -> int | None:
         """The number of a tensor's storage; None: no operation has made it."""
-        entry = self._known.get(id(_storage_of(tensor)))
+        entry = self._known.get(id(storage_of(tensor)))
         return None if entry is None else entry[1]
 
     def note(self, tensor: Tensor) -> None:
         """Count a tensor's storage from now on, if it is not counted yet."""
-        storage = _storage_of(tensor)
+        storage = storage_of(tensor)
         key = id(storage)  # Python keeps one object for a storage as long as that lives
         if key in self._known:
             return
@@ -78,69 +78,3 @@ class StorageWatch(TorchDispatchMode):
         for leaf in tree_iter(value):
             if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
                 self.note(leaf)
-
-
-class LiveBytes(StorageWatch):
-    """Measures: `now` and `peak` of the storages that operations of this thread have made or met.
-
-    ::
-
-        with LiveBytes(ignore=data) as live:
-            trainer.fit(module, loader)
-        live.peak
-    """
-
-    def __init__(self, ignore: list[Tensor] | None = None) -> None:
-        """``ignore``: tensors that are not counted (the data set)."""
-        super().__init__(self._count)
-        self.now = 0
-        self.peak = 0
-        self._ignored = ignore or []
-        self._ignored_keys = {id(t.untyped_storage()) for t in self._ignored}
-        self._resize: Any = None
-
-    def _count(self, _number: int, change: int) -> None:
-        self.now += change
-        self.peak = max(self.peak, self.now)
-
-    def reset_peak(self) -> None:
-        """Measure the peak from now on."""
-        self.peak = self.now
-
-    def note(self, tensor: Tensor) -> None:
-        """See `StorageWatch`."""
-        if not tensor.is_meta and id(_storage_of(tensor)) not in self._ignored_keys:
-            super().note(tensor)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count also what the operation reads: it may have been made out of sight."""
-        self.note_all((args, kwargs))
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def __enter__(self) -> LiveBytes:
-        """Begin. Resizes of storages are no operations, and seen by another way."""
-        self._resize = self._watch_resizes()
-        self._resize.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        """End; storages that live on are still told of when they go."""
-        super().__exit__(*error)
-        self._resize.__exit__(*error)
-
-    @contextmanager
-    def _watch_resizes(self) -> Generator[None, None, None]:
-        plain: Any = torch.UntypedStorage.resize_
-
-        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-            result = plain(storage, size)
-            self.resized(storage)
-            return result
-
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[assignment, method-assign]
-        try:
-            yield
-        finally:
-            del torch.UntypedStorage.resize_
-            if torch.UntypedStorage.resize_ is not plain:
-                torch.UntypedStorage.resize_ = plain

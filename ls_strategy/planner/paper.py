@@ -56,10 +56,10 @@ def on_paper(
         The mode in which new tensors are of this kind, and what stands for what.
     """
     mode = fake_tensors()
-    kept = {id(m) for m in fp32_modules(model, fp32_classes)}
+    kept = {id(m) for m in fp32_modules(model, fp32_classes)} if precision.rounds else set()
     made: dict[int, Any] = {}
     for module in model.modules():
-        dtype = torch.float32 if id(module) in kept or precision.compute == torch.float32 else precision.compute
+        dtype = torch.float32 if id(module) in kept or precision.cast is None else precision.cast
         whole = (*module.parameters(), *module.buffers()) if id(module) in kept else ()
         for tensor in (*whole, *module.parameters(recurse=False), *module.buffers(recurse=False)):
             if id(tensor) not in made:
@@ -90,7 +90,7 @@ def _is_container(value: Any) -> bool:
 
 
 def _is_cast(tensor: Tensor, precision: PrecisionPolicy) -> bool:
-    return tensor.is_floating_point() and precision.compute != torch.float32
+    return tensor.is_floating_point() and precision.cast is not None
 
 
 def _like(mode: Any, tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -13,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ls_strategy._compat import forget_step_hooks
-from ls_strategy.comm import Comm
 from ls_strategy.config import ZeROConfig
+from ls_strategy.distributed.comm import Comm
 from ls_strategy.ops.moments import BLOCK
 from ls_strategy.plan import Plan
 from ls_strategy.precision import PrecisionPolicy
 from ls_strategy.zero.assembly import Draft
+from ls_strategy.zero.elementwise import copy_of
 from ls_strategy.zero.kernels import kernel_for
 from ls_strategy.zero.share import Share
 from ls_strategy.zero_stages import POLICIES
@@ -99,16 +98,11 @@ def moment_bytes(optimizer: Optimizer, config: ZeROConfig) -> float:
 
 
 def _state_after_a_step(optimizer: Optimizer, settings: dict[str, Any]) -> dict[str, Any]:
+    early = next((s for s in optimizer.state.values() if s), None)
+    if early is not None:  # Adagrad makes its state before the first step
+        return {k: torch.zeros(_PROBED) if isinstance(v, Tensor) and v.ndim else v for k, v in early.items()}
     value = torch.ones(_PROBED, requires_grad=True)
     value.grad = torch.ones(_PROBED)
-    settings = {k: (v.detach().cpu() if isinstance(v, Tensor) and not v.is_meta else v) for k, v in settings.items()}
-    fresh = type(optimizer).__new__(type(optimizer))
-    fresh.__dict__.update(optimizer.__dict__)
-    forget_step_hooks(fresh)
-    fresh.state = defaultdict(dict)
-    fresh.param_groups = [{**settings, "params": [value]}]
-    if any(optimizer.state.values()):  # Adagrad makes its state before the first step
-        return next({k: torch.zeros(_PROBED) if isinstance(v, Tensor) and v.ndim else v for k, v in s.items()}
-                    for s in optimizer.state.values() if s)  # fmt: skip
-    fresh.step()
+    fresh = copy_of(optimizer, settings, [value])
+    type(optimizer).step(fresh)
     return dict(fresh.state[value])

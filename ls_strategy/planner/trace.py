@@ -55,8 +55,6 @@ class Trace:
 
     batch_bytes: int
     recompute: RecomputeConfig | None
-    activation_bytes: int
-    """The most that forward and backward hold at a time, without parameters and without their gradients."""
 
 
 @dataclass
@@ -182,7 +180,7 @@ class Tracer:
         boundaries = [
             Fp32Boundary(m, self.precision.compute)
             for m in fp32_modules(self.model, self.fp32_classes)
-            if self.precision.compute != torch.float32 and type(m).__name__ in self.fp32_classes
+            if self.precision.rounds and type(m).__name__ in self.fp32_classes
         ]
         saving = _saving(watch, events)
         applied = None if recompute is None else apply_recompute(self.model, recompute, saving)
@@ -204,7 +202,7 @@ class Tracer:
                 boundary.remove()
             for spec, its in zip(self.specs, modules, strict=True):
                 spec.modules[:] = its  # `UnitHooks` lets go of them
-        return Trace(tuple(events), watch.flops, batch_bytes, recompute, _most_activations(events))
+        return Trace(tuple(events), watch.flops, batch_bytes, recompute)
 
     def _run_step(self, watch: _Watch, batch: Any, around: Callable[[], AbstractContextManager[None]]) -> int:
         events = self._events
@@ -231,7 +229,7 @@ class Tracer:
                 yield
             return
         before = torch.get_default_dtype()
-        torch.set_default_dtype(self.precision.compute)
+        torch.set_default_dtype(self.precision.cast or before)
         try:
             yield
         finally:
@@ -255,12 +253,3 @@ def _saving(watch: StorageWatch, events: list[Event]) -> Callable[[], AbstractCo
         return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)  # type: ignore[return-value]
 
     return around
-
-
-def _most_activations(events: Sequence[Event]) -> int:
-    now = most = 0
-    for event in events:
-        if event.kind == "bytes":
-            now += event.amount
-            most = max(most, now)
-    return most

@@ -8,7 +8,7 @@ from ls_strategy.plan import FlatPlan, Plan
 
 
 @dataclass(frozen=True)
-class Traffic:
+class StepTraffic:
     """Of one rank and step."""
 
     sent: int
@@ -29,7 +29,7 @@ def traffic(
     native_fp32: bool = False,
     cuda: bool = False,
     gradients_rest: bool = False,
-) -> Traffic:
+) -> StepTraffic:
     """Count it.
 
     Args:
@@ -51,7 +51,7 @@ def traffic(
     drive = plan.drive_bytes_per_step(
         gradients_rest=gradients_rest, micro_batches=micro_batches, optimizer_bytes=optimizer_bytes
     )
-    return Traffic(_sent(plan, micro_batches, native_fp32=native_fp32), bus, sum(drive))
+    return StepTraffic(_sent(plan, micro_batches, native_fp32=native_fp32), bus, sum(drive))
 
 
 def _sent(plan: Plan, micro_batches: int, *, native_fp32: bool) -> int:

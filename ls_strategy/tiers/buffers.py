@@ -68,7 +68,7 @@ class AlignedBuffer:
             self._pinned = False
 
 
-class BufferPool:
+class BoundedPool:
     """A fixed number of buffers that threads take and give back."""
 
     patience_s = 60.0

@@ -24,7 +24,7 @@ from torch import Tensor
 from ls_strategy.config import NVMeIOConfig
 from ls_strategy.errors import StateError
 from ls_strategy.tiers.base import Key, Loan, Sizes, resolve_range
-from ls_strategy.tiers.buffers import PAGE, AlignedBuffer, BufferPool
+from ls_strategy.tiers.buffers import PAGE, AlignedBuffer, BoundedPool
 from ls_strategy.tiers.drive import check_path, drive_wear, open_scratch
 from ls_strategy.tiers.file_io import DriveError, IOEngine, Transfer
 
@@ -141,7 +141,7 @@ class NVMeTier:
         io = io if io is not None else NVMeIOConfig()
         self._file = open_scratch(Path(directory), nbytes, rank=rank, direct=io.direct)
         self._engine = IOEngine(io)
-        self._pool = BufferPool(buffers, self.buffer_bytes, pin=torch.cuda.is_initialized() if pin is None else pin)
+        self._pool = BoundedPool(buffers, self.buffer_bytes, pin=torch.cuda.is_initialized() if pin is None else pin)
         self._under_way: dict[Key, list[_Access]] = defaultdict(list)
         self._lock = threading.Lock()
         self._error: BaseException | None = None

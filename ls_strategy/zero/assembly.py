@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ls_strategy.comm import Comm
 from ls_strategy.config import ZeROConfig
+from ls_strategy.distributed.comm import Comm
+from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.errors import PlanError
 from ls_strategy.layout import TensorPart
-from ls_strategy.mesh import Mesh
 from ls_strategy.plan import FROZEN, ParamFacts, Plan, resolve_plan
 from ls_strategy.precision import PrecisionPolicy
 from ls_strategy.tiers.link import trim_heap
@@ -68,7 +68,8 @@ class Draft:
         self._error: PlanError | None = None
         try:
             self.specs = partition(model, config.sharding.block_classes, config.sharding.min_unit_numel, share.absent)
-            self.kept_fp32 = materials.fp32_modules(model, config.precision.fp32_modules)
+            kept = materials.fp32_modules(model, config.precision.fp32_modules)
+            self.kept_fp32 = kept if precision.rounds else []
             self._owners = agreement.owners_of(model, optimizers)
             self._number_shared(len(optimizers), single=not parts and share.pipeline is None)
             for optimizer in optimizers:
@@ -144,8 +145,8 @@ class Draft:
 
         def facts(name: str, p: nn.Parameter) -> ParamFacts:
             dtype = held[id(p)].master_dtype if id(p) in held else p.dtype
-            if p.is_floating_point() and self.precision.compute != torch.float32:
-                dtype = torch.float32 if id(p) in kept else self.precision.compute
+            if p.is_floating_point() and self.precision.cast is not None:
+                dtype = torch.float32 if id(p) in kept else self.precision.cast
             owners = self._owners.get(id(p), ((FROZEN, 0),))
             (number, group), together = owners[0], tuple(i for i, _ in owners) if len(owners) > 1 else ()
             return ParamFacts(
@@ -206,9 +207,7 @@ def _full_values(params: list[nn.Parameter], held: dict[int, Flat]) -> dict[int,
     """``id -> value`` in master precision, gathered from the flats that hold them. Collective where some do."""
     result = {id(p): p.detach() for p in params}
     for flat in {id(held[id(p)]): held[id(p)] for p in params if id(p) in held}.values():
-        whole = flat.full_master()
-        for p, slot in zip(flat.params, flat.layout.slots, strict=True):
-            value = whole[slot.offset : slot.end].view(slot.shape)
+        for p, value in zip(flat.params, flat.split(flat.full_master()), strict=True):
             # A resident parameter may have got another value since, by load_state_dict for example: then that counts.
             if id(p) in result and (not flat.is_gathered or torch.equal(value.to(p.dtype), p)):
                 result[id(p)] = value

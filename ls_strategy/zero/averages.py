@@ -10,24 +10,24 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ls_strategy import spans
-from ls_strategy.comm import PendingReduce
+from ls_strategy.distributed.comm import PendingReduce
+from ls_strategy.errors import StateError
 from ls_strategy.ops.norm import sum_of_squares
+from ls_strategy.zero.buffer import FlatBuffer
 from ls_strategy.zero.rest import chunks
-
-if TYPE_CHECKING:
-    from ls_strategy.zero.units import Flat
 
 
 class Averages:
     """Gradients averaged over ranks, of the range that this rank steps (stage 0: of the whole buffer, in place)."""
 
-    def __init__(self, flat: Flat) -> None:
+    def __init__(self, flat: FlatBuffer) -> None:
         """Nothing yet."""
         self._flat = flat
         self.values: Tensor | None = None
@@ -101,15 +101,23 @@ class Averages:
         return self.tensor() if self.values is None else self.values
 
     def _new(self, dtype: torch.dtype) -> Tensor:
-        lo, hi = self._flat.stepped
+        numel = self._flat.stepped_numel
         if self._flat.gradient_tier != "device":
-            return self._flat.rest.ring.take(hi - lo, dtype)
-        return torch.zeros(hi - lo, dtype=dtype, device=self._flat.full.device)
+            return self._flat.rest.ring.take(numel, dtype, torch.device("cpu"))
+        return torch.zeros(numel, dtype=dtype, device=self._flat.full.device)
 
     def owned(self) -> Tensor:
         """Averaged gradients of this rank's shard, ``(shard,)``, at every stage: what norms are summed over."""
         reduced = self.tensor()
         return reduced[slice(*self._flat.owned)] if self.in_place else reduced
+
+    def gather(self, out: Tensor | None = None) -> Tensor:
+        """Gather the averaged gradients of all ranks, times their loss scale, ``(numel,)``. Collective."""
+        flat = self._flat
+        if not self.hold_values:
+            return torch.zeros_like(flat.full, dtype=flat.average_dtype) if out is None else out.zero_()
+        mine = partial(flat.rest.read_into, "grad") if self.on_drive else self.owned()
+        return flat.gather_shards(flat.average_dtype, mine, out)
 
     @property
     def in_place(self) -> bool:
@@ -133,14 +141,13 @@ class Averages:
         if self.values is not None or self.on_drive:
             self._flat.wait_updated()  # it may still read what would be overwritten
         accumulate = self.hold_values
+        self.recorded_sums = None
         self.generation += 1
         self.hold_values, self.gone = True, False
         factor = self._flat.grad_scale / self._scale  # what is there takes on the scale of what comes
         self._scale = self._flat.grad_scale
         if self.on_drive and (accumulate or not at_hand):
-            mine = self._flat.comm.pool.take(
-                self._flat.stepped[1] - self._flat.stepped[0], self._flat.average_dtype, self._flat.full.device
-            )
+            mine = self._flat.comm.pool.take(self._flat.stepped_numel, self._flat.average_dtype, self._flat.full.device)
             if accumulate:
                 with self._waiting():
                     self._flat.rest.read_into("grad", mine)
@@ -155,12 +162,8 @@ class Averages:
         wanted = arrived if narrow and not accumulate else self._flat.average_dtype
         if self.values is None:
             self.values = self._new(wanted)
-        elif self.values.dtype != wanted and (accumulate or narrow):
-            before, self.values = self.values, self._new(wanted)
-            if accumulate:
-                self.values.copy_(before)
-            if self._flat.gradient_tier != "device":
-                self._flat.rest.ring.give([before])
+        elif accumulate or narrow:
+            self._convert(wanted, keep=accumulate)
         if accumulate:
             _multiply_(self.values, factor)
         if self.values.device == self._flat.full.device:
@@ -170,11 +173,18 @@ class Averages:
 
     def widen(self) -> None:
         """Hold them in full precision, also where 16 bit were exact so far."""
-        if self.values is not None and self.values.dtype != self._flat.average_dtype:
-            before, self.values = self.values, self._new(self._flat.average_dtype)
+        if self.values is not None:
+            self._convert(self._flat.average_dtype, keep=True)
+
+    def _convert(self, dtype: torch.dtype, *, keep: bool) -> None:
+        """Go on with a tensor of ``dtype``. ``keep``: that has the values."""
+        if self.values is None or self.values.dtype == dtype:
+            return
+        before, self.values = self.values, self._new(dtype)
+        if keep:
             self.values.copy_(before)
-            if self._flat.gradient_tier != "device":
-                self._flat.rest.ring.give([before])
+        if self._flat.gradient_tier != "device":
+            self._flat.rest.ring.give([before])
 
     def _land_on_host(self, reducing: PendingReduce, out: Tensor, *, accumulate: bool) -> None:
         """Sum on the device, in the order and precision of a run without offload, then copy beside the computation."""
@@ -208,6 +218,19 @@ class Averages:
             with self._waiting():
                 drive.put(key, part.float(), start)
 
+    def require_here(self) -> None:
+        """Refuse to give averages that an update has taken.
+
+        Raises:
+            StateError: it has.
+        """
+        if self.gone:
+            raise StateError(
+                f"the gradients of {self._flat.name!r} and its neighbours are gone: their update began while backward "
+                "ran. Read them before the step, in on_before_optimizer_step, or set sharding.overlap_step=False on "
+                "the strategy."
+            )
+
     def undo_scale(self) -> None:
         """Divide by the scale, in place."""
         if self.scale != 1.0:
@@ -232,7 +255,7 @@ class Averages:
             return
         key = self._flat.rest.key("grad")
         self.recorded_sums = torch.zeros(2, dtype=torch.float64)
-        for lo, hi in chunks(0, self._flat.stepped[1] - self._flat.stepped[0]):
+        for lo, hi in chunks(0, self._flat.stepped_numel):
             loan = self._flat.rest.drive.get(key, lo, hi)
             part = loan.wait()
             edit(part)
@@ -242,14 +265,15 @@ class Averages:
     def sums(self) -> Tensor:
         """Sum of squares and number of non-finite elements of this rank's averages, ``(2,)`` fp64.
 
-        Added up in portions of `CHUNK` elements, so that the bits are the same wherever the averages rest.
+        Added up in portions of `DRIVE_CHUNK` elements, so that the bits are the same wherever the averages rest.
         """
         if self._flat.updated_early:
             self._flat.wait_updated()
-        if (self._flat.updated_early or self.on_drive) and self.hold_values and self.recorded_sums is not None:
-            return self.recorded_sums
         if not self.hold_values:
             return torch.zeros(2, dtype=torch.float64)
+        if (self.gone or self.on_drive) and self.recorded_sums is not None:
+            return self.recorded_sums
+        self.require_here()
         grads = self.owned()
         total = torch.zeros(2, dtype=torch.float64, device=grads.device)
         for lo, hi in chunks(0, grads.numel()):
@@ -266,7 +290,7 @@ class Averages:
         elif self.values is not None:
             self.values[start:stop].zero_()
         elif self.on_drive and self.hold_values:
-            stop = self._flat.stepped[1] - self._flat.stepped[0] if stop is None else stop
+            stop = self._flat.stepped_numel if stop is None else stop
             self._flat.rest.write("grad", start, torch.zeros(stop - start))
             self.change(lambda _: None)  # takes the sums anew
 

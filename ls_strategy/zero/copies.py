@@ -105,7 +105,8 @@ def require_here(params: Iterable[nn.Parameter], *, gathers: bool = False) -> No
             raise not_here()
 
 
-def _reduce_module(module: nn.Module, protocol: Any) -> Any:
+def _reduce_module(method: Method, protocol: Any) -> Any:
+    module: nn.Module = method.owner
     reduced = type(module).__reduce_ex__(module, protocol)
     if isinstance(reduced, str) or len(reduced) < 3:
         return reduced

@@ -128,7 +128,7 @@ def _probe_closure(optimizer: Optimizer, settings: dict[str, Any], *, inside: bo
     """
     generator = torch.Generator().manual_seed(0)
     param = torch.randn(8, 6, generator=generator).requires_grad_()
-    fresh = _copy_of(optimizer, settings, [param])
+    fresh = copy_of(optimizer, settings, [param])
     calls = 0
 
     def backward() -> None:
@@ -160,7 +160,7 @@ def _probe(
 ) -> list[Tensor]:
     """Run a copy of the optimizer on ``values`` for ``len(grads)`` steps; the original is not touched."""
     params = [v.clone().requires_grad_() for v in values]
-    fresh = _copy_of(optimizer, settings, params)
+    fresh = copy_of(optimizer, settings, params)
     for step_grads in grads:
         for p, g in zip(params, step_grads, strict=True):
             p.grad = g.clone()
@@ -168,9 +168,9 @@ def _probe(
     return [p.detach() for p in params]
 
 
-def _copy_of(optimizer: Optimizer, settings: dict[str, Any], params: list[Tensor]) -> Optimizer:
+def copy_of(optimizer: Optimizer, settings: dict[str, Any], params: list[Tensor]) -> Optimizer:
     """Return a copy with one group of its own, and with the state that a constructor makes."""
-    settings = {k: (v.detach().cpu() if isinstance(v, Tensor) else v) for k, v in settings.items()}
+    settings = {k: (v.detach().cpu() if isinstance(v, Tensor) and not v.is_meta else v) for k, v in settings.items()}
     if settings.get("capturable"):  # only on a GPU
         settings["capturable"] = False
     if "lr" in settings:

@@ -31,7 +31,7 @@ from ls_strategy.errors import StateError
 from ls_strategy.zero import sharded_gradient
 from ls_strategy.zero.lending import Lender
 from ls_strategy.zero.parameters import grad_of, set_grad
-from ls_strategy.zero.shown import Shown, gather_averages
+from ls_strategy.zero.shown import Shown
 from ls_strategy.zero.step import reduce_numbers
 from ls_strategy.zero.units import Flat
 
@@ -43,7 +43,13 @@ class Gradients:
     """What user code sees as ``p.grad`` of an engine's parameters."""
 
     def __init__(
-        self, flats: list[Flat], complete: Callable[[int], list[bool]], lender: Lender, *, parallel: str = ""
+        self,
+        flats: list[Flat],
+        complete: Callable[[int], list[bool]],
+        unfold: Callable[[int], None],
+        lender: Lender,
+        *,
+        parallel: str = "",
     ) -> None:
         """Look at ``flats``.
 
@@ -51,10 +57,12 @@ class Gradients:
             flats: of the engine.
             complete: averages what is left of an optimizer's gradients, collectively; one flag per parameter of its
                 flats: whether any rank has a gradient.
+            unfold: multiplies what was left to an optimizer's fused update into its averages.
             lender: knows which thread trains.
             parallel: kinds of parallelism that leave a rank with a part of the model, for the message.
         """
         self._complete = complete
+        self._unfold = unfold
         self._lender = lender
         self._parallel = parallel
         self._of = {n: [f for f in flats if f.optimizer_index == n] for n in {f.optimizer_index for f in flats}}
@@ -65,11 +73,13 @@ class Gradients:
         """In the order of their last use."""
         self.averaged = False
         """Whether the last backward has sent everything, so that at stage 0 nothing is left to do."""
+        self.were_read = False
+        """Whether user code has read or changed averaged gradients; from stage 1 on the same on all ranks."""
         self.local = False
         """Whether the gradients of the last backward stay on their rank: for now, or since training has ended."""
 
         for flat in flats:
-            if flat.trainable and (flat.policy.optimizer or parallel or flat.comm.world_size > 1):
+            if flat.trainable:
                 flat.gradients = self
 
     # what user code does ---------------------------------------------------------------------------------------------
@@ -129,9 +139,12 @@ class Gradients:
         self._lender.refuse_other_threads(flat.name)
         index = flat.optimizer_index
         if index not in self._settled:
+            self.were_read = True
             self._note_used(index, self._complete(index))
+            self._unfold(index)
             self._settled.add(index)
-        _refuse_if_gone(flat)
+        flat.wait_updated()
+        flat.averages.require_here()
         return self._shown[id(flat)]
 
     def _read_in_place(self, flat: Flat, index: int) -> Tensor | None:
@@ -149,6 +162,8 @@ class Gradients:
         if not self.averaged and flat.comm.world_size > 1 and flat.optimizer_index not in self._settled:
             self._complete(flat.optimizer_index)
             self._settled.add(flat.optimizer_index)
+        self.were_read = True
+        self._unfold(flat.optimizer_index)
 
     def _note_used(self, index: int, used: list[bool]) -> None:
         start = 0
@@ -252,22 +267,11 @@ def _start_from_averages(flat: Flat) -> None:
         return
     flat.hold_grad_buffer(flat.average_dtype)
     flat.widen_grads()
-    full = torch.zeros(flat.layout.numel, dtype=flat.average_dtype, device=flat.full.device)
-    gather_averages(flat, full)
-    full.mul_(flat.grad_scale * flat.averages.unscale)
-    for i, slot in enumerate(flat.layout.slots):
+    full = flat.averages.gather().mul_(flat.grad_scale * flat.averages.unscale)
+    for i, average in enumerate(flat.split(full)):
         if flat.used_here[i]:
-            flat.grad_views[i].copy_(full[slot.offset : slot.end].view(slot.shape))
+            flat.grad_views[i].copy_(average)
             flat.show_grad(i)
-
-
-def _refuse_if_gone(flat: Flat) -> None:
-    flat.wait_updated()
-    if flat.averages.gone:
-        raise StateError(
-            f"the gradients of {flat.name!r} and its neighbours are gone: their update began while backward ran. "
-            "Read them before the step, with sharding.overlap_step=False on the strategy."
-        )
 
 
 def _local_gradient(flat: Flat, index: int) -> Tensor | None:
@@ -290,7 +294,8 @@ def take_norms(group: list[Shown], order: float) -> None:
     """Norms of all parameters' gradients, from the shards: one all-reduce of a number per parameter."""
     parts: list[Tensor] = []
     for shown in group:
-        _refuse_if_gone(shown.flat)
+        shown.flat.wait_updated()
+        shown.flat.averages.require_here()
         shown.flush()
         parts.append(_norms_of_shard(shown.flat, order))
     together = _to_sum(torch.cat(parts), order)

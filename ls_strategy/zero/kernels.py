@@ -9,7 +9,9 @@ known to the last rounding: a subclass, or an option without a fused form (``ams
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,24 +22,46 @@ from ls_strategy.ops.lion import Lion
 from ls_strategy.ops.moments import Moment
 
 
-class Kernel(Protocol):
+@dataclass(frozen=True)
+class Kernel:
     """A fused update. Stateless: what an optimizer remembers is handed in."""
 
-    counts_steps: bool
+    operation: str
+    """Of `ls_strategy.ops.update`: it takes parameter, moments and gradient in order, and the rest by name."""
+
+    states: Mapping[str, bool]
+    """Names of the element-wise states; True for those that may be negative."""
+
+    numbers: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+    """Hyper-parameters of a group, besides the ``betas`` of those with ``exp_avg``."""
+
+    decoupled: bool | None = None
+    """Whether weight decay is, where a group does not say it; None: the operation does not ask."""
+
+    step: Callable[[int], Mapping[str, Any]] = lambda step: {"step": step}
+    """What the operation is told of the number of this step."""
+
+    counts_steps: bool = True
     """Whether the state holds the number of steps under ``step``, a ``()`` fp32 tensor."""
 
-    def moments(self, group: dict[str, Any]) -> dict[str, bool]:
+    def moments(self, group: dict[str, Any]) -> Mapping[str, bool]:
         """Names of the element-wise states of a parameter group; True for those that may be negative."""
-        ...
+        return {} if "momentum" in self.numbers and not group["momentum"] else self.states
 
     def settings(self, group: dict[str, Any]) -> dict[str, Any]:
         """The group's hyper-parameters as they are now, as plain numbers."""
-        ...
+        settings: dict[str, Any] = {k: float(group[k]) for k in self.numbers} | {k: bool(group[k]) for k in self.flags}
+        if "exp_avg" in self.states:
+            settings["beta1"], settings["beta2"] = map(float, group["betas"])
+        if self.decoupled is not None:
+            settings["decoupled"] = bool(group.get("decoupled_weight_decay", self.decoupled))
+        return settings
 
     def update(
         self,
         param: Tensor,
-        moments: dict[str, Moment],
+        moments: Mapping[str, Moment],
         grad: Tensor,
         step: int,
         settings: dict[str, Any],
@@ -53,119 +77,32 @@ class Kernel(Protocol):
             settings: from `settings`.
             factors: ``unscale``, ``clip``, ``out``, ``seed``, ``offset``, see `ls_strategy.ops.update`.
         """
-        ...
+        in_order = (moments.get(name) for name in self.states)
+        getattr(ops, self.operation)(param, *in_order, grad, **self.step(step), **settings, **factors)
 
 
-class _Adam:
-    counts_steps = True
-
-    def moments(self, group: dict[str, Any]) -> dict[str, bool]:
-        return {"exp_avg": True, "exp_avg_sq": False}
-
-    def settings(self, group: dict[str, Any]) -> dict[str, Any]:
-        beta1, beta2 = group["betas"]
-        return {
-            "lr": float(group["lr"]),
-            "beta1": float(beta1),
-            "beta2": float(beta2),
-            "eps": float(group["eps"]),
-            "weight_decay": float(group["weight_decay"]),
-            "decoupled": bool(group.get("decoupled_weight_decay", self._decoupled)),
-            "maximize": bool(group["maximize"]),
-        }
-
-    def __init__(self, *, decoupled: bool) -> None:
-        self._decoupled = decoupled
-
-    def update(
-        self,
-        param: Tensor,
-        moments: dict[str, Moment],
-        grad: Tensor,
-        step: int,
-        settings: dict[str, Any],
-        **factors: Any,
-    ) -> None:
-        ops.adamw_(param, moments["exp_avg"], moments["exp_avg_sq"], grad, step=step, **settings, **factors)
-
-
-class _SGD:
-    counts_steps = False
-
-    def moments(self, group: dict[str, Any]) -> dict[str, bool]:
-        return {"momentum_buffer": True} if group["momentum"] else {}
-
-    def settings(self, group: dict[str, Any]) -> dict[str, Any]:
-        numbers = {k: float(group[k]) for k in ("lr", "momentum", "dampening", "weight_decay")}
-        return {**numbers, "nesterov": bool(group["nesterov"]), "maximize": bool(group["maximize"])}
-
-    def update(
-        self,
-        param: Tensor,
-        moments: dict[str, Moment],
-        grad: Tensor,
-        step: int,
-        settings: dict[str, Any],
-        **factors: Any,
-    ) -> None:
-        ops.sgd_(param, moments.get("momentum_buffer"), grad, first=step == 1, **settings, **factors)
-
-
-class _Adagrad:
-    counts_steps = True
-
-    def moments(self, group: dict[str, Any]) -> dict[str, bool]:
-        return {"sum": False}
-
-    def settings(self, group: dict[str, Any]) -> dict[str, Any]:
-        numbers = {k: float(group[k]) for k in ("lr", "lr_decay", "eps", "weight_decay")}
-        return {**numbers, "maximize": bool(group["maximize"])}
-
-    def update(
-        self,
-        param: Tensor,
-        moments: dict[str, Moment],
-        grad: Tensor,
-        step: int,
-        settings: dict[str, Any],
-        **factors: Any,
-    ) -> None:
-        ops.adagrad_(param, moments["sum"], grad, step=step, **settings, **factors)
-
-
-class _Lion:
-    counts_steps = False
-
-    def moments(self, group: dict[str, Any]) -> dict[str, bool]:
-        return {"exp_avg": True}
-
-    def settings(self, group: dict[str, Any]) -> dict[str, Any]:
-        beta1, beta2 = group["betas"]
-        return {
-            "lr": float(group["lr"]),
-            "beta1": float(beta1),
-            "beta2": float(beta2),
-            "weight_decay": float(group["weight_decay"]),
-        }
-
-    def update(
-        self,
-        param: Tensor,
-        moments: dict[str, Moment],
-        grad: Tensor,
-        step: int,
-        settings: dict[str, Any],
-        **factors: Any,
-    ) -> None:
-        ops.lion_(param, moments["exp_avg"], grad, **settings, **factors)
-
-
+_ADAMW = Kernel(
+    "adamw_",
+    {"exp_avg": True, "exp_avg_sq": False},
+    numbers=("lr", "eps", "weight_decay"),
+    flags=("maximize",),
+    decoupled=True,
+)
 _KERNELS: dict[type[Optimizer], Kernel] = {
-    torch.optim.AdamW: _Adam(decoupled=True),
-    torch.optim.Adam: _Adam(decoupled=False),
-    torch.optim.SGD: _SGD(),
-    torch.optim.Adagrad: _Adagrad(),
-    Lion: _Lion(),
+    torch.optim.AdamW: _ADAMW,
+    torch.optim.Adam: replace(_ADAMW, decoupled=False),
+    torch.optim.SGD: Kernel(
+        "sgd_",
+        {"momentum_buffer": True},
+        numbers=("lr", "momentum", "dampening", "weight_decay"),
+        flags=("nesterov", "maximize"),
+        step=lambda step: {"first": step == 1},
+        counts_steps=False,
+    ),
+    torch.optim.Adagrad: Kernel(
+        "adagrad_", {"sum": False}, numbers=("lr", "lr_decay", "eps", "weight_decay"), flags=("maximize",)
+    ),
+    Lion: Kernel("lion_", {"exp_avg": True}, numbers=("lr", "weight_decay"), step=lambda _: {}, counts_steps=False),
 }
 
 FUSED_NAMES = tuple(cls.__name__ for cls in _KERNELS)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ls_strategy._compat import tree_map
 
-CHUNK = 1 << 24
+READ_CHUNK = 1 << 24
 """Elements that are brought at a time: 64 MiB of fp32, all that loading needs beside the states."""
 
 
@@ -76,5 +76,5 @@ def parts_of(value: Tensor, start: int, stop: int) -> Iterator[tuple[int, Tensor
     if not isinstance(value, LazyTensor):
         yield start, value.detach().reshape(-1)[start:stop]
         return
-    for at in range(start, stop, CHUNK):
-        yield at, value.range(at, min(at + CHUNK, stop))
+    for at in range(start, stop, READ_CHUNK):
+        yield at, value.range(at, min(at + READ_CHUNK, stop))

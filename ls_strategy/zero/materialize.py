@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ls_strategy._compat import tree_map
+from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.errors import PlanError
 from ls_strategy.layout import TensorPart
-from ls_strategy.mesh import Mesh
 from ls_strategy.zero.parts import part_of
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -144,13 +144,13 @@ def _checksum(values: Tensor) -> int:
     return zlib.crc32(values.reshape(-1).view(torch.uint8).cpu().numpy().data) if values.numel() else 0
 
 
-def place_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype, keep: set[int]) -> None:
-    """Move buffers to ``device`` and floating ones to ``dtype``, but those of modules in ``keep`` (by id)."""
+def place_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | None, keep: set[int]) -> None:
+    """Move buffers to ``device``, and floating ones to ``dtype`` if it is given, but those of modules in ``keep``."""
     for module in model.modules():
         for key, buffer in module.named_buffers(recurse=False):
             if buffer.is_meta:
                 continue  # of a block that another rank of a pipeline holds
-            to = dtype if buffer.is_floating_point() and id(module) not in keep else buffer.dtype
+            to = dtype if dtype is not None and buffer.is_floating_point() and id(module) not in keep else buffer.dtype
             setattr(module, key, buffer.to(device=device, dtype=to))
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ls_strategy.comm import Comm
 from ls_strategy.config import ZeROConfig
+from ls_strategy.distributed.comm import BufferPool, Comm
 from ls_strategy.errors import LSError, PlanError
 from ls_strategy.plan import Plan
 from ls_strategy.tiers.base import Key, ResidentTier, Tier
@@ -21,7 +21,7 @@ from ls_strategy.tiers.link import Link, host_empty
 from ls_strategy.tiers.nvme import NVMeTier
 from ls_strategy.tiers.stream import Stream
 from ls_strategy.zero.kernels import FUSED_NAMES, kernel_for
-from ls_strategy.zero.rest import CHUNK, Rest, Ring
+from ls_strategy.zero.rest import DRIVE_CHUNK, Rest, gradient_buffers
 from ls_strategy.zero.states import moment_sizes
 from ls_strategy.zero.where_to_step import measure
 
@@ -79,7 +79,7 @@ class Offload:
     stream: Stream
     tiers: dict[str, Tier]
     sizes: Sizes
-    ring: Ring
+    ring: BufferPool
     worker: ThreadPoolExecutor | None
     streamed: bool = False
     """States in host memory are brought to the device, updated there and brought back."""
@@ -118,7 +118,7 @@ class Offload:
             Stream(threaded=config.sharding.overlap_step, on_start=link.bind_thread),
             tiers,
             sizes["nvme"],
-            Ring(device),
+            gradient_buffers(device),
             worker,
         )
         result.choose_where_to_step(device)
@@ -171,7 +171,7 @@ def _open_drive(sizes: Sizes, config: ZeROConfig, rank: int) -> NVMeTier:
     folder = Path(config.offload.nvme_path)
     need = sum(numel * dtype.itemsize for numel, dtype in sizes.values())
     check_path(folder, need, config.offload.nvme_allow_ram)
-    return NVMeTier(folder, sizes, io=config.offload.nvme_io, rank=rank, buffer_bytes=4 * CHUNK, buffers=_BUFFERS)
+    return NVMeTier(folder, sizes, io=config.offload.nvme_io, rank=rank, buffer_bytes=4 * DRIVE_CHUNK, buffers=_BUFFERS)
 
 
 def _raise_together(comm: Comm, error: LSError | None) -> None:

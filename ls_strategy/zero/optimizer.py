@@ -30,19 +30,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ls_strategy.axis import Axis
 from ls_strategy.config import MomentFormat
+from ls_strategy.distributed.axis import Axis
+from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.layout import Slot, round_up
-from ls_strategy.mesh import Mesh
 from ls_strategy.ops.update import native_available
-from ls_strategy.zero.elementwise import is_elementwise
+from ls_strategy.zero.elementwise import is_elementwise, takes_closure
 from ls_strategy.zero.kernels import kernel_for
 from ls_strategy.zero.lazy import parts_of
 from ls_strategy.zero.parts import part_of, whole_of
 from ls_strategy.zero.states import FlatStates
 from ls_strategy.zero.units import Flat
-from ls_strategy.zero.update import Part, Update
+from ls_strategy.zero.update import Update, UpdatePart
 
 _FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad)
 """Optimizers that torch can run as one pass over memory; used where the user left the choice to torch."""
@@ -124,6 +124,7 @@ class ShardedOptimizer:
         self.mesh = mesh
         self.shows_pieces = bool(mesh.shape.kinds)
         """Whether the groups hold pieces between two steps, too, in place of the model's parameters."""
+        self.takes_closure = takes_closure(optimizer)
         self.kernel = kernel_for(optimizer)
         self._fused_flats = [self._takes_fused_update(flat, moment_format) for flat in flats]
         for flat, fused in zip(flats, self._fused_flats, strict=True):
@@ -147,6 +148,8 @@ class ShardedOptimizer:
         self._own_step = ExitStack()
         """What ends with the optimizer's own ``step``."""
         self._grad_views: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        self._dropped: set[int] = set()
+        """Parameters whose gradient user code has set to None where it sees it as it is: plain torch skips those."""
         early_state = {k: v for k, v in optimizer.state.items() if v}
         for g, group in enumerate(optimizer.param_groups):
             for j, param in enumerate(group["params"]):
@@ -195,9 +198,9 @@ class ShardedOptimizer:
     # step ------------------------------------------------------------------------------------------------------------
 
     def bind_grads(self, used: list[bool]) -> None:
-        """Show the averaged gradients as ``.grad`` of the pieces: what hooks see, and may change, before the step."""
+        """Where groups hold pieces, show the averaged gradients as their ``.grad``: hooks may change them."""
         for n, flat in enumerate(self.flats):
-            if flat.averages.on_drive:
+            if flat.averages.on_drive or not self.shows_pieces:
                 continue
             views = self._views_of(n, flat)
             for i, piece in enumerate(flat.pieces):
@@ -215,30 +218,40 @@ class ShardedOptimizer:
         return self._grad_views[flat_number][1]
 
     def take_edits(self, used: list[bool]) -> None:
-        """Take into the averages what was made of the gradients that `bind_grads` showed, where it is not in place.
+        """Take into the averages what user code has put in the place of gradients that it sees as they are.
 
-        What was replaced is copied. What was set to None is zero here, so that it counts in no norm; its parameter is
-        not stepped.
+        Those are ``p.grad`` at stage 0 and ``.grad`` of pieces. What was replaced is copied. What was set to None is
+        zero here, so that it counts in no norm; its parameter is not stepped.
         """
+        self._dropped.clear()
         for n, flat in enumerate(self.flats):
-            if flat.averages.on_drive:
+            if flat.averages.on_drive or not (self.shows_pieces or flat.averages.in_place):
                 continue
             for i, view in enumerate(self._views_of(n, flat)):
-                piece = self.pieces[self._offsets[n] + i]
-                if not used[self._offsets[n] + i] or piece.numel() == 0:
+                number = self._offsets[n] + i
+                piece = self.pieces[number]
+                if not used[number] or piece.numel() == 0:
                     continue
                 if flat.averages.in_place and flat.take_replaced(i):
                     piece.grad = None
-                if piece.grad is None:
+                    self._dropped.add(number)
+                elif self.shows_pieces:
+                    self._take_piece_grad(number, view)
+                if number in self._dropped:
                     view.zero_()
-                elif piece.grad is not view:
-                    view.copy_(piece.grad)
-                    piece.grad = view if view.dtype == piece.dtype else piece.grad
+
+    def _take_piece_grad(self, number: int, view: Tensor) -> None:
+        piece = self.pieces[number]
+        if piece.grad is None:
+            self._dropped.add(number)
+        elif piece.grad is not view:
+            view.copy_(piece.grad)
+            piece.grad = view if view.dtype == piece.dtype else piece.grad
 
     def show_again(self) -> None:
-        """The averages have changed: so must gradients that are shown in another dtype, and so are copies."""
+        """The averages have changed: so must gradients of pieces that are shown in another dtype, and so are copies."""
         for n, flat in enumerate(self.flats):
-            if flat.averages.on_drive or flat.master_dtype == flat.average_dtype:
+            if not self.shows_pieces or flat.averages.on_drive or flat.master_dtype == flat.average_dtype:
                 continue
             for i, view in enumerate(self._views_of(n, flat)):
                 shown = self.pieces[self._offsets[n] + i].grad
@@ -329,7 +342,7 @@ class ShardedOptimizer:
             return None
         used, dropped = self._composed_for
         numbers = range(self._offsets[n], self._offsets[n + 1])
-        if any(dropped) or [used[i] for i in numbers] != flat.used_here:
+        if dropped or [used[i] for i in numbers] != flat.used_here:
             return None
         parts = [self._part_of(r, self._taken + 1) for r in self._runs if r.flat_number == n]
         update = self._update_of(n, parts, None)
@@ -339,14 +352,14 @@ class ShardedOptimizer:
 
     def _fused_updates(self, clip: Tensor | None) -> list[Update]:
         assert self.kernel is not None or not any(r.fused for r in self._runs)
-        by_flat: defaultdict[int, list[Part]] = defaultdict(list)
+        by_flat: defaultdict[int, list[UpdatePart]] = defaultdict(list)
         self._taken += 1
         for r in self._runs:
             if r.fused and not r.flat.updated_early:
                 by_flat[r.flat_number].append(self._part_of(r, self._taken))
         return [self._update_of(n, parts, clip) for n, parts in by_flat.items()]
 
-    def _part_of(self, r: _Run, taken: int) -> Part:
+    def _part_of(self, r: _Run, taken: int) -> UpdatePart:
         """``taken``: steps of this optimizer with this one, for states that do not count them."""
         assert self.kernel is not None
         group = self.optimizer.param_groups[r.group]
@@ -355,9 +368,9 @@ class ShardedOptimizer:
             self._store[r.flat_number].ensure(name, torch.float32)
         r.steps += 1
         seed_step = r.steps if self.kernel.counts_steps else taken
-        return Part(r.start, r.stop, r.steps, names, self.kernel.settings(group), seed_step)
+        return UpdatePart(r.start, r.stop, r.steps, names, self.kernel.settings(group), seed_step)
 
-    def _update_of(self, n: int, parts: list[Part], clip: Tensor | None) -> Update:
+    def _update_of(self, n: int, parts: list[UpdatePart], clip: Tensor | None) -> Update:
         assert self.kernel is not None
         flat = self.flats[n]
         averages = flat.averages
@@ -413,7 +426,7 @@ class ShardedOptimizer:
 
     def _compose(self, used: list[bool], *, shown: bool) -> None:
         """Cut the used pieces into runs; nothing to do while the same parameters are used."""
-        dropped = self._dropped(used) if shown else (False,) * len(used)
+        dropped = frozenset(self._dropped if shown else ())
         key = (tuple(used), dropped)
         if self._composed_for == key:
             return
@@ -423,7 +436,7 @@ class ShardedOptimizer:
             current_key: Any = None
             for i, piece in enumerate(flat.pieces):
                 number = self._offsets[n] + i
-                if not used[number] or dropped[number]:
+                if not used[number] or number in dropped:
                     current = None
                     continue
                 if piece.numel == 0:
@@ -448,13 +461,6 @@ class ShardedOptimizer:
             r.tensor = r.flat.master.detach()[r.start : r.stop].view(self._shape_of(r)).requires_grad_()
             self._run_state[r.tensor] = self._state_of_run(r)
         self._composed_for = key
-
-    def _dropped(self, used: list[bool]) -> tuple[bool, ...]:
-        """Parameters whose ``piece.grad`` the user set to None: plain torch skips those."""
-        seen = [not flat.averages.on_drive for flat in self.flats for _ in flat.params]
-        return tuple(
-            s and u and p.numel() > 0 and p.grad is None for s, u, p in zip(seen, used, self.pieces, strict=True)
-        )
 
     def _recall(self, r: _Run) -> None:
         """What the fused update has to know of a run's past."""
@@ -608,10 +614,7 @@ class ShardedOptimizer:
         mine = self._store[flat_number].read(key, dtype)
         if not flat.policy.optimizer:
             return mine
-        full = torch.zeros(flat.layout.numel, dtype=dtype, device=flat.full.device)
-        full[slice(*flat.owned)].copy_(mine)
-        flat.comm.all_gather(full, flat.name, flat.layout.sizes).wait()
-        return full
+        return flat.gather_shards(dtype, mine)
 
     def named_state(
         self, stand_in: Callable[[Flat, int, Callable[[int, int], Tensor], torch.dtype], Any]
@@ -673,18 +676,10 @@ class ShardedOptimizer:
         Returns:
             whether the groups' settings (learning rates, ...) were taken too: where the same parameters form them.
         """
-        self.dissolve()
-        self._state.clear()
         by_members = {frozenset(group["params"]): group for group in groups}
         members = [frozenset(names) for names in self.group_names]
         same = all(m in by_members for m in members)
-        for group, m in zip(self.optimizer.param_groups, members, strict=True):
-            if same:
-                group.update({k: v for k, v in copy.deepcopy(by_members[m]).items() if k != "params"})
-        for name, number in zip(self.names, self.order, strict=True):
-            if name in states:
-                n, i = self._locate(number)
-                self._absorb(number, self.flats[n], i, states[name])
+        self._load(states, [by_members[m] for m in members] if same else [])
         return same
 
     def load_full_state_dict(self, state: dict[str, Any]) -> None:
@@ -701,22 +696,20 @@ class ShardedOptimizer:
                 f"{type(self.optimizer).__name__} has {len(ours)} of sizes {ours}. Build the same groups in "
                 "configure_optimizers, or load only the weights."
             )
-        if self._group_names is not None:  # some of the parameters are on other ranks
-            names = iter(name for group in self._group_names for name in group)
-            groups = [{**g, "params": [next(names) for _ in g["params"]]} for g in state["param_groups"]]
-            positions = (i for g in state["param_groups"] for i in g["params"])
-            known = dict(zip(positions, (name for g in groups for name in g["params"]), strict=True))
-            self.load_named_state({known[i]: value for i, value in state["state"].items()}, groups)
-            return
+        names = iter(name for group in self.group_names for name in group)
+        known = {i: next(names) for group in state["param_groups"] for i in group["params"]}
+        self._load({known[i]: v for i, v in state["state"].items() if i in known}, state["param_groups"])
+
+    def _load(self, states: Mapping[str, dict[str, Any]], settings: Sequence[Mapping[str, Any]]) -> None:
+        """``settings``: one of each group, or none at all."""
         self.dissolve()
         self._state.clear()
-        for group, saved in zip(self.optimizer.param_groups, state["param_groups"], strict=True):
-            group.update({k: v for k, v in copy.deepcopy(saved).items() if k != "params"})
-        names = [index for group in state["param_groups"] for index in group["params"]]
-        for index, number in zip(names, self.order, strict=True):
-            if index in state["state"]:
+        for group, saved in zip(self.optimizer.param_groups, settings, strict=False):
+            group.update({k: v for k, v in copy.deepcopy(dict(saved)).items() if k != "params"})
+        for name, number in zip(self.names, self.order, strict=True):
+            if name in states:
                 n, i = self._locate(number)
-                self._absorb(number, self.flats[n], i, state["state"][index])
+                self._absorb(number, self.flats[n], i, states[name])
 
     def _absorb(self, number: int, flat: Flat, i: int, state: dict[str, Any]) -> None:
         n, _ = self._locate(number)

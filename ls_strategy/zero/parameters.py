@@ -16,8 +16,10 @@ is a plain `nn.Parameter` with memory of its own.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from contextlib import AbstractContextManager, nullcontext
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -64,8 +66,8 @@ NEED_NO_VALUES = (
 """Torch functions that ask a parameter what it is, not what its values are."""
 
 
-_GIVE_MEMORY = _ways("__array__ __dlpack__ data_ptr numpy storage untyped_storage")
-"""Torch functions whose results are written to without a trace in ``_version``."""
+_GIVE_MEMORY = _ways("__array__ __dlpack__ data_ptr detach numpy storage untyped_storage")
+"""Torch functions whose results are written to without a trace in ``_version``, as in ``p.detach().numpy()[0] = 1``."""
 
 
 class Home(Protocol):
@@ -166,6 +168,13 @@ class Present(nn.Parameter):
         self._look()
         return super().numpy(*args, **kwargs)
 
+    def detach(self) -> Tensor:
+        """As of any parameter."""
+        # Torch's own code, such as a checkpointed forward in every step, does not write to what it gets.
+        if not torch.compiler.is_dynamo_compiling() and not _is_called_by_torch(sys._getframe(1)):
+            self._look()
+        return super().detach()
+
     def untyped_storage(self) -> Any:
         """As of any parameter; of one that is elsewhere it is no question for values."""
         if type(self) is Present:
@@ -221,6 +230,10 @@ class Absent(Present):
                     p.__class__ = Absent
             for home in homes.values():
                 home.touched()
+
+
+def _is_called_by_torch(caller: FrameType) -> bool:
+    return str(caller.f_globals.get("__name__")).startswith("torch.")
 
 
 def _needs_no_values(func: Any, args: Any) -> bool:

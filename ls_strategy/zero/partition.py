@@ -8,10 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from ls_strategy.errors import PlanError
-from ls_strategy.moe.sparse import SparseLayer
-
-_CONTAINERS = (nn.ModuleList, nn.Sequential)
+from ls_strategy.blocks import container_children, instances
 
 
 @dataclass
@@ -85,53 +82,11 @@ def partition(
     return units
 
 
-def repeated_blocks(model: nn.Module) -> dict[str, list[nn.Module]]:
-    """The stacks of blocks that a model is made of, by the name of their container.
-
-    Children of a ``ModuleList`` or ``Sequential`` that have parameters and modules of their own; a lone layer between
-    activations is no block.
-    """
-    stacks: dict[str, list[nn.Module]] = {}
-    for name, module in _container_children(model, "", inside_container=False):
-        if any(True for _ in module.children()) and any(True for _ in module.parameters()):
-            stacks.setdefault(name.rpartition(".")[0], []).append(module)
-    return stacks
-
-
 def _named_blocks(model: nn.Module, block_classes: tuple[str, ...]) -> Iterator[tuple[str, nn.Module]]:
     """Outermost modules that become units, with their names in the model."""
-    if block_classes:
-        missing = set(block_classes)
-        taken: list[str] = []
-        for name, module in model.named_modules():
-            matched = {type(module).__name__, f"{type(module).__module__}.{type(module).__qualname__}"} & set(
-                block_classes
-            )
-            missing -= matched
-            if matched and name and not any(name.startswith(f"{t}.") for t in taken):
-                taken.append(name)
-                yield name, module
-        if missing:
-            present = sorted({type(m).__name__ for m in model.modules()})
-            raise PlanError(
-                f"sharding.block_classes={list(block_classes)}: no module of class {', '.join(sorted(missing))} in the "
-                f"model. Its classes are {', '.join(present)}. Name some of these, or leave block_classes out."
-            )
-        return
-    yield from _container_children(model, "", inside_container=False)
-
-
-def _container_children(module: nn.Module, prefix: str, *, inside_container: bool) -> Iterator[tuple[str, nn.Module]]:
-    for child_name, child in module.named_children():
-        name = f"{prefix}{child_name}"
-        if isinstance(child, SparseLayer):
-            yield name, child  # its experts are no blocks: they are not called as modules
-        elif isinstance(child, _CONTAINERS):
-            yield from _container_children(child, f"{name}.", inside_container=True)
-        elif inside_container:
-            yield name, child
-        else:
-            yield from _container_children(child, f"{name}.", inside_container=False)
+    return (
+        instances(model, block_classes, option="sharding.block_classes") if block_classes else container_children(model)
+    )
 
 
 def _attach_root_modules(model: nn.Module, units: list[UnitSpec]) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ls_strategy.comm import Comm
+from ls_strategy.distributed.comm import Comm
 from ls_strategy.errors import StateError
 from ls_strategy.zero.parameters import grad_of, set_grad
 from ls_strategy.zero.units import Flat, Unit
@@ -140,7 +140,7 @@ class Reducer:
         if unit.launched:  # a second gradient in one pass (reentrant recompute): kept in p.grad, sent by the step
             flat.dirty = True
             return
-        flat.hold_grad_buffer(torch.float32 if self.holds else grad.dtype)
+        flat.hold_grad_buffer(flat.average_dtype if self.holds else grad.dtype)
         view = flat.grad_views[index]
         if flat.filled[index]:
             view.add_(grad)
@@ -202,7 +202,8 @@ class Reducer:
         if not self.policy.gradients:
             for p in flat.params:
                 set_grad(p, None)  # autograd must not add to what is being sent
-        flat.reducing = flat.comm.reduce_scatter(flat.grad, self.wire_dtype, flat.name, flat.layout.sizes)
+        wire = None if self.wire_dtype is None else torch.promote_types(self.wire_dtype, flat.grad.dtype)
+        flat.reducing = flat.comm.reduce_scatter(flat.grad, wire, flat.name, flat.layout.sizes)
         self._in_flight.append(flat)
         while self._too_much_in_flight():
             self._finish(self._in_flight.popleft())

@@ -1,13 +1,12 @@
 """Where the states of one flat buffer rest between uses, and how they are reached there.
 
 On the device and in host memory a state is a tensor, always there. On the NVMe tier it is a range of a file, brought in
-chunks of `CHUNK` elements: `read` and `write` are for set-up and checkpoints, the step streams (`zero/update.py`).
+chunks of `DRIVE_CHUNK` elements: `read` and `write` are for set-up and checkpoints, the step streams (`update.py`).
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -16,12 +15,13 @@ import torch
 from torch import Tensor
 
 from ls_strategy.config import TierName
+from ls_strategy.distributed.comm import BufferPool
 from ls_strategy.tiers.base import Key, ResidentTier, Tier
 from ls_strategy.tiers.link import Link, host_empty
 
 T = TypeVar("T")
 
-CHUNK = 1 << 20
+DRIVE_CHUNK = 1 << 20
 """Elements that are brought from a drive at a time: 4 MiB of fp32. Every tier sums norms in these portions too."""
 
 PAGE = 4096
@@ -29,13 +29,13 @@ PAGE = 4096
 
 
 def chunks(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Cut ``[start, stop)`` at multiples of `CHUNK`.
+    """Cut ``[start, stop)`` at multiples of `DRIVE_CHUNK`.
 
     >>> list(chunks(5, CHUNK + 3)) == [(5, CHUNK), (CHUNK, CHUNK + 3)]
     True
     """
     while start < stop:
-        end = min((start // CHUNK + 1) * CHUNK, stop)
+        end = min((start // DRIVE_CHUNK + 1) * DRIVE_CHUNK, stop)
         yield start, end
         start = end
 
@@ -44,25 +44,12 @@ _KEPT = 4
 """Free buffers of one size that are kept: as many as updates under way have while backward fills the next ones."""
 
 
-class Ring:
-    """Buffers in host memory for gradients on their way into an update; they go round between the units."""
+def gradient_buffers(device: torch.device) -> BufferPool:
+    """Buffers in host memory for gradients that ``device`` copies there; zeros if they are new.
 
-    def __init__(self, device: torch.device) -> None:
-        """``device``: the one that copies into them."""
-        self._device = device
-        self._free: defaultdict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
-
-    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A buffer of this size, zeros if it is new."""
-        free = self._free[numel, dtype]
-        return free.pop() if free else host_empty(numel, dtype, self._device).zero_()
-
-    def give(self, buffers: Iterable[Tensor]) -> None:
-        """Nobody reads or writes these any more. What is more than a few of a size is freed."""
-        for buffer in buffers:
-            free = self._free[buffer.numel(), buffer.dtype]
-            if len(free) < _KEPT:
-                free.append(buffer)
+    They go round between the units.
+    """
+    return BufferPool(lambda numel, dtype, _: host_empty(numel, dtype, device).zero_(), kept=_KEPT)
 
 
 @dataclass
@@ -77,7 +64,7 @@ class Rest:
     sizes: Mapping[Key, tuple[int, torch.dtype]] = field(default_factory=dict)
     """Elements and dtype of every state on the NVMe tier."""
 
-    ring: Ring = field(default_factory=lambda: Ring(torch.device("cpu")))
+    ring: BufferPool = field(default_factory=lambda: gradient_buffers(torch.device("cpu")))
     worker: ThreadPoolExecutor | None = None
     """One thread for what goes on beside the training thread; shared by all flat buffers."""
 
@@ -133,8 +120,8 @@ class Rest:
         position = start
         while position < start + values.numel():
             # Whole chunks are put as they are; a range that begins or ends inside one takes the rest from the drive.
-            lo = position // CHUNK * CHUNK
-            hi = min(lo + CHUNK, numel)
+            lo = position // DRIVE_CHUNK * DRIVE_CHUNK
+            hi = min(lo + DRIVE_CHUNK, numel)
             end = min(hi, start + values.numel())
             if (position, end) == (lo, hi):
                 self.drive.put(self.key(name), values[lo - start : hi - start], lo)

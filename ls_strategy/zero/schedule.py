@@ -68,13 +68,18 @@ class UpdateSchedule:
         """A buffer's averages are complete while backward still runs: begin its update. Not collective."""
         update = self._optimizers[0].early_update(flat)
         if update is None:
-            flat.averages.spill()
+            self.postpone(flat)
             return
         # Parameters of the stages below 3 stay as they are until backward is over: something might still read them.
         flat.begin_early_update(self._offload.stream.submit(update.jobs()))
         self._early.append(flat)
         while len(self._early) > _EARLY_UPDATES:
             self._early.popleft().wait_updated()
+
+    @staticmethod
+    def postpone(flat: Flat) -> None:
+        """A buffer's averages are complete, but its update has to wait for the step. Not collective."""
+        flat.averages.spill()
 
     def forget_early(self) -> None:
         """An exception ended the backward pass."""

@@ -188,9 +188,9 @@ class Shown:
         flat = self.flat
         if self.full is None:
             self.full = torch.zeros(flat.layout.numel, dtype=flat.average_dtype, device=flat.full.device)
-            self.views = [self.full[s.offset : s.end].view(s.shape).detach() for s in flat.layout.slots]
+            self.views = [view.detach() for view in flat.split(self.full)]
             self._own_users = storage_users(self.full)
-        gather_averages(flat, self.full)
+        flat.averages.gather(self.full)
         self.owned_before = self.full[slice(*flat.owned)].clone()
         for i, gradient in self.objects.items():
             sharded_gradient.give_elements(gradient, self.views[i])
@@ -243,7 +243,7 @@ class Shown:
         if not averages.hold_values:  # made by hand, without a backward: on every rank, also where it has no part of it
             averages.hold_values = True
             if averages.on_drive:
-                flat.rest.write("grad", 0, torch.zeros(flat.stepped[1] - flat.stepped[0], dtype=flat.average_dtype))
+                flat.rest.write("grad", 0, torch.zeros(flat.stepped_numel, dtype=flat.average_dtype))
             else:
                 averages.tensor().zero_()
         if averages.on_drive:
@@ -328,19 +328,6 @@ class _Source:
         with torch.no_grad():
             shown.owner.settle(shown.flat)
             shown.edit(self.index, change, linear=linear)
-
-
-def gather_averages(flat: Flat, out: Tensor) -> None:
-    """The averaged gradients of all ranks, times their loss scale, into ``out``: ``(numel,)``. Collective."""
-    if not flat.averages.hold_values:
-        out.zero_()
-        return
-    mine = out[slice(*flat.owned)]
-    if flat.averages.on_drive:
-        flat.rest.read_into("grad", mine)
-    else:
-        mine.copy_(flat.averages.owned())
-    flat.comm.all_gather(out, flat.name, flat.layout.sizes).wait()
 
 
 def _agree_here(flat: Flat, i: int, *, used: bool) -> None:

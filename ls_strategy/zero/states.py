@@ -44,7 +44,7 @@ class FlatStates:
         self.flat = flat
         self.moments = moments
         self.moment_format: MomentFormat = moment_format
-        self.numel = flat.stepped[1] - flat.stepped[0]
+        self.numel = flat.stepped_numel
         self._resident: dict[str, Moment] = {}
         self._on_drive: set[str] = set()
 

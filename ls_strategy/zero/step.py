@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ls_strategy.comm import Comm
-from ls_strategy.errors import StateError
+from ls_strategy.distributed.comm import Comm
 from ls_strategy.zero.units import Flat
 
 
@@ -20,7 +20,7 @@ def any_overflow(flats: list[Flat], comm: Comm) -> bool:
 
 
 def global_norm(flats: list[Flat], comm: Comm, norm_type: float = 2.0) -> Tensor:
-    """Norm of all gradients of ``flats`` together, each element counted once: ``()`` fp32. Collective.
+    """Norm of all gradients of ``flats`` together, each element counted once. Collective.
 
     Every rank sums over its own shard, whatever the stage is and wherever the shard rests, so the result is the same
     bit for bit in all of them. Of copies along the tensor-parallel axis the first rank's count.
@@ -29,33 +29,33 @@ def global_norm(flats: list[Flat], comm: Comm, norm_type: float = 2.0) -> Tensor
         flats: of this rank.
         comm: all ranks.
         norm_type: order of the norm.
+
+    Returns:
+        ``()``, fp32; fp64 where some gradients are.
     """
+    wide = functools.reduce(torch.promote_types, [flat.average_dtype for flat in flats], torch.float32)
     device = flats[0].full.device if flats else torch.device("cpu")
     flats = [flat for flat in flats if flat.counted]
     if norm_type == 2.0:
         local = torch.zeros(1, dtype=torch.float64, device=device)
         for flat in flats:
             local += flat.averages.sums()[:1].to(device)
-        return reduce_numbers(local, comm, dist.ReduceOp.SUM).sqrt().squeeze(0).float()
+        return reduce_numbers(local, comm, dist.ReduceOp.SUM).sqrt().squeeze(0).to(wide)
     parts = [torch.linalg.vector_norm(_at_hand(f), norm_type).to(device) for f in flats]
-    local = torch.stack(parts) if parts else torch.zeros(1, device=device)
+    local = torch.stack([part.to(wide) for part in parts]) if parts else torch.zeros(1, dtype=wide, device=device)
     if math.isinf(norm_type):
         total = local.max().reshape(1)
-        return reduce_numbers(total, comm, dist.ReduceOp.MAX).squeeze(0).float()
+        return reduce_numbers(total, comm, dist.ReduceOp.MAX).squeeze(0).to(wide)
     total = local.double().pow(norm_type).sum().reshape(1)
-    return reduce_numbers(total, comm, dist.ReduceOp.SUM).pow(1.0 / norm_type).squeeze(0).float()
+    return reduce_numbers(total, comm, dist.ReduceOp.SUM).pow(1.0 / norm_type).squeeze(0).to(wide)
 
 
 def _at_hand(flat: Flat) -> Tensor:
-    if flat.updated_early:
-        raise StateError(
-            "the gradients are gone: their update began while backward ran. Set sharding.overlap_step=False on the "
-            "strategy for norms other than the 2-norm."
-        )
     if not flat.averages.hold_values:
-        return torch.zeros(1, device=flat.full.device)
+        return torch.zeros(1, dtype=flat.average_dtype, device=flat.full.device)
+    flat.averages.require_here()
     grads = flat.rest.read("grad") if flat.averages.on_drive else flat.averages.owned()
-    return grads.float() * flat.averages.unscale
+    return grads.to(flat.average_dtype) * flat.averages.unscale
 
 
 def reduce_numbers(value: Tensor, comm: Comm, op: dist.ReduceOp.RedOpType) -> Tensor:
@@ -71,7 +71,7 @@ def reduce_numbers(value: Tensor, comm: Comm, op: dist.ReduceOp.RedOpType) -> Te
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor | None:
-    """What gradients of this norm are multiplied by, ``()`` fp32; None where the host knows that it is 1.
+    """What gradients of this norm are multiplied by, of its dtype; None where the host knows that it is 1.
 
     The formula is ``torch.nn.utils.clip_grad_norm_``'s, so that results agree with it.
     """

@@ -17,10 +17,8 @@ it gathered first (`ls_strategy.zero.parameters`).
 
 from __future__ import annotations
 
-import time
 import weakref
-from collections.abc import Iterable, Mapping
-from concurrent.futures import Future
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -28,20 +26,14 @@ import torch
 from torch import Tensor, nn
 
 from ls_strategy import spans
-from ls_strategy._compat import storage_key, storage_users, version_of
-from ls_strategy.axis import Axis
-from ls_strategy.comm import Comm, PendingGather, PendingReduce
-from ls_strategy.config import TierName
+from ls_strategy._compat import storage_users, version_of
 from ls_strategy.errors import StateError
-from ls_strategy.layout import Piece
-from ls_strategy.plan import FlatPlan
 from ls_strategy.tiers.link import DONE, Arrival, host_empty
 from ls_strategy.tiers.stream import Ticket
 from ls_strategy.zero.averages import Averages
+from ls_strategy.zero.buffer import FlatBuffer
 from ls_strategy.zero.parameters import Absent, Present, grad_of, point, set_grad, settle, unnoticed
-from ls_strategy.zero.rest import Rest
 from ls_strategy.zero.writes import take_writes
-from ls_strategy.zero_stages import StagePolicy
 
 
 class Lends(Protocol):
@@ -84,153 +76,17 @@ class ShowsGradients(Protocol):
         ...
 
 
-class Holding(Protocol):
-    """What keeps the states of a flat buffer from changing unnoticed."""
-
-    def release(self) -> None:
-        """Return when they may change."""
-        ...
-
-
-class Flat:
+class Flat(FlatBuffer):
     """One flat buffer: the parameters of a unit that share an optimizer and a dtype."""
 
-    hold: Holding | None = None
-    """Of a save under way that has still to read its states."""
+    averages: Averages
+    """Gradients averaged over ranks."""
 
     lender: Lends | None = None
     """Asked when somebody touches a parameter that is elsewhere."""
 
     gradients: ShowsGradients | None = None
     """Asked when somebody looks at ``p.grad``; without, that is what autograd has put there."""
-
-    may_be_written = False
-    """Whether somebody has looked at the parameters' memory since `bind`, see `ls_strategy.zero.writes`."""
-
-    was_written = False
-    """Whether something was written since the last step, as far as versions tell."""
-
-    lent = False
-    """Stage 3: gathered for somebody's touch, not for the unit's own module."""
-
-    kept: Tensor | None = None
-    """Stage 3: this rank's part of a buffer that is released, and keeps its memory for somebody's view of it."""
-
-    is_viewed = False
-    """Stage 3: whether somebody has, or had, such a view."""
-
-    hidden = False
-    """Stages 0 to 2: new values are on their way; a touch waits for them."""
-
-    users = 0
-    """Touches that are not over."""
-
-    grad_scale = 1.0
-    """What this rank's gradients, in ``grad`` or ``p.grad``, are multiplied by; see `Averages.scale`."""
-
-    def __init__(
-        self,
-        plan: FlatPlan,
-        params: list[nn.Parameter],
-        *,
-        policy: StagePolicy,
-        comm: Comm,
-        rest: Rest | None = None,
-        axis: Axis | None = None,
-    ) -> None:
-        """Only records; `load` moves the values in.
-
-        Args:
-            plan: what it is.
-            params: in the order of the plan's slots.
-            policy: what is sharded.
-            comm: the ranks over which it is.
-            rest: its place on the tiers; on the device without.
-            axis: the tensor- or expert-parallel ranks, which hold other parts of the parameters, or copies.
-        """
-        layout = plan.layout
-        self.plan = plan
-        self.rest = rest or Rest()
-        self.layout = layout
-        self.dtype = plan.dtype
-        self.master_dtype = plan.master_dtype
-        self.params = params
-        self.optimizer_index = plan.optimizer
-        self.policy = policy
-        self.comm = comm
-        self.axis = axis or Axis("tensor")
-        self.trainable = plan.trainable
-        self.owned = layout.shard_range(comm.rank)
-        """Range of the buffer whose gradients this rank averages, and from stage 1 on steps."""
-        self.stepped = self.owned if policy.optimizer else (0, layout.numel)
-        self.pieces: tuple[Piece, ...] = layout.pieces(*self.stepped)
-        self.full: Tensor
-        self.views: list[Tensor]
-        self.master: Tensor
-        self.shard: Tensor | None = None
-        self.updating: Ticket | None = None
-        """The update of this buffer's states that is under way on the stream."""
-        self.arriving: Arrival | None = None
-        """New parameters on their way to the device."""
-        self.updated_early = False
-        """Whether the backward pass under way has updated it already."""
-        self.publish_due = False
-        """Whether new weights wait to be sent to the other ranks."""
-        self.refresh_due = False
-        """Whether the masters are newer than this rank's part of the parameters."""
-        self.waited_s = 0.0
-        """Seconds that the training thread has waited for updates, and for gradients to reach their tier."""
-        self.reading: Future[Arrival] | None = None
-        """This rank's part of the parameters, on its way from the drive."""
-        self.is_gathered = True
-        self.gathering: PendingGather | None = None
-        # gradients
-        self.grad: Tensor | None = None
-        self.grad_views: list[Tensor] = []
-        self.reducing: PendingReduce | None = None
-        self.gathering_grads: PendingGather | None = None
-        self.filled = [False] * len(params)
-        """Stages 2 and 3: which slots of ``grad`` hold something."""
-        self.held_here = [False] * len(params)
-        """Stages 0 and 1: which parameters had a gradient when the buffer was sent."""
-        self.averages = Averages(self)
-        self.used_here = [False] * len(params)
-        """Whether this rank produced a gradient of each parameter since the last `zero_grad`."""
-        self.dirty = False
-        """Whether this rank has gradients that no reduction has seen yet."""
-
-    @property
-    def name(self) -> str:
-        """Of its first parameter."""
-        return self.layout.slots[0].name if self.layout.slots else ""
-
-    @property
-    def counted(self) -> bool:
-        """Whether this rank is the first one, along its axis and of the pipeline's stages, that holds these.
-
-        That one counts them in norms, and saves them.
-        """
-        return self.axis.rank % self.plan.copies == 0 and not self.plan.twin
-
-    @property
-    def optimizer_tier(self) -> TierName:
-        """Where masters and optimizer states rest."""
-        return self.plan.optimizer_tier
-
-    @property
-    def param_tier(self) -> TierName:
-        """Stage 3: where this rank's part of the parameters rests."""
-        return self.plan.param_tier
-
-    @property
-    def gradient_tier(self) -> TierName:
-        """Where averaged gradients rest between backward and step."""
-        return self.plan.gradient_tier
-
-    @property
-    def has_own_shard(self) -> bool:
-        """Stage 3: whether that part is kept beside the masters."""
-        return self.plan.has_own_shard(self.policy)
 
     def load(self, values: list[Tensor], device: torch.device) -> None:
         """Take the parameters' original values; rank 0's are taken by all. Collective.
@@ -239,10 +95,11 @@ class Flat:
             values: one tensor per parameter, its shape, any dtype and device: masters come from these.
             device: where the buffers live.
         """
+        self.averages = Averages(self)
         layout, dtype, master_dtype = self.layout, self.dtype, self.master_dtype
         whole = self._new_whole(device)
-        for slot, value in zip(layout.slots, values, strict=True):
-            whole[slot.offset : slot.end].copy_(value.detach().reshape(-1))
+        for view, value in zip(self.split(whole), values, strict=True):
+            view.copy_(value.detach())
         self.comm.broadcast_(whole)
         if self.policy.parameters:
             self.full = torch.empty(layout.numel, dtype=dtype, device=device)
@@ -250,15 +107,10 @@ class Flat:
             self.full = whole if dtype == master_dtype else whole.to(dtype)
         self._place(whole[slice(*self.stepped)])
         self.average_dtype = torch.promote_types(torch.float32, master_dtype) if self.trainable else torch.float32
-        self.views = [self.full[s.offset : s.end].view(s.shape) for s in layout.slots]
+        self.views = self.split(self.full)
         self._switched = [p for p in self.params if settle(p, self)]
         self._index = {id(p): i for i, p in enumerate(self.params)}
-        self._adopted: dict[int, Tensor] = {}
-        """Stage 0: tensors that user code made ``p.grad``."""
-        self.handed_out: dict[int, list[weakref.ref[Tensor]]] = {}
-        """What ``param.data`` gave, by parameter: views of its slot."""
-        self.outdated: list[tuple[weakref.ref[Tensor], int]] = []
-        """Those among them that do not show the parameters since the step, and their versions then."""
+        self._adopted, self.handed_out, self.outdated = {}, {}, []
         # One element per parameter, so that its address still tells which parameter it is (checkpoint.py asks).
         nothing = float("nan") if dtype.is_floating_point else 0
         self._released = torch.full((len(self.params),), nothing, device=device, dtype=dtype)
@@ -293,82 +145,10 @@ class Flat:
 
     # masters ---------------------------------------------------------------------------------------------------------
 
-    def read_master(self) -> Tensor:
-        """Master weights of this rank's range: the tensor itself, or a copy of what is on the drive. ``(stepped,)``."""
-        self.wait_updated()
-        return self.master if self.optimizer_tier != "nvme" else self.rest.read("master")
-
-    def master_range(self, start: int, stop: int) -> Tensor:
-        """Elements ``[start, stop)`` of this rank's master weights: a view, or a copy of what is on the drive.
-
-        From any thread, while no update is under way.
-        """
-        if self.optimizer_tier != "nvme":
-            return self.master.detach()[start:stop]
-        out = torch.empty(stop - start, dtype=self.master_dtype)
-        self.rest.read_into("master", out, start)
-        return out
-
-    def before_change(self) -> None:
-        """Masters or optimizer states are about to change: a save that has not read them copies them aside first."""
-        hold = self.hold
-        if hold is not None:
-            hold.release()
-
-    def write_master(self, start: int, values: Tensor) -> None:
-        """Replace master weights from element ``start`` of this rank's range on; `refresh` takes them further."""
-        self.wait_updated()
-        self.before_change()
-        if self.optimizer_tier == "nvme":
-            self.rest.write("master", start, values.to(self.master_dtype))
-        else:
-            self.master.detach()[start : start + values.numel()].copy_(values)
-
-    def full_master(self) -> Tensor:
-        """Master weights of all ranks, ``(numel,)``; read-only where this rank has them all anyway. Collective."""
-        mine = self.read_master()
-        if not self.policy.optimizer:
-            return mine
-        whole = torch.zeros(self.layout.numel, dtype=mine.dtype, device=self.full.device)
-        whole[slice(*self.owned)].copy_(mine)
-        self.comm.all_gather(whole, self.name, self.layout.sizes).wait()
-        return whole
-
-    def refresh(self) -> None:
-        """Bring this rank's masters to where its part of the parameters rests. Not collective: the others' stay."""
-        if self.master_is_slice or (self.policy.parameters and not self.has_own_shard):
-            return
-        mine = self.read_master()
-        if self.shard is not None:
-            self.shard.copy_(mine)
-        elif self.policy.parameters:
-            self.rest.write("param", 0, mine.to(self.dtype))
-        else:
-            self.full[slice(*self.stepped)].copy_(mine)
-
-    @property
-    def master_is_slice(self) -> bool:
-        """Whether the master weights are a slice of ``full`` and need no copy into it."""
-        return self.master.untyped_storage().data_ptr() == self.full.untyped_storage().data_ptr() != 0
-
-    @property
-    def master_is_complete(self) -> bool:
-        """Whether this rank's masters are all of ``full``: who steps them changes the parameters at once."""
-        return self.master_is_slice and not self.policy.optimizer
-
     # updates under way -----------------------------------------------------------------------------------------------
 
-    def wait_updated(self) -> None:
-        """Wait until no update is under way that reads or writes this buffer's states."""
-        if self.updating is not None:
-            started = time.perf_counter()
-            self.updating.wait()
-            self.updating = None
-            self.waited_s += time.perf_counter() - started
-            self.averages.take_back()
-        if self.arriving is not None:
-            self.arriving.wait_on_device()
-            self.arriving = None
+    def _on_updated(self) -> None:
+        self.averages.take_back()
 
     def begin_early_update(self, updating: Ticket) -> None:
         """The averages, complete, are on their way into the update while backward still runs."""
@@ -398,12 +178,6 @@ class Flat:
         self.lent = lend
         self.look()
 
-    def look(self) -> None:
-        """Note how the parameters are, so that `ls_strategy.zero.writes` sees what becomes of them."""
-        with unnoticed():
-            self.seen = [(p._version, p.data_ptr()) for p in self.params]
-        self.may_be_written = False
-
     def _switch(self, to: type[nn.Parameter]) -> None:
         for p in self._switched:
             p.__class__ = to
@@ -422,12 +196,6 @@ class Flat:
         """Whether new values are to be waited for."""
         pending = (self.gathering, self.updating, self.arriving)
         return self.publish_due or any(p is not None for p in pending)
-
-    @property
-    def is_held(self) -> bool:
-        """Whether somebody else has a view of ``full``, where masters are elsewhere."""
-        own = self._holders if self.is_gathered else self._holders - len(self.params)
-        return storage_users(self.full) > own
 
     def touch(self) -> None:
         """Somebody is about to use a parameter. Collective."""
@@ -491,6 +259,12 @@ class Flat:
                 raise StateError(
                     f"a parameter of {self.layout.slots[0].name!r} and its neighbours is read again in the backward "
                     "pass that has already updated it. Set sharding.overlap_step=False on the strategy."
+                )
+            if torch.jit.is_tracing():
+                raise StateError(
+                    f"{self.name!r} is sharded (stage 3), and a graph that is traced (torch.jit.trace, torch.onnx, "
+                    "add_graph) would hold its place, not its values. Trace a copy, which has full weights: "
+                    "copy.deepcopy(module), made on all ranks."
                 )
             self.take_writes()
             self.kept, self.outdated = None, []
@@ -586,7 +360,7 @@ class Flat:
         """Give the memory of ``full`` back; to who has made a NumPy array of it, which fixes its size, for good."""
         if not self.full.untyped_storage().resizable():
             self.full = torch.empty_like(self.full)
-            self.views = [self.full[s.offset : s.end].view(s.shape) for s in self.layout.slots]
+            self.views = self.split(self.full)
             self._holders = storage_users(self.full) + len(self.params)
             if self.lender is not None:
                 self.lender.note_memory(self)
@@ -610,141 +384,6 @@ class Flat:
         self._free()
 
     # gradients -------------------------------------------------------------------------------------------------------
-
-    def hold_grad_buffer(self, dtype: torch.dtype) -> None:
-        """Make sure there is a buffer for this rank's gradients, with zeros between the slots."""
-        if self.grad is not None:
-            return
-        device = self.full.device
-        if self.policy.gradients:
-            self.grad = self.comm.pool.take(self.layout.numel, dtype, device)
-            for lo, hi in self.layout.gaps():
-                self.grad[lo:hi].zero_()
-        else:
-            self.grad = torch.zeros(self.layout.numel, dtype=dtype, device=device)
-        self.grad_views = [self.grad[s.offset : s.end].view(s.shape) for s in self.layout.slots]
-
-    def take_held_grads(self, scales: Mapping[int, float]) -> None:
-        """Stages 0 and 1: take what ``p.grad`` holds since an earlier engine; it is averaged again by the step.
-
-        Args:
-            scales: by ``id`` of the parameters, what their gradients were multiplied by.
-        """
-        grads = [grad_of(p) for p in self.params]
-        held = [g for g in grads if g is not None]
-        if not held:
-            return
-        self.grad_scale = next(scales[id(p)] for p, g in zip(self.params, grads, strict=True) if g is not None)
-        self.hold_grad_buffer(held[0].dtype if self.policy.optimizer else self.average_dtype)
-        self.used_here = [g is not None for g in grads]
-        for i, used in enumerate(self.used_here):
-            if used:
-                self.take_replaced(i)
-        self.dirty = True
-
-    def carry(self, scale: float) -> None:
-        """Gradients to come are multiplied by ``scale``: bring those that are here already to it."""
-        factor, self.grad_scale = scale / self.grad_scale, scale
-        if factor == 1.0:
-            return
-        here = [v for v, filled in zip(self.grad_views, self.filled, strict=False) if filled]
-        for grad in [*here, *map(grad_of, self.params)]:
-            if grad is not None:
-                grad.detach().mul_(factor)
-
-    def take_replaced(self, index: int) -> bool:
-        """Take another tensor that ``p.grad`` was made. Returns whether it was made None.
-
-        At stage 0 it stays ``p.grad``, as in plain torch: until `give_back_grads` its memory is that of the slot.
-        """
-        grad, view = grad_of(self.params[index]), self.grad_views[index]
-        self._bring_back_view(index)
-        if grad is None or grad is view or self.has_adopted(index, grad):
-            if grad is None:
-                self.give_back_grads([index])
-            return grad is None
-        view.copy_(grad)
-        if self.averages.in_place and self._can_be_adopted(grad, view):
-            grad.data = view
-            self._adopted[index] = grad
-        self.show_grad(index)
-        return False
-
-    def _bring_back_view(self, index: int) -> None:
-        """User code may have given it other memory: ``p.grad.data = other``."""
-        assert self.grad is not None
-        view, slot = self.grad_views[index], self.layout.slots[index]
-        if view.numel() and view.data_ptr() != self.grad.data_ptr() + slot.offset * self.grad.element_size():
-            here = self.grad[slot.offset : slot.end].view(slot.shape)
-            here.copy_(view)
-            view.data = here
-
-    def has_adopted(self, index: int, grad: Tensor) -> bool:
-        """Whether ``grad`` is at the slot already; another tensor that was loses it."""
-        adopted = self._adopted.get(index)
-        if adopted is None:
-            return False
-        if adopted is grad and grad.data_ptr() == self.grad_views[index].data_ptr():
-            return True
-        self.give_back_grads([index])
-        return False
-
-    def _can_be_adopted(self, grad: Tensor, view: Tensor) -> bool:
-        """Whether its memory can be the slot: not that of another slot's."""
-        same_kind = type(grad) is Tensor and grad.dtype == view.dtype and grad.device == view.device
-        return same_kind and not grad.requires_grad and storage_key(grad) != storage_key(view)
-
-    def give_back_grads(self, indices: Iterable[int]) -> None:
-        """Tensors that ``p.grad`` was made get memory of their own again, with the values of now."""
-        for i in indices:
-            grad = self._adopted.pop(i, None)
-            if grad is not None and grad.data_ptr() == self.grad_views[i].data_ptr():
-                grad.data = grad.detach().clone()
-
-    def show_grad(self, index: int) -> None:
-        """Make the slot the parameter's gradient, also where that is fp32 and the parameter is not.
-
-        Not before a gradient has come: what autograd adds up within one backward pass (tied weights) it adds in the
-        parameter's dtype, as at the stages that keep no ``p.grad``.
-        """
-        param, view = self.params[index], self.grad_views[index]
-        if param.grad_dtype != view.dtype:  # type: ignore[attr-defined]
-            set_grad(param, None)
-            param.grad_dtype = view.dtype  # type: ignore[attr-defined]
-        set_grad(param, self._adopted.get(index, view))
-
-    def holds_gradients(self, besides: int) -> bool:
-        """Whether this rank has gradients, not counting the one that parameter ``besides`` has just got."""
-        others = any(grad_of(p) is not None for i, p in enumerate(self.params) if i != besides)
-        added = bool(self.grad_views) and grad_of(self.params[besides]) is self.grad_views[besides]
-        return others or added or any(self.filled) or self.reducing is not None
-
-    def drop_grad_buffer(self) -> None:
-        """Stages 2 and 3: the gradients were reduced, their buffer serves the next unit."""
-        assert self.grad is not None
-        self.comm.pool.give([self.grad])
-        self.grad = None
-        self.grad_views = []
-
-    def widen_grads(self) -> None:
-        """Stages 0 and 1: go on accumulating in fp32. Exact: fp32 holds every 16-bit value.
-
-        The first backward fills a buffer in the parameters' dtype; only runs that accumulate pay for the wide one.
-        """
-        if self.grad is None or self.grad.dtype == torch.float32:
-            return
-        self.give_back_grads(list(self._adopted))
-        wide = self.grad.float()
-        views = [wide[s.offset : s.end].view(s.shape) for s in self.layout.slots]
-        for p, old, new in zip(self.params, self.grad_views, views, strict=True):
-            held = grad_of(p)
-            set_grad(p, None)
-            p.grad_dtype = torch.float32  # type: ignore[attr-defined]
-            if held is old:
-                set_grad(p, new)
-            elif held is not None:
-                set_grad(p, held.float())
-        self.grad, self.grad_views = wide, views
 
 
 class Unit:

@@ -26,7 +26,7 @@ from ls_strategy.zero.units import Flat
 
 
 @dataclass(frozen=True)
-class Part:
+class UpdatePart:
     """A range of the flat buffer's shard whose elements share hyper-parameters and history."""
 
     start: int
@@ -49,7 +49,7 @@ class Update:
     flat: Flat
     states: FlatStates
     kernel: Kernel
-    parts: tuple[Part, ...]
+    parts: tuple[UpdatePart, ...]
     clip: Tensor | None
     """Factor of the gradients, ``()`` fp32."""
 
@@ -72,7 +72,7 @@ class Update:
     streamed: bool = False
     """Bring states in host memory to the device, update them there and bring them back."""
 
-    def seed(self, part: Part) -> int:
+    def seed(self, part: UpdatePart) -> int:
         """Of the stochastic rounding: another one for every buffer, rank and step, the same after a resume."""
         flat = self.flat
         # By name: what two stages of a pipeline hold both must be rounded alike.
@@ -81,7 +81,7 @@ class Update:
 
     def jobs(self) -> list[_Portion]:
         """Portions, in order."""
-        numel = self.flat.stepped[1] - self.flat.stepped[0]
+        numel = self.flat.stepped_numel
         if self.states.on_drive or self.grads is None or self.streamed:
             return [_Portion(self, lo, hi) for lo, hi in chunks(0, numel)]
         return [_Portion(self, 0, numel)]
@@ -204,7 +204,9 @@ class _Portion:
                 return
         yield position - self._lo, self._hi - self._lo
 
-    def _update_part(self, part: Part, where: slice, master: Tensor, grads: Tensor, held: dict[str, Tensor]) -> None:
+    def _update_part(
+        self, part: UpdatePart, where: slice, master: Tensor, grads: Tensor, held: dict[str, Tensor]
+    ) -> None:
         update = self._update
         lo, hi = self._lo + where.start, self._lo + where.stop
         moments: dict[str, Moment] = {}
@@ -227,7 +229,7 @@ class _Portion:
 
     def _on_device(
         self,
-        part: Part,
+        part: UpdatePart,
         param: Tensor,
         moments: dict[str, Moment],
         grad: Tensor,
@@ -235,38 +237,26 @@ class _Portion:
         factors: dict[str, Any],
     ) -> None:
         """The same operation by the device: states there and back over the bus."""
-        update = self._update
-        with update.flat.rest.link.aside(update.after):
-            self._round_trip(part, param, moments, grad, out, factors)
-
-    def _round_trip(
-        self,
-        part: Part,
-        param: Tensor,
-        moments: dict[str, Moment],
-        grad: Tensor,
-        out: Tensor | None,
-        factors: dict[str, Any],
-    ) -> None:
         update, device = self._update, self._update.flat.full.device
-        there = {
-            name: Moment(_up(m.codes, device), None if m.scales is None else _up(m.scales, device), m.signed)
-            for name, m in moments.items()
-        }
-        param_there = _up(param, device)
-        clip = update.clip if update.clip is None else update.clip.to(device)
-        out_there = None if out is None else torch.empty(out.numel(), dtype=out.dtype, device=device)
-        update.kernel.update(
-            param_there, there, _up(grad, device), part.step, part.settings, clip=clip, out=out_there, **factors
-        )
-        param.copy_(param_there, non_blocking=True)
-        for name, m in moments.items():
-            m.codes.copy_(there[name].codes, non_blocking=True)
-            scales = there[name].scales
-            if m.scales is not None and scales is not None:
-                m.scales.copy_(scales, non_blocking=True)
-        if out is not None and out_there is not None:
-            out.copy_(out_there, non_blocking=True)
+        with update.flat.rest.link.aside(update.after):
+            there = {
+                name: Moment(_up(m.codes, device), None if m.scales is None else _up(m.scales, device), m.signed)
+                for name, m in moments.items()
+            }
+            param_there = _up(param, device)
+            clip = update.clip if update.clip is None else update.clip.to(device)
+            out_there = None if out is None else torch.empty(out.numel(), dtype=out.dtype, device=device)
+            update.kernel.update(
+                param_there, there, _up(grad, device), part.step, part.settings, clip=clip, out=out_there, **factors
+            )
+            param.copy_(param_there, non_blocking=True)
+            for name, m in moments.items():
+                m.codes.copy_(there[name].codes, non_blocking=True)
+                scales = there[name].scales
+                if m.scales is not None and scales is not None:
+                    m.scales.copy_(scales, non_blocking=True)
+            if out is not None and out_there is not None:
+                out.copy_(out_there, non_blocking=True)
 
     def write(self) -> None:
         """Give everything that changed back to the drive, and send the new parameters to the device."""

@@ -8,22 +8,18 @@ sent: all ranks run the same code, and each takes its own shard. Optimizer state
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from ls_strategy._compat import version_of
 from ls_strategy.errors import StateError
+from ls_strategy.zero.buffer import FlatBuffer
 from ls_strategy.zero.parameters import point, unnoticed, values_of
-
-if TYPE_CHECKING:
-    from ls_strategy.zero.units import Flat
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def take_writes(flat: Flat) -> bool:
+def take_writes(flat: FlatBuffer) -> bool:
     """Take what was written to the parameters of a buffer that is in memory. Not collective.
 
     Returns:
@@ -58,7 +54,7 @@ def take_writes(flat: Flat) -> bool:
     return changed
 
 
-def _too_late(flat: Flat) -> StateError:
+def _too_late(flat: FlatBuffer) -> StateError:
     return StateError(
         f"a parameter of {flat.name!r} and its neighbours was written to after its update had begun, which early and "
         "delayed updates do before the optimizer's step. Set sharding.overlap_step=False on the strategy, and leave "
@@ -66,7 +62,7 @@ def _too_late(flat: Flat) -> StateError:
     )
 
 
-def _bring_back(flat: Flat, i: int) -> None:
+def _bring_back(flat: FlatBuffer, i: int) -> None:
     param, view = flat.params[i], flat.views[i]
     values = values_of(param)
     if values.shape != view.shape or values.dtype != view.dtype:
@@ -81,7 +77,7 @@ def _bring_back(flat: Flat, i: int) -> None:
         point(param, view)
 
 
-def _part_with(flat: Flat, i: int) -> None:
+def _part_with(flat: FlatBuffer, i: int) -> None:
     """Who kept ``param.data`` before it was set to another tensor has the old values: give him memory of his own."""
     handed = [values for reference in flat.handed_out.pop(i, ()) if (values := reference()) is not None]
     view = flat.views[i]
@@ -90,7 +86,7 @@ def _part_with(flat: Flat, i: int) -> None:
             values.data = view.clone()
 
 
-def _check_outdated(flat: Flat) -> None:
+def _check_outdated(flat: FlatBuffer) -> None:
     for reference, version in flat.outdated:
         values = reference()
         if values is not None and version_of(values) != version:
@@ -101,7 +97,7 @@ def _check_outdated(flat: Flat) -> None:
             )
 
 
-def _take_kept(flat: Flat) -> bool:
+def _take_kept(flat: FlatBuffer) -> bool:
     """The buffer is released, but somebody has a view of its memory."""
     assert flat.kept is not None
     now = flat.full[slice(*flat.stepped)]
@@ -115,7 +111,7 @@ def _take_kept(flat: Flat) -> bool:
     return True
 
 
-def take_elements(flat: Flat, start: int, now: Tensor, before: Tensor) -> bool:
+def take_elements(flat: FlatBuffer, start: int, now: Tensor, before: Tensor) -> bool:
     """Take what differs from ``before`` into this rank's masters from element ``start`` on, and their shard.
 
     Returns:
@@ -132,7 +128,7 @@ def take_elements(flat: Flat, start: int, now: Tensor, before: Tensor) -> bool:
     return True
 
 
-def _take_shard(flat: Flat) -> bool:
+def _take_shard(flat: FlatBuffer) -> bool:
     """Compare, and take the elements that differ into the masters, and where it is kept, the shard."""
     flat.wait_updated()
     now = flat.full[slice(*flat.stepped)]

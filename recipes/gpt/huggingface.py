@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ls_strategy.checkpoint.safetensors import MAX_SHARD_BYTES, Part, Rename, export_safetensors
+from ls_strategy.checkpoint.safetensors import MAX_SHARD_BYTES, FilePart, Rename, export_safetensors
 from ls_strategy.checkpoint.source import read_checkpoint
 from ls_strategy.errors import ConfigError, LSError
 from recipes.gpt.network import GPTConfig, SwiGLU
@@ -95,25 +95,25 @@ def llama_names(config: GPTConfig) -> Rename:
         "head.weight": "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight",
     }
 
-    def rename(name: str, shape: tuple[int, ...]) -> Sequence[Part]:
+    def rename(name: str, shape: tuple[int, ...]) -> Sequence[FilePart]:
         bare = name.removeprefix(PREFIX)
         if bare in whole:
-            return [Part(whole[bare])]
+            return [FilePart(whole[bare])]
         place, _, rest = bare.partition(".")
         index, _, inner = rest.partition(".")
         layer = f"model.layers.{index}"
         if place == "blocks" and inner in IN_BLOCK:
-            return [Part(f"{layer}.{IN_BLOCK[inner]}")]
+            return [FilePart(f"{layer}.{IN_BLOCK[inner]}")]
         if place == "blocks" and inner == "attention.query_key_value.weight":
             return [
-                Part(f"{layer}.self_attn.q_proj.weight", (0, query)),
-                Part(f"{layer}.self_attn.k_proj.weight", (query, query + keys)),
-                Part(f"{layer}.self_attn.v_proj.weight", (query + keys, query + 2 * keys)),
+                FilePart(f"{layer}.self_attn.q_proj.weight", (0, query)),
+                FilePart(f"{layer}.self_attn.k_proj.weight", (query, query + keys)),
+                FilePart(f"{layer}.self_attn.v_proj.weight", (query + keys, query + 2 * keys)),
             ]
         if place == "blocks" and inner == "mlp.gate_up.weight":
             return [
-                Part(f"{layer}.mlp.gate_proj.weight", (0, hidden)),
-                Part(f"{layer}.mlp.up_proj.weight", (hidden, 2 * hidden)),
+                FilePart(f"{layer}.mlp.gate_proj.weight", (0, hidden)),
+                FilePart(f"{layer}.mlp.up_proj.weight", (hidden, 2 * hidden)),
             ]
         raise ConfigError(f"{name} is no weight of the GPT in recipes/gpt/network.py: nothing in Llama is its like.")
 

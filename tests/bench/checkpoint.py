@@ -38,7 +38,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ls_strategy.checkpoint.consolidate import consolidate
 from ls_strategy.config import nested
-from ls_strategy.strategy import ZeROStrategy
+from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.bench import record
 from tests.bench.contest import quartiles, ratios, turns

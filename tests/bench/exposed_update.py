@@ -40,7 +40,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ls_strategy.autoload import ALIASES
 from ls_strategy.config import nested
-from ls_strategy.strategy import ZeROStrategy
+from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.tiers import link
 from ls_strategy.zero import averages, offload, units, update
 from recipes.gpt.model import GPTModule, OptimConfig, SampleConfig
@@ -214,8 +214,6 @@ def simulated(setting: str, flops: float) -> Iterator[None]:
 
 class Clock(pl.Callback):
     """Seconds of every step, and those that it waited for updates."""
-
-    reads_gradients = False
 
     def __init__(self) -> None:
         self.seconds: list[float] = []

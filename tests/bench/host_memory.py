@@ -38,8 +38,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ls_strategy.autoload import ALIASES
 from ls_strategy.config import nested
+from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.plan import Plan
-from ls_strategy.strategy import ZeROStrategy
 from tests.bench import record
 from tests.bench.record import ROOT
 
@@ -121,8 +121,6 @@ class Model(pl.LightningModule):
 
 class Scale(pl.Callback):
     """Weighs the process between two steps, when nothing is under way."""
-
-    reads_gradients = False
 
     def __init__(self) -> None:
         self.rss: list[int] = []

@@ -69,8 +69,6 @@ class Inside:
 class Alternating(pl.Callback):
     """A `Monitor` that is there in every other turn."""
 
-    reads_gradients = False
-
     def __init__(self, rounds: int, steps: int) -> None:
         """``steps`` to a turn; the first round does not count."""
         from ls_strategy import Monitor

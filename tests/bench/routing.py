@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ls_strategy.ops import permute, routing_library, topk
+from ls_strategy.ops import permute, topk
+from ls_strategy.ops.extra_library import routing_library
 from tests.bench import record
 from tests.bench.contest import clocked, quartiles, ratios
 

@@ -27,21 +27,22 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ls_strategy.config import RecomputeConfig, TierConfig, ZeROConfig
+from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.planner.candidates import Candidate
 from ls_strategy.planner.forecast import Forecast, Forecaster, Run
 from ls_strategy.planner.hardware import Hardware
-from ls_strategy.planner.live import LiveBytes
 from ls_strategy.planner.paper import on_paper
 from ls_strategy.planner.scaling import RANKS
 from ls_strategy.planner.states import ModelStates, moment_bytes
 from ls_strategy.planner.step import training_step
 from ls_strategy.precision import resolve_precision
-from ls_strategy.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from ls_strategy.zero_stages import POLICIES
 from recipes.gpt.network import GPT, GPTConfig
+from tests import papers
 from tests.bench import record
 from tests.dist.models import quiet
+from tests.live_bytes import LiveBytes
 
 MINUTES = 2
 SPREAD = "none: bytes are counted"
@@ -141,11 +142,11 @@ def figure_1() -> dict[str, Any]:
     states = ModelStates(model, [optimizer], resolve_precision(PRECISION))
     moments = (moment_bytes(optimizer, ZeROConfig()),)
     stages: dict[str, Any] = {}
-    for stage, policy in POLICIES.items():
+    for stage in POLICIES:
         plan = states.plan(ZeROConfig(stage=stage), FIGURE_RANKS)
         stages[f"zero{stage}"] = {
             "printed_gb": PRINTED_GB[stage],
-            "formula_bytes": round(policy.bytes_per_rank(FIGURE_NUMEL, FIGURE_RANKS)),
+            "formula_bytes": round(papers.bytes_per_rank(stage, FIGURE_NUMEL, FIGURE_RANKS)),
             "planned_bytes": sum(sum(kinds.values()) for kinds in plan.bytes_by_tier(moments).values()),
         }
     return {"parameters": FIGURE_NUMEL, "ranks": FIGURE_RANKS, "stages": stages}
@@ -167,8 +168,6 @@ class Counted:
 
 class Count(pl.Callback):
     """Peaks count from the first step on: before, the original values are there, too."""
-
-    reads_gradients = False
 
     def __init__(self, live: LiveBytes) -> None:
         self.live = live

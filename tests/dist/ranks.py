@@ -12,7 +12,7 @@ import inspect
 import logging
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,13 +23,27 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from ls_strategy import lightning_checkpoints
-from ls_strategy.strategy import ZeROStrategy
+from ls_strategy.lightning import checkpoints as lightning_checkpoints
+from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from ls_strategy.zero.lazy import LazyTensor
 
 WIDTH = 8
 STAGES = (0, 1, 2, 3)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "zero1": {"stage": 1},
+    "zero2": {"stage": 2},
+    "zero3": {"stage": 3},
+    "zero3, small units": {"stage": 3, "sharding.min_unit_numel": 0},
+    "zero3_offload": {
+        "stage": 3,
+        "sharding.min_unit_numel": 0,
+        "offload.optimizer": "cpu",
+        "offload.parameters": "cpu",
+    },
+    "zero1_offload": {"stage": 1, "offload.optimizer": "cpu"},
+}
+"""Configurations that come to the same numbers."""
 
 
 def on_ranks(world_size: int, *, timeout_s: float = 60) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -85,11 +99,17 @@ class Block(nn.Module):
 class Net(pl.LightningModule):
     """A linear layer, three blocks, a linear layer; regression. Remembers what each step saw."""
 
+    manual = False
+    """Manual optimization."""
+
     def __init__(self, lr: float = 1e-2) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.lr = lr
+        self.automatic_optimization = not self.manual
         self.losses: list[float] = []
+        self.seen: list[float] = []
+        """Other numbers that are compared."""
         self.build()
 
     def build(self) -> None:
@@ -106,10 +126,21 @@ class Net(pl.LightningModule):
     def loss(self, batch: Sequence[Tensor]) -> Tensor:
         return functional.mse_loss(self(batch[0]), batch[1])
 
-    def training_step(self, batch: Sequence[Tensor], i: int) -> Tensor:
-        loss = self.loss(batch)
+    def noted(self, loss: Tensor) -> Tensor:
         self.losses.append(loss.item())
         return loss
+
+    def noted_loss(self, batch: Sequence[Tensor]) -> Tensor:
+        return self.noted(self.loss(batch))
+
+    def training_step(self, batch: Any, i: int) -> Any:
+        if not self.manual:
+            return self.noted_loss(batch)
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.noted_loss(batch))
+        optimizer.step()
+        return None
 
     def validation_step(self, batch: Sequence[Tensor], i: int) -> None:
         self.log("val_loss", self.loss(batch), sync_dist=True)
@@ -229,6 +260,21 @@ def assert_equal(actual: Any, expected: Any, what: str) -> None:
         assert same, f"{what}: differs\n  is   {actual}\n  must {expected}"
         return
     assert actual == expected, f"{what}: {actual!r} instead of {expected!r}"
+
+
+def differences(run: Callable[[str], Sequence[Any]], expected: Sequence[Any], names: Iterable[str]) -> dict[str, str]:
+    """How losses, what was seen and weights of a configuration's run differ from those expected, by name. Collective.
+
+    What a run raises is a difference too.
+    """
+    found: dict[str, str] = {}
+    for name in names:
+        try:
+            for what, ours, theirs in zip(("losses", "seen", "weights"), run(name), expected, strict=True):
+                assert_close(ours, theirs, what)
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
 
 
 # --- cases against one process ----------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from ls_strategy import ZeROStrategy
 from ls_strategy.checkpoint import commit
 from ls_strategy.checkpoint.background import BackgroundSaver
 from ls_strategy.checkpoint.files import RankFile
+from ls_strategy.checkpoint.manifest import is_committed, read_manifest
 from ls_strategy.errors import CheckpointError, ConfigError
 from ls_strategy.testing import spawn
 from tests.dist.models import Case, PrivateNet, loader, quiet, trainer_of
@@ -126,9 +127,9 @@ def test_a_save_in_the_background_is_there_after_the_fit(rank: int, world_size: 
             default_root_dir=tmp_path,
         )
     for step in (1, 3):
-        assert commit.read_manifest(tmp_path / f"{step}.ckpt").step == step
+        assert read_manifest(tmp_path / f"{step}.ckpt").step == step
     trainer.save_checkpoint(tmp_path / "after.ckpt")  # nobody would wait for this one later
-    assert commit.is_committed(tmp_path / "after.ckpt")
+    assert is_committed(tmp_path / "after.ckpt")
 
 
 @contextmanager
@@ -204,14 +205,14 @@ def test_the_link_to_the_last_one_is_never_broken(
         def watched(*args: Any) -> None:
             plain(*args)
             last = tmp_path / "last.ckpt"
-            if last.is_symlink() and not commit.is_committed(last):
+            if last.is_symlink() and not is_committed(last):
                 broken.append(f"after {name}{args}")
 
         monkeypatch.setattr(f"{owner}.{name}", watched)
 
     watch("ls_strategy.checkpoint.commit", "commit", commit.commit)
-    watch("ls_strategy.strategy", "link_checkpoint", commit.link)
-    watch("ls_strategy.strategy", "remove_checkpoint", commit.remove)
+    watch("ls_strategy.lightning.strategy", "link_checkpoint", commit.link)
+    watch("ls_strategy.lightning.strategy", "remove_checkpoint", commit.remove)
     strategy = ZeROStrategy(2, sharding={"min_unit_numel": 0}, checkpoint={"background": background})
     save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_last="link")
     with slow_writes(0.002):

@@ -29,9 +29,10 @@ from torch.utils.data import DataLoader
 
 from ls_strategy import ZeROStrategy
 from ls_strategy.checkpoint import commit, save
-from ls_strategy.checkpoint.commit import Manifest, Place
 from ls_strategy.checkpoint.describe import verify_all
 from ls_strategy.checkpoint.files import Reader, read_range
+from ls_strategy.checkpoint.manifest import Manifest, is_committed, read_manifest
+from ls_strategy.checkpoint.place import Place
 from ls_strategy.checkpoint.sharded import Entry
 from ls_strategy.config import nested
 from ls_strategy.errors import CheckpointError, RankFailedError
@@ -193,9 +194,9 @@ def save_and_die(path: Path, number: int, death: Death, *, exchange: bool) -> bo
 
 def number_in(path: Path) -> int | None:
     """What the committed folder says, after a look at every byte; None if there is none."""
-    if not commit.is_committed(path):
+    if not is_committed(path):
         return None
-    manifest = commit.read_manifest(path)
+    manifest = read_manifest(path)
     assert verify_all(path) == []
     reader = Reader(path, manifest)
     for tensor in PATHS:
@@ -319,15 +320,15 @@ def check_all(folder: Path) -> int:
     assert newest is not None
     last = folder / "last.ckpt"
     commit.recover(last)
-    assert commit.is_committed(last)
+    assert is_committed(last)
     steps = [check_counted(path) for path in folder.glob("[!.]*.ckpt")]
-    assert commit.read_manifest(newest).step >= max(steps) - 1  # two of the same save have two times
+    assert read_manifest(newest).step >= max(steps) - 1  # two of the same save have two times
     return max(steps)
 
 
 def check_counted(path: Path) -> int:
-    assert commit.is_committed(path), f"{path} has a name and is not whole: {list(path.iterdir())}"
-    step = commit.read_manifest(path).step
+    assert is_committed(path), f"{path} has a name and is not whole: {list(path.iterdir())}"
+    step = read_manifest(path).step
     assert path.name in ("last.ckpt", f"step={step}.ckpt")
     assert verify_all(path) == []
     contents = saved(path)
@@ -538,7 +539,7 @@ def test_a_full_disk_is_an_error_on_all_ranks(rank: int, world_size: int, backgr
         commit.remove(small_disk / "first.ckpt")
     dist.barrier()
     trainer.save_checkpoint(small_disk / "second.ckpt")
-    assert commit.is_committed(small_disk / "second.ckpt")
+    assert is_committed(small_disk / "second.ckpt")
 
 
 @pytest.mark.parametrize("save_last", [slow(None), slow(True), "link"])
@@ -565,7 +566,7 @@ def test_training_goes_on_and_removes_nothing_when_the_disk_is_full(
     for entry in left:
         assert verify_all(entry) == [], entry
     resumed = Wide()
-    step = commit.read_manifest(left[0]).step
+    step = read_manifest(left[0]).step
     fit(3, resumed, ckpt=left[0])
     assert_equal(resumed.losses, module.losses[step:], f"after {step}")
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import copy
 import functools
+import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from ls_strategy import ZeROStrategy
+from ls_strategy.checkpoint import commit
 from ls_strategy.config import LossScaleConfig
 from ls_strategy.errors import StateError
-from ls_strategy.precision_plugin import ZeROPrecision
+from ls_strategy.lightning.precision import ZeROPrecision
 from ls_strategy.testing import spawn
 from tests.dist.ranks import (
     STAGES,
@@ -340,3 +344,45 @@ class Hooked(Net):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.mine = checkpoint["mine"]
+
+
+class SeesCheckpoints(Net):
+    """Holds on to what its hooks are handed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.saw: list[dict[str, Any]] = []
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["mine"] = 1
+        self.saw.append(checkpoint)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.saw.append(checkpoint)
+
+
+@on_ranks(2)
+def test_hooks_are_handed_the_keys_that_they_are_under_ddp(rank: int, world_size: int, tmp_path: Any) -> None:
+    expected = None
+    for name in ("ddp", "sharded", "file"):
+        saving, loading = SeesCheckpoints(), SeesCheckpoints()
+        make = functools.partial(fit, "ddp") if name == "ddp" else functools.partial(fit, 3, save_as=name)
+        make(saving, max_epochs=1).save_checkpoint(tmp_path / name)
+        make(loading, ckpt=tmp_path / name)
+        keys = [sorted(checkpoint) for checkpoint in saving.saw + loading.saw]
+        expected = expected or keys
+        assert keys == expected, name
+
+
+@on_ranks(2)
+def test_files_are_final_on_every_rank_when_fit_returns(rank: int, world_size: int, tmp_path: Any) -> None:
+    """Rank 0 removes what a new checkpoint replaces, here slowly."""
+
+    def slowly(path: Any) -> None:
+        time.sleep(0.5)
+        commit.remove(path)
+
+    with patch("ls_strategy.lightning.strategy.remove_checkpoint", slowly):
+        callback = ModelCheckpoint(tmp_path, filename="{epoch}")
+        fit(3, Net(), callbacks=[callback], enable_checkpointing=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["epoch=1.ckpt"]

@@ -17,8 +17,8 @@ from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from ls_strategy.checkpoint import commit
 from ls_strategy.checkpoint.consolidate import consolidate
+from ls_strategy.checkpoint.manifest import is_committed
 from tests.dist.ranks import (
     Net,
     assert_close,
@@ -253,7 +253,7 @@ def test_load_from_checkpoint_is_that_of_one_file(rank: int, world_size: int, tm
     x = samples(4)[0]
     assert_equal(Sized.load_from_checkpoint(folder)(x), Sized.load_from_checkpoint(file)(x), "forward")
     if rank == 0:
-        assert commit.is_committed(folder)
+        assert is_committed(folder)
 
 
 class More(Sized):

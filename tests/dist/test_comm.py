@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from ls_strategy.comm import CHUNK, Comm, PendingGather, Started, make_comm
+from ls_strategy.distributed.comm import SUM_CHUNK, Comm, PendingGather, Started, make_comm
 from ls_strategy.testing import spawn
 
 WORLDS = (2, 3)
@@ -20,7 +20,7 @@ DTYPES = {
     "bf16 to fp32": (torch.bfloat16, torch.float32),
     "fp16 to fp32": (torch.float16, torch.float32),
 }
-SHARDS = (0, 1, 16, 1000, CHUNK + 7)  # the last is summed in two strides
+SHARDS = (0, 1, 16, 1000, SUM_CHUNK + 7)  # the last is summed in two strides
 
 
 def buffer(rank: int, world_size: int, shard: int, dtype: torch.dtype) -> Tensor:

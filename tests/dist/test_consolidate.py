@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from ls_strategy import ShardedEMA, ZeROStrategy
 from ls_strategy.checkpoint.consolidate import consolidate
 from ls_strategy.checkpoint.describe import describe, verify_all
-from ls_strategy.loading import load_from_checkpoint
+from ls_strategy.lightning.loading import load_from_checkpoint
 from tests.dist.ranks import Net, Sgd, assert_close, assert_equal, fit, on_ranks, weights
 from tests.dist.test_checkpoint_file import Mixed
 
@@ -23,13 +23,10 @@ from tests.dist.test_checkpoint_file import Mixed
 class TwoOptimizers(Net):
     """Steps them in turn."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+    manual = True
 
     def training_step(self, batch: Any, i: int) -> None:
-        loss = self.loss(batch)
-        self.losses.append(loss.item())
+        loss = self.noted_loss(batch)
         optimizer = self.optimizers()[i % 2]
         self.manual_backward(loss)
         optimizer.step()

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ls_strategy.config import nested
+from ls_strategy.engine import Engine
 from ls_strategy.errors import RankFailedError, StateError
-from ls_strategy.strategy import ZeROStrategy
+from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.tiers.stream import Stream
 from ls_strategy.zero import kernels
 from tests.dist.ranks import Net, assert_close, assert_equal, batches, fit, on_ranks, weights
@@ -35,14 +36,27 @@ class Looks(Plain):
         """Anything may be read here."""
 
 
-class SaysItDoesNot(Looks):
-    reads_gradients = False
+class LooksAfterTheStep(Plain):
+    """At the gradients of the steps whose numbers are ``at``, from 1."""
+
+    at: tuple[int, ...] = ()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        if self.trainer.global_step in self.at:
+            self.seen += [p.grad.double().norm().item() for p in self.parameters() if p.grad is not None]
+
+
+class LooksAtOnce(LooksAfterTheStep):
+    at = (1, 3)
+
+
+class LooksLate(LooksAfterTheStep):
+    at = (3,)
 
 
 class SkipsSteps(Plain):
     """Lightning's way to step every second batch."""
-
-    reads_gradients = False
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         if batch_idx % 2:
@@ -52,14 +66,7 @@ class SkipsSteps(Plain):
 
 
 class Manual(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, i: int) -> None:
-        self.optimizers().zero_grad()
-        self.manual_backward(super().training_step(batch, i))
-        self.optimizers().step()
+    manual = True
 
 
 def strategy(stage: int, **options: Any) -> ZeROStrategy:
@@ -70,24 +77,25 @@ def strategy(stage: int, **options: Any) -> ZeROStrategy:
 def updates_begun_in_backward(module: Plain, stage: int, **options: Any) -> int:
     """In the last step; counted between the start and the end of the backward pass."""
     begun = [0]
-    submit, end = Stream.submit, []
+    submit, begin_backward, end_backward, end = Stream.submit, Engine.begin_backward, Engine.end_backward, []
 
     def counting(stream: Stream, jobs: Any) -> Any:
         begun[0] += 1
         return submit(stream, jobs)
 
-    class Watch(pl.Callback):
-        reads_gradients = False
+    def begins(engine: Engine, **how: Any) -> None:
+        begun[0] = 0
+        begin_backward(engine, **how)
 
-        def on_before_backward(self, *_: Any) -> None:
-            begun[0] = 0
-
-        def on_after_backward(self, *_: Any) -> None:
-            end.append(begun[0])
+    def ends(engine: Engine, **how: Any) -> None:
+        end_backward(engine, **how)
+        end.append(begun[0])
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Stream, "submit", counting)
-        fit(strategy(stage), module, callbacks=[Watch()], **options)
+        patch.setattr(Engine, "begin_backward", begins)
+        patch.setattr(Engine, "end_backward", ends)
+        fit(strategy(stage), module, **options)
     return end[-1]
 
 
@@ -96,7 +104,8 @@ def updates_begun_in_backward(module: Plain, stage: int, **options: Any) -> int:
 def test_updates_begin_in_backward_where_nobody_looks(rank: int, world_size: int, stage: int) -> None:
     """Five units; only with one optimizer, no clipping, automatic optimization, and no hook in between."""
     assert updates_begun_in_backward(Plain(), stage) == 5
-    assert updates_begun_in_backward(SaysItDoesNot(), stage) == 5
+    assert updates_begun_in_backward(LooksAfterTheStep(), stage) == 5
+    assert updates_begun_in_backward(LooksAtOnce(), stage) == 0
     assert updates_begun_in_backward(Looks(), stage) == 0
     assert updates_begun_in_backward(SkipsSteps(), stage) == 0
     assert updates_begun_in_backward(Manual(), stage) == 0
@@ -115,15 +124,31 @@ def test_a_module_that_skips_steps(rank: int, world_size: int, stage: int) -> No
     assert_equal(weights(ours), weights(trusted), f"stage {stage}")
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2)
+def test_gradients_are_read_after_the_step(rank: int, world_size: int, stage: int) -> None:
+    """From the first step on they are there; later they are gone, and that is said."""
+    trusted, ours = LooksAtOnce(), LooksAtOnce()
+    fit("ddp", trusted)
+    fit(strategy(stage), ours)
+    assert_close(ours.losses, trusted.losses, "losses")
+    assert_close(ours.seen, trusted.seen, "norms")
+    assert_close(weights(ours), weights(trusted), "weights")
+    with pytest.raises(StateError, match=r"their update began while backward ran.*sharding.overlap_step=False"):
+        fit(strategy(stage), LooksLate())
+    late, in_time = LooksLate(), LooksLate()
+    fit("ddp", late)
+    fit(strategy(stage, **{"sharding.overlap_step": False}), in_time)
+    assert_close(in_time.seen, late.seen, "norms without overlap")
+
+
 class Norms(pl.Callback):
     """Asks the strategy, which knows the norm also of gradients that are gone."""
-
-    reads_gradients = False
 
     def __init__(self) -> None:
         self.norms: list[Tensor] = []
 
-    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         self.norms.append(trainer.strategy.grad_norm())
 
 

@@ -5,6 +5,7 @@ Trusted run: a plain Trainer on one process that sees the same global batches.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ls_strategy.config import nested
-from ls_strategy.strategy import ZeROStrategy
+from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.dist.ranks import (
     STAGES,
@@ -109,9 +110,7 @@ class ClipsByValue(Replaced):
 class Sometimes(Clips):
     """Manual; a block that every second step leaves out, whose gradients of the step before are gone."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+    manual = True
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.first(x)
@@ -123,8 +122,7 @@ class Sometimes(Clips):
     def training_step(self, batch: Any, i: int) -> None:  # type: ignore[override]
         self.odd = bool(i % 2)
         self.zero(i)
-        loss = self.loss(batch)
-        self.losses.append(loss.item())
+        loss = self.noted_loss(batch)
         self.manual_backward(loss)
         self.after_backward()
         self.configure_gradient_clipping(self.optimizers())
@@ -215,14 +213,74 @@ class ByHand(Sometimes):
         opt.zero_grad()
 
 
+class KeepsEverySecond(Sometimes):
+    """Its own ``zero_grad`` sums up what it is about to drop, and drops it every second time only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def zero(self, i: int) -> None:
+        self.zero_grad()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.calls += 1
+        self.losses.append(sum(p.grad.abs().sum().item() for p in self.parameters() if p.grad is not None))
+        if self.calls % 2:
+            super().zero_grad(set_to_none)
+
+
+class OnTheInstance(KeepsEverySecond):
+    """The same, put on the object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.zero_grad = functools.partial(KeepsEverySecond.zero_grad, self)  # type: ignore[method-assign]
+        self.blocks[0].zero_grad = self.count  # type: ignore[method-assign]
+        self.toggle_optimizer = self.count  # type: ignore[method-assign, assignment]
+        self.counted = 0
+
+    def count(self, *_: Any) -> None:
+        self.counted += 1
+
+    def after_backward(self) -> None:
+        self.blocks[0].zero_grad()
+        self.toggle_optimizer(self.optimizers())
+        self.losses.append(float(self.counted))
+
+
+class CountsZeros(torch.optim.SGD):
+    """Counts, and keeps what there is every third time."""
+
+    zeros = 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        CountsZeros.zeros += 1
+        if CountsZeros.zeros % 3:
+            super().zero_grad(set_to_none)
+
+
+class OptimizersZeroGrad(Sometimes):
+    def __init__(self) -> None:
+        super().__init__()
+        CountsZeros.zeros = 0
+
+    def after_backward(self) -> None:
+        self.losses.append(float(CountsZeros.zeros))
+
+    def configure_optimizers(self) -> Any:
+        return CountsZeros(self.parameters(), lr=0.5, momentum=0.9)
+
+
 ANY = [ZeroesAfterNorm, Clips, InPlace, Replaced, Dropped, AroundClipping, ClipsByValue, Sometimes, SometimesModules]
 BY_HAND = [SometimesByHand, DropsAfterBackward]
+METHODS = [KeepsEverySecond, OnTheInstance, OptimizersZeroGrad]
 AT_STAGE_0 = [ReplacesAfterBackward, ByHand]
 
 
 @pytest.fixture(scope="module")
 def trusted() -> dict[str, Result]:
-    return spawn(train_all, 1, [*ANY, *BY_HAND, *AT_STAGE_0], init_process_group=False)[0]
+    return spawn(train_all, 1, [*ANY, *BY_HAND, *METHODS, *AT_STAGE_0], init_process_group=False)[0]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -234,6 +292,10 @@ def test_clipping_takes_the_norm_of_gradients_as_they_are(world_size: int, trust
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_gradients_dropped_by_hand_count_for_nothing(world_size: int, trusted: dict[str, Result]) -> None:
     spawn(compare, world_size, BY_HAND, trusted, (0, 1) if world_size > 1 else (0,), init_process_group=False)
+
+
+def test_methods_of_the_users_run_in_place_of_torchs(trusted: dict[str, Result]) -> None:
+    spawn(compare, 2, METHODS, trusted, STAGES, init_process_group=False)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -13,7 +13,7 @@ import pytest
 
 from ls_strategy.config import nested
 from ls_strategy.errors import OutOfStepError
-from ls_strategy.strategy import ZeROStrategy
+from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.dist.habits import averages, gradients, networks, trainers, weights
 from tests.dist.habits.rows import Row, outcome, require_equal

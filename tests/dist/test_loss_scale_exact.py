@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
 from ls_strategy.config import TierConfig, nested
 from ls_strategy.errors import StateError
-from ls_strategy.strategy import ZeROStrategy
+from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.dist import parallel_runs
 from tests.dist import test_manual_optimization as manual
@@ -106,7 +107,7 @@ class NeverZeroes(manual.AdamW):
     """Every step goes on with the gradients of all steps before."""
 
     def training_step(self, batch: Any, i: int) -> None:
-        self.manual_backward(self.remembered(batch))
+        self.manual_backward(self.noted_loss(batch))
         self.optimizers().step()
 
 
@@ -115,7 +116,7 @@ class NeverZeroesAndClips(manual.Manual):
 
     def training_step(self, batch: Any, i: int) -> None:
         opt = self.optimizers()
-        self.manual_backward(self.remembered(batch))
+        self.manual_backward(self.noted_loss(batch))
         how = {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "norm"}
         self.clip_gradients(opt, **(how if i % 2 else {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}))
         opt.step()
@@ -128,7 +129,7 @@ class TwoBackwardsTwoSteps(manual.Manual):
 
     def training_step(self, batch: Any, i: int) -> None:
         opt = self.optimizers()
-        self.manual_backward(self.remembered(batch))
+        self.manual_backward(self.noted_loss(batch))
         opt.step()
         self.manual_backward(0.5 * self(batch[0]).square().mean())
         opt.step()
@@ -246,9 +247,10 @@ def divided(world_size: int) -> dict[str, list[Run]]:
 
 
 class Quick(parallel_runs.Module):
-    """Says that it only asks for the norm, which the strategy knows."""
+    """No hook of it runs between backward and the next forward, so that it has no losses and norms either."""
 
-    reads_gradients = False
+    on_train_batch_end = pl.LightningModule.on_train_batch_end  # type: ignore[assignment]
+    on_before_optimizer_step = pl.LightningModule.on_before_optimizer_step
 
 
 def check_divided(rank: int, world_size: int, folder: str, runs: list[Run]) -> list[str]:
@@ -291,7 +293,7 @@ class MixesBackwards(manual.Manual):
     """Adds gradients of a loss that nobody scaled to those of one that was."""
 
     def training_step(self, batch: Any, i: int) -> None:
-        self.manual_backward(self.remembered(batch))
+        self.manual_backward(self.noted_loss(batch))
         (0.5 * self(batch[0]).square().mean()).backward()
         self.optimizers().step()
 

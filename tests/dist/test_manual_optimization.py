@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY, call, patch
 
 import pytest
 import torch
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.nn import functional
 
 from ls_strategy.config import nested
 from ls_strategy.errors import StateError
-from ls_strategy.strategy import ZeROStrategy
+from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.dist.ranks import (
     STAGES,
@@ -34,21 +36,7 @@ from tests.dist.ranks import (
 class Manual(Net):
     """The plainest manual step; the cases below change one thing each."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, i: int) -> None:  # type: ignore[override]
-        opt = self.optimizers()
-        opt.zero_grad()
-        loss = self.remembered(batch)
-        self.manual_backward(loss)
-        opt.step()
-
-    def remembered(self, batch: Any) -> Tensor:
-        loss = self.loss(batch)
-        self.losses.append(loss.item())
-        return loss
+    manual = True
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
@@ -65,7 +53,7 @@ class AccumulateByHand(Manual):
     def training_step(self, batch: Any, i: int) -> None:
         opt = self.optimizers()
         opt.zero_grad()
-        first = self.remembered(batch)
+        first = self.noted_loss(batch)
         self.manual_backward(first)
         self.manual_backward(0.5 * self(batch[0]).square().mean())
         opt.step()
@@ -76,7 +64,7 @@ class AccumulateOverBatches(AdamW):
 
     def training_step(self, batch: Any, i: int) -> None:
         opt = self.optimizers()
-        self.manual_backward(self.remembered(batch) / 3)
+        self.manual_backward(self.noted_loss(batch) / 3)
         if i % 3 == 2:
             self.clip_gradients(opt, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
             opt.step()
@@ -90,7 +78,7 @@ class AccumulateToggled(Manual):
         opt = self.optimizers()
         last = i % 2 == 1
         with opt.toggle_model(sync_grad=last):
-            self.manual_backward(self.remembered(batch))
+            self.manual_backward(self.noted_loss(batch))
             if last:
                 opt.step()
                 opt.zero_grad()
@@ -103,7 +91,7 @@ class ZeroToZeros(Manual):
         opt = self.optimizers()
         opt.zero_grad(set_to_none=False)
         if i != 4:
-            self.manual_backward(self.remembered(batch))
+            self.manual_backward(self.noted_loss(batch))
         opt.step()
 
 
@@ -115,7 +103,7 @@ class ZeroHalfWay(Manual):
         opt.zero_grad()
         self.manual_backward(10 * self.loss(batch))
         opt.zero_grad(set_to_none=i % 2 == 0)
-        self.manual_backward(self.remembered(batch))
+        self.manual_backward(self.noted_loss(batch))
         opt.step()
 
 
@@ -127,7 +115,7 @@ class ModulesZeroTheirOwn(AdamW):
         self.manual_backward(10 * self.loss(batch))
         self.blocks.zero_grad(set_to_none=i % 2 == 0)
         self.blocks[0].zero_grad()
-        self.manual_backward(self.remembered(batch))
+        self.manual_backward(self.noted_loss(batch))
         self.optimizers().step()
 
 
@@ -138,7 +126,7 @@ class StepWithoutBackward(AdamW):
         opt = self.optimizers()
         opt.zero_grad()
         if i % 2 == 0:
-            self.manual_backward(self.remembered(batch))
+            self.manual_backward(self.noted_loss(batch))
         opt.step()
 
 
@@ -156,7 +144,7 @@ class RawBackward(Manual):
     def training_step(self, batch: Any, i: int) -> None:
         opt = self.optimizers()
         opt.zero_grad()
-        self.remembered(batch).backward()
+        self.noted_loss(batch).backward()
         opt.step()
 
 
@@ -164,7 +152,7 @@ class UserClips(Manual):
     def training_step(self, batch: Any, i: int) -> None:
         opt = self.optimizers()
         opt.zero_grad()
-        self.manual_backward(self.remembered(batch))
+        self.manual_backward(self.noted_loss(batch))
         how = {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "norm"}
         self.clip_gradients(opt, **(how if i % 2 else {"gradient_clip_val": 0.002, "gradient_clip_algorithm": "value"}))
         opt.step()
@@ -176,7 +164,7 @@ class Closure(AdamW):
 
         def closure() -> Tensor:
             opt.zero_grad()
-            loss = self.remembered(batch)
+            loss = self.noted_loss(batch)
             self.manual_backward(loss)
             return loss
 
@@ -325,7 +313,7 @@ class BareStep(Manual):
 
     def training_step(self, batch: Any, i: int) -> None:
         opt = self.optimizers(use_pl_optimizer=False)
-        self.manual_backward(self.remembered(batch))
+        self.manual_backward(self.noted_loss(batch))
         with pytest.raises(StateError, match=r"bare optimizer.*self\.optimizers\(\)"):
             opt.step()
 
@@ -367,9 +355,10 @@ def test_checkpoint_and_resume_of_two_optimizers(rank: int, world_size: int, tmp
 class SometimesUnused(Net):
     """A block that every second step leaves out, under an optimizer that clips."""
 
+    manual = True
+
     def __init__(self) -> None:
         super().__init__()
-        self.automatic_optimization = False
         self.norms: list[float] = []
 
     def forward(self, x: Tensor) -> Tensor:
@@ -382,8 +371,7 @@ class SometimesUnused(Net):
     def training_step(self, batch: Any, i: int) -> None:
         self.step = i
         head, body = self.optimizers()
-        loss = self.loss(batch)
-        self.losses.append(loss.item())
+        loss = self.noted_loss(batch)
         self.manual_backward(loss)
         self.norms.append(self.norm(body))
         self.clip_gradients(body, 0.05, "norm")
@@ -420,3 +408,46 @@ def test_the_norm_forgets_gradients_of_the_step_before(
         )  # type: ignore[arg-type]
         assert_close(ours.norms, trusted.norms, f"stage {stage}, norms")
         assert_close(ours.losses, trusted.losses, f"stage {stage}, losses")
+
+
+class Watching(ZeROStrategy):
+    """Overrides what Lightning's `Strategy.backward` calls before and after the hooks."""
+
+    calls = 0
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        self.calls += 1
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        self.calls += 100
+
+
+@pytest.mark.parametrize(
+    "options", [{"stage": 3}, {"stage": 1, "parallel.pipeline.size": 2, "parallel.pipeline.micro_batches": 2}]
+)
+@on_ranks(2)
+def test_the_base_class_runs_backward(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    strategy = Watching(**options)
+    with patch.object(Strategy, "backward", autospec=True, side_effect=Strategy.backward) as backward:
+        fit(strategy, Net() if "parallel.pipeline.size" in options else Manual(), max_epochs=1, max_steps=3)
+    assert backward.call_count == 3
+    assert strategy.calls == 303
+
+
+@on_ranks(2)
+def test_a_mock_of_step_gets_the_arguments_of_step_and_no_other_call(rank: int, world_size: int) -> None:
+    """Nothing is asked of a class's `step` at every step: what is put in its place may count."""
+
+    class Closure(Manual):
+        def training_step(self, batch: Any, i: int) -> None:
+            opt = self.optimizers()
+            self.manual_backward(self.noted_loss(batch))
+            opt.step(closure=lambda: None, extra=1)
+            opt.zero_grad()
+
+    for stage in (1, 2, 3):
+        with patch.object(torch.optim.SGD, "step") as step:
+            module = Closure()
+            module.on_train_start = step.reset_mock
+            fit(stage, module, max_epochs=1, max_steps=2)
+            assert step.mock_calls == [call(closure=ANY, extra=1)] * 2, f"stage {stage}: {step.mock_calls}"

@@ -227,9 +227,7 @@ def test_traffic_of_the_drive_is_copies(rank: int, world_size: int, tmp_path: Pa
 class Manual(Net):
     """Two optimizers, each with a step of its own in every batch."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+    manual = True
 
     def configure_optimizers(self) -> Any:
         halves = [self.first, self.blocks, self.last]

@@ -16,11 +16,11 @@ from torch import nn
 
 from ls_strategy.callbacks import Monitor, ShardedEMA
 from ls_strategy.config import nested
-from ls_strategy.strategy import ZeROStrategy
+from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.tiers import stream
 from ls_strategy.tiers.nvme import NVMeTier
 from ls_strategy.tiers.stream import Ticket
-from ls_strategy.zero import averages, kernels, units
+from ls_strategy.zero import averages, buffer, kernels
 from tests.dist.ranks import WIDTH, Block, Net, assert_equal, batches, fit, on_ranks, trainer_of, weights
 
 TIERS = {
@@ -35,10 +35,6 @@ TIERS = {
 
 class ByDefault(Net):
     """An optimizer that names no kernel, and a learning rate that changes at every step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[float] = []
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, eps=1e-4)
@@ -207,14 +203,12 @@ class Seconds:
 
         patch.setattr(kernels.ops, "adamw_", takes_a_second)
         patch.setattr(Ticket, "wait", notes)
-        for module in (stream, units, averages):
+        for module in (stream, buffer, averages):
             patch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: self.now, monotonic=time.monotonic))
 
 
 class Counts(pl.Callback):
     """Seconds that were exposed so far, after every step. ``before``: what to do before each, ``after``: after all."""
-
-    reads_gradients = False
 
     def __init__(self, before: Any = None, after: Any = None) -> None:
         self.exposed: list[float] = []

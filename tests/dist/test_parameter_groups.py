@@ -17,37 +17,36 @@ from torch import Tensor, nn
 from ls_strategy.callbacks import ShardedEMA
 from ls_strategy.config import nested
 from ls_strategy.errors import PlanError, StateError
-from ls_strategy.strategy import ZeROStrategy
+from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
-from tests.dist.ranks import Net, assert_close, fit, global_batches, mean_over_ranks, quiet, weights
+from tests.dist.ranks import (
+    OPTIONS,
+    Net,
+    assert_close,
+    differences,
+    fit,
+    global_batches,
+    mean_over_ranks,
+    quiet,
+    weights,
+)
 
 STEPS = 3
 EPOCHS = 4
-OPTIONS: dict[str, dict[str, Any]] = {
-    "zero1": {"stage": 1},
-    "zero2": {"stage": 2},
-    "zero3": {"stage": 3},
-    "zero3, small units": {"stage": 3, "sharding.min_unit_numel": 0},
-    "zero3_offload": {
-        "stage": 3,
-        "sharding.min_unit_numel": 0,
-        "offload.optimizer": "cpu",
-        "offload.parameters": "cpu",
-    },
-    "zero1_offload": {"stage": 1, "offload.optimizer": "cpu"},
-}
 
 Outcome = tuple[list[float], list[float], dict[str, Tensor]]
 
 
 class Joins(Net):
-    """The blocks are frozen at first; Adam, whose moments and step counts show in the weights."""
+    """The blocks are frozen at first; Adam, whose moments and step counts show in the weights.
+
+    With eps=1e-3 a bias that starts at zero is 1.0e-6 away from a run in fp64 in plain torch, with 1e-2 it is 0.7e-6.
+    """
 
     fused: bool | None = True
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[float] = []
         self.optimizer_ids: list[int] = []
 
     def build(self) -> None:
@@ -56,7 +55,7 @@ class Joins(Net):
 
     def configure_optimizers(self) -> Any:
         params = [p for p in self.parameters() if p.requires_grad]
-        return torch.optim.AdamW(params, lr=self.lr, eps=1e-3, weight_decay=0.1, fused=self.fused)
+        return torch.optim.AdamW(params, lr=self.lr, eps=1e-2, weight_decay=0.1, fused=self.fused)
 
     def on_train_batch_end(self, *_: Any) -> None:
         """Rates, as loggers see them, and a weight."""
@@ -118,7 +117,7 @@ class Unfreezes(Joins):
     """In the optimizer from the start, without a gradient until then."""
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=self.lr, eps=1e-3, weight_decay=0.1, fused=True)
+        return torch.optim.AdamW(self.parameters(), lr=self.lr, eps=1e-2, weight_decay=0.1, fused=True)
 
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == 2:
@@ -128,14 +127,11 @@ class Unfreezes(Joins):
 class ByHand(Joins):
     """In ``training_step``, before the forward of the next step; and clipped."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+    manual = True
 
     def training_step(self, batch: Any, i: int) -> None:
         optimizer: Any = self.optimizers()
-        loss = self.loss(batch)
-        self.losses.append(loss.item())
+        loss = self.noted_loss(batch)
         self.manual_backward(loss)
         self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
         optimizer.step()
@@ -176,7 +172,7 @@ def outcome(rank: int, world_size: int, module: Joins, strategy: Any, **options:
 
 def assert_equal_outcomes(actual: Outcome, expected: Outcome, name: str) -> None:
     for what, ours, theirs in zip(("losses", "seen", "weights"), actual, expected, strict=True):
-        assert_close(ours, theirs, f"{name}: {what}", 2e-6)
+        assert_close(ours, theirs, f"{name}: {what}", 1e-6)
 
 
 def trusted(rank: int, world_size: int, kinds: list[type[Joins]], options: dict[str, Any]) -> dict[str, Outcome]:
@@ -190,12 +186,12 @@ def problems(
     quiet()
     found = []
     for kind in kinds:
-        for name, one in OPTIONS.items():
-            try:
-                actual = outcome(rank, world_size, kind(), ZeROStrategy(**nested(one)), **options)
-                assert_equal_outcomes(actual, expected[kind.__name__], name)
-            except Exception as error:
-                found.append(f"{kind.__name__}, {name}: {type(error).__name__}: {str(error)[:300]}")
+        different = differences(
+            lambda name: outcome(rank, world_size, kind(), ZeROStrategy(**nested(OPTIONS[name])), **options),  # noqa: B023
+            expected[kind.__name__],
+            OPTIONS,
+        )
+        found += [f"{kind.__name__}, {name}: {words}" for name, words in different.items()]
     return found
 
 
@@ -242,15 +238,13 @@ def resume_problems(
     rank: int, world_size: int, kind: type[Joins], expected: Outcome, options: list[dict[str, Any]], path: str
 ) -> list[str]:
     quiet()
-    found = []
-    for name in ("sharded", "file"):
-        try:
-            strategies = [ZeROStrategy(**nested({"checkpoint.format": name, **one})) for one in options]  # type: ignore[arg-type]
-            actual = resumed(rank, world_size, kind, strategies, f"{path}/{name}.ckpt")
-            assert_equal_outcomes(actual, expected, name)
-        except Exception as error:
-            found.append(f"{kind.__name__}, {options}, {name}: {type(error).__name__}: {str(error)[:300]}")
-    return found
+
+    def run(name: Any) -> Outcome:
+        strategies = [ZeROStrategy(**nested({"checkpoint.format": name, **one})) for one in options]
+        return resumed(rank, world_size, kind, strategies, f"{path}/{name}.ckpt")
+
+    found = differences(run, expected, ("sharded", "file"))
+    return [f"{kind.__name__}, {options}, {name}: {words}" for name, words in found.items()]
 
 
 class Stepwise(BaseFinetuning):
@@ -315,14 +309,11 @@ class Strange(Joins):
 class Accumulates(Joins):
     """In the middle of a step of three micro-batches, by hand."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+    manual = True
 
     def training_step(self, batch: Any, i: int) -> None:
         optimizer: Any = self.optimizers()
-        loss = self.loss(batch)
-        self.losses.append(loss.item())
+        loss = self.noted_loss(batch)
         self.manual_backward(loss / 3)
         if i == 2:
             optimizer.step()
@@ -505,8 +496,7 @@ class With(Net):
 
         def closure() -> Tensor:
             optimizer.zero_grad()
-            loss = self.loss(batch)
-            self.losses.append(loss.item())
+            loss = self.noted_loss(batch)
             self.manual_backward(loss)
             return loss
 
@@ -556,8 +546,8 @@ def one_pass(rank: int, world_size: int) -> None:
                 Once.calls = 0
                 fit(stage, module, data, use_distributed_sampler=False)
                 assert make is not Once or Once.calls >= 8
-                assert_close(module.losses, expected.losses, f"{make.__name__}, {manual}, {stage}", 2e-6)
-                assert_close(weights(module), weights(expected), f"{make.__name__}, {manual}, {stage}", 2e-6)
+                assert_close(module.losses, expected.losses, f"{make.__name__}, {manual}, {stage}", 1e-6)
+                assert_close(weights(module), weights(expected), f"{make.__name__}, {manual}, {stage}", 1e-6)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -582,10 +572,6 @@ def test_a_second_call_of_the_closure_is_an_error_whenever_it_comes() -> None:
 
 class InNone(Net):
     """They get gradients, which norms count, and are not stepped."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[float] = []
 
     def configure_optimizers(self) -> Any:
         params = [*self.first.parameters(), *self.blocks[1:].parameters(), self.last.weight]
@@ -652,10 +638,7 @@ def test_parameters_in_no_optimizer_get_gradients(kind: type[Any]) -> None:
 class Shared(Net):
     """Two optimizers of different kinds take turns on parameters that are partly the same."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.seen: list[float] = []
+    manual = True
 
     def take(self, i: int, loss: Tensor, optimizer: Any) -> None:
         optimizer.zero_grad()
@@ -701,8 +684,7 @@ class BothStep(TheSame):
 
     def training_step(self, batch: Any, i: int) -> None:
         first, second = self.optimizers()  # type: ignore[misc]
-        loss = self.loss(batch)
-        self.losses.append(loss.item())
+        loss = self.noted_loss(batch)
         self.manual_backward(loss)
         first.step()
         second.step()
@@ -714,8 +696,7 @@ class DropsBetween(Shared):
 
     def training_step(self, batch: Any, i: int) -> None:
         first, second = self.optimizers()  # type: ignore[misc]
-        loss = self.loss(batch)
-        self.losses.append(loss.item())
+        loss = self.noted_loss(batch)
         self.manual_backward(loss)
         first.step()
         first.zero_grad(set_to_none=i % 2 == 0)
@@ -730,8 +711,7 @@ class ClipsBetween(BothStep):
     def training_step(self, batch: Any, i: int) -> None:
         first, second = self.optimizers()  # type: ignore[misc]
         first.zero_grad()
-        loss = self.loss(batch)
-        self.losses.append(loss.item())
+        loss = self.noted_loss(batch)
         self.manual_backward(loss)
         if i % 2:
             self.clip_gradients(first, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
@@ -757,8 +737,7 @@ class Accumulated(Shared):
 
     def training_step(self, batch: Any, i: int) -> None:
         first, second = self.optimizers()  # type: ignore[misc]
-        loss = self.loss(batch)
-        self.losses.append(loss.item())
+        loss = self.noted_loss(batch)
         self.manual_backward(loss)
         if i % 2:
             first.step()
@@ -801,14 +780,11 @@ ON_DEVICE["zero3, parameters on the host"] = {"stage": 3, "sharding.min_unit_num
 
 def shared_problems(rank: int, world_size: int, kind: type[Any]) -> list[str]:
     quiet()
-    found = []
     expected = outcome(rank, world_size, kind(), "ddp_find_unused_parameters_true" if world_size > 1 else "auto")
-    for name, one in ON_DEVICE.items():
-        try:
-            assert_equal_outcomes(outcome(rank, world_size, kind(), ZeROStrategy(**nested(one))), expected, name)
-        except Exception as error:
-            found.append(f"{kind.__name__}, {name}: {type(error).__name__}: {str(error)[:300]}")
-    return found
+    found = differences(
+        lambda name: outcome(rank, world_size, kind(), ZeROStrategy(**nested(ON_DEVICE[name]))), expected, ON_DEVICE
+    )
+    return [f"{kind.__name__}, {name}: {words}" for name, words in found.items()]
 
 
 @pytest.mark.parametrize("kind", SHARED)
@@ -854,10 +830,6 @@ def test_shared_parameters_are_refused_where_states_have_one_place(tmp_path: Pat
 
 class StepHooks(Net):
     """Hooks of the optimizer, which look at its groups; before the closure that ``step`` gets, and after it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[float] = []
 
     @staticmethod
     def params(optimizer: Any) -> list[Tensor]:
@@ -909,17 +881,7 @@ class StepHooksLate(StepHooks):
 class StepHooksByHand(StepHooksLate):
     """After backward, where ``step`` is called without a closure."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, i: int) -> None:
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        loss = self.loss(batch)
-        self.losses.append(loss.item())
-        self.manual_backward(loss)
-        optimizer.step()
+    manual = True
 
 
 class StepHooksByHandFused(StepHooksByHand):

@@ -164,9 +164,7 @@ class GradientPenalty(Sgd):
 class RetainGraph(Sgd):
     """Two backward passes through one graph."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+    manual = True
 
     def training_step(self, batch: Any, i: int) -> None:  # type: ignore[override]
         opt = self.optimizers()

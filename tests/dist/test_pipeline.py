@@ -21,7 +21,7 @@ from torchmetrics import MeanMetric
 from ls_strategy.callbacks import PipelineTimeline
 from ls_strategy.config import nested
 from ls_strategy.errors import ConfigError, LSError, PlanError
-from ls_strategy.strategy import ZeROStrategy
+from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.dist.parallel_runs import BATCH, Outcome, Run, train_all, unequal
 from tests.dist.ranks import on_ranks, trainer_of

@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ls_strategy._compat import current_backward_pass, default_store
-from ls_strategy.comm import make_comm
+from ls_strategy.distributed.comm import make_comm
 from ls_strategy.errors import PlanError, RankFailedError
 from ls_strategy.parallel.pipeline.cut import keep_own, make_cut
 from ls_strategy.parallel.pipeline.handover import SideLoss
@@ -33,11 +33,12 @@ from ls_strategy.parallel.pipeline.schedules import (
     placement_of,
     stages_per_rank_of,
 )
-from ls_strategy.parallel.pipeline.simulate import Costs, gpipe_bubble, simulate
+from ls_strategy.parallel.pipeline.simulate import Costs, simulate
 from ls_strategy.parallel.pipeline.stage import StageRunner
-from ls_strategy.parallel.pipeline.timeline import Recorder
+from ls_strategy.parallel.pipeline.timeline import TimelineRecorder
 from ls_strategy.testing import spawn
 from recipes.gpt.network import GPT, GPTConfig
+from tests import papers
 
 pytestmark = pytest.mark.dist
 
@@ -610,7 +611,7 @@ def bubbles(rank: int, world_size: int, counts: tuple[int, ...]) -> dict[tuple[s
     for schedule in ("gpipe", "1f1b"):
         for count in counts:
             model = nn.Sequential(*(SlotBlock(slots) for _ in range(world_size)))
-            recorder = Recorder(CPU)
+            recorder = TimelineRecorder(CPU)
             runner = build(model, schedule, world_size, comm, recorder=recorder)
             length = slots.begin(f"{schedule}/{count}", make_table(schedule, world_size, count))
             report = runner.train(lambda part, m=model: m(part).sum(), list(torch.randn(count, 4).split(1)))
@@ -625,7 +626,7 @@ def bubbles(rank: int, world_size: int, counts: tuple[int, ...]) -> dict[tuple[s
 def test_the_bubble_is_that_of_the_formula(world_size: int, counts: tuple[int, ...]) -> None:
     """In slots of time, not in seconds: actions of one slot are in flight together on all ranks."""
     for (schedule, count), measured in spawn(bubbles, world_size, counts)[0].items():
-        assert measured == pytest.approx(gpipe_bubble(world_size, count)), (schedule, count)
+        assert measured == pytest.approx(papers.gpipe_bubble(world_size, count)), (schedule, count)
 
 
 # --- models of others -------------------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from ls_strategy.config import RecomputeConfig, TierConfig, ZeROConfig
 from ls_strategy.planner.candidates import Candidate
 from ls_strategy.planner.forecast import Forecaster, Run
 from ls_strategy.planner.hardware import Hardware
-from ls_strategy.planner.live import LiveBytes
 from ls_strategy.planner.paper import on_paper
 from ls_strategy.planner.step import first_batch, training_step
 from ls_strategy.precision import resolve_precision
@@ -28,6 +27,7 @@ from ls_strategy.testing import spawn
 from ls_strategy.tiers.nvme import NVMeTier
 from tests.bench.record import RECORDS, ROOT
 from tests.dist.models import Case, Net, PrivateNet, loader, quiet, trainer_of
+from tests.live_bytes import LiveBytes
 
 WIDTH, BLOCKS, STEPS = 96, 4, 2
 CPU = TierConfig(tier="cpu")
@@ -68,8 +68,6 @@ def module_of(case: Case) -> Net:
 
 class Begin(pl.Callback):
     """From here on the peak counts; before, the original values are there, too."""
-
-    reads_gradients = False
 
     def __init__(self, live: LiveBytes) -> None:
         self.live = live

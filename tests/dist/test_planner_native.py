@@ -15,11 +15,10 @@ import torch
 import torch.distributed as dist
 
 from ls_strategy._compat import without_dispatch_modes
-from ls_strategy.comm import Comm
 from ls_strategy.config import TierConfig, ZeROConfig
+from ls_strategy.distributed.comm import Comm
 from ls_strategy.planner.candidates import Candidate
 from ls_strategy.planner.forecast import Forecaster, Run
-from ls_strategy.planner.live import LiveBytes
 from ls_strategy.planner.paper import on_paper
 from ls_strategy.planner.replay import Peak, replay
 from ls_strategy.planner.step import first_batch, training_step
@@ -29,6 +28,7 @@ from ls_strategy.testing import spawn
 from ls_strategy.zero import reduce
 from tests.dist.models import Case, PrivateNet, loader, quiet, trainer_of
 from tests.dist.test_planner import Begin
+from tests.live_bytes import LiveBytes
 
 IN_FLIGHT_BYTES = 1 << 16
 CPU = TierConfig(tier="cpu")

@@ -14,7 +14,7 @@ import pytest
 from ls_strategy.config import ZeROConfig
 from ls_strategy.planner.hardware import Hardware
 from ls_strategy.planner.scaling import RANKS
-from ls_strategy.zero_stages import POLICIES
+from tests import papers
 from tests.bench.record import RECORDS, ROOT
 from tests.bench.scaling import CANDIDATES, MODELS, SMALL, checked, figure_1, forecaster_of, scaled
 from tests.marks import slow
@@ -52,7 +52,7 @@ def test_traffic_is_section_7_of_the_paper_on_any_number_of_ranks() -> None:
             last = max(i for i, unit in enumerate(units) if not unit.is_root)
             once = sum(numel for i, numel in enumerate(padded) if units[i].is_root or i == last)
             size = 2 if candidate.stage else 4  # stage 0 averages in fp32, and sends the averages
-            formula = size * POLICIES[candidate.stage].elements_sent(sum(padded), ranks)
+            formula = size * papers.elements_sent(candidate.stage, sum(padded), ranks)
             if candidate.stage == 3:
                 formula -= 2 * once * (ranks - 1) // ranks
             assert sent == formula, (ranks, candidate.name)

@@ -60,7 +60,7 @@ def test_environment_variables_are_those_of_the_source() -> None:
 ELSEWHERE = {
     # of the files and functions that a guide is about, and that no signature here has
     "ckpt_path", "sync_dist", "weights_only", "modify", "strict_loading", "save_last", "devices", "num_nodes",
-    "reads_gradients", "classes", "every", "rank", "drop_last", "cache",
+    "classes", "every", "rank", "drop_last", "cache",
     "seed", "whole_sequences", "tensor_parallel", "quant", "reshard_after_forward", "param_dtype",
 }  # fmt: skip
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from ls_strategy.ops import linear, linear_library
+from ls_strategy.ops import linear
+from ls_strategy.ops.extra_library import linear_library
 from ls_strategy.ops.linear import linear_int4, linear_int8, pack, spell_out_int4, spell_out_int8, unpack
 
 SHAPES = [(1, 32, 1), (1, 96, 37), (2, 64, 4), (3, 128, 130), (7, 256, 16), (200, 64, 9)]

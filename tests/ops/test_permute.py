@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ls_strategy.ops import permute, routing_library
+from ls_strategy.ops import permute
+from ls_strategy.ops.extra_library import routing_library
 from ls_strategy.ops.permute import (
     combine_reference,
     pair_dots_reference,
@@ -318,7 +319,8 @@ def test_compiles_into_one_graph():
 
 PROGRAM = """
 import torch
-from ls_strategy.ops import permute, routing_library
+from ls_strategy.ops import permute
+from ls_strategy.ops.extra_library import routing_library
 order, counts = permute.sort_by_expert(torch.tensor([[1, 0], [1, 1]]), None, 2)
 assert order.tolist() == [1, 0, 2, 3] and counts.tolist() == [1, 3]
 x = torch.ones(2, 3, requires_grad=True)

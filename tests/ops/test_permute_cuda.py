@@ -7,7 +7,8 @@ import sys
 import pytest
 import torch
 
-from ls_strategy.ops import _build, permute, routing_library, topk
+from ls_strategy.ops import _build, permute, topk
+from ls_strategy.ops.extra_library import routing_library
 from ls_strategy.ops.permute import combine_reference, pair_dots_reference, permute_reference
 from tests.ops.test_cuda import recipe
 from tests.ops.test_permute import DTYPES, SHAPES, Routed, assert_same_bits

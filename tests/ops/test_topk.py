@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from ls_strategy.ops import routing_library, topk
+from ls_strategy.ops import topk
+from ls_strategy.ops.extra_library import routing_library
 from ls_strategy.ops.topk import stable_topk, topk_indices_reference
 
 EXPERTS = (1, 2, 7, 8, 15, 16, 17, 64, 100, 257)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ls_strategy.checkpoint import commit
-from ls_strategy.checkpoint.commit import META, Manifest
 from ls_strategy.checkpoint.files import RankFile
+from ls_strategy.checkpoint.manifest import Manifest, record_of
 from ls_strategy.checkpoint.metadata import write_metadata
+from ls_strategy.checkpoint.target import MANIFEST, META
 from ls_strategy.layout import flat_range_to_boxes
 
 TensorPath = tuple[str, ...]
@@ -54,7 +55,7 @@ def write_folder(
     items = [(file.name, item) for file in files for item in file.items]
     records |= write_metadata(place, items, aliases or {})
     torch.save(meta, f"{place}/{META}")
-    records[META] = commit.record_of(place, META)
+    records[META] = record_of(place, META)
     layout = {"world_size": ranks, "stage": 3, "precision": "bf16-mixed"}
     commit.commit(path, "test", Manifest(step=7, epoch=2, layout=layout, files=records, left_out=list(left_out)))
     held.release()
@@ -70,7 +71,7 @@ def damage(path: Path, name: str) -> None:
 
 def uncommit(path: Path) -> None:
     """As an interrupted save leaves a folder."""
-    (path / commit.MANIFEST).unlink()
+    (path / MANIFEST).unlink()
 
 
 def small_folder(path: Path, **options: Any) -> Path:

@@ -22,7 +22,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ls_strategy.checkpoint import claim, commit
-from ls_strategy.checkpoint.commit import MANIFEST, FileRecord, Manifest, Place
+from ls_strategy.checkpoint.manifest import FORMAT, FileRecord, Manifest, is_committed, read_manifest, record_of, verify
+from ls_strategy.checkpoint.place import Place, sync_file
+from ls_strategy.checkpoint.target import MANIFEST
 from ls_strategy.errors import CheckpointError
 from ls_strategy.layout import Box, flat_range_to_boxes
 from tests.os_calls import replaced
@@ -39,18 +41,18 @@ def save(path: Any, content: int, names: tuple[str, ...] = FILES) -> None:
     for name in names:
         with place.open(name, "wb") as file:
             file.write(f"{name} {content}".encode())
-        records[name] = commit.record_of(place, name)
+        records[name] = record_of(place, name)
     commit.commit(path, save_id, Manifest(step=content, epoch=0, layout={}, files=records))
     held.release()
 
 
 def content_of(path: Any) -> int | None:
     """What the committed folder says, all files alike; None if there is none."""
-    if not commit.is_committed(path):
+    if not is_committed(path):
         return None
-    manifest = commit.read_manifest(path)
+    manifest = read_manifest(path)
     for name, record in manifest.files.items():
-        commit.verify(path, name, record)
+        verify(path, name, record)
         with Place(path).open(name, "rb") as file:
             assert file.read() == f"{name} {manifest.step}".encode()
     return manifest.step
@@ -285,11 +287,11 @@ def test_a_file_that_is_missing_or_cut_is_named(tmp_path: Path, name: str) -> No
     data = (path / name).read_bytes()
     (path / name).write_bytes(data[:-1])
     with pytest.raises(CheckpointError, match=rf"a\.ckpt/{name} has {len(data) - 1} bytes.*says {len(data)}"):
-        commit.read_manifest(path)
+        read_manifest(path)
     (path / name).unlink()
     with pytest.raises(CheckpointError, match=rf"a\.ckpt/{name} is missing"):
-        commit.read_manifest(path)
-    assert not commit.is_committed(path)
+        read_manifest(path)
+    assert not is_committed(path)
     assert commit.newest([tmp_path]) is None
 
 
@@ -305,8 +307,8 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
             damaged[at] ^= 1 << at % 8
             file.write_bytes(damaged)
             try:
-                for name, record in commit.read_manifest(path).files.items():
-                    commit.verify(path, name, record)
+                for name, record in read_manifest(path).files.items():
+                    verify(path, name, record)
                 unnoticed.append(f"{file.name}[{at}]: {bytes(damaged[max(at - 12, 0) : at + 4])!r}")
             except CheckpointError as error:
                 if "a.ckpt" not in str(error):
@@ -320,12 +322,12 @@ def test_a_folder_without_manifest_is_no_checkpoint(tmp_path: Path) -> None:
     save(path, 1)
     (path / MANIFEST).unlink()
     with pytest.raises(CheckpointError, match=r"a\.ckpt is not a committed checkpoint: it has no manifest\.json"):
-        commit.read_manifest(path)
+        read_manifest(path)
     with pytest.raises(CheckpointError, match="not a committed checkpoint"):
-        commit.read_manifest(tmp_path / "nothing.ckpt")
+        read_manifest(tmp_path / "nothing.ckpt")
     (tmp_path / "file.ckpt").write_bytes(b"x")
     with pytest.raises(CheckpointError, match="not a committed checkpoint"):
-        commit.read_manifest(tmp_path / "file.ckpt")
+        read_manifest(tmp_path / "file.ckpt")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", "null", '"x"', '{"files": []}', '{"files": {}, "steq": 1}'])
@@ -334,15 +336,15 @@ def test_a_manifest_that_is_none(tmp_path: Path, text: str) -> None:
     save(path, 1)
     (path / MANIFEST).write_text(text)
     with pytest.raises(CheckpointError, match=rf"a\.ckpt/{MANIFEST} is damaged"):
-        commit.read_manifest(path)
+        read_manifest(path)
 
 
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     commit.begin(path, "id")
-    commit.commit(path, "id", Manifest(0, 0, {}, {}, format=commit.FORMAT + 1))
+    commit.commit(path, "id", Manifest(0, 0, {}, {}, format=FORMAT + 1))
     with pytest.raises(CheckpointError, match="newer version"):
-        commit.read_manifest(path)
+        read_manifest(path)
 
 
 def test_a_manifest_comes_back_as_it_was() -> None:
@@ -360,13 +362,13 @@ def test_verify_names_the_stretch(data: bytes, cuts: list[int], where: int) -> N
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "f"
         file.write_bytes(data)
-        commit.verify(folder, "f", FileRecord(len(data), parts))
+        verify(folder, "f", FileRecord(len(data), parts))
         if where >= len(data):
             return
         file.write_bytes(data[:where] + bytes([data[where] ^ 4]) + data[where + 1 :])
         offset, length = next((a, n) for a, n, _ in parts if a <= where < a + n)
         with pytest.raises(CheckpointError, match=rf"/f is damaged: bytes \[{offset}, {offset + length}\)"):
-            commit.verify(folder, "f", FileRecord(len(data), parts))
+            verify(folder, "f", FileRecord(len(data), parts))
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -476,7 +478,7 @@ def test_newest_looks_into_all_folders_and_at_files_too(tmp_path: Path) -> None:
     save(a / "x.ckpt", 1)
     save(b / "y.ckpt", 2)
     assert commit.newest([a, b]) == str(b / "y.ckpt")
-    saved_at = commit.read_manifest(b / "y.ckpt").saved_at
+    saved_at = read_manifest(b / "y.ckpt").saved_at
     file = a / "one.ckpt"
     file.write_bytes(b"one file")
     os.utime(file, (saved_at + 10, saved_at + 10))
@@ -530,7 +532,7 @@ def test_another_file_system(request: Any, monkeypatch: pytest.MonkeyPatch) -> N
         with place.open("meta.pt", "wb") as file:
             file.write(b"?")
         with pytest.raises(CheckpointError, match=r"memory://.*/a\.ckpt/meta\.pt has 1 bytes"):
-            commit.read_manifest(path)
+            read_manifest(path)
         commit.remove(path)
         assert not Place(path).exists()
         commit.remove(path)
@@ -539,7 +541,7 @@ def test_another_file_system(request: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_stream_without_descriptor_is_flushed() -> None:
-    commit.sync_file(io.BytesIO())
+    sync_file(io.BytesIO())
 
 
 # --- boxes ------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from ls_strategy.checkpoint import commit
-from ls_strategy.checkpoint.commit import MANIFEST, Manifest, Place
+from ls_strategy.checkpoint.manifest import Manifest
+from ls_strategy.checkpoint.place import Place
+from ls_strategy.checkpoint.target import MANIFEST
 from ls_strategy.errors import CheckpointError
 from tests.unit.test_commit import content_of, every_end, names_in, save
 
@@ -168,7 +170,9 @@ def test_another_file_system_has_the_same_rules(request: pytest.FixtureRequest) 
 SAVER = """
 import sys
 from ls_strategy.checkpoint import commit
-from ls_strategy.checkpoint.commit import MANIFEST, Manifest, Place
+from ls_strategy.checkpoint.manifest import Manifest, record_of
+from ls_strategy.checkpoint.place import Place
+from ls_strategy.checkpoint.target import MANIFEST
 from pathlib import Path
 
 path, stop = Path(sys.argv[1]), sys.argv[2]
@@ -185,7 +189,7 @@ with place.open("__0_0.distcp", "wb") as file:
         wait()
         file.seek(0)
         file.write(b"__0_0.distcp 7")
-records = {"__0_0.distcp": commit.record_of(place, "__0_0.distcp")}
+records = {"__0_0.distcp": record_of(place, "__0_0.distcp")}
 plain = commit._exchange
 if stop == "manifest":
     commit.take_name = lambda *args, take_name=commit.take_name: (wait(), take_name(*args))

@@ -30,6 +30,7 @@ def zero(**keys):
 
 SCALE = LossScaleConfig(static=None, initial_power=16, window=1000, hysteresis=2, min_scale=1.0)
 CIFAR_SCALE = LossScaleConfig(static=None, initial_power=15, window=500, hysteresis=2, min_scale=1.0)
+TRAINER = ("precision", "gradient_clip_val", "accumulate_grad_batches")
 NVME = "/path/to/my/fast_nvme_storage"
 ON_NVME = {"stage": 3, "offload.optimizer": "nvme", "offload.parameters": "nvme", "offload.nvme_path": NVME}
 
@@ -57,7 +58,8 @@ ON_NVME = {"stage": 3, "offload.optimizer": "nvme", "offload.parameters": "nvme"
 def test_files_of_tutorials(name, strategy, arguments):
     translation = translate(GOLDEN / f"{name}.json")
     assert translation.strategy == strategy
-    assert translation.trainer.trainer_arguments() == arguments
+    fixed = {name: getattr(translation.trainer, name) for name in TRAINER}
+    assert {k: v for k, v in fixed.items() if v is not None} == arguments
     config = json.loads((GOLDEN / f"{name}.json").read_text())
     assert set(translation.strategy) <= {"stage", *RENAMED.values()}
     ZeROStrategy(**nested(translation.strategy))

@@ -12,7 +12,7 @@ import torch
 from ls_strategy.config import NVMeIOConfig
 from ls_strategy.errors import ConfigError, StateError
 from ls_strategy.tiers import file_io
-from ls_strategy.tiers.buffers import PAGE, AlignedBuffer, BufferPool
+from ls_strategy.tiers.buffers import PAGE, AlignedBuffer, BoundedPool
 from ls_strategy.tiers.file_io import DirectFile, DriveError, IOEngine
 
 NBYTES = 64 * PAGE
@@ -73,7 +73,7 @@ class TestMemory:
         assert "dc" in flags
 
     def test_pool_hands_out_a_fixed_number(self):
-        pool = BufferPool(2, PAGE)
+        pool = BoundedPool(2, PAGE)
         pool.patience_s = 0.05
         first, second = pool.take("first"), pool.take("second")
         assert first is not second
@@ -83,7 +83,7 @@ class TestMemory:
         assert pool.take("third") is first
 
     def test_pool_waits_as_long_as_others_move(self):
-        pool = BufferPool(1, PAGE)
+        pool = BoundedPool(1, PAGE)
         pool.patience_s = 0.2
         buffer, taken = pool.take("first"), []
 
@@ -102,7 +102,7 @@ class TestMemory:
         thread.join()
 
     def test_pool_that_is_closed(self):
-        pool = BufferPool(1, PAGE)
+        pool = BoundedPool(1, PAGE)
         buffer = pool.take("first")
         pool.close()
         pool.give(buffer)

@@ -21,7 +21,7 @@ from ls_strategy.config import NVMeIOConfig
 from ls_strategy.errors import ConfigError, PlanError, StateError
 from ls_strategy.tiers import drive, nvme
 from ls_strategy.tiers.base import ResidentTier
-from ls_strategy.tiers.buffers import BufferPool
+from ls_strategy.tiers.buffers import BoundedPool
 from ls_strategy.tiers.file_io import DirectFile, DriveError
 from ls_strategy.tiers.nvme import NVMeTier, check_path, drive_wear
 
@@ -255,7 +255,7 @@ class TestNVMe:
         loan.release()
 
     def test_all_buffers_lent_is_an_error_that_names_who_holds_them(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(BufferPool, "patience_s", 0.1)
+        monkeypatch.setattr(BoundedPool, "patience_s", 0.1)
         tier = make_nvme(tmp_path, buffers=2)
         loans = [tier.get(BIG, 0, 4096), tier.get((4097, "torch.uint8"))]
         with pytest.raises(StateError, match=r"8192\) waits for a buffer: all 2 .*Held by: get of 'torch"):

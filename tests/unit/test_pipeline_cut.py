@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ls_strategy.errors import PlanError
 from ls_strategy.parallel.pipeline.balance import balance
-from ls_strategy.parallel.pipeline.cut import find_blocks, keep_own, make_cut
+from ls_strategy.parallel.pipeline.cut import find_row, keep_own, make_cut
 from ls_strategy.parallel.pipeline.sample import sample_batch
 from ls_strategy.parallel.pipeline.schedules import place
 from ls_strategy.parallel.pipeline.trace import observe, stand_in
@@ -82,14 +82,14 @@ class Wrapper(nn.Module):
 
 
 def test_the_stack_is_the_longest_row_that_is_not_inside_another() -> None:
-    assert list(find_blocks(Wrapper(gpt()), 2)) == [f"model.blocks.{i}" for i in range(6)]
+    assert list(find_row(Wrapper(gpt()), 2)) == [f"model.blocks.{i}" for i in range(6)]
     model = nn.Sequential(*(nn.Sequential(*(nn.Linear(1, 1) for _ in range(9))) for _ in range(3)))
-    assert list(find_blocks(model, 3)) == ["0", "1", "2"]
+    assert list(find_row(model, 3)) == ["0", "1", "2"]
     with pytest.raises(
         PlanError, match=r"'0' and '1' have 9 modules each: name the one to divide \(parallel.pipeline.blocks"
     ):
-        find_blocks(model, 4)
-    assert next(iter(find_blocks(model, 4, "1"))) == "1.0"
+        find_row(model, 4)
+    assert next(iter(find_row(model, 4, "1"))) == "1.0"
 
 
 def test_layers_of_the_model_come_first() -> None:
@@ -102,7 +102,7 @@ def test_layers_of_the_model_come_first() -> None:
         def to_layers(self) -> list[Any]:
             return [*self.a[:2], torch.tanh, self.b, *self.a[2:]]
 
-    assert list(find_blocks(Wrapper(Net()), 2)) == [
+    assert list(find_row(Wrapper(Net()), 2)) == [
         "model.a.0",
         "model.a.1",
         "model.b",
@@ -114,14 +114,14 @@ def test_layers_of_the_model_come_first() -> None:
 
 def test_what_cannot_be_cut_is_refused_by_name() -> None:
     with pytest.raises(PlanError, match=r"Linear has no ModuleList or Sequential of 2 modules or more.*to_layers"):
-        find_blocks(nn.Linear(1, 1), 2)
+        find_row(nn.Linear(1, 1), 2)
     with pytest.raises(PlanError, match=r"parallel.pipeline.blocks='blocs'.*There is: 'blocks'"):
-        find_blocks(gpt(), 2, "blocs")
+        find_row(gpt(), 2, "blocs")
     with pytest.raises(PlanError, match="6 blocks are too few for 8 stages"):
-        find_blocks(gpt(), 8, "blocks")
+        find_row(gpt(), 8, "blocks")
     shared = nn.Linear(1, 1)
     with pytest.raises(PlanError, match="'0' and '2' are one module"):
-        find_blocks(nn.Sequential(shared, nn.Tanh(), shared), 2)
+        find_row(nn.Sequential(shared, nn.Tanh(), shared), 2)
     with pytest.raises(PlanError, match="method='size': there is uniform"):
         make_cut(gpt(), (0, 1), method="size")
     with pytest.raises(PlanError, match="matches no class among the blocks: Block"):
@@ -158,7 +158,7 @@ def test_a_dry_run_counts_flops_and_sees_what_is_used_where() -> None:
     """The head of a model with many words is as much work as a block; a dry run on meta finds that."""
     for positions in ("rotary", "learned"):
         model = gpt(tied=False, layers=4, positions=positions)
-        blocks = find_blocks(model, 2)
+        blocks = find_row(model, 2)
         before = torch.random.get_rng_state()
         usage = observe(model, blocks, step_of(model), torch.zeros(2, 8, dtype=torch.int64), CPU)
         assert torch.equal(torch.random.get_rng_state(), before)
@@ -192,7 +192,7 @@ def test_a_dry_run_knows_better_than_the_order_of_registration() -> None:
     model = Net()
     wrong = make_cut(model, (0, 1))
     assert wrong.stages_of["head.weight"] == (0,)
-    usage = observe(model, find_blocks(model, 2), lambda x: model(x).sum().item(), torch.zeros(3, 2), CPU)
+    usage = observe(model, find_row(model, 2), lambda x: model(x).sum().item(), torch.zeros(3, 2), CPU)
     right = make_cut(model, (0, 1), usage=usage)
     assert right.stages_of["head.weight"] == right.stages_of["head.bias"] == (1,)
     assert right.stages_of["stem.weight"] == (0,)
@@ -214,7 +214,7 @@ def test_a_stand_in_is_observed_and_the_model_stays_as_it_is() -> None:
     twin = stand_in(model)
     assert all(p.is_meta for p in twin.parameters())
     assert not any(p.is_meta for p in model.parameters())
-    observe(twin, find_blocks(twin, 2), twin, torch.ones(3, 4), CPU)
+    observe(twin, find_row(twin, 2), twin, torch.ones(3, 4), CPU)
     assert (model.calls, twin.calls) == (0, 1)
     assert model.norm.num_batches_tracked == 0
     model.lock = threading.Lock()  # type: ignore[assignment]

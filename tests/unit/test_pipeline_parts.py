@@ -14,7 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 
 from ls_strategy._compat import is_compiled, route_calls, unroute_calls
-from ls_strategy.comm import Comm
+from ls_strategy.distributed.comm import Comm
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.parallel.pipeline.cut import keep_own, make_cut
 from ls_strategy.parallel.pipeline.handover import SIDE, Handover, SideLoss
@@ -29,10 +29,11 @@ from ls_strategy.parallel.pipeline.schedules import (
     placement_of,
     stages_per_rank_of,
 )
-from ls_strategy.parallel.pipeline.simulate import gpipe_bubble, simulate
+from ls_strategy.parallel.pipeline.simulate import simulate
 from ls_strategy.parallel.pipeline.split import backward_inputs
 from ls_strategy.parallel.pipeline.stage import StageRunner
 from ls_strategy.parallel.pipeline.timeline import bars, bubble, chrome_trace
+from tests import papers
 
 CPU = torch.device("cpu")
 
@@ -421,7 +422,7 @@ def test_a_header_says_all_about_what_follows() -> None:
 
 def test_the_picture_of_a_run() -> None:
     spans = simulate(make_table("1f1b", 4, 8)).spans
-    assert bubble(spans) == pytest.approx(gpipe_bubble(4, 8))
+    assert bubble(spans) == pytest.approx(papers.gpipe_bubble(4, 8))
     trace = json.loads(chrome_trace(spans))["traceEvents"]
     actions = [event for event in trace if event["ph"] == "X"]
     assert len(actions) == 4 * 16

@@ -18,7 +18,8 @@ from ls_strategy.parallel.pipeline.schedules import (
     place,
     placement_of,
 )
-from ls_strategy.parallel.pipeline.simulate import Costs, gpipe_bubble, simulate
+from ls_strategy.parallel.pipeline.simulate import Costs, simulate
+from tests import papers
 
 RANKS = (1, 2, 4, 8)
 
@@ -48,7 +49,7 @@ def test_forward_tables_end_and_wait_little() -> None:
             per_rank = len(rank_of) // ranks
             assert result.length <= per_rank * (count + ranks - 1) + per_rank * ranks
             if per_rank == 1:
-                assert result.bubble == pytest.approx(gpipe_bubble(ranks, count))
+                assert result.bubble == pytest.approx(papers.gpipe_bubble(ranks, count))
 
 
 @pytest.mark.parametrize(("ranks", "count"), sizes())

@@ -11,7 +11,7 @@ from ls_strategy.config import LossScaleConfig
 from ls_strategy.errors import ConfigError, StateError
 from ls_strategy.precision import PRECISIONS, LossScaler, resolve_precision
 
-FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,7 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
         ("16-mixed", FP32, FP32, FP16, True),
         ("bf16-true", BF16, FP32, None, False),
         ("16-true", FP16, FP32, None, True),
+        ("64-true", FP64, FP64, None, False),
     ],
 )
 def test_policy_of_each_precision(name, compute, master, autocast, scaled) -> None:
@@ -31,19 +32,21 @@ def test_policy_of_each_precision(name, compute, master, autocast, scaled) -> No
 
 
 def test_the_table_names_every_precision() -> None:
-    assert set(PRECISIONS) == {"32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"}
+    assert set(PRECISIONS) == {"32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true"}
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("bf16-true", BF16), ("16-true", FP16), ("32-true", FP32)])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("bf16-true", BF16), ("16-true", FP16), ("32-true", FP32), ("64-true", FP64)]
+)
 def test_without_masters_the_optimizer_works_in_the_computes_dtype(name, dtype) -> None:
     policy = resolve_precision(name, master_weights=False, reduce_dtype="compute")
     assert policy.master == policy.compute == dtype
     assert not policy.reduce_in_fp32
 
 
-@pytest.mark.parametrize("name", ["64-true", "fp8", "bf16", "16-", "", "transformer-engine"])
+@pytest.mark.parametrize("name", ["64-mixed", "fp8", "bf16", "16-", "", "transformer-engine"])
 def test_other_precisions_are_refused_with_the_list(name) -> None:
-    with pytest.raises(ConfigError, match="32-true, bf16-mixed, 16-mixed, bf16-true, 16-true"):
+    with pytest.raises(ConfigError, match="32-true, bf16-mixed, 16-mixed, bf16-true, 16-true, 64-true"):
         resolve_precision(name)
 
 

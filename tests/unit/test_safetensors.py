@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ls_strategy import cli
 from ls_strategy.checkpoint.consolidate import consolidate
-from ls_strategy.checkpoint.safetensors import Part, export_safetensors, rename_prefixes
+from ls_strategy.checkpoint.safetensors import FilePart, export_safetensors, rename_prefixes
 from ls_strategy.errors import CheckpointError, ConfigError
 from tests.unit.checkpoint_folders import damage, small_folder, small_tensors, write_folder
 
@@ -117,11 +117,11 @@ def test_shards_and_their_index(tmp_path: Path) -> None:
 
 
 def test_names_and_rows(tmp_path: Path) -> None:
-    def rename(name: str, shape: tuple[int, ...]) -> list[Part]:
+    def rename(name: str, shape: tuple[int, ...]) -> list[FilePart]:
         if name != "table.weight":
             return []
         assert shape == (11, 6)
-        return [Part("low", (0, 4)), Part("high", (4, 11))]
+        return [FilePart("low", (0, 4)), FilePart("high", (4, 11))]
 
     export_safetensors(small_folder(tmp_path / "x.ckpt", chunk=7), tmp_path / "out", rename=rename)
     found = read(tmp_path / "out" / "model.safetensors")
@@ -129,9 +129,9 @@ def test_names_and_rows(tmp_path: Path) -> None:
     assert found == {"low": ("F32", [4, 6], raw(value[:4])), "high": ("F32", [7, 6], raw(value[4:]))}
     rename = rename_prefixes([("blocks.1", "layers.1"), ("blocks.", "x.")])
     assert [rename(n, (1,)) for n in ("blocks.10.b", "blocks.9.b", "ablocks.")] == [
-        [Part("layers.10.b")],
-        [Part("x.9.b")],
-        [Part("ablocks.")],
+        [FilePart("layers.10.b")],
+        [FilePart("x.9.b")],
+        [FilePart("ablocks.")],
     ]
 
 
@@ -148,7 +148,7 @@ def test_the_average_in_place_of_the_weights(tmp_path: Path) -> None:
 def test_mappings_that_cannot_work(tmp_path: Path) -> None:
     folder = small_folder(tmp_path / "x.ckpt")
     with pytest.raises(ConfigError, match=r"two tensors are to be named 'a', the second is 'blocks.10.bias'"):
-        export_safetensors(folder, tmp_path / "out", rename=lambda name, shape: [Part("a")])
+        export_safetensors(folder, tmp_path / "out", rename=lambda name, shape: [FilePart("a")])
     with pytest.raises(CheckpointError, match="no tensor is left"):
         export_safetensors(folder, tmp_path / "out", rename=lambda name, shape: [])
     complex_ = write_folder(tmp_path / "c.ckpt", {("model", "c"): torch.zeros(2, dtype=torch.complex128)}, {}, {})

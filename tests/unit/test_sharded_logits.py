@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from ls_strategy.axis import Axis
+from ls_strategy.distributed.axis import Axis
 from ls_strategy.parallel.cross_entropy import TokenLoss, token_losses
-from ls_strategy.parallel.divided import Cut, slice_cut
+from ls_strategy.parallel.divided import DimCut, slice_cut
 from ls_strategy.parallel.logits import gather, wrap_sequence, wrap_vocabulary
 
 
@@ -22,8 +22,8 @@ class Rank(Axis):
         self.rank, self.size = rank, size
 
 
-def cuts(dim: int, sizes: tuple[int, ...]) -> list[Cut]:
-    return [Cut(Rank(r, len(sizes)), dim, sizes, averaged=False) for r in range(len(sizes))]
+def cuts(dim: int, sizes: tuple[int, ...]) -> list[DimCut]:
+    return [DimCut(Rank(r, len(sizes)), dim, sizes, averaged=False) for r in range(len(sizes))]
 
 
 @given(

@@ -15,7 +15,7 @@ from ls_strategy.errors import PlanError
 from ls_strategy.moe.feed_forward import GatedFeedForward
 from ls_strategy.moe.layer import MoE
 from ls_strategy.parallel.families import role_of
-from ls_strategy.parallel.inference import repeated_blocks
+from ls_strategy.parallel.plan_from_names import uniform_blocks
 from ls_strategy.parallel.plans import resolve_tensor_plan
 from ls_strategy.parallel.styles import Attributes, Column, Features, PartialGradient, Row, Vocab
 
@@ -163,7 +163,7 @@ def test_blocks_are_the_outermost_lists() -> None:
             self.layer = nn.ModuleList([Attention(), Attention()])
 
     model = nn.ModuleDict({"a": nn.Sequential(Inner(), Inner()), "heads": nn.ModuleList([nn.Linear(4, 4)])})
-    assert [name for name, _ in repeated_blocks(model)] == ["a.0", "a.1"]
+    assert [name for name, _ in uniform_blocks(model)] == ["a.0", "a.1"]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@
     └──── stage 0 ────────────┘ └─ 1 ─┘ └──── stage 2 ─────────┘
 
 Parameters that are in no block belong to the first stage if they are used before the blocks, and to the last if after.
-A parameter that is used on several stages (tied embeddings) exists on each of them: `Cut.tied` names it, and its
+A parameter that is used on several stages (tied embeddings) exists on each of them: `StageCut.tied` names it, and its
 gradients must be summed over those ranks once per step.
 """
 
@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from ls_strategy._compat import is_compiled, uncompiled
+from ls_strategy.blocks import outermost
 from ls_strategy.errors import PlanError
 from ls_strategy.parallel.pipeline.balance import balance
 
@@ -53,7 +54,7 @@ class Usage:
 
 
 @dataclass(frozen=True)
-class Cut:
+class StageCut:
     """The division of a model."""
 
     blocks: tuple[str, ...]
@@ -99,7 +100,7 @@ class Cut:
 # --- the stack -------------------------------------------------------------------------------------------------------
 
 
-def find_blocks(model: nn.Module, least: int, stack: str | None = None) -> dict[str, nn.Module]:
+def find_row(model: nn.Module, least: int, stack: str | None = None) -> dict[str, nn.Module]:
     """The row of modules that is cut, by name.
 
     Args:
@@ -149,12 +150,7 @@ def _members(name: str, container: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _candidates(model: nn.Module, least: int) -> Iterator[tuple[str, nn.Module]]:
     """Rows of ``least`` modules or more that are not inside another."""
-    inside: set[int] = set()
-    for name, module in model.named_modules():
-        if id(module) in inside or not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < least:
-            continue
-        inside.update(map(id, module.modules()))
-        yield name, module
+    return outermost(model, lambda module: isinstance(module, nn.ModuleList | nn.Sequential) and len(module) >= least)
 
 
 def _longest(model: nn.Module, least: int) -> list[tuple[str, nn.Module]]:
@@ -257,14 +253,14 @@ def make_cut(
     stack: str | None = None,
     usage: Usage | None = None,
     bounds: Sequence[int] | None = None,
-) -> Cut:
+) -> StageCut:
     """Divide the model into ``len(rank_of)`` stages. The same on every rank.
 
     Args:
         model: whole, on any device (meta, too).
         rank_of: rank of every stage, see `schedules.place`.
         method: see `weigh`.
-        stack: see `find_blocks`.
+        stack: see `find_row`.
         usage: of a dry run (`trace.observe`). Without it, what is registered before the blocks is taken to be used
             before them, and what is registered after them, after.
         bounds: of the stages, in blocks, in place of balance.
@@ -273,7 +269,7 @@ def make_cut(
         PlanError: the model cannot be cut so.
     """
     stages = len(rank_of)
-    blocks = find_blocks(model, stages, stack)
+    blocks = find_row(model, stages, stack)
     _refuse_compiled(model, blocks)
     ends = _ends(model, blocks, usage)
     numel = {name: p.numel() for name, p in model.named_parameters()}
@@ -288,7 +284,7 @@ def make_cut(
     for name, parameter in model.named_parameters(remove_duplicate=False):
         for s in stages_of[name]:
             held[s][id(parameter)] = sizes[id(parameter)]
-    return Cut(
+    return StageCut(
         tuple(blocks),
         bounds,
         tuple(rank_of),
@@ -346,7 +342,7 @@ def _stages_of(
     return by_name, tied
 
 
-def keep_own(model: nn.Module, cut: Cut, rank: int) -> None:
+def keep_own(model: nn.Module, cut: StageCut, rank: int) -> None:
     """Replace every parameter that ``rank`` does not hold by one on the meta device, of the same name and shape.
 
     Buffers of absent blocks go to meta, too; others stay. What is shared by several names stays shared.
@@ -370,7 +366,7 @@ def keep_own(model: nn.Module, cut: Cut, rank: int) -> None:
                     module._buffers[child] = torch.empty_like(buffer, device="meta")
 
 
-def _absent_blocks(model: nn.Module, cut: Cut, rank: int) -> Iterable[tuple[str, nn.Module]]:
+def _absent_blocks(model: nn.Module, cut: StageCut, rank: int) -> Iterable[tuple[str, nn.Module]]:
     for s, r in enumerate(cut.rank_of):
         if r != rank:
             for name in cut.blocks[cut.bounds[s] : cut.bounds[s + 1]]:

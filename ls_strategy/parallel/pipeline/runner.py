@@ -31,7 +31,7 @@ from ls_strategy.parallel.pipeline.schedules import Action, Table, forward_table
 from ls_strategy.parallel.pipeline.simulate import simulate
 from ls_strategy.parallel.pipeline.split import WeightBackward, backward_inputs
 from ls_strategy.parallel.pipeline.stage import StageRunner
-from ls_strategy.parallel.pipeline.timeline import Recorder
+from ls_strategy.parallel.pipeline.timeline import TimelineRecorder
 
 
 def _nothing(*_: Any) -> None:
@@ -108,7 +108,7 @@ class PipelineRunner:
         *,
         callbacks: Callbacks | None = None,
         split_backward: bool = True,
-        recorder: Recorder | None = None,
+        recorder: TimelineRecorder | None = None,
     ) -> None:
         """The same on every rank of the pipeline.
 

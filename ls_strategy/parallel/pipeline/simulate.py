@@ -144,12 +144,3 @@ def most_alive(row: tuple[Action, ...]) -> int:
         alive += {"F": 1, "B": -1, "W": -1, "I": 0}[action.kind]
         most = max(most, alive)
     return most
-
-
-def gpipe_bubble(ranks: int, micro_batches: int) -> float:
-    """Of gpipe and of 1f1b: ``(p - 1) / (m + p - 1)``.
-
-    >>> gpipe_bubble(4, 12)
-    0.2
-    """
-    return (ranks - 1) / (micro_batches + ranks - 1)

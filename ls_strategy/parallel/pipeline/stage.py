@@ -38,7 +38,7 @@ from ls_strategy._compat import (
     without_torch_functions,
 )
 from ls_strategy.errors import PlanError, StateError
-from ls_strategy.parallel.pipeline.cut import Cut, Step, names_above
+from ls_strategy.parallel.pipeline.cut import StageCut, Step, names_above
 from ls_strategy.parallel.pipeline.handover import SIDE, Handover, SideLoss, add_side, alias, side_of
 from ls_strategy.parallel.pipeline.placeholder import Absent, Placeholder, is_meta, placeholder
 
@@ -74,7 +74,7 @@ class _Memory:
 class StageRunner:
     """Runs the stages of one rank. Routes the calls of all blocks until `remove`."""
 
-    def __init__(self, model: nn.Module, cut: Cut, device: torch.device, *, side: SideLoss | None = None) -> None:
+    def __init__(self, model: nn.Module, cut: StageCut, device: torch.device, *, side: SideLoss | None = None) -> None:
         """Before hooks of other parts (ZeRO, tensor parallelism) are on the blocks: absent ones run without any.
 
         Args:

@@ -84,7 +84,7 @@ def observe(
 
     Args:
         model: whole; parameters may be on meta.
-        blocks: of `cut.find_blocks`.
+        blocks: of `cut.find_row`.
         step: the user's function.
         micro_batch: of the usual shapes.
         device: where the model will be.

@@ -217,9 +217,7 @@ class ZerothOrder(Row):
         for p in self.parameters():
             p.data.add_(scale * torch.randn(p.shape, generator=generator))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+    manual = True
 
     @torch.no_grad()
     def training_step(self, batch: Any, i: int) -> None:

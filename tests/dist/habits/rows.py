@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
-from torch import Tensor
 
 from ls_strategy.config import nested
-from ls_strategy.strategy import ZeROStrategy
+from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
-from tests.dist.ranks import assert_close, global_batches, mean_over_ranks, quiet, trainer_of, weights
+from tests.dist import ranks
+from tests.dist.ranks import global_batches, mean_over_ranks, quiet, trainer_of, weights
 from tests.dist.test_habits import OPTIONS, Habit
 
 STEPS = 4
@@ -49,19 +49,7 @@ class Row(Habit):
 class Manual(Row):
     """Manual optimization."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, i: int) -> None:
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.noted(self.loss(batch)))
-        optimizer.step()
-
-    def noted(self, loss: Tensor) -> Tensor:
-        self.losses.append(loss.item())
-        return loss
+    manual = True
 
 
 def outcome(rank: int, world_size: int, row: type[Row], strategy: Any, root: Path) -> tuple[Any, ...]:
@@ -81,17 +69,15 @@ def differences(
     for row in rows:
         where = Path(root) / row.__name__
         expected = outcome(rank, world_size, row, row.trusted if world_size > 1 else "auto", where / "trusted")
+        different = ranks.differences(
+            lambda name: outcome(rank, world_size, row, ZeROStrategy(**nested(OPTIONS[name])), where / name),  # noqa: B023
+            expected,
+            names,
+        )
         for name in names:
-            try:
-                actual = outcome(rank, world_size, row, ZeROStrategy(**nested(OPTIONS[name])), where / name)
-                for what, ours, theirs in zip(("losses", "seen", "weights"), actual, expected, strict=True):
-                    assert_close(ours, theirs, what, 2e-6)
-                if name in row.refused and world_size > 1:
-                    found[f"{row.__name__}, {name}"] = "was not refused"
-            except Exception as error:
-                words = f"{type(error).__name__}: {error}"
-                if name not in row.refused or not re.search(row.refused[name], words):
-                    found[f"{row.__name__}, {name}"] = words[:400]
+            words = different.get(name, "was not refused" if name in row.refused and world_size > 1 else "")
+            if words and (name not in row.refused or not re.search(row.refused[name], words)):
+                found[f"{row.__name__}, {name}"] = words
     return found
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -120,6 +121,8 @@ class MakesArrays(Row):
         self.note(sum(p.detach().cpu().numpy().sum() for p in self.parameters()))
         with torch.no_grad():
             self.first.weight.numpy()[0] *= 0.5
+        self.last.weight.detach().numpy()[0] *= 0.5
+        np.asarray(self.blocks[2].narrow.weight.detach())[0] = 0
         self.kept = self.blocks[1].wide.weight.detach().numpy()
         self.note(self.kept)
 

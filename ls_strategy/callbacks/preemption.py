@@ -25,8 +25,8 @@ from ls_strategy import _compat as compat
 from ls_strategy.checked import at_least, checked
 from ls_strategy.checkpoint.commit import newest
 from ls_strategy.errors import CheckpointError, ConfigError
+from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.slurm import job
-from ls_strategy.strategy import ZeROStrategy
 
 _MAX_STEPS_BETWEEN_CHECKS = 100
 """Bounds the delay where steps become slow after the number of them was chosen."""
@@ -62,8 +62,6 @@ class PreemptionHandler(Callback):
     Works with every strategy. Resuming in the middle of an epoch needs a data loader with ``state_dict``; Lightning
     warns without one.
     """
-
-    reads_gradients = False
 
     @checked(check_every_s=at_least(0), minutes_before_end=at_least(0))
     def __init__(

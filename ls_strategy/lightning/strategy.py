@@ -5,7 +5,7 @@ Lightning                    here
 ===========================  =======================================================================================
 ``setup``                    ``configure_optimizers``, then `Engine` takes parameters and optimizers over
 ``training_step``            `Engine.begin_step`, the user's step, `Engine.end_forward`
-``backward``                 `Engine.begin_backward`, the user's backward, `Engine.end_backward`
+``backward``                 `ZeROPrecision.backward`: `Engine.begin_backward`, the user's, `Engine.end_backward`
 ``optimizer_step``           `ZeROPrecision.optimizer_step`: closure, `Engine.finish`, hooks, clipping, `Engine.step`
 checkpoint hooks             `ls_strategy.checkpoint`
 ``teardown``                 waits and detaches; shards stay, so that saving, testing and a second fit work
@@ -38,9 +38,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ls_strategy import data_position, rendezvous, spans
-from ls_strategy import lightning_checkpoints as checkpoints
-from ls_strategy import lightning_guards as guards
+from ls_strategy import spans
 from ls_strategy._compat import (
     STOP,
     around_batches,
@@ -65,7 +63,6 @@ from ls_strategy.checkpoint.commit import remove as remove_checkpoint
 from ls_strategy.checkpoint.full import StateDictHooks, full_state_dict, load_full_state_dict
 from ls_strategy.checkpoint.random import random_states, restore_random_states
 from ls_strategy.checkpoint.target import check_replaceable
-from ls_strategy.comm import Comm, Traffic, make_comm
 from ls_strategy.config import (
     ActivationsConfig,
     CheckpointConfig,
@@ -78,22 +75,26 @@ from ls_strategy.config import (
 from ls_strategy.config.renamed import takes_groups
 from ls_strategy.deepspeed.config import Translation
 from ls_strategy.deepspeed.options import takes_deepspeed_config
+from ls_strategy.distributed import rendezvous
+from ls_strategy.distributed.comm import Comm, Traffic, make_comm
+from ls_strategy.distributed.launcher import VARIABLE as LAUNCHER
+from ls_strategy.distributed.launcher import LauncherWatch, end_processes
+from ls_strategy.distributed.lockstep import Lockstep
 from ls_strategy.engine import Engine
 from ls_strategy.errors import CheckpointError, ConfigError, OutOfStepError, PlanError, RankFailedError, StateError
-from ls_strategy.launcher import VARIABLE as LAUNCHER
-from ls_strategy.launcher import LauncherWatch, end_processes
 from ls_strategy.layout import TensorPart
-from ls_strategy.lightning_checkpoints import Collection
-from ls_strategy.lightning_deepspeed import DeepSpeedConfiguration, took_default
-from ls_strategy.lightning_parallel import ActivationMemory, ModelParallel
-from ls_strategy.lockstep import Lockstep
+from ls_strategy.lightning import checkpoints, data_position, guards
+from ls_strategy.lightning.checkpoints import Collection
+from ls_strategy.lightning.deepspeed import DeepSpeedConfiguration, took_default
+from ls_strategy.lightning.loggers import take_part
+from ls_strategy.lightning.parallel import ActivationMemory, ModelParallel
+from ls_strategy.lightning.precision import ZeROPrecision
 from ls_strategy.parallel.dtensor import has_dtensors
 from ls_strategy.planner.choice import Question, candidate_of, choose, explain, smallest
 from ls_strategy.planner.fit import before_sharding, question_of_fit
 from ls_strategy.planner.hardware import Hardware, found_here
 from ls_strategy.planner.out_of_memory import explaining
 from ls_strategy.precision import PrecisionPolicy, resolve_precision
-from ls_strategy.precision_plugin import ZeROPrecision
 from ls_strategy.slurm import job, preflight
 from ls_strategy.zero.lazy import LazyTensor
 from ls_strategy.zero.parameters import unnoticed
@@ -202,6 +203,8 @@ class ZeROStrategy(DDPStrategy):
         self._state_dict_hooks: StateDictHooks | None = None
         self._pending_weights: Callable[[Engine], None] | None = None
         self._pending_random: dict[str, Any] | None = None
+        self._ours: dict[str, Any] = {}
+        """Of the checkpoint that was loaded last, what only this package reads."""
         self._position: dict[str, Any] | None = None
         self._accumulating = False
         super().__init__(
@@ -449,6 +452,7 @@ class ZeROStrategy(DDPStrategy):
             self._choose_nvme_path(trainer)
             self._build_engine(module, parts)
         self.model = module
+        take_part()
         self._keep_step(trainer)
         around_dumps(trainer, self._collecting)
         replace_links(trainer, self._link)
@@ -465,9 +469,14 @@ class ZeROStrategy(DDPStrategy):
         """Let the engine know what it may do while user code looks on, and its modules what activations they keep."""
         engine = self.require_engine()
         engine.schedule.overlap = fitting and self.config.sharding.overlap_step
-        engine.private_gradients = fitting and not guards.reads_gradients(trainer, module, engine)
+        automatic = fitting and not guards.steps_by_itself(trainer, module, engine)
+        # Who reads `p.grad` is noticed; who reads the gradients of the pieces that parallel ranks have is not.
+        engine.private_gradients = automatic and not (
+            engine.mesh.shape.kinds and guards.has_hooks_after_backward(trainer, module)
+        )
         engine.early_step = (
             engine.private_gradients
+            and not guards.has_hooks_before_step(trainer, module)
             and self.config.sharding.overlap_step
             and not trainer.gradient_clip_val
             and self.parallel.pipeline is None  # what is tied over stages has to be summed first
@@ -545,7 +554,8 @@ class ZeROStrategy(DDPStrategy):
             config=self.config,
             precision=policy,
             recompute=self.config.activations.recompute,
-            reads_gradients=guards.reads_gradients(trainer, module, self.engine),
+            updates_early=not guards.steps_by_itself(trainer, module, self.engine)
+            and not guards.has_hooks_before_step(trainer, module),
         )
 
     @contextmanager
@@ -618,6 +628,7 @@ class ZeROStrategy(DDPStrategy):
         rank_zero_info(f"ZeROStrategy(stage={self.config.stage}): {self.engine.describe()}")
         plugin.attach(self.engine)
         plugin.on_batch = self._on_batch
+        plugin.around_backward = self._around_backward
         if self._pending_weights is not None:
             load, self._pending_weights = self._pending_weights, None
             self._on_all_ranks(partial(load, self.engine))
@@ -687,19 +698,18 @@ class ZeROStrategy(DDPStrategy):
         finally:
             self._accumulating = False
 
-    @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        module, plugin, engine = self.lightning_module, self._precision(), self.require_engine()
-        assert module is not None
-        closure_loss = plugin.pre_backward(closure_loss, module)
+    @contextmanager
+    def _around_backward(self, module: pl.LightningModule) -> Generator[bool, None, None]:
+        """Around what `Strategy.backward` runs between the hooks; yield whether it is still to run."""
+        engine = self.require_engine()
         if self.parallel.pipeline is not None:  # it has run in training_step
             engine.keeps_gradients = False
-            return plugin.post_backward(closure_loss, module)
+            yield False
+            return
         engine.begin_backward(eager=module.automatic_optimization and not self._accumulating)
         with guards.explain_released_parameters(), engine.comm.naming_failures(), self._explaining_memory():
-            plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+            yield True
         engine.end_backward(local=self._accumulating)
-        return plugin.post_backward(closure_loss, module)
 
     @override
     @spans.phase(spans.OPTIMIZER)
@@ -762,6 +772,7 @@ class ZeROStrategy(DDPStrategy):
     @override
     def on_train_end(self) -> None:
         self._wait_for_weights()
+        self.barrier("ZeROStrategy.on_train_end")  # rank 0 may still remove or link checkpoints
 
     # checkpoints -----------------------------------------------------------------------------------------------------
 
@@ -801,7 +812,8 @@ class ZeROStrategy(DDPStrategy):
         if not checkpoint:
             return
         if self.lightning_module is not None:
-            checkpoint[checkpoints.OURS] = data_position.position(self.lightning_module.trainer)
+            position = data_position.position(self.lightning_module.trainer)
+            checkpoint = {**checkpoint, checkpoints.OURS: position}  # hooks keep what they were handed
         if self.engine is not None:
             checkpoint = checkpoints.with_full_modules(checkpoint, self.engine)
         path = os.fspath(filepath)
@@ -944,12 +956,12 @@ class ZeROStrategy(DDPStrategy):
         if not checkpoints.is_folder(checkpoint_path):
             mapped = checkpoints.map_file(checkpoint_path, self.checkpoint_io, weights_only)
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only) if mapped is None else mapped
-            self._position = checkpoint.get(checkpoints.OURS)
-            self._take_random_states(self._position or {})  # a file's top level is Lightning's and the user's
+            self._ours = self._position = checkpoint.pop(checkpoints.OURS, {})
+            self._take_random_states(self._ours)  # a file's top level is Lightning's and the user's
             return checkpoint
         read = partial(checkpoints.read, checkpoint_path, self.checkpoint_io, weights_only)
         checkpoint = self._on_all_ranks(read)
-        self._position = checkpoint[checkpoints.OURS]
+        self._ours = self._position = checkpoint.pop(checkpoints.OURS)
         self._take_random_states(checkpoint)
         return checkpoint
 
@@ -1000,7 +1012,7 @@ class ZeROStrategy(DDPStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module = self.lightning_module
         assert module is not None
-        weights, may_lack = checkpoint["state_dict"], checkpoint.get(checkpoints.OURS, {}).get("left_out", ())
+        weights, may_lack = checkpoint["state_dict"], self._ours.get("left_out", ())
 
         def load(engine: Engine) -> None:
             load_full_state_dict(module, weights, engine.units, strict=strict, may_lack=may_lack)

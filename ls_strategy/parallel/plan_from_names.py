@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 from torch import nn
 
+from ls_strategy.blocks import CONTAINERS, outermost
 from ls_strategy.errors import PlanError
 from ls_strategy.moe.sparse import SparseLayer
 from ls_strategy.parallel import families
@@ -31,21 +32,18 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 _FUSED_TORCH = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
-def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The children of the outermost lists of modules that look alike, by name: the layers of the network."""
-    found: list[tuple[str, nn.Module]] = []
-    inside: set[int] = set()
-    for name, module in model.named_modules():
-        children = list(module.children())
-        if id(module) in inside or not _looks_repeated(module, children):
-            continue
-        inside |= {id(m) for m in module.modules()}
-        found += [(plain_name(f"{name}.{key}" if name else key), child) for key, child in module.named_children()]
-    return found
+def uniform_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The children of the outermost lists of modules of one class, by name: the layers of the network."""
+    return [
+        (plain_name(f"{name}.{key}" if name else key), child)
+        for name, module in outermost(model, _looks_repeated)
+        for key, child in module.named_children()
+    ]
 
 
-def _looks_repeated(module: nn.Module, children: list[nn.Module]) -> bool:
-    if not isinstance(module, nn.ModuleList | nn.Sequential) or not children:
+def _looks_repeated(module: nn.Module) -> bool:
+    children = list(module.children())
+    if not isinstance(module, CONTAINERS) or not children:
         return False
     classes = {type(child) for child in children}
     several = len(children) > 1 or isinstance(module, nn.ModuleList)
@@ -66,7 +64,7 @@ def infer(model: nn.Module, size: int) -> Found:
     Raises:
         PlanError: something in a block is not understood, or does not divide.
     """
-    blocks = repeated_blocks(model)
+    blocks = uniform_blocks(model)
     if not blocks:
         raise PlanError(
             'tensor parallelism with plan "auto": the model has no list of repeated blocks (nn.ModuleList or '

@@ -13,8 +13,7 @@ from __future__ import annotations
 import copy
 import time
 import zipfile
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -25,21 +24,18 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from ls_strategy._compat import plain_checkpoint_io, tree_iter, tree_map
-from ls_strategy.checkpoint import commit, save
+from ls_strategy.checkpoint import save
 from ls_strategy.checkpoint.background import BackgroundSaver
-from ls_strategy.checkpoint.commit import META, Manifest, Place
 from ls_strategy.checkpoint.files import Reader
+from ls_strategy.checkpoint.manifest import Manifest, read_manifest, verify
+from ls_strategy.checkpoint.place import Place
 from ls_strategy.checkpoint.random import random_states
 from ls_strategy.checkpoint.sharded import Contents, Source, assemble, separate
-from ls_strategy.checkpoint.target import check_replaceable
+from ls_strategy.checkpoint.source import OURS, RANDOM
+from ls_strategy.checkpoint.target import MANIFEST, META, METADATA, check_replaceable
 from ls_strategy.deepspeed.checkpoint import is_deepspeed, read_deepspeed
 from ls_strategy.engine import Engine
 from ls_strategy.errors import CheckpointError
-
-OURS = "ls_strategy"
-"""Key in a Lightning checkpoint for what only this package reads."""
-
-RANDOM = "random_states"
 
 
 class Collection:
@@ -237,12 +233,12 @@ def read(path: Any, checkpoint_io: CheckpointIO, weights_only: bool | None) -> d
         return {**read_deepspeed(path, by_name=True, weights_only=weights_only), OURS: {"left_out": []}}
     place = Place(path)
     manifest = None
-    if place.exists(commit.MANIFEST) or not place.exists(META) or not place.exists(commit.METADATA):
-        manifest = commit.read_manifest(path)
-        commit.verify(path, META, manifest.files[META])
+    if place.exists(MANIFEST) or not place.exists(META) or not place.exists(METADATA):
+        manifest = read_manifest(path)
+        verify(path, META, manifest.files[META])
     meta = plain_checkpoint_io(checkpoint_io).load_checkpoint(f"{place}/{META}", weights_only=weights_only)
     if manifest is None and OURS in meta:
-        commit.read_manifest(path)  # raises: ours, and without a manifest
+        read_manifest(path)  # raises: ours, and without a manifest
     reader = Reader(path, manifest)
     checkpoint = assemble(reader, meta, weights_only=True if weights_only is None else weights_only)
     checkpoint.setdefault(OURS, {})["left_out"] = manifest.left_out if manifest is not None else []
@@ -277,16 +273,3 @@ def load_optimizers(engine: Engine, indices: list[int | None], states: list[Mapp
 def is_named(states: list[Mapping[str, Any]]) -> bool:
     """Whether optimizer states are by parameter name, as folders have them, and not by position."""
     return any(isinstance(p, str) for state in states for group in state["param_groups"] for p in group["params"])
-
-
-@contextmanager
-def explained(path: Any) -> Generator[None, None, None]:
-    """Name the checkpoint in errors of whatever reads it.
-
-    Raises:
-        CheckpointError: in place of errors about files.
-    """
-    try:
-        yield
-    except (OSError, EOFError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error

@@ -31,21 +31,21 @@ from torch.optim import Optimizer
 
 from ls_strategy._compat import batches_of, is_compiled_function, metric_state, set_metric_state, tree_map
 from ls_strategy.checkpoint.random import random_states, restore_random_states
-from ls_strategy.comm import process_group
 from ls_strategy.config import ParallelConfig
+from ls_strategy.distributed.comm import process_group
+from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.engine import Engine
 from ls_strategy.errors import PlanError, StateError
-from ls_strategy.mesh import Mesh
 from ls_strategy.moe.losses import LossKeeper
 from ls_strategy.parallel.pipeline.batches import has_rows, mean_of, merge, split
-from ls_strategy.parallel.pipeline.cut import Usage, find_blocks, keep_own, make_cut
+from ls_strategy.parallel.pipeline.cut import Usage, find_row, keep_own, make_cut
 from ls_strategy.parallel.pipeline.handover import SideLoss
 from ls_strategy.parallel.pipeline.mail import make_links
 from ls_strategy.parallel.pipeline.runner import Callbacks, PipelineRunner
 from ls_strategy.parallel.pipeline.sample import sample_batch
 from ls_strategy.parallel.pipeline.schedules import Action, least_micro_batches, place, placement_of, stages_per_rank_of
 from ls_strategy.parallel.pipeline.stage import StageRunner
-from ls_strategy.parallel.pipeline.timeline import Recorder, Span
+from ls_strategy.parallel.pipeline.timeline import Span, TimelineRecorder
 from ls_strategy.parallel.pipeline.trace import observe, stand_in
 from ls_strategy.parallel.random import draw, generator_of, hash64, position, set_state
 from ls_strategy.zero.share import Share
@@ -91,7 +91,7 @@ class Pipeline:
         keep_own(module, self.cut, mesh.pipeline.rank)
         self._names |= {id(p): name for name, p in module.named_parameters()}
         self._links = links = make_links(mesh.pipeline, [list(group) for group in mesh.shape.groups("pipeline")])
-        self.recorder = Recorder(device)
+        self.recorder = TimelineRecorder(device)
         self.runner = PipelineRunner(
             StageRunner(module, self.cut, device, side=_side_loss(module)),
             links,
@@ -147,7 +147,7 @@ class Pipeline:
         }[cast("TrainerFn", trainer.state.fn)]
         more = [name for name in ("batch_idx", "dataloader_idx") if is_param_in_hook_signature(step, name)]
         with Logged(twin).recording():
-            blocks = find_blocks(twin, stages, self.config.pp.blocks)
+            blocks = find_row(twin, stages, self.config.pp.blocks)
             return observe(twin, blocks, lambda part: step(part, *[0] * len(more)), micro_batch, self.device)
 
     def record(self, *, on: bool) -> None:

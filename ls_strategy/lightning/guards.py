@@ -9,10 +9,8 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
-    LambdaCallback,
     ModelPruning,
     StochasticWeightAveraging,
     WeightAveraging,
@@ -23,15 +21,27 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
 
-from ls_strategy._compat import has_step_hooks, rewinds_pruned_weights, sync_batch_norm_error, unwrap_optimizer
+from ls_strategy._compat import (
+    has_step_hooks,
+    logs_graph,
+    rewinds_pruned_weights,
+    sync_batch_norm_error,
+    unwrap_optimizer,
+)
 from ls_strategy.engine import Engine
 from ls_strategy.errors import PlanError, StateError
-from ls_strategy.precision_plugin import ZeROPrecision
+from ls_strategy.lightning.precision import ZeROPrecision
 from ls_strategy.transient import Method
 from ls_strategy.zero.parameters import unnoticed
+from ls_strategy.zero_stages import POLICIES
 
-_AFTER_BACKWARD = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad", "on_train_batch_end")
-"""Hooks that run after backward and before the gradients are dropped."""
+_BEFORE_STEP = ("on_after_backward", "on_before_optimizer_step")
+"""Hooks that run between backward and step."""
+
+_AFTER_STEP = ("on_before_zero_grad", "on_train_batch_end")
+"""Hooks that run between step and `zero_grad`."""
+
+_OWN = ("lightning.pytorch.", "ls_strategy.")
 
 _IN_CHARGE = ("configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad")
 """Hooks of the module that change gradients, or decide whether a step follows at all."""
@@ -48,6 +58,11 @@ def check_trainer(trainer: pl.Trainer, precision: ZeROPrecision, parallel: str) 
     Raises:
         PlanError: with the cure.
     """
+    if POLICIES[trainer.strategy.config.stage].parameters and any(map(logs_graph, trainer.loggers)):  # type: ignore[attr-defined]
+        raise PlanError(
+            "log_graph=True has rank 0 trace the model alone, whose parameters are sharded at stage 3. Set "
+            "log_graph=False, or stage=2."
+        )
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
         name = type(callback).__name__
@@ -68,7 +83,7 @@ def check_trainer(trainer: pl.Trainer, precision: ZeROPrecision, parallel: str) 
                 "plain torch the original is trained along from then on, here it is not, so that the second rewinding "
                 "would come to other weights. Set use_lottery_ticket_hypothesis=False."
             )
-        if isinstance(callback, WeightAveraging) and precision.policy.compute != torch.float32:
+        if isinstance(callback, WeightAveraging) and precision.policy.rounds:
             raise PlanError(
                 f"{name} swaps the module's weights with averages, and weights are rounded to 16 bit here "
                 f"(precision={precision.precision}), so that the fp32 master weights would be lost. Use "
@@ -80,26 +95,41 @@ def check_trainer(trainer: pl.Trainer, precision: ZeROPrecision, parallel: str) 
             raise PlanError(f"sync_batchnorm=True: {reason}. Set sync_batchnorm=False on this machine.")
 
 
-def reads_gradients(trainer: pl.Trainer, module: pl.LightningModule, engine: Engine | None) -> bool:
-    """Whether user code might read or change gradients between backward and the step, or leave the step out.
+def steps_by_itself(trainer: pl.Trainer, module: pl.LightningModule, engine: Engine | None) -> bool:
+    """Whether user code decides when a step follows, and by which gradients.
 
-    Manual optimization always might; otherwise any callback or module hook that runs in between, but Lightning's own
-    callbacks (a `LambdaCallback` is the user's), and modules and callbacks that say so by ``reads_gradients = False``.
+    Manual optimization does, and so do hooks of the module that clip, step or drop gradients, and of an optimizer.
     """
-    if not module.automatic_optimization or trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
-        return True
-    looks = _AFTER_BACKWARD if getattr(module, "reads_gradients", True) else ()
-    if any(is_overridden(hook, module, parent=pl.LightningModule) for hook in (*looks, *_IN_CHARGE)):
-        return True
-    if any(has_step_hooks(optimizer, besides=engine) for optimizer in trainer.strategy.optimizers):
-        return True
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        own = type(callback).__module__.startswith("lightning.pytorch.") and type(callback) is not LambdaCallback
-        if own or getattr(callback, "reads_gradients", True) is False:
-            continue
-        if any(is_overridden(hook, callback, parent=pl.Callback) for hook in _AFTER_BACKWARD):
-            return True
-    return False
+    return (
+        not module.automatic_optimization
+        or trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE
+        or any(is_overridden(hook, module, parent=pl.LightningModule) for hook in _IN_CHARGE)
+        or any(has_step_hooks(optimizer, besides=engine) for optimizer in trainer.strategy.optimizers)
+    )
+
+
+def has_hooks_before_step(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
+    """Whether user code runs between backward and step, where it may read or change gradients."""
+    return _has_hooks(trainer, module, _BEFORE_STEP)
+
+
+def has_hooks_after_backward(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
+    """Whether user code runs between backward and `zero_grad`, where it may read or change gradients."""
+    return _has_hooks(trainer, module, (*_BEFORE_STEP, *_AFTER_STEP))
+
+
+def _has_hooks(trainer: pl.Trainer, module: pl.LightningModule, hooks: tuple[str, ...]) -> bool:
+    """Of the module or a callback; those that Lightning or this package have written read no gradients."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return any(
+        is_overridden(hook, module, parent=pl.LightningModule)
+        or any(
+            is_overridden(hook, callback, parent=pl.Callback)
+            and not str(getattr(getattr(callback, hook), "__module__", "")).startswith(_OWN)
+            for callback in callbacks
+        )
+        for hook in hooks
+    )
 
 
 def forward_zero_grad(wrappers: list[LightningOptimizer]) -> None:
@@ -108,8 +138,8 @@ def forward_zero_grad(wrappers: list[LightningOptimizer]) -> None:
         Method(wrapper, "zero_grad", _zero_inner)
 
 
-def _zero_inner(wrapper: LightningOptimizer, set_to_none: bool = True) -> None:
-    inner: Optimizer = unwrap_optimizer(wrapper)
+def _zero_inner(method: Method, set_to_none: bool = True) -> None:
+    inner: Optimizer = unwrap_optimizer(method.owner)
     inner.zero_grad(set_to_none=set_to_none)
 
 
@@ -122,21 +152,27 @@ def watch_methods(module: pl.LightningModule, engine: Engine) -> None:
     ``toggle_optimizer`` flips ``requires_grad`` on what the groups hold, pieces: it is copied to the parameters. And
     ``zero_grad`` of any module clears ``p.grad``, which is not where gradients are once they are averaged.
     """
-
-    def toggle(name: str, owner: pl.LightningModule, *args: Any, **kwargs: Any) -> Any:
-        result = getattr(type(owner), name)(owner, *args, **kwargs)
-        engine.mirror_requires_grad()
-        return result
-
-    def zero_grad(part: nn.Module, set_to_none: bool = True) -> None:
-        with unnoticed():  # it looks at every gradient, only to drop it
-            type(part).zero_grad(part, set_to_none)
-        engine.zero_params(part.parameters(), set_to_none=set_to_none)
-
     for name in _TOGGLES:
-        Method(module, name, partial(toggle, name))
+        Method(module, name, partial(_toggle, engine))
     for part in module.modules():
-        Method(part, "zero_grad", zero_grad)
+        Method(part, "zero_grad", partial(_zero_grad, engine))
+
+
+def _toggle(engine: Engine, method: Method, *args: Any, **kwargs: Any) -> Any:
+    result = method.original(*args, **kwargs)
+    engine.mirror_requires_grad()
+    return result
+
+
+def _zero_grad(engine: Engine, method: Method, *args: Any, **kwargs: Any) -> None:
+    if method.replaces(nn.Module.zero_grad):
+        set_to_none = kwargs.get("set_to_none", args[0] if args else True)
+        with unnoticed():  # it looks at every gradient, only to drop it
+            method.original(set_to_none)
+        engine.zero_params(method.owner.parameters(), set_to_none=set_to_none)
+    else:  # it may look for other reasons, and drop some, or none
+        method.original(*args, **kwargs)
+        engine.zero_params([p for p in method.owner.parameters() if p.grad is None], set_to_none=True)
 
 
 def unwatch_methods(module: pl.LightningModule) -> None:

@@ -13,10 +13,10 @@ import os
 import time
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,10 +24,10 @@ from torch import Tensor
 
 from ls_strategy import spans
 from ls_strategy._compat import default_store, open_sockets, shut_sockets
+from ls_strategy.distributed.whereabouts import Entry, Journal, Whereabouts
 from ls_strategy.errors import LSError, OutOfStepError, RankFailedError
-from ls_strategy.whereabouts import Entry, Journal, Whereabouts
 
-CHUNK = 1 << 16
+SUM_CHUNK = 1 << 16
 """Elements summed at a time on the CPU: 256 KiB in fp32, so that the second operand meets a warm L2 cache."""
 
 
@@ -55,8 +55,22 @@ class Traffic:
 class BufferPool:
     """Receive and staging buffers that are used again: a fresh 64 MiB allocation costs its page faults every time."""
 
-    def __init__(self) -> None:
-        """Start empty."""
+    def __init__(
+        self,
+        make: Callable[[int, torch.dtype, torch.device], Tensor] = lambda n, dtype, device: torch.empty(
+            n, dtype=dtype, device=device
+        ),
+        *,
+        kept: int | None = None,
+    ) -> None:
+        """Start empty.
+
+        Args:
+            make: makes a new buffer.
+            kept: free buffers of one size that are kept; all of them without.
+        """
+        self._make = make
+        self._kept = kept
         self._free: defaultdict[tuple[int, torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
         self.bytes = 0
 
@@ -65,21 +79,16 @@ class BufferPool:
         free = self._free[(numel, dtype, device)]
         if free:
             return free.pop()
-        buffer = torch.empty(numel, dtype=dtype, device=device)
+        buffer = self._make(numel, dtype, device)
         self.bytes += buffer.numel() * buffer.element_size()
         return buffer
 
     def give(self, buffers: Iterable[Tensor]) -> None:
         """Return buffers that nobody reads or writes any more."""
         for buffer in buffers:
-            self._free[(buffer.numel(), buffer.dtype, buffer.device)].append(buffer)
-
-
-class Pending(Protocol):
-    """A collective that was started."""
-
-    def wait(self) -> None:
-        """Block until the result may be used (on CUDA: until the current stream may use it)."""
+            free = self._free[(buffer.numel(), buffer.dtype, buffer.device)]
+            if self._kept is None or len(free) < self._kept:
+                free.append(buffer)
 
 
 class Started:
@@ -124,7 +133,7 @@ class PendingReduce:
         """Write (or add, if ``accumulate``) the average over ranks into ``out``, ``(shard,)``."""
         self._comm.wait(self._works)
         scale = 1.0 / self._comm.world_size
-        step = CHUNK if out.device.type == "cpu" else out.numel()
+        step = SUM_CHUNK if out.device.type == "cpu" else out.numel()
         for lo in range(0, out.numel(), max(step, 1)):
             piece = out[lo : lo + step]
             for i, part in enumerate(self._parts):

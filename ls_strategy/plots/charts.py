@@ -6,19 +6,19 @@ from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 
-class Unit(NamedTuple):
+class ByteUnit(NamedTuple):
     """Of amounts of memory."""
 
     name: str
     nbytes: int
 
 
-def unit_for(nbytes: float) -> Unit:
+def unit_for(nbytes: float) -> ByteUnit:
     """The largest unit of which an amount has at least one."""
-    for unit in (Unit("gib", 1 << 30), Unit("mib", 1 << 20)):
+    for unit in (ByteUnit("gib", 1 << 30), ByteUnit("mib", 1 << 20)):
         if nbytes >= unit.nbytes:
             return unit
-    return Unit("kib", 1 << 10)
+    return ByteUnit("kib", 1 << 10)
 
 
 class Charts:

@@ -18,7 +18,7 @@ from ls_strategy._compat import is_mock_optimizer, run_step_pre_hooks, unwrap_op
 from ls_strategy.checked import checked
 from ls_strategy.errors import ConfigError, PlanError
 from ls_strategy.precision import PRECISIONS, PrecisionPolicy, resolve_precision
-from ls_strategy.zero.elementwise import ONE_PASS, takes_closure
+from ls_strategy.zero.elementwise import ONE_PASS
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -44,6 +44,17 @@ class _Result:
         return self._result
 
 
+@contextmanager
+def _default_dtype(dtype: torch.dtype | None) -> Generator[None, None, None]:
+    """Around code whose new tensors are of this dtype; None: of that which the user has set."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(before if dtype is None else dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 class ZeROPrecision(Precision):
     """Precision plugin of `ZeROStrategy`, which makes it from any ``Trainer(precision=...)`` by itself.
 
@@ -56,7 +67,7 @@ class ZeROPrecision(Precision):
         """Check the name.
 
         Args:
-            precision: ``32-true``, ``bf16-mixed``, ``16-mixed``, ``bf16-true`` or ``16-true``.
+            precision: ``32-true``, ``bf16-mixed``, ``16-mixed``, ``bf16-true``, ``16-true`` or ``64-true``.
 
         Raises:
             ConfigError: any other name.
@@ -67,13 +78,15 @@ class ZeROPrecision(Precision):
         self._pending_scaler_state: dict[str, Any] | None = None
         self.on_batch: Callable[[], None] | None = None
         """Run when a batch has been fetched, before any hook sees it."""
+        self.around_backward: Callable[[pl.LightningModule], AbstractContextManager[bool]] | None = None
+        """Around the user's backward; it yields whether that is still to run."""
 
     @classmethod
     def from_plugin(cls, plugin: Precision) -> ZeROPrecision:
         """The equivalent of one of Lightning's own plugins.
 
         Raises:
-            ConfigError: the plugin does more than the five precisions (double, quantised, ...).
+            ConfigError: the plugin does more than the six precisions (quantised, ...).
         """
         if isinstance(plugin, cls):
             return plugin
@@ -96,39 +109,35 @@ class ZeROPrecision(Precision):
 
     @override
     def tensor_init_context(self) -> AbstractContextManager:
-        """Weights are initialised in fp32 in every mode, so that masters are made of unrounded values."""
-        return nullcontext()
+        """Weights are initialised unrounded in every mode, since masters are made of them."""
+        return nullcontext() if self.policy.rounds else _default_dtype(self.policy.cast)
 
     @override
     def module_init_context(self) -> AbstractContextManager:
         """As `tensor_init_context`."""
-        return nullcontext()
+        return self.tensor_init_context()
 
     @override
     def convert_input(self, data: Any) -> Any:
-        """Cast floating tensors of a batch to the parameters' dtype in the ``*-true`` 16-bit modes."""
+        """Cast floating tensors to the parameters' dtype in the 16-bit ``*-true`` modes, and in ``64-true``."""
         if self.on_batch is not None:
             self.on_batch()
-        dtype = self.policy.compute
-        if dtype == torch.float32:
+        dtype = self.policy.cast
+        if dtype is None:
             return data
         return apply_to_collection(data, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
     @override
     @contextmanager
     def forward_context(self) -> Generator[None, None, None]:
-        """Autocast (``*-mixed``), or 16 bit as the default dtype of new tensors (``*-true``)."""
+        """Autocast (``*-mixed``), or the parameters' dtype as the default of new tensors."""
         if self.policy.autocast is not None:
             device = self.engine.device.type if self.engine is not None else "cpu"
             with torch.autocast(device, dtype=self.policy.autocast, cache_enabled=False):
                 yield
             return
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(self.policy.compute)
-        try:
+        with _default_dtype(self.policy.cast):
             yield
-        finally:
-            torch.set_default_dtype(before)
 
     # backward and step -----------------------------------------------------------------------------------------------
 
@@ -138,6 +147,15 @@ class ZeROPrecision(Precision):
         if self.engine is not None and self.engine.scaler is not None:
             tensor = tensor * self.engine.scaler.scale
         return super().pre_backward(tensor, module)
+
+    @override
+    def backward(  # type: ignore[override]
+        self, tensor: Tensor, model: pl.LightningModule, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> None:
+        """Run the user's backward inside the engine's; in a pipeline it has run, with ``training_step``."""
+        with nullcontext(True) if self.around_backward is None else self.around_backward(model) as to_run:
+            if to_run:
+                super().backward(tensor, model, optimizer, *args, **kwargs)
 
     @override
     def optimizer_step(  # type: ignore[override]
@@ -158,7 +176,7 @@ class ZeROPrecision(Precision):
             )
         self.engine.finish(index)
         self._after_closure(model, optimizer)
-        if takes_closure(optimizer):
+        if self.engine.optimizers[index].sharded.takes_closure:
             kwargs["closure"] = _Result(result, type(optimizer).__name__)
 
         def run() -> Any:

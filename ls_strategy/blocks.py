@@ -1,0 +1,86 @@
+"""Which modules of a model are its blocks: lists of modules are looked through here, and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from torch import nn
+
+from ls_strategy.errors import PlanError
+from ls_strategy.moe.sparse import SparseLayer
+
+CONTAINERS = (nn.ModuleList, nn.Sequential)
+
+
+def container_children(
+    module: nn.Module, closed: tuple[type[nn.Module], ...] = (SparseLayer,), prefix: str = ""
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the children of all containers, by name and in order of registration; nested containers are opened first.
+
+    Args:
+        module: the model.
+        closed: classes that are yielded themselves wherever they are. The experts of a layer are no blocks: they are
+            not called as modules.
+        prefix: of the names.
+    """
+    inside_container = isinstance(module, CONTAINERS) and bool(prefix)
+    for child_name, child in module.named_children():
+        name = f"{prefix}{child_name}"
+        if isinstance(child, closed) or (inside_container and not isinstance(child, CONTAINERS)):
+            yield name, child
+        else:
+            yield from container_children(child, closed, f"{name}.")
+
+
+def is_block(module: nn.Module) -> bool:
+    """Whether a container's child has parameters and modules of its own; a lone layer between activations is none."""
+    return any(True for _ in module.children()) and any(True for _ in module.parameters())
+
+
+def repeated_blocks(model: nn.Module) -> dict[str, list[nn.Module]]:
+    """Return the stacks of blocks that a model is made of, by the name of their container."""
+    stacks: dict[str, list[nn.Module]] = {}
+    for name, module in container_children(model):
+        if is_block(module):
+            stacks.setdefault(name.rpartition(".")[0], []).append(module)
+    return stacks
+
+
+def outermost(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the wanted modules that are not inside another one, by name and in order of registration."""
+    inside: set[int] = set()
+    for name, module in model.named_modules():
+        if wanted(module) and id(module) not in inside:
+            inside.update(map(id, module.modules()))
+            yield name, module
+
+
+def instances(
+    model: nn.Module, classes: tuple[str, ...], *, option: str, class_of: Callable[[nn.Module], type] = type
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the outermost modules below the model of classes that are given by name, with or without their module.
+
+    Args:
+        model: the model.
+        classes: their names.
+        option: that gave them, for the message.
+        class_of: a module's class.
+
+    Raises:
+        PlanError: a name matches no module.
+    """
+    missing = set(classes)
+
+    def matches(module: nn.Module) -> bool:
+        cls = class_of(module)
+        matched = {cls.__name__, f"{cls.__module__}.{cls.__qualname__}"} & set(classes)
+        missing.difference_update(matched)
+        return bool(matched) and module is not model
+
+    yield from outermost(model, matches)
+    if missing:
+        present = ", ".join(sorted({class_of(m).__name__ for m in model.modules()}))
+        raise PlanError(
+            f"{option}={list(classes)}: no module of class {', '.join(sorted(missing))} in the model. Its classes are "
+            f"{present}. Name some of these, or leave {option} out for the children of every ModuleList and Sequential."
+        )

@@ -1,0 +1,142 @@
+"""What a committed checkpoint consists of: names, sizes and checksums of its files, written last.
+
+A reader accepts a folder with a manifest, whose files have the sizes that the manifest says.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ls_strategy.checkpoint.place import Place, sync_file
+from ls_strategy.checkpoint.target import MANIFEST
+from ls_strategy.errors import CheckpointError
+
+FORMAT = 1
+"""Of the manifest. A reader refuses a higher number."""
+
+
+@dataclass
+class FileRecord:
+    """Size and checksums of one file."""
+
+    bytes: int
+    parts: list[tuple[int, int, int]]
+    """``(offset, length, crc32)`` of adjacent stretches that make up the file."""
+
+
+@dataclass
+class Manifest:
+    """What a committed checkpoint consists of."""
+
+    step: int
+    epoch: int
+    layout: dict[str, Any]
+    """What saved it: world size, stage, tiers, precision. To be shown; loading does not depend on it."""
+
+    files: dict[str, FileRecord]
+    left_out: list[str] = field(default_factory=list)
+    """Frozen parameters that were left out on purpose."""
+
+    saved_at: float = 0.0
+    """Seconds since 1970, by the clock of rank 0."""
+
+    format: int = FORMAT
+
+    def to_json(self) -> str:
+        """As the file has it, with a checksum of itself."""
+        fields = asdict(self)
+        return json.dumps({**fields, "crc32": _crc_of(fields)})
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """Back from `to_json`.
+
+        Raises:
+            ValueError: it is not what was written.
+        """
+        raw = json.loads(text)
+        if raw.pop("crc32") != _crc_of(raw):
+            raise ValueError("its checksum differs")
+        files = {k: FileRecord(v["bytes"], [tuple(p) for p in v["parts"]]) for k, v in raw.pop("files").items()}
+        return cls(files=files, **raw)
+
+
+def _crc_of(fields: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(fields, sort_keys=True).encode())
+
+
+def record_of(place: Place, name: str) -> FileRecord:
+    """Sync a small file that something else wrote, and take its checksum."""
+    with place.open(name, "rb") as file:
+        data = file.read()
+        sync_file(file)
+    return FileRecord(len(data), [(0, len(data), zlib.crc32(data))])
+
+
+def is_committed(path: str | os.PathLike[str]) -> bool:
+    """Whether a whole checkpoint folder of ours is there. Sizes are looked at, contents are not."""
+    try:
+        read_manifest(path)
+    except CheckpointError:
+        return False
+    return True
+
+
+def read_manifest(path: str | os.PathLike[str]) -> Manifest:
+    """The manifest of a committed checkpoint.
+
+    Raises:
+        CheckpointError: there is none, it cannot be read, or a file is missing or has another size.
+    """
+    place = Place(path)
+    try:
+        with place.open(MANIFEST, "r") as file:
+            manifest = Manifest.from_json(file.read())
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(
+            f"{place} is not a committed checkpoint: it has no {MANIFEST}, which is written last. The save was "
+            "interrupted, or something else wrote the folder. Resume from another checkpoint."
+        ) from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{place}/{MANIFEST} is damaged ({error}). Resume from another checkpoint.") from error
+    if manifest.format > FORMAT:
+        raise CheckpointError(
+            f"{place} was written by a newer version (format {manifest.format}, this one reads {FORMAT}). Update."
+        )
+    for name, record in manifest.files.items():
+        size = place.size(name)
+        if size != record.bytes:
+            found = "is missing" if size is None else f"has {size} bytes"
+            raise CheckpointError(
+                f"{place}/{name} {found}, the manifest says {record.bytes} bytes. Resume from another checkpoint."
+            )
+    return manifest
+
+
+def verify(path: str | os.PathLike[str], name: str, record: FileRecord) -> None:
+    """Read one file in full and compare its checksums.
+
+    Raises:
+        CheckpointError: naming the file and the stretch that differs.
+    """
+    place = Place(path)
+    with place.open(name, "rb") as file:
+        for offset, length, expected in record.parts:
+            check(place, name, offset, file.read(length), expected)
+
+
+def check(place: Place, name: str, offset: int, data: bytes | memoryview, expected: int) -> None:
+    """Compare the checksum of bytes that were read.
+
+    Raises:
+        CheckpointError: it differs.
+    """
+    if zlib.crc32(data) != expected:
+        raise CheckpointError(
+            f"{place}/{name} is damaged: bytes [{offset}, {offset + len(data)}) do not have the checksum that they "
+            "were written with. Resume from another checkpoint, and look at the disk."
+        )
