@@ -193,7 +193,7 @@ def check_manual(
         options = {**TIERS[tier], "offload.nvme_path": folder}
         plain = train_manual(rank, world_size, net, stage, **options)
         with scaled_fp32():
-            scaled = train_manual(rank, world_size, net, stage, **options, loss_scale=GROWING)
+            scaled = train_manual(rank, world_size, net, stage, **options, **{"precision.loss_scale": GROWING})
         equal = plain[0] == scaled[0] and all(torch.equal(v, scaled[1][k]) for k, v in plain[1].items())
         if not equal:
             problems.append(f"{net.__name__}, stage {stage}, {tier}: losses {plain[0]} and {scaled[0]}")
@@ -302,4 +302,4 @@ class MixesBackwards(manual.Manual):
 def test_unscaled_gradients_are_not_added_to_scaled_ones(rank: int, world_size: int) -> None:
     for stage in STAGES:
         with scaled_fp32(), pytest.raises(StateError, match=r"loss\.backward\(\).*Call self\.manual_backward\(loss\)"):
-            train_manual(rank, world_size, MixesBackwards, stage, loss_scale=GROWING)
+            train_manual(rank, world_size, MixesBackwards, stage, **{"precision.loss_scale": GROWING})

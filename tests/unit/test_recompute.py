@@ -428,7 +428,7 @@ def test_describe() -> None:
     [
         ({"policy": "some"}, "policy='some'"),
         ({"every": 0}, "every=0"),
-        ({"classes": "Block"}, "a list of texts"),
+        ({"block_classes": "Block"}, "a list of texts"),
         ({"policy": "selective", "keep": ()}, "empty keep"),
     ],
 )
