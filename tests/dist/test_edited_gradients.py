@@ -48,12 +48,6 @@ class Clips(Net):
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:  # type: ignore[override]
         self.clip_gradients(optimizer, gradient_clip_val=LIMIT, gradient_clip_algorithm="norm")
 
-    def norm(self, optimizer: Any) -> float:
-        if hasattr(self.trainer.strategy, "grad_norm"):
-            return self.trainer.strategy.grad_norm(optimizer=optimizer).item()
-        grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
-        return torch.nn.utils.get_total_norm(grads).item()
-
     def edit(self, params: list[Tensor]) -> None:
         """Nothing, here."""
 

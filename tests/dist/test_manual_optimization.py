@@ -378,12 +378,6 @@ class SometimesUnused(Net):
             optimizer.step()
             optimizer.zero_grad()
 
-    def norm(self, optimizer: Any) -> float:
-        if hasattr(self.trainer.strategy, "grad_norm"):
-            return self.trainer.strategy.grad_norm(optimizer=optimizer).item()
-        grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
-        return torch.nn.utils.get_total_norm(grads).item()
-
     def configure_optimizers(self) -> Any:
         head = [*self.first.parameters(), *self.last.parameters()]
         return [torch.optim.SGD(head, lr=0.05), torch.optim.SGD(self.blocks.parameters(), lr=0.05, momentum=0.9)]
