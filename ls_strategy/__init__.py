@@ -20,6 +20,8 @@ from ls_strategy.autoload import install as _install
 
 if TYPE_CHECKING:
     from ls_strategy.callbacks import Monitor, PipelineTimeline, ShardedEMA
+    from ls_strategy.callbacks.expert_monitor import ExpertMonitor
+    from ls_strategy.callbacks.preemption import PreemptionHandler
     from ls_strategy.config import (
         ActivationOffloadConfig,
         LossScaleConfig,
@@ -30,19 +32,17 @@ if TYPE_CHECKING:
     from ls_strategy.data_efficiency.curriculum import SequenceCurriculum
     from ls_strategy.data_efficiency.token_dropping import RandomTokenDropping
     from ls_strategy.errors import CheckpointError, ConfigError, LSError, PlanError, StateError
-    from ls_strategy.expert_monitor import ExpertMonitor
     from ls_strategy.inference.engine import InferenceEngine, init_inference
     from ls_strategy.inference.stream import stream_blocks
-    from ls_strategy.loading import load_from_checkpoint
+    from ls_strategy.lightning.loading import load_from_checkpoint
+    from ls_strategy.lightning.precision import ZeROPrecision
+    from ls_strategy.lightning.strategy import ZeROStrategy
     from ls_strategy.moe.balance import update_router_bias
     from ls_strategy.moe.convert import convert_moe
     from ls_strategy.moe.feed_forward import FeedForward, GatedFeedForward
     from ls_strategy.moe.layer import MoE
     from ls_strategy.moe.losses import moe_losses
     from ls_strategy.ops.lion import Lion
-    from ls_strategy.precision_plugin import ZeROPrecision
-    from ls_strategy.preemption import PreemptionHandler
-    from ls_strategy.strategy import ZeROStrategy
 
 __version__ = "0.1.0"
 
@@ -86,7 +86,7 @@ _HOME = {
     "RecomputeConfig": "config",
     "CheckpointError": "errors",
     "ConfigError": "errors",
-    "ExpertMonitor": "expert_monitor",
+    "ExpertMonitor": "callbacks.expert_monitor",
     "FeedForward": "moe.feed_forward",
     "GatedFeedForward": "moe.feed_forward",
     "InferenceEngine": "inference.engine",
@@ -103,14 +103,14 @@ _HOME = {
     "NVMeIOConfig": "config",
     "OffloadConfig": "config",
     "PlanError": "errors",
-    "PreemptionHandler": "preemption",
+    "PreemptionHandler": "callbacks.preemption",
     "RandomTokenDropping": "data_efficiency.token_dropping",
     "SequenceCurriculum": "data_efficiency.curriculum",
     "ShardedEMA": "callbacks",
     "StateError": "errors",
-    "ZeROPrecision": "precision_plugin",
-    "ZeROStrategy": "strategy",
-    "load_from_checkpoint": "loading",
+    "ZeROPrecision": "lightning.precision",
+    "ZeROStrategy": "lightning.strategy",
+    "load_from_checkpoint": "lightning.loading",
 }
 
 

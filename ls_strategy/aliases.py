@@ -12,7 +12,7 @@ from functools import wraps
 from typing import Any
 
 from ls_strategy.autoload import ALIASES
-from ls_strategy.strategy import ZeROStrategy
+from ls_strategy.lightning.strategy import ZeROStrategy
 
 _SIGNATURE = inspect.signature(ZeROStrategy.__init__)
 

@@ -6,7 +6,7 @@ The one invariant: nothing here can make ``import torch`` or ``import lightning`
     import lightning.pytorch ... strategies has executed ──> register(StrategyRegistry)
     import lightning.fabric.utilities.cloud_io ... has executed ──> its reader of checkpoints takes folders of ours
     import lightning.pytorch.cli ... has executed ──> import ls_strategy.aliases, for its parser
-    Trainer(strategy="zero2") ── StrategyRegistry.get ──> ls_strategy.strategy is imported, now
+    Trainer(strategy="zero2") ── StrategyRegistry.get ──> ls_strategy.lightning.strategy is imported, now
 
 torch means that entry point group for device back ends. It is the only place from which a package is told in time:
 Lightning validates the strategy's name before it looks at its own entry points. ``import ls_strategy`` does the same
@@ -22,7 +22,7 @@ import sys
 import warnings
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ls_strategy import lightning_files
+from ls_strategy.lightning import files as lightning_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
-    from ls_strategy.strategy import ZeROStrategy
+    from ls_strategy.lightning.strategy import ZeROStrategy
 
 __all__ = ["ALIASES", "install", "register"]
 
@@ -153,7 +153,7 @@ def _lightning_registry() -> _Registry:
 
 def _create(**init_params: object) -> ZeROStrategy:
     """Make the strategy. Its module is imported here: a registry entry must not cost an import of torch."""
-    from ls_strategy.strategy import ZeROStrategy
+    from ls_strategy.lightning.strategy import ZeROStrategy
 
     return ZeROStrategy(**init_params)  # pyright: ignore[reportArgumentType]  (the table's values; tests check them)
 

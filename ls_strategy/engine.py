@@ -32,9 +32,9 @@ from torch.optim import Optimizer
 from ls_strategy import spans
 from ls_strategy._compat import has_step_hooks, put_step_hooks_inside, storage_key
 from ls_strategy.config import LossScaleConfig, ZeROConfig
+from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.layout import TensorPart
-from ls_strategy.mesh import Mesh
 from ls_strategy.moe.router import RoutingAccounts
 from ls_strategy.precision import LossScaler, PrecisionPolicy
 from ls_strategy.tiers.link import trim_heap

@@ -33,7 +33,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from ls_strategy.rendezvous import free_port
+from ls_strategy.distributed.rendezvous import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -43,7 +43,7 @@ __all__ = ["RankDiedError", "RankTimeoutError", "RankTraceback", "free_port", "s
 
 T = TypeVar("T")
 
-_PRELOAD = ["torch", "torch.distributed", "lightning.pytorch", "ls_strategy.strategy"]
+_PRELOAD = ["torch", "torch.distributed", "lightning.pytorch", "ls_strategy.lightning.strategy"]
 _KILL_GRACE_S = 10.0
 _DEATH_GRACE_S = 0.5  # a peer of a rank that died may report its broken connection before the death itself is seen
 _STACK_LEAD_S = 0.5  # ranks write where they stand this long before the deadline

@@ -164,7 +164,9 @@ def collect(tests: str) -> list[str]:
 def preload() -> None:
     """Let ranks start with what most tests import."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lightning.pytorch", "ls_strategy.strategy", "torch.utils.tensorboard", "pytest"])
+    context.set_forkserver_preload(
+        ["lightning.pytorch", "ls_strategy.lightning.strategy", "torch.utils.tensorboard", "pytest"]
+    )
     multiprocessing.forkserver.ensure_running()
 
 

@@ -29,8 +29,8 @@ from ls_strategy.activations.partition import ActivationPartition
 from ls_strategy.activations.places import Drive
 from ls_strategy.activations.recompute import Recompute, apply_recompute
 from ls_strategy.activations.saved import Keeper, SavedTensors
-from ls_strategy.axis import Axis
 from ls_strategy.config import ActivationOffloadConfig, RecomputeConfig
+from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import ConfigError, PlanError
 
 MIN_PARTITIONED_BYTES = 1 << 16

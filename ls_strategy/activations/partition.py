@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ls_strategy.activations.saved import Keeper, Kept
-from ls_strategy.axis import Axis
+from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import PlanError
 
 _ALIGNMENT = 512

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ls_strategy.charts import ByteUnit, unit_for
+from ls_strategy.plots.charts import ByteUnit, unit_for
 from ls_strategy.spans import COMMUNICATION, COPY, PHASES, Record
 
 MIB = 1 << 20

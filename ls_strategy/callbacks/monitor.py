@@ -23,11 +23,11 @@ from ls_strategy._compat import around_fetches, tree_iter
 from ls_strategy.callbacks.intervals import MIB, FitTable, Interval, Sample
 from ls_strategy.callbacks.sharded import zero_strategy
 from ls_strategy.callbacks.step_trace import RankTrace, merged
-from ls_strategy.charts import ByteUnit, Charts, unit_for
 from ls_strategy.checked import above, at_least, checked
 from ls_strategy.errors import PlanError, StateError
+from ls_strategy.lightning.strategy import ZeROStrategy
+from ls_strategy.plots.charts import ByteUnit, Charts, unit_for
 from ls_strategy.spans import DATA, VALIDATION, Record, Recorder, Window
-from ls_strategy.strategy import ZeROStrategy
 
 _WITHOUT_LOGGING = 50
 """Steps of an interval, where nothing is logged."""

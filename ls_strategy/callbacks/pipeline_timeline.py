@@ -12,7 +12,7 @@ from typing_extensions import override
 from ls_strategy.callbacks.sharded import zero_strategy
 from ls_strategy.checked import at_least, checked
 from ls_strategy.errors import PlanError
-from ls_strategy.lightning_pipeline import Pipeline
+from ls_strategy.lightning.pipeline import Pipeline
 from ls_strategy.parallel.pipeline import timeline
 
 

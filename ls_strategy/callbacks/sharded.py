@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
 from ls_strategy.errors import PlanError
-from ls_strategy.strategy import ZeROStrategy
+from ls_strategy.lightning.strategy import ZeROStrategy
 
 
 def zero_strategy(trainer: pl.Trainer, callback: Callback) -> ZeROStrategy:

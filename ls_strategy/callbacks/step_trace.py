@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ls_strategy.chrome_trace import ChromeTrace
 from ls_strategy.spans import COMMUNICATION, COPY, Record, Span
+from ls_strategy.spans.chrome_trace import ChromeTrace
 
 _TRAINING, _WAITS = 0, 1
 _LANES = {COMMUNICATION: 100, COPY: 200}

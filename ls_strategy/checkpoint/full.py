@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ls_strategy._compat import persistent_buffer_names
+from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.errors import StateError
-from ls_strategy.mesh import Mesh
 from ls_strategy.transient import Transient
 from ls_strategy.zero.lazy import parts_of
 from ls_strategy.zero.lending import Lender

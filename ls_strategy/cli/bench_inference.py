@@ -244,7 +244,7 @@ def _load(path: Path, module: str | None, *, on_meta: bool = False) -> nn.Module
 
 def _of_checkpoint(path: Path, name: str) -> nn.Module:
     """The network in a LightningModule that reads with a cache, or the LightningModule."""
-    from ls_strategy.loading import load_from_checkpoint
+    from ls_strategy.lightning.loading import load_from_checkpoint
 
     owner, _, cls = name.rpartition(".")
     try:

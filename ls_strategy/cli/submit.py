@@ -17,7 +17,7 @@ from ls_strategy.errors import ConfigError, StateError
 FOLDER = "slurm"
 """Where scripts and logs go, in the current folder."""
 
-HANDLER = "ls_strategy.preemption.PreemptionHandler"
+HANDLER = "ls_strategy.callbacks.preemption.PreemptionHandler"
 _VERSIONED = ("TensorBoardLogger", "CSVLogger")
 
 

@@ -21,7 +21,7 @@ from ls_strategy.checked import above, at_least, checked
 from ls_strategy.data_efficiency.schedule import Kind, Schedule
 from ls_strategy.data_efficiency.scheduled import ScheduledCallback
 from ls_strategy.errors import PlanError, StateError
-from ls_strategy.strategy import ZeROStrategy
+from ls_strategy.lightning.strategy import ZeROStrategy
 
 
 class SequenceCurriculum(ScheduledCallback):

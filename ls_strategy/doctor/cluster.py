@@ -7,9 +7,9 @@ import socket
 import subprocess
 from collections.abc import Iterator, Mapping
 
+from ls_strategy.distributed.rendezvous import check_port
 from ls_strategy.doctor.finding import Finding, one_line
 from ls_strategy.errors import PlanError
-from ls_strategy.rendezvous import check_port
 from ls_strategy.slurm import job, preflight
 
 _NUMBERS = (

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from ls_strategy import rendezvous
+from ls_strategy.distributed import rendezvous
 from ls_strategy.doctor.finding import Finding, one_line
 
 TIMEOUT_S = 60.0

@@ -23,9 +23,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ls_strategy._compat import persistent_buffer_names
-from ls_strategy.axis import Axis
 from ls_strategy.checked import at_least, checked
-from ls_strategy.comm import make_comm
+from ls_strategy.distributed.axis import Axis
+from ls_strategy.distributed.comm import make_comm
+from ls_strategy.distributed.mesh import MeshShape, make_mesh
 from ls_strategy.errors import ConfigError, PlanError, StateError
 from ls_strategy.inference.deepspeed_names import read_options
 from ls_strategy.inference.fill import Filler, has_meta
@@ -34,7 +35,6 @@ from ls_strategy.inference.linear import FORMATS, Format
 from ls_strategy.inference.quantize import QuantizationReport, Quantizer
 from ls_strategy.inference.refused import refuse_known
 from ls_strategy.inference.stream import StreamedBlocks, stream_blocks
-from ls_strategy.mesh import MeshShape, make_mesh
 from ls_strategy.parallel.cuts import Resolved, resolve
 from ls_strategy.parallel.hooks import Hooks
 from ls_strategy.parallel.logits import gather

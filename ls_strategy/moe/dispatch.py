@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ls_strategy.axis import Axis, PendingExchange
+from ls_strategy.distributed.axis import Axis, PendingExchange
 
 
 class _Permute(torch.autograd.Function):

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import nn
 
-from ls_strategy.axis import Axis
+from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import PlanError
 from ls_strategy.layout import TensorPart
 from ls_strategy.moe.sparse import ExpertParallel, SparseLayer

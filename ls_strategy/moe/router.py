@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ls_strategy._compat import current_backward_pass
-from ls_strategy.axis import Axis
 from ls_strategy.checked import at_least, check_fields
+from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import ConfigError
 from ls_strategy.moe.capacity import capacity_of, kept_pairs
 from ls_strategy.moe.losses import LossKeeper, balance_loss, z_loss

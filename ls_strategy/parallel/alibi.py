@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ls_strategy.axis import Axis
+from ls_strategy.distributed.axis import Axis
 from ls_strategy.parallel.hooks import Hooks
 
 ARGUMENTS = {

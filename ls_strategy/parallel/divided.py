@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ls_strategy.axis import Axis
+from ls_strategy.distributed.axis import Axis
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ls_strategy._compat import make_wrapper, tree_map
-from ls_strategy.axis import Axis
+from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import StateError
 from ls_strategy.parallel.cross_entropy import Options, cross_entropy
 from ls_strategy.parallel.divided import DimCut, own_part, slice_cut, spelled_out, whole

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ls_strategy.axis import Axis
+from ls_strategy.distributed.axis import Axis
 
 _MASK = 0xFFFFFFFF
 _MAGIC = 0x5A7D  # upper 16 bits of a code; 6 bits of the phase and 10 of the rank follow

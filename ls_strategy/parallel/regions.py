@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ls_strategy.axis import Axis, sum_in_order
+from ls_strategy.distributed.axis import Axis, sum_in_order
 from ls_strategy.errors import PlanError
 
 Map = Callable[[Tensor], Tensor]

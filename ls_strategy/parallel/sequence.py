@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ls_strategy.axis import Axis
+from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import PlanError
 from ls_strategy.parallel.cuts import Layer, Owned, Resolved
 from ls_strategy.parallel.hooks import Hooks, change_first, change_output

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ls_strategy._compat import current_backward_pass
-from ls_strategy.axis import Axis
+from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import PlanError
 from ls_strategy.parallel.attention import Interception, attention_over, leave, reenter
 from ls_strategy.parallel.divided import DimCut, whole

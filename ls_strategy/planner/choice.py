@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ls_strategy.comm import Comm
 from ls_strategy.config import RecomputeConfig
+from ls_strategy.distributed.comm import Comm
 from ls_strategy.errors import PlanError
 from ls_strategy.planner.candidates import Candidate
 from ls_strategy.planner.forecast import (

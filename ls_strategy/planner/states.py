@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ls_strategy.comm import Comm
 from ls_strategy.config import ZeROConfig
+from ls_strategy.distributed.comm import Comm
 from ls_strategy.plan import MOMENT_BYTES, Plan
 from ls_strategy.precision import PrecisionPolicy
 from ls_strategy.zero.assembly import Draft

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ls_strategy.comm import Comm
+from ls_strategy.distributed.comm import Comm
 from ls_strategy.errors import PlanError
 
 

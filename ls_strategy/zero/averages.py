@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ls_strategy import spans
-from ls_strategy.comm import PendingReduce
+from ls_strategy.distributed.comm import PendingReduce
 from ls_strategy.errors import StateError
 from ls_strategy.ops.norm import sum_of_squares
 from ls_strategy.zero.buffer import FlatBuffer

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ls_strategy._compat import tree_map
+from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.errors import PlanError
 from ls_strategy.layout import TensorPart
-from ls_strategy.mesh import Mesh
 from ls_strategy.zero.parts import part_of
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ls_strategy.comm import BufferPool, Comm
 from ls_strategy.config import ZeROConfig
+from ls_strategy.distributed.comm import BufferPool, Comm
 from ls_strategy.errors import LSError, PlanError
 from ls_strategy.plan import Plan
 from ls_strategy.tiers.base import Key, ResidentTier, Tier

@@ -30,11 +30,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ls_strategy.axis import Axis
 from ls_strategy.config import MomentFormat
+from ls_strategy.distributed.axis import Axis
+from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.layout import Slot, round_up
-from ls_strategy.mesh import Mesh
 from ls_strategy.ops.update import native_available
 from ls_strategy.zero.elementwise import is_elementwise, takes_closure
 from ls_strategy.zero.kernels import kernel_for

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ls_strategy.axis import Axis
+from ls_strategy.distributed.axis import Axis
 from ls_strategy.layout import TensorPart, flat_range_to_boxes
 from ls_strategy.zero.lazy import LazyTensor
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ls_strategy.comm import Comm
+from ls_strategy.distributed.comm import Comm
 from ls_strategy.errors import StateError
 from ls_strategy.zero.parameters import grad_of, set_grad
 from ls_strategy.zero.units import Flat, Unit

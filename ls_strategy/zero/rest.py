@@ -14,8 +14,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ls_strategy.comm import BufferPool
 from ls_strategy.config import TierName
+from ls_strategy.distributed.comm import BufferPool
 from ls_strategy.tiers.base import Key, ResidentTier, Tier
 from ls_strategy.tiers.link import Link, host_empty
 

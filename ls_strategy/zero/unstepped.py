@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ls_strategy._compat import current_backward_pass
-from ls_strategy.comm import Comm
+from ls_strategy.distributed.comm import Comm
 from ls_strategy.zero.parameters import grad_of, set_grad
 from ls_strategy.zero.sharded_gradient import ShardedGradient, as_plain
 from ls_strategy.zero.units import Flat

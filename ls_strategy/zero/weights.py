@@ -10,9 +10,9 @@ from typing import Literal
 
 import torch
 
-from ls_strategy.comm import Comm
+from ls_strategy.distributed.comm import Comm
+from ls_strategy.distributed.mesh import MeshShape
 from ls_strategy.errors import PlanError
-from ls_strategy.mesh import MeshShape
 
 _STEP = 1 << 28
 """Bytes to which memory is rounded, so that two devices of one kind count as the same."""

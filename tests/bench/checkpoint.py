@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from ls_strategy.checkpoint.consolidate import consolidate
-from ls_strategy.strategy import ZeROStrategy
+from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.bench import record
 from tests.bench.contest import quartiles, ratios, turns

@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from ls_strategy.autoload import ALIASES
-from ls_strategy.strategy import ZeROStrategy
+from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.tiers import link
 from ls_strategy.zero import averages, offload, units, update
 from recipes.gpt.model import GPTModule, OptimConfig, SampleConfig

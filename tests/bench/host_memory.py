@@ -37,8 +37,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ls_strategy.autoload import ALIASES
+from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.plan import Plan
-from ls_strategy.strategy import ZeROStrategy
 from tests.bench import record
 from tests.bench.record import ROOT
 

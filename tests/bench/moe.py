@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ls_strategy.axis import Axis
-from ls_strategy.comm import make_comm
+from ls_strategy.distributed.axis import Axis
+from ls_strategy.distributed.comm import make_comm
 from ls_strategy.moe.feed_forward import FeedForward
 from ls_strategy.moe.layer import MoE
 from ls_strategy.moe.losses import moe_losses

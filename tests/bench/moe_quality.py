@@ -19,7 +19,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from ls_strategy.strategy import ZeROStrategy
+from ls_strategy.lightning.strategy import ZeROStrategy
 from recipes.gpt.corpus import CorpusConfig
 from recipes.gpt.data import TextData
 from recipes.gpt.model import OptimConfig, SampleConfig

@@ -19,7 +19,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from ls_strategy.strategy import ZeROStrategy
+from ls_strategy.lightning.strategy import ZeROStrategy
 from recipes.gpt.corpus import CorpusConfig
 from recipes.gpt.data import TextData
 from recipes.gpt.model import GPTModule, OptimConfig, SampleConfig

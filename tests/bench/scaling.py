@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ls_strategy.config import OffloadConfig, RecomputeConfig, ZeROConfig
+from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.planner.candidates import Candidate
 from ls_strategy.planner.forecast import Forecast, Forecaster, Run
 from ls_strategy.planner.hardware import Hardware
@@ -35,7 +36,6 @@ from ls_strategy.planner.scaling import RANKS
 from ls_strategy.planner.states import ModelStates, moment_bytes
 from ls_strategy.planner.step import training_step
 from ls_strategy.precision import resolve_precision
-from ls_strategy.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from ls_strategy.zero_stages import POLICIES
 from recipes.gpt.network import GPT, GPTConfig

@@ -143,10 +143,10 @@ def ours(stage: int) -> Builder:
     """This engine, without Lightning around it, as the others are."""
 
     def build(model: nn.Module, setting: Setting) -> Step:
-        from ls_strategy.comm import make_comm
         from ls_strategy.config import ZeROConfig
+        from ls_strategy.distributed.comm import make_comm
+        from ls_strategy.distributed.mesh import Mesh
         from ls_strategy.engine import Engine
-        from ls_strategy.mesh import Mesh
         from ls_strategy.precision import resolve_precision
 
         optimizer = adamw(model.parameters())

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from ls_strategy import strategy
 from ls_strategy.config import LossScaleConfig
+from ls_strategy.lightning import strategy
+from ls_strategy.lightning.precision import ZeROPrecision
+from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.precision import PrecisionPolicy, resolve_precision
-from ls_strategy.precision_plugin import ZeROPrecision
-from ls_strategy.strategy import ZeROStrategy
 from tests.dist.everywhere import check_every_rank
 
 VOCABULARY = 13

@@ -14,10 +14,10 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from ls_strategy.cli import main
+from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.moe.feed_forward import GatedFeedForward
 from ls_strategy.moe.layer import MoE
 from ls_strategy.moe.losses import moe_losses
-from ls_strategy.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from recipes.gpt.network import GPT, GPTConfig
 from tests.dist.everywhere import check_every_rank

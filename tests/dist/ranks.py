@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from ls_strategy import lightning_checkpoints
-from ls_strategy.strategy import ZeROStrategy
+from ls_strategy.lightning import checkpoints as lightning_checkpoints
+from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from ls_strategy.zero.lazy import LazyTensor
 

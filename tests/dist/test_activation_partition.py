@@ -10,9 +10,9 @@ from torch.nn import functional
 from ls_strategy.activations.apply import MIN_PARTITIONED_BYTES, Activations
 from ls_strategy.activations.partition import ActivationPartition
 from ls_strategy.activations.places import Drive
-from ls_strategy.axis import Axis
-from ls_strategy.comm import make_comm
 from ls_strategy.config import ActivationOffloadConfig, RecomputeConfig
+from ls_strategy.distributed.axis import Axis
+from ls_strategy.distributed.comm import make_comm
 from ls_strategy.errors import PlanError
 from ls_strategy.testing import spawn
 

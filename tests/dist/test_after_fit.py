@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import (
 from torch import Tensor, nn
 
 from ls_strategy.errors import PlanError
-from ls_strategy.strategy import ZeROStrategy
+from ls_strategy.lightning.strategy import ZeROStrategy
 from tests.dist.ranks import (
     STAGES,
     WIDTH,

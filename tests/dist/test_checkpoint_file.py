@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ls_strategy import ZeROStrategy
 from ls_strategy.config import LossScaleConfig
 from ls_strategy.errors import StateError
-from ls_strategy.precision_plugin import ZeROPrecision
+from ls_strategy.lightning.precision import ZeROPrecision
 from ls_strategy.testing import spawn
 from tests.dist.ranks import (
     STAGES,

@@ -29,7 +29,7 @@ from ls_strategy.checkpoint.manifest import read_manifest
 from ls_strategy.checkpoint.place import Place
 from ls_strategy.config import LossScaleConfig
 from ls_strategy.errors import CheckpointError, RankFailedError, StateError
-from ls_strategy.precision_plugin import ZeROPrecision
+from ls_strategy.lightning.precision import ZeROPrecision
 from ls_strategy.testing import spawn
 from tests.dist.ranks import (
     WIDTH,

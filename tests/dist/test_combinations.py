@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ls_strategy.callbacks import ShardedEMA
-from ls_strategy.preemption import Preempted, PreemptionHandler
+from ls_strategy.callbacks.preemption import Preempted, PreemptionHandler
 from ls_strategy.testing import spawn
 from tests.dist.parallel_runs import Module, Outcome, Run, attention_plan, train, train_all, unequal
 from tests.dist.ranks import saved

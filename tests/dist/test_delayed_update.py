@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from ls_strategy.strategy import ZeROStrategy
+from ls_strategy.lightning.strategy import ZeROStrategy
 from tests.dist.ranks import Net, assert_close, batches, mean_over_ranks, on_ranks, trainer_of, weights
 
 STEPS = 8

@@ -26,9 +26,9 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from ls_strategy.comm import make_comm
+from ls_strategy.distributed.comm import make_comm
+from ls_strategy.distributed.mesh import MeshShape, make_mesh
 from ls_strategy.errors import PlanError, StateError
-from ls_strategy.mesh import MeshShape, make_mesh
 from ls_strategy.parallel.dtensor import Localized, has_dtensors, localize
 from ls_strategy.testing import spawn
 from ls_strategy.zero.parts import part_of, whole_of

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ls_strategy.engine import Engine
 from ls_strategy.errors import RankFailedError, StateError
-from ls_strategy.strategy import ZeROStrategy
+from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.tiers.stream import Stream
 from ls_strategy.zero import kernels
 from tests.dist.ranks import Net, assert_close, assert_equal, batches, fit, on_ranks, weights

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ls_strategy.strategy import ZeROStrategy
+from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.dist.ranks import (
     STAGES,

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ls_strategy.config import LossScaleConfig
 from ls_strategy.errors import StateError
-from ls_strategy.precision_plugin import ZeROPrecision
-from ls_strategy.strategy import ZeROStrategy
+from ls_strategy.lightning.precision import ZeROPrecision
+from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.dist.parallel_runs import Module, Run, train
 from tests.dist.ranks import WIDTH, fit, global_batches, quiet

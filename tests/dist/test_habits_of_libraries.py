@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ls_strategy.errors import OutOfStepError
-from ls_strategy.strategy import ZeROStrategy
+from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.dist.habits import averages, gradients, networks, trainers, weights
 from tests.dist.habits.rows import Row, outcome, require_equal

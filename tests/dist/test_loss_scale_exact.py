@@ -18,7 +18,7 @@ import torch
 
 from ls_strategy.config import OffloadConfig
 from ls_strategy.errors import StateError
-from ls_strategy.strategy import ZeROStrategy
+from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.dist import parallel_runs
 from tests.dist import test_manual_optimization as manual

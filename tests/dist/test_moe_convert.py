@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ls_strategy.axis import Axis
-from ls_strategy.comm import Comm, make_comm
+from ls_strategy.distributed.axis import Axis
+from ls_strategy.distributed.comm import Comm, make_comm
 from ls_strategy.moe.convert import ConvertedMoE, convert_moe
 from ls_strategy.moe.losses import moe_losses
 from ls_strategy.moe.parallel import apply_expert_parallel

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ls_strategy.axis import Axis
-from ls_strategy.comm import Comm, make_comm
+from ls_strategy.distributed.axis import Axis
+from ls_strategy.distributed.comm import Comm, make_comm
 from ls_strategy.layout import TensorPart
 from ls_strategy.moe.dispatch import Exchange
 from ls_strategy.moe.feed_forward import FeedForward

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ls_strategy.autoload import ALIASES
+from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.ops.lion import Lion
-from ls_strategy.strategy import ZeROStrategy
 from tests.dist.ranks import Net, assert_equal, fit, on_ranks, weights
 
 OFFLOADING = [name for name, arguments in ALIASES.items() if any(key.startswith("offload") for key in arguments)]

@@ -18,7 +18,7 @@ import torch
 
 from ls_strategy.config import OffloadConfig
 from ls_strategy.errors import ConfigError, LSError, PlanError, RankFailedError
-from ls_strategy.strategy import ZeROStrategy
+from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.tiers.file_io import DriveError
 from tests.dist.ranks import Net, assert_equal, batches, fit, on_ranks, weights
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ls_strategy.callbacks import Monitor, ShardedEMA
-from ls_strategy.strategy import ZeROStrategy
+from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.tiers import stream
 from ls_strategy.tiers.nvme import NVMeTier
 from ls_strategy.tiers.stream import Ticket

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ls_strategy.callbacks import ShardedEMA
 from ls_strategy.errors import PlanError, StateError
-from ls_strategy.strategy import ZeROStrategy
+from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.dist.ranks import (
     OPTIONS,

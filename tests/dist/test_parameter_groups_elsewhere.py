@@ -16,8 +16,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from ls_strategy.engine import Engine
 from ls_strategy.errors import PlanError
-from ls_strategy.precision_plugin import ZeROPrecision
-from ls_strategy.strategy import ZeROStrategy
+from ls_strategy.lightning.precision import ZeROPrecision
+from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.dist.ranks import (
     Net,

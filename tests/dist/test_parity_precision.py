@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ls_strategy.config import LossScaleConfig
-from ls_strategy.precision_plugin import ZeROPrecision
+from ls_strategy.lightning.precision import ZeROPrecision
 from ls_strategy.testing import spawn
 from tests.dist import parallel_runs
 from tests.dist.models import Case, Result, fp16_plugin, run

@@ -20,7 +20,7 @@ from torchmetrics import MeanMetric
 
 from ls_strategy.callbacks import PipelineTimeline
 from ls_strategy.errors import ConfigError, LSError, PlanError, StateError
-from ls_strategy.strategy import ZeROStrategy
+from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.dist.parallel_runs import BATCH, Outcome, Run, assert_resumed, train_all, unequal
 from tests.dist.ranks import on_ranks, trainer_of

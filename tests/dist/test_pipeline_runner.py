@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ls_strategy._compat import current_backward_pass, default_store
-from ls_strategy.comm import make_comm
+from ls_strategy.distributed.comm import make_comm
 from ls_strategy.errors import PlanError, RankFailedError
 from ls_strategy.parallel.pipeline.cut import keep_own, make_cut
 from ls_strategy.parallel.pipeline.handover import SideLoss

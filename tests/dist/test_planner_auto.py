@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ls_strategy import strategy as strategies
 from ls_strategy.errors import ConfigError, PlanError
+from ls_strategy.lightning import strategy as strategies
+from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.planner.hardware import Hardware
 from ls_strategy.planner.out_of_memory import OutOfMemory
-from ls_strategy.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.dist.models import Case, PrivateNet, loader, quiet
 

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from ls_strategy._compat import without_dispatch_modes
-from ls_strategy.comm import Comm
 from ls_strategy.config import OffloadConfig, ZeROConfig
+from ls_strategy.distributed.comm import Comm
 from ls_strategy.planner.candidates import Candidate
 from ls_strategy.planner.forecast import Forecaster, Run
 from ls_strategy.planner.paper import on_paper

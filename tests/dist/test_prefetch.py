@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ls_strategy.comm import Comm, PendingGather
-from ls_strategy.strategy import ZeROStrategy
+from ls_strategy.distributed.comm import Comm, PendingGather
+from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from ls_strategy.zero.units import Flat
 from tests.dist.ranks import WIDTH, Block, Net, fit, on_ranks

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torchmetrics import SumMetric
 
 from ls_strategy.errors import ConfigError, PlanError, StateError
-from ls_strategy.strategy import ZeROStrategy
+from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.dist.parallel_runs import Run, train, train_all
 from tests.dist.ranks import on_ranks, trainer_of

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from ls_strategy.axis import Axis
-from ls_strategy.comm import make_comm
+from ls_strategy.distributed.axis import Axis
+from ls_strategy.distributed.comm import make_comm
 from ls_strategy.errors import PlanError
 from ls_strategy.parallel.logits import DividedLogits, gather
 from ls_strategy.parallel.ulysses import apply_sequence_parallel

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ls_strategy.strategy import ZeROStrategy
+from ls_strategy.lightning.strategy import ZeROStrategy
 from tests.dist.ranks import STAGES, Net, assert_close, fit, on_ranks, weights
 
 OFFLOADS: dict[str, dict[str, Any]] = {

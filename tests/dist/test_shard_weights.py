@@ -14,7 +14,7 @@ from torch import distributed as dist
 
 from ls_strategy import PlanError
 from ls_strategy.config import OffloadConfig
-from ls_strategy.strategy import ZeROStrategy
+from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from ls_strategy.zero import weights as by_memory
 from tests.dist.models import Case, Net, Result, loader, quiet, run_all, same_bits, trainer_of

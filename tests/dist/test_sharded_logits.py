@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import checkpoint
 
-from ls_strategy.axis import Axis
-from ls_strategy.comm import Comm, make_comm
+from ls_strategy.distributed.axis import Axis
+from ls_strategy.distributed.comm import Comm, make_comm
 from ls_strategy.errors import StateError
 from ls_strategy.layout import TensorPart
 from ls_strategy.parallel.logits import DividedLogits, gather, wrap_sequence, wrap_vocabulary

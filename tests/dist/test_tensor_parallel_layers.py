@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from ls_strategy.axis import Axis
-from ls_strategy.comm import make_comm
+from ls_strategy.distributed.axis import Axis
+from ls_strategy.distributed.comm import make_comm
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.layout import TensorPart
 from ls_strategy.parallel import regions

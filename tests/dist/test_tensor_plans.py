@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional
 
-from ls_strategy.axis import Axis
-from ls_strategy.comm import make_comm
+from ls_strategy.distributed.axis import Axis
+from ls_strategy.distributed.comm import make_comm
 from ls_strategy.layout import TensorPart
 from ls_strategy.parallel.dtensor import parallelize
 from ls_strategy.parallel.plans import resolve_tensor_plan

@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor, nn
 
 from ls_strategy import Monitor, ZeROStrategy
-from ls_strategy.expert_monitor import ExpertMonitor
+from ls_strategy.callbacks.expert_monitor import ExpertMonitor
 from ls_strategy.moe.layer import MoE
 from tests.dist.ranks import WIDTH, Net, batches, on_ranks, trainer_of
 

@@ -81,7 +81,7 @@ class Submitted:
             f"--trainer.logger.init_args.save_dir={folder / 'runs'}", f"--trainer.default_root_dir={folder}",
             f"--data.corpus.cache_dir={folder / 'cache'}",
             f"--trainer.callbacks+={__name__}.Slow",
-            "--trainer.callbacks+=ls_strategy.preemption.PreemptionHandler", *program,
+            "--trainer.callbacks+=ls_strategy.PreemptionHandler", *program,
         ]  # fmt: skip
         done = subprocess.run(
             command,
@@ -212,7 +212,7 @@ def test_the_same_program_under_torchrun(tmp_path):
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "recipes.gpt", "fit",
         f"--config={CONFIGS / 'base.yaml'}", f"--config={CONFIGS / 'zero2.yaml'}", *TINY, "--trainer.max_steps=6",
         f"--trainer.logger.init_args.save_dir={tmp_path}", f"--data.corpus.cache_dir={tmp_path / 'cache'}",
-        f"--trainer.default_root_dir={tmp_path}", "--trainer.callbacks+=ls_strategy.preemption.PreemptionHandler",
+        f"--trainer.default_root_dir={tmp_path}", "--trainer.callbacks+=ls_strategy.PreemptionHandler",
     ]  # fmt: skip
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,

@@ -20,8 +20,8 @@ from ls_strategy.activations.apply import Activations
 from ls_strategy.activations.offload import ActivationOffload
 from ls_strategy.activations.places import Drive, FileSpace
 from ls_strategy.activations.saved import SavedTensors, may_be_taken, region_of
-from ls_strategy.axis import Axis
 from ls_strategy.config import ActivationOffloadConfig, NVMeIOConfig, RecomputeConfig
+from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import ConfigError, LSError, StateError
 from ls_strategy.tiers.buffers import PAGE
 from ls_strategy.tiers.file_io import DirectFile, DriveError

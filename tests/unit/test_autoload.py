@@ -60,7 +60,7 @@ def test_aliases_are_there_with_lightning_alone(tmp_path: Path) -> None:
 import lightning as L
 {ALL_THERE}
 import sys
-assert "ls_strategy.strategy" not in sys.modules
+assert "ls_strategy.lightning.strategy" not in sys.modules
 """,
         cwd=tmp_path,
     )
@@ -151,7 +151,7 @@ BREAK = {
     "register": "ls_strategy.autoload.register = None",
     "table": "ls_strategy.autoload.ALIASES = None",
     "finder": "ls_strategy.autoload._register_after = None",
-    "strategy": "sys.modules['ls_strategy.strategy'] = None",
+    "strategy": "sys.modules['ls_strategy.lightning.strategy'] = None",
 }
 
 
@@ -303,7 +303,7 @@ class Toy(L.LightningModule):
         self.table = torch.nn.Embedding(11, 6)
 import sys
 early = {{name for name in sys.modules if name.startswith("ls_strategy.")}}
-assert early == {{"ls_strategy.autoload", "ls_strategy.lightning_files"}}, early
+assert early == {{"ls_strategy.autoload", "ls_strategy.lightning", "ls_strategy.lightning.files"}}, early
 found = Toy.load_from_checkpoint(sys.argv[1], strict=False, scale=2.0)
 assert found.hparams.scale == 2.0 and "ls_strategy.checkpoint.source" in sys.modules
 print(found.table.weight.sum().item())

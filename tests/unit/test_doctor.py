@@ -15,13 +15,13 @@ import lightning.pytorch  # noqa: F401 - sets variables of the environment when 
 import pytest
 
 from ls_strategy import cli
+from ls_strategy.distributed.rendezvous import free_port
 from ls_strategy.doctor import cluster, collective, drive, gpus, host, kernels, software
 from ls_strategy.doctor.examine import TOPICS, Check, choose, examine
 from ls_strategy.doctor.finding import Finding
 from ls_strategy.errors import ConfigError
 from ls_strategy.ops import _build
 from ls_strategy.ops.extra_library import routing_library
-from ls_strategy.rendezvous import free_port
 from ls_strategy.tiers.drive import mount_of
 
 JOB = {

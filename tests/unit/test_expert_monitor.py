@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ls_strategy import ConfigError
-from ls_strategy.expert_monitor import ExpertMonitor, LayerLoad, cells, scalars
+from ls_strategy.callbacks.expert_monitor import ExpertMonitor, LayerLoad, cells, scalars
+from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.moe.layer import MoE
 from ls_strategy.moe.losses import moe_losses
-from ls_strategy.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 
 WIDTH, EXPERTS, EVERY = 8, (4, 6), 2

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from ls_strategy.expert_monitor import cells
-from ls_strategy.expert_monitor import picture as picture_of_loads
-from ls_strategy.figure import Frame, framed, ticks
+from ls_strategy.callbacks.expert_monitor import cells
+from ls_strategy.callbacks.expert_monitor import picture as picture_of_loads
 from ls_strategy.parallel.pipeline.schedules import make_table
 from ls_strategy.parallel.pipeline.simulate import simulate
 from ls_strategy.parallel.pipeline.timeline import bars
 from ls_strategy.parallel.pipeline.timeline import picture as picture_of_spans
+from ls_strategy.plots.figure import Frame, framed, ticks
 
 ImageDraw: Any = pytest.importorskip("PIL.ImageDraw")
 

@@ -13,11 +13,11 @@ import time
 import pytest
 
 from ls_strategy import ZeROStrategy
-from ls_strategy.launcher import VARIABLE, LauncherWatch, end_processes
+from ls_strategy.distributed.launcher import VARIABLE, LauncherWatch, end_processes
 
 RANK = """
 import os, sys, time
-import ls_strategy.launcher as launcher
+import ls_strategy.distributed.launcher as launcher
 launcher._GRACE_S = 0.5
 watch = launcher.LauncherWatch()
 watch.start()

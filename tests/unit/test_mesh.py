@@ -2,8 +2,8 @@
 
 import pytest
 
+from ls_strategy.distributed.mesh import MeshShape
 from ls_strategy.errors import PlanError
-from ls_strategy.mesh import MeshShape
 
 SIZES = [(1, 1, 1, 1), (4, 2, 1, 1), (4, 1, 2, 1), (8, 2, 2, 1), (12, 3, 2, 1), (4, 1, 1, 2), (24, 2, 2, 3)]
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ls_strategy.axis import Axis
+from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import ConfigError, PlanError
 from ls_strategy.moe.experts import Experts
 from ls_strategy.moe.feed_forward import FeedForward, GatedFeedForward

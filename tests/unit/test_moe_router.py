@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from ls_strategy.axis import Axis
+from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import ConfigError, StateError
 from ls_strategy.moe import router as routing_module
 from ls_strategy.moe.balance import update_router_bias

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ls_strategy.comm import Comm
+from ls_strategy.distributed.comm import Comm
+from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.layout import FlatLayout
-from ls_strategy.mesh import Mesh
 from ls_strategy.plan import FlatPlan
 from ls_strategy.zero.elementwise import require_elementwise
 from ls_strategy.zero.optimizer import ShardedOptimizer

@@ -14,7 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 
 from ls_strategy._compat import is_compiled, route_calls, unroute_calls
-from ls_strategy.comm import Comm
+from ls_strategy.distributed.comm import Comm
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.parallel.pipeline.cut import keep_own, make_cut
 from ls_strategy.parallel.pipeline.handover import SIDE, Handover, SideLoss

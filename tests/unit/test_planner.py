@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from ls_strategy.comm import Comm
 from ls_strategy.config import ActivationOffloadConfig, OffloadConfig, RecomputeConfig, ZeROConfig
+from ls_strategy.distributed.comm import Comm
 from ls_strategy.errors import ConfigError, PlanError
 from ls_strategy.planner.candidates import Candidate, ladder
 from ls_strategy.planner.choice import Question, choose, explain, smallest

@@ -12,8 +12,8 @@ import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
 
 from ls_strategy._compat import free_main_port
+from ls_strategy.distributed.rendezvous import PORTS, check_port, free_port, listeners
 from ls_strategy.errors import PlanError
-from ls_strategy.rendezvous import PORTS, check_port, free_port, listeners
 
 LISTEN = """
 import socket, sys, time
@@ -93,7 +93,9 @@ def test_a_port_that_nobody_may_use(monkeypatch):
     def refuse(port: int) -> OSError:
         return PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("ls_strategy.rendezvous._bind_error", lambda port: refuse(port) if port == 80 else None)
+    monkeypatch.setattr(
+        "ls_strategy.distributed.rendezvous._bind_error", lambda port: refuse(port) if port == 80 else None
+    )
     with pytest.raises(PlanError, match="Permission denied"):
         check_port("localhost", 80, 0)
 

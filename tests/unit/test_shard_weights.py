@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ls_strategy import ConfigError, ZeROStrategy
-from ls_strategy.comm import Comm
 from ls_strategy.config import ZeROConfig
+from ls_strategy.distributed.comm import Comm
+from ls_strategy.distributed.mesh import MeshShape
 from ls_strategy.layout import ALIGN, FlatLayout, weighted_cuts
-from ls_strategy.mesh import MeshShape
 from ls_strategy.planner.states import ModelStates
 from ls_strategy.precision import resolve_precision
 from ls_strategy.zero import weights as weighing

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from ls_strategy.axis import Axis
+from ls_strategy.distributed.axis import Axis
 from ls_strategy.parallel.cross_entropy import TokenLoss, token_losses
 from ls_strategy.parallel.divided import DimCut, slice_cut
 from ls_strategy.parallel.logits import gather, wrap_sequence, wrap_vocabulary

@@ -21,13 +21,14 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from ls_strategy import cli, lightning_checkpoints
+from ls_strategy import cli
 from ls_strategy.checkpoint import background, save
 from ls_strategy.checkpoint.describe import describe
 from ls_strategy.checkpoint.manifest import FileRecord, Manifest
 from ls_strategy.checkpoint.source import read_checkpoint, read_weights
 from ls_strategy.errors import CheckpointError
-from ls_strategy.loading import load_from_checkpoint
+from ls_strategy.lightning import checkpoints as lightning_checkpoints
+from ls_strategy.lightning.loading import load_from_checkpoint
 from tests.unit.checkpoint_folders import small_folder
 
 

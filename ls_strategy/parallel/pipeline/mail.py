@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ls_strategy.comm import Comm, Started, process_group
+from ls_strategy.distributed.comm import Comm, Started, process_group
+from ls_strategy.distributed.whereabouts import Entry
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.parallel.pipeline.handover import Handover
 from ls_strategy.parallel.pipeline.schedules import Action, Table
-from ls_strategy.whereabouts import Entry
 
 LOOKAHEAD = 2
 """Actions ahead of its use at which a receive is posted."""

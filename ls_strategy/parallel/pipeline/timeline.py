@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ls_strategy.chrome_trace import ChromeTrace
-from ls_strategy.figure import ROW_GAP, Frame, framed, ticks
 from ls_strategy.parallel.pipeline.schedules import Action
+from ls_strategy.plots.figure import ROW_GAP, Frame, framed, ticks
+from ls_strategy.spans.chrome_trace import ChromeTrace
 
 Span = tuple[Action, float, float]
 """An action, its start and its end, seconds."""

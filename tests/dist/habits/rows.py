@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 
-from ls_strategy.strategy import ZeROStrategy
+from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.dist import ranks
 from tests.dist.ranks import global_batches, mean_over_ranks, quiet, trainer_of, weights

@@ -25,8 +25,8 @@ from ls_strategy import _compat as compat
 from ls_strategy.checked import at_least, checked
 from ls_strategy.checkpoint.commit import newest
 from ls_strategy.errors import CheckpointError, ConfigError
+from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.slurm import job
-from ls_strategy.strategy import ZeROStrategy
 
 _MAX_STEPS_BETWEEN_CHECKS = 100
 """Bounds the delay where steps become slow after the number of them was chosen."""

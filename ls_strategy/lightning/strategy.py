@@ -38,10 +38,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ls_strategy import data_position, rendezvous, spans
-from ls_strategy import lightning_checkpoints as checkpoints
-from ls_strategy import lightning_guards as guards
-from ls_strategy import lightning_parallel as parallel
+from ls_strategy import spans
 from ls_strategy._compat import (
     STOP,
     around_batches,
@@ -66,7 +63,6 @@ from ls_strategy.checkpoint.commit import remove as remove_checkpoint
 from ls_strategy.checkpoint.full import StateDictHooks, full_state_dict, load_full_state_dict
 from ls_strategy.checkpoint.random import random_states, restore_random_states
 from ls_strategy.checkpoint.target import check_replaceable
-from ls_strategy.comm import Comm, Traffic, make_comm
 from ls_strategy.config import (
     ActivationOffloadConfig,
     LossScaleConfig,
@@ -78,21 +74,24 @@ from ls_strategy.config import (
 )
 from ls_strategy.deepspeed.config import Translation
 from ls_strategy.deepspeed.options import takes_deepspeed_config
+from ls_strategy.distributed import rendezvous
+from ls_strategy.distributed.comm import Comm, Traffic, make_comm
+from ls_strategy.distributed.launcher import VARIABLE as LAUNCHER
+from ls_strategy.distributed.launcher import LauncherWatch, end_processes
+from ls_strategy.distributed.lockstep import Lockstep
 from ls_strategy.engine import Engine
 from ls_strategy.errors import CheckpointError, ConfigError, OutOfStepError, PlanError, RankFailedError, StateError
-from ls_strategy.launcher import VARIABLE as LAUNCHER
-from ls_strategy.launcher import LauncherWatch, end_processes
 from ls_strategy.layout import TensorPart
-from ls_strategy.lightning_checkpoints import Collection
-from ls_strategy.lightning_deepspeed import DeepSpeedConfiguration, took_default
-from ls_strategy.lockstep import Lockstep
+from ls_strategy.lightning import checkpoints, data_position, guards, parallel
+from ls_strategy.lightning.checkpoints import Collection
+from ls_strategy.lightning.deepspeed import DeepSpeedConfiguration, took_default
+from ls_strategy.lightning.precision import ZeROPrecision
 from ls_strategy.parallel.dtensor import has_dtensors
 from ls_strategy.planner.choice import Question, candidate_of, choose, explain, smallest
 from ls_strategy.planner.fit import before_sharding, question_of_fit
 from ls_strategy.planner.hardware import Hardware, found_here
 from ls_strategy.planner.out_of_memory import explaining
 from ls_strategy.precision import PrecisionPolicy, resolve_precision
-from ls_strategy.precision_plugin import ZeROPrecision
 from ls_strategy.slurm import job, preflight
 from ls_strategy.zero.lazy import LazyTensor
 from ls_strategy.zero.parameters import unnoticed

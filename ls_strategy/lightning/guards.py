@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from ls_strategy._compat import has_step_hooks, rewinds_pruned_weights, sync_batch_norm_error, unwrap_optimizer
 from ls_strategy.engine import Engine
 from ls_strategy.errors import PlanError, StateError
-from ls_strategy.precision_plugin import ZeROPrecision
+from ls_strategy.lightning.precision import ZeROPrecision
 from ls_strategy.transient import Method
 from ls_strategy.zero.parameters import unnoticed
 

@@ -29,7 +29,7 @@ from ls_strategy._compat import made_by_parser, parse_again, tree_iter
 from ls_strategy.deepspeed.config import Translation
 from ls_strategy.deepspeed.schedules import Schedule
 from ls_strategy.errors import ConfigError
-from ls_strategy.precision_plugin import ZeROPrecision
+from ls_strategy.lightning.precision import ZeROPrecision
 
 
 class DeepSpeedConfiguration:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ls_strategy import spans
-from ls_strategy.comm import Comm, Started, Traffic
+from ls_strategy.distributed.comm import Comm, Started, Traffic
 
 
 class Axis:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from ls_strategy import spans
 from ls_strategy._compat import REQUEUE, STOP, default_store
-from ls_strategy.comm import Comm, process_group
+from ls_strategy.distributed.comm import Comm, process_group
 from ls_strategy.errors import DataError
 
 _CHECK_EVERY_S = 0.5

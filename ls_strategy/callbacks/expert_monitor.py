@@ -15,12 +15,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
-from ls_strategy.axis import Axis, Waits
-from ls_strategy.charts import Charts
 from ls_strategy.checked import at_least, checked
-from ls_strategy.figure import ROW_GAP, Frame, framed
+from ls_strategy.distributed.axis import Axis, Waits
+from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.moe.sparse import SparseLayer
-from ls_strategy.strategy import ZeROStrategy
+from ls_strategy.plots.charts import Charts
+from ls_strategy.plots.figure import ROW_GAP, Frame, framed
 
 _BUSY, _EVEN, _IDLE = (219, 68, 55), (245, 245, 245), (66, 133, 244)
 _UNUSED, _BACKGROUND = (40, 40, 40), 255

@@ -31,8 +31,8 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from ls_strategy.axis import Axis
-from ls_strategy.comm import Comm, process_group
+from ls_strategy.distributed.axis import Axis
+from ls_strategy.distributed.comm import Comm, process_group
 from ls_strategy.errors import PlanError
 from ls_strategy.layout import TensorPart
 

@@ -31,11 +31,11 @@ from torch.optim import Optimizer
 
 from ls_strategy._compat import batches_of, is_compiled_function, metric_state, set_metric_state, tree_map
 from ls_strategy.checkpoint.random import random_states, restore_random_states
-from ls_strategy.comm import process_group
 from ls_strategy.config import ParallelConfig
+from ls_strategy.distributed.comm import process_group
+from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.engine import Engine
 from ls_strategy.errors import PlanError, StateError
-from ls_strategy.mesh import Mesh
 from ls_strategy.moe.losses import LossKeeper
 from ls_strategy.parallel.pipeline.batches import has_rows, mean_of, merge, split
 from ls_strategy.parallel.pipeline.cut import Usage, find_row, keep_own, make_cut

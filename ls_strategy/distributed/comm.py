@@ -24,8 +24,8 @@ from torch import Tensor
 
 from ls_strategy import spans
 from ls_strategy._compat import default_store, open_sockets, shut_sockets
+from ls_strategy.distributed.whereabouts import Entry, Journal, Whereabouts
 from ls_strategy.errors import LSError, OutOfStepError, RankFailedError
-from ls_strategy.whereabouts import Entry, Journal, Whereabouts
 
 SUM_CHUNK = 1 << 16
 """Elements summed at a time on the CPU: 256 KiB in fp32, so that the second operand meets a warm L2 cache."""

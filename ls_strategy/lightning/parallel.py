@@ -23,15 +23,15 @@ from torch.utils.data import DataLoader
 
 from ls_strategy.activations.apply import Activations
 from ls_strategy.activations.places import Drive
-from ls_strategy.axis import Axis
 from ls_strategy.blocks import repeated_blocks
 from ls_strategy.checkpoint.random import random_states, restore_random_states
-from ls_strategy.comm import Comm
 from ls_strategy.config import ActivationOffloadConfig, ParallelConfig, RecomputeConfig
+from ls_strategy.distributed.axis import Axis
+from ls_strategy.distributed.comm import Comm
+from ls_strategy.distributed.mesh import Mesh, MeshShape, make_mesh
 from ls_strategy.errors import ConfigError, PlanError, StateError
 from ls_strategy.layout import TensorPart
-from ls_strategy.lightning_pipeline import Pipeline, refuse
-from ls_strategy.mesh import Mesh, MeshShape, make_mesh
+from ls_strategy.lightning.pipeline import Pipeline, refuse
 from ls_strategy.moe.balance import update_router_bias
 from ls_strategy.moe.parallel import apply_expert_parallel, expert_parameters
 from ls_strategy.moe.router import Router

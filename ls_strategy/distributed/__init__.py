@@ -1,0 +1,1 @@
+"""Ranks: how they find each other, exchange tensors, agree, and say where they are."""

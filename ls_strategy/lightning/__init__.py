@@ -1,0 +1,1 @@
+"""The edge to PyTorch Lightning: the strategy, and what its hooks are made of."""

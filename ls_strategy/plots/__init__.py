@@ -1,0 +1,1 @@
+"""Figures, without a plotting library."""
