@@ -137,7 +137,7 @@ class Net(pl.LightningModule):
         optimizer.step()
         return None
 
-    def norm(self, optimizer: Any) -> float:
+    def total_norm(self, optimizer: Any) -> float:
         """Of the averaged gradients."""
         if hasattr(self.trainer.strategy, "grad_norm"):
             return self.trainer.strategy.grad_norm(optimizer=optimizer).item()

@@ -41,9 +41,9 @@ class Clips(Net):
         self.norms: list[float] = []
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.losses.append(self.norm(optimizer))  # next to the losses: what `compare` looks at
+        self.losses.append(self.total_norm(optimizer))  # next to the losses: what `compare` looks at
         self.edit([p for group in optimizer.param_groups for p in group["params"]])
-        self.losses.append(self.norm(optimizer))
+        self.losses.append(self.total_norm(optimizer))
 
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:  # type: ignore[override]
         self.clip_gradients(optimizer, gradient_clip_val=LIMIT, gradient_clip_algorithm="norm")
@@ -79,14 +79,14 @@ class Dropped(Clips):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         for p in optimizer.param_groups[0]["params"]:
             p.grad = None
-        self.losses.append(self.norm(optimizer))
+        self.losses.append(self.total_norm(optimizer))
 
 
 class AroundClipping(InPlace):
     """Edits before and after its own clipping."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.losses.append(self.norm(optimizer))
+        self.losses.append(self.total_norm(optimizer))
 
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:  # type: ignore[override]
         params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -119,7 +119,7 @@ class Sometimes(Clips):
         self.manual_backward(loss)
         self.after_backward()
         self.configure_gradient_clipping(self.optimizers())
-        self.losses.append(self.norm(self.optimizers()))
+        self.losses.append(self.total_norm(self.optimizers()))
         self.optimizers().step()
 
     def norm(self, optimizer: Any) -> float:

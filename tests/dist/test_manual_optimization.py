@@ -372,7 +372,7 @@ class SometimesUnused(Net):
         head, body = self.optimizers()
         loss = self.noted_loss(batch)
         self.manual_backward(loss)
-        self.norms.append(self.norm(body))
+        self.norms.append(self.total_norm(body))
         self.clip_gradients(body, 0.05, "norm")
         for optimizer in (head, body):
             optimizer.step()
