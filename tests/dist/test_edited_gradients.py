@@ -122,9 +122,9 @@ class Sometimes(Clips):
         self.losses.append(self.total_norm(self.optimizers()))
         self.optimizers().step()
 
-    def norm(self, optimizer: Any) -> float:
+    def total_norm(self, optimizer: Any) -> float:
         """Before clipping."""
-        return 0.0 if not hasattr(self.trainer.strategy, "grad_norm") else super().norm(optimizer) * 0
+        return 0.0 if not hasattr(self.trainer.strategy, "grad_norm") else super().total_norm(optimizer) * 0
 
     def zero(self, i: int) -> None:
         self.optimizers().zero_grad()
@@ -162,7 +162,7 @@ class ReplacesAfterBackward(Sometimes):
             p.grad = p.grad * 3.0
 
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:  # type: ignore[override]
-        super().norm(optimizer)
+        super().total_norm(optimizer)
         for p in self.blocks[0].parameters():
             p.grad = p.grad * 2.0
         for p in self.last.parameters():
@@ -182,10 +182,10 @@ class ZeroesAfterNorm(Sometimes):
         super().zero(i)
 
     def after_backward(self) -> None:
-        self.losses.append(Clips.norm(self, self.optimizers()))
+        self.losses.append(Clips.total_norm(self, self.optimizers()))
         self.blocks[0].zero_grad(set_to_none=self.i % 2 == 0)
         self.first.zero_grad(set_to_none=False)
-        self.losses.append(Clips.norm(self, self.optimizers()))
+        self.losses.append(Clips.total_norm(self, self.optimizers()))
 
 
 class ByHand(Sometimes):
