@@ -172,6 +172,14 @@ def shut_sockets(sockets: set[tuple[int, int]], *, except_port: int) -> None:
             continue
 
 
+def copy_of_optimizer(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+    """Return an optimizer with the same settings and state on other parameter groups; its hooks are the same."""
+    copied = type(optimizer).__new__(type(optimizer))
+    copied.__dict__.update(optimizer.__dict__)
+    copied.param_groups = groups
+    return copied
+
+
 def forget_step_hooks(optimizer: Optimizer) -> None:
     """Give a copy of an optimizer its own, empty, step hooks."""
     optimizer._optimizer_step_pre_hooks = OrderedDict()

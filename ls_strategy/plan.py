@@ -20,6 +20,9 @@ from ls_strategy.zero_stages import StagePolicy
 FROZEN = -1
 """Optimizer number of parameters that no optimizer updates."""
 
+MOMENT_BYTES: dict[MomentFormat, float] = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 4 / MOMENT_BLOCK}
+"""Bytes of one moment of one element, scales included."""
+
 _TIERS = {"device": "on the device", "cpu": "in host memory", "nvme": "on NVMe"}
 
 
@@ -239,7 +242,7 @@ class Plan:
         return result
 
     def _moment_bytes(self, flat: FlatPlan) -> float:
-        return {"fp32": 2.0 * flat.master_dtype.itemsize, "bf16": 4.0, "int8": 2.0 + 2 * 4 / MOMENT_BLOCK}[self.moments]
+        return 2.0 * (flat.master_dtype.itemsize if self.moments == "fp32" else MOMENT_BYTES[self.moments])
 
     def state_bytes(self) -> dict[str, int]:
         """Bytes of model state on one rank by kind, on all tiers together."""

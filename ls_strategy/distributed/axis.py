@@ -163,10 +163,7 @@ class Axis:
         mine = parts[self.rank]
         received = [mine if r == self.rank else torch.empty_like(mine) for r in range(self.size)]
         self._exchange(parts, received, kind)
-        total = received[0].float() if mine.dtype in (torch.float16, torch.bfloat16) else received[0].clone()
-        for term in received[1:]:
-            total += term
-        return total.to(mine.dtype)
+        return sum_in_order(received)
 
     def _exchange(self, sends: list[Tensor], receives: list[Tensor], kind: str) -> None:
         """Every rank sends ``sends[r]`` to rank ``r`` and gets ``receives[r]`` from it; its own stays where it is."""
@@ -236,3 +233,11 @@ class PendingExchange:
         with nullcontext() if waits is None else waits.measured(self._sends[0].device):
             self._axis.comm.wait(self._works)
         self._works, self._sends = (), ()
+
+
+def sum_in_order(terms: Sequence[Tensor]) -> Tensor:
+    """The sum, in the order of the terms; of 16-bit terms in fp32 and rounded once."""
+    total = terms[0].float() if terms[0].dtype in (torch.float16, torch.bfloat16) else terms[0].clone()
+    for term in terms[1:]:
+        total += term
+    return total.to(terms[0].dtype)

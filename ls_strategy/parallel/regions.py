@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ls_strategy.distributed.axis import Axis
+from ls_strategy.distributed.axis import Axis, sum_in_order
 from ls_strategy.errors import PlanError
 
 Map = Callable[[Tensor], Tensor]
@@ -193,10 +193,7 @@ def sum_copies(tensor: Tensor, axis: Axis, copies: int) -> Tensor:
     pieces = list(flat.tensor_split(copies))
     mine = pieces[axis.rank - first]
     received = _among(axis, first, pieces, [mine] * copies)
-    total = received[0].float() if mine.dtype in (torch.float16, torch.bfloat16) else received[0].clone()
-    for term in received[1:]:
-        total += term
-    return torch.cat(_among(axis, first, [total.to(mine.dtype)] * copies, pieces)).view(tensor.shape)
+    return torch.cat(_among(axis, first, [sum_in_order(received)] * copies, pieces)).view(tensor.shape)
 
 
 def _among(axis: Axis, first: int, sends: list[Tensor], like: list[Tensor]) -> list[Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from ls_strategy._compat import is_mock_optimizer, training_data
+from ls_strategy._compat import copy_of_optimizer, is_mock_optimizer, training_data
 from ls_strategy.config import RecomputeConfig, ZeROConfig
 from ls_strategy.planner.choice import Question
 from ls_strategy.planner.forecast import Run
@@ -23,10 +23,8 @@ def before_sharding(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
     for optimizer in optimizers:
         if is_mock_optimizer(optimizer):
             continue
-        copy = type(optimizer).__new__(type(optimizer))
-        copy.__dict__.update(optimizer.__dict__)
-        copy.param_groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
-        copies.append(copy)
+        groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
+        copies.append(copy_of_optimizer(optimizer, groups))
     return copies
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ls_strategy._compat import fake_tensors, tree_map
+from ls_strategy._compat import copy_of_optimizer, fake_tensors, tree_map
 from ls_strategy.precision import PrecisionPolicy
 from ls_strategy.zero.materialize import fp32_modules
 
@@ -29,12 +29,10 @@ class Paper:
 
     def optimizer(self, optimizer: Optimizer) -> Optimizer:
         """A copy of an optimizer of the model, on the parameters on paper; the original is not touched."""
-        other = type(optimizer).__new__(type(optimizer))
-        other.__dict__.update(optimizer.__dict__)
-        other.param_groups = [
+        groups = [
             {**group, "params": [self.made.get(id(p), p) for p in group["params"]]} for group in optimizer.param_groups
         ]
-        return other
+        return copy_of_optimizer(optimizer, groups)
 
 
 @contextmanager

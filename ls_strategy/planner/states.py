@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 
 from ls_strategy.config import ZeROConfig
 from ls_strategy.distributed.comm import Comm
-from ls_strategy.ops.moments import BLOCK
-from ls_strategy.plan import Plan
+from ls_strategy.plan import MOMENT_BYTES, Plan
 from ls_strategy.precision import PrecisionPolicy
 from ls_strategy.zero.assembly import Draft
 from ls_strategy.zero.elementwise import copy_of
@@ -87,8 +86,7 @@ def moment_bytes(optimizer: Optimizer, config: ZeROConfig) -> float:
     kernel = kernel_for(optimizer)
     if kernel is not None:
         names = {name for group in optimizer.param_groups for name in kernel.moments(group)}
-        per_name = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 4 / BLOCK}[config.precision.moments]
-        return per_name * len(names)
+        return MOMENT_BYTES[config.precision.moments] * len(names)
     most = 0.0
     for group in optimizer.param_groups:
         state = _state_after_a_step(optimizer, {k: v for k, v in group.items() if k != "params"})

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ls_strategy._compat import forget_step_hooks
+from ls_strategy._compat import copy_of_optimizer, forget_step_hooks
 from ls_strategy.errors import PlanError
 
 
@@ -175,11 +175,9 @@ def copy_of(optimizer: Optimizer, settings: dict[str, Any], params: list[Tensor]
         settings["capturable"] = False
     if "lr" in settings:
         settings["lr"] = 1e-2  # a warm-up may start at 0, and then nothing would move
-    fresh = type(optimizer).__new__(type(optimizer))
-    fresh.__dict__.update(optimizer.__dict__)
+    fresh = copy_of_optimizer(optimizer, [{**settings, "params": params}])
     forget_step_hooks(fresh)
     fresh.state = defaultdict(dict)
-    fresh.param_groups = [{**settings, "params": params}]
     early = next((s for s in optimizer.state.values() if s), {})
     for p in params:
         for k, v in early.items():  # state made by the constructor, as Adagrad's accumulators

@@ -32,6 +32,7 @@ from ls_strategy.tiers.link import trim_heap
 from tests.bench import record
 from tests.bench.contest import quartiles, ratios, turns
 from tests.bench.step_time import loss_of
+from tests.processes import anonymous_bytes
 
 MINUTES = 4
 SPREAD = "quartiles over rounds"
@@ -63,14 +64,6 @@ def choices(in_flight_bytes: int) -> dict[str, dict[str, Any]]:
         "offload to NVMe": {"offload": offload},
         "full, offload to NVMe": {"recompute": RecomputeConfig(), "offload": offload},
     }
-
-
-def anonymous_bytes() -> int:
-    """This process' memory that is no file."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 class Contender:

@@ -42,6 +42,7 @@ from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.bench import record
 from tests.bench.contest import quartiles, ratios, turns
+from tests.processes import anonymous_bytes
 
 MINUTES = 5
 SPREAD = "quartiles over rounds"
@@ -85,26 +86,19 @@ class Peak:
 
     def __enter__(self) -> Peak:
         self._stop = threading.Event()
-        self.start = self.top = _anonymous_bytes()
+        self.start = self.top = anonymous_bytes()
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()
         return self
 
     def _watch(self) -> None:
         while not self._stop.wait(0.002):
-            self.top = max(self.top, _anonymous_bytes())
+            self.top = max(self.top, anonymous_bytes())
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
-        self.bytes = max(self.top, _anonymous_bytes()) - self.start
-
-
-def _anonymous_bytes() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon"):
-            return int(line.split()[1]) * 1024
-    return 0
+        self.bytes = max(self.top, anonymous_bytes()) - self.start
 
 
 def contenders(

@@ -13,11 +13,13 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
+from ls_strategy.cli import main
 from ls_strategy.config import nested
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.moe.feed_forward import GatedFeedForward
 from ls_strategy.moe.layer import MoE
 from ls_strategy.moe.losses import moe_losses
+from ls_strategy.testing import spawn
 from recipes.gpt.network import GPT, GPTConfig
 from tests.dist.everywhere import check_every_rank
 from tests.dist.ranks import mean_over_ranks, quiet
@@ -198,3 +200,22 @@ def unequal(expected: Outcome, runs: list[Run], found: list[Outcome], **limits: 
             if not difference <= limit:
                 problems.append(f"{run}: {kind} differ by {difference:.3g} (limit {limit:g})")
     return problems
+
+
+def assert_resumed(world: int, runs: list[Run], whole: Outcome, half: int) -> None:
+    """Runs that go on from a checkpoint of the first ``half`` of the steps end as the one that was not interrupted."""
+    found = spawn(train_all, world, runs, init_process_group=False)[0]
+    for outcome in found:
+        outcome.losses = whole.losses[:half] + outcome.losses
+        outcome.norms = whole.norms[:half] + outcome.norms
+    assert not unequal(whole, runs, found)
+
+
+def assert_consolidates(folder: str, file: str, target: str) -> None:
+    """The folder of a run that was saved in parts, as one file, is the file that the same run saves."""
+    assert main(["consolidate", folder, target]) == 0
+    expected, found = torch.load(file, weights_only=True), torch.load(target, weights_only=True)
+    assert found["state_dict"].keys() == expected["state_dict"].keys()
+    assert all(torch.equal(found["state_dict"][k], v) for k, v in expected["state_dict"].items())
+    theirs, ours = expected["optimizer_states"][0]["state"], found["optimizer_states"][0]["state"]
+    assert all(torch.equal(ours[i][k], v) for i, state in theirs.items() for k, v in state.items())

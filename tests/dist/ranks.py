@@ -142,6 +142,13 @@ class Net(pl.LightningModule):
         optimizer.step()
         return None
 
+    def total_norm(self, optimizer: Any) -> float:
+        """Of the averaged gradients."""
+        if hasattr(self.trainer.strategy, "grad_norm"):
+            return self.trainer.strategy.grad_norm(optimizer=optimizer).item()
+        grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+        return torch.nn.utils.get_total_norm(grads).item()
+
     def validation_step(self, batch: Sequence[Tensor], i: int) -> None:
         self.log("val_loss", self.loss(batch), sync_dist=True)
 

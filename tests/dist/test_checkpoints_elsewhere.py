@@ -41,10 +41,10 @@ class Rich(Mixed):
 
     def build(self) -> None:
         super().build()
-        self.register_buffer("seen", torch.zeros(3))
+        self.register_buffer("history", torch.zeros(3))
 
     def training_step(self, batch: Any, i: int) -> Tensor:
-        self.seen.lerp_(torch.full_like(self.seen, float(self.global_step)), 0.3)
+        self.history.lerp_(torch.full_like(self.history, float(self.global_step)), 0.3)
         return super().training_step(batch, i)
 
 

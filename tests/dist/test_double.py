@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ls_strategy.config import nested
+from ls_strategy.distributed.comm import Comm
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
-from tests.dist.ranks import WIDTH, assert_close, fit, global_batches, mean_over_ranks, quiet, weights
+from tests.dist.ranks import WIDTH, assert_close, fit, global_batches, mean_over_ranks, on_ranks, quiet, weights
 from tests.dist.test_habits import OPTIONS, Habit
 from tests.marks import slow
 
@@ -106,3 +107,19 @@ CHEAP = ("zero1", "zero2", "zero3, small units")
 def test_in_fp64_as_under_ddp(configuration: str) -> None:
     found = spawn(problems, 2, list(CASES), [configuration], timeout_s=100)
     assert not any(found), "\n".join(found[0])
+
+
+@on_ranks(2)
+def test_transports_that_sum_do_it_in_fp64(rank: int, world_size: int) -> None:
+    """NCCL sums what it moves; the ranks of this test sum by themselves."""
+    asked: list[tuple[torch.dtype, torch.dtype | None]] = []
+    reduce_scatter = Comm.reduce_scatter
+
+    def noted(self: Comm, full: Tensor, dtype: torch.dtype | None = None, *args: Any) -> Any:
+        asked.append((full.dtype, dtype))
+        return reduce_scatter(self, full, dtype, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Comm, "reduce_scatter", noted)
+        outcome(rank, world_size, "a part of the model", ZeROStrategy(2, sharding={"min_unit_numel": 0}))
+    assert set(asked) == {(torch.float32, torch.float32), (torch.float64, torch.float64)}

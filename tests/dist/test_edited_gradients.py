@@ -42,18 +42,12 @@ class Clips(Net):
         self.norms: list[float] = []
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.losses.append(self.norm(optimizer))  # next to the losses: what `compare` looks at
+        self.losses.append(self.total_norm(optimizer))  # next to the losses: what `compare` looks at
         self.edit([p for group in optimizer.param_groups for p in group["params"]])
-        self.losses.append(self.norm(optimizer))
+        self.losses.append(self.total_norm(optimizer))
 
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:  # type: ignore[override]
         self.clip_gradients(optimizer, gradient_clip_val=LIMIT, gradient_clip_algorithm="norm")
-
-    def norm(self, optimizer: Any) -> float:
-        if hasattr(self.trainer.strategy, "grad_norm"):
-            return self.trainer.strategy.grad_norm(optimizer=optimizer).item()
-        grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
-        return torch.nn.utils.get_total_norm(grads).item()
 
     def edit(self, params: list[Tensor]) -> None:
         """Nothing, here."""
@@ -86,14 +80,14 @@ class Dropped(Clips):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         for p in optimizer.param_groups[0]["params"]:
             p.grad = None
-        self.losses.append(self.norm(optimizer))
+        self.losses.append(self.total_norm(optimizer))
 
 
 class AroundClipping(InPlace):
     """Edits before and after its own clipping."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.losses.append(self.norm(optimizer))
+        self.losses.append(self.total_norm(optimizer))
 
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:  # type: ignore[override]
         params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -126,12 +120,12 @@ class Sometimes(Clips):
         self.manual_backward(loss)
         self.after_backward()
         self.configure_gradient_clipping(self.optimizers())
-        self.losses.append(self.norm(self.optimizers()))
+        self.losses.append(self.total_norm(self.optimizers()))
         self.optimizers().step()
 
-    def norm(self, optimizer: Any) -> float:
+    def total_norm(self, optimizer: Any) -> float:
         """Before clipping."""
-        return 0.0 if not hasattr(self.trainer.strategy, "grad_norm") else super().norm(optimizer) * 0
+        return 0.0 if not hasattr(self.trainer.strategy, "grad_norm") else super().total_norm(optimizer) * 0
 
     def zero(self, i: int) -> None:
         self.optimizers().zero_grad()
@@ -169,7 +163,7 @@ class ReplacesAfterBackward(Sometimes):
             p.grad = p.grad * 3.0
 
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:  # type: ignore[override]
-        super().norm(optimizer)
+        super().total_norm(optimizer)
         for p in self.blocks[0].parameters():
             p.grad = p.grad * 2.0
         for p in self.last.parameters():
@@ -189,10 +183,10 @@ class ZeroesAfterNorm(Sometimes):
         super().zero(i)
 
     def after_backward(self) -> None:
-        self.losses.append(Clips.norm(self, self.optimizers()))
+        self.losses.append(Clips.total_norm(self, self.optimizers()))
         self.blocks[0].zero_grad(set_to_none=self.i % 2 == 0)
         self.first.zero_grad(set_to_none=False)
-        self.losses.append(Clips.norm(self, self.optimizers()))
+        self.losses.append(Clips.total_norm(self, self.optimizers()))
 
 
 class ByHand(Sometimes):

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from ls_strategy import convert_moe
-from ls_strategy.cli import main
 from ls_strategy.testing import spawn
 from recipes.gpt.network import GPT, GPTConfig
-from tests.dist.parallel_runs import SHAPE, Module, Outcome, Run, train_all, unequal
+from tests.dist.parallel_runs import SHAPE, Module, Outcome, Run, assert_consolidates, train_all, unequal
 
 pytestmark = pytest.mark.dist
 
@@ -173,13 +172,7 @@ def test_a_folder_saved_in_parts_consolidates_to_the_single_file(tmp_path):
             {**options, "checkpoint.format": kind}, experts=ROUTINGS["capacity, k=1"], steps=2, save=(2, path[kind])
         )
         spawn(train_all, 4, [run], init_process_group=False)
-    assert main(["consolidate", path["sharded"], path["consolidated"]]) == 0
-    expected = torch.load(path["file"], weights_only=True)
-    found = torch.load(path["consolidated"], weights_only=True)
-    assert found["state_dict"].keys() == expected["state_dict"].keys()
-    assert all(torch.equal(found["state_dict"][k], v) for k, v in expected["state_dict"].items())
-    theirs, ours = expected["optimizer_states"][0]["state"], found["optimizer_states"][0]["state"]
-    assert all(torch.equal(ours[i][k], v) for i, state in theirs.items() for k, v in state.items())
+    assert_consolidates(path["sharded"], path["file"], path["consolidated"])
 
 
 # --- a model of transformers -----------------------------------------------------------------------------------------

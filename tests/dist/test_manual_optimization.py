@@ -373,17 +373,11 @@ class SometimesUnused(Net):
         head, body = self.optimizers()
         loss = self.noted_loss(batch)
         self.manual_backward(loss)
-        self.norms.append(self.norm(body))
+        self.norms.append(self.total_norm(body))
         self.clip_gradients(body, 0.05, "norm")
         for optimizer in (head, body):
             optimizer.step()
             optimizer.zero_grad()
-
-    def norm(self, optimizer: Any) -> float:
-        if hasattr(self.trainer.strategy, "grad_norm"):
-            return self.trainer.strategy.grad_norm(optimizer=optimizer).item()
-        grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
-        return torch.nn.utils.get_total_norm(grads).item()
 
     def configure_optimizers(self) -> Any:
         head = [*self.first.parameters(), *self.last.parameters()]

@@ -15,6 +15,8 @@ import pytest
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
+from tests.processes import is_running
+
 ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.timeout(300)
@@ -139,14 +141,7 @@ def test_the_stop_button_ends_the_ranks_and_the_next_fit_works(kernel: Kernel, t
     assert time.monotonic() - before < 60
     ended = [int(f.read_text()) for f in files]
     deadline = time.monotonic() + 20
-    while any(_is_running(pid) for pid in ended):
+    while any(is_running(pid) for pid in ended):
         assert time.monotonic() < deadline, f"of the ranks {ended} one still runs"
         time.sleep(0.1)
     kernel.run(FIT.format(strategy="zero2_notebook"))
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False

@@ -23,7 +23,7 @@ from ls_strategy.config import nested
 from ls_strategy.errors import ConfigError, LSError, PlanError
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
-from tests.dist.parallel_runs import BATCH, Outcome, Run, train_all, unequal
+from tests.dist.parallel_runs import BATCH, Outcome, Run, assert_resumed, train_all, unequal
 from tests.dist.ranks import on_ranks, trainer_of
 
 pytestmark = pytest.mark.dist
@@ -151,11 +151,7 @@ def test_a_checkpoint_goes_on_with_any_pipeline(tmp_path):
     for world, choices in layouts.items():
         runs = [Run(options, steps=steps, resume=path["pp2"]) for options in choices]
         runs += [Run({**two, "stage": 1}, steps=steps, resume=path["dp2"])]
-        found = spawn(train_all, world, runs, init_process_group=False)[0]
-        for outcome in found:
-            outcome.losses = whole.losses[:half] + outcome.losses
-            outcome.norms = whole.norms[:half] + outcome.norms
-        assert not unequal(whole, runs, found)
+        assert_resumed(world, runs, whole, half)
 
 
 # --- what Lightning sees ---------------------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import is_running
+
 ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.timeout(400)
@@ -100,7 +102,7 @@ class Run:
         deadline = time.monotonic() + seconds
         pids = {"launcher": self.process.pid}
         pids |= {p.stem: int(p.read_text()) for p in self.folder.glob("rank*.pid")}
-        while running := [name for name, pid in pids.items() if _is_running(pid)]:
+        while running := [name for name, pid in pids.items() if is_running(pid)]:
             self.process.poll()
             assert time.monotonic() < deadline, f"{running} still run after {seconds} s\n{self.said()}"
             time.sleep(0.05)
@@ -113,13 +115,6 @@ class Run:
                 continue
         self.process.wait(10)
         self.log.close()
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
 
 
 @pytest.fixture

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from ls_strategy.cli import main
 from ls_strategy.testing import spawn
-from tests.dist.parallel_runs import Outcome, Run, train_all, unequal
+from tests.dist.parallel_runs import Outcome, Run, assert_consolidates, assert_resumed, train_all, unequal
 
 pytestmark = pytest.mark.dist
 
@@ -115,11 +114,7 @@ def test_a_checkpoint_goes_on_at_any_size(tmp_path, save_as):
             for ranks, options in layouts.values()
             if ranks == world
         ]
-        found = spawn(train_all, world, runs, init_process_group=False)[0]
-        for outcome in found:
-            outcome.losses = whole.losses[:half] + outcome.losses
-            outcome.norms = whole.norms[:half] + outcome.norms
-        assert not unequal(whole, runs, found)
+        assert_resumed(world, runs, whole, half)
 
 
 def test_a_folder_saved_in_parts_consolidates_to_the_single_file(tmp_path):
@@ -128,10 +123,4 @@ def test_a_folder_saved_in_parts_consolidates_to_the_single_file(tmp_path):
     for kind in ("sharded", "file"):
         run = Run({**options, "checkpoint.format": kind}, steps=2, save=(2, path[kind]))
         spawn(train_all, 4, [run], init_process_group=False)
-    assert main(["consolidate", path["sharded"], path["consolidated"]]) == 0
-    expected = torch.load(path["file"], weights_only=True)
-    found = torch.load(path["consolidated"], weights_only=True)
-    assert found["state_dict"].keys() == expected["state_dict"].keys()
-    assert all(torch.equal(found["state_dict"][k], v) for k, v in expected["state_dict"].items())
-    theirs, ours = expected["optimizer_states"][0]["state"], found["optimizer_states"][0]["state"]
-    assert all(torch.equal(ours[i][k], v) for i, state in theirs.items() for k, v in state.items())
+    assert_consolidates(path["sharded"], path["file"], path["consolidated"])

@@ -20,8 +20,13 @@ def compiled():
 @pytest.fixture
 def isa(request, compiled):
     """Instruction set in use, by its number; the best one again afterwards."""
-    if native.limit_isa(request.param) != request.param:
-        native.limit_isa(2)
+    yield from limited(native, request.param)
+
+
+def limited(library, number):
+    """A fixture's body: kernels of a library use this instruction set, and the best one again afterwards."""
+    if library.limit_isa(number) != number:
+        library.limit_isa(2)
         pytest.skip("this CPU lacks the instruction set")
-    yield request.param
-    native.limit_isa(2)
+    yield number
+    library.limit_isa(2)

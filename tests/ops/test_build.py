@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import is_running
+
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import json, logging, sys
@@ -173,17 +175,10 @@ def test_ctrl_c_leaves_no_compiler_running(tmp_path, ninja):
     process.send_signal(signal.SIGINT)
     assert "KeyboardInterrupt" in process.communicate(timeout=30)[1]
     deadline = time.monotonic() + 5
-    while left := [pid for pid in pids.read_text().split() if alive(pid)]:
+    while left := [pid for pid in pids.read_text().split() if is_running(pid)]:
         assert time.monotonic() < deadline, f"compilers still run: {left}"
         time.sleep(0.05)
     assert not list((tmp_path / "cache").glob("*.build-*"))
-
-
-def alive(pid: str) -> bool:
-    try:
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
 
 
 def test_off(tmp_path):

@@ -7,6 +7,7 @@ from torch.nn import functional
 from ls_strategy.ops import linear
 from ls_strategy.ops.extra_library import linear_library
 from ls_strategy.ops.linear import linear_int4, linear_int8, pack, spell_out_int4, spell_out_int8, unpack
+from tests.ops.conftest import limited
 
 SHAPES = [(1, 32, 1), (1, 96, 37), (2, 64, 4), (3, 128, 130), (7, 256, 16), (200, 64, 9)]
 """Rows, input and output features: whole tiles, and what is left of some."""
@@ -22,11 +23,7 @@ def implementation(request, monkeypatch):
     if not linear_library.available("cpu"):
         pytest.skip("no products with packed weights")
     monkeypatch.setattr(linear, "SPELL_OUT_ROWS", 1 << 30)
-    if linear_library.limit_isa(request.param) != request.param:
-        linear_library.limit_isa(2)
-        pytest.skip("this CPU lacks the instruction set")
-    yield
-    linear_library.limit_isa(2)
+    yield from limited(linear_library, request.param)
 
 
 def check(actual, x, weight, terms=None):

@@ -16,6 +16,7 @@ from ls_strategy.ops.permute import (
     permute_reference,
     sort_by_expert_reference,
 )
+from tests.ops.conftest import limited
 
 ROOT = Path(__file__).parents[2]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -51,11 +52,7 @@ def either(request):
 
 @pytest.fixture
 def isa(request, kernels):
-    if routing_library.limit_isa(request.param) != request.param:
-        routing_library.limit_isa(2)
-        pytest.skip("this CPU lacks the instruction set")
-    yield request.param
-    routing_library.limit_isa(2)
+    yield from limited(routing_library, request.param)
 
 
 class Routed:

@@ -6,6 +6,7 @@ import torch
 from ls_strategy.ops import topk
 from ls_strategy.ops.extra_library import routing_library
 from ls_strategy.ops.topk import stable_topk, topk_indices_reference
+from tests.ops.conftest import limited
 
 EXPERTS = (1, 2, 7, 8, 15, 16, 17, 64, 100, 257)
 
@@ -19,11 +20,7 @@ def implementation(request, monkeypatch):
     request.getfixturevalue("compiled")
     if not routing_library.available("cpu"):
         pytest.skip("no kernels of routing")
-    if routing_library.limit_isa(request.param) != request.param:
-        routing_library.limit_isa(2)
-        pytest.skip("this CPU lacks the instruction set")
-    yield
-    routing_library.limit_isa(2)
+    yield from limited(routing_library, request.param)
 
 
 def scores_of(rows, experts, dtype=torch.float32):

@@ -26,6 +26,7 @@ from recipes.cifar.augment import augment
 from recipes.cifar.data import FOLDER, NO_LABEL, TEST_FILES, TRAIN_FILES, CIFARData, CIFARFileError, read_images
 from recipes.cifar.main import main
 from recipes.cifar.model import CIFARModule
+from tests.recipes.programs import assert_names_no_place, flatten, stem
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "recipes" / "cifar" / "configs"
@@ -36,20 +37,9 @@ PER_TRAIN_FILE, PER_TEST_FILE = 33, 27  # odd: ranks have unequal shares
 QUIET = ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]
 
 
-def stem(file: Path) -> str:
-    return file.stem
-
-
 def config_args(file: Path) -> list[str]:
     files = [CONFIGS / "base.yaml"] + ([] if file.name == "base.yaml" else [file])
     return [f"--config={f}" for f in files]
-
-
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in tree.items():
-        result |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return result
 
 
 def write_file(path: Path, count: int, random: np.random.Generator) -> None:
@@ -107,8 +97,7 @@ def test_overlay_says_only_what_it_changes(file: Path) -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=stem)
 def test_configuration_names_no_place_on_this_machine(file: Path) -> None:
-    values = flatten(yaml.safe_load(file.read_text())).values()
-    assert not [v for v in values if isinstance(v, str) and v.startswith(("/", "~"))]
+    assert_names_no_place(file)
 
 
 def test_help_shows_the_docstrings_of_options(capsys: pytest.CaptureFixture[str], no_arguments: None) -> None:

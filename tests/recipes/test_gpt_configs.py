@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -15,6 +14,7 @@ import torch
 
 from recipes.gpt.main import GPTCLI, main
 from recipes.gpt.network import GPT, GPTConfig
+from tests.recipes.programs import assert_names_no_place, flatten, stem
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "gpt" / "configs"
 STANDALONE = {"base.yaml", "quickstart.yaml"}
@@ -22,20 +22,9 @@ FILES = sorted(CONFIGS.glob("*.yaml"))
 OVERLAYS = [f for f in FILES if f.name not in STANDALONE]
 
 
-def stem(file: Path) -> str:
-    return file.stem
-
-
 def config_args(file: Path) -> list[str]:
     files = [file] if file.name in STANDALONE else [CONFIGS / "base.yaml", file]
     return [f"--config={f}" for f in files]
-
-
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in tree.items():
-        result |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return result
 
 
 def build(args: list[str], folder: Path) -> GPTCLI:
@@ -84,8 +73,7 @@ def test_overlays_say_only_what_they_change(file: Path) -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=stem)
 def test_names_no_place_on_this_machine(file: Path) -> None:
-    values = flatten(yaml.safe_load(file.read_text())).values()
-    assert not [v for v in values if isinstance(v, str) and v.startswith(("/", "~"))]
+    assert_names_no_place(file)
 
 
 def test_builds_what_the_base_says(cli: GPTCLI) -> None:

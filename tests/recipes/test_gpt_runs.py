@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,8 @@ pytest.importorskip("jsonargparse")
 pytest.importorskip("tensorboard")
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.recipes import programs
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "recipes" / "gpt" / "configs"
@@ -28,19 +27,8 @@ TINY = [
 
 def fit(folder: Path, configs: list[str], *options: str, timeout: int = 150) -> str:
     """Standard output of a run whose logs and caches are below ``folder``."""
-    command = [sys.executable, "-m", "recipes.gpt", "fit", *(f"--config={CONFIGS / name}.yaml" for name in configs)]
-    command += [
-        f"--trainer.logger.init_args.save_dir={folder}",
-        f"--data.corpus.cache_dir={folder / 'cache'}",
-        *options,
-    ]
-    names = ("WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
-    environment = {k: v for k, v in os.environ.items() if k not in names} | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    cache = f"--data.corpus.cache_dir={folder / 'cache'}"
+    return programs.fit(folder, configs, cache, *options, recipe="gpt", timeout=timeout)
 
 
 def scalars(folder: Path) -> dict[str, list[float]]:

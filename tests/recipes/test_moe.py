@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import doctest
 import math
-import os
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +30,7 @@ from recipes.moe.main import main
 from recipes.moe.model import MoEGPTModule
 from recipes.moe.network import MoEConfig, MoEGPT
 from tests.dist.ranks import quiet
+from tests.recipes.programs import assert_names_no_place, fit, flatten, stem
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "moe"
@@ -47,19 +46,8 @@ TINY = [
 ]  # fmt: skip
 
 
-def stem(file: Path) -> str:
-    return file.stem
-
-
 def config_args(file: Path) -> list[str]:
     return [f"--config={f}" for f in dict.fromkeys([CONFIGS / "base.yaml", file])]
-
-
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in tree.items():
-        result |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return result
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +81,7 @@ def test_an_overlay_says_only_what_it_changes(file: Path) -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=stem)
 def test_names_no_place_on_this_machine(file: Path) -> None:
-    values = flatten(yaml.safe_load(file.read_text())).values()
-    assert not [v for v in values if isinstance(v, str) and v.startswith(("/", "~"))]
+    assert_names_no_place(file)
 
 
 def test_help_shows_the_docstrings_of_options(cli: GPTCLI, capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,20 +227,6 @@ def test_a_checkpoint_holds_the_experts_options(tmp_path: Path) -> None:
     assert again.config == module.config
 
 
-def fit(folder: Path, configs: list[str], *options: str, recipe: str = "moe", timeout: int = 150) -> str:
-    """Standard output of a run whose logs and caches are below ``folder``."""
-    files = (ROOT / "recipes" / recipe / "configs" / f"{name}.yaml" for name in configs)
-    command = [sys.executable, "-m", f"recipes.{recipe}", "fit", *(f"--config={file}" for file in files)]
-    command += [f"--trainer.logger.init_args.save_dir={folder}", *options]
-    names = ("WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
-    environment = {k: v for k, v in os.environ.items() if k not in names} | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
 def events(folder: Path) -> EventAccumulator:
     (run,) = folder.glob("*/version_0")
     return EventAccumulator(str(run), size_guidance={"scalars": 0}).Reload()
@@ -266,7 +239,7 @@ def scalars(folder: Path) -> dict[str, list[float]]:
 
 def test_two_ranks_train_divide_experts_log_and_save(tmp_path: Path) -> None:
     cache = f"--data.corpus.cache_dir={tmp_path / 'cache'}"
-    output = fit(tmp_path, ["base", "ep2_zero2"], *TINY, cache, "--trainer.devices=2")
+    output = fit(tmp_path, ["base", "ep2_zero2"], *TINY, cache, "--trainer.devices=2", recipe="moe")
     assert re.findall(r"-+ step (\d+) -+\ndef ", output) == ["3", "6"]
     found = events(tmp_path)
     assert found.Tags()["images"] == ["zero_experts/load"]

@@ -1,0 +1,44 @@
+"""How tests of recipes read their configurations and run their programs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+
+
+def stem(file: Path) -> str:
+    return file.stem
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in tree.items():
+        result |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return result
+
+
+def assert_names_no_place(file: Path) -> None:
+    """A configuration works on every machine."""
+    values = flatten(yaml.safe_load(file.read_text())).values()
+    assert not [v for v in values if isinstance(v, str) and v.startswith(("/", "~"))]
+
+
+def fit(folder: Path, configs: list[str], *options: str, recipe: str, timeout: int = 150) -> str:
+    """Standard output of a run whose logs are below ``folder``."""
+    files = (ROOT / "recipes" / recipe / "configs" / f"{name}.yaml" for name in configs)
+    command = [sys.executable, "-m", f"recipes.{recipe}", "fit", *(f"--config={file}" for file in files)]
+    command += [f"--trainer.logger.init_args.save_dir={folder}", *options]
+    names = ("WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+    environment = {k: v for k, v in os.environ.items() if k not in names} | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
