@@ -325,3 +325,12 @@ def test_one_rank_is_a_plain_trainer(stage: int) -> None:
     )
     assert_close(ours, losses, "losses")
     assert_close(actual, expected, "weights")
+
+
+# --- a trial run ------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_fast_dev_run(rank: int, world_size: int) -> None:
+    """Whose logger has every attribute that it is asked for."""
+    same_as_ddp(fast_dev_run=3, logger=True)
