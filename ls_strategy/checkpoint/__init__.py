@@ -4,7 +4,7 @@
 ``commit.py``       a folder is there in full or not at all: temporary names, manifest, checksums, rename, recovery
 ``save.py``         one save of all ranks, from the first byte to the commit
 ``background.py``   the same while training goes on
-``sharded.py``      what this rank has of a checkpoint, and what of a checkpoint it needs
+``reshard.py``      what this rank has of a checkpoint, and what of a checkpoint it needs
 ``files.py``        one rank's file in the format of ``torch.distributed.checkpoint``, and a reader that verifies
 ``random.py``       states of the random number generators
 ``full.py``         one file in Lightning's own format, gathered on rank 0

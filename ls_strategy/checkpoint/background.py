@@ -23,8 +23,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from ls_strategy._compat import default_store
+from ls_strategy.checkpoint.reshard import Entry, Source
 from ls_strategy.checkpoint.save import Save, run
-from ls_strategy.checkpoint.sharded import Entry, Source
 from ls_strategy.errors import CheckpointError
 from ls_strategy.tiers.link import host_empty
 from ls_strategy.zero.units import Flat

@@ -18,7 +18,7 @@ from ls_strategy.checkpoint.claim import Claim
 from ls_strategy.checkpoint.files import RankFile
 from ls_strategy.checkpoint.manifest import FileRecord, Manifest, record_of
 from ls_strategy.checkpoint.metadata import Item, Path, write_metadata
-from ls_strategy.checkpoint.sharded import Entry, write_entries
+from ls_strategy.checkpoint.reshard import Entry, write_entries
 from ls_strategy.checkpoint.target import META
 from ls_strategy.errors import CheckpointError
 

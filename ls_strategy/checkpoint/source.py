@@ -23,7 +23,7 @@ from ls_strategy._compat import tree_map
 from ls_strategy.checkpoint.files import Reader
 from ls_strategy.checkpoint.manifest import Manifest, read_manifest, verify
 from ls_strategy.checkpoint.place import Place
-from ls_strategy.checkpoint.sharded import SavedTensor, assemble
+from ls_strategy.checkpoint.reshard import SavedTensor, assemble
 from ls_strategy.checkpoint.target import MANIFEST, META, METADATA
 from ls_strategy.errors import CheckpointError
 from ls_strategy.zero.lazy import LazyTensor

@@ -30,7 +30,7 @@ from ls_strategy.checkpoint.files import Reader
 from ls_strategy.checkpoint.manifest import Manifest, read_manifest, verify
 from ls_strategy.checkpoint.place import Place
 from ls_strategy.checkpoint.random import random_states
-from ls_strategy.checkpoint.sharded import Contents, Source, assemble, separate
+from ls_strategy.checkpoint.reshard import Contents, Source, assemble, separate
 from ls_strategy.checkpoint.source import OURS, RANDOM
 from ls_strategy.checkpoint.target import MANIFEST, META, METADATA, check_replaceable
 from ls_strategy.deepspeed.checkpoint import is_deepspeed, read_deepspeed
@@ -63,7 +63,7 @@ class Collection:
             at_rest = flat.optimizer_tier != "device"
             return self.contents.stand_in(Source(flat, slot, read, at_rest=at_rest), dtype)
 
-        return self.engine.optimizers[index].sharded.named_state(stand_in)
+        return self.engine.optimizers[index].sharded.states.named_state(stand_in)
 
 
 def write(
@@ -262,7 +262,7 @@ def load_optimizers(engine: Engine, indices: list[int | None], states: list[Mapp
         for name in {name for group in own["param_groups"] for name in group["params"]} - own.get("state", {}).keys():
             by_name.pop(name, None)  # it had none there, whatever others had
         sharded = engine.optimizers[index].sharded
-        if not sharded.load_named_state(by_name, groups):
+        if not sharded.states.load_named_state(by_name, groups):
             rank_zero_info(
                 f"ZeROStrategy: {type(sharded.optimizer).__name__} has other parameter groups than the checkpoint's "
                 "optimizers. States were taken by parameter name; learning rates and other settings stay as "

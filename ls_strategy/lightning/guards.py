@@ -100,11 +100,12 @@ def steps_by_itself(trainer: pl.Trainer, module: pl.LightningModule, engine: Eng
 
     Manual optimization does, and so do hooks of the module that clip, step or drop gradients, and of an optimizer.
     """
+    own = None if engine is None else engine.stepper
     return (
         not module.automatic_optimization
         or trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE
         or any(is_overridden(hook, module, parent=pl.LightningModule) for hook in _IN_CHARGE)
-        or any(has_step_hooks(optimizer, besides=engine) for optimizer in trainer.strategy.optimizers)
+        or any(has_step_hooks(optimizer, besides=own) for optimizer in trainer.strategy.optimizers)
     )
 
 

@@ -166,7 +166,7 @@ class ZeROPrecision(Precision):
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
         hooks_first = self.engine.scaler is None  # as where `step` itself calls the closure; a scaled step comes after
         if hooks_first:
-            kwargs = run_step_pre_hooks(optimizer, kwargs, besides=self.engine)
+            kwargs = run_step_pre_hooks(optimizer, kwargs, besides=self.engine.stepper)
         result = closure()
         index = self._index(optimizer)  # now: the engine may have followed a change of the optimizers
         if index is None:
@@ -174,13 +174,14 @@ class ZeROPrecision(Precision):
                 f"{type(optimizer).__name__} is to step, but joined the strategy in the middle of a training step. Set "
                 "trainer.strategy.optimizers before: in on_train_epoch_start or on_train_batch_start."
             )
+        stepper = self.engine.stepper
         self.engine.finish(index)
         self._after_closure(model, optimizer)
         if self.engine.optimizers[index].sharded.takes_closure:
             kwargs["closure"] = _Result(result, type(optimizer).__name__)
 
         def run() -> Any:
-            with without_step_pre_hooks(optimizer, besides=self.engine) if hooks_first else nullcontext():
+            with without_step_pre_hooks(optimizer, besides=stepper) if hooks_first else nullcontext():
                 return optimizer.step(**kwargs)
 
         self.engine.step(index, run)

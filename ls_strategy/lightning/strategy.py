@@ -1041,7 +1041,7 @@ class ZeROStrategy(DDPStrategy):
             return inner.state_dict()
         if self.collection is not None:
             return self.collection.optimizer_state(index)
-        return self.require_engine().optimizers[index].sharded.full_state_dict()
+        return self.require_engine().optimizers[index].sharded.states.full_state_dict()
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -1059,7 +1059,7 @@ class ZeROStrategy(DDPStrategy):
         for optimizer, state in zip(self.optimizers, states, strict=True):
             index = engine.index_of(unwrap_optimizer(optimizer))
             if index is not None:
-                engine.optimizers[index].sharded.load_full_state_dict(state)
+                engine.optimizers[index].sharded.states.load_full_state_dict(state)
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:

@@ -53,7 +53,7 @@ class Draft:
             share: what of the parameters this rank of a pipeline holds.
         """
         self.model = model
-        self._share = share
+        self.share = share
         self._parts = parts
         self.precision = precision
         self.policy = policy
@@ -63,7 +63,7 @@ class Draft:
         self._owners: dict[int, tuple[tuple[int, int], ...]] = {}
         self._shared: dict[tuple[int, ...], int] = {}
         """A number for every set of optimizers that have parameters in common, after those of the optimizers."""
-        self._config = config
+        self.config = config
         self._options = repr((config.stage, config.sharding, config.precision, config.offload, precision))
         self._error: PlanError | None = None
         try:
@@ -88,7 +88,7 @@ class Draft:
         """
         sets = {tuple(i for i, _ in owners) for owners in self._owners.values() if len(owners) > 1}
         self._shared = {each: count + n for n, each in enumerate(sorted(sets))}
-        config = self._config
+        config = self.config
         if not sets or (single and config.offload.optimizer is None and config.precision.moments == "fp32"):
             return
         what = (
@@ -121,7 +121,7 @@ class Draft:
             for spec in self.specs
             for name, p in spec.params
         ]
-        stage = None if self._share.pipeline is None else self._share.pipeline.rank
+        stage = None if self.share.pipeline is None else self.share.pipeline.rank
         agreement.agree(world, self._error, self._options, rows, stage)
 
     def _full_shape(self, param: nn.Parameter) -> tuple[int, ...]:
@@ -156,8 +156,8 @@ class Draft:
                 self._shared.get(together, number),
                 group,
                 part=self._parts.get(id(p)),
-                tied=id(p) in self._share.tied,
-                twin=id(p) in self._share.twins,
+                tied=id(p) in self.share.tied,
+                twin=id(p) in self.share.twins,
                 shared_by=together,
             )
 
@@ -169,7 +169,7 @@ class Draft:
             tensor_size=mesh.tensor.size,
             master_dtype=self.precision.master,
             compute_dtype=self.precision.compute,
-            config=self._config,
+            config=self.config,
             weights=weights,
             rank=rank,
         )
@@ -179,7 +179,7 @@ class Draft:
     ) -> list[Unit]:
         """Move the parameters into units, one at a time: no rank holds more than one in full at stage 3. Collective."""
         units: list[Unit] = []
-        maker = materials.Materializer(self.model, device, self._parts, mesh, self._share.absent)
+        maker = materials.Materializer(self.model, device, self._parts, mesh, self.share.absent)
         number = 0
         for spec, planned in zip(self.specs, plan.units, strict=True):
             params = dict(spec.params)

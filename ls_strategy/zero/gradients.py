@@ -29,10 +29,10 @@ from torch import Tensor
 from ls_strategy._compat import current_backward_pass, foreach_function, storage_key
 from ls_strategy.errors import StateError
 from ls_strategy.zero import sharded_gradient
+from ls_strategy.zero.global_norm import reduce_numbers
 from ls_strategy.zero.lending import Lender
 from ls_strategy.zero.parameters import grad_of, set_grad
 from ls_strategy.zero.shown import Shown
-from ls_strategy.zero.step import reduce_numbers
 from ls_strategy.zero.units import Flat
 
 KEPT = 2

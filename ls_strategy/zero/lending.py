@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ls_strategy._compat import current_backward_pass, storage_key
+from ls_strategy.distributed.comm import Comm
 from ls_strategy.errors import StateError
 from ls_strategy.zero.given import Given
 from ls_strategy.zero.units import Flat
@@ -152,6 +154,40 @@ class Lender:
             return  # the unit's own module has taken it over
         flat.take_writes()
         flat.release()
+
+    @contextmanager
+    def all_gathered(self, flats: list[Flat], world: Comm, *, modify: bool) -> Iterator[None]:
+        """Inside, ``flats`` are in full on every rank, all at once. Collective.
+
+        Args:
+            flats: which.
+            world: all ranks.
+            modify: what is written inside counts. Otherwise it is an error.
+
+        Raises:
+            StateError: on every rank, if any has written without ``modify``.
+        """
+        for flat in flats:
+            self.begin(flat)
+        for flat in flats:
+            self.touch(flat)
+        try:
+            yield
+            written = torch.tensor([any([flat.take_writes() for flat in flats])], dtype=torch.uint8)
+            if not modify and world.agree(written).item():
+                raise StateError(
+                    "parameters were written to inside gathered_parameters(), which was opened for reading. Open it "
+                    "with modify=True, on every rank, and write the same on all of them."
+                )
+        finally:
+            for flat in flats:
+                self.touched(flat)
+            self.settle()
+
+    def settle(self) -> None:
+        """Take what user code has written into parameters, and give back what was lent to it. Not collective."""
+        self.take_writes()
+        self.give_back()
 
     def take_writes(self) -> None:
         """What was written anywhere reaches masters and shards. Not collective."""

@@ -1,92 +1,426 @@
-"""From averaged gradients to new weights: overflow, norm, clip. Every decision is the same on every rank."""
+"""From the gradients that backward has left to the new weights: average, look for overflow, clip, step, publish.
+
+::
+
+    finish         average what is left, agree on which parameters have gradients, unscale, look for overflow
+    clip_norm_     or clip_value_
+    step           the user's optimizer on the master shards, then the weights to where they are read
+    zero_grad      and from the start
+
+`phase.py` has the phases in between. Everything is collective unless it says otherwise.
+"""
 
 from __future__ import annotations
 
-import functools
-import math
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from ls_strategy.distributed.comm import Comm
-from ls_strategy.zero.units import Flat
+from ls_strategy._compat import has_step_hooks, put_step_hooks_inside
+from ls_strategy.errors import StateError
+from ls_strategy.loss_scale import LossScaler
+from ls_strategy.tiers.link import trim_heap
+from ls_strategy.transient import Method
+from ls_strategy.zero import global_norm
+from ls_strategy.zero.gradients import Gradients
+from ls_strategy.zero.optimizer import OwnStep, ShardedOptimizer
+from ls_strategy.zero.phase import OptimizerStep, Phase
+from ls_strategy.zero.schedule import UpdateSchedule
+from ls_strategy.zero.setup import ShardedModel
 
 
-def any_overflow(flats: list[Flat], comm: Comm) -> bool:
-    """Whether any rank's averaged gradients hold an infinity or a NaN. Collective over all ranks, one byte."""
-    here = any(flat.averages.sums()[1].item() > 0 for flat in flats)
-    return bool(comm.agree(torch.tensor([here], dtype=torch.uint8)).item())
+class Stepper:
+    """The way from gradients to new weights of all optimizers of one model."""
 
+    skipped_steps = 0
+    """Steps that an overflow has skipped."""
 
-def global_norm(flats: list[Flat], comm: Comm, norm_type: float = 2.0) -> Tensor:
-    """Norm of all gradients of ``flats`` together, each element counted once. Collective.
+    keeps_gradients = False
+    """Ignore `zero_grad`: the gradients are those of the step to come."""
 
-    Every rank sums over its own shard, whatever the stage is and wherever the shard rests, so the result is the same
-    bit for bit in all of them. Of copies along the tensor-parallel axis the first rank's count.
+    has_stepped = False
+    """Whether hooks have seen a step of this fit."""
 
-    Args:
-        flats: of this rank.
-        comm: all ranks.
-        norm_type: order of the norm.
+    _own_step: OwnStep | None = None
+    """The call of an optimizer's own ``step`` that runs now, for the hooks by which torch comes back in.
 
-    Returns:
-        ``()``, fp32; fp64 where some gradients are.
-    """
-    wide = functools.reduce(torch.promote_types, [flat.average_dtype for flat in flats], torch.float32)
-    device = flats[0].full.device if flats else torch.device("cpu")
-    flats = [flat for flat in flats if flat.counted]
-    if norm_type == 2.0:
-        local = torch.zeros(1, dtype=torch.float64, device=device)
+    `_run_own_step` sets it, and resets it when the call is over."""
+
+    def __init__(
+        self,
+        model: ShardedModel,
+        optimizers: list[Optimizer],
+        scaler: LossScaler | None,
+        previous: Stepper | None = None,
+    ) -> None:
+        """Take the optimizers over. Collective.
+
+        Args:
+            model: whose parameters they step.
+            optimizers: of the user.
+            scaler: the loss scale, in the modes that have one.
+            previous: of an earlier engine, from which states of the same optimizers are taken.
+        """
+        self._model = model
+        self._world = model.mesh.world
+        self.scaler = scaler
+        self._used: dict[int, list[bool]] = {}
+        """By `Flat.optimizer_index`: which parameters have a gradient."""
+        self._given_up: set[int] = set()
+        """Those whose gradients were given up, and the step may still want: see `go_on_from`."""
+        self._tied_due: set[int] = set()
+        """Those whose gradients have still to be summed over the stages of a pipeline."""
+        self.optimizers = [self._adopt(i, optimizer, previous) for i, optimizer in enumerate(optimizers)]
+        kinds = model.mesh.shape.kinds
+        self.gradients = Gradients(model.flats, self._average, self._unfold_kind, model.lender, parallel=kinds)
+        sharded = [state.sharded for state in self.optimizers]
+        self.schedule = UpdateSchedule(sharded, model.gatherer, model.offload, owner=self)
+
+    # optimizers ------------------------------------------------------------------------------------------------------
+
+    def _adopt(self, index: int, optimizer: Optimizer, previous: Stepper | None) -> OptimizerStep:
+        """Take an optimizer over, from an earlier engine with its states."""
+        model = self._model
+        flats = [f for f in model.flats if index in f.plan.owners]
+        names = model.share.group_names[index] if model.share.group_names else None
+        sharded = ShardedOptimizer(optimizer, flats, model.mesh, model.config.precision.moments, names)
+        state = OptimizerStep(sharded, flats, list(dict.fromkeys(f.optimizer_index for f in flats)))
+        number = None if previous is None else previous.index_of(optimizer)
+        if previous is not None and number is not None:
+            for hook in previous.optimizers[number].hooks:
+                hook.remove()
+            sharded.states.take_over(previous.optimizers[number].sharded.states)
+        after = optimizer.register_step_post_hook(self._after_own_step)
+        state.hooks = (optimizer.register_step_pre_hook(self._before_own_step), after)
+        Method(optimizer, "zero_grad", partial(self._on_zero_grad, index))
+        Method(optimizer, "state_dict", lambda _: sharded.refuse_state("state_dict()"))
+        Method(optimizer, "load_state_dict", lambda _, state_dict: sharded.states.load_full_state_dict(state_dict))
+        return state
+
+    def index_of(self, optimizer: Optimizer) -> int | None:
+        """Number of an optimizer of this engine, None for a stranger. Not collective."""
+        for i, state in enumerate(self.optimizers):
+            if state.sharded.optimizer is optimizer:
+                return i
+        return None
+
+    def go_on_from(self, previous: Stepper) -> None:
+        """Go on in the middle of a fit where an earlier engine of the model has stopped. Collective.
+
+        Gradients of before go on where ``p.grad`` holds them (stages 0 and 1). Sharded averages are given up: an
+        optimizer that steps without a ``zero_grad`` since is an error.
+        """
+        self.scaler, self.skipped_steps = previous.scaler, previous.skipped_steps
+        self.keeps_gradients = previous.keeps_gradients
+        self.gradients.local = previous.gradients.local
+        self.gradients.were_read = previous.gradients.were_read
+        before = previous._model.flats
+        scales = {id(p): flat.grad_scale for flat in before for p in flat.params}
+        held = {id(p): any(flat.used_here) for flat in before for p in flat.params}
+        for i, state in enumerate(self.optimizers):
+            number = previous.index_of(state.sharded.optimizer)
+            if number is not None:
+                self.schedule.go_on_from(i, previous.schedule, number)
+            if not self._model.policy.gradients:
+                for flat in state.flats:
+                    flat.take_held_grads(scales)
+        if self._model.policy.gradients:
+            trained = [f for f in self._model.flats if f.trainable]
+            flags = torch.tensor([any(held[id(p)] for p in f.params) for f in trained], dtype=torch.uint8)
+            agreed = self._world.agree(flags).tolist()
+            self._given_up = {f.optimizer_index for f, dropped in zip(trained, agreed, strict=True) if dropped}
+
+    # backward --------------------------------------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """Let a backward pass add to the gradients, which are as user code has left them."""
+        for state in self.optimizers:
+            self._unfold(state)
+            state.reopen()
+        self.gradients.take_all()
+
+    def owe_tied(self) -> None:
+        """Note that the micro-batches of a pipeline are over: gradients of tied parameters are to be summed. Local."""
+        self._tied_due = {kind for state in self.optimizers for kind in state.kinds}
+
+    # averages --------------------------------------------------------------------------------------------------------
+
+    def finish(self, index: int) -> bool:
+        """Make the averaged, unscaled gradients of an optimizer complete and visible as ``.grad`` of its pieces.
+
+        Returns:
+            Whether the optimizer may step; False after an overflow, the same on every rank.
+        """
+        state = self.optimizers[index]
+        if state.is_averaged:
+            return not state.overflow
+        self._unfold(state)
+        for kind in state.kinds:
+            self.gradients.take(kind)
+            self._average(kind)
+        self._note_used(state)
+        overflow = False
+        state.folded = self.is_private(state)
+        if self.scaler is not None:
+            for flat in state.flats:
+                # Otherwise the update multiplies by what undoes the scale.
+                if not (flat.averages.on_drive or (state.folded and flat.averages.folds_factors)):
+                    flat.averages.undo_scale()
+            overflow = global_norm.any_overflow(state.flats, self._world)
+        if not self.is_private(state):
+            state.sharded.bind_grads(state.used)
+        state.averaged(overflow=overflow)
+        return not overflow
+
+    def is_private(self, state: OptimizerStep) -> bool:
+        """Whether nobody looks at an optimizer's gradients as they are, or does in hooks that came after set-up.
+
+        At stage 0 gradients that were read once are plain tensors, which somebody may still have.
+        """
+        plain = self.gradients.were_read and not self._model.policy.optimizer
+        return self._model.reducer.private and not plain and not has_step_hooks(state.sharded.optimizer, besides=self)
+
+    def _unfold(self, state: OptimizerStep) -> None:
+        """Multiply into the averages what was left to the update, so that they are what they are under DDP."""
+        if not state.folded:
+            return
+        state.folded = False
+        for flat in state.flats:
+            averages = flat.averages
+            if not averages.folds_factors or not averages.hold_values or averages.gone:
+                continue
+            if averages.scale == 1.0 and state.clip is None:
+                continue
+            flat.wait_updated()  # an update in flight reads them
+            averages.widen()
+            averages.undo_scale()
+            if state.clip is not None:
+                global_norm.scale_(flat, state.clip)
+        state.clip = None
+
+    def _unfold_kind(self, kind: int) -> None:
+        for state in self.optimizers:
+            if kind in state.kinds:
+                self._unfold(state)
+
+    def _average(self, kind: int) -> list[bool]:
+        """Average what is left of gradients, and agree on which parameters have any. Collective.
+
+        Args:
+            kind: an optimizer's number, or that of several which share parameters.
+        """
+        flats = [f for f in self._model.flats if f.optimizer_index == kind]
+        if kind in self._given_up:
+            names = [type(s.sharded.optimizer).__name__ for s in self.optimizers if kind in s.kinds]
+            raise StateError(
+                f"parameter groups were changed while parameters of {' and '.join(names)} had gradients, and "
+                "zero_grad() was not called since: they are gone. Change groups before the first micro-batch of a "
+                "step, and call zero_grad() before its backward."
+            )
+        self._used[kind] = self._model.reducer.complete(flats)
+        for state in self.optimizers:
+            if state.kinds == [kind]:
+                state.used = self._used[kind]
         for flat in flats:
-            local += flat.averages.sums()[:1].to(device)
-        return reduce_numbers(local, comm, dist.ReduceOp.SUM).sqrt().squeeze(0).to(wide)
-    parts = [torch.linalg.vector_norm(_at_hand(f), norm_type).to(device) for f in flats]
-    local = torch.stack([part.to(wide) for part in parts]) if parts else torch.zeros(1, dtype=wide, device=device)
-    if math.isinf(norm_type):
-        total = local.max().reshape(1)
-        return reduce_numbers(total, comm, dist.ReduceOp.MAX).squeeze(0).to(wide)
-    total = local.double().pow(norm_type).sum().reshape(1)
-    return reduce_numbers(total, comm, dist.ReduceOp.SUM).pow(1.0 / norm_type).squeeze(0).to(wide)
+            if flat.plan.tied and flat.averages.hold_values and kind in self._tied_due:
+                flat.averages.change(self._model.share.sum_tied)
+        self._tied_due.discard(kind)
+        return self._used[kind]
 
+    def _note_used(self, state: OptimizerStep) -> None:
+        """Put together, in the order of an optimizer's flats, which parameters have gradients."""
+        if len(state.kinds) == 1:
+            return
+        rows = {kind: iter(self._used[kind]) for kind in state.kinds}
+        state.used = [next(rows[flat.optimizer_index]) for flat in state.flats for _ in flat.params]
 
-def _at_hand(flat: Flat) -> Tensor:
-    if not flat.averages.hold_values:
-        return torch.zeros(1, dtype=flat.average_dtype, device=flat.full.device)
-    flat.averages.require_here()
-    grads = flat.rest.read("grad") if flat.averages.on_drive else flat.averages.owned()
-    return grads.to(flat.average_dtype) * flat.averages.unscale
+    def _outdate_others(self, state: OptimizerStep) -> None:
+        """What other optimizers know of gradients that they share with this one is of before."""
+        for other in self.optimizers:
+            if other is not state and not set(other.kinds).isdisjoint(state.kinds):
+                other.reopen()
 
+    def _as_they_are(self, index: int, *, clipped: bool = False) -> OptimizerStep:
+        """Finish, and take in what user code has made of the gradients since; norms of before are no longer theirs.
 
-def reduce_numbers(value: Tensor, comm: Comm, op: dist.ReduceOp.RedOpType) -> Tensor:
-    """All-reduce a few numbers, in place where it can be. Collective."""
-    if comm.world_size == 1:
-        return value
-    if comm.native:  # on the device: the host does not wait
-        comm.traffic.count("control", value)
-        with comm.blocking("all_reduce", "control"):
-            dist.all_reduce(value, op=op, group=comm.group)
-        return value
-    return comm.agree(value, op)
+        Args:
+            index: of the optimizer.
+            clipped: to be clipped: what an earlier clipping has left, and its norm.
+        """
+        self.finish(index)
+        state = self.optimizers[index]
+        if clipped and state.phase is Phase.CLIPPED:
+            self._unfold(state)
+            state.norm = None
+        if not self.is_private(state):
+            state.sharded.take_edits(state.used)
+            state.norm = None
+        if any([self.gradients.take(kind, self._used[kind]) for kind in state.kinds]):
+            state.norm = None
+            self._outdate_others(state)
+            self._note_used(state)
+            if not self.is_private(state):
+                state.sharded.bind_grads(state.used)
+        return state
 
+    # clipping --------------------------------------------------------------------------------------------------------
 
-def clip_factor(norm: Tensor, max_norm: float) -> Tensor | None:
-    """What gradients of this norm are multiplied by, of its dtype; None where the host knows that it is 1.
+    def clip_norm_(self, index: int, max_norm: float) -> Tensor:
+        """Clip by global norm over all gradients of the optimizer, exactly; returns the norm before clipping."""
+        state = self._as_they_are(index, clipped=True)
+        if state.norm is None:
+            state.norm = global_norm.global_norm(state.flats, self._world)
+        factor = global_norm.clip_factor(state.norm, max_norm)
+        if factor is None:
+            return state.norm
+        for flat in state.flats:
+            if state.folded and flat.averages.folds_factors:
+                state.clip = factor.float()  # fused updates are of fp32 masters
+            else:
+                global_norm.scale_(flat, factor)
+        self._clipped(state)
+        return state.norm
 
-    The formula is ``torch.nn.utils.clip_grad_norm_``'s, so that results agree with it.
-    """
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    return None if norm.device.type == "cpu" and factor.item() == 1.0 else factor
+    def clip_value_(self, index: int, limit: float) -> None:
+        """Clamp every averaged gradient element of the optimizer."""
+        state = self._as_they_are(index, clipped=True)
+        global_norm.clip_value_(state.flats, limit)
+        self._clipped(state)
 
+    def _clipped(self, state: OptimizerStep) -> None:
+        self._outdate_others(state)
+        state.clipped()
+        if not self.is_private(state):
+            state.sharded.show_again()
 
-def scale_(flat: Flat, factor: Tensor) -> None:
-    """Multiply averaged gradients in place."""
-    flat.averages.change(lambda grads: grads.mul_(factor.to(grads.device)))
-    flat.averages.edited = True
+    def grad_norm(self, index: int | None = None, norm_type: float = 2.0) -> Tensor:
+        """Global norm of the averaged gradients, before clipping: of one optimizer, or of all together.
 
+        Raises:
+            StateError: there are no gradients: call between backward and the next ``zero_grad``.
+        """
+        states = self.optimizers if index is None else [self.optimizers[index]]
+        known = states[0].norm if len(states) == 1 and norm_type == 2.0 else None
+        if known is not None and (states[0].norm_stands or self.is_private(states[0])):
+            return known
+        for i, state in enumerate(self.optimizers):
+            if state in states:
+                self._as_they_are(i)
+        if not any(any(s.used) for s in states):
+            raise StateError("no gradient to take the norm of: call between backward and the next zero_grad().")
+        flats = {id(f): f for s in states for f in s.flats}  # once, also what several optimizers share
+        norm = global_norm.global_norm(list(flats.values()), self._world, norm_type)
+        if len(states) == 1 and norm_type == 2.0:
+            states[0].norm = norm
+        return norm
 
-def clip_value_(flats: list[Flat], limit: float) -> None:
-    """Clamp every averaged gradient element to ``[-limit, limit]``."""
-    for flat in flats:
-        flat.averages.change_unscaled(lambda grads: grads.clamp_(-limit, limit))
-        flat.averages.edited = True
+    # step ------------------------------------------------------------------------------------------------------------
+
+    def step(self, index: int, run: Callable[[], Any]) -> Any:
+        """Let the optimizer update its master shards by calling ``run``, then bring the weights where they are read.
+
+        After an overflow nothing is updated on any rank, and the step is counted in ``skipped_steps``.
+        """
+        proceed = self.finish(index)
+        state = self._as_they_are(index)
+        result = None
+        self._model.lender.settle()
+        if proceed:
+            number = self.schedule.begin_step(index)
+            result = self._run_own_step(index, run)
+            if has_step_hooks(state.sharded.optimizer, besides=self):
+                self._model.lender.settle()  # what hooks after the step have written
+            self.schedule.publish(index)
+            if self._model.config.offload.any_state and number == 1:
+                trim_heap()  # the first step's transient buffers, before what stays settles among them
+        else:
+            self.skipped_steps += 1
+        if self.scaler is not None:
+            self.scaler.update(state.overflow)
+        if state.is_averaged:  # a hook after the step may have dropped the gradients
+            state.stepped()
+        self.has_stepped = True
+        return result
+
+    def _run_own_step(self, index: int, run: Callable[[], Any]) -> Any:
+        state = self.optimizers[index]
+        put_step_hooks_inside(state.sharded.optimizer, *state.hooks)
+        submit = partial(self.schedule.submit, index)
+        own = state.sharded.own_step(state.used, clip=state.clip, shown=not self.is_private(state), submit=submit)
+        try:
+            with own as self._own_step:
+                return run()
+        finally:
+            self._own_step = None
+
+    def _before_own_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Run as the last hook before ``optimizer.step``."""
+        step = self._own_step
+        if step is None:
+            raise StateError(
+                f"{type(optimizer).__name__}.step() was called on the bare optimizer, which knows nothing of the other "
+                "ranks' gradients. Call step() on what self.optimizers() returns."
+            )
+        if step.sharded.optimizer is not optimizer:
+            return
+        used = None
+        if has_step_hooks(optimizer, besides=self):  # they may have changed gradients, and weights
+            number = self.index_of(optimizer)
+            assert number is not None
+            used = self._as_they_are(number).used
+            self._model.lender.settle()
+        step.begin(used)
+        self._model.gatherer.outdate(step.sharded.flats)
+        self.schedule.note_stepped(step.sharded.flats)
+
+    def _after_own_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Run as the first hook after ``optimizer.step``."""
+        if self._own_step is not None and self._own_step.sharded.optimizer is optimizer:
+            self._own_step.end()
+
+    # from the start --------------------------------------------------------------------------------------------------
+
+    def _on_zero_grad(self, index: int, method: Method, *args: Any, **kwargs: Any) -> None:
+        """``optimizer.zero_grad()`` was called."""
+        if method.replaces(Optimizer.zero_grad):
+            self.zero_grad(index, set_to_none=kwargs.get("set_to_none", args[0] if args else True))
+        elif not self.keeps_gradients:  # an override may do more, and drop some, or none
+            method.original(*args, **kwargs)
+            params = [p for group in method.owner.param_groups for p in group["params"]]
+            dropped = [p for p in params if p.grad is None]
+            if len(dropped) == len(params):
+                self.zero_grad(index)
+            else:
+                self.zero_params(dropped, set_to_none=True)
+
+    def zero_grad(self, index: int, *, set_to_none: bool = True) -> None:
+        """``optimizer.zero_grad``. Not collective, unless a reduction is under way (then on every rank)."""
+        if self.keeps_gradients:
+            return
+        state = self.optimizers[index]
+        state.start_over()
+        for kind in state.kinds:
+            self.gradients.forget(kind, set_to_none=set_to_none)
+        if set_to_none:
+            self._given_up.difference_update(state.kinds)
+        self._outdate_others(state)
+        self._model.reducer.zero_grad(state.flats, set_to_none=set_to_none)
+        for piece in state.sharded.pieces:
+            if set_to_none:
+                piece.grad = None
+
+    def zero_params(self, params: Iterable[nn.Parameter], *, set_to_none: bool) -> None:
+        """Drop averaged gradients of some parameters, as ``module.zero_grad()`` means it. Not collective."""
+        wanted = {id(p) for p in params}
+        self.gradients.zero(wanted, set_to_none=set_to_none)
+        self._model.reducer.zero_params([f for f in self._model.flats if f.trainable], wanted, set_to_none=set_to_none)
+        for state in self.optimizers:
+            state.reopen()
+        if set_to_none:
+            self._given_up.intersection_update(
+                f.optimizer_index for f in self._model.flats if not wanted.issuperset(map(id, f.params))
+            )

@@ -282,6 +282,13 @@ class Flat(FlatBuffer):
         """Whether this rank's part of the parameters comes from another place, beside the training thread."""
         return self.param_tier == "nvme" or (self.param_tier == "cpu" and self.full.device.type != "cpu")
 
+    def exchange_master(self, other: Tensor) -> None:
+        """Swap the contents of the master shard with ``other``, of the same shape; parameters follow when published."""
+        mine = self.read_master().detach().clone()
+        self.write_master(0, other)
+        other.copy_(mine)
+        self.refresh_due = self.optimizer_tier != "device" or self.has_own_shard
+
     def start_read(self) -> None:
         """Stage 3: begin to bring this rank's part of the parameters. Not collective, does not wait."""
         if not self._reads_ahead or self.is_gathered or self.gathering is not None or self.reading is not None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ls_strategy.checkpoint.sharded import Source
+from ls_strategy.checkpoint.reshard import Source
 from ls_strategy.engine import Engine
 from ls_strategy.layout import flat_range_to_boxes
 from ls_strategy.zero.parts import part_of
@@ -28,7 +28,7 @@ class Held(NamedTuple):
 
 def held_here(engine: Engine) -> Iterator[Held]:
     """Masters and moments of this rank, also copies of what others have. Not collective."""
-    stores = {id(s.flat): s for state in engine.optimizers for s in state.sharded._store}
+    stores = {id(s.flat): s for state in engine.optimizers for s in state.sharded.states.store}
     for flat in engine.flats:
         flat.wait_updated()
         kinds: dict[str, Tensor] = {"master": flat.read_master().detach()}

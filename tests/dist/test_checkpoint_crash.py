@@ -33,7 +33,7 @@ from ls_strategy.checkpoint.describe import verify_all
 from ls_strategy.checkpoint.files import Reader, read_range
 from ls_strategy.checkpoint.manifest import Manifest, is_committed, read_manifest
 from ls_strategy.checkpoint.place import Place
-from ls_strategy.checkpoint.sharded import Entry
+from ls_strategy.checkpoint.reshard import Entry
 from ls_strategy.config import nested
 from ls_strategy.errors import CheckpointError, RankFailedError
 from ls_strategy.testing import RankDiedError, spawn

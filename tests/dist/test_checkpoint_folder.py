@@ -257,7 +257,7 @@ def moments(trainer: pl.Trainer) -> dict[str, Tensor]:
     result: dict[str, Tensor] = {}
     strategy: Any = trainer.strategy
     for optimizer in strategy.optimizers:
-        names = strategy.engine.optimizers[strategy.engine.index_of(optimizer)].sharded.names
+        names = strategy.engine.optimizers[strategy.engine.index_of(optimizer)].sharded.states.names
         state = strategy.optimizer_state(optimizer).get("state", {})
         for index, entries in state.items():
             result.update({f"{names[index]}.{key}": torch.as_tensor(value) for key, value in entries.items()})

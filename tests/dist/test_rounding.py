@@ -62,7 +62,7 @@ class Same(Net):
 
     def on_train_batch_end(self, *_: Any) -> None:
         (state,) = self.trainer.strategy.require_engine().optimizers
-        for flat, store in zip(state.flats, state.sharded._store, strict=True):
+        for flat, store in zip(state.flats, state.sharded.states.store, strict=True):
             flat.wait_updated()
             moments = [store.read(name, torch.float32) for name in ("exp_avg", "exp_avg_sq")]
             self.codes.append(torch.stack(moments).clone())

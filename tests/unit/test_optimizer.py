@@ -173,12 +173,9 @@ class Sharded:
                     whole[slot.offset : slot.end].copy_(grad.reshape(-1))
             flat.averages.tensor().copy_(whole[slice(*flat.stepped)])
         self.sharded.bind_grads(used)
-        self.sharded.step(used, self._own_step)
-
-    def _own_step(self) -> None:
-        """As the engine's hook before ``step`` does."""
-        self.sharded.begin_own_step()
-        self.optimizer.step()
+        with self.sharded.own_step(used) as step:
+            step.begin()  # as the engine's hook before ``step`` does
+            self.optimizer.step()
 
     def run(self, dtype: torch.dtype, start: int = 0) -> Sharded:
         for step, grads in list(enumerate(gradients(dtype)))[start:]:
@@ -250,7 +247,7 @@ def test_the_users_groups_are_his_again_after_a_step(name) -> None:
 def test_state_dict_is_torchs_own(name) -> None:
     """Keys, shapes and values; parameters that never had a gradient have what the constructor gave them."""
     _, expected = plain(name, torch.float64)
-    ours = Sharded(name, torch.float64, 0, 1).run(torch.float64).sharded.full_state_dict()
+    ours = Sharded(name, torch.float64, 0, 1).run(torch.float64).sharded.states.full_state_dict()
     order = [*range(1, len(SHAPES), 2), *range(0, len(SHAPES), 2)]
     # SGD without momentum has states that hold nothing. The plain optimizer counts the steps of an empty parameter;
     # here it has no piece on any rank.
@@ -289,7 +286,7 @@ def test_state_goes_into_a_plain_optimizer_and_back(name) -> None:
     # sharded -> plain; the trusted run is plain -> plain: torch casts states on loading, which rounds (NAdam)
     ends: list[list[Tensor]] = []
     for weights, state in (
-        (together([first]), first.sharded.full_state_dict()),
+        (together([first]), first.sharded.states.full_state_dict()),
         (params, optimizer.state_dict()),
     ):
         taken = [nn.Parameter(p.detach().clone()) for p in weights]
@@ -309,7 +306,7 @@ def test_state_goes_into_a_plain_optimizer_and_back(name) -> None:
             for piece, i in zip(flat.pieces, numbers, strict=True):
                 values = params[i].detach().reshape(-1)[piece.param_start : piece.param_start + piece.numel]
                 flat.master[piece.start : piece.stop].copy_(values)
-        rank.sharded.load_full_state_dict(optimizer.state_dict())
+        rank.sharded.states.load_full_state_dict(optimizer.state_dict())
         rank.run(dtype, start=half)
     # NAdam keeps a product of rates in fp32; that of the 0-d parameter looks like one element of its state and is kept
     # in the masters' dtype, fp64 here, which rounds it less. Everything else agrees to 1e-14.
@@ -317,10 +314,10 @@ def test_state_goes_into_a_plain_optimizer_and_back(name) -> None:
 
 
 def test_a_state_of_other_groups_is_refused() -> None:
-    state = Sharded("SGD", torch.float32, 0, 1).sharded.full_state_dict()
+    state = Sharded("SGD", torch.float32, 0, 1).sharded.states.full_state_dict()
     state["param_groups"][0]["params"].pop()
     with pytest.raises(StateError, match="parameter groups of sizes"):
-        Sharded("SGD", torch.float32, 0, 1).sharded.load_full_state_dict(state)
+        Sharded("SGD", torch.float32, 0, 1).sharded.states.load_full_state_dict(state)
 
 
 def test_a_parameter_added_later_is_refused() -> None:

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from ls_strategy.config import LossScaleConfig
 from ls_strategy.errors import ConfigError, StateError
-from ls_strategy.precision import PRECISIONS, LossScaler, resolve_precision
+from ls_strategy.loss_scale import LossScaler
+from ls_strategy.precision import PRECISIONS, resolve_precision
 
 FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 

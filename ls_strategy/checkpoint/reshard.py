@@ -1,4 +1,4 @@
-"""What this rank has of a sharded checkpoint, and what of a checkpoint it needs.
+"""Where a sharded checkpoint is re-cut, in both directions: what this rank has of it, and what it needs of it.
 
 While ``trainer.save_checkpoint`` collects, a value that is sharded is represented by a *stand-in*: a tensor on the meta
 device with the true shape and the dtype that is saved. Hooks may drop stand-ins, or put them under other names. When

@@ -1,0 +1,69 @@
+"""The loss scale: where it halves after an overflow, and where it grows again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ls_strategy.config import LossScaleConfig
+from ls_strategy.errors import StateError
+
+
+class LossScaler:
+    """Static or dynamic loss scale; the same decisions on every rank, because every rank is told the same overflow.
+
+    The dynamic rule has the knobs of DeepSpeed's ``DynamicLossScaler``: an overflow uses up one unit of hysteresis, and
+    halves the scale when none is left; ``window`` good steps in a row double it (counted as ``torch.amp.GradScaler``
+    does; DeepSpeed doubles one step later).
+    """
+
+    def __init__(self, config: LossScaleConfig) -> None:
+        """Start at the configured scale."""
+        self.config = config
+        self.scale = float(2**config.initial_power) if config.static is None else float(config.static)
+        self.hysteresis_left = config.hysteresis
+        self.good_steps = 0
+
+    def update(self, overflow: bool) -> None:
+        """Account for one optimizer step.
+
+        Raises:
+            StateError: overflow at the smallest allowed scale: the gradients are infinite or NaN by themselves.
+        """
+        if self.config.static is not None:
+            return
+        if overflow:
+            self._on_overflow()
+            return
+        self.good_steps += 1
+        if self.config.consecutive_hysteresis:
+            self.hysteresis_left = self.config.hysteresis
+        if self.good_steps % self.config.window == 0:
+            self.hysteresis_left = self.config.hysteresis
+            self.scale *= 2.0
+
+    def _on_overflow(self) -> None:
+        self.good_steps = 0
+        if self.hysteresis_left > 1:
+            self.hysteresis_left -= 1
+            return
+        if self.scale <= self.config.min_scale:
+            raise StateError(
+                f"gradients overflow although the loss scale is already at its minimum ({self.scale:g}): the loss or "
+                "the gradients are infinite or NaN by themselves. Look for the first step at which the logged loss is "
+                "not finite, lower the learning rate, clip gradients, or train with precision='bf16-true'."
+            )
+        self.scale = max(self.scale / 2.0, self.config.min_scale)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that `load_state_dict` needs to go on as if nothing had happened."""
+        return {"scale": self.scale, "hysteresis_left": self.hysteresis_left, "good_steps": self.good_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore; also reads the state of ``torch.amp.GradScaler``, so that a run started under DDP goes on here."""
+        self.scale = float(state["scale"])
+        if "_growth_tracker" in state:  # torch.amp.GradScaler: good steps since the last change, no hysteresis
+            self.good_steps = int(state["_growth_tracker"])
+            self.hysteresis_left = self.config.hysteresis
+        else:
+            self.good_steps = int(state["good_steps"])
+            self.hysteresis_left = int(state["hysteresis_left"])

@@ -1,0 +1,92 @@
+"""Overflow, global norm and clipping of averaged gradients. Every decision is the same on every rank."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ls_strategy.distributed.comm import Comm
+from ls_strategy.zero.units import Flat
+
+
+def any_overflow(flats: list[Flat], comm: Comm) -> bool:
+    """Whether any rank's averaged gradients hold an infinity or a NaN. Collective over all ranks, one byte."""
+    here = any(flat.averages.sums()[1].item() > 0 for flat in flats)
+    return bool(comm.agree(torch.tensor([here], dtype=torch.uint8)).item())
+
+
+def global_norm(flats: list[Flat], comm: Comm, norm_type: float = 2.0) -> Tensor:
+    """Norm of all gradients of ``flats`` together, each element counted once. Collective.
+
+    Every rank sums over its own shard, whatever the stage is and wherever the shard rests, so the result is the same
+    bit for bit in all of them. Of copies along the tensor-parallel axis the first rank's count.
+
+    Args:
+        flats: of this rank.
+        comm: all ranks.
+        norm_type: order of the norm.
+
+    Returns:
+        ``()``, fp32; fp64 where some gradients are.
+    """
+    wide = functools.reduce(torch.promote_types, [flat.average_dtype for flat in flats], torch.float32)
+    device = flats[0].full.device if flats else torch.device("cpu")
+    flats = [flat for flat in flats if flat.counted]
+    if norm_type == 2.0:
+        local = torch.zeros(1, dtype=torch.float64, device=device)
+        for flat in flats:
+            local += flat.averages.sums()[:1].to(device)
+        return reduce_numbers(local, comm, dist.ReduceOp.SUM).sqrt().squeeze(0).to(wide)
+    parts = [torch.linalg.vector_norm(_at_hand(f), norm_type).to(device) for f in flats]
+    local = torch.stack([part.to(wide) for part in parts]) if parts else torch.zeros(1, dtype=wide, device=device)
+    if math.isinf(norm_type):
+        total = local.max().reshape(1)
+        return reduce_numbers(total, comm, dist.ReduceOp.MAX).squeeze(0).to(wide)
+    total = local.double().pow(norm_type).sum().reshape(1)
+    return reduce_numbers(total, comm, dist.ReduceOp.SUM).pow(1.0 / norm_type).squeeze(0).to(wide)
+
+
+def _at_hand(flat: Flat) -> Tensor:
+    if not flat.averages.hold_values:
+        return torch.zeros(1, dtype=flat.average_dtype, device=flat.full.device)
+    flat.averages.require_here()
+    grads = flat.rest.read("grad") if flat.averages.on_drive else flat.averages.owned()
+    return grads.to(flat.average_dtype) * flat.averages.unscale
+
+
+def reduce_numbers(value: Tensor, comm: Comm, op: dist.ReduceOp.RedOpType) -> Tensor:
+    """All-reduce a few numbers, in place where it can be. Collective."""
+    if comm.world_size == 1:
+        return value
+    if comm.native:  # on the device: the host does not wait
+        comm.traffic.count("control", value)
+        with comm.blocking("all_reduce", "control"):
+            dist.all_reduce(value, op=op, group=comm.group)
+        return value
+    return comm.agree(value, op)
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor | None:
+    """What gradients of this norm are multiplied by, of its dtype; None where the host knows that it is 1.
+
+    The formula is ``torch.nn.utils.clip_grad_norm_``'s, so that results agree with it.
+    """
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    return None if norm.device.type == "cpu" and factor.item() == 1.0 else factor
+
+
+def scale_(flat: Flat, factor: Tensor) -> None:
+    """Multiply averaged gradients in place."""
+    flat.averages.change(lambda grads: grads.mul_(factor.to(grads.device)))
+    flat.averages.edited = True
+
+
+def clip_value_(flats: list[Flat], limit: float) -> None:
+    """Clamp every averaged gradient element to ``[-limit, limit]``."""
+    for flat in flats:
+        flat.averages.change_unscaled(lambda grads: grads.clamp_(-limit, limit))
+        flat.averages.edited = True

@@ -1,0 +1,35 @@
+"""Bytes of model state that a rank holds now, measured on its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+from ls_strategy.distributed.comm import BufferPool
+from ls_strategy.zero.parameters import grad_of
+from ls_strategy.zero.phase import OptimizerStep
+from ls_strategy.zero.units import Flat
+
+
+def memory_bytes(
+    flats: Sequence[Flat], optimizers: Sequence[OptimizerStep], pools: Iterable[BufferPool]
+) -> dict[str, int]:
+    """Bytes by kind; memory that several tensors share counts once, where it comes first. Not collective."""
+    seen: set[int] = set()
+
+    def size(*tensors: Tensor | None) -> int:
+        total = 0
+        for t in tensors:
+            if t is not None and t.untyped_storage().nbytes() and t.untyped_storage().data_ptr() not in seen:
+                seen.add(t.untyped_storage().data_ptr())
+                total += t.untyped_storage().nbytes()
+        return total
+
+    return {
+        "parameters": sum(size(f.full, f.shard) for f in flats),
+        "masters": sum(size(f.master) for f in flats),
+        "gradients": sum(size(f.grad, f.averages.values, *map(grad_of, f.params)) for f in flats),
+        "optimizer": sum(s.sharded.state_bytes() for s in optimizers),
+        "communication": sum(pool.bytes for pool in pools),
+    }

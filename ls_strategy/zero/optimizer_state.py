@@ -1,0 +1,273 @@
+"""The states of one optimizer by parameter: sharded while training runs, in full or by name in checkpoints.
+
+Element-wise states (moments) are in a flat store per buffer (`FlatStates`), at the same place as the elements that they
+belong to. Everything else (step counts) is kept per parameter::
+
+    store[n]     | exp_avg of a | exp_avg of b | ...           one tensor per state and flat buffer, sharded
+    entries[a]   {"step": 3, "exp_avg": ELEMENTWISE}           per parameter, on the ranks that step a range of it
+
+Between two steps the states may be in runs (`runs.py`); `OptimizerStates.collect` moves them here.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ls_strategy.distributed.axis import Axis
+from ls_strategy.distributed.mesh import Mesh
+from ls_strategy.errors import StateError
+from ls_strategy.layout import Slot
+from ls_strategy.zero.lazy import parts_of
+from ls_strategy.zero.parts import part_of, whole_of
+from ls_strategy.zero.states import FlatStates
+from ls_strategy.zero.units import Flat
+
+ELEMENTWISE = "elementwise"
+"""Stands for a state tensor with one element per parameter element, kept in the flat store."""
+
+
+class OptimizerStates:
+    """What one optimizer remembers of its parameters."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        store: list[FlatStates],
+        mesh: Mesh,
+        group_names: Sequence[Sequence[str]] | None = None,
+    ) -> None:
+        """Start without any state.
+
+        Args:
+            optimizer: its groups hold the model's parameters.
+            store: one for each of its flat buffers, which are numbered in this order.
+            mesh: the ranks.
+            group_names: names of every group's parameters, where other ranks hold some of them.
+        """
+        self._optimizer = optimizer
+        self._mesh = mesh
+        self._group_names = group_names
+        self.store = store
+        self.flats = [each.flat for each in store]
+        self.offsets = [0]
+        """Number of the first parameter of every flat buffer, then the number of all."""
+        for flat in self.flats:
+            self.offsets.append(self.offsets[-1] + len(flat.params))
+        number_of = {id(p): self.offsets[n] + i for n, flat in enumerate(self.flats) for i, p in enumerate(flat.params)}
+        self.order = [number_of[id(p)] for group in optimizer.param_groups for p in group["params"]]
+        """Position of every parameter in ``[p for flat in flats for p in flat.params]``, in the optimizer's order."""
+        self.entries: dict[int, dict[str, Any]] = {}
+        """By a parameter's number: its states, in torch's names."""
+        self.steps_taken = 0
+        """Steps of the optimizer so far, for states that do not count them."""
+        self.collect: Callable[[], None] = _nothing_to_collect
+        """Moves states that are elsewhere for the time being into `store` and `entries`."""
+
+    def locate(self, number: int) -> tuple[int, int]:
+        """Return the number of a parameter's flat buffer, and its position there."""
+        n = next(k for k in range(len(self.flats)) if number < self.offsets[k + 1])
+        return n, number - self.offsets[n]
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """Return the state in torch's own format, with full tensors on the CPU of rank 0. Collective.
+
+        A plain optimizer over the unsharded parameters loads it. Other ranks get no state. Rank 0 is that of the ranks
+        over which ZeRO shards; with tensor parallelism each of the ranks that work with it is one.
+        """
+        self.collect()
+        by_rank = self._mesh.stage.exchange_objects((self.entries, [store.dtypes() for store in self.store]))
+        scalars: dict[int, dict[str, Any]] = {}
+        for state, _ in by_rank:
+            for number, entries in state.items():
+                scalars.setdefault(number, {}).update(entries)
+        full: list[dict[str, Tensor]] = []
+        for n, flat in enumerate(self.flats):
+            keys = {k: dtype for _, dtypes in by_rank for k, dtype in dtypes[n].items()}
+            full.append({k: self._gather(n, flat, k, keys[k]) for k in sorted(keys)})
+        packed: dict[int, dict[str, Any]] = {}
+        groups: list[dict[str, Any]] = []
+        position = 0
+        for group in self._optimizer.param_groups:
+            members = range(position, position + len(group["params"]))
+            groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": list(members)})
+            position += len(group["params"])
+        for index, number in enumerate(self.order):
+            n, i = self.locate(number)
+            flat = self.flats[n]
+            if number in scalars and self._puts_together(flat):
+                slot, values = flat.layout.slots[i], sorted(scalars[number].items())
+                value = {k: _full_value(full[n].get(k), slot, v, flat.axis) for k, v in values}
+                if self._mesh.zero.rank == 0:
+                    packed[index] = value
+        return {"state": packed, "param_groups": groups}
+
+    def take_over(self, before: OptimizerStates) -> None:
+        """Go on with the states that an earlier engine keeps for the same optimizer, by parameter name. Collective.
+
+        One buffer at a time is gathered in full, on every rank. Parameters that are new start without state.
+        """
+        before.collect()
+        by_rank = before._mesh.stage.exchange_objects((before.entries, [s.dtypes() for s in before.store]))
+        number_of = dict(zip(self.names, self.order, strict=True))
+        for n, flat in enumerate(before.flats):
+            keys = {k: dtype for _, dtypes in by_rank for k, dtype in dtypes[n].items()}
+            full = {k: before._gather_here(n, flat, k, keys[k]) for k in sorted(keys)}
+            for i, slot in enumerate(flat.layout.slots):
+                entries: dict[str, Any] = {}
+                for state, _ in by_rank:
+                    entries |= state.get(before.offsets[n] + i, {})
+                if entries and slot.name in number_of:
+                    number = number_of[slot.name]
+                    state = {k: _full_value(full.get(k), slot, v, flat.axis) for k, v in entries.items()}
+                    self.absorb(number, state)
+        self.steps_taken = before.steps_taken
+
+    def _puts_together(self, flat: Flat) -> bool:
+        """Whether this rank joins those that make full parameters of parts: all that hold one which rank 0 wants."""
+        return self._mesh.zero.rank == 0 or flat.axis is self._mesh.expert
+
+    def _gather(self, flat_number: int, flat: Flat, key: str, dtype: torch.dtype) -> Tensor:
+        full = self._gather_here(flat_number, flat, key, dtype)
+        return full.cpu() if self._puts_together(flat) or not flat.policy.optimizer else torch.empty(0)
+
+    def _gather_here(self, flat_number: int, flat: Flat, key: str, dtype: torch.dtype) -> Tensor:
+        """Gather a state of one buffer in full, on the device of every rank."""
+        mine = self.store[flat_number].read(key, dtype)
+        if not flat.policy.optimizer:
+            return mine
+        return flat.gather_shards(dtype, mine)
+
+    def named_state(
+        self, stand_in: Callable[[Flat, int, Callable[[int, int], Tensor], torch.dtype], Any]
+    ) -> dict[str, Any]:
+        """State by parameter name, of what this rank has a part of. Not collective.
+
+        Args:
+            stand_in: makes what stands for an element-wise state of one parameter, from its buffer, slot, a function
+                that reads elements of this rank's stepped range, and the dtype.
+        """
+        self.collect()
+        state: dict[str, dict[str, Any]] = {}
+        for number, entries in self.entries.items():
+            n, i = self.locate(number)
+            flat, store = self.flats[n], self.store[n]
+            dtypes, piece = store.dtypes(), flat.pieces[i]
+            owner = self._owns(flat, i) and flat.axis.rank == 0
+            kept: dict[str, Any] = {}
+            for key, value in entries.items():
+                if isinstance(value, str) and value == ELEMENTWISE:
+                    if piece.numel:
+                        kept[key] = stand_in(flat, i, partial(store.range, key), dtypes[key])
+                elif owner:
+                    kept[key] = value
+            if kept:
+                state[flat.layout.slots[i].name] = kept
+        groups = [
+            {**{k: v for k, v in group.items() if k != "params"}, "params": list(names)}
+            for group, names in zip(self._optimizer.param_groups, self.group_names, strict=True)
+        ]
+        return {"state": state, "param_groups": groups}
+
+    @staticmethod
+    def _owns(flat: Flat, i: int) -> bool:
+        """Whether the parameter's first element is in this rank's range; of an empty parameter, where it would be."""
+        return flat.owned[0] <= flat.layout.slots[i].offset < flat.owned[1]
+
+    @property
+    def group_names(self) -> Sequence[Sequence[str]]:
+        """Names of every group's parameters, in the optimizer's order; also of those that other ranks hold."""
+        if self._group_names is not None:
+            return self._group_names
+        names = iter(self.names)
+        return [[next(names) for _ in group["params"]] for group in self._optimizer.param_groups]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the parameters, in the optimizer's order."""
+        places = [self.locate(number) for number in self.order]
+        return [self.flats[n].layout.slots[i].name for n, i in places]
+
+    def load_named_state(self, states: Mapping[str, dict[str, Any]], groups: list[dict[str, Any]]) -> bool:
+        """Take this rank's part of states by parameter name, whatever optimizers and groups they were saved from.
+
+        Args:
+            states: per parameter name; names of other optimizers' parameters are not looked at.
+            groups: saved parameter groups of all optimizers, with names.
+
+        Returns:
+            whether the groups' settings (learning rates, ...) were taken too: where the same parameters form them.
+        """
+        by_members = {frozenset(group["params"]): group for group in groups}
+        members = [frozenset(names) for names in self.group_names]
+        same = all(m in by_members for m in members)
+        self._load(states, [by_members[m] for m in members] if same else [])
+        return same
+
+    def load_full_state_dict(self, state: dict[str, Any]) -> None:
+        """Take this rank's part of a full state (torch's format, from any world size, stage, or plain torch).
+
+        Raises:
+            StateError: the state belongs to an optimizer with other parameter groups.
+        """
+        ours = [len(names) for names in self.group_names]
+        theirs = [len(group["params"]) for group in state["param_groups"]]
+        if ours != theirs:
+            raise StateError(
+                f"the checkpoint's optimizer has {len(theirs)} parameter groups of sizes {theirs}, this run's "
+                f"{type(self._optimizer).__name__} has {len(ours)} of sizes {ours}. Build the same groups in "
+                "configure_optimizers, or load only the weights."
+            )
+        names = iter(name for group in self.group_names for name in group)
+        known = {i: next(names) for group in state["param_groups"] for i in group["params"]}
+        self._load({known[i]: v for i, v in state["state"].items() if i in known}, state["param_groups"])
+
+    def _load(self, states: Mapping[str, dict[str, Any]], settings: Sequence[Mapping[str, Any]]) -> None:
+        """``settings``: one of each group, or none at all."""
+        self.collect()
+        self.entries.clear()
+        for group, saved in zip(self._optimizer.param_groups, settings, strict=False):
+            group.update({k: v for k, v in copy.deepcopy(dict(saved)).items() if k != "params"})
+        for name, number in zip(self.names, self.order, strict=True):
+            if name in states:
+                self.absorb(number, states[name])
+
+    def absorb(self, number: int, state: dict[str, Any]) -> None:
+        """Keep this rank's range of one parameter's state: of the full one, or of what was made of the part here."""
+        n, i = self.locate(number)
+        flat = self.flats[n]
+        slot, piece = flat.layout.slots[i], flat.pieces[i]
+        if not piece.numel and not self._owns(flat, i):
+            return  # this rank never steps it: what it remembers of it would be out of date after the next step
+        kept: dict[str, Any] = {}
+        for k, v in state.items():
+            shape = tuple(v.shape) if isinstance(v, Tensor) and k != "step" else None
+            if shape in (slot.full_shape, slot.shape):
+                dtype = flat.master.dtype if v.is_floating_point() else v.dtype
+                self.store[n].ensure(k, dtype)
+                mine = part_of(v, slot.part) if shape == slot.full_shape else v  # made by the optimizer's constructor
+                for at, part in parts_of(mine, piece.param_start, piece.param_start + piece.numel):
+                    self.store[n].write(k, piece.start + at - piece.param_start, part.to(dtype))
+                kept[k] = ELEMENTWISE
+            else:
+                kept[k] = v.detach().clone().cpu() if isinstance(v, Tensor) else v
+        self.entries[number] = kept
+
+
+def _full_value(buffer: Tensor | None, slot: Slot, value: Any, axis: Axis) -> Any:
+    """Return one parameter's state in full. ``buffer``: the state of its flat buffer, if it is element-wise."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if value == ELEMENTWISE and buffer is not None:
+        return whole_of(buffer[slot.offset : slot.end].view(slot.shape), slot.part, axis).clone()
+    return value
+
+
+def _nothing_to_collect() -> None:
+    """States are nowhere else."""

@@ -1,0 +1,98 @@
+"""From a draft that all ranks have agreed on to a sharded model: buffers, and what gathers, lends and reduces them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ls_strategy.config import ZeROConfig
+from ls_strategy.distributed.comm import Comm
+from ls_strategy.distributed.mesh import Mesh
+from ls_strategy.moe.router import RoutingAccounts
+from ls_strategy.plan import Plan
+from ls_strategy.zero import materialize as materials
+from ls_strategy.zero import weights
+from ls_strategy.zero.assembly import Draft
+from ls_strategy.zero.gather import Gatherer
+from ls_strategy.zero.lending import Lender
+from ls_strategy.zero.offload import Offload
+from ls_strategy.zero.parameters import unnoticed
+from ls_strategy.zero.reduce import Reducer
+from ls_strategy.zero.share import Share
+from ls_strategy.zero.units import Flat, Unit
+from ls_strategy.zero_stages import StagePolicy
+
+
+@dataclass(frozen=True)
+class ShardedModel:
+    """What an engine has built for its model. It holds no reference to the model itself."""
+
+    config: ZeROConfig
+    policy: StagePolicy
+    mesh: Mesh
+    share: Share
+    plan: Plan
+    units: list[Unit]
+    offload: Offload
+    lender: Lender
+    gatherer: Gatherer
+    reducer: Reducer
+
+    @property
+    def flats(self) -> list[Flat]:
+        """Every flat buffer, in order of the units."""
+        return [f for u in self.units for f in u.flats]
+
+
+def shard(
+    draft: Draft, optimizers: Sequence[Optimizer], mesh: Mesh, device: torch.device, held: dict[int, Flat]
+) -> ShardedModel:
+    """Move the model's parameters into flat buffers. Collective.
+
+    Args:
+        draft: agreed on by all ranks.
+        optimizers: on the parameters; empty for evaluation.
+        mesh: the ranks.
+        device: where the buffers live.
+        held: ``id(parameter)`` -> flat buffer of an earlier engine that holds the parameters now.
+    """
+    config, policy = draft.config, draft.policy
+    shares = weights.rank_weights(config.sharding.rank_weights, mesh.zero, device)
+    plan = draft.resolve(mesh, held, shares, mesh.zero.rank)
+    offload = Offload.prepare(plan, list(optimizers), config, mesh.world, device)
+    with unnoticed():
+        units = draft.build(plan, mesh, device, held, offload)
+    lender = Lender([f for u in units for f in u.flats], sharded=policy.parameters)
+    _place_buffers(draft, device)
+    gatherer = Gatherer(units, sharded=policy.parameters, prefetch_units=config.sharding.prefetch_units)
+    together = mesh.zero if mesh.shape.expert == 1 else mesh.stage
+    reducer = Reducer(units, policy=policy, comm=together, reduce_in_fp32=draft.precision.reduce_in_fp32)
+    reducer.selective = len(optimizers) > 1
+    return ShardedModel(config, policy, mesh, draft.share, plan, units, offload, lender, gatherer, reducer)
+
+
+def _place_buffers(draft: Draft, device: torch.device) -> None:
+    routers = [m for m in draft.model.modules() if isinstance(m, RoutingAccounts)]  # biases move in small steps
+    kept = {id(m) for m in (*draft.kept_fp32, *routers)} if draft.precision.rounds else set()
+    materials.place_buffers(draft.model, device, draft.precision.cast, kept)
+
+
+def broadcast_buffers(model: nn.Module, comm: Comm) -> None:
+    """Let every rank have rank 0's buffers, as DDP does before a forward. Collective."""
+    if comm.world_size == 1:
+        return
+    by_dtype: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
+    for buffer in model.buffers():
+        if buffer.numel() and not buffer.is_meta:
+            by_dtype[buffer.dtype].append(buffer)
+    for buffers in by_dtype.values():
+        flat = torch.cat([b.detach().reshape(-1) for b in buffers])
+        comm.broadcast_(flat)
+        if comm.rank != 0:
+            for b, part in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
+                b.detach().copy_(part.view_as(b))
