@@ -421,7 +421,7 @@ class Watching(ZeROStrategy):
 )
 @on_ranks(2)
 def test_the_base_class_runs_backward(rank: int, world_size: int, options: dict[str, Any]) -> None:
-    strategy = Watching(**options)
+    strategy = Watching(**nested(options))
     with patch.object(Strategy, "backward", autospec=True, side_effect=Strategy.backward) as backward:
         fit(strategy, Net() if "parallel.pipeline.size" in options else Manual(), max_epochs=1, max_steps=3)
     assert backward.call_count == 3
