@@ -304,8 +304,7 @@ class Engine:
 
     def _let_go(self) -> None:
         for unit in self.units:
-            unit.open_backwards = unit.unclosable_backwards = 0
-            unit.pinned = False
+            unit.unpin()
             if not unit.is_root:
                 self.gatherer.release(unit)
 
@@ -319,7 +318,7 @@ class Engine:
         """
         self.reducer.holds = True
         for unit in self.units:
-            unit.pinned = True
+            unit.pin()
 
     def end_micro_batches(self, *, reduce: bool) -> None:
         """They are over. ``reduce``: send what no pass has sent; collective then."""

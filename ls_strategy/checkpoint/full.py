@@ -145,7 +145,7 @@ def _write(flat: Flat, i: int, value: Tensor) -> None:
     flat.finish_gather() if flat.gathering is not None else None
     for at, part in parts_of(value, piece.param_start, piece.param_start + piece.numel):
         flat.write_master(piece.start + at - piece.param_start, part)
-    flat.refresh_due = flat.has_own_shard
+    flat.require_refresh(flat.has_own_shard)
     if flat.is_gathered:
         for at, part in parts_of(value, 0, slot.numel):
             flat.full[slot.offset + at : slot.offset + at + part.numel()].copy_(part)

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ls_strategy import spans
-from ls_strategy.distributed.comm import Comm, Started, Traffic
+from ls_strategy.distributed.comm import Comm, Started
+from ls_strategy.distributed.traffic import Traffic
 
 
 class Axis:

@@ -10,9 +10,8 @@ Every call here is collective: all ranks of the group make the same calls in the
 from __future__ import annotations
 
 import os
-import time
 import weakref
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,33 +22,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ls_strategy import spans
-from ls_strategy._compat import default_store, open_sockets, shut_sockets
-from ls_strategy.distributed.whereabouts import Entry, Journal, Whereabouts
-from ls_strategy.errors import LSError, OutOfStepError, RankFailedError
+from ls_strategy._compat import open_sockets, shut_sockets
+from ls_strategy.distributed.failures import Failures
+from ls_strategy.distributed.traffic import Traffic
+from ls_strategy.distributed.whereabouts import Entry, Journal
+from ls_strategy.errors import LSError
 
 SUM_CHUNK = 1 << 16
 """Elements summed at a time on the CPU: 256 KiB in fp32, so that the second operand meets a warm L2 cache."""
-
-
-class Traffic:
-    """Counts what this rank sends, per kind of collective. Filled where the bytes leave, not from a formula."""
-
-    def __init__(self) -> None:
-        """Start at zero."""
-        self.elements: Counter[str] = Counter()
-        self.bytes: Counter[str] = Counter()
-
-    def count(self, kind: str, tensor: Tensor, times: int = 1) -> None:
-        """Add ``times`` sends of ``tensor``."""
-        nbytes = tensor.numel() * tensor.element_size() * times
-        self.elements[kind] += tensor.numel() * times
-        self.bytes[kind] += nbytes
-        spans.sent(kind, nbytes)
-
-    def reset(self) -> None:
-        """Forget everything counted so far."""
-        self.elements.clear()
-        self.bytes.clear()
 
 
 class BufferPool:
@@ -394,71 +374,6 @@ class _KeepAlive:
 
     def wait(self) -> None:
         """Nothing to wait for."""
-
-
-class Failures:
-    """Who failed, left in the rendezvous store of the process group, so that no rank waits for one that is gone."""
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        """One per process; ``round`` tells apart failures that all ranks survived."""
-        self.rank = rank
-        self.world_size = world_size
-        self.where = Whereabouts(rank, world_size)
-        self.round = 0
-        self.told = False
-        """Whether this rank has stopped because another one failed."""
-
-    def _key(self, rank: int) -> str:
-        return f"ls_strategy/failure/{self.round}/{rank}"
-
-    def announce(self, error: BaseException, *, patience_s: float, place: str = "") -> bool:
-        """Leave word that this rank failed, and see whether all others fail too.
-
-        Args:
-            error: why.
-            patience_s: how long to wait for the others.
-            place: what this rank has in flight.
-
-        Returns:
-            True if every rank failed within ``patience_s`` seconds at the same place: nobody waits, and the group may
-            live on. What only some ranks have in flight would meet operations of the next run.
-        """
-        try:
-            store = default_store()
-            store.set(f"{self._key(self.rank)}/place", place)
-            store.set(self._key(self.rank), f"rank {self.rank}: {type(error).__name__}: {error}")
-            deadline = time.monotonic() + patience_s
-            while time.monotonic() < deadline:
-                if store.check([self._key(r) for r in range(self.world_size)]):
-                    places = store.multi_get([f"{self._key(r)}/place" for r in range(self.world_size)])
-                    self.round += 1
-                    return len(set(places)) == 1
-                time.sleep(0.05)
-        except Exception:  # the store is gone with the rank that held it; the first error matters more
-            return False
-        return False
-
-    def raise_if_any(self, error: BaseException) -> None:
-        """If another rank left word, raise that instead of the bare connection error.
-
-        Raises:
-            RankFailedError: with the other rank's number and message.
-            OutOfStepError: the connection was ended because no rank could have gone on.
-        """
-        try:
-            verdict = self.where.told()
-            store = default_store()
-            failed = [r for r in range(self.world_size) if r != self.rank and store.check([self._key(r)])]
-            message = store.get(self._key(failed[0])).decode(errors="replace") if failed else None
-            if not verdict and not failed:
-                verdict = self.where.deserted()
-        except Exception:  # no store, no word
-            verdict, message = self.where.deserted(), None
-        self.told = self.told or bool(verdict) or message is not None
-        if verdict:
-            raise OutOfStepError(verdict) from error
-        if message is not None:
-            raise RankFailedError(f"this rank stops because another one failed: {message}") from error
 
 
 def make_comm(before: set[tuple[int, int]] | None = None) -> Comm:

@@ -162,10 +162,13 @@ class PaperUnit:
         self.flats = flats
         self.is_root = is_root
         self.pinned = False
-        self.open_backwards = self.unclosable_backwards = 0
         self.trainable_flats = [f for f in flats if f.plan.trainable]
         self.waiting_for = 0
         self.launched = False
+
+    def unpin(self) -> None:
+        """See `Unit`."""
+        self.pinned = False
 
 
 class PaperReducer:

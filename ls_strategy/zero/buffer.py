@@ -128,7 +128,7 @@ class FlatBuffer:
         """Whether the backward pass under way has updated it already."""
         self.publish_due = False
         """Whether new weights wait to be sent to the other ranks."""
-        self.refresh_due = False
+        self._refresh_due = False
         """Whether the masters are newer than this rank's part of the parameters."""
         self.waited_s = 0.0
         """Seconds that the training thread has waited for updates, and for gradients to reach their tier."""
@@ -250,6 +250,16 @@ class FlatBuffer:
             mine(shard)
         self.comm.all_gather(full, self.name, self.layout.sizes).wait()
         return full
+
+    def require_refresh(self, due: bool = True) -> None:
+        """Note that the next gather has to copy the masters to this rank's part of the parameters, or need not."""
+        self._refresh_due = due
+
+    def refresh_if_due(self) -> None:
+        """`refresh`, once for each `require_refresh`."""
+        if self._refresh_due:
+            self._refresh_due = False
+            self.refresh()
 
     def refresh(self) -> None:
         """Bring this rank's masters to where its part of the parameters rests. Not collective: the others' stay."""

@@ -112,8 +112,7 @@ class Gatherer:
     def release_all(self, *, stepped: bool = False) -> None:
         """Stage 3: let everything go that is gathered, or on its way. ``stepped``: as in `release`."""
         for unit in self.units:
-            unit.open_backwards = unit.unclosable_backwards = 0
-            unit.pinned = False
+            unit.unpin()
             self.release(unit, stepped=stepped)
         self._seen.clear()
 

@@ -55,7 +55,7 @@ class _AfterForward(_Hook):
 
     def __call__(self, *args: Any) -> None:
         if is_transforming():
-            self._unit.pinned = True
+            self._unit.pin()
         else:
             self._call(*args)
 
@@ -168,7 +168,7 @@ class UnitHooks:
             return
         outputs = [t for t in _tensors(output) if t.requires_grad]
         if not outputs:
-            unit.pinned = True  # its results leave by a way that cannot be seen, and their backward will need it
+            unit.pin()  # its results leave by a way that cannot be seen, and their backward will need it
             return
         self._watch_backward(unit, [t for t in _tensors(inputs) if t.requires_grad], outputs)
         # A unit that is recomputed inside a backward pass stays until its own backward, which is about to come, ends.
@@ -187,19 +187,16 @@ class UnitHooks:
             if call.backward_pass == backward_pass:
                 return  # another output was first
             call.backward_pass, call.sources_left = backward_pass, call.sources
-            unit.open_backwards += 1
-            if not call.sources:
-                unit.unclosable_backwards += 1
+            unit.begin_call(closable=call.sources > 0)
             self.gatherer.fetch(unit, backward=True)
 
         def ends(_: Tensor) -> None:
             if torch.is_grad_enabled():  # create_graph=True: the second derivative will come back here
-                unit.pinned = True
+                unit.pin()
             call.sources_left -= 1
             if call.sources_left:
                 return
-            unit.open_backwards = max(unit.open_backwards - 1, 0)
-            if unit.open_backwards == 0:
+            if unit.end_call():
                 self.gatherer.release(unit)
 
         for tensor in outputs:
@@ -209,8 +206,5 @@ class UnitHooks:
 
     def _close_all(self, unit: Unit) -> None:
         """All gradients are there: calls whose inputs need no gradient have nothing left to compute."""
-        unit.open_backwards -= unit.unclosable_backwards
-        unit.unclosable_backwards = 0
-        if unit.open_backwards <= 0:
-            unit.open_backwards = 0
+        if unit.end_unclosable():
             self.gatherer.release(unit)

@@ -225,6 +225,7 @@ class Runs:
                     )
         self.all = []
         self._state = defaultdict(dict)
+        self.composed_for = None
 
     def tensors(self) -> list[Tensor]:
         """Return the states that the optimizer's own ``step`` has, now or since the last step."""

@@ -139,7 +139,7 @@ class UpdateSchedule:
         flats, self._delayed[index] = self._delayed[index], []
         for flat in flats:
             flat.wait_updated()
-            flat.refresh_due = True
+            flat.require_refresh()
             flat.start_gather()
         for flat in flats:
             flat.finish_gather()
@@ -158,7 +158,7 @@ class UpdateSchedule:
         for flat in flats:
             brought_along = flat.optimizer_tier != "device" and flat.averages.folds_factors
             if not brought_along and (flat.optimizer_tier != "device" or flat.has_own_shard):
-                flat.refresh_due = True  # it steps the masters and nothing else
+                flat.require_refresh()  # it steps the masters and nothing else
 
     def publish(self, index: int) -> None:
         """New weights to where they are read; updates that are under way are waited for when a unit needs them."""

@@ -251,9 +251,7 @@ class Flat(FlatBuffer):
         self.wait_updated()
         self.publish_due = False
         lo, hi = self.stepped
-        if self.refresh_due:
-            self.refresh_due = False
-            self.refresh()
+        self.refresh_if_due()
         if self.policy.parameters:
             if self.updated_early:
                 raise StateError(
@@ -287,15 +285,13 @@ class Flat(FlatBuffer):
         mine = self.read_master().detach().clone()
         self.write_master(0, other)
         other.copy_(mine)
-        self.refresh_due = self.optimizer_tier != "device" or self.has_own_shard
+        self.require_refresh(self.optimizer_tier != "device" or self.has_own_shard)
 
     def start_read(self) -> None:
         """Stage 3: begin to bring this rank's part of the parameters. Not collective, does not wait."""
         if not self._reads_ahead or self.is_gathered or self.gathering is not None or self.reading is not None:
             return
-        if self.refresh_due:
-            self.refresh_due = False
-            self.refresh()
+        self.refresh_if_due()
         self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
         out, updating, after = self.full[slice(*self.stepped)], self.updating, self.rest.link.mark()
 
@@ -407,11 +403,36 @@ class Unit:
         """Gradients still to come in this backward pass."""
         self.launched = False
         self.open_backwards = 0
-        """Calls of the unit's modules whose backward has begun and not ended."""
-        self.unclosable_backwards = 0
+        """Calls of the unit's modules whose backward has begun and not ended. Only the methods below write it."""
+        self._unclosable_backwards = 0
         """Those among them whose end no input's gradient will tell."""
         self.pinned = False
-        """Stay gathered until the backward pass is over: nothing tells earlier that it is safe to let go."""
+        """Stay gathered until the backward pass is over: nothing tells earlier that it is safe to release."""
+
+    def begin_call(self, *, closable: bool) -> None:
+        """Note that the backward of a call begins. ``closable``: a gradient of its inputs will tell when it ends."""
+        self.open_backwards += 1
+        self._unclosable_backwards += not closable
+
+    def end_call(self) -> bool:
+        """Note that the backward of a call has ended; return whether no other one is open."""
+        self.open_backwards = max(self.open_backwards - 1, 0)
+        return self.open_backwards == 0
+
+    def end_unclosable(self) -> bool:
+        """Note that all gradients are there, so that no unclosable call is left; return whether no call is open."""
+        self.open_backwards = max(self.open_backwards - self._unclosable_backwards, 0)
+        self._unclosable_backwards = 0
+        return self.open_backwards == 0
+
+    def pin(self) -> None:
+        """Stay gathered until `unpin`."""
+        self.pinned = True
+
+    def unpin(self) -> None:
+        """Note that the backward pass, or the step, is over: no call is open, and the unit may be released."""
+        self.open_backwards = self._unclosable_backwards = 0
+        self.pinned = False
 
 
 def places_of(state: Mapping[str, Any], units: list[Unit]) -> dict[str, tuple[Flat, int]]:

@@ -18,7 +18,7 @@ from ls_strategy.errors import PlanError, StateError
 from ls_strategy.layout import FlatLayout
 from ls_strategy.plan import FlatPlan
 from ls_strategy.zero.elementwise import require_elementwise
-from ls_strategy.zero.optimizer import ShardedOptimizer
+from ls_strategy.zero.optimizer import OwnStep, ShardedOptimizer
 from ls_strategy.zero.units import Flat
 from ls_strategy.zero_stages import POLICIES
 
@@ -311,6 +311,35 @@ def test_state_goes_into_a_plain_optimizer_and_back(name) -> None:
     # NAdam keeps a product of rates in fp32; that of the 0-d parameter looks like one element of its state and is kept
     # in the masters' dtype, fp64 here, which rounds it less. Everything else agrees to 1e-14.
     assert difference(expected, together(ranks)) <= (1e-12 if name == "NAdam" else 1e-14)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_state_that_is_asked_for_between_two_steps_changes_no_later_step(name) -> None:
+    expected = together([Sharded(name, torch.float64, 0, 1).run(torch.float64)])
+    looked_at = Sharded(name, torch.float64, 0, 1)
+    for step, grads in enumerate(gradients(torch.float64)):
+        looked_at.step(grads)
+        looked_at.sharded.states.full_state_dict()
+        schedule(looked_at.optimizer, step)
+    assert difference(expected, together([looked_at])) == 0.0
+
+
+def test_a_step_that_fails_leaves_the_groups_and_the_state_as_they_are_between_two_steps() -> None:
+    rank = Sharded("AdamW", torch.float32, 0, 1)
+    used = [True] * sum(len(numbers) for numbers in rank.numbers)
+    before = [[id(p) for p in group["params"]] for group in rank.optimizer.param_groups]
+    state = rank.optimizer.state
+
+    def fail(step: OwnStep) -> None:
+        with step:
+            step.begin()
+            assert [[id(p) for p in group["params"]] for group in rank.optimizer.param_groups] != before
+            raise RuntimeError("in the optimizer")
+
+    with pytest.raises(RuntimeError, match="in the optimizer"):
+        fail(rank.sharded.own_step(used))
+    assert [[id(p) for p in group["params"]] for group in rank.optimizer.param_groups] == before
+    assert rank.optimizer.state is state
 
 
 def test_a_state_of_other_groups_is_refused() -> None:
