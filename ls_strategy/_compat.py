@@ -3,6 +3,8 @@
 The exception is `strategy.py`, which as a subclass uses what its base class keeps behind an underscore.
 """
 
+# One file by design, longer than others: what a new release may break is found, and mended, in one place.
+
 from __future__ import annotations
 
 import copy

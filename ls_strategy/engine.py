@@ -37,7 +37,6 @@ from ls_strategy.zero import memory, regroup, setup, weights
 from ls_strategy.zero.assembly import Draft
 from ls_strategy.zero.copies import PlainCopies
 from ls_strategy.zero.hooks import UnitHooks
-from ls_strategy.zero.materialize import Fp32Boundary
 from ls_strategy.zero.one_step import require_one_step
 from ls_strategy.zero.parameters import unsettle
 from ls_strategy.zero.phase import OptimizerStep
@@ -98,9 +97,7 @@ class Engine:
             PlanError: model, optimizers and options do not fit together; on every rank, before anything is moved.
         """
         self._model = weakref.ref(model)
-        self.config = config
-        self.precision = precision
-        self.mesh = mesh
+        self.config, self.precision, self.mesh = config, precision, mesh
         self.share = share or Share()
         self.comm = comm = mesh.zero
         """The ranks over which states are divided and gradients averaged."""
@@ -108,17 +105,7 @@ class Engine:
         # One rank has nothing to shard: every stage is stage 0 there, without gathers of its own parameters. With
         # offload the stage says what is on the device at all.
         self.policy = POLICIES[config.stage if comm.world_size > 1 or config.offload.any_state else 0]
-        draft = Draft(
-            model,
-            optimizers,
-            config=config,
-            precision=precision,
-            policy=self.policy,
-            parts=parts or {},
-            share=self.share,
-        )
-        draft.refuse(weights.refusal(config.sharding.rank_weights, mesh.shape))
-        draft.agree(mesh.world)
+        draft = self._agree_on_draft(model, optimizers, parts or {})
         previous = Engine.holding(model)
         if previous is not None:
             previous.detach()
@@ -134,14 +121,27 @@ class Engine:
         self._unstepped = Unstepped([] if mesh.shape.kinds else self.flats, comm, lambda: self.gradients.local)
         self.reducer.reset()
         self.hooks = UnitHooks(self.units, self.gatherer, self.reducer, sharded=self.policy.parameters)
-        fp32 = [m for m in draft.kept_fp32 if type(m).__name__ in config.precision.fp32_modules]
-        self._boundaries = [Fp32Boundary(m, precision.compute) for m in fp32]
+        self._boundaries = setup.fp32_boundaries(draft)
         self._broadcast_buffers_next = True
         self._copies = PlainCopies(model, self.flats)
 
         self.on_detach: list[Callable[[], None]] = []
         """Run when another engine takes the model over."""
         _HOLDERS[model] = self
+
+    def _agree_on_draft(self, model: nn.Module, optimizers: list[Optimizer], parts: Mapping[int, TensorPart]) -> Draft:
+        draft = Draft(
+            model,
+            optimizers,
+            config=self.config,
+            precision=self.precision,
+            policy=self.policy,
+            parts=parts,
+            share=self.share,
+        )
+        draft.refuse(weights.refusal(self.config.sharding.rank_weights, self.mesh.shape))
+        draft.agree(self.mesh.world)
+        return draft
 
     @property
     def model(self) -> nn.Module:

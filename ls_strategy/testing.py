@@ -37,7 +37,7 @@ from ls_strategy.distributed.rendezvous import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from multiprocessing.context import ForkServerProcess
+    from multiprocessing.context import ForkServerContext, ForkServerProcess
 
 __all__ = ["RankDiedError", "RankTimeoutError", "RankTraceback", "free_port", "spawn", "torchrun_env"]
 
@@ -119,7 +119,6 @@ def spawn(
         ranks: list[_Rank] = []
         try:
             for rank in range(world_size):
-                parent_end, child_end = context.Pipe()
                 setup = _Setup(
                     rank=rank,
                     world_size=world_size,
@@ -129,10 +128,7 @@ def spawn(
                     stack_after_s=deadline - time.monotonic() - _STACK_LEAD_S,
                     init_process_group=init_process_group,
                 )
-                process = context.Process(target=_rank_main, args=(setup, child_end, task), name=f"rank{rank}")
-                process.start()
-                child_end.close()
-                ranks.append(_Rank(rank, process, cast("Connection", parent_end)))
+                ranks.append(_start(context, setup, task))
             results = _collect(ranks, deadline, timeout_s, Path(scratch))
             for each in ranks:
                 with contextlib.suppress(OSError):  # it died after its report: the result is in
@@ -144,6 +140,14 @@ def spawn(
             for each in ranks:
                 each.kill()
                 each.connection.close()
+
+
+def _start(context: ForkServerContext, setup: _Setup, task: bytes) -> _Rank:
+    parent_end, child_end = context.Pipe()
+    process = context.Process(target=_rank_main, args=(setup, child_end, task), name=f"rank{setup.rank}")
+    process.start()
+    child_end.close()
+    return _Rank(setup.rank, process, cast("Connection", parent_end))
 
 
 def torchrun_env(rank: int, world_size: int, port: int) -> dict[str, str]:

@@ -55,19 +55,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     )
     parser.add_argument("--cpus-per-task", type=arguments.whole(), help="cores of each process. Default: the cluster's")
     parser.add_argument("--time", type=arguments.line, help="limit, MINUTES or D-HH:MM:SS. Default: the partition's")
-    parser.add_argument("--partition", type=arguments.line)
-    parser.add_argument("--account", type=arguments.line)
-    parser.add_argument("--qos", type=arguments.line)
-    parser.add_argument("--constraint", type=arguments.line, help="features that nodes must have")
-    parser.add_argument(
-        "--array",
-        type=arguments.line,
-        metavar="0-7[%2]",
-        help="as many independent jobs; $SLURM_ARRAY_TASK_ID tells them apart",
-    )
-    parser.add_argument(
-        "--mail-user", type=arguments.line, metavar="ADDRESS", help="is told of end, failure and requeue"
-    )
+    _add_what_sbatch_takes(parser)
     parser.add_argument(
         "--signal-lead-s",
         type=arguments.whole(most=86400),
@@ -84,6 +72,23 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument("--dry-run", action="store_true", help="print the script, write and submit nothing")
     parser.set_defaults(run=run, extra=[])
     keep_what_follows_two_dashes(parser)
+
+
+def _add_what_sbatch_takes(parser: argparse.ArgumentParser) -> None:
+    """Add options that go into the script's header as they are."""
+    parser.add_argument("--partition", type=arguments.line)
+    parser.add_argument("--account", type=arguments.line)
+    parser.add_argument("--qos", type=arguments.line)
+    parser.add_argument("--constraint", type=arguments.line, help="features that nodes must have")
+    parser.add_argument(
+        "--array",
+        type=arguments.line,
+        metavar="0-7[%2]",
+        help="as many independent jobs; $SLURM_ARRAY_TASK_ID tells them apart",
+    )
+    parser.add_argument(
+        "--mail-user", type=arguments.line, metavar="ADDRESS", help="is told of end, failure and requeue"
+    )
 
 
 def keep_what_follows_two_dashes(parser: argparse.ArgumentParser) -> None:
@@ -156,13 +161,17 @@ def run(args: argparse.Namespace) -> int:
     script.parent.mkdir(exist_ok=True)
     script.write_text(text)
     job_id = submit(script)
-    log_id = f"{job_id}_*" if args.array else job_id
+    log = f"{FOLDER}/{name}-{job_id}_*" if args.array else f"{FOLDER}/{name}-{job_id}"
     print(f"submitted {script} as job {job_id}\n")
-    print(f"  state       squeue -j {job_id}")
-    print(f"  output      tail -F {FOLDER}/{name}-{log_id}.log {FOLDER}/{name}-{log_id}/rank-0.log")
-    print(f"  curves      tensorboard --logdir {log_folder(trainer)}")
-    print(f"  end it      scancel {job_id}")
+    _say_how_to_watch(job_id, log, log_folder(trainer))
     return 0
+
+
+def _say_how_to_watch(job_id: str, log: str, curves: str | Path) -> None:
+    print(f"  state       squeue -j {job_id}")
+    print(f"  output      tail -F {log}.log {log}/rank-0.log")
+    print(f"  curves      tensorboard --logdir {curves}")
+    print(f"  end it      scancel {job_id}")
 
 
 def submit(script: Path) -> str:

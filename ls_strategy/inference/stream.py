@@ -84,12 +84,7 @@ def stream_blocks(  # noqa: PLR0913 - options, keyword-only
     """
     where = _device_of(model) if device is None else usable_device(device, "device")
     units = streamed_modules(model, blocks, stream_all=stream_all)
-    filler = Filler(model, fill_from, parts) if has_meta(model) else None
-    if filler is None and fill_from is not None:
-        raise PlanError(
-            f"fill_from={os.fspath(fill_from)!r} for a model that has its weights already: build it under "
-            '`with torch.device("meta"):`, or leave fill_from out.'
-        )
+    filler = _filler_of(model, fill_from, parts)
     units, shared = with_own_weights(model, units)
     sizes = [pack(targets_of(unit.modules, where, shared)[1])[1] for unit in units]
     resting = Resting(sizes, BlockPlace(tier, path, io, allow_ram, verify), where, prefetch)
@@ -98,6 +93,19 @@ def stream_blocks(  # noqa: PLR0913 - options, keyword-only
     except BaseException:
         resting.close()
         raise
+
+
+def _filler_of(
+    model: nn.Module, fill_from: str | os.PathLike[str] | None, parts: Mapping[int, TensorPart] | None
+) -> Filler | None:
+    if has_meta(model):
+        return Filler(model, fill_from, parts)
+    if fill_from is not None:
+        raise PlanError(
+            f"fill_from={os.fspath(fill_from)!r} for a model that has its weights already: build it under "
+            '`with torch.device("meta"):`, or leave fill_from out.'
+        )
+    return None
 
 
 def usable_device(device: torch.device | str, option: str) -> torch.device:

@@ -136,16 +136,18 @@ class FlatBuffer:
         """This rank's part of the parameters, on its way from the drive."""
         self.is_gathered = True
         self.gathering: PendingGather | None = None
-        # gradients
+        self._start_without_gradients(len(params))
+
+    def _start_without_gradients(self, count: int) -> None:
         self.grad: Tensor | None = None
         self.grad_views: list[Tensor] = []
         self.reducing: PendingReduce | None = None
         self.gathering_grads: PendingGather | None = None
-        self.filled = [False] * len(params)
+        self.filled = [False] * count
         """Stages 2 and 3: which slots of ``grad`` hold something."""
-        self.held_here = [False] * len(params)
+        self.held_here = [False] * count
         """Stages 0 and 1: which parameters had a gradient when the buffer was sent."""
-        self.used_here = [False] * len(params)
+        self.used_here = [False] * count
         """Whether this rank produced a gradient of each parameter since the last `zero_grad`."""
         self.dirty = False
         """Whether this rank has gradients that no reduction has seen yet."""

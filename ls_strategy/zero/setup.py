@@ -82,6 +82,12 @@ def _place_buffers(draft: Draft, device: torch.device) -> None:
     materials.place_buffers(draft.model, device, draft.precision.cast, kept)
 
 
+def fp32_boundaries(draft: Draft) -> list[materials.Fp32Boundary]:
+    """Cast what enters and leaves the modules that the options keep in fp32."""
+    kept = [m for m in draft.kept_fp32 if type(m).__name__ in draft.config.precision.fp32_modules]
+    return [materials.Fp32Boundary(m, draft.precision.compute) for m in kept]
+
+
 def broadcast_buffers(model: nn.Module, comm: Comm) -> None:
     """Let every rank have rank 0's buffers, as DDP does before a forward. Collective."""
     if comm.world_size == 1:
