@@ -285,7 +285,7 @@ def replace_experiments(called: Callable[[str, Sequence[Any], Mapping[str, Any]]
 
 def logs_graph(logger: Any) -> bool:
     """Whether a logger traces the model when training starts (``TensorBoardLogger(log_graph=True)``)."""
-    return vars(logger).get("_log_graph") is True  # the logger of fast_dev_run has every attribute that is asked for
+    return bool(vars(logger).get("_log_graph"))  # the logger of fast_dev_run has every attribute that is asked for
 
 
 def around_data_setup(trainer: Any, context: Callable[[], AbstractContextManager[None]]) -> None:

@@ -265,8 +265,11 @@ class Reducer:
             self._show_grads(flat)
 
     def _complete(self, flat: Flat) -> bool:
-        """Whether every parameter of the buffer has its gradient, so that nothing more is to come in this step."""
-        return self.eager and all(u or not p.requires_grad for u, p in zip(flat.used_here, flat.params, strict=True))
+        """Whether every parameter of the buffer has its gradient, so that nothing more is to come in this step.
+
+        A frozen buffer is not complete: it may be sent before its unit's backward, which still has to gather it.
+        """
+        return self.eager and any(flat.used_here) and all(u or not p.requires_grad for u, p in zip(flat.used_here, flat.params, strict=True))
 
     def _show_grads(self, flat: Flat) -> None:
         """Put the resident gradients back into ``p.grad``, with whatever came while they were under way."""

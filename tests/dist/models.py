@@ -252,7 +252,7 @@ def strategy_of(case: Case) -> Any:
         options["precision_plugin"] = ZeROPrecision(case.precision)
     if case.precision == "32-scaled":
         options.setdefault("precision.loss_scale", GROWING)
-    return ZeROStrategy(case.stage, **nested(options))
+    return ZeROStrategy(**nested({"stage": case.stage, **options}))
 
 
 GROWING = LossScaleConfig(initial_power=10, window=2)

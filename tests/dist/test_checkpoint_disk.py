@@ -151,9 +151,9 @@ def test_dropout_goes_on_from_one_file_bit_for_bit(rank: int, world_size: int, s
     options: dict[str, Any] = {"data": batches(TEN_STEPS)}
     whole = Dropped()
     saves = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=7, save_top_k=-1)
-    strategy, _ = seeded(stage, "32-true", save_as="file")
+    strategy, _ = seeded(stage, "32-true", **{"checkpoint.format": "file"})
     expected = moments(fit(strategy, whole, callbacks=[saves], enable_checkpointing=True, **options))
-    half = fit(seeded(stage, "32-true", save_as="file")[0], Dropped(), max_epochs=1, **options)
+    half = fit(seeded(stage, "32-true", **{"checkpoint.format": "file"})[0], Dropped(), max_epochs=1, **options)
     half.save_checkpoint(tmp_path / "10.ckpt")
     fit(seeded(stage, "32-true")[0], Dropped(), max_epochs=1, **options).save_checkpoint(tmp_path / "folder.ckpt")
     if rank == 0:
@@ -162,7 +162,7 @@ def test_dropout_goes_on_from_one_file_bit_for_bit(rank: int, world_size: int, s
     for steps, name in ((7, "step=7.ckpt"), (TEN, "10.ckpt"), (TEN, "one.ckpt")):
         assert (tmp_path / name).is_file()
         rest = DroppedAgain()
-        trainer = fit(seeded(stage, "32-true", save_as="file")[0], rest, ckpt=tmp_path / name, **options)
+        trainer = fit(seeded(stage, "32-true", **{"checkpoint.format": "file"})[0], rest, ckpt=tmp_path / name, **options)
         assert_equal(rest.losses, whole.losses[steps:], f"{name}: losses")
         assert_equal(weights(rest), weights(whole), f"{name}: weights")
         assert_equal(moments(trainer), expected, f"{name}: moments")

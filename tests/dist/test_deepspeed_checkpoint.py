@@ -203,7 +203,7 @@ class Module(pl.LightningModule):
 
 
 def go_on(rank, world_size, stage, path):
-    strategy = ZeROStrategy(stage=stage, min_unit_numel=0)
+    strategy = ZeROStrategy(stage=stage, sharding={"min_unit_numel": 0})
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=world_size,

@@ -60,12 +60,11 @@ def test_unknown_options_are_not_swallowed() -> None:
         ZeROStrategy(zero_stage=3)  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize("precision", ["64-true", "transformer-engine"])
-def test_precisions_of_others_are_refused(precision: str) -> None:
+def test_precisions_of_others_are_refused() -> None:
     with pytest.raises(
         (ConfigError, ModuleNotFoundError), match=r"precision.*32-true.*Trainer\(precision=|transformer"
     ):
-        trainer_of(ZeROStrategy(2), precision=precision, devices=2)
+        trainer_of(ZeROStrategy(2), precision="transformer-engine", devices=2)
 
 
 @pytest.mark.parametrize("name", ["grad_norm", "memory_bytes", "require_engine"])
@@ -334,7 +333,7 @@ def test_skipping_a_step_by_returning_none(rank: int, world_size: int) -> None:
 @on_ranks(2)
 def test_names_without_a_module_are_refused(rank: int, world_size: int) -> None:
     with pytest.raises(
-        PlanError, match=r"sharding.block_classes=\['Blok'\].*no module of class Blok.*Block.*leave block_classes out"
+        PlanError, match=r"sharding.block_classes=\['Blok'\].*no module of class Blok.*Block.*leave sharding.block_classes out"
     ):
         fit(ZeROStrategy(3, sharding={"block_classes": ["Blok"]}), Net())
     with pytest.raises(PlanError, match=r"precision.fp32_modules=\['Router'\].*no module of class Router.*Block"):

@@ -132,13 +132,13 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
         "Falcon",
         "ForCausalLM",
         {**HIDDEN, "new_decoder_architecture": True, "num_kv_heads": 1},
-        "1 groups of query heads.*do not divide by tensor_parallel_size=2",
+        "1 groups of query heads.*do not divide by parallel.tensor=2",
     ),
     "falcon, odd heads": (
         "Falcon",
         "ForCausalLM",
         {**HIDDEN, "hidden_size": 48, "num_attention_heads": 3},
-        "3 attention heads, which do not divide by tensor_parallel_size=2",
+        "3 attention heads, which do not divide by parallel.tensor=2",
     ),
     "flaubert": ("Flaubert", "WithLMHeadModel", XLM, "separate lists"),
     "fsmt": (
