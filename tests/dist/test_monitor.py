@@ -367,7 +367,7 @@ def test_refusals() -> None:
         {"stage": 1, "parallel.context": 2},
         {"stage": 1, "parallel.pipeline.size": 2, "parallel.pipeline.micro_batches": 4},
     ],
-    ids=lambda options: next(k for k in options if k.endswith("parallel_size")),
+    ids=["tensor", "context", "pipeline"],
 )
 @on_ranks(2)
 def test_divided_models(rank: int, world_size: int, options: dict[str, Any], tmp_path: Path) -> None:
