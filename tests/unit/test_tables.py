@@ -19,7 +19,7 @@ NOT_MEASURED: dict[str, str] = {
     "with 32 MiB in flight": "what the bench was told to keep under way",
     "20 buffers of 4 MiB": "constants of the NVMe tier",
     "a drive rated for 600 TB": "an example of what makers of drives promise",
-    "sends 70 % of the bytes": "what the option in front of it says",
+    "keeps 30 % of the bytes": "what the option in front of it says",
     "| 30 minutes |": "the default of an option",
     "(30 minutes)": "the default of an option",
     "at most 64 MiB of gradients": "a constant of the reducer",
