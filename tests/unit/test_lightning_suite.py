@@ -12,7 +12,7 @@ def test_nothing_fails_but_for_a_reason() -> None:
     record = json.loads(RECORD.read_text())
     assert record["summary"] == summary(record["tests"])
     reasons = {f"expected: {reason}" for reason in REASONS}
-    for strategy in STRATEGIES:
+    for strategy in record["summary"].keys() & set(STRATEGIES):
         assert record["summary"][strategy].keys() <= {"passed", "skipped"} | reasons, strategy
 
 
@@ -21,7 +21,8 @@ def test_the_documents_have_the_numbers_of_the_record() -> None:
     rows = dict(
         re.findall(r"^\| `(zero\w+)` (\|[\d| ]+\|)$", (ROOT / "docs" / "measured.md").read_text(), re.MULTILINE)
     )
-    for strategy in STRATEGIES:
+    assert rows.keys() == found.keys() - {"ddp"}
+    for strategy in rows:
         counts = [found[strategy].get(name, 0) for name in ("passed", *(f"expected: {reason}" for reason in REASONS))]
         assert rows[strategy] == f"| {' | '.join(map(str, [sum(counts), *counts]))} |", strategy
 
