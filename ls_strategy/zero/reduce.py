@@ -269,7 +269,11 @@ class Reducer:
 
         A frozen buffer is not complete: it may be sent before its unit's backward, which still has to gather it.
         """
-        return self.eager and any(flat.used_here) and all(u or not p.requires_grad for u, p in zip(flat.used_here, flat.params, strict=True))
+        return (
+            self.eager
+            and any(flat.used_here)
+            and all(u or not p.requires_grad for u, p in zip(flat.used_here, flat.params, strict=True))
+        )
 
     def _show_grads(self, flat: Flat) -> None:
         """Put the resident gradients back into ``p.grad``, with whatever came while they were under way."""

@@ -162,7 +162,9 @@ def test_dropout_goes_on_from_one_file_bit_for_bit(rank: int, world_size: int, s
     for steps, name in ((7, "step=7.ckpt"), (TEN, "10.ckpt"), (TEN, "one.ckpt")):
         assert (tmp_path / name).is_file()
         rest = DroppedAgain()
-        trainer = fit(seeded(stage, "32-true", **{"checkpoint.format": "file"})[0], rest, ckpt=tmp_path / name, **options)
+        trainer = fit(
+            seeded(stage, "32-true", **{"checkpoint.format": "file"})[0], rest, ckpt=tmp_path / name, **options
+        )
         assert_equal(rest.losses, whole.losses[steps:], f"{name}: losses")
         assert_equal(weights(rest), weights(whole), f"{name}: weights")
         assert_equal(moments(trainer), expected, f"{name}: moments")

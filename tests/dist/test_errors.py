@@ -333,7 +333,8 @@ def test_skipping_a_step_by_returning_none(rank: int, world_size: int) -> None:
 @on_ranks(2)
 def test_names_without_a_module_are_refused(rank: int, world_size: int) -> None:
     with pytest.raises(
-        PlanError, match=r"sharding.block_classes=\['Blok'\].*no module of class Blok.*Block.*leave sharding.block_classes out"
+        PlanError,
+        match=r"sharding.block_classes=\['Blok'\].*no module of class Blok.*Block.*leave sharding.block_classes out",
     ):
         fit(ZeROStrategy(3, sharding={"block_classes": ["Blok"]}), Net())
     with pytest.raises(PlanError, match=r"precision.fp32_modules=\['Router'\].*no module of class Router.*Block"):
