@@ -7,6 +7,8 @@ import errno
 import os
 import random
 import socket
+import sys
+import time
 from pathlib import Path
 
 from ls_strategy.errors import PlanError, StateError
@@ -18,20 +20,52 @@ _chance = random.SystemRandom()
 """Not the global generator: two runs with one seed would choose one port, and the user's random numbers would move."""
 
 
+_HOLD_S = 120.0
+"""Seconds from the choice of a port to the moment rank 0 listens there, at most: starting Python on a loaded node."""
+
+_held: dict[int, tuple[float, socket.socket]] = {}
+"""Ports this process has chosen, until when it holds them (`time.monotonic`), and what holds them."""
+
+
 def free_port() -> int:
-    """A TCP port of this host that nobody listens on now.
+    """A TCP port of this host that nobody listens on now, and that no other caller has been given in the last 120 s.
+
+    The second matters: the ranks of two runs that were given one port at the same moment meet each other, and neither
+    run goes on. On Linux this holds among all processes of the host; elsewhere within this process.
 
     Raises:
         PlanError: every port that was tried is taken.
     """
+    now = time.monotonic()
+    for port in [port for port, (until, _) in _held.items() if until < now]:
+        _held.pop(port)[1].close()
     for _ in range(1000):
         port = _chance.choice(PORTS)
-        if _bind_error(port) is None:
-            return port
+        if port not in _held and (holder := _hold(port)) is not None:
+            if _bind_error(port) is None:
+                _held[port] = (now + _HOLD_S, holder)
+                return port
+            holder.close()
     raise PlanError(
         f"found no free TCP port between {PORTS.start} and {PORTS.stop - 1} on {socket.gethostname()}. "
         "Set MASTER_PORT to one that is."
     )
+
+
+def _hold(port: int) -> socket.socket | None:
+    """Tell the processes of this host that ``port`` is chosen, as long as the socket is open. None: one has it already.
+
+    By a name without a file (Linux's abstract sockets): the kernel forgets it when the process ends, however it ends.
+    """
+    holder = socket.socket(socket.AF_UNIX if hasattr(socket, "AF_UNIX") else socket.AF_INET, socket.SOCK_DGRAM)
+    if sys.platform != "linux":
+        return holder
+    try:
+        holder.bind(f"\0ls_strategy/port/{port}")
+    except OSError:
+        holder.close()
+        return None
+    return holder
 
 
 _left: dict[tuple[str, int], str] = {}

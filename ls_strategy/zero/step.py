@@ -305,13 +305,15 @@ class Stepper:
         """
         states = self.optimizers if index is None else [self.optimizers[index]]
         known = states[0].norm if len(states) == 1 and norm_type == 2.0 else None
-        if known is not None and (states[0].norm_stands or self.is_private(states[0])):
+        if known is not None and (states[0].norm_stands or states[0].phase is Phase.STEPPED):
             return known
         for i, state in enumerate(self.optimizers):
             if state in states:
                 self._as_they_are(i)
         if not any(any(s.used) for s in states):
             raise StateError("no gradient to take the norm of: call between backward and the next zero_grad().")
+        if len(states) == 1 and norm_type == 2.0 and states[0].norm is not None:
+            return states[0].norm  # nobody has changed anything since
         flats = {id(f): f for s in states for f in s.flats}  # once, also what several optimizers share
         norm = global_norm.global_norm(list(flats.values()), self._world, norm_type)
         if len(states) == 1 and norm_type == 2.0:

@@ -237,6 +237,17 @@ class NormThenEdit(Habit):
         self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
 
 
+class AsksTwice(Habit):
+    """For the strategy's norm, before and after a change of all gradients."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        before = self.total_norm(optimizer)
+        for p in self.parameters():
+            assert p.grad is not None
+            p.grad.mul_(0.5)
+        self.note(self.total_norm(optimizer) / before)
+
+
 class KeepsObjects(Habit):
     """Gradients that were taken in one hook and are changed in others, before and after the engine clips."""
 
@@ -356,7 +367,8 @@ class HooksOfParameters(Habit):
 HABITS = [
     Clips, ClipsByValue, ClipsABlock, ClipsByHand, Scales, ScalesData, Drops, DropsInTurn, Replaces, SkipsNaN,
     LightningsNorm, Noise, ReadsAfterTheStep, ReadsInTheNextStep, ZeroesThem, Conflicts, OtherNorms, NormThenEdit,
-    KeepsObjects, GivesItsOwn, ReusesItsOwn, ViewsOfAll, PointsElsewhere, ChangesThenAdds, SetsAside, HooksOfParameters,
+    AsksTwice, KeepsObjects, GivesItsOwn, ReusesItsOwn, ViewsOfAll, PointsElsewhere, ChangesThenAdds, SetsAside,
+    HooksOfParameters,
 ]  # fmt: skip
 
 

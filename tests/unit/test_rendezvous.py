@@ -12,6 +12,7 @@ import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
 
 from ls_strategy._compat import free_main_port
+from ls_strategy.distributed import rendezvous
 from ls_strategy.distributed.rendezvous import PORTS, check_port, free_port, listeners
 from ls_strategy.errors import PlanError
 
@@ -74,6 +75,35 @@ def test_a_free_port_may_be_used_and_one_of_this_process_too():
         mine.listen(1)
         assert listeners(port)[0][0] == os.getpid()
         check_port("localhost", port, 0)
+
+
+CHOOSE = """
+import sys
+from ls_strategy.distributed import rendezvous
+rendezvous.PORTS = range(int(sys.argv[1]), int(sys.argv[1]) + 1)
+print(rendezvous.free_port(), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the processes of a host know of each other on Linux alone")
+def test_two_runs_that_start_at_once_get_two_ports(monkeypatch):
+    """Before one of them listens; when its process has ended, the port is free again."""
+    port = free_port()
+    rendezvous._held.pop(port)[1].close()
+    monkeypatch.setattr(rendezvous, "PORTS", range(port, port + 1))
+    command = [sys.executable, "-c", CHOOSE, str(port)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == f"{port}\n"
+        with pytest.raises(PlanError, match="no free TCP port"):
+            free_port()
+        other.kill()
+    assert free_port() == port
+    with pytest.raises(PlanError, match="no free TCP port"):
+        free_port()
+    monkeypatch.setattr(rendezvous, "_held", {port: (0.0, rendezvous._held.pop(port)[1])})
+    assert free_port() == port, "long after"
 
 
 def test_a_connection_that_winds_down_is_no_listener():
