@@ -38,7 +38,7 @@ from ls_strategy.zero.assembly import Draft
 from ls_strategy.zero.copies import PlainCopies
 from ls_strategy.zero.hooks import UnitHooks
 from ls_strategy.zero.one_step import require_one_step
-from ls_strategy.zero.parameters import unsettle
+from ls_strategy.zero.parameters import unbind_home
 from ls_strategy.zero.phase import OptimizerStep
 from ls_strategy.zero.share import Share
 from ls_strategy.zero.step import Stepper
@@ -112,7 +112,7 @@ class Engine:
         held = {} if previous is None else {id(p): f for f in previous.flats for p in f.params}
         sharded = setup.shard(draft, optimizers, mesh, device, held)
         self.plan, self.units, self.offload = sharded.plan, sharded.units, sharded.offload
-        self.lender, self.gatherer, self.reducer = sharded.lender, sharded.gatherer, sharded.reducer
+        self.on_demand, self.gatherer, self.reducer = sharded.on_demand, sharded.gatherer, sharded.reducer
         scaler = LossScaler(loss_scale or LossScaleConfig()) if precision.loss_scaling else None
         self.stepper = Stepper(sharded, optimizers, scaler, None if previous is None else previous.stepper)
         if previous is not None:
@@ -239,9 +239,9 @@ class Engine:
             callback()
         self.on_detach.clear()
         for flat in self.flats:
-            flat.lender = flat.gradients = None
+            flat.on_demand = flat.gradients = None
             for p in () if self.policy.parameters else flat.params:
-                unsettle(p)
+                unbind_home(p)
 
     # forward ---------------------------------------------------------------------------------------------------------
 
@@ -252,8 +252,8 @@ class Engine:
             sync_buffers_after: whether the step after this one starts by taking rank 0's buffers; DDP does so after
                 every forward whose backward synchronises.
         """
-        self.lender.thread = threading.get_ident()
-        self.lender.settle()
+        self.on_demand.thread = threading.get_ident()
+        self.on_demand.write_back()
         self.gatherer.fetch_root()
         if self._broadcast_buffers_next:
             setup.broadcast_buffers(self.model, self.comm)
@@ -261,7 +261,7 @@ class Engine:
 
     def end_forward(self) -> None:
         """The step's forward is over. Not collective."""
-        self.lender.settle()
+        self.on_demand.write_back()
         self.gatherer.end_forward()
 
     def wait(self) -> None:
@@ -272,7 +272,7 @@ class Engine:
         for index in range(len(self.optimizers)):
             self.schedule.bring_in_delayed(index)
         self.gatherer.finish_all()
-        self.lender.settle()
+        self.on_demand.write_back()
 
     # backward --------------------------------------------------------------------------------------------------------
 
@@ -435,7 +435,7 @@ class Engine:
         self.wait()
         wanted = None if params is None else {id(p) for p in params}
         flats = [f for f in self.flats if wanted is None or any(id(p) in wanted for p in f.params)]
-        with self.lender.all_gathered(flats, self.mesh.world, modify=modify):
+        with self.on_demand.all_gathered(flats, self.mesh.world, modify=modify):
             yield
 
     def memory_bytes(self) -> dict[str, int]:

@@ -43,12 +43,12 @@ def shard_numel(numel: int, world_size: int, *, align: int = ALIGN) -> int:
     return round_up(-(-numel // world_size), align)
 
 
-def weighted_cuts(used: int, weights: Sequence[Fraction], *, align: int = ALIGN) -> tuple[int, ...]:
+def weighted_bounds(used: int, weights: Sequence[Fraction], *, align: int = ALIGN) -> tuple[int, ...]:
     """Where shards begin and end that share ``used`` elements by ``weights``: one offset more than ranks.
 
     Each is the nearest multiple of ``align``, and no shard is empty unless all are.
 
-    >>> weighted_cuts(96, (2, 1)), weighted_cuts(16, (1, 100)), weighted_cuts(0, (2, 1))
+    >>> weighted_bounds(96, (2, 1)), weighted_bounds(16, (1, 100)), weighted_bounds(0, (2, 1))
     ((0, 64, 96), (0, 16, 32), (0, 0, 0))
     """
     ranks, total = len(weights), sum(weights)
@@ -319,7 +319,7 @@ class FlatLayout:
     def cuts(self) -> tuple[int, ...]:
         """Where shards begin and end: ``world_size + 1`` offsets."""
         if self.weights:
-            return weighted_cuts(self.used, self.weights, align=self.align)
+            return weighted_bounds(self.used, self.weights, align=self.align)
         return tuple(rank * self.shard for rank in range(self.world_size + 1))
 
     @property

@@ -43,7 +43,7 @@ class ParamFacts:
     tied: bool = False
     """Whether another stage of the pipeline holds it, too."""
 
-    twin: bool = False
+    replica: bool = False
     """Whether that one counts and saves it."""
 
     shared_by: tuple[int, ...] = ()
@@ -73,7 +73,7 @@ class FlatPlan:
     tied: bool = False
     """Whether another stage of the pipeline holds the same, too: gradients are summed over both."""
 
-    twin: bool = False
+    replica: bool = False
     """Whether that one counts and saves them."""
 
     shared_by: tuple[int, ...] = ()
@@ -348,9 +348,9 @@ def resolve_plan(  # noqa: PLR0913  (sizes of groups, one by one)
         for p in params:
             copies = tensor_size if p.part is None else p.part.copies
             expert = p.part is not None and p.part.axis == "expert"
-            classes[p.optimizer, p.dtype, copies, p.tied, p.twin, expert].append(p)
+            classes[p.optimizer, p.dtype, copies, p.tied, p.replica, expert].append(p)
         flats: list[FlatPlan] = []
-        for (optimizer, dtype, copies, tied, twin, expert), members in classes.items():
+        for (optimizer, dtype, copies, tied, replica, expert), members in classes.items():
             # Groups side by side: decay and no-decay make two runs per unit instead of one per parameter.
             members.sort(key=lambda p: p.group)
             parts = {p.name: p.part for p in members if p.part is not None}
@@ -362,7 +362,7 @@ def resolve_plan(  # noqa: PLR0913  (sizes of groups, one by one)
             kept = dtype if own else master_dtype
             shared_by = members[0].shared_by
             flats.append(
-                FlatPlan(layout, dtype, kept, optimizer, copies=copies, tied=tied, twin=twin, shared_by=shared_by)
+                FlatPlan(layout, dtype, kept, optimizer, copies=copies, tied=tied, replica=replica, shared_by=shared_by)
             )
         plans.append(UnitPlan(name, is_root, tuple(flats)))
     return Plan(policy, world_size, _assign_tiers(plans, config), config.precision.moments, weights, rank)

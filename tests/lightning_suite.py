@@ -98,7 +98,7 @@ class Recorder:
     def pytest_runtest_teardown(self) -> None:
         """End the thread that explains waits: it lasts as long as the process group, and the tests count threads."""
         for thread in threading.enumerate():
-            if thread.name == "ls_whereabouts":
+            if thread.name == "ls_wait_report":
                 thread._target.__self__.stop()  # type: ignore[attr-defined]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

@@ -26,9 +26,9 @@ from torch import nn
 from ls_strategy._compat import storage_key
 from ls_strategy.activations.offload import ActivationOffload
 from ls_strategy.activations.partition import ActivationPartition
-from ls_strategy.activations.places import Drive
 from ls_strategy.activations.recompute import Recompute, apply_recompute
 from ls_strategy.activations.saved import Keeper, SavedTensors
+from ls_strategy.activations.storage import NVMeFolder
 from ls_strategy.config import ActivationOffloadConfig, RecomputeConfig
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import ConfigError, PlanError
@@ -49,7 +49,7 @@ class Activations:
         offload: ActivationOffloadConfig | None = None,
         partition: Axis | None = None,
         protected: Callable[[], Collection[int]] | None = None,
-        drive: Drive | None = None,
+        drive: NVMeFolder | None = None,
     ) -> None:
         """Apply. Not collective.
 
@@ -146,7 +146,9 @@ class Activations:
         if self.offload is not None:
             self.offload.close()
 
-    def _make_offload(self, config: ActivationOffloadConfig | None, drive: Drive | None) -> ActivationOffload | None:
+    def _make_offload(
+        self, config: ActivationOffloadConfig | None, drive: NVMeFolder | None
+    ) -> ActivationOffload | None:
         if config is None:
             return None
         if config.tier == "nvme" and (drive is None or not drive.path):

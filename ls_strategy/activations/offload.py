@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ls_strategy._compat import version_of
-from ls_strategy.activations.places import ActivationPlace, Drive, DrivePlace, HostPlace, Stowed
+from ls_strategy.activations.storage import ActivationStorage, FileStorage, HostStorage, NVMeFolder, Stowed
 from ls_strategy.config import ActivationOffloadConfig
 from ls_strategy.errors import StateError
 from ls_strategy.tiers.link import DONE, Arrival, Link
@@ -59,9 +59,9 @@ class Offloaded:
         """See `Kept`."""
         self.uses += 1
 
-    def bring(self) -> Tensor:
+    def load(self) -> Tensor:
         """See `Kept`."""
-        return self._offload.bring(self)
+        return self._offload.load(self)
 
     def drop(self) -> None:
         """See `Kept`."""
@@ -71,7 +71,7 @@ class Offloaded:
 class ActivationOffload:
     """A keeper of regions in host memory or on a drive. Not thread-safe: its caller lets in one thread at a time."""
 
-    def __init__(self, config: ActivationOffloadConfig, device: torch.device, drive: Drive | None = None) -> None:
+    def __init__(self, config: ActivationOffloadConfig, device: torch.device, drive: NVMeFolder | None = None) -> None:
         """Make the place.
 
         Args:
@@ -85,12 +85,12 @@ class ActivationOffload:
         self.config = config
         self._link = Link(device)
         self._asynchronous = device.type == "cuda"
-        self.place: ActivationPlace
+        self.place: ActivationStorage
         if config.tier == "nvme":
             assert drive is not None, "tier='nvme' without a folder"
-            self.place = DrivePlace(self._link, drive, config.staging_bytes)
+            self.place = FileStorage(self._link, drive, config.staging_bytes)
         else:
-            self.place = HostPlace(self._link)
+            self.place = HostStorage(self._link)
         self.in_flight_bytes = 0
         """On the device now: on its way out, not yet sent, or back before its time."""
         self.in_flight_peak = 0
@@ -130,7 +130,7 @@ class ActivationOffload:
             raise
         return kept
 
-    def bring(self, kept: Offloaded) -> Tensor:
+    def load(self, kept: Offloaded) -> Tensor:
         """The region; then those that were kept before it begin to come.
 
         Raises:
@@ -230,7 +230,7 @@ class ActivationOffload:
         source = self.place.host(kept.stowed)
         kept.here = torch.empty(kept.numel, dtype=kept.dtype, device=self._link.device)
         kept.arriving = self._link.to_device(kept.here.view(torch.uint8), source)
-        self.place.brought(kept.stowed, kept.arriving)
+        self.place.arrived(kept.stowed, kept.arriving)
         self.bytes_back += kept.nbytes
         self._hold(kept)
 

@@ -78,9 +78,9 @@ class KeptPart:
         if self.kept is not None:
             self.kept.add_use()
 
-    def bring(self) -> Tensor:
+    def load(self) -> Tensor:
         """See `Kept`. Collective over the axis."""
-        return self._partition.bring(self)
+        return self._partition.load(self)
 
     def drop(self) -> None:
         """See `Kept`."""
@@ -134,12 +134,12 @@ class ActivationPartition:
             return KeptPart(self, region.numel(), mine, None)
         return KeptPart(self, region.numel(), None, self._keeper.keep(mine))
 
-    def bring(self, part: KeptPart) -> Tensor:
+    def load(self, part: KeptPart) -> Tensor:
         """Gather a region; the latest one is not gathered twice. Collective."""
         self._checking = False
         if self._latest is None or self._latest[0] is not part:
             self._latest = None
-            mine = part.mine if part.kept is None else part.kept.bring()
+            mine = part.mine if part.kept is None else part.kept.load()
             assert mine is not None
             self._latest = (part, self.axis.all_gather(mine, 0)[: part.numel])
         return self._latest[1]

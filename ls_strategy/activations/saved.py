@@ -3,7 +3,7 @@
 ::
 
     forward   | pack(tensor)   ─► may it be taken? ─► its region of memory ─► keeper.keep(region) ─► handle in the graph
-    backward  | unpack(handle) ─► kept.bring() ─► the same view of the region
+    backward  | unpack(handle) ─► kept.load() ─► the same view of the region
               | the graph lets the handle go ─► kept.drop()
 
 What is kept is the memory under a tensor, once, however many views of it are saved: the same activation as the input of
@@ -31,7 +31,7 @@ class Kept(Protocol):
         """It will be brought once more."""
         ...
 
-    def bring(self) -> Tensor:
+    def load(self) -> Tensor:
         """The region, on the device, the same bits; read-only. Once per handle, or more often."""
         ...
 
@@ -181,7 +181,7 @@ class SavedTensors:
             return saved
         try:
             with self._lock, torch.no_grad():
-                region = saved.entry.kept.bring()
+                region = saved.entry.kept.load()
                 return region.as_strided(saved.size, saved.stride, int(region.storage_offset()) + saved.offset)
         finally:
             self._drop_released()

@@ -83,7 +83,7 @@ class ExpertMonitor(Callback):
     ==================================== ===============================================================================
 
     Loggers with TensorBoard's interface also get the tokens of each expert as a histogram per layer,
-    ``zero_expert_tokens/*``, and a picture of all layers, ``zero_experts/load``: see `picture`. What is not used (drops
+    ``zero_expert_tokens/*``, and a picture of all layers, ``zero_experts/load``: see `draw`. What is not used (drops
     without a limit of tokens) has no chart: one begins when its number is not 0 for the first time.
 
     Of a step that trains, nothing changes. Ranks add up their counts once per interval, in one all-reduce of a few
@@ -237,7 +237,7 @@ def scalars(loads: dict[str, LayerLoad]) -> dict[str, float]:
 def _show(experiment: Any, loads: dict[str, LayerLoad], step: int) -> None:
     """Give a logger's ``experiment`` histograms and the picture, if it takes such."""
     if hasattr(experiment, "add_image"):
-        experiment.add_image("zero_experts/load", picture({name: load.routed for name, load in loads.items()}), step)
+        experiment.add_image("zero_experts/load", draw({name: load.routed for name, load in loads.items()}), step)
     if not hasattr(experiment, "add_histogram_raw"):
         return
     for name, load in loads.items():
@@ -256,7 +256,7 @@ def _show(experiment: Any, loads: dict[str, LayerLoad], step: int) -> None:
         )
 
 
-def picture(loads: Mapping[str, Tensor], *, width: int = 960, height: int = 24) -> Tensor:
+def draw(loads: Mapping[str, Tensor], *, width: int = 960, height: int = 24) -> Tensor:
     """Loads as an image, ``(3, H, W)`` uint8, for TensorBoard's ``add_image``: `cells` with axes and a colour scale.
 
     Args:

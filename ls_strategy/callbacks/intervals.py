@@ -100,7 +100,7 @@ class Sums:
 
     steps: int = 0
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    beside: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    overlapped: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Over samples: of communication and copies, seconds (total, exposed) and bytes."""
 
     sampled_steps: int = 0
@@ -124,9 +124,9 @@ class Sums:
     def _add_sample(self, sample: Sample) -> None:
         self.sampled_steps += sample.steps
         for category, name in BESIDE.items():
-            self.beside[f"{name} total"] += sample.record.total_s(category)
-            self.beside[f"{name} exposed"] += sample.record.exposed_s(category)
-            self.beside[f"{name} bytes"] += sample.moved(category)
+            self.overlapped[f"{name} total"] += sample.record.total_s(category)
+            self.overlapped[f"{name} exposed"] += sample.record.exposed_s(category)
+            self.overlapped[f"{name} bytes"] += sample.moved(category)
         for held in sample.memory().values():
             for category, nbytes in held.items():
                 self.memory[category] = max(self.memory[category], nbytes)
@@ -143,13 +143,13 @@ class Sums:
         return "\n".join(lines)
 
     def _beside_lines(self, name: str, total: float) -> list[str]:
-        under_way, exposed = self.beside[f"{name} total"], self.beside[f"{name} exposed"]
-        if not under_way:
+        in_flight, exposed = self.overlapped[f"{name} total"], self.overlapped[f"{name} exposed"]
+        if not in_flight:
             return []
-        per_step, moved = 1e3 / self.sampled_steps, self.beside[f"{name} bytes"]
-        rate = f", {moved / under_way / 1e9:.2f} GB/s" if moved else ""
+        per_step, moved = 1e3 / self.sampled_steps, self.overlapped[f"{name} bytes"]
+        rate = f", {moved / in_flight / 1e9:.2f} GB/s" if moved else ""
         note = (
-            f"  + {(under_way - exposed) * per_step:.1f} ms hidden; "
+            f"  + {(in_flight - exposed) * per_step:.1f} ms hidden; "
             f"{moved / self.sampled_steps / MIB:.1f} MiB per step{rate}"
         )
         share = _part(exposed * per_step, 1e3 * total / self.steps)

@@ -73,6 +73,6 @@ class PipelineTimeline(Callback):
             logger.log_metrics({"zero_pipeline/bubble": timeline.bubble(spans)}, step=step)
             experiment: Any = getattr(logger, "experiment", None)
             if hasattr(experiment, "add_image"):
-                experiment.add_image("zero_pipeline/timeline", timeline.picture(spans), step)
+                experiment.add_image("zero_pipeline/timeline", timeline.draw(spans), step)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"pipeline_step{step}.json").write_text(timeline.chrome_trace(spans))

@@ -19,7 +19,7 @@ from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.errors import StateError
 from ls_strategy.transient import Transient
 from ls_strategy.zero.lazy import parts_of
-from ls_strategy.zero.lending import Lender
+from ls_strategy.zero.on_demand import OnDemandGather
 from ls_strategy.zero.parameters import unnoticed
 from ls_strategy.zero.parts import part_of, whole_of
 from ls_strategy.zero.units import Flat, Unit, places_of
@@ -192,24 +192,24 @@ class StateDictHooks(Transient):
         """Replace what the call collected, once, at its outermost module."""
         if prefix or not self._enabled:
             return
-        lender = self._lender
-        lender.collects(None)
-        lender.given.drop()
-        lender.take_lent()
+        on_demand = self._on_demand
+        on_demand.collects(None)
+        on_demand.given.drop()
+        on_demand.take_parameter_writes()
         places = places_of(state, self._units)
         full = full_state_dict(state, self._units, self._mesh, all_ranks=True, master=False)
         state.update(full)
         for values, place in {id(full[key]): (full[key], place) for key, place in places.items()}.values():
-            lender.given.add(*place, values)
+            on_demand.given.add(*place, values)
 
     def begin(self, frame: FrameType) -> None:
         """Note that ``frame``, a call of ``state_dict()``, lists parameters; their values are brought in the end."""
         if self._enabled:
-            self._lender.collects(frame)
+            self._on_demand.collects(frame)
 
     @property
-    def _lender(self) -> Lender:
-        return cast("Lender", next(flat.lender for unit in self._units for flat in unit.flats))
+    def _on_demand(self) -> OnDemandGather:
+        return cast("OnDemandGather", next(flat.on_demand for unit in self._units for flat in unit.flats))
 
     @contextmanager
     def disabled(self) -> Any:

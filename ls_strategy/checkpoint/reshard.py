@@ -238,7 +238,7 @@ class SavedTensor(LazyTensor):
         return f"SavedTensor({'.'.join(self.path)}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @override
-    def bring(self, start: int, stop: int) -> Tensor:
+    def load(self, start: int, stop: int) -> Tensor:
         return read_range(self.reader, self.path, start, stop)
 
     @override

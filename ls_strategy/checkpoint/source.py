@@ -116,7 +116,7 @@ class Rows(LazyTensor):
         return f"Rows({self.base!r}, shape={tuple(self.shape)})"
 
     @override
-    def bring(self, start: int, stop: int) -> Tensor:
+    def load(self, start: int, stop: int) -> Tensor:
         return self.base.range(self.first + start, self.first + stop)
 
 
@@ -231,14 +231,14 @@ def read_full(
     device = device_of(map_location)
     brought: dict[int, Tensor] = {}
 
-    def bring(leaf: Any) -> Any:
+    def load(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or leaf.device.type != "cpu":
             return leaf
         if id(leaf) not in brought:
-            brought[id(leaf)] = (leaf.whole() if isinstance(leaf, LazyTensor) else leaf).to(device)
+            brought[id(leaf)] = (leaf.materialize() if isinstance(leaf, LazyTensor) else leaf).to(device)
         return brought[id(leaf)]
 
-    return tree_map(bring, checkpoint)
+    return tree_map(load, checkpoint)
 
 
 def device_of(map_location: Any) -> torch.device:

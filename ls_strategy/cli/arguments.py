@@ -13,7 +13,7 @@ from ls_strategy.errors import ConfigError
 _MOST = 1 << 20
 
 
-def whole(least: int = 1, most: int = _MOST) -> Callable[[str], int]:
+def integer(least: int = 1, most: int = _MOST) -> Callable[[str], int]:
     """Return a type for whole numbers from ``least`` to ``most``."""
     return _number(int, at_least(least, most))
 

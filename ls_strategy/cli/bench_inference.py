@@ -41,15 +41,15 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument(
         "--module", metavar="CLASS", help="LightningModule of a checkpoint: recipes.gpt.model.GPTModule"
     )
-    parser.add_argument("--batch", type=arguments.whole(), default=1, help="rows (default: %(default)s)")
+    parser.add_argument("--batch", type=arguments.integer(), default=1, help="rows (default: %(default)s)")
     parser.add_argument(
-        "--prompt-length", type=arguments.whole(), default=32, metavar="N", help="tokens (default: %(default)s)"
+        "--prompt-length", type=arguments.integer(), default=32, metavar="N", help="tokens (default: %(default)s)"
     )
     parser.add_argument(
-        "--new-tokens", type=arguments.whole(), default=32, metavar="N", help="of each row (default: %(default)s)"
+        "--new-tokens", type=arguments.integer(), default=32, metavar="N", help="of each row (default: %(default)s)"
     )
     parser.add_argument(
-        "--rounds", type=arguments.whole(), default=3, metavar="N", help="how often (default: %(default)s)"
+        "--rounds", type=arguments.integer(), default=3, metavar="N", help="how often (default: %(default)s)"
     )
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="of the weights (default: as they are)")
     parser.add_argument("--quantize", choices=("int8", "int4"), help="linear layers in 8 or 4 bits")
@@ -58,15 +58,15 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "--nvme-path", type=arguments.path, metavar="DIR", help="folder on the drive, for --offload nvme"
     )
     parser.add_argument(
-        "--tensor-parallel-size", type=arguments.whole(), default=1, metavar="N", help="ranks (default: %(default)s)"
+        "--tensor-parallel-size", type=arguments.integer(), default=1, metavar="N", help="ranks (default: %(default)s)"
     )
     parser.add_argument("--device", default="cpu", help="cpu, or cuda (default: %(default)s)")
     parser.add_argument("--text", type=arguments.path, metavar="FILE", help="UTF-8 text, to measure perplexity on")
     parser.add_argument(
-        "--context", type=arguments.whole(), metavar="N", help="tokens of a window (default: 128 at most)"
+        "--context", type=arguments.integer(), metavar="N", help="tokens of a window (default: 128 at most)"
     )
     parser.add_argument(
-        "--windows", type=arguments.whole(), default=64, metavar="N", help="windows at most (default: %(default)s)"
+        "--windows", type=arguments.integer(), default=64, metavar="N", help="windows at most (default: %(default)s)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)

@@ -37,10 +37,10 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "--module", help="the program, for python -m. Default: recipes.gpt for recipes/gpt/configs/x.yaml"
     )
     parser.add_argument(
-        "--gpus", type=arguments.whole(0), default=0, metavar="N", help="ranks. Default: the recipe's, on the CPU"
+        "--gpus", type=arguments.integer(0), default=0, metavar="N", help="ranks. Default: the recipe's, on the CPU"
     )
     parser.add_argument(
-        "--gpus-per-node", type=arguments.whole(most=1024), default=8, metavar="N", help="default: %(default)s"
+        "--gpus-per-node", type=arguments.integer(most=1024), default=8, metavar="N", help="default: %(default)s"
     )
     parser.add_argument("--gpu-memory", type=arguments.size, metavar="SIZE", help="of each GPU: 80GB, 141GB")
     parser.add_argument("--host-memory", type=arguments.size, metavar="SIZE", help="of each node: 1TB")

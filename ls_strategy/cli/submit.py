@@ -43,22 +43,24 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument(
         "--name", type=arguments.line, help="of the job. Default: the last part of --module and the last config's name"
     )
-    parser.add_argument("--nodes", type=arguments.whole(), default=1, help="default: %(default)s")
+    parser.add_argument("--nodes", type=arguments.integer(), default=1, help="default: %(default)s")
     parser.add_argument(
         "--gpus-per-node",
-        type=arguments.whole(0, 1024),
+        type=arguments.integer(0, 1024),
         default=0,
         help="one process each. Default: none, train on the CPU",
     )
     parser.add_argument(
-        "--tasks-per-node", type=arguments.whole(), help="processes per node. Default: --gpus-per-node, or 1"
+        "--tasks-per-node", type=arguments.integer(), help="processes per node. Default: --gpus-per-node, or 1"
     )
-    parser.add_argument("--cpus-per-task", type=arguments.whole(), help="cores of each process. Default: the cluster's")
+    parser.add_argument(
+        "--cpus-per-task", type=arguments.integer(), help="cores of each process. Default: the cluster's"
+    )
     parser.add_argument("--time", type=arguments.line, help="limit, MINUTES or D-HH:MM:SS. Default: the partition's")
     _add_what_sbatch_takes(parser)
     parser.add_argument(
         "--signal-lead-s",
-        type=arguments.whole(most=86400),
+        type=arguments.integer(most=86400),
         default=120,
         metavar="SECONDS",
         help="time between SIGUSR1 and the end; longer than a validation and a save (default: %(default)s)",

@@ -45,7 +45,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     )
     parser.add_argument(
         "--parallelism",
-        type=arguments.whole(most=1024),
+        type=arguments.integer(most=1024),
         nargs="+",
         default=[1, 2, 4, 8],
         metavar="N",
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     ]
     nbytes = int(args.gib * 2**30)
 
-    from ls_strategy.tiers.drive import check_path
+    from ls_strategy.tiers.nvme_folder import check_path
     from ls_strategy.tiers.tuning import best, measure
 
     check_path(path, nbytes, args.allow_ram)

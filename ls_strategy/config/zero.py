@@ -127,8 +127,8 @@ def _check_auto(config: ZeROConfig) -> None:
             f'Got sharding.rank_weights={weights!r} with stage="auto", but what fits is planned for ranks of equal '
             "memory. Name a stage."
         )
-    divides = any(size > 1 for size in config.parallel.sizes.values())
-    if config.offload.any_state or config.activations.stored is not None or divides:
+    shards = any(size > 1 for size in config.parallel.sizes.values())
+    if config.offload.any_state or config.activations.stored is not None or shards:
         raise ConfigError(
             'Got offload or parallel with stage="auto", which chooses offload by itself, and does not plan for layers, '
             "sequences, experts or blocks that are divided over ranks. Leave those options out, or name a stage."

@@ -163,7 +163,7 @@ def _check_divisible(trainer: pl.Trainer, schedule: Schedule) -> None:
         bad = [length for length in schedule.possible() if length % size or length < least]
         if size > 1 and bad:
             raise PlanError(
-                f"SequenceCurriculum has sequences of {bad[0]} tokens, and {name}={size} divides the tokens of each, "
+                f"SequenceCurriculum has sequences of {bad[0]} tokens, and {name}={size} shards the tokens of each, "
                 f"{least // size} or more to a rank: let multiple_of and all lengths be multiples of {size}, from "
                 f"{least} on."
             )

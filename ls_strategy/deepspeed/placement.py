@@ -37,7 +37,7 @@ class InParts(LazyTensor):
         return f"InParts(shape={tuple(self.shape)}, dtype={self.dtype}, portions={len(self.portions)})"
 
     @override
-    def bring(self, start: int, stop: int) -> Tensor:
+    def load(self, start: int, stop: int) -> Tensor:
         found, at = [], 0
         for portion in self.portions:
             first, last = max(start - at, 0), min(stop - at, portion.numel())

@@ -25,7 +25,7 @@ from ls_strategy import spans
 from ls_strategy._compat import open_sockets, shut_sockets
 from ls_strategy.distributed.failures import Failures
 from ls_strategy.distributed.traffic import Traffic
-from ls_strategy.distributed.whereabouts import Entry, Journal
+from ls_strategy.distributed.wait_report import Entry, Journal
 from ls_strategy.errors import LSError
 
 SUM_CHUNK = 1 << 16

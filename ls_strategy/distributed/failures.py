@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from ls_strategy._compat import default_store
-from ls_strategy.distributed.whereabouts import Whereabouts
+from ls_strategy.distributed.wait_report import Whereabouts
 from ls_strategy.errors import OutOfStepError, RankFailedError
 
 

@@ -13,14 +13,14 @@ data       train on different batches
 sequence   train on different tokens of the same batch
 tensor     hold different parts of the same layers, and see the same tokens
 pipeline   hold different layers, and see the same batch one after the other
-zero       data and sequence together: hold copies of the same parameters, over which ZeRO divides states
+zero       data and sequence together: hold copies of the same parameters, over which ZeRO shards states
 model      pipeline, sequence and tensor together: see the same batch
 stage      data, sequence and tensor together: hold the same layers of a pipeline, or parts of them
 =========  ==============================================================================================
 
 Experts of a Mixture of Experts are folded over the ranks of a stage, whatever axes these have: ``expert_size``
 neighbours hold different experts (``expert``), and the ranks at the same place among their neighbours hold the same
-ones, over which ZeRO divides their states (``expert_zero``). As in Megatron's parallel folding (Liu et al. 2025,
+ones, over which ZeRO shards their states (``expert_zero``). As in Megatron's parallel folding (Liu et al. 2025,
 arXiv:2504.14960).
 """
 

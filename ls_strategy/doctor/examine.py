@@ -32,7 +32,8 @@ def checks(*, nvme_path: str = "", timeout_s: float = 60.0) -> list[Check]:
         nvme_path: folder of the NVMe tier; empty: LS_STRATEGY_NVME_PATH, or none.
         timeout_s: of each pair of ranks.
     """
-    from ls_strategy.doctor import cluster, collective, drive, gpus, host, kernels, software
+    from ls_strategy.doctor import cluster, collective, gpus, host, kernels, software
+    from ls_strategy.doctor import nvme as drive
 
     path = nvme_path or os.environ.get("LS_STRATEGY_NVME_PATH", "")
     return [
@@ -67,7 +68,7 @@ def examine(
     """
     findings: list[tuple[str, Finding]] = []
 
-    def tell(topic: str, finding: Finding) -> None:
+    def report(topic: str, finding: Finding) -> None:
         findings.append((topic, finding))
         found(topic, finding)
 
@@ -75,12 +76,12 @@ def examine(
         progress(check.doing)
         try:
             for finding in check.run():
-                tell(check.topic, finding)
+                report(check.topic, finding)
                 progress(check.doing)
         except Exception as error:  # whatever it is, the other checks are worth having
             cure = f"This is a fault of the check itself: report it, and leave it out with --skip {check.topic}."
             told = f"{type(error).__name__}: {one_line(str(error))}"
-            tell(check.topic, Finding(check.topic, f"could not be found out: {told}", "problem", cure))
+            report(check.topic, Finding(check.topic, f"could not be found out: {told}", "problem", cure))
     return findings
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from ls_strategy.blocks import repeated_blocks
 from ls_strategy.errors import PlanError
-from ls_strategy.inference.away import own_tensors
+from ls_strategy.inference.placeholder import own_tensors
 
 
 @dataclass(frozen=True)

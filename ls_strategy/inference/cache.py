@@ -35,7 +35,7 @@ class LayerCache:
 
         Args:
             query: ``(B, H, T, N)``, positions already in it, as in ``key``.
-            key: ``(B, K, T, N)``, where K divides H.
+            key: ``(B, K, T, N)``, where K shards H.
             value: as ``key``.
 
         Returns:

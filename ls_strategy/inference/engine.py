@@ -35,13 +35,13 @@ from ls_strategy.inference.linear import FORMATS, Format
 from ls_strategy.inference.quantize import QuantizationReport, Quantizer
 from ls_strategy.inference.refused import refuse_known
 from ls_strategy.inference.stream import StreamedBlocks, stream_blocks
-from ls_strategy.parallel.cuts import Resolved, resolve
 from ls_strategy.parallel.hooks import Hooks
 from ls_strategy.parallel.logits import gather
 from ls_strategy.parallel.plan_from_names import uniform_blocks
 from ls_strategy.parallel.plans import ResolvedPlan, resolve_tensor_plan
 from ls_strategy.parallel.policy import Policy, is_policy, styles_of_policy
 from ls_strategy.parallel.random import share_random_state
+from ls_strategy.parallel.resolved_plan import Resolved, resolve
 from ls_strategy.parallel.styles import Plan, Row, Vocab
 from ls_strategy.parallel.tensor import TensorParallel, apply_tensor_parallel
 from ls_strategy.parallel.vocabulary import output_heads
@@ -137,7 +137,7 @@ def _make(  # noqa: PLR0913
     quantizer = None
     if quantize is not None:
         quantizer = Quantizer(model, quantize, heads=output_heads(model), biases_later=divided.biases_later)
-    stream = _settle(model, divided, quantizer, fill_from, (offload, nvme_path))
+    stream = _make_stream(model, divided, quantizer, fill_from, (offload, nvme_path))
     report = None if quantizer is None else quantizer.report
     engine = InferenceEngine(model, divided, report, stream)
     engine.notes = notes
@@ -371,7 +371,7 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
             setattr(model.get_submodule(owner), key, buffer.to(dtype))
 
 
-def _settle(
+def _make_stream(
     model: nn.Module,
     divided: _Division,
     quantizer: Quantizer | None,

@@ -59,7 +59,7 @@ class FileTensor(LazyTensor):
         return f"FileTensor({self.label} of {self.path}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @override
-    def bring(self, start: int, stop: int) -> Tensor:
+    def load(self, start: int, stop: int) -> Tensor:
         out = torch.empty(stop - start, dtype=self.dtype)
         try:
             with self.path.open("rb", buffering=0) as file:
@@ -317,7 +317,7 @@ def _renaming(wanted: list[str], weights: Mapping[str, Tensor]) -> Callable[[str
 def _copy(target: Tensor, value: Tensor) -> None:
     """Chunk by chunk, cast to the target's dtype. ``target`` is contiguous, or takes the value whole."""
     if not target.is_contiguous():
-        target.copy_(value.whole() if isinstance(value, LazyTensor) else value)
+        target.copy_(value.materialize() if isinstance(value, LazyTensor) else value)
         return
     flat = target.view(-1)
     for start, part in parts_of(value, 0, value.numel()):

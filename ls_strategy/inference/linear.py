@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ls_strategy.errors import StateError
 from ls_strategy.inference import rounding
 from ls_strategy.ops.linear import linear_int4, linear_int8, pack, spell_out_int4, spell_out_int8
-from ls_strategy.parallel.cuts import is_conv1d
+from ls_strategy.parallel.resolved_plan import is_conv1d
 
 Format = Literal["int8", "int4"]
 
@@ -76,7 +76,7 @@ def quantize_linear(module: nn.Module, format: Format, *, adds_bias: bool = True
 
     Args:
         module: with its weight on the device on which it will compute; changed in place.
-        format: ``"int4"`` needs input features that a group of 32 divides.
+        format: ``"int4"`` needs input features that a group of 32 shards.
         adds_bias: False where something else adds the bias.
     """
     weight = module.weight.detach()  # type: ignore[union-attr, operator]

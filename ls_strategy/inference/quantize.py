@@ -17,9 +17,9 @@ from ls_strategy.errors import PlanError
 from ls_strategy.inference import rounding
 from ls_strategy.inference.linear import FORMATS, Format, quantize_linear
 from ls_strategy.moe.sparse import SparseLayer
-from ls_strategy.parallel.cuts import is_conv1d, plain_name
 from ls_strategy.parallel.heads import width_in
 from ls_strategy.parallel.plan_from_names import uniform_blocks
+from ls_strategy.parallel.resolved_plan import is_conv1d, plain_name
 
 _ROUTERS = ("gate", "router", "classifier", "shared_expert_gate")
 """Layers that choose experts: small, and a rounding error of theirs is another expert."""
@@ -31,7 +31,7 @@ class QuantizationReport:
 
     format: Format
     layers: dict[str, Format] = field(default_factory=dict)
-    """By name; int8 where no int4 group divides the input features, and for output heads."""
+    """By name; int8 where no int4 group shards the input features, and for output heads."""
 
     kept: dict[str, str] = field(default_factory=dict)
     """Linear layers that stay as they were, and why."""
@@ -121,7 +121,7 @@ class _Candidate:
 
     @property
     def format(self) -> Format:
-        """What it becomes: int8 where no group divides its input features."""
+        """What it becomes: int8 where no group shards its input features."""
         return "int8" if rounding.group_size(width_in(self.module)) is None else self.wanted
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from ls_strategy.inference.rest import Resting
-from ls_strategy.tiers.base import Loan
+from ls_strategy.inference.storage import Resting
+from ls_strategy.tiers.base import Lease
 
 
 class ReadAhead:
@@ -17,11 +17,11 @@ class ReadAhead:
         self._resting = resting
         self._sizes = list(sizes)
         self._following = list(following)
-        self._under_way: deque[tuple[int, Loan]] = deque()
+        self._under_way: deque[tuple[int, Lease]] = deque()
         self._last: int | None = None
         self.trace: list[tuple[str, int]] | None = None
 
-    def take(self, index: int) -> Loan:
+    def take(self, index: int) -> Lease:
         """The block that runs now, under way or read from now on."""
         if self._last is not None:
             self._following[self._last] = index

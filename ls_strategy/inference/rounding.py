@@ -3,7 +3,7 @@
 int8 is symmetric, with a scale per output feature. int4 is asymmetric, with scale and zero per group: 128 neighbours
 along the input features. A group's range is not that of its weights: of some narrower ranges the one is taken whose
 squared error is the smallest, after scale and zero were fitted to the levels by least squares. Rounding to nearest with
-a range that is searched for: section 3.1 of Nagel et al., "A White Paper on Neural Network Quantization",
+a range that is searched for: section 3.1 of Nagel et al., "A White Simulated on Neural Network Quantization",
 arXiv:2106.08295.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 GROUPS = (128, 64, 32)
-"""Sizes of groups, the preferred one first: the largest that divides the input features is taken."""
+"""Sizes of groups, the preferred one first: the largest that shards the input features is taken."""
 
 _SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
 """Ranges that are tried, as parts of the range of a group's weights."""
@@ -23,7 +23,7 @@ _CHUNK_NUMEL = 1 << 22
 
 
 def group_size(in_features: int) -> int | None:
-    """The size of an int4 group for a layer of so many input features; None if none divides them.
+    """The size of an int4 group for a layer of so many input features; None if none shards them.
 
     >>> group_size(4096), group_size(2752), group_size(100)
     (128, 64, None)
@@ -52,7 +52,7 @@ def round_int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
     Args:
         weight: (out, in), of any floating dtype.
-        group: input features of a group; divides their number.
+        group: input features of a group; shards their number.
 
     Returns:
         Levels uint8 (out, in), 0 to 15, and scales and zeros fp32 (out, in / group, 2).

@@ -25,14 +25,14 @@ from ls_strategy._compat import tree_iter
 from ls_strategy.checked import at_least, checked
 from ls_strategy.config import NVMeIOConfig
 from ls_strategy.errors import ConfigError, PlanError, StateError
-from ls_strategy.inference.away import RestingTensor, Target, targets_of
 from ls_strategy.inference.blocks import BlockModules, followers, streamed_modules, with_own_weights
 from ls_strategy.inference.fill import Filler, has_meta
+from ls_strategy.inference.placeholder import RestingTensor, Target, targets_of
 from ls_strategy.inference.read_ahead import ReadAhead
-from ls_strategy.inference.rest import BlockPlace, Extent, Resting, pack
-from ls_strategy.inference.settle import Block, Settling, settle
+from ls_strategy.inference.storage import BlockStorage, Extent, Resting, pack
+from ls_strategy.inference.store_blocks import Block, BlockPreparation, store_blocks
 from ls_strategy.layout import TensorPart
-from ls_strategy.tiers.base import Loan
+from ls_strategy.tiers.base import Lease
 
 
 @checked(prefetch=at_least(0))
@@ -87,9 +87,9 @@ def stream_blocks(  # noqa: PLR0913 - options, keyword-only
     filler = _filler_of(model, fill_from, parts)
     units, shared = with_own_weights(model, units)
     sizes = [pack(targets_of(unit.modules, where, shared)[1])[1] for unit in units]
-    resting = Resting(sizes, BlockPlace(tier, path, io, allow_ram, verify), where, prefetch)
+    resting = Resting(sizes, BlockStorage(tier, path, io, allow_ram, verify), where, prefetch)
     try:
-        return StreamedBlocks(model, units, resting, Settling(shared, filler, prepare))
+        return StreamedBlocks(model, units, resting, BlockPreparation(shared, filler, prepare))
     except BaseException:
         resting.close()
         raise
@@ -150,18 +150,20 @@ class StreamedBlocks:
     One thread at a time may run the model. An exception in the middle of a forward leaves it usable.
     """
 
-    def __init__(self, model: nn.Module, units: Sequence[BlockModules], resting: Resting, settling: Settling) -> None:
+    def __init__(
+        self, model: nn.Module, units: Sequence[BlockModules], resting: Resting, preparation: BlockPreparation
+    ) -> None:
         """Let all blocks rest, and attach to them."""
         self._resting = resting
         self._frozen = [p for p in model.parameters() if p.requires_grad]
         self._running: Block | None = None
         self._depth = 0
-        self._loan: Loan | None = None
+        self._lease: Lease | None = None
         self._thread = threading.current_thread()
         self.waited_s = 0.0
         """Seconds that forwards have waited for blocks so far."""
         self._handles: list[Any] = []
-        self._blocks = settle(model, units, resting, settling)
+        self._blocks = store_blocks(model, units, resting, preparation)
         self._ahead = ReadAhead(resting, [b.nbytes for b in self._blocks], followers(units))
         for p in self._frozen:
             p.requires_grad_(False)
@@ -245,15 +247,15 @@ class StreamedBlocks:
         self._refuse_changes(block, "outside of its forward")
         started = time.perf_counter()
         with torch.inference_mode(mode=False):  # buffers outlive it
-            loan = self._ahead.take(block.index)
+            lease = self._ahead.take(block.index)
             try:
-                block.show(loan.wait())
+                block.show(lease.wait())
             except BaseException:
-                loan.release()
+                lease.release()
                 block.hide()
                 raise
         self.waited_s += time.perf_counter() - started
-        self._running, self._loan, self._depth = block, loan, 1
+        self._running, self._lease, self._depth = block, lease, 1
         with torch.inference_mode(mode=False):
             self._ahead.fill(running=True)
         if self.trace is not None:
@@ -276,10 +278,10 @@ class StreamedBlocks:
             self._ahead.fill(running=False)
 
     def _release(self) -> None:
-        if self._running is not None and self._loan is not None:
+        if self._running is not None and self._lease is not None:
             self._running.hide()
-            self._loan.release()
-        self._running = self._loan = None
+            self._lease.release()
+        self._running = self._lease = None
         self._depth = 0
 
     def _take_over(self) -> None:
@@ -353,9 +355,9 @@ class StreamedBlocks:
         self._ahead.drop()
         with torch.inference_mode(mode=False):
             for block in self._blocks:
-                loan = self._resting.start(block.index, block.nbytes)
-                block.keep(loan.wait())
-                loan.release()
+                lease = self._resting.start(block.index, block.nbytes)
+                block.keep(lease.wait())
+                lease.release()
         for handle in self._handles:
             handle.remove()
         for p in self._frozen:

@@ -69,7 +69,7 @@ class DeepSpeedConfiguration:
         if isinstance(there, partial) and there.func is _configure:
             del module.__dict__["configure_optimizers"]
 
-    def settle(self, trainer: pl.Trainer, replicas: int) -> None:
+    def resolve(self, trainer: pl.Trainer, replicas: int) -> None:
         """Take clipping and accumulation over into the Trainer, or compare them; log the report once.
 
         Args:

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
 from ls_strategy.activations.apply import Activations
-from ls_strategy.activations.places import Drive
+from ls_strategy.activations.storage import NVMeFolder
 from ls_strategy.blocks import repeated_blocks
 from ls_strategy.checkpoint.random import random_states, restore_random_states
 from ls_strategy.config import ActivationsConfig, ParallelConfig
@@ -48,7 +48,7 @@ _CHECKED_EVERY = 100
 """Batches of a run that are compared over the ranks of a replica: the first few, then one in so many."""
 
 
-class _Divided:
+class _Sharded:
     """What was done to a module, remembered for the next fit."""
 
     def __init__(self, config: ParallelConfig, ranks: int) -> None:
@@ -59,7 +59,7 @@ class _Divided:
         self.pipeline: Pipeline | None = None
 
 
-_DIVIDED: weakref.WeakKeyDictionary[nn.Module, _Divided] = weakref.WeakKeyDictionary()
+_DIVIDED: weakref.WeakKeyDictionary[nn.Module, _Sharded] = weakref.WeakKeyDictionary()
 
 
 class ModelParallel:
@@ -112,7 +112,7 @@ class ModelParallel:
             module._device_mesh = self._device_mesh
 
     @property
-    def divides(self) -> bool:
+    def shards(self) -> bool:
         """Whether anything but batches is divided over ranks."""
         return self.replica_ranks > 1 or self.config.expert > 1
 
@@ -131,7 +131,7 @@ class ModelParallel:
 
     # the module ------------------------------------------------------------------------------------------------------
 
-    def divide(self, module: pl.LightningModule, device: torch.device, *, recomputes: bool) -> dict[int, TensorPart]:
+    def shard(self, module: pl.LightningModule, device: torch.device, *, recomputes: bool) -> dict[int, TensorPart]:
         """Divide blocks, layers and sequences, once per module. Collective.
 
         Args:
@@ -162,12 +162,12 @@ class ModelParallel:
             refuse(module, self.config)
         self._start_from_rank_0(module)
         self._share_random_states()
-        done = _Divided(self.config, ranks)
+        done = _Sharded(self.config, ranks)
         if self.config.pp.size > 1:
             done.pipeline = self.pipeline = Pipeline(self.config, module, self.mesh, device, recomputes=recomputes)
-        self._divide_layers(module, done)
-        self._divide_sequences(module, done)
-        self._divide_experts(module, done)
+        self._shard_layers(module, done)
+        self._shard_sequences(module, done)
+        self._shard_experts(module, done)
         self._average_metrics_over_replicas(module)
         _DIVIDED[module] = done
         return done.parts
@@ -195,7 +195,7 @@ class ModelParallel:
         assert self.mesh is not None
         restore_random_states(self.mesh.model.exchange_objects(random_states())[0])
 
-    def _divide_layers(self, module: pl.LightningModule, done: _Divided) -> None:
+    def _shard_layers(self, module: pl.LightningModule, done: _Sharded) -> None:
         assert self.mesh is not None
         axis, config = self.mesh.tensor, self.config
         if axis.size == 1:
@@ -215,7 +215,7 @@ class ModelParallel:
         sequence = config.tp.sequence_parallel
         if sequence and (plan.torch_styles or not plan.blocks):
             raise PlanError(
-                "parallel.tensor.sequence_parallel=True divides the tokens between repeated blocks (children of a "
+                "parallel.tensor.sequence_parallel=True shards the tokens between repeated blocks (children of a "
                 "ModuleList or Sequential that look alike) whose plan is in this package's styles, and there is none. "
                 "Leave it out."
             )
@@ -231,7 +231,7 @@ class ModelParallel:
         done.parts |= tensor.parts
         done.handles.append(tensor)
 
-    def _divide_sequences(self, module: pl.LightningModule, done: _Divided) -> None:
+    def _shard_sequences(self, module: pl.LightningModule, done: _Sharded) -> None:
         assert self.mesh is not None
         if self.mesh.sequence.size == 1:
             return
@@ -240,7 +240,7 @@ class ModelParallel:
         done.handles.append(sequence)
         rank_zero_info(f"ZeROStrategy: {sequence.describe()}")
 
-    def _divide_experts(self, module: nn.Module, done: _Divided) -> None:
+    def _shard_experts(self, module: nn.Module, done: _Sharded) -> None:
         assert self.mesh is not None
         mesh, config = self.mesh, self.config
         if mesh.expert.size == 1:
@@ -388,7 +388,7 @@ class ActivationMemory:
         self.active: Activations | None = None
 
     def apply(
-        self, module: nn.Module, mesh: Mesh, device: torch.device, protected: Callable[[], set[int]], drive: Drive
+        self, module: nn.Module, mesh: Mesh, device: torch.device, protected: Callable[[], set[int]], drive: NVMeFolder
     ) -> None:
         """Begin, on a module that may have been used before.
 
@@ -416,7 +416,7 @@ class ActivationMemory:
         return self.config.recompute is not None
 
     @property
-    def needs_drive(self) -> bool:
+    def needs_nvme(self) -> bool:
         """Whether activations go to a drive."""
         return self.config.stored is not None and self.config.stored.tier == "nvme"
 

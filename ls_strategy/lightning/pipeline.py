@@ -38,15 +38,15 @@ from ls_strategy.engine import Engine
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.moe.losses import LossKeeper
 from ls_strategy.parallel.pipeline.batches import has_rows, mean_of, merge, split
-from ls_strategy.parallel.pipeline.cut import Usage, find_row, keep_own, make_cut
-from ls_strategy.parallel.pipeline.handover import SideLoss
-from ls_strategy.parallel.pipeline.mail import make_links
+from ls_strategy.parallel.pipeline.p2p import make_links
+from ls_strategy.parallel.pipeline.partition import Usage, find_row, keep_own, make_cut
 from ls_strategy.parallel.pipeline.runner import Callbacks, PipelineRunner
 from ls_strategy.parallel.pipeline.sample import sample_batch
 from ls_strategy.parallel.pipeline.schedules import Action, least_micro_batches, place, placement_of, stages_per_rank_of
 from ls_strategy.parallel.pipeline.stage import StageRunner
 from ls_strategy.parallel.pipeline.timeline import Span, TimelineRecorder
 from ls_strategy.parallel.pipeline.trace import observe, stand_in
+from ls_strategy.parallel.pipeline.transfer import SideLoss
 from ls_strategy.parallel.random import draw, generator_of, hash64, position, set_state
 from ls_strategy.zero.share import Share
 
@@ -189,7 +189,7 @@ class Pipeline:
         params = dict(module.named_parameters(remove_duplicate=False))
         absent = frozenset(id(p) for name, p in params.items() if name not in here)
         tied = [t for t in self.cut.tied if len(t.ranks) > 1 and t.names[0] in here]
-        twins = [t for t in tied if self.mesh.pipeline.rank != t.ranks[0]]
+        replicas = [t for t in tied if self.mesh.pipeline.rank != t.ranks[0]]
         group_names: list[list[list[str]]] = []
         for optimizer in optimizers:
             group_names.append([[self._names[id(p)] for p in group["params"]] for group in optimizer.param_groups])
@@ -200,7 +200,7 @@ class Pipeline:
         return Share(
             absent=absent,
             tied=frozenset(id(params[t.names[0]]) for t in tied),
-            twins=frozenset(id(params[t.names[0]]) for t in twins),
+            replicas=frozenset(id(params[t.names[0]]) for t in replicas),
             blocks=tuple(f"{name}." for name in mine),
             all_blocks=tuple(f"{name}." for name in self.cut.blocks),
             pipeline=self.mesh.pipeline,
@@ -293,7 +293,7 @@ class Pipeline:
 
         if not has_rows(batch, samples):
             raise StateError(
-                "a pipeline divides batches along the first dimension of their tensors, and this one has no tensor "
+                "a pipeline shards batches along the first dimension of their tensors, and this one has no tensor "
                 f"with {samples} rows."
             )
         return split(batch, samples, count)

@@ -54,7 +54,7 @@ from ls_strategy._compat import (
     replace_links,
     unwrap_optimizer,
 )
-from ls_strategy.activations.places import Drive
+from ls_strategy.activations.storage import NVMeFolder
 from ls_strategy.checked import at_least, checked
 from ls_strategy.checkpoint.background import BackgroundSaver
 from ls_strategy.checkpoint.commit import link as link_checkpoint
@@ -444,7 +444,7 @@ class ZeROStrategy(DDPStrategy):
             guards.check_trainer(trainer, self._precision(), kinds)
             if fitting and self._layer_sync:
                 self.model = self._layer_sync.apply(module)
-            parts = self.parallel.divide(module, self.root_device, recomputes=self.activations.recomputes)
+            parts = self.parallel.shard(module, self.root_device, recomputes=self.activations.recomputes)
             if fitting:
                 self.setup_optimizers(trainer)
             if fitting:
@@ -485,7 +485,7 @@ class ZeROStrategy(DDPStrategy):
             guards.watch_methods(module, engine)
             assert self.parallel.mesh is not None
             path, io = self.config.offload.nvme_path, self.config.offload.nvme_io
-            drive = Drive(path, io, self.global_rank, allow_ram=self.config.offload.nvme_allow_ram)
+            drive = NVMeFolder(path, io, self.global_rank, allow_ram=self.config.offload.nvme_allow_ram)
             self.activations.apply(module, self.parallel.mesh, self.root_device, engine.storages, drive)
 
     def _follow_optimizers(self) -> Engine:
@@ -519,7 +519,7 @@ class ZeROStrategy(DDPStrategy):
         self._meets_in_evaluation = (
             POLICIES[self.config.stage].parameters
             or shape.config.expert > 1
-            or (shape.divides and self.data_parallel_size == 1)
+            or (shape.shards and self.data_parallel_size == 1)
         )
         around_batches(trainer, lockstep.begin, lockstep.end, evaluation=self._meets_in_evaluation)
         defer_signals(trainer, lockstep.ask, lockstep.agree)
@@ -575,13 +575,13 @@ class ZeROStrategy(DDPStrategy):
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         if self._deepspeed is not None:
-            self._deepspeed.settle(trainer, self.data_parallel_size)
+            self._deepspeed.resolve(trainer, self.data_parallel_size)
         super().setup_optimizers(trainer)
         if self._deepspeed is not None:
             self._deepspeed.watch(self.lr_scheduler_configs, partial(getattr, self, "skipped_steps"))
 
     def _choose_nvme_path(self, trainer: pl.Trainer) -> None:
-        wanted = "nvme" in self.config.offload.tiers or self.activations.needs_drive
+        wanted = "nvme" in self.config.offload.tiers or self.activations.needs_nvme
         if not wanted or self.config.offload.nvme_path:
             return
         named = os.environ.get("LS_STRATEGY_NVME_PATH")
@@ -1163,8 +1163,8 @@ class ZeROStrategy(DDPStrategy):
         module = self.lightning_module
         if self.engine is not None:
             self.engine.gradients.local = True  # no step is to come; Trainers call zero_grad() before they validate
-            self.engine.lender.thread = None
-            self.engine.lender.given.training = False
+            self.engine.on_demand.thread = None
+            self.engine.on_demand.given.training = False
         if self.engine is not None and (self.engine.comm.world_size == 1 or dist.is_initialized()):
             self.engine.wait()
             if self._state_dict_hooks is None:  # every rank has whole parameters

@@ -6,6 +6,6 @@
     │                                                     │ (token, expert) pairs
     └─► dispatch: by expert ─► to the experts' ranks ─► grouped products ─► back ─► weighted sum per token
 
-``layer`` is what a model uses, ``parallel`` divides its experts over ranks. ``losses`` and ``balance`` keep the experts
+``layer`` is what a model uses, ``parallel`` shards its experts over ranks. ``losses`` and ``balance`` keep the experts
 equally busy: by a loss, or by a bias of the router that follows the loads.
 """

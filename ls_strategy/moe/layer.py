@@ -108,9 +108,9 @@ class MoE(SparseLayer):
         self.router = Router(hidden_size, options)
         self.coefficient = nn.Linear(hidden_size, 2) if use_residual else None
 
-    def divide(self, parallel: ExpertParallel) -> None:
+    def shard(self, parallel: ExpertParallel) -> None:
         """Learn which ranks to work with; the experts' parameters are divided by the caller."""
-        super().divide(parallel)
+        super().shard(parallel)
         for node in self.experts.modules():
             assert isinstance(node, StackedParameters)
             node.first_expert = self.num_experts // parallel.experts.size * parallel.experts.rank

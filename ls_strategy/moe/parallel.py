@@ -42,13 +42,13 @@ def apply_expert_parallel(
         What is here of each parameter that was divided, by ``id(parameter)``.
 
     Raises:
-        PlanError: there is no MoE layer, or one whose experts do not divide.
+        PlanError: there is no MoE layer, or one whose experts do not shard.
     """
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, SparseLayer)]
     size = expert_axis.size
     if not layers:
         raise PlanError(
-            f"expert parallelism over {size} ranks: the model has no ls_strategy.MoE layer, nothing to divide. "
+            f"expert parallelism over {size} ranks: the model has no ls_strategy.MoE layer, nothing to shard. "
             "Use MoE in place of feed-forward layers, convert_moe(model) on a model of transformers, or "
             "parallel.expert=1."
         )
@@ -61,7 +61,7 @@ def apply_expert_parallel(
     replicas = tensor_axis if tensor_axis is not None and tensor_axis.size > 1 and not tokens_divided else None
     parts: dict[int, TensorPart] = {}
     for _, layer in layers:
-        layer.divide(ExpertParallel(expert_axis, replicas, gradient_scale))
+        layer.shard(ExpertParallel(expert_axis, replicas, gradient_scale))
         for parameter in layer.experts.parameters():
             if id(parameter) in parts:
                 continue  # experts that two layers share

@@ -54,7 +54,7 @@ class SparseLayer(nn.Module):
     parallel: ExpertParallel | None = None
     """Ranks that hold the other experts; see `apply_expert_parallel`."""
 
-    def divide(self, parallel: ExpertParallel) -> None:
+    def shard(self, parallel: ExpertParallel) -> None:
         """Learn which ranks to work with; the experts' parameters are divided by the caller."""
         self.parallel = parallel
 

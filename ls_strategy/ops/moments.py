@@ -10,7 +10,7 @@ two that is not below the block's largest magnitude, and each element ``x`` keep
     signed:    s eeee mmm    1 + 7 bits, code 127 = scale, 3 bits of mantissa, down to 2**-16 of the scale; 0 is 0
     unsigned:    eeee mmmm       8 bits, code 255 = scale, 4 bits of mantissa, down to 2**-16 of the scale; 0 is 0
 
-A power of two divides without rounding: what a code stands for is stored again as itself, whatever the random bits are.
+A power of two shards without rounding: what a code stands for is stored again as itself, whatever the random bits are.
 A second moment ``v`` is kept as ``sqrt(v)``, with half the range of exponents; one that is positive never becomes zero,
 which would make its element's next update explode. A block with a number that is not finite becomes NaN as a whole.
 """

@@ -135,7 +135,7 @@ def _check(axis: Axis, query: Tensor, key: Tensor, value: Tensor) -> None:
     if query.shape[1] % axis.size:
         raise PlanError(
             f"{what}. Its {query.shape[1]} heads must be a multiple of the {axis.size} ranks of the {axis.name!r} "
-            "axis: choose a size that divides them."
+            "axis: choose a size that shards them."
         )
 
 

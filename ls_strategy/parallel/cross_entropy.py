@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from ls_strategy.distributed.axis import Axis
-from ls_strategy.parallel.divided import DimCut, whole
+from ls_strategy.parallel.dim_shard import DimShard, unsharded
 
 
 @dataclass(frozen=True)
@@ -134,12 +134,12 @@ class Options:
 
 
 def cross_entropy(
-    logits: Tensor, part: Tensor, cuts: Sequence[DimCut], target: Any, weight: Any, options: Options
+    logits: Tensor, part: Tensor, cuts: Sequence[DimShard], target: Any, weight: Any, options: Options
 ) -> Any:
     """`torch.nn.functional.cross_entropy` on the parts, of targets that are indices of classes. Collective.
 
     Args:
-        logits: looks like the whole: ``(N, V)`` or ``(N, V, ...)``.
+        logits: looks like the unsharded: ``(N, V)`` or ``(N, V, ...)``.
         part: of it.
         cuts: of it.
         target: whole, ``(N,)`` or ``(N, ...)``.
@@ -165,7 +165,7 @@ def cross_entropy(
         losses = losses * _weights(weight, mine, options.ignore_index, losses.dtype)
     dtype = _loss_dtype(logits)
     if options.reduction == "none":
-        return whole(losses, tokens).to(dtype)
+        return unsharded(losses, tokens).to(dtype)
     total = losses.sum()
     for cut in tokens:
         total = sum_over_ranks(total, cut.axis)
@@ -181,13 +181,13 @@ def _rows(part: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return rows.reshape(target.numel(), rows.shape[-1]), target.reshape(-1)
 
 
-def _how(cuts: Sequence[DimCut], classes: int, options: Options) -> TokenLoss:
+def _how(cuts: Sequence[DimShard], classes: int, options: Options) -> TokenLoss:
     columns = next((cut for cut in cuts if cut.dim == 1), None)
     axis, start = (Axis("alone"), 0) if columns is None else (columns.axis, columns.start)
     return TokenLoss(axis, start, classes, options.ignore_index, options.label_smoothing)
 
 
-def _is_possible(options: Options, cuts: Sequence[DimCut]) -> bool:
+def _is_possible(options: Options, cuts: Sequence[DimShard]) -> bool:
     modern = options.size_average is None and options.reduce is None and options.reduction in ("none", "mean", "sum")
     return modern and all(cut.plain for cut in cuts if cut.dim == 1)
 

@@ -208,7 +208,7 @@ def _part_of(name: str, value: DTensor, axis: Axis) -> TensorPart | None:
         raise PlanError(
             f"{where} on a mesh of dimensions {mesh.mesh_dim_names or mesh.ndim}: only what "
             'parallelize_module(module, self.device_mesh["tensor_parallel"], plan) makes is supported, Shard(dim) and '
-            "Replicate() along that one dimension. Leave fully_shard out: ZeROStrategy divides parameters along the "
+            "Replicate() along that one dimension. Leave fully_shard out: ZeROStrategy shards parameters along the "
             "data-parallel ranks itself."
         )
     ranks, ours = mesh.mesh.flatten().tolist(), _ranks(axis)
@@ -223,7 +223,7 @@ def _part_of(name: str, value: DTensor, axis: Axis) -> TensorPart | None:
         return None
     if type(placement) is not Shard:
         raise PlanError(
-            f"{where}: only Shard(dim) and Replicate() are supported. Leave fully_shard out: ZeROStrategy divides "
+            f"{where}: only Shard(dim) and Replicate() are supported. Leave fully_shard out: ZeROStrategy shards "
             "parameters along the data-parallel ranks itself."
         )
     return _chunk(tuple(value.shape), placement.dim % value.ndim, axis)

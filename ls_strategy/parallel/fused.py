@@ -60,7 +60,7 @@ def fused_heads(name: str, attention: nn.Module, layer_name: str, layer: nn.Modu
         raise PlanError(
             f"module {layer_name!r} ({type(attention).__name__}) makes {heads.key} groups of query heads with one key "
             f"and value head each, which stay together and do not divide by parallel.tensor={size}. Use a size "
-            f"that divides {heads.key}."
+            f"that shards {heads.key}."
         )
     return heads, Column(granule=(heads.query // heads.key + 2) * heads.size)
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from ls_strategy.errors import PlanError
 from ls_strategy.parallel import families
-from ls_strategy.parallel.cuts import is_conv1d
+from ls_strategy.parallel.resolved_plan import is_conv1d
 from ls_strategy.parallel.styles import Attributes
 
 _RESHAPES = frozenset(("view", "reshape", "split", "expand", "unflatten", "chunk"))
@@ -90,12 +90,12 @@ class Heads:
         if self.query % ranks:
             raise PlanError(
                 f"module {name!r} ({type(module).__name__}) has {self.query} attention heads, which do not divide by "
-                f"parallel.tensor={ranks}. Use a size that divides {self.query}."
+                f"parallel.tensor={ranks}. Use a size that shards {self.query}."
             )
         if self.key % ranks and ranks % self.key:
             raise PlanError(
                 f"module {name!r} ({type(module).__name__}) has {self.key} key and value heads, which neither divide "
-                f"by parallel.tensor={ranks} nor divide it. Use a size that divides {self.key}, or a multiple."
+                f"by parallel.tensor={ranks} nor divide it. Use a size that shards {self.key}, or a multiple."
             )
 
     def copies(self, ranks: int) -> int:

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ls_strategy.errors import StateError
-from ls_strategy.parallel.cuts import Owned
 from ls_strategy.parallel.regions import untraced
+from ls_strategy.parallel.resolved_plan import Owned
 
 Map = Callable[[Tensor], Tensor]
 

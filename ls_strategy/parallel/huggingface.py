@@ -16,11 +16,11 @@ from torch import nn
 from ls_strategy.errors import PlanError
 from ls_strategy.moe.sparse import SparseLayer
 from ls_strategy.parallel import families
-from ls_strategy.parallel.cuts import plain_name
 from ls_strategy.parallel.families import Role
 from ls_strategy.parallel.fused import fused_heads
 from ls_strategy.parallel.heads import Heads, width_out
 from ls_strategy.parallel.plan_from_names import Found
+from ls_strategy.parallel.resolved_plan import plain_name
 from ls_strategy.parallel.styles import Attributes, Column, Experts, Style, parse
 
 _LAYER_NUMBER = re.compile(r"\.\d+(?=\.|$)")
@@ -51,7 +51,7 @@ def styles_of(prefix: str, model: nn.Module, plan: Mapping[str, str], size: int)
     """
     found: Found = {}
     modules: dict[str, nn.Module] = {}
-    # Layers of experts stay whole here; expert parallelism divides them.
+    # Layers of experts stay whole here; expert parallelism shards them.
     whole = tuple(f"{name}." for name, m in model.named_modules() if isinstance(m, SparseLayer))
     for name, module in ((n, m) for n, m in model.named_modules() if not f"{n}.".startswith(whole)):
         full = plain_name(f"{prefix}.{name}" if prefix and name else prefix or name)
@@ -63,7 +63,7 @@ def styles_of(prefix: str, model: nn.Module, plan: Mapping[str, str], size: int)
             style = plan.get(_LAYER_NUMBER.sub(".*", f"{name}.{key}"))
             if style is not None and style != _WHOLE and not isinstance(found.get(full), Experts):
                 raise PlanError(
-                    f"Hugging Face's tensor-parallel plan divides the parameter {full}.{key} ({type(module).__name__}) "
+                    f"Hugging Face's tensor-parallel plan shards the parameter {full}.{key} ({type(module).__name__}) "
                     f"as {style!r}, which is not supported here. Give the whole plan as parallel.tensor.plan={{...}}."
                 )
     for name, layers in _attentions(found).items():

@@ -28,7 +28,7 @@ from ls_strategy._compat import make_wrapper, tree_map
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import StateError
 from ls_strategy.parallel.cross_entropy import Options, cross_entropy
-from ls_strategy.parallel.divided import DimCut, own_part, slice_cut, spelled_out, whole
+from ls_strategy.parallel.dim_shard import DimShard, own_part, slice_shard, spelled_out, unsharded
 from ls_strategy.parallel.regions import untraced
 
 
@@ -44,7 +44,7 @@ def wrap_vocabulary(local: Tensor, axis: Axis, full_size: int, start: int) -> Te
         start: this rank's first one.
     """
     low, more = divmod(full_size, axis.size)
-    cut = DimCut(axis, local.dim() - 1, tuple(low + (r < more) for r in range(axis.size)), averaged=False)
+    cut = DimShard(axis, local.dim() - 1, tuple(low + (r < more) for r in range(axis.size)), averaged=False)
     if (cut.start, cut.mine) != (start, local.shape[-1]):
         raise ValueError(
             f"rank {axis.rank} of {axis.size} has {local.shape[-1]} of {full_size} columns from {start} on, where "
@@ -67,7 +67,7 @@ def wrap_sequence(local: Tensor, axis: Axis, full_length: int, dim: int = 1) -> 
             f"dimension {dim} of {tuple(local.shape)} is not a {axis.size}th of {full_length} tokens: every rank must "
             "have equally many."
         )
-    return _wrap(local, DimCut(axis, dim % local.dim(), (local.shape[dim],) * axis.size, averaged=True))
+    return _wrap(local, DimShard(axis, dim % local.dim(), (local.shape[dim],) * axis.size, averaged=True))
 
 
 def gather(tree: Any) -> Any:
@@ -79,8 +79,8 @@ def gather(tree: Any) -> Any:
 
 
 def _gather_leaf(leaf: Any) -> Any:
-    if isinstance(leaf, DividedLogits):
-        return whole(leaf.part, leaf.cuts)
+    if isinstance(leaf, ShardedLogits):
+        return unsharded(leaf.part, leaf.cuts)
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
         before = {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf)}
         after = {name: gather(value) for name, value in before.items()}
@@ -92,29 +92,29 @@ def _gather_leaf(leaf: Any) -> Any:
 
 
 @untraced
-def _wrap(local: Tensor, cut: DimCut) -> Tensor:
-    if isinstance(local, DividedLogits):
+def _wrap(local: Tensor, cut: DimShard) -> Tensor:
+    if isinstance(local, ShardedLogits):
         return _divided(local.part, (*local.cuts, cut))
     return _divided(local, (cut,)) if cut.axis.size > 1 else local
 
 
-def _divided(part: Tensor, cuts: tuple[DimCut, ...]) -> DividedLogits:
-    result = _Divided.apply(part, cuts)
-    assert isinstance(result, DividedLogits)
+def _divided(part: Tensor, cuts: tuple[DimShard, ...]) -> ShardedLogits:
+    result = _Sharded.apply(part, cuts)
+    assert isinstance(result, ShardedLogits)
     result.part, result.cuts = part, cuts
     return result
 
 
-class _Divided(torch.autograd.Function):
+class _Sharded(torch.autograd.Function):
     """From a part to what looks whole; nothing is computed. For code that reaches the tensor past Python's level."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, cuts: tuple[DimCut, ...]) -> Tensor:
+    def forward(ctx: Any, part: Tensor, cuts: tuple[DimShard, ...]) -> Tensor:
         ctx.cuts = cuts
         shape = list(part.shape)
         for cut in cuts:
             shape[cut.dim] = cut.outer * cut.full * cut.inner
-        result = make_wrapper(DividedLogits, part, tuple(shape))
+        result = make_wrapper(ShardedLogits, part, tuple(shape))
         result.part, result.cuts = part.detach(), cuts
         return result
 
@@ -123,7 +123,7 @@ class _Divided(torch.autograd.Function):
         return own_part(grad, ctx.cuts), None
 
 
-class DividedLogits(Tensor):
+class ShardedLogits(Tensor):
     """Has the metadata of the whole tensor, and in memory this rank's part of it.
 
     In-place operations, pickling and ``retain_grad`` are refused. A hook of ``register_hook`` sees the gradient of this
@@ -131,19 +131,19 @@ class DividedLogits(Tensor):
     """
 
     part: Tensor
-    cuts: tuple[DimCut, ...]
+    cuts: tuple[DimShard, ...]
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Metadata from here, some operations on the part, all others on the whole."""
+        """Metadata from here, some operations on the part, all others on the unsharded."""
         kwargs = kwargs or {}
         if func in _METADATA:
             return super().__torch_function__(func, types, args, kwargs)
         _refuse_changes(func, args, kwargs)
         act = _ON_PARTS.get(func)
-        if act is not None and args and isinstance(args[0], DividedLogits):
+        if act is not None and args and isinstance(args[0], ShardedLogits):
             result = act(func, *args, **kwargs)
             if result is not NotImplemented:
                 return result
@@ -153,7 +153,7 @@ class DividedLogits(Tensor):
     def __torch_dispatch__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Below Python's level: the whole. Its gradient comes back through `_Divided`."""
+        """Below Python's level: the unsharded. Its gradient comes back through `_Sharded`."""
         if func is torch.ops.aten.detach.default:
             return _divided(args[0].part.detach(), args[0].cuts)
         if str(func).split(".")[1].endswith("_"):
@@ -165,7 +165,7 @@ class DividedLogits(Tensor):
         parts = ", ".join(
             f"{c.axis.name} rank {c.axis.rank} of {c.axis.size} along dimension {c.dim}" for c in self.cuts
         )
-        return f"DividedLogits(shape={tuple(self.shape)}, dtype={self.dtype}, part of {parts})"
+        return f"ShardedLogits(shape={tuple(self.shape)}, dtype={self.dtype}, part of {parts})"
 
     __str__ = __repr__
 
@@ -173,7 +173,7 @@ class DividedLogits(Tensor):
         """As `__repr__`."""
         return format(repr(self), format_spec)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DividedLogits:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedLogits:
         """A copy of the part. The axis is the same."""
         return _divided(copy.deepcopy(self.part, memo), self.cuts)
 
@@ -207,15 +207,15 @@ def _refuse_changes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     """What changes its first argument, or ``out``, would be lost with the whole tensor that was made for it."""
     name = getattr(func, "__name__", "")
     in_place = name in _CHANGES or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace") is True
-    changes_first = in_place and args and isinstance(args[0], DividedLogits)
-    if changes_first or isinstance(kwargs.get("out"), DividedLogits) or func is torch.autograd.grad:
+    changes_first = in_place and args and isinstance(args[0], ShardedLogits)
+    if changes_first or isinstance(kwargs.get("out"), ShardedLogits) or func is torch.autograd.grad:
         raise _refusal(name)
 
 
 # --- operations on the parts ------------------------------------------------------------------------------------------
 
 
-def _element_wise(func: Callable[..., Any], logits: DividedLogits, *args: Any, **kwargs: Any) -> Any:
+def _element_wise(func: Callable[..., Any], logits: ShardedLogits, *args: Any, **kwargs: Any) -> Any:
     """Ops between a tensor and numbers: any part stays what it is."""
     if not all(_is_plain(value) for value in (*args, *kwargs.values())):
         return NotImplemented
@@ -231,7 +231,7 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (int, float, str, torch.dtype, torch.device, torch.memory_format))
 
 
-def _reshape(func: Callable[..., Any], logits: DividedLogits, *args: Any, **kwargs: Any) -> Any:
+def _reshape(func: Callable[..., Any], logits: ShardedLogits, *args: Any, **kwargs: Any) -> Any:
     """Other dimensions of the same elements in the same order."""
     old = tuple(logits.shape)
     outcome = func(torch.empty(old, dtype=logits.dtype, device="meta"), *args, **kwargs)
@@ -241,7 +241,7 @@ def _reshape(func: Callable[..., Any], logits: DividedLogits, *args: Any, **kwar
     return _with_shape(logits, old, new)
 
 
-def _with_shape(logits: DividedLogits, old: tuple[int, ...], new: tuple[int, ...]) -> Any:
+def _with_shape(logits: ShardedLogits, old: tuple[int, ...], new: tuple[int, ...]) -> Any:
     cuts = [cut.reshaped(old, new) for cut in logits.cuts]
     found = tuple(cut for cut in cuts if cut is not None)
     if len(found) < len(cuts) or len({cut.dim for cut in found}) < len(found):
@@ -252,7 +252,7 @@ def _with_shape(logits: DividedLogits, old: tuple[int, ...], new: tuple[int, ...
     return _divided(logits.part.reshape(shape), found)
 
 
-def _permute(func: Callable[..., Any], logits: DividedLogits, *args: Any, **kwargs: Any) -> Any:
+def _permute(func: Callable[..., Any], logits: ShardedLogits, *args: Any, **kwargs: Any) -> Any:
     """The dimensions in another order, which the strides of a stand-in tell."""
     n = logits.dim()
     strides = func(torch.empty_strided(logits.shape, tuple(range(1, n + 1)), device="meta"), *args, **kwargs).stride()
@@ -262,19 +262,19 @@ def _permute(func: Callable[..., Any], logits: DividedLogits, *args: Any, **kwar
     return _divided(logits.part.permute(order), tuple(cut.moved(order.index(cut.dim)) for cut in logits.cuts))
 
 
-def _index(func: Callable[..., Any], logits: DividedLogits, index: Any) -> Any:
+def _index(func: Callable[..., Any], logits: ShardedLogits, index: Any) -> Any:
     """Numbers, slices, None and an ellipsis; of a divided dimension, slices without a step."""
     items = spelled_out(index if isinstance(index, tuple) else (index,), logits.dim())
     if items is None:
         return NotImplemented
     divided = {cut.dim: cut for cut in logits.cuts}
-    cuts: list[DimCut] = []
+    cuts: list[DimShard] = []
     local: list[Any] = []
     dim = new_dim = 0
     for item in items:
         cut = divided.get(dim) if item is not None else None
         if cut is not None:
-            item, cut = slice_cut(item, cut)
+            item, cut = slice_shard(item, cut)
             if cut is None:
                 return NotImplemented
             cuts.append(cut.moved(new_dim))
@@ -284,7 +284,7 @@ def _index(func: Callable[..., Any], logits: DividedLogits, index: Any) -> Any:
     return _divided(logits.part[tuple(local)], tuple(cuts))
 
 
-def _argmax(func: Callable[..., Any], input: DividedLogits, dim: Any = None, keepdim: bool = False) -> Any:
+def _argmax(func: Callable[..., Any], input: ShardedLogits, dim: Any = None, keepdim: bool = False) -> Any:
     """Along one dimension: each rank's best, then the best of these. A plain tensor."""
     if not isinstance(dim, int):
         return NotImplemented
@@ -304,7 +304,7 @@ def _argmax(func: Callable[..., Any], input: DividedLogits, dim: Any = None, kee
     return best if keepdim else best.squeeze(dim)
 
 
-def _best_of_ranks(part: Tensor, best: Tensor | None, cut: DimCut) -> Tensor:
+def _best_of_ranks(part: Tensor, best: Tensor | None, cut: DimShard) -> Tensor:
     shape = [1 if d == cut.dim else n for d, n in enumerate(part.shape)]
     value = part.new_full(shape, -torch.inf) if best is None else part.gather(cut.dim, best)
     index = torch.zeros(shape, dtype=torch.long, device=part.device) if best is None else best + cut.start

@@ -18,10 +18,10 @@ from ls_strategy.blocks import CONTAINERS, outermost
 from ls_strategy.errors import PlanError
 from ls_strategy.moe.sparse import SparseLayer
 from ls_strategy.parallel import families
-from ls_strategy.parallel.cuts import is_conv1d, plain_name
 from ls_strategy.parallel.families import Role
 from ls_strategy.parallel.fused import fused_heads
 from ls_strategy.parallel.heads import Heads, refusal, width_in, width_out
+from ls_strategy.parallel.resolved_plan import is_conv1d, plain_name
 from ls_strategy.parallel.styles import Column, Features, PartialGradient, Row, Style
 
 Found: TypeAlias = dict[str, Style]

@@ -21,8 +21,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from ls_strategy.errors import PlanError
 from ls_strategy.parallel import huggingface
-from ls_strategy.parallel.cuts import Resolved, plain_name, resolve
 from ls_strategy.parallel.plan_from_names import infer, uniform_blocks
+from ls_strategy.parallel.resolved_plan import Resolved, plain_name, resolve
 from ls_strategy.parallel.styles import Experts, Style, parse_all
 from ls_strategy.parallel.vocabulary import vocabulary
 

@@ -23,10 +23,10 @@ from torch import nn
 from ls_strategy.errors import PlanError
 from ls_strategy.moe.sparse import SparseLayer
 from ls_strategy.parallel import families
-from ls_strategy.parallel.cuts import is_conv1d, plain_name
 from ls_strategy.parallel.families import Role
 from ls_strategy.parallel.heads import width_in, width_out
 from ls_strategy.parallel.plan_from_names import Attention, Found, shared_beginning, uniform_blocks
+from ls_strategy.parallel.resolved_plan import is_conv1d, plain_name
 from ls_strategy.parallel.styles import Column, Row
 from ls_strategy.parallel.vocabulary import vocabulary
 

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import PlanError
-from ls_strategy.parallel.cuts import Layer, Owned, Resolved
 from ls_strategy.parallel.hooks import Hooks, change_first, change_output
 from ls_strategy.parallel.random import Streams
 from ls_strategy.parallel.regions import copy_to, gather_sequence, join_sequence, slice_sequence
+from ls_strategy.parallel.resolved_plan import Layer, Owned, Resolved
 from ls_strategy.parallel.styles import Column, Features, Replicate, Row, Vocab
 
 NAMES = ("hidden_states", "input", "x", "src", "tgt")
@@ -166,7 +166,7 @@ def _slicer(axis: Axis) -> Callable[[Tensor], Tensor]:
     def cut(x: Tensor) -> Tensor:
         if x.dim() < 3 or x.shape[1] % axis.size:
             raise PlanError(
-                f"sequence=True divides the tokens of hidden states (B, T, D) over {axis.size} ranks, but the first "
+                f"sequence=True shards the tokens of hidden states (B, T, D) over {axis.size} ranks, but the first "
                 f"block got {tuple(x.shape)}. Pad T to a multiple of {axis.size}, or set sequence=False."
             )
         return slice_sequence(x, axis)

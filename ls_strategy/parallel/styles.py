@@ -112,7 +112,7 @@ class Attributes:
 
 @dataclass(frozen=True)
 class Divide:
-    """Divides integer attributes of the module by the ranks; one that is smaller and divides their number becomes 1."""
+    """Divides integer attributes of the module by the ranks; one that is smaller and shards their number becomes 1."""
 
     names: tuple[str, ...]
     """Of the attributes."""
@@ -134,8 +134,8 @@ class Divide:
         if size % value == 0:
             return 1
         raise PlanError(
-            f"{where} does not divide by the {size} tensor-parallel ranks. Use a number of ranks that divides "
-            f"{value} (or one that {value} divides, with `copies` on the layers that make them)."
+            f"{where} does not divide by the {size} tensor-parallel ranks. Use a number of ranks that shards "
+            f"{value} (or one that {value} shards, with `copies` on the layers that make them)."
         )
 
 

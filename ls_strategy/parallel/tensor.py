@@ -25,7 +25,6 @@ from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import PlanError
 from ls_strategy.layout import TensorPart
 from ls_strategy.parallel.alibi import cut_head_biases
-from ls_strategy.parallel.cuts import Layer, Owned, Resolved, is_conv1d, resolve
 from ls_strategy.parallel.hooks import GradientSums, Hooks, NoPickle, Undo, change_first
 from ls_strategy.parallel.logits import wrap_vocabulary
 from ls_strategy.parallel.random import Streams, share_random_state, wire_device
@@ -38,6 +37,7 @@ from ls_strategy.parallel.regions import (
     scatter_to,
     sum_copies,
 )
+from ls_strategy.parallel.resolved_plan import Layer, Owned, Resolved, is_conv1d, resolve
 from ls_strategy.parallel.sequence import TokenBlocks, owners
 from ls_strategy.parallel.styles import Column, Experts, Features, PartialGradient, Plan, Row, Vocab
 
@@ -63,7 +63,7 @@ def apply_tensor_parallel(
         axis: the ranks. With a single one everything is checked, and nothing but attributes is changed.
         sequence: divide activations between ``blocks`` along the tokens, dimension 1 of ``(B, T, D)``.
         blocks: with ``sequence``, the repeated blocks. All that mixes tokens in them must have column and row layers.
-        elsewhere: ``id`` of parameters that another kind of parallelism divides over these ranks and others: experts.
+        elsewhere: ``id`` of parameters that another kind of parallelism shards over these ranks and others: experts.
         trains: whether parameters are trained and saved, not only read: what only inference can divide is refused.
 
     Raises:
@@ -359,7 +359,7 @@ def _check_use(resolved: Resolved, trains: bool, sequence: bool) -> None:
         if sequence and isinstance(layer.style, Experts):
             raise PlanError(
                 f"parallel.tensor.sequence_parallel=True: module {layer.name!r} ({type(layer.module).__name__}) "
-                "divides every expert over ranks that would hold other tokens. Set "
+                "shards every expert over ranks that would hold other tokens. Set "
                 "parallel.tensor.sequence_parallel=False, or convert the experts (ls_strategy.moe.convert_moe)."
             )
 

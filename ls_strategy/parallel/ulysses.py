@@ -25,7 +25,7 @@ from ls_strategy._compat import current_backward_pass
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import PlanError
 from ls_strategy.parallel.attention import Interception, attention_over, leave, reenter
-from ls_strategy.parallel.divided import DimCut, whole
+from ls_strategy.parallel.dim_shard import DimShard, unsharded
 from ls_strategy.parallel.hooks import Hooks, change_output
 from ls_strategy.parallel.logits import wrap_sequence
 from ls_strategy.parallel.random import draw, generator_of, has_drawn, hash64, position, set_state
@@ -95,7 +95,7 @@ class SequenceParallel:
     # hooks -----------------------------------------------------------------------------------------------------------
 
     def _begin(self, _module: nn.Module, _args: Any, _kwargs: Any) -> None:
-        """A module that contains the blocks was called: what reaches the first block is whole."""
+        """A module that contains the blocks was called: what reaches the first block is unsharded."""
         self._tokens = None
 
     def _enter(self, block: nn.Module, args: Any, kwargs: Any) -> Call | None:
@@ -127,12 +127,12 @@ class SequenceParallel:
                 f"{tuple(hidden.shape)}. A block must return (batch, tokens, width) with as many tokens as it got."
             )
         if self.head is None and block is self.blocks[-1]:
-            return whole(hidden, [DimCut(self.axis, 1, (share,) * self.axis.size, averaged=True)])
+            return unsharded(hidden, [DimShard(self.axis, 1, (share,) * self.axis.size, averaged=True)])
         setattr(hidden, _MARK, self._tokens)
         return hidden
 
     def _wrap(self, head: nn.Module, _args: Any, output: Any) -> Any:
-        """After the head: logits that look whole."""
+        """After the head: logits that look unsharded."""
         if not self._cut or self._tokens is None or head is not self.head:
             return None
         share = self._tokens // self.axis.size
@@ -272,7 +272,7 @@ def apply_sequence_parallel(
 
     All ranks of the axis must see the same batches, and their gradients must be averaged. Arguments of the blocks are
     cut as in `tokens`; a block's attention must be `torch.nn.functional.scaled_dot_product_attention` over heads that
-    the size of the axis divides. Modules after the blocks must work token by token. Dropout in the blocks draws other
+    the size of the axis shards. Modules after the blocks must work token by token. Dropout in the blocks draws other
     numbers on every rank, everything else the same.
 
     The first training forward compares a block on its own tokens with the block on all of them.
@@ -297,7 +297,7 @@ def apply_sequence_parallel(
             kind = getattr(getattr(module, "config", None), "_attn_implementation", None)
             if axis.size > 1 and isinstance(kind, str) and kind != "sdpa":
                 raise PlanError(
-                    f"sequence parallelism divides torch.nn.functional.scaled_dot_product_attention, but "
+                    f"sequence parallelism shards torch.nn.functional.scaled_dot_product_attention, but "
                     f"{type(module).__name__} is set to attn_implementation={kind!r}. Load the model with "
                     'attn_implementation="sdpa".'
                 )

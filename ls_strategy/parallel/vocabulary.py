@@ -13,8 +13,8 @@ from typing import Any, cast
 from torch import nn
 
 from ls_strategy.parallel import families
-from ls_strategy.parallel.cuts import plain_name
 from ls_strategy.parallel.plan_from_names import uniform_blocks
+from ls_strategy.parallel.resolved_plan import plain_name
 from ls_strategy.parallel.styles import Features, Style, Vocab
 
 

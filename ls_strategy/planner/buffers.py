@@ -94,7 +94,7 @@ class PaperPool:
 
 
 @dataclass
-class PaperFlat:
+class SimulatedFlat:
     """One flat buffer, as far as `Gatherer` and the reducer ask."""
 
     plan: FlatPlan
@@ -158,7 +158,7 @@ class PaperFlat:
 class PaperUnit:
     """A unit on paper."""
 
-    def __init__(self, flats: list[PaperFlat], *, is_root: bool) -> None:
+    def __init__(self, flats: list[SimulatedFlat], *, is_root: bool) -> None:
         self.flats = flats
         self.is_root = is_root
         self.pinned = False
@@ -183,7 +183,7 @@ class PaperReducer:
         self.eager = True
         self._trained = trained
         self._next = 0
-        self._in_flight: deque[PaperFlat] = deque()
+        self._in_flight: deque[SimulatedFlat] = deque()
 
     def begin_backward(self, *, eager: bool) -> None:
         """See `Reducer`."""
@@ -198,7 +198,7 @@ class PaperReducer:
             for flat in unit.trainable_flats if not self.policy.gradients else ():
                 self._widen(flat)
 
-    def _widen(self, flat: PaperFlat) -> None:
+    def _widen(self, flat: SimulatedFlat) -> None:
         """Stages 0 and 1: from the second micro-batch on gradients add up in fp32, for good."""
         size = flat.plan.dtype.itemsize
         if flat.used and self.policy.optimizer and size < 4 and not flat.wide:
@@ -207,7 +207,7 @@ class PaperReducer:
             self.ledger.add("gradients", -numel * size)
             flat.wide = True
 
-    def on_grad(self, unit: PaperUnit, flat: PaperFlat, name: str, numel: int) -> None:
+    def on_grad(self, unit: PaperUnit, flat: SimulatedFlat, name: str, numel: int) -> None:
         """See `Reducer`; ``numel`` elements of the parameter ``name``."""
         if self.policy.gradients:
             if not unit.launched:
@@ -224,7 +224,7 @@ class PaperReducer:
                 self._launch(self.order[self._next])
                 self._next += 1
 
-    def _hold(self, flat: PaperFlat) -> None:
+    def _hold(self, flat: SimulatedFlat) -> None:
         if flat.grad is None:
             flat.grad = self.pool.take(flat.plan.layout.numel, flat.plan.dtype.itemsize)
 
@@ -250,12 +250,12 @@ class PaperReducer:
             while self._too_much():
                 self._finish(self._in_flight.popleft())
 
-    def _sent_itemsize(self, flat: PaperFlat) -> int:
+    def _sent_itemsize(self, flat: SimulatedFlat) -> int:
         if not self.policy.optimizer or flat.wide:
             return 4
         return flat.plan.dtype.itemsize
 
-    def _send(self, flat: PaperFlat) -> None:
+    def _send(self, flat: SimulatedFlat) -> None:
         world, shard, size = self.plan.world_size, flat.plan.layout.shard, self._sent_itemsize(flat)
         if world == 1:
             return
@@ -275,7 +275,7 @@ class PaperReducer:
         bounded = self.policy.gradients or self.setting.native
         return bounded and len(self._in_flight) > 2 and flying > reduce.IN_FLIGHT_BYTES
 
-    def _finish(self, flat: PaperFlat) -> None:
+    def _finish(self, flat: SimulatedFlat) -> None:
         shard = flat.plan.layout.shard
         if not self.policy.optimizer or self._comes_by_copy(flat):
             self.pool.give([self.pool.take(shard, 4)])
@@ -288,7 +288,7 @@ class PaperReducer:
             self.pool.give([flat.grad])
             flat.grad = None
 
-    def _comes_by_copy(self, flat: PaperFlat) -> bool:
+    def _comes_by_copy(self, flat: SimulatedFlat) -> bool:
         """Whether averages are summed on the device and then copied to where they rest."""
         if flat.plan.gradient_tier == "nvme" and not self.setting.early_step:
             return True

@@ -26,7 +26,7 @@ from ls_strategy.planner.forecast import (
     table,
 )
 from ls_strategy.planner.hardware import Hardware, found_here, show_bytes
-from ls_strategy.planner.paper import on_paper
+from ls_strategy.planner.simulated import simulated
 from ls_strategy.planner.step import training_step
 from ls_strategy.precision import PrecisionPolicy
 
@@ -49,7 +49,7 @@ class Question:
     def forecaster(self) -> Generator[Forecaster, None, None]:
         """Inside, the module is on paper; afterwards it is what it was. Not collective."""
         in_fp32 = self.run.config.precision.fp32_modules
-        with on_paper(self.module, self.precision, in_fp32, torch.device("cpu")) as paper:
+        with simulated(self.module, self.precision, in_fp32, torch.device("cpu")) as paper:
             optimizers = [paper.optimizer(o) for o in self.optimizers]
             yield Forecaster(
                 self.module,

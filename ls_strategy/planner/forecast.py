@@ -16,8 +16,8 @@ from ls_strategy.plan import Plan
 from ls_strategy.planner.buffers import Setting
 from ls_strategy.planner.candidates import Candidate, ladder
 from ls_strategy.planner.hardware import Hardware, show_bytes
-from ls_strategy.planner.paper import Paper
 from ls_strategy.planner.replay import Peak, replay
+from ls_strategy.planner.simulated import Simulated
 from ls_strategy.planner.states import ModelStates
 from ls_strategy.planner.trace import Step, Trace, Tracer
 from ls_strategy.planner.traffic import StepTraffic, traffic
@@ -97,7 +97,7 @@ class Forecaster:
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         *,
-        paper: Paper,
+        paper: Simulated,
         precision: PrecisionPolicy,
         step: Step,
         batch: Any,
@@ -106,9 +106,9 @@ class Forecaster:
         """Cut the model into units; steps are traced when they are asked for.
 
         Args:
-            model: inside `on_paper`.
+            model: inside `simulated`.
             optimizers: on its parameters there.
-            paper: what `on_paper` yields.
+            paper: what `simulated` yields.
             precision: dtypes of training.
             step: the training step.
             batch: of one rank.

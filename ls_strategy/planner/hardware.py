@@ -138,11 +138,11 @@ def found_here(device: torch.device, *, ranks: int, ranks_per_node: int, nvme_pa
         device=device.type,
         device_memory=memory,
         host_memory=free_host_memory(),
-        drive=_free_on_drive(Path(nvme_path)) if nvme_path else 0,
+        drive=_free_on_nvme(Path(nvme_path)) if nvme_path else 0,
     )
 
 
-def _free_on_drive(folder: Path) -> int | None:
+def _free_on_nvme(folder: Path) -> int | None:
     """Bytes; None where nobody may look."""
     try:
         while not folder.exists():

@@ -12,7 +12,7 @@ from typing import Any
 
 from ls_strategy.config import TierName
 from ls_strategy.plan import FlatPlan, Plan
-from ls_strategy.planner.buffers import PaperFlat, PaperLedger, PaperReducer, PaperUnit, Setting
+from ls_strategy.planner.buffers import PaperLedger, PaperReducer, PaperUnit, Setting, SimulatedFlat
 from ls_strategy.planner.trace import Event, Trace
 from ls_strategy.zero.gather import Gatherer
 
@@ -56,9 +56,9 @@ class _Replay:
         self.sizes: defaultdict[int, int] = defaultdict(int)
         self.most_away = 0
 
-    def _flat(self, plan: FlatPlan) -> PaperFlat:
+    def _flat(self, plan: FlatPlan) -> SimulatedFlat:
         ahead = plan.param_tier == "nvme" or (plan.param_tier == "cpu" and self.setting.cuda)
-        return PaperFlat(plan, self.ledger, ahead)
+        return SimulatedFlat(plan, self.ledger, ahead)
 
     def run(self, names: Sequence[Sequence[str]]) -> Peak:
         states = self.plan.bytes_by_tier(self.setting.optimizer_bytes)

@@ -20,7 +20,7 @@ from ls_strategy.activations.recompute import apply_recompute
 from ls_strategy.config import RecomputeConfig
 from ls_strategy.errors import PlanError
 from ls_strategy.planner.live import StorageWatch
-from ls_strategy.planner.paper import batch_on_paper
+from ls_strategy.planner.simulated import simulated_batch
 from ls_strategy.precision import PrecisionPolicy
 from ls_strategy.zero.hooks import UnitHooks
 from ls_strategy.zero.materialize import Fp32Boundary, fp32_modules
@@ -146,7 +146,7 @@ def _flops(func: Any, args: Any, kwargs: Any, output: Any) -> int:
 
 @dataclass
 class Tracer:
-    """Runs steps of one model that is on paper (`paper.on_paper`)."""
+    """Runs steps of one model that is on paper (`paper.simulated`)."""
 
     model: nn.Module
     specs: Sequence[UnitSpec]
@@ -157,7 +157,7 @@ class Tracer:
     fp32_classes: tuple[str, ...]
     device: torch.device
     mode: Any
-    """From `on_paper`."""
+    """From `simulated`."""
 
     _events: list[Event] = field(default_factory=list)
 
@@ -213,12 +213,12 @@ class Tracer:
             events.append(Event("end_backward"))
 
         with self.mode, watch:
-            on_paper = batch_on_paper(batch, self.precision, self.device)
+            simulated = simulated_batch(batch, self.precision, self.device)
             batch_bytes = sum(e.amount for e in events if e.kind == "bytes")
             events.append(Event("begin"))
             with self._forward_context(), around():
-                self.step(on_paper, backward)
-            del on_paper
+                self.step(simulated, backward)
+            del simulated
         return batch_bytes
 
     @contextmanager

@@ -111,7 +111,7 @@ def followed(works: Sequence[Any], name: str, nbytes: int) -> Sequence[Any]:
 def waiting(category: str, name: str = "wait") -> AbstractContextManager[None]:
     """Around waiting for what is under way: communication counts as under way while it is waited for."""
     recorder = _detailed()
-    if recorder is None or _is_beside():
+    if recorder is None or _is_overlapped():
         return _NOTHING
     now = recorder.clock.now
     return recorder.during(Note(category, name, now(), None, moves=category == COMMUNICATION, waits=True), now)
@@ -123,7 +123,7 @@ def copying(name: str, nbytes: int) -> AbstractContextManager[None]:
     if recorder is None:
         return _NOTHING
     now = time.perf_counter
-    return recorder.during(Note(COPY, name, now(), None, nbytes, waits=not _is_beside()), now)
+    return recorder.during(Note(COPY, name, now(), None, nbytes, waits=not _is_overlapped()), now)
 
 
 @contextmanager
@@ -143,5 +143,5 @@ def _detailed() -> Recorder | None:
     return recorder if recorder is not None and recorder.detail else None
 
 
-def _is_beside() -> bool:
+def _is_overlapped() -> bool:
     return threading.current_thread().name.startswith(OWN_THREADS)

@@ -2,10 +2,10 @@
 
 ::
 
-    loan = tier.get(key, start, stop)      starts bringing the elements
-    tensor = loan.wait()                   there they are: read them, change them in place
-    tier.put(key, loan, start)             let them rest again, changed     or
-    loan.release()                         unchanged: forget what was brought
+    lease = tier.get(key, start, stop)      starts bringing the elements
+    tensor = lease.wait()                   there they are: read them, change them in place
+    tier.put(key, lease, start)             let them rest again, changed     or
+    lease.release()                         unchanged: forget what was brought
 
 A later ``get`` sees what an earlier ``put`` of any thread gave, also if that has not reached its place yet.
 """
@@ -28,11 +28,11 @@ Sizes = Mapping[Key, tuple[int, torch.dtype]]
 """Elements and dtype of every state that a tier will hold."""
 
 
-class Loan(Protocol):
+class Lease(Protocol):
     """Elements on their way from a tier, or here. Ends with ``release``, or by being given to ``put``."""
 
     def wait(self) -> Tensor:
-        """The elements, 1-d with the state's dtype; may be read and changed in place until the loan ends."""
+        """The elements, 1-d with the state's dtype; may be read and changed in place until the lease ends."""
         ...
 
     def release(self) -> None:
@@ -46,16 +46,16 @@ class Tier(Protocol):
     name: str
     """``device``, ``cpu`` or ``nvme``."""
 
-    def get(self, key: Key, start: int = 0, stop: int | None = None) -> Loan:
+    def get(self, key: Key, start: int = 0, stop: int | None = None) -> Lease:
         """Start bringing elements ``[start, stop)``; to the end without ``stop``. Zeros where nothing was ever put."""
         ...
 
-    def put(self, key: Key, value: Tensor | Loan, start: int = 0) -> None:
+    def put(self, key: Key, value: Tensor | Lease, start: int = 0) -> None:
         """Let ``value`` rest here, from element ``start`` on; may return before it does.
 
         Args:
             key: the state.
-            value: 1-d with the state's dtype, on any device; not read any more when this returns. Or a loan of this
+            value: 1-d with the state's dtype, on any device; not read any more when this returns. Or a lease of this
                 tier, which ends with this call.
             start: the first element's place.
         """
@@ -91,7 +91,7 @@ def resolve_range(sizes: Sizes, key: Key, start: int, stop: int | None) -> tuple
     return end, dtype
 
 
-class ResidentLoan:
+class ResidentLease:
     """A view of a tensor that is always there."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -138,12 +138,12 @@ class ResidentTier:
                 self._tensors[key] = self._allocate(numel, dtype).zero_()
             return self._tensors[key]
 
-    def get(self, key: Key, start: int = 0, stop: int | None = None) -> ResidentLoan:
+    def get(self, key: Key, start: int = 0, stop: int | None = None) -> ResidentLease:
         """Lend elements ``[start, stop)``: a view of the resident tensor."""
         end, _ = resolve_range(self.sizes, key, start, stop)
-        return ResidentLoan(self.tensor(key)[start:end])
+        return ResidentLease(self.tensor(key)[start:end])
 
-    def put(self, key: Key, value: Tensor | Loan, start: int = 0) -> None:
+    def put(self, key: Key, value: Tensor | Lease, start: int = 0) -> None:
         """Copy ``value`` to its place; free if it is that place."""
         source = value if isinstance(value, Tensor) else value.wait()
         end, dtype = resolve_range(self.sizes, key, start, start + source.numel())

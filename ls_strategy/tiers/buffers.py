@@ -128,7 +128,7 @@ class BoundedPool:
         held = "; ".join(self._holders.values())
         return (
             f"{holder} waits for a buffer: all {self.count} of {self.nbytes / 2**20:.1f} MiB are taken, and none has "
-            f"come back for {self.patience_s:.0f} s. Who holds one must not wait for another: release loans, or make "
+            f"come back for {self.patience_s:.0f} s. Who holds one must not wait for another: release leases, or make "
             f"the tier with more buffers. Held by: {held}."
         )
 

@@ -23,12 +23,12 @@ from torch import Tensor
 
 from ls_strategy.config import NVMeIOConfig
 from ls_strategy.errors import StateError
-from ls_strategy.tiers.base import Key, Loan, Sizes, resolve_range
+from ls_strategy.tiers.base import Key, Lease, Sizes, resolve_range
 from ls_strategy.tiers.buffers import PAGE, AlignedBuffer, BoundedPool
-from ls_strategy.tiers.drive import check_path, drive_wear, open_scratch
 from ls_strategy.tiers.file_io import DriveError, IOEngine, Transfer
+from ls_strategy.tiers.nvme_folder import check_path, drive_wear, open_scratch
 
-__all__ = ["NVMeLoan", "NVMeTier", "check_path", "drive_wear"]
+__all__ = ["NVMeLease", "NVMeTier", "check_path", "drive_wear"]
 
 logger = logging.getLogger("ls_strategy.tiers")
 
@@ -63,7 +63,7 @@ class _Access:
         return overlap and "write" in (self.transfer.verb, other.transfer.verb)
 
 
-class NVMeLoan:
+class NVMeLease:
     """Elements in a buffer of the tier."""
 
     def __init__(self, tier: NVMeTier, buffer: AlignedBuffer | None, tensor: Tensor, transfer: Transfer | None) -> None:
@@ -79,11 +79,11 @@ class NVMeLoan:
 
         Raises:
             DriveError: they could not be read.
-            StateError: the loan was released or put, or the drive does not answer.
+            StateError: the lease was released or put, or the drive does not answer.
         """
         if self._ended:
             raise StateError(
-                "this loan was released or put, and its buffer may hold another state by now: get it again."
+                "this lease was released or put, and its buffer may hold another state by now: get it again."
             )
         if self.transfer is not None:
             self.transfer.wait()
@@ -128,7 +128,7 @@ class NVMeTier:
             io: how the file is read and written.
             rank: of this process, for messages.
             buffer_bytes: of one buffer, and so the most that one ``get`` brings; rounded up to whole pages.
-            buffers: how many there are. A loan holds one, and so does a write until it is done.
+            buffers: how many there are. A lease holds one, and so does a write until it is done.
             pin: register the buffers with CUDA; None: if CUDA is in use.
 
         Raises:
@@ -167,7 +167,7 @@ class NVMeTier:
         """The most elements of ``dtype`` that one ``get`` brings."""
         return self.buffer_bytes // dtype.itemsize
 
-    def get(self, key: Key, start: int = 0, stop: int | None = None) -> NVMeLoan:
+    def get(self, key: Key, start: int = 0, stop: int | None = None) -> NVMeLease:
         """Start reading elements ``[start, stop)`` into a buffer; waits for a free one, and for writes of that range.
 
         Args:
@@ -189,7 +189,7 @@ class NVMeTier:
             )
         assert start * dtype.itemsize % PAGE == 0, f"get of {key} starts at {start}, inside a page"
         if numel == 0:
-            return NVMeLoan(self, None, torch.empty(0, dtype=dtype), None)
+            return NVMeLease(self, None, torch.empty(0, dtype=dtype), None)
         buffer = self._pool.take(f"get of {key[1]!r} of flat buffer {key[0]}, elements [{start}, {end})")
         transfer = self._engine.transfer(self._file, "read")
         try:
@@ -197,22 +197,22 @@ class NVMeTier:
         except BaseException:
             self._recycle_after(transfer, buffer)
             raise
-        return NVMeLoan(self, buffer, buffer.elements(numel, dtype), transfer)
+        return NVMeLease(self, buffer, buffer.elements(numel, dtype), transfer)
 
-    def put(self, key: Key, value: Tensor | Loan, start: int = 0) -> None:
-        """Start writing ``value`` to elements ``[start, start + n)``; a loan's buffer is written as it is.
+    def put(self, key: Key, value: Tensor | Lease, start: int = 0) -> None:
+        """Start writing ``value`` to elements ``[start, start + n)``; a lease's buffer is written as it is.
 
         Args:
             key: the state.
-            value: ``(n,)`` of the state's dtype, copied in portions of a buffer; or a loan of this tier, which ends.
+            value: ``(n,)`` of the state's dtype, copied in portions of a buffer; or a lease of this tier, which ends.
             start: at a whole page of the state. The end must be at one too, or at the state's.
 
         Raises:
             StateError: there is no such state or range, the tier is closed, or no buffer comes back.
-            DriveError: this loan could not be read, or an earlier write failed.
+            DriveError: this lease could not be read, or an earlier write failed.
         """
-        if isinstance(value, NVMeLoan) and value.belongs_to(self):
-            self._put_loan(key, value, start)
+        if isinstance(value, NVMeLease) and value.belongs_to(self):
+            self._put_lease(key, value, start)
             return
         source = value if isinstance(value, Tensor) else value.wait()
         end, dtype = resolve_range(self.sizes, key, start, start + source.numel())
@@ -238,7 +238,7 @@ class NVMeTier:
             DriveError: one was not; the first of them.
             StateError: the drive does not answer.
         """
-        for access in self._all_under_way():
+        for access in self._all_in_flight():
             if access.transfer.verb == "write":
                 self._engine.wait_until(access.transfer.finished)
         try:
@@ -260,19 +260,19 @@ class NVMeTier:
         if self._error is not None and not self._error_told:
             logger.error("the NVMe tier was closed before anybody heard of this error: %s", self._error)
 
-    def recycle(self, loan: NVMeLoan) -> None:
-        """Take a loan's buffer back."""
-        if loan.buffer is not None and loan.transfer is not None:
-            self._recycle_after(loan.transfer, loan.buffer)
+    def recycle(self, lease: NVMeLease) -> None:
+        """Take a lease's buffer back."""
+        if lease.buffer is not None and lease.transfer is not None:
+            self._recycle_after(lease.transfer, lease.buffer)
 
-    def _put_loan(self, key: Key, loan: NVMeLoan, start: int) -> None:
-        tensor = loan.wait()
+    def _put_lease(self, key: Key, lease: NVMeLease, start: int) -> None:
+        tensor = lease.wait()
         end, dtype = resolve_range(self.sizes, key, start, start + tensor.numel())
         self._check_writable(key, tensor.dtype, start, end)
         self._raise_if_unusable()
-        loan.end()
-        if loan.buffer is not None:
-            self._write(key, loan.buffer, start * dtype.itemsize, tensor.numel() * dtype.itemsize)
+        lease.end()
+        if lease.buffer is not None:
+            self._write(key, lease.buffer, start * dtype.itemsize, tensor.numel() * dtype.itemsize)
 
     def _check_writable(self, key: Key, dtype: torch.dtype, start: int, end: int) -> None:
         numel, expected = self.sizes[key]
@@ -313,7 +313,7 @@ class NVMeTier:
         """Give a buffer back to the pool when the drive does not touch it any more."""
         transfer.when_finished(lambda: self._pool.give(buffer))
 
-    def _all_under_way(self) -> list[_Access]:
+    def _all_in_flight(self) -> list[_Access]:
         with self._lock:
             return [access for accesses in self._under_way.values() for access in accesses]
 

@@ -14,8 +14,8 @@ import torch
 
 from ls_strategy.config import NVMeIOConfig
 from ls_strategy.tiers.buffers import AlignedBuffer
-from ls_strategy.tiers.drive import open_scratch
 from ls_strategy.tiers.file_io import DirectFile, IOEngine, Transfer
+from ls_strategy.tiers.nvme_folder import open_scratch
 
 Verb = Literal["read", "write"]
 _CLOSE_ENOUGH = 0.97

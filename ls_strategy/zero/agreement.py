@@ -48,7 +48,7 @@ def agree(
     error: PlanError | None,
     options: str,
     params: Sequence[tuple[Any, ...]],
-    kin: Any = None,
+    group_key: Any = None,
     columns: str = OWNED,
 ) -> None:
     """Raise on every rank if any rank has an error, other options or another model. Collective.
@@ -58,14 +58,14 @@ def agree(
         error: what this rank found wrong, if anything.
         options: configuration of this rank, printable.
         params: one row per parameter, ``(name, shape, dtype, ...)``, in order.
-        kin: ranks with equal values hold the same parameters.
+        group_key: ranks with equal values hold the same parameters.
         columns: what a row holds, for the message.
 
     Raises:
         PlanError: naming the rank and the first difference.
     """
     digest = hashlib.sha256(repr(params).encode()).hexdigest()
-    verdicts = comm.exchange_objects((str(error) if error else None, (kin, digest), options))
+    verdicts = comm.exchange_objects((str(error) if error else None, (group_key, digest), options))
     for rank, (message, _, _) in enumerate(verdicts):
         if message is not None:
             raise error if rank == comm.rank and error else PlanError(f"rank {rank}: {message}")
@@ -76,14 +76,14 @@ def agree(
             + ". Start every rank with the same configuration."
         )
     digests = {d for _, d, _ in verdicts}
-    if len(digests) > len({its_kin for its_kin, _ in digests}):
-        _name_first_difference(comm, params, kin, columns)
+    if len(digests) > len({its_group_key for its_group_key, _ in digests}):
+        _name_first_difference(comm, params, group_key, columns)
 
 
-def _name_first_difference(comm: Comm, params: Sequence[tuple[Any, ...]], kin: Any, columns: str) -> None:
+def _name_first_difference(comm: Comm, params: Sequence[tuple[Any, ...]], group_key: Any, columns: str) -> None:
     by_kin: dict[Any, dict[int, Any]] = {}
-    for rank, (its_kin, rows) in enumerate(comm.exchange_objects((kin, list(params)))):
-        by_kin.setdefault(its_kin, {})[rank] = rows
+    for rank, (its_group_key, rows) in enumerate(comm.exchange_objects((group_key, list(params)))):
+        by_kin.setdefault(its_group_key, {})[rank] = rows
     for by_rank in by_kin.values():
         _raise_first_difference(by_rank, columns)
 

@@ -157,7 +157,7 @@ class Draft:
                 group,
                 part=self._parts.get(id(p)),
                 tied=id(p) in self.share.tied,
-                twin=id(p) in self.share.twins,
+                replica=id(p) in self.share.replicas,
                 shared_by=together,
             )
 

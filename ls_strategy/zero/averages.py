@@ -21,7 +21,7 @@ from ls_strategy.distributed.comm import PendingReduce
 from ls_strategy.errors import StateError
 from ls_strategy.ops.norm import sum_of_squares
 from ls_strategy.zero.buffer import FlatBuffer
-from ls_strategy.zero.rest import chunks
+from ls_strategy.zero.storage import chunks
 
 
 class Averages:
@@ -116,7 +116,7 @@ class Averages:
         flat = self._flat
         if not self.hold_values:
             return torch.zeros_like(flat.full, dtype=flat.average_dtype) if out is None else out.zero_()
-        mine = partial(flat.rest.read_into, "grad") if self.on_drive else self.owned()
+        mine = partial(flat.rest.read_into, "grad") if self.on_nvme else self.owned()
         return flat.gather_shards(flat.average_dtype, mine, out)
 
     @property
@@ -125,7 +125,7 @@ class Averages:
         return not self._flat.policy.optimizer
 
     @property
-    def on_drive(self) -> bool:
+    def on_nvme(self) -> bool:
         """Whether the averages rest on the NVMe tier, where nobody but the update reaches them."""
         return self._flat.gradient_tier == "nvme" and self.values is None
 
@@ -138,7 +138,7 @@ class Averages:
                 average of one value is the value.
             at_hand: the update follows at once, so do not take them to the drive. `spill` does, if it does not follow.
         """
-        if self.values is not None or self.on_drive:
+        if self.values is not None or self.on_nvme:
             self._flat.wait_updated()  # it may still read what would be overwritten
         accumulate = self.hold_values
         self.recorded_sums = None
@@ -146,14 +146,14 @@ class Averages:
         self.hold_values, self.gone = True, False
         factor = self._flat.grad_scale / self._scale  # what is there takes on the scale of what comes
         self._scale = self._flat.grad_scale
-        if self.on_drive and (accumulate or not at_hand):
+        if self.on_nvme and (accumulate or not at_hand):
             mine = self._flat.comm.pool.take(self._flat.stepped_numel, self._flat.average_dtype, self._flat.full.device)
             if accumulate:
                 with self._waiting():
                     self._flat.rest.read_into("grad", mine)
                 _multiply_(mine, factor)
             reducing.finish(mine, accumulate=accumulate)
-            self._to_drive(mine)
+            self._to_nvme(mine)
             self._flat.comm.pool.give([mine])
             return
         self.wait()
@@ -194,21 +194,21 @@ class Averages:
         reducing.finish(mine, accumulate=accumulate)
         arrival = self._flat.rest.link.to_host(out, mine)
 
-        def settle() -> None:
+        def land() -> None:
             arrival.wait_on_host()
             self._flat.comm.pool.give([mine])
 
-        self.landing = self._flat.rest.beside(settle)
+        self.landing = self._flat.rest.in_background(land)
 
     def spill(self) -> None:
         """Take averages that `land` left at hand to the drive after all."""
         if self._flat.gradient_tier == "nvme" and self.values is not None:
             self.wait()
             mine, self.values = self.values, None
-            self._to_drive(mine)
+            self._to_nvme(mine)
             self._flat.rest.ring.give([mine])
 
-    def _to_drive(self, mine: Tensor) -> None:
+    def _to_nvme(self, mine: Tensor) -> None:
         """Sum squares while they are at hand, and write."""
         drive, key = self._flat.rest.drive, self._flat.rest.key("grad")
         self.recorded_sums = torch.zeros(2, dtype=torch.float64)
@@ -250,17 +250,17 @@ class Averages:
     def change(self, edit: Callable[[Tensor], Any]) -> None:
         """Change averaged gradients in place, wherever they rest and whatever their scale is."""
         self.generation += 1
-        if not self.on_drive:
+        if not self.on_nvme:
             edit(self.tensor())
             return
         key = self._flat.rest.key("grad")
         self.recorded_sums = torch.zeros(2, dtype=torch.float64)
         for lo, hi in chunks(0, self._flat.stepped_numel):
-            loan = self._flat.rest.drive.get(key, lo, hi)
-            part = loan.wait()
+            lease = self._flat.rest.drive.get(key, lo, hi)
+            part = lease.wait()
             edit(part)
             self.recorded_sums += sum_of_squares(part, unscale=self.unscale)
-            self._flat.rest.drive.put(key, loan, lo)
+            self._flat.rest.drive.put(key, lease, lo)
 
     def sums(self) -> Tensor:
         """Sum of squares and number of non-finite elements of this rank's averages, ``(2,)`` fp64.
@@ -271,7 +271,7 @@ class Averages:
             self._flat.wait_updated()
         if not self.hold_values:
             return torch.zeros(2, dtype=torch.float64)
-        if (self.gone or self.on_drive) and self.recorded_sums is not None:
+        if (self.gone or self.on_nvme) and self.recorded_sums is not None:
             return self.recorded_sums
         self.require_here()
         grads = self.owned()
@@ -289,7 +289,7 @@ class Averages:
                 self._flat.grad[start:stop].zero_()
         elif self.values is not None:
             self.values[start:stop].zero_()
-        elif self.on_drive and self.hold_values:
+        elif self.on_nvme and self.hold_values:
             stop = self._flat.stepped_numel if stop is None else stop
             self._flat.rest.write("grad", start, torch.zeros(stop - start))
             self.change(lambda _: None)  # takes the sums anew

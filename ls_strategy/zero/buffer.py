@@ -20,7 +20,7 @@ from ls_strategy.plan import FlatPlan
 from ls_strategy.tiers.link import Arrival
 from ls_strategy.tiers.stream import Ticket
 from ls_strategy.zero.parameters import grad_of, set_grad, unnoticed
-from ls_strategy.zero.rest import Rest
+from ls_strategy.zero.storage import StateStorage
 from ls_strategy.zero_stages import StagePolicy
 
 
@@ -87,7 +87,7 @@ class FlatBuffer:
         *,
         policy: StagePolicy,
         comm: Comm,
-        rest: Rest | None = None,
+        rest: StateStorage | None = None,
         axis: Axis | None = None,
     ) -> None:
         """Only records; `Flat.load` moves the values in.
@@ -102,7 +102,7 @@ class FlatBuffer:
         """
         layout = plan.layout
         self.plan = plan
-        self.rest = rest or Rest()
+        self.rest = rest or StateStorage()
         self.layout = layout
         self.dtype = plan.dtype
         self.master_dtype = plan.master_dtype
@@ -145,9 +145,9 @@ class FlatBuffer:
         self.gathering_grads: PendingGather | None = None
         self.filled = [False] * count
         """Stages 2 and 3: which slots of ``grad`` hold something."""
-        self.held_here = [False] * count
+        self.sent_mask = [False] * count
         """Stages 0 and 1: which parameters had a gradient when the buffer was sent."""
-        self.used_here = [False] * count
+        self.local_grad_mask = [False] * count
         """Whether this rank produced a gradient of each parameter since the last `zero_grad`."""
         self.dirty = False
         """Whether this rank has gradients that no reduction has seen yet."""
@@ -168,7 +168,7 @@ class FlatBuffer:
 
         That one counts them in norms, and saves them.
         """
-        return self.axis.rank % self.plan.copies == 0 and not self.plan.twin
+        return self.axis.rank % self.plan.copies == 0 and not self.plan.replica
 
     @property
     def optimizer_tier(self) -> TierName:
@@ -339,8 +339,8 @@ class FlatBuffer:
             return
         self.grad_scale = next(scales[id(p)] for p, g in zip(self.params, grads, strict=True) if g is not None)
         self.hold_grad_buffer(held[0].dtype if self.policy.optimizer else self.average_dtype)
-        self.used_here = [g is not None for g in grads]
-        for i, used in enumerate(self.used_here):
+        self.local_grad_mask = [g is not None for g in grads]
+        for i, used in enumerate(self.local_grad_mask):
             if used:
                 self.take_replaced(i)
         self.dirty = True

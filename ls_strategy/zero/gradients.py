@@ -30,10 +30,10 @@ from ls_strategy._compat import current_backward_pass, foreach_function, storage
 from ls_strategy.errors import StateError
 from ls_strategy.zero import sharded_gradient
 from ls_strategy.zero.global_norm import reduce_numbers
-from ls_strategy.zero.lending import Lender
+from ls_strategy.zero.on_demand import OnDemandGather
 from ls_strategy.zero.parameters import grad_of, set_grad
-from ls_strategy.zero.shown import Shown
 from ls_strategy.zero.units import Flat
+from ls_strategy.zero.user_gradients import UserGradients
 
 KEPT = 2
 """Gathered buffers that stay when another one is gathered."""
@@ -47,7 +47,7 @@ class Gradients:
         flats: list[Flat],
         complete: Callable[[int], list[bool]],
         unfold: Callable[[int], None],
-        lender: Lender,
+        on_demand: OnDemandGather,
         *,
         parallel: str = "",
     ) -> None:
@@ -58,18 +58,18 @@ class Gradients:
             complete: averages what is left of an optimizer's gradients, collectively; one flag per parameter of its
                 flats: whether any rank has a gradient.
             unfold: multiplies what was left to an optimizer's fused update into its averages.
-            lender: knows which thread trains.
+            on_demand: knows which thread trains.
             parallel: kinds of parallelism that leave a rank with a part of the model, for the message.
         """
         self._complete = complete
         self._unfold = unfold
-        self._lender = lender
+        self._on_demand = on_demand
         self._parallel = parallel
         self._of = {n: [f for f in flats if f.optimizer_index == n] for n in {f.optimizer_index for f in flats}}
-        self._shown: dict[int, Shown] = {}
-        self._settled: set[int] = set()
+        self._shown: dict[int, UserGradients] = {}
+        self._averaged: set[int] = set()
         """Optimizers whose gradients were averaged to the last since the last backward."""
-        self._gathered: list[Shown] = []
+        self._gathered: list[UserGradients] = []
         """In the order of their last use."""
         self.averaged = False
         """Whether the last backward has sent everything, so that at stage 0 nothing is left to do."""
@@ -98,7 +98,7 @@ class Gradients:
             )
         if not flat.policy.optimizer:
             return self._read_in_place(flat, index)
-        shown = self.settle(flat)
+        shown = self.average(flat)
         return shown.object_of(index) if shown.used[index] else None
 
     def write(self, flat: Flat, index: int, value: Tensor | None) -> None:
@@ -113,7 +113,7 @@ class Gradients:
                 value = value.clone()
             set_grad(flat.params[index], value)
             return
-        shown = self.settle(flat)
+        shown = self.average(flat)
         if value is None:
             shown.edit(index, torch.Tensor.zero_, linear=True)
             shown.drop(index)
@@ -128,7 +128,7 @@ class Gradients:
     def _is_local(self) -> bool:
         return self.local or current_backward_pass() >= 0
 
-    def settle(self, flat: Flat) -> Shown:
+    def average(self, flat: Flat) -> UserGradients:
         """Average what is left of the gradients of its optimizer. Collective, the first time after a backward."""
         if self._is_local():
             raise StateError(
@@ -136,13 +136,13 @@ class Gradients:
                 "where gradients are not averaged: inside a backward, in a micro-batch that stays on its rank, or "
                 "after the fit. Keep p.grad.clone() instead of p.grad."
             )
-        self._lender.refuse_other_threads(flat.name)
+        self._on_demand.refuse_other_threads(flat.name)
         index = flat.optimizer_index
-        if index not in self._settled:
+        if index not in self._averaged:
             self.were_read = True
             self._note_used(index, self._complete(index))
             self._unfold(index)
-            self._settled.add(index)
+            self._averaged.add(index)
         flat.wait_updated()
         flat.averages.require_here()
         return self._shown[id(flat)]
@@ -159,9 +159,9 @@ class Gradients:
 
         Collective, but not after a backward that has averaged all: there one rank may look alone, as under DDP.
         """
-        if not self.averaged and flat.comm.world_size > 1 and flat.optimizer_index not in self._settled:
+        if not self.averaged and flat.comm.world_size > 1 and flat.optimizer_index not in self._averaged:
             self._complete(flat.optimizer_index)
-            self._settled.add(flat.optimizer_index)
+            self._averaged.add(flat.optimizer_index)
         self.were_read = True
         self._unfold(flat.optimizer_index)
 
@@ -169,7 +169,7 @@ class Gradients:
         start = 0
         for flat in self._of[index]:
             if id(flat) not in self._shown:
-                self._shown[id(flat)] = Shown(self, flat)
+                self._shown[id(flat)] = UserGradients(self, flat)
             shown = self._shown[id(flat)]
             for i, now in enumerate(used[start : start + len(flat.params)]):
                 if shown.used[i] and not now:
@@ -177,16 +177,16 @@ class Gradients:
                 shown.used[i] = now
             start += len(flat.params)
 
-    def gather(self, shown: Shown) -> None:
+    def gather(self, shown: UserGradients) -> None:
         """Bring the elements of one buffer, until `used`. Collective."""
-        self.settle(shown.flat)
+        self.average(shown.flat)
         shown.users += 1
         shown.gather()
         if shown in self._gathered:
             self._gathered.remove(shown)
         self._gathered.append(shown)
 
-    def used(self, shown: Shown) -> None:
+    def used(self, shown: UserGradients) -> None:
         """They are not needed any more: of those of before, all but the last may go."""
         shown.users -= 1
         for other in [each for each in self._gathered if not each.users][:-KEPT]:
@@ -194,9 +194,9 @@ class Gradients:
             other.flush()
             other.let_go()
 
-    def norm(self, shown: Shown, index: int, order: float) -> Tensor:
+    def norm(self, shown: UserGradients, index: int, order: float) -> Tensor:
         """Norm of one parameter's gradient, ``()``, summed with all others'. Collective, unless it is known."""
-        self.settle(shown.flat)
+        self.average(shown.flat)
         if index not in shown.norms.get(order, {}):
             group = [self._shown[id(flat)] for flat in self._of[shown.flat.optimizer_index]]
             take_norms([each for each in group if not each.is_current], order)
@@ -216,14 +216,14 @@ class Gradients:
         """
         shown = [s for flat in self._of.get(index, []) if (s := self._shown.get(id(flat))) is not None]
         if any([each.late_writes() for each in shown]) and not self._is_local():
-            self.settle(shown[0].flat)
+            self.average(shown[0].flat)
             for each in shown:
                 each.changed |= each.late_writes()
         changed = any([each.take() for each in shown])
         if changed and used is not None:
             used[:] = [u for each in shown for u in each.used]
         self._gathered = [each for each in self._gathered if each.is_current]
-        self._settled.discard(index)
+        self._averaged.discard(index)
         return changed
 
     def take_all(self) -> None:
@@ -257,7 +257,7 @@ class Gradients:
             if set_to_none:
                 del self._shown[id(flat)]
         self._gathered = [each for each in self._gathered if each.is_current]
-        self._settled.discard(index)
+        self._averaged.discard(index)
 
 
 def _start_from_averages(flat: Flat) -> None:
@@ -269,7 +269,7 @@ def _start_from_averages(flat: Flat) -> None:
     flat.widen_grads()
     full = flat.averages.gather().mul_(flat.grad_scale * flat.averages.unscale)
     for i, average in enumerate(flat.split(full)):
-        if flat.used_here[i]:
+        if flat.local_grad_mask[i]:
             flat.grad_views[i].copy_(average)
             flat.show_grad(i)
 
@@ -281,7 +281,7 @@ def _local_gradient(flat: Flat, index: int) -> Tensor | None:
         return found
     if flat.policy.gradients and flat.filled[index] and flat.reducing is None and flat.grad is not None:
         return flat.grad_views[index]
-    if flat.used_here[index]:
+    if flat.local_grad_mask[index]:
         raise StateError(
             f"{flat.layout.slots[index].name}.grad was read inside backward after it had been sent to the other ranks "
             "(a hook that was registered after the fit had begun). Register such hooks in __init__ or configure_model, "
@@ -290,7 +290,7 @@ def _local_gradient(flat: Flat, index: int) -> Tensor | None:
     return None
 
 
-def take_norms(group: list[Shown], order: float) -> None:
+def take_norms(group: list[UserGradients], order: float) -> None:
     """Norms of all parameters' gradients, from the shards: one all-reduce of a number per parameter."""
     parts: list[Tensor] = []
     for shown in group:
@@ -311,7 +311,7 @@ def _norms_of_shard(flat: Flat, order: float) -> Tensor:
     result = torch.full((len(flat.params),), nothing, dtype=torch.float64, device=flat.full.device)
     if not flat.averages.hold_values:
         return result.zero_()
-    values = flat.rest.read("grad") if flat.averages.on_drive else flat.averages.owned()
+    values = flat.rest.read("grad") if flat.averages.on_nvme else flat.averages.owned()
     pieces = [(i, piece) for i, piece in enumerate(flat.pieces) if piece.numel]
     if pieces:
         norms = foreach_function("norm")([values[p.start : p.stop].to(flat.average_dtype) for _, p in pieces], order)

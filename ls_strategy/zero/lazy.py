@@ -21,48 +21,48 @@ class LazyTensor(Tensor):
 
     held: Tensor | None = None
 
-    def bring(self, start: int, stop: int) -> Tensor:
+    def load(self, start: int, stop: int) -> Tensor:
         """Elements ``[start, stop)`` of the flattened tensor from where they are, ``(stop - start,)``."""
         raise NotImplementedError
 
     def range(self, start: int, stop: int) -> Tensor:
         """Elements ``[start, stop)`` of the flattened tensor, ``(stop - start,)``."""
-        return self.bring(start, stop) if self.held is None else self.held.reshape(-1)[start:stop]
+        return self.load(start, stop) if self.held is None else self.held.reshape(-1)[start:stop]
 
     def bring_box(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
         """A rectangular part, from where it is; ``sizes``."""
-        return _narrowed(self.whole(), offsets, sizes)
+        return _narrowed(self.materialize(), offsets, sizes)
 
     def box(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
         """A rectangular part; ``sizes``."""
         return self.bring_box(offsets, sizes) if self.held is None else _narrowed(self.held, offsets, sizes)
 
-    def whole(self) -> Tensor:
+    def materialize(self) -> Tensor:
         """All of it."""
         return self.range(0, self.numel()).view(self.shape)
 
     def tolist(self) -> Any:
         """All of it, as Python numbers."""
-        return self.whole().tolist()
+        return self.materialize().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
         """All of it."""
-        return self.whole().numpy(force=force)
+        return self.materialize().numpy(force=force)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self.whole()
+        return self.materialize()
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Bring what the operation needs."""
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if isinstance(value, LazyTensor) and argument.alias_info is not None and value.held is None:
-                value.held = value.whole()
+                value.held = value.materialize()
 
-        def bring(x: Any) -> Any:
-            return x.whole() if isinstance(x, LazyTensor) else x
+        def load(x: Any) -> Any:
+            return x.materialize() if isinstance(x, LazyTensor) else x
 
-        return func(*tree_map(bring, args), **tree_map(bring, kwargs or {}))
+        return func(*tree_map(load, args), **tree_map(load, kwargs or {}))
 
 
 def _narrowed(value: Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:

@@ -16,13 +16,13 @@ from ls_strategy.distributed.comm import BufferPool, Comm
 from ls_strategy.errors import LSError, PlanError
 from ls_strategy.plan import Plan
 from ls_strategy.tiers.base import Key, ResidentTier, Tier
-from ls_strategy.tiers.drive import check_path, drive_wear
 from ls_strategy.tiers.link import Link, host_empty
 from ls_strategy.tiers.nvme import NVMeTier
+from ls_strategy.tiers.nvme_folder import check_path, drive_wear
 from ls_strategy.tiers.stream import Stream
 from ls_strategy.zero.kernels import FUSED_NAMES, kernel_for
-from ls_strategy.zero.rest import DRIVE_CHUNK, Rest, gradient_buffers
 from ls_strategy.zero.states import moment_sizes
+from ls_strategy.zero.storage import DRIVE_CHUNK, StateStorage, gradient_buffers
 from ls_strategy.zero.where_to_step import measure
 
 _BUFFERS = 20
@@ -105,7 +105,7 @@ class Offload:
         try:
             sizes = states_by_tier(plan, optimizers, config)
             if "nvme" in config.offload.tiers:
-                tiers["nvme"] = _open_drive(sizes["nvme"], config, comm.rank)
+                tiers["nvme"] = _open_nvme(sizes["nvme"], config, comm.rank)
         except LSError as found:
             error = found
         _raise_together(comm, error)
@@ -150,9 +150,9 @@ class Offload:
             )
         return "\n".join(lines)
 
-    def rest(self, number: int) -> Rest:
+    def rest(self, number: int) -> StateStorage:
         """The place of flat buffer ``number``."""
-        return Rest(number, self.tiers, self.link, self.sizes, self.ring, self.worker)
+        return StateStorage(number, self.tiers, self.link, self.sizes, self.ring, self.worker)
 
     def close(self) -> None:
         """End the threads and give memory and files back. The states are gone."""
@@ -167,7 +167,7 @@ def _close(stream: Stream, worker: ThreadPoolExecutor | None, tiers: dict[str, T
         tier.close()
 
 
-def _open_drive(sizes: Sizes, config: ZeROConfig, rank: int) -> NVMeTier:
+def _open_nvme(sizes: Sizes, config: ZeROConfig, rank: int) -> NVMeTier:
     folder = Path(config.offload.nvme_path)
     need = sum(numel * dtype.itemsize for numel, dtype in sizes.values())
     check_path(folder, need, config.offload.nvme_allow_ram)

@@ -141,7 +141,7 @@ class ShardedOptimizer:
     def bind_grads(self, used: list[bool]) -> None:
         """Where groups hold pieces, show the averaged gradients as their ``.grad``: hooks may change them."""
         for n, flat in enumerate(self.flats):
-            if flat.averages.on_drive or not self.shows_pieces:
+            if flat.averages.on_nvme or not self.shows_pieces:
                 continue
             views = self._views_of(n, flat)
             for i, piece in enumerate(flat.pieces):
@@ -166,7 +166,7 @@ class ShardedOptimizer:
         """
         self._dropped.clear()
         for n, flat in enumerate(self.flats):
-            if flat.averages.on_drive or not (self.shows_pieces or flat.averages.in_place):
+            if flat.averages.on_nvme or not (self.shows_pieces or flat.averages.in_place):
                 continue
             for i, view in enumerate(self._views_of(n, flat)):
                 number = self.states.offsets[n] + i
@@ -192,7 +192,7 @@ class ShardedOptimizer:
     def show_again(self) -> None:
         """The averages have changed: so must gradients of pieces that are shown in another dtype, and so are copies."""
         for n, flat in enumerate(self.flats):
-            if not self.shows_pieces or flat.averages.on_drive or flat.master_dtype == flat.average_dtype:
+            if not self.shows_pieces or flat.averages.on_nvme or flat.master_dtype == flat.average_dtype:
                 continue
             for i, view in enumerate(self._views_of(n, flat)):
                 shown = self.pieces[self.states.offsets[n] + i].grad
@@ -267,7 +267,7 @@ class ShardedOptimizer:
             return None
         used, dropped = self._runs.composed_for
         numbers = range(self.states.offsets[n], self.states.offsets[n + 1])
-        if dropped or [used[i] for i in numbers] != flat.used_here:
+        if dropped or [used[i] for i in numbers] != flat.local_grad_mask:
             return None
         parts = [self._part_of(r, self.states.steps_taken + 1) for r in self._runs if r.flat_number == n]
         update = self._update_of(n, parts, None)
@@ -308,7 +308,7 @@ class ShardedOptimizer:
             parts=tuple(parts),
             clip=clip,
             unscale=averages.unscale,
-            grads=None if averages.on_drive else averages.at_hand(),
+            grads=None if averages.on_nvme else averages.at_hand(),
             landing=averages.landing,
             publish=offloaded,
         )

@@ -246,7 +246,7 @@ def _needs_no_values(func: Any, args: Any) -> bool:
     return func in NEED_NO_VALUES
 
 
-def settle(param: nn.Parameter, home: Home) -> bool:
+def bind_home(param: nn.Parameter, home: Home) -> bool:
     """From now on the parameter's values come from ``home``; False for a class of another library's own."""
     if type(param) not in (nn.Parameter, Present, Absent):
         return False
@@ -254,7 +254,7 @@ def settle(param: nn.Parameter, home: Home) -> bool:
     return True
 
 
-def unsettle(param: nn.Parameter) -> None:
+def unbind_home(param: nn.Parameter) -> None:
     """Make it an ordinary parameter again."""
     if _HOMES.pop(param, None) is not None:
         param.__class__ = nn.Parameter

@@ -59,7 +59,7 @@ class LazyPart(LazyTensor):
         return f"LazyPart({self.part}, of {self.source!r})"
 
     @override
-    def bring(self, start: int, stop: int) -> Tensor:
+    def load(self, start: int, stop: int) -> Tensor:
         out = torch.empty(stop - start, dtype=self.dtype)
         for box in flat_range_to_boxes(self.part.shape, start, stop):
             target = out[box.start - start : box.stop - start].view(box.sizes)

@@ -94,7 +94,7 @@ class Reducer:
         self.reset()
         for unit in self.order:
             for flat in unit.trainable_flats:
-                if any(flat.used_here) and not self.policy.gradients:
+                if any(flat.local_grad_mask) and not self.policy.gradients:
                     flat.widen_grads()
                 flat.carry(loss_scale)
 
@@ -105,7 +105,7 @@ class Reducer:
             return
         if flat.grad_scale != self.loss_scale:
             self._begin_scale(flat, index)
-        flat.used_here[index] = True
+        flat.local_grad_mask[index] = True
         if self.policy.gradients:
             self._take_transient(unit, flat, index, param, grad)
         else:
@@ -194,7 +194,7 @@ class Reducer:
             self._fill_resident(flat)
         flat.dirty = False
         if not self.policy.gradients:
-            flat.held_here = [grad_of(p) is not None for p in flat.params]
+            flat.sent_mask = [grad_of(p) is not None for p in flat.params]
         if flat.averages.in_place:
             flat.averages.hold_values = True
             if flat.comm.world_size == 1:  # nothing to average over
@@ -271,13 +271,13 @@ class Reducer:
         """
         return (
             self.eager
-            and any(flat.used_here)
-            and all(u or not p.requires_grad for u, p in zip(flat.used_here, flat.params, strict=True))
+            and any(flat.local_grad_mask)
+            and all(u or not p.requires_grad for u, p in zip(flat.local_grad_mask, flat.params, strict=True))
         )
 
     def _show_grads(self, flat: Flat) -> None:
         """Put the resident gradients back into ``p.grad``, with whatever came while they were under way."""
-        for i, (param, view, held) in enumerate(zip(flat.params, flat.grad_views, flat.held_here, strict=True)):
+        for i, (param, view, held) in enumerate(zip(flat.params, flat.grad_views, flat.sent_mask, strict=True)):
             late = grad_of(param)
             if late is not None and late is not view:
                 view.add_(late) if held else view.copy_(late)
@@ -307,8 +307,8 @@ class Reducer:
         self.finish_in_flight()
         for flat in flats:
             if not self.policy.gradients:
-                flat.used_here = [grad_of(p) is not None for p in flat.params]
-        flags = [u for f in flats for u in f.used_here] + [h for f in flats for h in f.held_here]
+                flat.local_grad_mask = [grad_of(p) is not None for p in flat.params]
+        flags = [u for f in flats for u in f.local_grad_mask] + [h for f in flats for h in f.sent_mask]
         flags += [f.dirty for f in flats]
         flags += [f.was_written for f in flats] + [not f.was_written for f in flats]
         agreed = [bool(flag) for flag in self.comm.agree(torch.tensor(flags, dtype=torch.uint8)).tolist()]
@@ -330,12 +330,12 @@ class Reducer:
             start = 0
             for flat in flats:
                 stop = start + len(flat.params)
-                self._settle(flat, used[start:stop], held[start:stop])
+                self._match_sent(flat, used[start:stop], held[start:stop])
                 start = stop
         self.reset()
         return used
 
-    def _settle(self, flat: Flat, used: list[bool], held: list[bool]) -> None:
+    def _match_sent(self, flat: Flat, used: list[bool], held: list[bool]) -> None:
         """Stages 0 and 1: the averages count what ``p.grad`` says now, whatever was sent.
 
         Args:
@@ -352,7 +352,7 @@ class Reducer:
                 flat.averages.zero(piece.start, piece.stop)
             elif used[i] and flat.averages.in_place and flat.take_replaced(i):
                 flat.show_grad(i)  # another rank's
-        flat.held_here = used
+        flat.sent_mask = used
 
     def zero_grad(self, flats: list[Flat], *, set_to_none: bool) -> None:
         """``optimizer.zero_grad()`` for the optimizer that owns ``flats``."""
@@ -361,9 +361,9 @@ class Reducer:
         for flat in flats:
             if set_to_none:
                 flat.give_back_grads(range(len(flat.params)))
-                flat.used_here = [False] * len(flat.params)
+                flat.local_grad_mask = [False] * len(flat.params)
                 flat.averages.forget()
-                flat.held_here = [False] * len(flat.params)
+                flat.sent_mask = [False] * len(flat.params)
                 flat.dirty = False
                 flat.filled = [False] * len(flat.params)
                 if self.policy.gradients and flat.grad is not None:
@@ -392,7 +392,7 @@ class Reducer:
                     flat.give_back_grads([i])
                 flat.averages.zero(piece.start, piece.stop)
                 if set_to_none:
-                    flat.used_here[i] = flat.filled[i] = False
+                    flat.local_grad_mask[i] = flat.filled[i] = False
 
     def abort(self) -> None:
         """Forget a backward pass that an exception ended. Nothing is sent.

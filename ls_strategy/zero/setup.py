@@ -19,8 +19,8 @@ from ls_strategy.zero import materialize as materials
 from ls_strategy.zero import weights
 from ls_strategy.zero.assembly import Draft
 from ls_strategy.zero.gather import Gatherer
-from ls_strategy.zero.lending import Lender
 from ls_strategy.zero.offload import Offload
+from ls_strategy.zero.on_demand import OnDemandGather
 from ls_strategy.zero.parameters import unnoticed
 from ls_strategy.zero.reduce import Reducer
 from ls_strategy.zero.share import Share
@@ -39,7 +39,7 @@ class ShardedModel:
     plan: Plan
     units: list[Unit]
     offload: Offload
-    lender: Lender
+    on_demand: OnDemandGather
     gatherer: Gatherer
     reducer: Reducer
 
@@ -67,13 +67,13 @@ def shard(
     offload = Offload.prepare(plan, list(optimizers), config, mesh.world, device)
     with unnoticed():
         units = draft.build(plan, mesh, device, held, offload)
-    lender = Lender([f for u in units for f in u.flats], sharded=policy.parameters)
+    on_demand = OnDemandGather([f for u in units for f in u.flats], sharded=policy.parameters)
     _place_buffers(draft, device)
     gatherer = Gatherer(units, sharded=policy.parameters, prefetch_units=config.sharding.prefetch_units)
     together = mesh.zero if mesh.shape.expert == 1 else mesh.stage
     reducer = Reducer(units, policy=policy, comm=together, reduce_in_fp32=draft.precision.reduce_in_fp32)
     reducer.selective = len(optimizers) > 1
-    return ShardedModel(config, policy, mesh, draft.share, plan, units, offload, lender, gatherer, reducer)
+    return ShardedModel(config, policy, mesh, draft.share, plan, units, offload, on_demand, gatherer, reducer)
 
 
 def _place_buffers(draft: Draft, device: torch.device) -> None:

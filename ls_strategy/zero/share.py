@@ -21,7 +21,7 @@ class Share:
     tied: frozenset[int] = frozenset()
     """Here, and on another stage, too: their gradients are summed over the stages once per step."""
 
-    twins: frozenset[int] = frozenset()
+    replicas: frozenset[int] = frozenset()
     """Those of them that an earlier stage holds, which counts them in norms and saves them."""
 
     blocks: tuple[str, ...] = ()

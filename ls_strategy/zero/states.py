@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ls_strategy.config import MomentFormat
 from ls_strategy.ops.moments import BLOCK, Moment
-from ls_strategy.zero.rest import chunks
+from ls_strategy.zero.storage import chunks
 from ls_strategy.zero.units import Flat
 
 _CODES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
@@ -49,7 +49,7 @@ class FlatStates:
         self._on_drive: set[str] = set()
 
     @property
-    def on_drive(self) -> bool:
+    def on_nvme(self) -> bool:
         """Whether they rest on the NVMe tier."""
         return self.flat.optimizer_tier == "nvme"
 
@@ -63,7 +63,7 @@ class FlatStates:
         if name in self._resident or name in self._on_drive:
             return
         flat, rest = self.flat, self.flat.rest
-        if self.on_drive:
+        if self.on_nvme:
             assert name in self.moments
             self._on_drive.add(name)
             return
@@ -92,9 +92,9 @@ class FlatStates:
         self.ensure(name, dtype)
         if name not in self.moments:
             return self._resident[name].codes
-        if not self.on_drive:
+        if not self.on_nvme:
             return self._resident[name].dequantize()
-        return self._from_drive(name).dequantize()
+        return self._from_nvme(name).dequantize()
 
     def range(self, name: str, start: int, stop: int) -> Tensor:
         """Elements ``[start, stop)`` of a state that exists, as a state dict shows them: a view, or a copy.
@@ -103,10 +103,10 @@ class FlatStates:
         """
         if name not in self.moments:
             return self._resident[name].codes[start:stop]
-        if not self.on_drive and self.moment_format == "fp32":
+        if not self.on_nvme and self.moment_format == "fp32":
             return self._resident[name].codes[start:stop]
         first = start // BLOCK * BLOCK  # 8-bit codes share scales in blocks
-        if not self.on_drive:
+        if not self.on_nvme:
             return self._resident[name].narrow(first, stop).dequantize()[start - first :]
         rest = self.flat.rest
         moment = Moment(torch.empty(stop - first, dtype=_CODES[self.moment_format]), None, self.moments[name])
@@ -117,7 +117,7 @@ class FlatStates:
             moment = replace(moment, scales=scales)
         return moment.dequantize()[start - first :]
 
-    def _from_drive(self, name: str) -> Moment:
+    def _from_nvme(self, name: str) -> Moment:
         rest = self.flat.rest
         scales = rest.read(f"{name}.scales") if self.moment_format == "int8" else None
         return Moment(rest.read(name), scales, self.moments[name])
@@ -131,7 +131,7 @@ class FlatStates:
         if name not in self.moments:
             self._resident[name].codes[start:stop].copy_(values)
             return
-        if not self.on_drive:
+        if not self.on_nvme:
             moment = self._resident[name].narrow(start, stop)
             moment.store_(values.to(moment.codes.device, torch.float32), seed=0)
             return

@@ -76,7 +76,7 @@ class Stepper:
         """Those whose gradients have still to be summed over the stages of a pipeline."""
         self.optimizers = [self._adopt(i, optimizer, previous) for i, optimizer in enumerate(optimizers)]
         kinds = model.mesh.shape.kinds
-        self.gradients = Gradients(model.flats, self._average, self._unfold_kind, model.lender, parallel=kinds)
+        self.gradients = Gradients(model.flats, self._average, self._unfold_kind, model.on_demand, parallel=kinds)
         sharded = [state.sharded for state in self.optimizers]
         self.schedule = UpdateSchedule(sharded, model.gatherer, model.offload, owner=self)
 
@@ -120,7 +120,7 @@ class Stepper:
         self.gradients.were_read = previous.gradients.were_read
         before = previous._model.flats
         scales = {id(p): flat.grad_scale for flat in before for p in flat.params}
-        held = {id(p): any(flat.used_here) for flat in before for p in flat.params}
+        held = {id(p): any(flat.local_grad_mask) for flat in before for p in flat.params}
         for i, state in enumerate(self.optimizers):
             number = previous.index_of(state.sharded.optimizer)
             if number is not None:
@@ -168,7 +168,7 @@ class Stepper:
         if self.scaler is not None:
             for flat in state.flats:
                 # Otherwise the update multiplies by what undoes the scale.
-                if not (flat.averages.on_drive or (state.folded and flat.averages.folds_factors)):
+                if not (flat.averages.on_nvme or (state.folded and flat.averages.folds_factors)):
                     flat.averages.undo_scale()
             overflow = global_norm.any_overflow(state.flats, self._world)
         if not self.is_private(state):
@@ -330,12 +330,12 @@ class Stepper:
         proceed = self.finish(index)
         state = self._as_they_are(index)
         result = None
-        self._model.lender.settle()
+        self._model.on_demand.write_back()
         if proceed:
             number = self.schedule.begin_step(index)
             result = self._run_own_step(index, run)
             if has_step_hooks(state.sharded.optimizer, besides=self):
-                self._model.lender.settle()  # what hooks after the step have written
+                self._model.on_demand.write_back()  # what hooks after the step have written
             self.schedule.publish(index)
             if self._model.config.offload.any_state and number == 1:
                 trim_heap()  # the first step's transient buffers, before what stays settles among them
@@ -374,7 +374,7 @@ class Stepper:
             number = self.index_of(optimizer)
             assert number is not None
             used = self._as_they_are(number).used
-            self._model.lender.settle()
+            self._model.on_demand.write_back()
         step.begin(used)
         self._model.gatherer.outdate(step.sharded.flats)
         self.schedule.note_stepped(step.sharded.flats)

@@ -32,11 +32,11 @@ from ls_strategy.tiers.link import DONE, Arrival, host_empty
 from ls_strategy.tiers.stream import Ticket
 from ls_strategy.zero.averages import Averages
 from ls_strategy.zero.buffer import FlatBuffer
-from ls_strategy.zero.parameters import Absent, Present, grad_of, point, set_grad, settle, unnoticed
+from ls_strategy.zero.parameters import Absent, Present, bind_home, grad_of, point, set_grad, unnoticed
 from ls_strategy.zero.writes import take_writes
 
 
-class Lends(Protocol):
+class GathersOnDemand(Protocol):
     """Who gathers buffers for those that touch their parameters."""
 
     def touch(self, flat: Flat) -> None:
@@ -82,7 +82,7 @@ class Flat(FlatBuffer):
     averages: Averages
     """Gradients averaged over ranks."""
 
-    lender: Lends | None = None
+    on_demand: GathersOnDemand | None = None
     """Asked when somebody touches a parameter that is elsewhere."""
 
     gradients: ShowsGradients | None = None
@@ -108,7 +108,7 @@ class Flat(FlatBuffer):
         self._place(whole[slice(*self.stepped)])
         self.average_dtype = torch.promote_types(torch.float32, master_dtype) if self.trainable else torch.float32
         self.views = self.split(self.full)
-        self._switched = [p for p in self.params if settle(p, self)]
+        self._switched = [p for p in self.params if bind_home(p, self)]
         self._index = {id(p): i for i, p in enumerate(self.params)}
         self._adopted, self.handed_out, self.outdated = {}, {}, []
         # One element per parameter, so that its address still tells which parameter it is (checkpoint.py asks).
@@ -199,17 +199,17 @@ class Flat(FlatBuffer):
 
     def touch(self) -> None:
         """Somebody is about to use a parameter. Collective."""
-        if self.lender is None:
+        if self.on_demand is None:
             raise StateError(
                 f"{self.name!r} is read while its unit is not gathered, and training has ended on this rank, so that "
                 "the other ranks' shards cannot be had. Read it inside the fit, or from a checkpoint."
             )
-        self.lender.touch(self)
+        self.on_demand.touch(self)
 
     def touched(self) -> None:
         """Somebody has used it."""
-        if self.lender is not None:
-            self.lender.touched(self)
+        if self.on_demand is not None:
+            self.on_demand.touched(self)
 
     def read_grad(self, param: nn.Parameter) -> Tensor | None:
         """``param.grad``. Collective."""
@@ -231,7 +231,7 @@ class Flat(FlatBuffer):
 
     def apart(self, value: Tensor) -> Tensor:
         """A copy, if it lies in the memory of parameters."""
-        return value.detach().clone() if self.lender is not None and self.lender.holds(value) else value
+        return value.detach().clone() if self.on_demand is not None and self.on_demand.holds(value) else value
 
     @property
     def is_seen(self) -> bool:
@@ -240,11 +240,11 @@ class Flat(FlatBuffer):
 
     def is_collected(self) -> bool:
         """Whether the parameters are only being listed."""
-        return self.lender is not None and self.lender.is_collected()
+        return self.on_demand is not None and self.on_demand.is_collected()
 
     def saving(self) -> AbstractContextManager[Any]:
         """Around that use."""
-        return nullcontext() if self.lender is None else self.lender.saving()
+        return nullcontext() if self.on_demand is None else self.on_demand.saving()
 
     def start_gather(self) -> None:
         """Bring the newest parameters of all ranks into ``full``; `finish_gather` waits. Collective."""
@@ -306,7 +306,7 @@ class Flat(FlatBuffer):
                 source = host_empty(out.numel(), out.dtype, out.device).copy_(source)
             return self.rest.link.to_device(out, source, after)
 
-        self.reading = self.rest.beside(read)
+        self.reading = self.rest.in_background(read)
 
     def _bring(self, out: Tensor) -> None:
         """Stage 3: this rank's part of the parameters, from where it rests."""
@@ -365,8 +365,8 @@ class Flat(FlatBuffer):
             self.full = torch.empty_like(self.full)
             self.views = self.split(self.full)
             self._holders = storage_users(self.full) + len(self.params)
-            if self.lender is not None:
-                self.lender.note_memory(self)
+            if self.on_demand is not None:
+                self.on_demand.note_memory(self)
         self.full.untyped_storage().resize_(0)
 
     def outdate_views(self) -> None:

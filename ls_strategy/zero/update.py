@@ -17,11 +17,11 @@ from torch import Tensor
 
 from ls_strategy.ops.moments import BLOCK, Moment
 from ls_strategy.ops.norm import sum_of_squares
-from ls_strategy.tiers.base import Loan
+from ls_strategy.tiers.base import Lease
 from ls_strategy.tiers.link import host_empty
 from ls_strategy.zero.kernels import Kernel
-from ls_strategy.zero.rest import chunks
 from ls_strategy.zero.states import FlatStates
+from ls_strategy.zero.storage import chunks
 from ls_strategy.zero.units import Flat
 
 
@@ -82,7 +82,7 @@ class Update:
     def jobs(self) -> list[_Portion]:
         """Portions, in order."""
         numel = self.flat.stepped_numel
-        if self.states.on_drive or self.grads is None or self.streamed:
+        if self.states.on_nvme or self.grads is None or self.streamed:
             return [_Portion(self, lo, hi) for lo, hi in chunks(0, numel)]
         return [_Portion(self, 0, numel)]
 
@@ -129,16 +129,16 @@ class _Portion:
     def __init__(self, update: Update, lo: int, hi: int) -> None:
         self._update = update
         self._lo, self._hi = lo, hi
-        self._loans: dict[str, Loan] = {}
+        self._leases: dict[str, Lease] = {}
         self._out: Tensor | None = None
 
     def _range(self, name: str) -> tuple[int, int]:
         scale = BLOCK if name.endswith(".scales") else 1
         return self._lo // scale, -(-self._hi // scale)
 
-    def _names_on_drive(self) -> Iterator[str]:
+    def _names_on_nvme(self) -> Iterator[str]:
         update = self._update
-        if update.states.on_drive:
+        if update.states.on_nvme:
             yield "master"
             for name in dict.fromkeys(n for part in update.parts for n in part.names):
                 yield name
@@ -151,14 +151,14 @@ class _Portion:
         """Ask the drive for everything."""
         self._update.flat.before_change()
         rest = self._update.flat.rest
-        self._loans = {n: rest.drive.get(rest.key(n), *self._range(n)) for n in self._names_on_drive()}
+        self._leases = {n: rest.drive.get(rest.key(n), *self._range(n)) for n in self._names_on_nvme()}
 
     def update(self) -> None:
         """Wait for it, then the fused operation on every part that reaches into this portion."""
         update, flat = self._update, self._update.flat
         if update.landing is not None:
             update.landing.result()
-        held = {name: loan.wait() for name, loan in self._loans.items()}
+        held = {name: lease.wait() for name, lease in self._leases.items()}
         master = held.get("master")
         if master is None:
             master = flat.master.detach()[self._lo : self._hi]
@@ -211,7 +211,7 @@ class _Portion:
         lo, hi = self._lo + where.start, self._lo + where.stop
         moments: dict[str, Moment] = {}
         for name in part.names:
-            if update.states.on_drive:
+            if update.states.on_nvme:
                 whole = Moment(held[name], held.get(f"{name}.scales"), update.states.moments[name])
                 moments[name] = whole.narrow(where.start, where.stop)
             else:
@@ -261,12 +261,12 @@ class _Portion:
     def write(self) -> None:
         """Give everything that changed back to the drive, and send the new parameters to the device."""
         flat, rest = self._update.flat, self._update.flat.rest
-        for name, loan in self._loans.items():
+        for name, lease in self._leases.items():
             if name == "grad":
-                loan.release()
+                lease.release()
             else:
-                rest.drive.put(rest.key(name), loan, self._range(name)[0])
-        self._loans = {}
+                rest.drive.put(rest.key(name), lease, self._range(name)[0])
+        self._leases = {}
         if self._out is None:
             return
         if flat.param_tier == "nvme" and flat.has_own_shard:

@@ -349,7 +349,7 @@ class GPT(nn.Module):
         """All layers, each with its part of the cache. Shapes: ``x`` and result (B, T, D)."""
         tables = None if rotation is None else doubled(rotation)
         for block, layer in zip(self.blocks, cache.layers, strict=True):
-            # By name: a strategy that divides sequences knows by it that these tokens are no whole sequence.
+            # By name: a strategy that shards sequences knows by it that these tokens are no whole sequence.
             x_BTD = block(x_BTD, tables, cache=layer)
         return x_BTD
 
@@ -397,7 +397,7 @@ class GPT(nn.Module):
         Args:
             tokens_BT: the prompt, at least one token.
             max_new_tokens: how many to add.
-            temperature: divides the logits; 0 takes the most likely token.
+            temperature: shards the logits; 0 takes the most likely token.
             top_k: sample among this many most likely tokens. None: among all.
             top_p: sample among the most likely tokens that together have this probability. None: among all.
             generator: of random numbers, on the CPU, so that every device samples alike. None: torch's own.

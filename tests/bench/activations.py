@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from ls_strategy.activations.apply import Activations
-from ls_strategy.activations.places import Drive
+from ls_strategy.activations.storage import NVMeFolder
 from ls_strategy.config import ActivationOffloadConfig, RecomputeConfig
 from ls_strategy.tiers.link import trim_heap
 from tests.bench import record
@@ -71,7 +71,7 @@ class Contender:
 
     def __init__(self, sizes: tuple[int, int, int], chosen: dict[str, Any], folder: str) -> None:
         self.model = build(*sizes)
-        self.activations = Activations(self.model, CPU, drive=Drive(folder), **chosen)
+        self.activations = Activations(self.model, CPU, drive=NVMeFolder(folder), **chosen)
         self.seconds: list[float] = []
 
     def kept_bytes(self, x: Tensor, y: Tensor) -> int:

@@ -163,7 +163,7 @@ class Bus:
         """`_Portion.update`."""
         started = time.perf_counter()
         self._update(portion)
-        if not portion._update.states.on_drive:
+        if not portion._update.states.on_nvme:
             lasts = (portion._hi - portion._lo) / self._updated_per_s
             time.sleep(max(0.0, lasts - (time.perf_counter() - started)))
 

@@ -29,9 +29,9 @@ import torch
 
 from ls_strategy.config import NVMeIOConfig
 from ls_strategy.tiers.buffers import AlignedBuffer
-from ls_strategy.tiers.drive import mount_of, open_scratch
 from ls_strategy.tiers.file_io import IOEngine
 from ls_strategy.tiers.nvme import NVMeTier
+from ls_strategy.tiers.nvme_folder import mount_of, open_scratch
 from ls_strategy.tiers.tuning import Measured, move
 from tests.bench import record
 from tests.bench.contest import quartiles, ratios, turns
@@ -87,12 +87,12 @@ def tier(directory: Path, nbytes: int, io: NVMeIOConfig) -> Contender:
     def run(verb: Verb) -> float:
         begin = time.perf_counter()
         if verb == "read":
-            loans = [made.get(key, s, s + chunk) for s in starts[:6]]
+            leases = [made.get(key, s, s + chunk) for s in starts[:6]]
             for i in range(len(starts)):
-                loans[i % 6].wait()
-                loans[i % 6].release()
+                leases[i % 6].wait()
+                leases[i % 6].release()
                 if i + 6 < len(starts):
-                    loans[i % 6] = made.get(key, starts[i + 6], starts[i + 6] + chunk)
+                    leases[i % 6] = made.get(key, starts[i + 6], starts[i + 6] + chunk)
         else:
             source = torch.ones(chunk)
             for s in starts:

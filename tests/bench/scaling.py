@@ -31,8 +31,8 @@ from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.planner.candidates import Candidate
 from ls_strategy.planner.forecast import Forecast, Forecaster, Run
 from ls_strategy.planner.hardware import Hardware
-from ls_strategy.planner.paper import on_paper
 from ls_strategy.planner.scaling import RANKS
+from ls_strategy.planner.simulated import simulated
 from ls_strategy.planner.states import ModelStates, moment_bytes
 from ls_strategy.planner.step import training_step
 from ls_strategy.precision import resolve_precision
@@ -105,7 +105,7 @@ def forecaster_of(config: GPTConfig, *, min_unit_numel: int | None = None) -> It
     precision = resolve_precision(PRECISION)
     chosen = ZeROConfig() if min_unit_numel is None else ZeROConfig(sharding={"min_unit_numel": min_unit_numel})
     batch = [torch.zeros(1, config.block_size, dtype=torch.long, device="meta")] * 2
-    with on_paper(module, precision, (), torch.device("cpu")) as paper:
+    with simulated(module, precision, (), torch.device("cpu")) as paper:
         optimizers = [paper.optimizer(optimizer)]
         yield Forecaster(
             module, optimizers, paper=paper, precision=precision, step=training_step(module, optimizers), batch=batch,

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from ls_strategy.inference.stream import StreamedBlocks, stream_blocks
-from ls_strategy.tiers.drive import mount_of
+from ls_strategy.tiers.nvme_folder import mount_of
 from recipes.gpt.network import GPT, GPTConfig
 from tests.bench import contest, record
 from tests.bench.host_memory import cgroup, confine, status
@@ -169,13 +169,13 @@ def tier_alone(handle: StreamedBlocks) -> Callable[[], None]:
 
     def run() -> None:
         handle._ahead.drop()
-        loans = [resting.tier.get((i, "block"), 0, n) for i, n in enumerate(sizes[: resting.capacity])]
+        leases = [resting.tier.get((i, "block"), 0, n) for i, n in enumerate(sizes[: resting.capacity])]
         for i in range(len(sizes)):
-            loans[i].wait()
-            loans[i].release()
+            leases[i].wait()
+            leases[i].release()
             following = i + resting.capacity
             if following < len(sizes):
-                loans.append(resting.tier.get((following, "block"), 0, sizes[following]))
+                leases.append(resting.tier.get((following, "block"), 0, sizes[following]))
 
     return run
 

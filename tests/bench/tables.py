@@ -97,7 +97,7 @@ def _host_memory(record: dict[str, Any]) -> list[list[str]]:
 def _on_drive(record: dict[str, Any]) -> list[list[str]]:
     """One row per size and case: what is on the drive, and what of the process is in memory."""
     rows = [["parameters", "clipping", "states on the drive", "resident", "at its peak", "charged by the limit"]]
-    for case in record["on_drive"]:
+    for case in record["on_nvme"]:
         kinds = ("states_bytes", "resident_bytes", "peak_bytes", "charged_bytes")
         cells = (f"{case[kind] / 2**20:,.0f} MiB" if kind in case else "" for kind in kinds)
         rows.append([f"{case['parameters'] / 1e6:.0f} M", "yes" if case["clip"] else "no", *cells])
@@ -301,7 +301,7 @@ _TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "cpu_adam": _adam,
     "nvme_io": _drive,
     "host_memory": _host_memory,
-    "host_memory#on_drive": _on_drive,
+    "host_memory#on_nvme": _on_drive,
     "moments": _moments,
     "exposed_update": _exposed,
     "activations": _activations,

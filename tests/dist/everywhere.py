@@ -26,7 +26,7 @@ class Held(NamedTuple):
     values: Tensor
 
 
-def held_here(engine: Engine) -> Iterator[Held]:
+def sent_mask(engine: Engine) -> Iterator[Held]:
     """Masters and moments of this rank, also copies of what others have. Not collective."""
     stores = {id(s.flat): s for state in engine.optimizers for s in state.sharded.states.store}
     for flat in engine.flats:
@@ -74,7 +74,7 @@ def check_every_rank(strategy: Any, weights: dict[str, Tensor]) -> dict[tuple[st
         what `put_together` gives, on every rank.
     """
     engine: Engine = strategy.require_engine()
-    full = put_together(engine.mesh.world.exchange_objects(list(held_here(engine))))
+    full = put_together(engine.mesh.world.exchange_objects(list(sent_mask(engine))))
     for (name, kind), value in full.items():
         if kind == "master":
             assert not value.isnan().any(), f"no rank has all of {name}"

@@ -221,7 +221,7 @@ def saved(path: Any) -> dict[str, Any]:
     checkpoint = lightning_checkpoints.read(path, TorchCheckpointIO(), True)
     for value in list(checkpoint.values()):
         if isinstance(value, dict):
-            value.update({k: v.whole() for k, v in value.items() if isinstance(v, LazyTensor)})
+            value.update({k: v.materialize() for k, v in value.items() if isinstance(v, LazyTensor)})
     return checkpoint
 
 

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from ls_strategy.activations.apply import MIN_PARTITIONED_BYTES, Activations
 from ls_strategy.activations.partition import ActivationPartition
-from ls_strategy.activations.places import Drive
+from ls_strategy.activations.storage import NVMeFolder
 from ls_strategy.config import ActivationOffloadConfig, RecomputeConfig
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.distributed.comm import make_comm
@@ -80,7 +80,12 @@ def parts(rank: int, size: int, folder: str) -> None:
         for recompute in (RecomputeConfig(), RecomputeConfig(policy="selective")):
             model = Net()
             activations = Activations(
-                model, CPU, recompute=recompute, offload=offload, partition=axis, drive=Drive(folder, allow_ram=True)
+                model,
+                CPU,
+                recompute=recompute,
+                offload=offload,
+                partition=axis,
+                drive=NVMeFolder(folder, allow_ram=True),
             )
             sent = axis.traffic.elements["all_gather"]
             assert_same(train(activations, model), expected)
@@ -114,7 +119,7 @@ def buffers(rank: int, size: int) -> None:
         kept = [partition.keep(t) for t in (x, y, x + 1)]
         places.append([k.mine.data_ptr() for k in kept if k.mine is not None])
         for k, t in zip(reversed(kept), (x + 1, y, x), strict=True):
-            assert torch.equal(k.bring(), t)
+            assert torch.equal(k.load(), t)
             k.drop()
     assert places[1] == places[2]
     assert partition.buffer.nbytes == 2048 + 512 + 2048  # 501 fp32, 251 bf16, at multiples of 512 bytes
@@ -122,13 +127,13 @@ def buffers(rank: int, size: int) -> None:
     assert [p - begin for p in places[1]] == [0, 2048, 2560]
     # More than the step before: beside the buffer, which then grows.
     kept = [partition.keep(x) for _ in range(4)]
-    assert all(torch.equal(k.bring(), x) for k in kept)
+    assert all(torch.equal(k.load(), x) for k in kept)
     for k in kept:
         k.drop()
     assert partition.buffer.nbytes == 4 * 2048
     # The same region twice in a row is gathered once.
     part, before = partition.keep(x), axis.traffic.elements["all_gather"]
-    first, second = part.bring(), part.bring()
+    first, second = part.load(), part.load()
     assert first is second
     assert axis.traffic.elements["all_gather"] - before == 501
     part.drop()

@@ -338,7 +338,7 @@ def check_counted(path: Path) -> int:
     [optimizer] = contents["optimizer_states"]
     assert len(optimizer["state"]) == 8
     for name, entries in optimizer["state"].items():
-        value = entries["momentum_buffer"].whole()
+        value = entries["momentum_buffer"].materialize()
         assert torch.equal(value, torch.full_like(value, float(step))), f"{path}: momentum of {name}"
     return step
 

@@ -210,13 +210,13 @@ def test_within_25_seconds_by_default(rank: int, world_size: int) -> None:
 def test_none_switches_it_off(rank: int, world_size: int) -> None:
     error, printed, _ = run(Net(), sleep, stage=2, explain_waits_after=None)
     assert (error, printed) == (None, "")
-    assert not [t for t in threading.enumerate() if t.name == "ls_whereabouts"]
+    assert not [t for t in threading.enumerate() if t.name == "ls_wait_report"]
 
 
 @on_ranks(2)
 def test_the_thread_ends_with_the_process_group(rank: int, world_size: int) -> None:
     def watches() -> list[threading.Thread]:
-        return [t for t in threading.enumerate() if t.name == "ls_whereabouts"]
+        return [t for t in threading.enumerate() if t.name == "ls_wait_report"]
 
     for _ in range(2):
         assert run(Net(), stage=3)[0] is None

@@ -21,9 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from ls_strategy._compat import current_backward_pass, default_store
 from ls_strategy.distributed.comm import make_comm
 from ls_strategy.errors import PlanError, RankFailedError
-from ls_strategy.parallel.pipeline.cut import keep_own, make_cut
-from ls_strategy.parallel.pipeline.handover import SideLoss
-from ls_strategy.parallel.pipeline.mail import make_links
+from ls_strategy.parallel.pipeline.p2p import make_links
+from ls_strategy.parallel.pipeline.partition import keep_own, make_cut
 from ls_strategy.parallel.pipeline.runner import Callbacks, PipelineRunner
 from ls_strategy.parallel.pipeline.schedules import (
     SCHEDULES,
@@ -36,6 +35,7 @@ from ls_strategy.parallel.pipeline.schedules import (
 from ls_strategy.parallel.pipeline.simulate import Costs, simulate
 from ls_strategy.parallel.pipeline.stage import StageRunner
 from ls_strategy.parallel.pipeline.timeline import TimelineRecorder
+from ls_strategy.parallel.pipeline.transfer import SideLoss
 from ls_strategy.testing import spawn
 from recipes.gpt.network import GPT, GPTConfig
 from tests import papers

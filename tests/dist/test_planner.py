@@ -20,7 +20,7 @@ from ls_strategy.config import RecomputeConfig, TierConfig, ZeROConfig
 from ls_strategy.planner.candidates import Candidate
 from ls_strategy.planner.forecast import Forecaster, Run
 from ls_strategy.planner.hardware import Hardware
-from ls_strategy.planner.paper import on_paper
+from ls_strategy.planner.simulated import simulated
 from ls_strategy.planner.step import first_batch, training_step
 from ls_strategy.precision import resolve_precision
 from ls_strategy.testing import spawn
@@ -117,7 +117,7 @@ def forecast_of(chosen: tuple[Candidate, str, int, tuple[str, ...]], world_size:
         clips="private" not in traits,  # a hook looks at gradients
     )
     optimizer = module.configure_optimizers()
-    with on_paper(module, precision, (), torch.device("cpu")) as paper:
+    with simulated(module, precision, (), torch.device("cpu")) as paper:
         optimizers = [paper.optimizer(optimizer)]
         forecaster = Forecaster(
             module, optimizers, paper=paper, precision=precision, step=training_step(module, optimizers),

@@ -19,8 +19,8 @@ from ls_strategy.config import TierConfig, ZeROConfig
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.planner.candidates import Candidate
 from ls_strategy.planner.forecast import Forecaster, Run
-from ls_strategy.planner.paper import on_paper
 from ls_strategy.planner.replay import Peak, replay
+from ls_strategy.planner.simulated import simulated
 from ls_strategy.planner.step import first_batch, training_step
 from ls_strategy.planner.traffic import traffic
 from ls_strategy.precision import resolve_precision
@@ -101,7 +101,7 @@ def predict(index: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Peak, int]:
     module, precision = PrivateNet(case), resolve_precision(name)
     run = Run(config=ZeROConfig(sharding={"min_unit_numel": 0}), micro_batches=accumulate)
     optimizer = module.configure_optimizers()
-    with on_paper(module, precision, (), torch.device("cpu")) as paper:
+    with simulated(module, precision, (), torch.device("cpu")) as paper:
         optimizers = [paper.optimizer(optimizer)]
         forecaster = Forecaster(
             module, optimizers, paper=paper, precision=precision, step=training_step(module, optimizers),

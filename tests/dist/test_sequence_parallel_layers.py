@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.distributed.comm import make_comm
 from ls_strategy.errors import PlanError
-from ls_strategy.parallel.logits import DividedLogits, gather
+from ls_strategy.parallel.logits import ShardedLogits, gather
 from ls_strategy.parallel.ulysses import apply_sequence_parallel
 from ls_strategy.testing import spawn
 from recipes.gpt.network import GPT, GPTConfig
@@ -403,7 +403,7 @@ def evaluation(rank: int, world_size: int) -> None:
     assert parallel.describe() == "tokens divided over 2 ranks in 2 blocks (Block), joined in the loss of 'head'"
     with torch.no_grad():
         logits = model(tokens())
-        assert isinstance(logits, DividedLogits)
+        assert isinstance(logits, ShardedLogits)
         torch.testing.assert_close(gather(logits), plain(tokens()), rtol=1e-5, atol=1e-5)
         for length in (15, 2, 1):  # whole on every rank
             torch.testing.assert_close(model(tokens()[:, :length]), plain(tokens()[:, :length]), rtol=1e-6, atol=1e-6)

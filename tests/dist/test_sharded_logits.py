@@ -23,7 +23,7 @@ from ls_strategy.distributed.axis import Axis
 from ls_strategy.distributed.comm import Comm, make_comm
 from ls_strategy.errors import StateError
 from ls_strategy.layout import TensorPart
-from ls_strategy.parallel.logits import DividedLogits, gather, wrap_sequence, wrap_vocabulary
+from ls_strategy.parallel.logits import ShardedLogits, gather, wrap_sequence, wrap_vocabulary
 from ls_strategy.testing import spawn
 
 B, T, V, WIDTH = 2, 8, 13, 5
@@ -147,7 +147,7 @@ if HUGGING_FACE:
 
 @dataclass
 class Where:
-    """The axes a test divides along."""
+    """The axes a test shards along."""
 
     tensor: Axis
     sequence: Axis
@@ -286,7 +286,7 @@ def looks_whole(rank: int, world_size: int) -> None:
     where = Where.of(world_size, "tensor")
     whole = hidden() @ head().T
     logits = where.logits(hidden(), head().requires_grad_())
-    assert isinstance(logits, DividedLogits)
+    assert isinstance(logits, ShardedLogits)
     assert (tuple(logits.shape), logits.size(-1), logits.dim(), len(logits), logits.numel()) == (
         (B, T, V), V, 3, B, B * T * V,
     )  # fmt: skip
@@ -304,7 +304,7 @@ def looks_whole(rank: int, world_size: int) -> None:
         logits[..., None, :],
         -logits,
     ):
-        assert isinstance(kept, DividedLogits), kept
+        assert isinstance(kept, ShardedLogits), kept
     close = functools.partial(torch.testing.assert_close, rtol=1e-6, atol=1e-6)
     for f in (
         lambda x: x * 2, lambda x: 1 - x, lambda x: x.view(-1, V)[3], lambda x: x[:, 1:-1], lambda x: x[0, 2:4],

@@ -23,7 +23,7 @@ RAW = re.compile(r"`|<!--|-->|\]\(|^% |^#+ ", re.MULTILINE)
 """What readers must not see outside of code."""
 
 
-class Shown(HTMLParser):
+class UserGradients(HTMLParser):
     """Text of a page that is not code."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Shown(HTMLParser):
 
 
 def shown(html: str) -> str:
-    page = Shown()
+    page = UserGradients()
     page.feed(html)
     return "".join(page.text)
 

@@ -18,8 +18,8 @@ from torch.nn import functional
 
 from ls_strategy.activations.apply import Activations
 from ls_strategy.activations.offload import ActivationOffload
-from ls_strategy.activations.places import Drive, FileSpace
 from ls_strategy.activations.saved import SavedTensors, may_be_taken, region_of
+from ls_strategy.activations.storage import FileSpace, NVMeFolder
 from ls_strategy.config import ActivationOffloadConfig, NVMeIOConfig, RecomputeConfig
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import ConfigError, LSError, StateError
@@ -77,8 +77,8 @@ def train(model: nn.Module, activations: Activations | None = None, steps: int =
 
 
 @pytest.fixture
-def drive(tmp_path: Path) -> Drive:
-    return Drive(str(tmp_path / "nvme"), NVMeIOConfig(block_bytes=PAGE, parallelism=2), allow_ram=True)
+def drive(tmp_path: Path) -> NVMeFolder:
+    return NVMeFolder(str(tmp_path / "nvme"), NVMeIOConfig(block_bytes=PAGE, parallelism=2), allow_ram=True)
 
 
 @pytest.fixture(autouse=True)
@@ -126,7 +126,7 @@ RECOMPUTE = {
 @pytest.mark.parametrize("in_flight", [0, 2 * ACTIVATION, 1 << 30])
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("tier", TIERS)
-def test_no_bit_changes(tier: str, recompute: str, in_flight: int, drive: Drive) -> None:
+def test_no_bit_changes(tier: str, recompute: str, in_flight: int, drive: NVMeFolder) -> None:
     expected = train(Net())
     model = Net()
     offload = options(tier, in_flight_bytes=in_flight)
@@ -141,7 +141,7 @@ def test_no_bit_changes(tier: str, recompute: str, in_flight: int, drive: Drive)
     assert same(train(model)[:4], expected[:4])
 
 
-def test_no_bit_changes_with_autocast_and_compiled_blocks(drive: Drive) -> None:
+def test_no_bit_changes_with_autocast_and_compiled_blocks(drive: NVMeFolder) -> None:
     def run(offload: ActivationOffloadConfig | None) -> list[Tensor]:
         torch.compiler.reset()
         model = Net(2)
@@ -159,7 +159,7 @@ def test_no_bit_changes_with_autocast_and_compiled_blocks(drive: Drive) -> None:
 
 
 @pytest.mark.parametrize("tier", TIERS)
-def test_accumulated_steps_and_two_losses_of_one_graph(tier: str, drive: Drive) -> None:
+def test_accumulated_steps_and_two_losses_of_one_graph(tier: str, drive: NVMeFolder) -> None:
     def run(activations: Activations | None, model: nn.Module) -> list[Tensor]:
         torch.manual_seed(0)
         x = torch.randn(4, 16, WIDTH, requires_grad=True)
@@ -180,7 +180,7 @@ def test_accumulated_steps_and_two_losses_of_one_graph(tier: str, drive: Drive) 
 # what is taken -------------------------------------------------------------------------------------------------------
 
 
-def test_with_recompute_only_inputs_of_blocks_are_taken(drive: Drive) -> None:
+def test_with_recompute_only_inputs_of_blocks_are_taken(drive: NVMeFolder) -> None:
     for recompute in (RecomputeConfig(), RecomputeConfig(policy="selective")):
         model = Net()
         activations = Activations(model, CPU, recompute=recompute, offload=options(in_flight_bytes=0))
@@ -255,7 +255,7 @@ VIEWS = (
 
 
 @pytest.mark.parametrize("tier", TIERS)
-def test_views_come_back_with_their_layout(tier: str, drive: Drive) -> None:
+def test_views_come_back_with_their_layout(tier: str, drive: NVMeFolder) -> None:
     offload = ActivationOffload(options(tier, in_flight_bytes=0), CPU, drive)
     saved = SavedTensors(offload, CPU, min_bytes=0, protected=set)
     for dtype, view in itertools.product((torch.float32, torch.bfloat16, torch.bool, torch.int64), VIEWS):
@@ -321,7 +321,7 @@ def test_a_change_in_place_is_refused_as_autograd_does(in_flight: int) -> None:
 
 
 @pytest.mark.parametrize("tier", TIERS)
-def test_memory_on_the_device_is_freed_in_forward(tier: str, drive: Drive) -> None:
+def test_memory_on_the_device_is_freed_in_forward(tier: str, drive: NVMeFolder) -> None:
     alive: list[StorageWeakRef] = []
     offload = ActivationOffload(options(tier, in_flight_bytes=2 * ACTIVATION), CPU, drive)
     saved = SavedTensors(offload, CPU, min_bytes=1024, protected=set)
@@ -342,7 +342,7 @@ def test_memory_on_the_device_is_freed_in_forward(tier: str, drive: Drive) -> No
 
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("how", ["dropped", "error", "retained"])
-def test_memory_comes_back_without_a_backward_that_ends(tier: str, how: str, drive: Drive) -> None:
+def test_memory_comes_back_without_a_backward_that_ends(tier: str, how: str, drive: NVMeFolder) -> None:
     model = Net()
     activations = Activations(model, CPU, offload=options(tier, in_flight_bytes=0), drive=drive)
     with activations.around_forward():
@@ -364,7 +364,7 @@ def test_memory_comes_back_without_a_backward_that_ends(tier: str, how: str, dri
 
 
 @pytest.mark.parametrize("tier", TIERS)
-def test_steps_use_the_same_memory(tier: str, drive: Drive) -> None:
+def test_steps_use_the_same_memory(tier: str, drive: NVMeFolder) -> None:
     model = Net()
     activations = Activations(model, CPU, offload=options(tier, in_flight_bytes=0), drive=drive)
     train(model, activations, steps=2)
@@ -381,7 +381,7 @@ def test_steps_use_the_same_memory(tier: str, drive: Drive) -> None:
     assert activations.metrics()["host_bytes"] == 0
 
 
-def test_removed_while_a_graph_is_alive(drive: Drive) -> None:
+def test_removed_while_a_graph_is_alive(drive: NVMeFolder) -> None:
     model = Net()
     activations = Activations(model, CPU, offload=options("nvme", in_flight_bytes=0), drive=drive)
     before = threading.active_count()
@@ -403,7 +403,7 @@ def test_regions_come_back_in_reverse_before_they_are_asked_for() -> None:
     assert [k.here is not None for k in kept] == [False] * 5 + [True] * 3  # the last never leave
     assert offload.bytes_out == 5 * 400
     for i in reversed(range(8)):
-        assert kept[i].bring()[0].item() == i
+        assert kept[i].load()[0].item() == i
         kept[i].drop()
         assert offload.in_flight_bytes <= 3 * 400
         if i:
@@ -414,7 +414,7 @@ def test_regions_come_back_in_reverse_before_they_are_asked_for() -> None:
 # the drive -----------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_lies_in_the_folder(drive: Drive) -> None:
+def test_nothing_lies_in_the_folder(drive: NVMeFolder) -> None:
     """The file has no name: it goes with the process, after ``kill -9`` too."""
     model = Net()
     activations = Activations(model, CPU, offload=options("nvme", in_flight_bytes=0), drive=drive)
@@ -441,7 +441,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
 
 
 @pytest.mark.parametrize("verb", ["writing", "reading"])
-def test_errors_of_the_drive_are_raised_in_the_step(verb: str, broken: set[str], drive: Drive) -> None:
+def test_errors_of_the_drive_are_raised_in_the_step(verb: str, broken: set[str], drive: NVMeFolder) -> None:
     model = Net()
     activations = Activations(model, CPU, offload=options("nvme", in_flight_bytes=0), drive=drive)
     train(model, activations, steps=1)
@@ -452,7 +452,7 @@ def test_errors_of_the_drive_are_raised_in_the_step(verb: str, broken: set[str],
     activations.remove()
 
 
-def test_a_full_drive_is_named(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_drive_is_named(drive: NVMeFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     import os
 
     def full(*_: Any) -> None:
@@ -481,7 +481,7 @@ def test_file_space_is_used_again_and_grows_together() -> None:
 # choices -------------------------------------------------------------------------------------------------------------
 
 
-def test_what_was_chosen_is_told(drive: Drive) -> None:
+def test_what_was_chosen_is_told(drive: NVMeFolder) -> None:
     assert Activations(Net(), CPU).describe() == "kept on the device"
     chosen = Activations(Net(), CPU, recompute=RecomputeConfig(), offload=options("nvme"), drive=drive)
     assert chosen.describe() == (

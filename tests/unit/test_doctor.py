@@ -16,13 +16,14 @@ import pytest
 
 from ls_strategy import cli
 from ls_strategy.distributed.rendezvous import free_port
-from ls_strategy.doctor import cluster, collective, drive, gpus, host, kernels, software
+from ls_strategy.doctor import cluster, collective, gpus, host, kernels, software
+from ls_strategy.doctor import nvme as drive
 from ls_strategy.doctor.examine import TOPICS, Check, choose, examine
 from ls_strategy.doctor.finding import Finding
 from ls_strategy.errors import ConfigError
 from ls_strategy.ops import _build
 from ls_strategy.ops.extra_library import routing_library
-from ls_strategy.tiers.drive import mount_of
+from ls_strategy.tiers.nvme_folder import mount_of
 
 JOB = {
     "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2",

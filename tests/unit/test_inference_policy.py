@@ -1,4 +1,4 @@
-"""DeepSpeed's explicit form of a plan divides what the automatic plan divides; models that are known not to work."""
+"""DeepSpeed's explicit form of a plan shards what the automatic plan shards; models that are known not to work."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 import ls_strategy
 from ls_strategy import PlanError
 from ls_strategy.inference.refused import REASONS, refuse_known
-from ls_strategy.parallel.cuts import resolve
 from ls_strategy.parallel.plans import resolve_tensor_plan
 from ls_strategy.parallel.policy import is_policy, styles_of_policy
+from ls_strategy.parallel.resolved_plan import resolve
 from tests.dist.test_inference import MODELS, POLICIES
 
 

@@ -19,7 +19,8 @@ import torch
 
 from ls_strategy.config import NVMeIOConfig
 from ls_strategy.errors import ConfigError, PlanError, StateError
-from ls_strategy.tiers import drive, nvme
+from ls_strategy.tiers import nvme
+from ls_strategy.tiers import nvme_folder as drive
 from ls_strategy.tiers.base import ResidentTier
 from ls_strategy.tiers.buffers import BoundedPool
 from ls_strategy.tiers.file_io import DirectFile, DriveError
@@ -45,9 +46,9 @@ def values(key, sizes=SIZES, seed=0):
 
 
 def read(tier, key, start=0, stop=None):
-    loan = tier.get(key, start, stop)
-    result = loan.wait().clone()
-    loan.release()
+    lease = tier.get(key, start, stop)
+    result = lease.wait().clone()
+    lease.release()
     return result
 
 
@@ -102,9 +103,9 @@ class TestContract:
 
     def test_a_loan_changed_in_place_and_put_stays_changed(self, tier):
         tier.put(BIG, values(BIG))
-        loan = tier.get(BIG, 4096, 8192)
-        loan.wait().add_(1)
-        tier.put(BIG, loan, 4096)
+        lease = tier.get(BIG, 4096, 8192)
+        lease.wait().add_(1)
+        tier.put(BIG, lease, 4096)
         expected = values(BIG)
         expected[4096:8192] += 1
         assert torch.equal(read(tier, BIG), expected)
@@ -116,16 +117,16 @@ class TestContract:
 
     def test_several_loans_at_a_time(self, tier):
         tier.put(BIG, values(BIG))
-        loans = [tier.get(BIG, i * 4096, (i + 1) * 4096) for i in range(4)]
-        for i, loan in reversed(list(enumerate(loans))):
-            assert torch.equal(loan.wait(), values(BIG)[i * 4096 : (i + 1) * 4096])
-            loan.release()
+        leases = [tier.get(BIG, i * 4096, (i + 1) * 4096) for i in range(4)]
+        for i, lease in reversed(list(enumerate(leases))):
+            assert torch.equal(lease.wait(), values(BIG)[i * 4096 : (i + 1) * 4096])
+            lease.release()
 
     def test_release_is_idempotent_and_need_not_wait(self, tier):
         for _ in range(30):
-            loan = tier.get(BIG)
-            loan.release()
-            loan.release()
+            lease = tier.get(BIG)
+            lease.release()
+            lease.release()
 
     def test_many_puts_of_one_range_end_with_the_last(self, tier):
         for i in range(30):
@@ -147,10 +148,10 @@ class TestContract:
             try:
                 for i in range(20):
                     tier.put(key, values(key, seed=i))
-                    loan = tier.get(key)
-                    assert torch.equal(loan.wait(), values(key, seed=i))
-                    loan.wait().zero_()
-                    tier.put(key, loan)
+                    lease = tier.get(key)
+                    assert torch.equal(lease.wait(), values(key, seed=i))
+                    lease.wait().zero_()
+                    tier.put(key, lease)
                     assert not read(tier, key).any()
             except BaseException as error:
                 errors.append(error)
@@ -204,12 +205,12 @@ class TestNVMe:
 
     def test_a_loan_that_ended_is_refused(self, tmp_path):
         tier = make_nvme(tmp_path)
-        loan = tier.get(BIG)
-        loan.release()
+        lease = tier.get(BIG)
+        lease.release()
         with pytest.raises(StateError, match="released or put"):
-            loan.wait()
+            lease.wait()
         with pytest.raises(StateError, match="released or put"):
-            tier.put(BIG, loan)
+            tier.put(BIG, lease)
         tier.close()
 
     def test_ends_inside_a_page_are_refused(self, tmp_path):
@@ -248,27 +249,27 @@ class TestNVMe:
     def test_loans_survive_close(self, tmp_path):
         tier = make_nvme(tmp_path)
         tier.put(BIG, values(BIG))
-        loan = tier.get(BIG)
-        held = loan.wait()
+        lease = tier.get(BIG)
+        held = lease.wait()
         tier.close()
         assert torch.equal(held, values(BIG))
-        loan.release()
+        lease.release()
 
     def test_all_buffers_lent_is_an_error_that_names_who_holds_them(self, tmp_path, monkeypatch):
         monkeypatch.setattr(BoundedPool, "patience_s", 0.1)
         tier = make_nvme(tmp_path, buffers=2)
-        loans = [tier.get(BIG, 0, 4096), tier.get((4097, "torch.uint8"))]
+        leases = [tier.get(BIG, 0, 4096), tier.get((4097, "torch.uint8"))]
         with pytest.raises(StateError, match=r"8192\) waits for a buffer: all 2 .*Held by: get of 'torch"):
             tier.get(BIG, 4096, 8192)
-        loans[0].release()
+        leases[0].release()
         assert not read(tier, BIG, 4096, 8192).any()
         tier.close()
 
     def test_get_waits_for_a_buffer_that_comes_back(self, tmp_path):
         tier = make_nvme(tmp_path, buffers=1)
-        loan = tier.get(BIG)
-        loan.wait()
-        threading.Timer(0.05, loan.release).start()
+        lease = tier.get(BIG)
+        lease.wait()
+        threading.Timer(0.05, lease.release).start()
         assert not read(tier, BIG).any()
         tier.close()
 
@@ -286,13 +287,13 @@ class TestErrors:
         tier = make_nvme(tmp_path)
         with monkeypatch.context() as patch:
             self.fail(patch, "preadv", errno.EIO)
-            loan = tier.get(BIG)
+            lease = tier.get(BIG)
             with pytest.raises(
                 DriveError, match=r"reading 8192 bytes at offset \d+ failed: Input/output error.*rank0"
             ) as info:
-                loan.wait()
+                lease.wait()
             assert info.value.errno == errno.EIO
-            loan.release()
+            lease.release()
         for _ in range(10):  # its buffer came back
             assert not read(tier, BIG).any()
         tier.close()
@@ -350,9 +351,9 @@ class TestErrors:
         preadv, may_read = os.preadv, threading.Event()
         monkeypatch.setattr(os, "preadv", lambda *args: (may_read.wait(5), preadv(*args))[1])
         monkeypatch.setattr("ls_strategy.tiers.file_io.STALLED_S", 0.1)
-        loan = tier.get((4097, "torch.uint8"))
+        lease = tier.get((4097, "torch.uint8"))
         with pytest.raises(StateError, match=r"no block was read or written for .*dmesg"):
-            loan.wait()
+            lease.wait()
         may_read.set()
         monkeypatch.setattr("ls_strategy.tiers.file_io.STALLED_S", 10.0)
         tier.close()
@@ -374,7 +375,7 @@ class TestFile:
 
     CODE = """
         import os, sys, torch
-        from ls_strategy.tiers import drive
+        from ls_strategy.tiers import nvme_folder as drive
         from ls_strategy.tiers.nvme import NVMeTier
         if sys.argv[2] == "named":
             drive._KEEPS_NO_NAMELESS = (drive.mount_of(drive.Path(sys.argv[1])).kind,)

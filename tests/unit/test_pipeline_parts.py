@@ -16,9 +16,8 @@ from torch.nn import functional
 from ls_strategy._compat import is_compiled, route_calls, unroute_calls
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.errors import PlanError, StateError
-from ls_strategy.parallel.pipeline.cut import keep_own, make_cut
-from ls_strategy.parallel.pipeline.handover import SIDE, Handover, SideLoss
-from ls_strategy.parallel.pipeline.mail import Shapes, TensorShape, make_links
+from ls_strategy.parallel.pipeline.p2p import Shapes, TensorShape, make_links
+from ls_strategy.parallel.pipeline.partition import keep_own, make_cut
 from ls_strategy.parallel.pipeline.placeholder import Absent, Placeholder, is_meta, placeholder
 from ls_strategy.parallel.pipeline.runner import PipelineRunner
 from ls_strategy.parallel.pipeline.schedules import (
@@ -33,6 +32,7 @@ from ls_strategy.parallel.pipeline.simulate import simulate
 from ls_strategy.parallel.pipeline.split import backward_inputs
 from ls_strategy.parallel.pipeline.stage import StageRunner
 from ls_strategy.parallel.pipeline.timeline import bars, bubble, chrome_trace
+from ls_strategy.parallel.pipeline.transfer import SIDE, SideLoss, StageTransfer
 from tests import papers
 
 CPU = torch.device("cpu")
@@ -185,7 +185,7 @@ def test_blocks_out_of_order_are_refused(step: Any, words: str) -> None:
     model = Net()
     stages = second_stage(model)
     with pytest.raises(StateError, match=words):
-        stages.run(1, lambda x: step(model, x), torch.ones(3, 2), Handover({0: torch.ones(3, 4)}, 1))
+        stages.run(1, lambda x: step(model, x), torch.ones(3, 2), StageTransfer({0: torch.ones(3, 4)}, 1))
 
 
 def test_what_skips_the_blocks_is_refused_by_name() -> None:
@@ -199,7 +199,7 @@ def test_what_skips_the_blocks_is_refused_by_name() -> None:
         return model.head(y + first.relu()).sum()
 
     with pytest.raises(PlanError, match="the result of step depends on a tensor that is computed on an earlier stage"):
-        stages.run(1, step, torch.ones(3, 2), Handover({0: torch.ones(3, 4)}, 1))
+        stages.run(1, step, torch.ones(3, 2), StageTransfer({0: torch.ones(3, 4)}, 1))
 
 
 def test_a_parameter_on_the_wrong_stage_is_named() -> None:
@@ -207,7 +207,9 @@ def test_a_parameter_on_the_wrong_stage_is_named() -> None:
     model.late = nn.Parameter(torch.ones(4))  # bare parameters come before those of modules
     stages = second_stage(model)
     with pytest.raises(PlanError, match=r"the result of step depends on the parameter 'late'.*stages \(0,\)"):
-        stages.run(1, lambda x: (model(x) * model.late).sum(), torch.ones(3, 2), Handover({0: torch.ones(3, 4)}, 1))
+        stages.run(
+            1, lambda x: (model(x) * model.late).sum(), torch.ones(3, 2), StageTransfer({0: torch.ones(3, 4)}, 1)
+        )
 
 
 def test_hooks_of_absent_modules_do_not_run() -> None:
@@ -219,7 +221,7 @@ def test_hooks_of_absent_modules_do_not_run() -> None:
     seen: list[str] = []
     for name in ("stem", "blocks.0", "blocks.2", "head"):
         model.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: seen.append(name))
-    received = Handover({0: torch.ones(3, 4)}, 1)
+    received = StageTransfer({0: torch.ones(3, 4)}, 1)
     stages.run(1, lambda x: model(x).sum(), torch.ones(3, 2), received)
     assert seen == ["blocks.2", "head"]
     stages.remove()
@@ -233,7 +235,7 @@ def test_absent_blocks_run_once_per_shape() -> None:
     model.blocks[0].register_forward_hook(lambda *_: calls.append(1))
     stages = second_stage(model)
     for samples in (3, 3, 5, 3, 5):
-        received = Handover({0: torch.ones(samples, 4)}, 1)
+        received = StageTransfer({0: torch.ones(samples, 4)}, 1)
         assert stages.run(1, lambda x: model(x).sum(), torch.ones(samples, 2), received).isfinite()
     assert len(calls) == 2
 
@@ -286,7 +288,7 @@ def test_a_layer_that_computes_by_values_says_its_shapes(layer: type[Sorting]) -
     model = Net()
     model.blocks[0] = nn.Sequential(layer(), nn.ReLU())
     stages = second_stage(model)
-    received = Handover({0: torch.ones(3, 4)}, 1)
+    received = StageTransfer({0: torch.ones(3, 4)}, 1)
     if layer is Sorting:
         with pytest.raises(PlanError, match=r"__int__\(\) asks for the value"):
             stages.run(1, lambda x: model(x).sum(), torch.ones(3, 2), received)
@@ -309,7 +311,7 @@ def test_a_side_loss_is_a_scalar(given: Tensor) -> None:
 def test_a_side_loss_that_nobody_takes_is_not_lost_in_silence() -> None:
     model = Net()
     stages = second_stage(model)
-    received = Handover({0: torch.ones(3, 4), SIDE: torch.ones(())}, 1)
+    received = StageTransfer({0: torch.ones(3, 4), SIDE: torch.ones(())}, 1)
     with pytest.raises(StateError, match="this rank has no SideLoss"):
         stages.run(1, lambda x: model(x).sum(), torch.ones(3, 2), received)
 
@@ -410,7 +412,7 @@ def test_a_header_says_all_about_what_follows() -> None:
         7,
     )
     assert Shapes.decode(shapes.encode()) == shapes
-    assert Shapes.of(Handover({0: torch.ones(2, 3, requires_grad=True), 3: torch.ones(1).bool()}, 9)) == Shapes(
+    assert Shapes.of(StageTransfer({0: torch.ones(2, 3, requires_grad=True), 3: torch.ones(1).bool()}, 9)) == Shapes(
         (TensorShape(0, (2, 3), torch.float32, True), TensorShape(3, (1,), torch.bool, False)), 9
     )
     with pytest.raises(PlanError, match=r"at most 16 tensors of at most 8 dimensions"):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ls_strategy.errors import PlanError
-from ls_strategy.parallel.pipeline.mail import plan_messages
+from ls_strategy.parallel.pipeline.p2p import plan_messages
 from ls_strategy.parallel.pipeline.schedules import (
     SCHEDULES,
     Action,

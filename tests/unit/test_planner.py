@@ -18,8 +18,8 @@ from ls_strategy.planner.choice import Question, choose, explain, smallest
 from ls_strategy.planner.forecast import Forecaster, Run, lightest, on_hardware, reason, table
 from ls_strategy.planner.hardware import Hardware, parse_bytes, show_bytes
 from ls_strategy.planner.out_of_memory import OutOfMemory, explaining
-from ls_strategy.planner.paper import on_paper
 from ls_strategy.planner.scaling import scale, scaling_table
+from ls_strategy.planner.simulated import simulated
 from ls_strategy.planner.states import ModelStates, moment_bytes
 from ls_strategy.planner.step import first_batch, training_step
 from ls_strategy.precision import resolve_precision
@@ -188,7 +188,7 @@ def test_activations_are_what_a_real_step_holds():
     module, batch = Net(), [torch.randn(5, 16)]
     asked = question()
     for recompute in (None, RecomputeConfig()):
-        with on_paper(asked.module, asked.precision, (), CPU) as paper:
+        with simulated(asked.module, asked.precision, (), CPU) as paper:
             forecaster = Forecaster(
                 asked.module, [], paper=paper, precision=asked.precision,
                 step=training_step(asked.module, []), batch=batch, run=asked.run,
@@ -241,7 +241,7 @@ def test_offload_moves_states_from_tier_to_tier():
 def test_offloaded_activations_are_bounded_by_what_is_in_flight():
     asked = question()
     offload = ActivationOffloadConfig(min_bytes=0, in_flight_bytes=100)
-    with on_paper(asked.module, asked.precision, (), CPU) as paper:
+    with simulated(asked.module, asked.precision, (), CPU) as paper:
         optimizers = [paper.optimizer(o) for o in asked.optimizers]
         forecaster = Forecaster(
             asked.module, optimizers, paper=paper, precision=asked.precision,

@@ -16,7 +16,7 @@ from ls_strategy import ConfigError, ZeROStrategy
 from ls_strategy.config import ZeROConfig, nested
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.distributed.mesh import MeshShape
-from ls_strategy.layout import ALIGN, FlatLayout, weighted_cuts
+from ls_strategy.layout import ALIGN, FlatLayout, weighted_bounds
 from ls_strategy.planner.states import ModelStates
 from ls_strategy.precision import resolve_precision
 from ls_strategy.zero import weights as weighing
@@ -26,7 +26,7 @@ WEIGHTS = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=9).map(lambda w: t
 
 @given(used=st.integers(0, 10**9), weights=WEIGHTS)
 def test_shards_tile_the_buffer_by_weight(used: int, weights: tuple[Fraction, ...]) -> None:
-    cuts = weighted_cuts(used, weights)
+    cuts = weighted_bounds(used, weights)
     assert len(cuts) == len(weights) + 1
     assert cuts[0] == 0
     assert cuts[-1] >= used

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.parallel.cross_entropy import TokenLoss, token_losses
-from ls_strategy.parallel.divided import DimCut, slice_cut
+from ls_strategy.parallel.dim_shard import DimShard, slice_shard
 from ls_strategy.parallel.logits import gather, wrap_sequence, wrap_vocabulary
 
 
@@ -22,8 +22,8 @@ class Rank(Axis):
         self.rank, self.size = rank, size
 
 
-def cuts(dim: int, sizes: tuple[int, ...]) -> list[DimCut]:
-    return [DimCut(Rank(r, len(sizes)), dim, sizes, averaged=False) for r in range(len(sizes))]
+def cuts(dim: int, sizes: tuple[int, ...]) -> list[DimShard]:
+    return [DimShard(Rank(r, len(sizes)), dim, sizes, averaged=False) for r in range(len(sizes))]
 
 
 @given(
@@ -71,7 +71,7 @@ def test_slices_of_a_divided_dimension(sizes, low, high) -> None:
     full = torch.arange(sum(sizes))
     pieces = []
     for cut in cuts(0, tuple(sizes)):
-        item, after = slice_cut(slice(low, high), cut)
+        item, after = slice_shard(slice(low, high), cut)
         pieces.append(cut.part(full)[item])
         assert after is not None
         assert after.mine == len(pieces[-1])

@@ -22,7 +22,7 @@ from ls_strategy.checkpoint.source import as_bytes
 from ls_strategy.config import NVMeIOConfig
 from ls_strategy.errors import CheckpointError, ConfigError, PlanError, StateError
 from ls_strategy.inference.fill import open_weights
-from ls_strategy.inference.rest import DeviceBuffers, Resting
+from ls_strategy.inference.storage import DeviceBuffers, Resting
 from ls_strategy.inference.stream import stream_blocks
 from ls_strategy.layout import TensorPart
 from ls_strategy.tiers.file_io import DirectFile, DriveError
@@ -209,8 +209,8 @@ def test_starting_to_read_does_not_wait_for_the_drive(drive, monkeypatch):
         may_read.set()
 
     # Blocks 0 and 1 are there; when 0 has computed, 2 begins to be read, and does not get anywhere.
-    for _, loan in handle._ahead._under_way:
-        loan.wait()
+    for _, lease in handle._ahead._under_way:
+        lease.wait()
     model.blocks[1].up.register_forward_hook(note)
     monkeypatch.setattr(DirectFile, "read", wait)
     assert torch.equal(run(model), expected)

@@ -22,7 +22,7 @@ class Elsewhere(LazyTensor):
         self.value = value
         return self
 
-    def bring(self, start: int, stop: int) -> Tensor:
+    def load(self, start: int, stop: int) -> Tensor:
         return self.value.reshape(-1)[start:stop]
 
 
@@ -85,7 +85,7 @@ def test_a_part_of_a_tensor_that_is_elsewhere_reads_the_same(cut, data):
     lazy = part_of(Elsewhere(whole), part)
     assert isinstance(lazy, LazyPart)
     expected = part_of(whole, part)
-    assert torch.equal(lazy.whole(), expected)
+    assert torch.equal(lazy.materialize(), expected)
     start = data.draw(st.integers(0, expected.numel()))
     stop = data.draw(st.integers(start, expected.numel()))
     assert torch.equal(lazy.range(start, stop), expected.reshape(-1)[start:stop])

@@ -14,8 +14,8 @@ from torch import nn
 
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import PlanError
-from ls_strategy.parallel.cuts import ParamCut, resolve
 from ls_strategy.parallel.random import Streams, fork_seed, forked
+from ls_strategy.parallel.resolved_plan import ParamShard, resolve
 from ls_strategy.parallel.sequence import TokenBlocks
 from ls_strategy.parallel.styles import (
     NAMES,
@@ -123,11 +123,11 @@ def test_resolve_finds_layers_attributes_and_cuts() -> None:
         2,
     )
     cuts = {owned.name: cut for owned, cut in resolved.cuts()}
-    assert cuts["blocks.1.attention.qkv.weight"] == cuts["blocks.1.attention.qkv.bias"] == ParamCut(0, (16, 8, 8), 4)
-    assert cuts["blocks.0.attention.output.weight"] == ParamCut(1, (16,))
+    assert cuts["blocks.1.attention.qkv.weight"] == cuts["blocks.1.attention.qkv.bias"] == ParamShard(0, (16, 8, 8), 4)
+    assert cuts["blocks.0.attention.output.weight"] == ParamShard(1, (16,))
     assert "blocks.0.attention.output.bias" not in cuts
-    assert cuts["embedding.weight"] == cuts["head.weight"] == ParamCut(0, (13,))
-    assert cuts["blocks.0.attention.bias_table"] == ParamCut(1, (4,))
+    assert cuts["embedding.weight"] == cuts["head.weight"] == ParamShard(0, (13,))
+    assert cuts["blocks.0.attention.bias_table"] == ParamShard(1, (4,))
     values = {key: value for _, key, value in resolved.attributes.values()}
     assert values == {"heads": 2, "kv_heads": 1, "width": 9}
     assert model.blocks[0].attention.heads == 4  # type: ignore[union-attr]

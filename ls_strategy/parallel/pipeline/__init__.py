@@ -2,7 +2,7 @@
 
 The user's function ``step(micro_batch) -> loss`` stays as it is and is called on every rank for every forward action.
 What comes before this rank's blocks computes shapes only (`placeholder`), the first block of a stage gets the
-activation received, and the call ends early where the next stage's blocks begin (`stage`). `cut` divides the model,
+activation received, and the call ends early where the next stage's blocks begin (`stage`). `cut` shards the model,
 `schedules` says who does what in which order, `simulate` checks that, `runner` carries it out, `timeline` shows what
 happened.
 

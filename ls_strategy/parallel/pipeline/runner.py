@@ -24,14 +24,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ls_strategy._compat import tree_flatten
 from ls_strategy.errors import PlanError, StateError
-from ls_strategy.parallel.pipeline.cut import Step
-from ls_strategy.parallel.pipeline.handover import Handover
-from ls_strategy.parallel.pipeline.mail import Links, Mail, Shapes
+from ls_strategy.parallel.pipeline.p2p import Links, PointToPoint, Shapes
+from ls_strategy.parallel.pipeline.partition import Step
 from ls_strategy.parallel.pipeline.schedules import Action, Table, forward_table, least_micro_batches, make_table
 from ls_strategy.parallel.pipeline.simulate import simulate
 from ls_strategy.parallel.pipeline.split import WeightBackward, backward_inputs
 from ls_strategy.parallel.pipeline.stage import StageRunner
 from ls_strategy.parallel.pipeline.timeline import TimelineRecorder
+from ls_strategy.parallel.pipeline.transfer import StageTransfer
 
 
 def _nothing(*_: Any) -> None:
@@ -56,7 +56,7 @@ class Callbacks:
 class _Kept:
     """What lives from a forward to its backward."""
 
-    received: Handover | None
+    received: StageTransfer | None
     roots: list[GradientEdge]
     seed: list[Tensor]
     """Gradients of the roots, where no other stage sends them: 1 for the loss."""
@@ -86,7 +86,7 @@ class _Progress:
     table: Table
     step: Step
     micro_batches: Sequence[Any]
-    mail: Mail
+    p2p: PointToPoint
     training: bool
     factors: Sequence[float | Tensor] = ()
     kept: dict[tuple[int, int], _Kept] = field(default_factory=dict)
@@ -210,8 +210,8 @@ class PipelineRunner:
     def _start(self, table: Table, step: Step, micro_batches: Sequence[Any], *, training: bool) -> _Progress:
         keys = [(training, _signature(batch)) for batch in micro_batches]
         self._agree(keys)
-        mail = Mail(self.links, table, keys, self._known, self.stages.device)
-        return _Progress(table, step, micro_batches, mail, training)
+        p2p = PointToPoint(self.links, table, keys, self._known, self.stages.device)
+        return _Progress(table, step, micro_batches, p2p, training)
 
     def _agree(self, keys: Sequence[Any]) -> None:
         """All ranks expect the same messages of the same shapes, or none starts."""
@@ -228,7 +228,7 @@ class PipelineRunner:
         row = progress.table.rows[self.rank]
         final = {action.stage: i for i, action in enumerate(row) if self._gives_weights(action)}
         for i, action in enumerate(row):
-            progress.mail.look_ahead(i)
+            progress.p2p.look_ahead(i)
             arrived = self._arrived(progress, action)
             self.callbacks.before(action)
             if final.get(action.stage) == i:
@@ -240,7 +240,7 @@ class PipelineRunner:
             if result is not None:
                 self._pass_on(progress, action, *result)
             self.callbacks.after(action)
-        progress.mail.drain()
+        progress.p2p.drain()
 
     def _gives_weights(self, action: Action) -> bool:
         return action.kind in (("B", "W") if self.split_backward else ("B", "I"))
@@ -248,16 +248,16 @@ class PipelineRunner:
     # from and to neighbours ------------------------------------------------------------------------------------------
 
     def _arrived(self, progress: _Progress, action: Action) -> Any:
-        """A `Handover` for F, gradients for B and I; None where nothing comes in."""
+        """A `StageTransfer` for F, gradients for B and I; None where nothing comes in."""
         if action in progress.local:
             return progress.local.pop(action)
-        if not progress.mail.expects(action):
+        if not progress.p2p.expects(action):
             return None
-        tensors, shapes = progress.mail.take(action)
+        tensors, shapes = progress.p2p.take(action)
         return tensors if action.kind != "F" else _received(tensors, shapes)
 
     def _pass_on(self, progress: _Progress, action: Action, tensors: list[Tensor], shapes: Shapes) -> None:
-        if progress.mail.give(action, tensors, shapes):
+        if progress.p2p.give(action, tensors, shapes):
             return
         kind, s, m = action
         if kind == "F":
@@ -271,15 +271,15 @@ class PipelineRunner:
     # actions ---------------------------------------------------------------------------------------------------------
 
     def _F(  # noqa: N802
-        self, progress: _Progress, action: Action, received: Handover | None
+        self, progress: _Progress, action: Action, received: StageTransfer | None
     ) -> tuple[list[Tensor], Shapes] | None:
         _, s, m = action
         result = self.stages.run(s, progress.step, progress.micro_batches[m], received)
-        shapes = Shapes.of(result) if isinstance(result, Handover) else None
+        shapes = Shapes.of(result) if isinstance(result, StageTransfer) else None
         if shapes is None:
             progress.results[m] = result if not progress.training else _loss_of(result).detach()
         else:
-            progress.mail.shapes[s, m] = shapes
+            progress.p2p.shapes[s, m] = shapes
         if progress.training:
             outputs = list(result.tensors.values()) if shapes else [_loss_of(result) * progress.factors[m]]
             roots = [get_gradient_edge(t) for t in outputs if t.requires_grad]
@@ -325,17 +325,17 @@ class PipelineRunner:
         full = [torch.zeros_like(t) if g is None else g for t, g in zip(kept.inputs(), found, strict=True)]
         for tensor in kept.inputs():
             tensor.grad = None
-        shapes = progress.mail.shapes.get((action.stage - 1, action.micro_batch))
+        shapes = progress.p2p.shapes.get((action.stage - 1, action.micro_batch))
         return full, shapes or Shapes((), 0)
 
 
-def _received(tensors: Sequence[Tensor], shapes: Shapes) -> Handover:
+def _received(tensors: Sequence[Tensor], shapes: Shapes) -> StageTransfer:
     wanted = torch.is_grad_enabled()
     placed = {
         shape.place: tensor.requires_grad_(wanted and shape.requires_grad)
         for shape, tensor in zip(shapes.tensors, tensors, strict=True)
     }
-    return Handover(placed, shapes.leaves)
+    return StageTransfer(placed, shapes.leaves)
 
 
 def _loss_of(result: Any) -> Tensor:

@@ -38,9 +38,9 @@ from ls_strategy._compat import (
     without_torch_functions,
 )
 from ls_strategy.errors import PlanError, StateError
-from ls_strategy.parallel.pipeline.cut import StageCut, Step, names_above
-from ls_strategy.parallel.pipeline.handover import SIDE, Handover, SideLoss, add_side, alias, side_of
+from ls_strategy.parallel.pipeline.partition import StagePartition, Step, names_above
 from ls_strategy.parallel.pipeline.placeholder import Absent, Placeholder, is_meta, placeholder
+from ls_strategy.parallel.pipeline.transfer import SIDE, SideLoss, StageTransfer, add_side, alias, side_of
 
 
 class _Leave(BaseException):
@@ -54,12 +54,12 @@ class _Call:
     stage: int
     first: int
     stop: int
-    received: Handover | None
+    received: StageTransfer | None
     mode: Absent
     next: int = 0
     """The block that must come next."""
 
-    handed: Handover | None = None
+    handed: StageTransfer | None = None
     side: Tensor | None = None
     """What earlier stages gave, see `SideLoss`."""
 
@@ -74,7 +74,9 @@ class _Memory:
 class StageRunner:
     """Runs the stages of one rank. Routes the calls of all blocks until `remove`."""
 
-    def __init__(self, model: nn.Module, cut: StageCut, device: torch.device, *, side: SideLoss | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, cut: StagePartition, device: torch.device, *, side: SideLoss | None = None
+    ) -> None:
         """Before hooks of other parts (ZeRO, tensor parallelism) are on the blocks: absent ones run without any.
 
         Args:
@@ -113,7 +115,7 @@ class StageRunner:
         for module in (*self._blocks, *self._around):
             unroute_calls(module)
 
-    def run(self, stage: int, step: Step, micro_batch: Any, received: Handover | None) -> Any:
+    def run(self, stage: int, step: Step, micro_batch: Any, received: StageTransfer | None) -> Any:
         """The forward action.
 
         Args:
@@ -123,7 +125,7 @@ class StageRunner:
             received: from the previous stage.
 
         Returns:
-            A `Handover`, or on the last stage what ``step`` returned.
+            A `StageTransfer`, or on the last stage what ``step`` returned.
 
         Raises:
             PlanError: a value is needed that only another rank has.
@@ -153,7 +155,7 @@ class StageRunner:
         return result
 
     @contextmanager
-    def recomputing(self, stage: int, received: Handover | None) -> Generator[None, None, None]:
+    def recomputing(self, stage: int, received: StageTransfer | None) -> Generator[None, None, None]:
         """Inside, blocks that activation checkpointing runs again get what they got in `run`."""
         first, stop = self.cut.bounds[stage], self.cut.bounds[stage + 1]
         self._again = _Call(stage, first, stop, received, Absent(self.device))
@@ -176,7 +178,7 @@ class StageRunner:
         if i < call.first:
             return self._on_shapes(i, args, kwargs)
         if i == call.stop and call.stage < self.last:
-            call.handed = self._hand_over(call, args, kwargs)
+            call.handed = self._make_transfer(call, args, kwargs)
             raise _Leave
         args, kwargs = self._substitute(i, call, args, kwargs)
         call.mode.parameters = False
@@ -236,7 +238,7 @@ class StageRunner:
         memory[key] = ([_shape_of(leaf) for leaf in leaves], None if isinstance(result, Tensor) else structure)
         return self._on_shapes(i, args, kwargs)
 
-    def _hand_over(self, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Handover:
+    def _make_transfer(self, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StageTransfer:
         args, kwargs = self._substitute(call.stop, call, args, kwargs)
         leaves = tree_flatten((args, kwargs))[0]
         name = self.cut.blocks[call.stop]
@@ -253,7 +255,7 @@ class StageRunner:
             # hands over, the others do: the next stage expects it.
             known = self._sent.get(call.stage, frozenset(tensors))
             chosen = self._sent_evaluating.setdefault(call.stage, known)
-        return Handover({i: t for i, t in tensors.items() if i in chosen}, len(leaves))
+        return StageTransfer({i: t for i, t in tensors.items() if i in chosen}, len(leaves))
 
     def _substitute(
         self, i: int, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -269,7 +271,7 @@ class StageRunner:
             leaves = [received.known[id(leaf)][1] if id(leaf) in received.known else leaf for leaf in leaves]
         return tree_unflatten(leaves, structure)
 
-    def _place(self, i: int, leaves: list[Any], received: Handover) -> None:
+    def _place(self, i: int, leaves: list[Any], received: StageTransfer) -> None:
         if len(leaves) != received.leaves:
             raise PlanError(
                 f"block {self.cut.blocks[i]!r} is called with {len(leaves)} values on this rank and with "

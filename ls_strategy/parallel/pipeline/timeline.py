@@ -1,4 +1,4 @@
-"""What happened when: measured times of all actions, their bubble, a Chrome trace and a picture."""
+"""What happened when: measured times of all actions, their bubble, a Chrome trace and a draw."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class TimelineRecorder:
     def take(self) -> list[Span]:
         """All actions since the last call, and forget them. On CUDA waits for the last one.
 
-        Times are those of the system clock, which hosts must have in step for a common picture.
+        Times are those of the system clock, which hosts must have in step for a common draw.
         """
         marks, self._marks = self._marks, []
         if not self._cuda or not marks:
@@ -89,7 +89,7 @@ def chrome_trace(spans: Sequence[Sequence[Span]]) -> str:
     return trace.json()
 
 
-def picture(spans: Sequence[Sequence[Span]], *, width: int = 1200, height: int = 24) -> Tensor:
+def draw(spans: Sequence[Sequence[Span]], *, width: int = 1200, height: int = 24) -> Tensor:
     """The schedule as an image, ``(3, H, W)`` uint8, for TensorBoard's ``add_image``: `bars` with axes and a legend."""
     kinds = {action.kind for row in spans for action, _, _ in row}
     legend = [(_COLOURS[kind], name) for kind, name in _NAMES.items() if kind in kinds]

@@ -37,7 +37,7 @@ LayerStyle: TypeAlias = Column | Row | Vocab | Features | Experts | Replicate | 
 
 
 @dataclass(frozen=True)
-class ParamCut:
+class ParamShard:
     """How one parameter is divided."""
 
     dim: int
@@ -80,7 +80,7 @@ class Layer:
     name: str
     module: nn.Module
     style: LayerStyle
-    cuts: Mapping[str, ParamCut]
+    cuts: Mapping[str, ParamShard]
     """By key of the module's own parameters."""
 
 
@@ -92,13 +92,13 @@ class Resolved:
     attributes: dict[tuple[int, str], tuple[nn.Module, str, int]] = field(default_factory=dict)
     """``(module, attribute, value)`` to be set, by id and name."""
 
-    parameters: list[tuple[Owned, LayerStyle, Mapping[str, ParamCut]]] = field(default_factory=list)
+    parameters: list[tuple[Owned, LayerStyle, Mapping[str, ParamShard]]] = field(default_factory=list)
     """Bare parameters that a style was given to."""
 
     names: dict[int, str] = field(default_factory=dict)
     """Of all modules, by id."""
 
-    def cuts(self) -> list[tuple[Owned, ParamCut]]:
+    def cuts(self) -> list[tuple[Owned, ParamShard]]:
         """Every cut, once per owner of the parameter."""
         result = [
             (Owned(f"{layer.name}.{key}".lstrip("."), layer.module, key), cut)
@@ -211,16 +211,16 @@ def _add_parameters(
                     f"pattern {pattern!r} matches parameter {owned.name!r}, not a module, so it cannot be {style}. "
                     "Parameters can be Features, Vocab, PartialGradient or Replicate; name the module otherwise."
                 )
-            cuts = {owned.key: _features_cut(owned, style, size)} if isinstance(style, Features) else {}
+            cuts = {owned.key: _features_shard(owned, style, size)} if isinstance(style, Features) else {}
             if isinstance(style, Vocab):  # one row per word, as the layers that are divided by words
-                cuts = {owned.key: ParamCut(0, (owned.parameter.shape[0],))}
+                cuts = {owned.key: ParamShard(0, (owned.parameter.shape[0],))}
             result.parameters.append((owned, style, cuts))
 
 
 # --- one layer -------------------------------------------------------------------------------------------------------
 
 
-def _check_layer(name: str, module: nn.Module, style: LayerStyle, size: int) -> Mapping[str, ParamCut]:
+def _check_layer(name: str, module: nn.Module, style: LayerStyle, size: int) -> Mapping[str, ParamShard]:
     for key, parameter in module.named_parameters(recurse=False):
         if isinstance(parameter, UninitializedParameter):
             raise PlanError(
@@ -248,7 +248,7 @@ def _require_linear(name: str, module: nn.Module, style: LayerStyle) -> None:
         raise _misfit(name, module, style, "nn.Linear (or transformers' Conv1D)")
 
 
-def _column(name: str, module: nn.Module, style: Column, size: int) -> Mapping[str, ParamCut]:
+def _column(name: str, module: nn.Module, style: Column, size: int) -> Mapping[str, ParamShard]:
     _require_linear(name, module, style)
     each = (style.copies,) if isinstance(style.copies, int) else style.copies
     if any(c < 1 or size % c for c in each) or (each != (style.copies,) and len(each) != len(style.sections)):
@@ -260,13 +260,13 @@ def _column(name: str, module: nn.Module, style: Column, size: int) -> Mapping[s
         raise PlanError(f"module {name!r} is {style}: gather=True has no meaning with copies. Leave copies out.")
     dim = 1 if is_conv1d(module) else 0
     sections = _sections(name, module, style, dim, [size // c for c in each])
-    cuts = {"weight": ParamCut(dim, sections, style.granule, style.copies)}
+    cuts = {"weight": ParamShard(dim, sections, style.granule, style.copies)}
     if module.bias is not None:
-        cuts["bias"] = ParamCut(0, sections, style.granule, style.copies)
+        cuts["bias"] = ParamShard(0, sections, style.granule, style.copies)
     return cuts
 
 
-def _row(name: str, module: nn.Module, style: Row, size: int) -> Mapping[str, ParamCut]:
+def _row(name: str, module: nn.Module, style: Row, size: int) -> Mapping[str, ParamShard]:
     _require_linear(name, module, style)
     known = type(module).forward is nn.Linear.forward or type(module).__name__ in families.PLAIN_LINEARS
     if not known and not is_conv1d(module) and module.bias is not None:
@@ -275,7 +275,7 @@ def _row(name: str, module: nn.Module, style: Row, size: int) -> Mapping[str, Pa
             "to be added once, after the sum over the ranks. Use nn.Linear, or bias=False."
         )
     dim = 0 if is_conv1d(module) else 1
-    return {"weight": ParamCut(dim, _sections(name, module, style, dim, [size]), style.granule)}
+    return {"weight": ParamShard(dim, _sections(name, module, style, dim, [size]), style.granule)}
 
 
 def _sections(name: str, module: nn.Module, style: Column | Row, dim: int, parts_of: Sequence[int]) -> tuple[int, ...]:
@@ -293,13 +293,13 @@ def _sections(name: str, module: nn.Module, style: Column | Row, dim: int, parts
             of = f" in granules of {style.granule} ({section // style.granule})" if style.granule > 1 else ""
             raise PlanError(
                 f"module {name!r}: {section} {what}{of} do not divide into {parts} parts. Use a number of "
-                "tensor-parallel ranks that divides them"
+                "tensor-parallel ranks that shards them"
                 + (" (or `copies`, for fewer heads than ranks)." if isinstance(style, Column) else ".")
             )
     return sections
 
 
-def _vocab(name: str, module: nn.Module, style: Vocab, size: int) -> Mapping[str, ParamCut]:
+def _vocab(name: str, module: nn.Module, style: Vocab, size: int) -> Mapping[str, ParamShard]:
     if not isinstance(module, nn.Embedding | nn.Linear):
         raise _misfit(name, module, style, "nn.Embedding or nn.Linear")
     rows = module.weight.shape[0]
@@ -307,7 +307,7 @@ def _vocab(name: str, module: nn.Module, style: Vocab, size: int) -> Mapping[str
         raise PlanError(
             f"module {name!r} has {rows} rows, fewer than the {size} tensor-parallel ranks. Leave it whole."
         )
-    cuts = {"weight": ParamCut(0, (rows,))}
+    cuts = {"weight": ParamShard(0, (rows,))}
     if isinstance(module, nn.Embedding):
         for option in ("max_norm", "sparse", "scale_grad_by_freq"):
             if getattr(module, option):
@@ -316,29 +316,29 @@ def _vocab(name: str, module: nn.Module, style: Vocab, size: int) -> Mapping[str
                     f"hold. Build it without {option}, or leave it whole."
                 )
     elif module.bias is not None:
-        cuts["bias"] = ParamCut(0, (rows,))
+        cuts["bias"] = ParamShard(0, (rows,))
     return cuts
 
 
-def _features(name: str, module: nn.Module, style: Features, size: int) -> Mapping[str, ParamCut]:
+def _features(name: str, module: nn.Module, style: Features, size: int) -> Mapping[str, ParamShard]:
     if not isinstance(module, nn.Embedding) or style.dim != 1:
         raise _misfit(name, module, style, "nn.Embedding, along dim=1 (or a bare parameter)")
     if module.max_norm:
         raise PlanError(f"module {name!r} has max_norm={module.max_norm}, the norm of whole rows. Leave it whole.")
-    return {"weight": _features_cut(Owned(f"{name}.weight", module, "weight"), style, size)}
+    return {"weight": _features_shard(Owned(f"{name}.weight", module, "weight"), style, size)}
 
 
-def _features_cut(owned: Owned, style: Features, size: int) -> ParamCut:
+def _features_shard(owned: Owned, style: Features, size: int) -> ParamShard:
     shape = tuple(owned.parameter.shape)
     if not 0 <= style.dim < len(shape) or shape[style.dim] % size:
         raise PlanError(
             f"parameter {owned.name!r} of shape {shape} is {style}, but dimension {style.dim} does not divide by the "
-            f"{size} tensor-parallel ranks. Leave it whole, or use a number of ranks that divides it."
+            f"{size} tensor-parallel ranks. Leave it whole, or use a number of ranks that shards it."
         )
-    return ParamCut(style.dim, (shape[style.dim],))
+    return ParamShard(style.dim, (shape[style.dim],))
 
 
-def _experts(name: str, module: nn.Module, style: Experts, size: int) -> Mapping[str, ParamCut]:
+def _experts(name: str, module: nn.Module, style: Experts, size: int) -> Mapping[str, ParamShard]:
     """Gate and up are cut by rows, down by columns.
 
     Raises:
@@ -364,12 +364,12 @@ def _experts(name: str, module: nn.Module, style: Experts, size: int) -> Mapping
     if inner % size:
         raise PlanError(
             f"module {name!r}: the {inner} inner features of an expert do not divide by the {size} tensor-parallel "
-            f"ranks. Use a number of ranks that divides {inner}."
+            f"ranks. Use a number of ranks that shards {inner}."
         )
-    return {"gate_up_proj": ParamCut(1, (inner, inner)), "down_proj": ParamCut(2, (inner,))}
+    return {"gate_up_proj": ParamShard(1, (inner, inner)), "down_proj": ParamShard(2, (inner,))}
 
 
-_CHECKS: dict[type, Callable[..., Mapping[str, ParamCut]]] = {
+_CHECKS: dict[type, Callable[..., Mapping[str, ParamShard]]] = {
     Column: _column,
     Row: _row,
     Vocab: _vocab,
@@ -383,7 +383,7 @@ _CHECKS: dict[type, Callable[..., Mapping[str, ParamCut]]] = {
 
 def _check_shared(result: Resolved, modules: Mapping[str, nn.Module]) -> None:
     """A parameter of several modules must be cut the same way in each."""
-    cuts: dict[int, tuple[Owned, ParamCut]] = {}
+    cuts: dict[int, tuple[Owned, ParamShard]] = {}
     cut_owners: set[tuple[int, str]] = set()
     for owned, cut in result.cuts():
         first, before = cuts.setdefault(id(owned.parameter), (owned, cut))

@@ -53,7 +53,7 @@ def gradient_buffers(device: torch.device) -> BufferPool:
 
 
 @dataclass
-class Rest:
+class StateStorage:
     """One flat buffer's place on the tiers."""
 
     number: int = 0
@@ -68,7 +68,7 @@ class Rest:
     worker: ThreadPoolExecutor | None = None
     """One thread for what goes on beside the training thread; shared by all flat buffers."""
 
-    def beside(self, work: Callable[[], T]) -> Future[T]:
+    def in_background(self, work: Callable[[], T]) -> Future[T]:
         """Run ``work`` beside the training thread, after what came before; at once where there is no such thread."""
         if self.worker is not None:
             return self.worker.submit(work)
@@ -105,14 +105,14 @@ class Rest:
         """Copy elements of a state on the NVMe tier, from ``start`` on, into ``out``, 1-d, any dtype and device."""
         # A drive is read from page to page; PAGE elements are whole pages in every dtype.
         ranges = list(chunks(start // PAGE * PAGE, start + out.numel()))
-        loans = [self.drive.get(self.key(name), *r) for r in ranges[:1]]
+        leases = [self.drive.get(self.key(name), *r) for r in ranges[:1]]
         for i, (lo, hi) in enumerate(ranges):
             if i + 1 < len(ranges):
-                loans.append(self.drive.get(self.key(name), *ranges[i + 1]))
-            loan = loans.pop(0)
+                leases.append(self.drive.get(self.key(name), *ranges[i + 1]))
+            lease = leases.pop(0)
             skip = max(start - lo, 0)
-            out[lo + skip - start : hi - start].copy_(loan.wait()[skip:])
-            loan.release()
+            out[lo + skip - start : hi - start].copy_(lease.wait()[skip:])
+            lease.release()
 
     def write(self, name: str, start: int, values: Tensor) -> None:
         """Replace ``[start, start + n)`` of a state on the NVMe tier. Returns before it is on the drive."""
@@ -127,7 +127,7 @@ class Rest:
                 self.drive.put(self.key(name), values[lo - start : hi - start], lo)
                 position = end
                 continue
-            loan = self.drive.get(self.key(name), lo, hi)
-            loan.wait()[position - lo : end - lo].copy_(values[position - start : end - start])
-            self.drive.put(self.key(name), loan, lo)
+            lease = self.drive.get(self.key(name), lo, hi)
+            lease.wait()[position - lo : end - lo].copy_(values[position - start : end - start])
+            self.drive.put(self.key(name), lease, lo)
             position = end

@@ -12,11 +12,11 @@ from torch import Tensor
 from ls_strategy.errors import StateError
 
 SIDE = -1
-"""Place of the side loss in a `Handover`: it is no argument of a block."""
+"""Place of the side loss in a `StageTransfer`: it is no argument of a block."""
 
 
 @dataclass(frozen=True)
-class Handover:
+class StageTransfer:
     """What one stage gives the next: the tensors among the arguments of the next block, by place."""
 
     tensors: dict[int, Tensor]
@@ -66,7 +66,7 @@ def alias(tensor: Tensor) -> Tensor:
     return _Alias.apply(tensor) if tensor.requires_grad else tensor  # type: ignore[return-value]
 
 
-def side_of(received: Handover | None, side: SideLoss | None) -> Tensor | None:
+def side_of(received: StageTransfer | None, side: SideLoss | None) -> Tensor | None:
     """What earlier stages gave.
 
     Raises:
@@ -80,7 +80,7 @@ def side_of(received: Handover | None, side: SideLoss | None) -> Tensor | None:
     return alias(tensor)
 
 
-def add_side(handover: Handover, received: Tensor | None, side: SideLoss | None) -> None:
+def add_side(transfer: StageTransfer, received: Tensor | None, side: SideLoss | None) -> None:
     """Add what this stage gives to what earlier ones gave, for the next stage.
 
     Raises:
@@ -96,4 +96,4 @@ def add_side(handover: Handover, received: Tensor | None, side: SideLoss | None)
         )
     parts = [part for part in (received, own) if part is not None]
     if parts:
-        handover.tensors[SIDE] = sum(parts[1:], parts[0])
+        transfer.tensors[SIDE] = sum(parts[1:], parts[0])

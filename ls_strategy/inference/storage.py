@@ -28,11 +28,11 @@ from torch import Tensor
 from ls_strategy.checkpoint.source import as_bytes
 from ls_strategy.config import NVMeIOConfig
 from ls_strategy.errors import ConfigError, StateError
-from ls_strategy.tiers.base import Key, Loan, ResidentTier, Tier
+from ls_strategy.tiers.base import Key, Lease, ResidentTier, Tier
 from ls_strategy.tiers.buffers import PAGE
-from ls_strategy.tiers.drive import check_path
 from ls_strategy.tiers.link import Arrival, Link, host_empty
 from ls_strategy.tiers.nvme import NVMeTier
+from ls_strategy.tiers.nvme_folder import check_path
 
 ALIGN = 64
 """Bytes; every tensor of a block begins at a multiple of it, as the allocators of torch have it."""
@@ -90,22 +90,22 @@ class DeviceBuffers:
         """With the point in the device's work after which each may be written."""
         self.worker = ThreadPoolExecutor(1, "ls_strategy-stream", link.bind_thread)
 
-    def fill(self, loan: Loan, nbytes: int) -> DeviceLoan:
-        """Start to copy what the tier lends into a free buffer; the loan ends with that."""
+    def fill(self, lease: Lease, nbytes: int) -> DeviceLease:
+        """Start to copy what the tier lends into a free buffer; the lease ends with that."""
         buffer, after = self.free.popleft()
 
         def copy() -> Arrival:
             try:
-                arrival = self.link.to_device(buffer[:nbytes], loan.wait(), after)
+                arrival = self.link.to_device(buffer[:nbytes], lease.wait(), after)
                 arrival.wait_on_host()
             finally:
-                loan.release()
+                lease.release()
             return arrival
 
-        return DeviceLoan(self, buffer, nbytes, self.worker.submit(copy))
+        return DeviceLease(self, buffer, nbytes, self.worker.submit(copy))
 
 
-class DeviceLoan:
+class DeviceLease:
     """A block's bytes in a buffer of the device, or on their way there."""
 
     def __init__(self, buffers: DeviceBuffers, buffer: Tensor, nbytes: int, arriving: Future[Arrival]) -> None:
@@ -129,7 +129,7 @@ class DeviceLoan:
 
 
 @dataclass(frozen=True)
-class BlockPlace:
+class BlockStorage:
     """Where blocks rest."""
 
     tier: Literal["cpu", "nvme"]
@@ -167,12 +167,12 @@ class BlockPlace:
         return Path(self._given)
 
 
-class CheckedLoan:
+class CheckedLease:
     """A block that is compared with the checksum of what was written."""
 
-    def __init__(self, loan: Loan, index: int, checksum: int) -> None:
+    def __init__(self, lease: Lease, index: int, checksum: int) -> None:
         """``checksum``: CRC-32."""
-        self._loan, self._index, self._checksum = loan, index, checksum
+        self._lease, self._index, self._checksum = lease, index, checksum
 
     def wait(self) -> Tensor:
         """The bytes, once they are known to be right.
@@ -180,7 +180,7 @@ class CheckedLoan:
         Raises:
             StateError: they are not.
         """
-        data = self._loan.wait()
+        data = self._lease.wait()
         if zlib.crc32(as_bytes(data)) != self._checksum:
             raise StateError(
                 f"block {self._index} is not what was written to its tier: the drive or the memory gives back other "
@@ -190,13 +190,13 @@ class CheckedLoan:
 
     def release(self) -> None:
         """Give the bytes back."""
-        self._loan.release()
+        self._lease.release()
 
 
 class Resting:
     """The bytes of all blocks on one tier."""
 
-    def __init__(self, sizes: Sequence[int], place: BlockPlace, device: torch.device, prefetch: int) -> None:
+    def __init__(self, sizes: Sequence[int], place: BlockStorage, device: torch.device, prefetch: int) -> None:
         """Reserve the space.
 
         Args:
@@ -229,12 +229,12 @@ class Resting:
         worker = None if self._on_device is None else self._on_device.worker
         self._finalizer = weakref.finalize(self, _close, self.tier, worker)
 
-    def _drive(self, place: BlockPlace, keys: dict[Key, tuple[int, torch.dtype]]) -> NVMeTier:
+    def _drive(self, place: BlockStorage, keys: dict[Key, tuple[int, torch.dtype]]) -> NVMeTier:
         check_path(place.folder, sum(n for n, _ in keys.values()), place.allow_ram)
         io = place.io or NVMeIOConfig()
         # Whoever starts to read a block goes on at once, however large it is: all of it has room in the queue.
         whole = self.capacity * -(-self.buffer_nbytes // io.block_bytes)
-        # A loan of the tier is a buffer of the block's size, read into directly: these are the only buffers there are.
+        # A lease of the tier is a buffer of the block's size, read into directly: these are the only buffers there are.
         return NVMeTier(
             place.folder,
             keys,
@@ -282,21 +282,21 @@ class Resting:
         if not isinstance(self.tier, ResidentTier):
             self.tier.put(key, data)
 
-    def start(self, index: int, nbytes: int) -> Loan:
+    def start(self, index: int, nbytes: int) -> Lease:
         """Start to bring a block to the device; its ``wait`` gives ``(nbytes,)`` uint8."""
-        loan = self.tier.get((index, "block"), 0, nbytes)
+        lease = self.tier.get((index, "block"), 0, nbytes)
         if self._checksums is not None:
-            loan = CheckedLoan(loan, index, self._checksums[index])
-        return loan if self._on_device is None else self._on_device.fill(loan, nbytes)
+            lease = CheckedLease(lease, index, self._checksums[index])
+        return lease if self._on_device is None else self._on_device.fill(lease, nbytes)
 
     def read(self, index: int, start: int, stop: int) -> Tensor:
         """A copy in host memory of bytes ``[start, stop)`` of a block, uint8. Needs a free buffer."""
         page = start // PAGE * PAGE
-        loan = self.tier.get((index, "block"), page, stop)
+        lease = self.tier.get((index, "block"), page, stop)
         try:
-            return loan.wait()[start - page :].clone()
+            return lease.wait()[start - page :].clone()
         finally:
-            loan.release()
+            lease.release()
 
     def close(self) -> None:
         """End the threads, give memory and file back: the bytes are gone. Idempotent."""

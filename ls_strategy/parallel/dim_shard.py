@@ -14,7 +14,7 @@ from ls_strategy.distributed.axis import Axis
 
 
 @dataclasses.dataclass(frozen=True)
-class DimCut:
+class DimShard:
     """How one dimension is divided: read as ``(outer, sum(sizes), inner)``, the middle one goes over the ranks."""
 
     axis: Axis
@@ -48,9 +48,9 @@ class DimCut:
         """Whether the dimension is nothing else than what is divided."""
         return self.outer == self.inner == 1
 
-    def part(self, whole: Tensor) -> Tensor:
+    def part(self, unsharded: Tensor) -> Tensor:
         """This rank's part of a tensor that is whole along the dimension."""
-        folded = whole.unflatten(self.dim, (self.outer, self.full, self.inner))
+        folded = unsharded.unflatten(self.dim, (self.outer, self.full, self.inner))
         return folded.narrow(self.dim + 1, self.start, self.mine).flatten(self.dim, self.dim + 2)
 
     def join(self, part: Tensor) -> Tensor:
@@ -58,11 +58,11 @@ class DimCut:
         folded = part.unflatten(self.dim, (self.outer, self.mine, self.inner))
         return self.axis.all_gather(folded, self.dim + 1, self.sizes).flatten(self.dim, self.dim + 2)
 
-    def moved(self, dim: int) -> DimCut:
+    def moved(self, dim: int) -> DimShard:
         """The same cut of another dimension."""
         return dataclasses.replace(self, dim=dim)
 
-    def reshaped(self, old: Sequence[int], new: Sequence[int]) -> DimCut | None:
+    def reshaped(self, old: Sequence[int], new: Sequence[int]) -> DimShard | None:
         """The cut of the same elements after a reshape; None if they lie across dimensions then."""
         stride = self.inner * math.prod(old[self.dim + 1 :])
         below = 1
@@ -81,22 +81,22 @@ class DimCut:
         return self.outer * self.mine * self.inner
 
 
-def own_part(grad: Tensor, cuts: Sequence[DimCut]) -> Tensor:
-    """What goes back to this rank's part from the gradient of the whole."""
+def own_part(grad: Tensor, cuts: Sequence[DimShard]) -> Tensor:
+    """What goes back to this rank's part from the gradient of the unsharded."""
     for cut in cuts:
         grad = cut.part(grad)
     scale = math.prod(cut.axis.size for cut in cuts if cut.averaged)
     return grad * scale if scale > 1 else grad
 
 
-def whole(part: Tensor, cuts: Sequence[DimCut]) -> Tensor:
+def unsharded(part: Tensor, cuts: Sequence[DimShard]) -> Tensor:
     """From this rank's part to the whole tensor; `own_part` goes back. Collective."""
-    return _Whole.apply(part, tuple(cuts)) if cuts else part  # type: ignore[return-value]
+    return _Unsharded.apply(part, tuple(cuts)) if cuts else part  # type: ignore[return-value]
 
 
-class _Whole(torch.autograd.Function):
+class _Unsharded(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, cuts: tuple[DimCut, ...]) -> Tensor:
+    def forward(ctx: Any, part: Tensor, cuts: tuple[DimShard, ...]) -> Tensor:
         ctx.cuts = cuts
         for cut in cuts:
             part = cut.join(part)
@@ -121,7 +121,7 @@ def spelled_out(index: tuple[Any, ...], dims: int) -> list[Any] | None:
     return [*index[:at], *[slice(None)] * missing, *index[at + 1 :]]
 
 
-def slice_cut(item: Any, cut: DimCut) -> tuple[Any, DimCut | None]:
+def slice_shard(item: Any, cut: DimShard) -> tuple[Any, DimShard | None]:
     """A slice of the whole dimension as a slice of this rank's part, and the cut of what is left."""
     if item == slice(None):
         return item, cut

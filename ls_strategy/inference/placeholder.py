@@ -22,19 +22,19 @@ Owner = tuple["weakref.ref[nn.Module]", str]
 """A module, and the name that it knows a tensor by."""
 
 
-class Away(Tensor):
+class Placeholder(Tensor):
     """Shape, dtype and device of a tensor; any operation raises."""
 
     label: str
 
     @staticmethod
-    def __new__(cls: Any, name: str, like: Tensor, device: torch.device) -> Away:  # noqa: D102 - see the class
+    def __new__(cls: Any, name: str, like: Tensor, device: torch.device) -> Placeholder:  # noqa: D102 - see the class
         self = Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=device)  # type: ignore[attr-defined]
         self.label = name
         return self
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"Away({self.label}, shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"Placeholder({self.label}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise StateError(away_message(self.label))
@@ -45,9 +45,9 @@ class Away(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Refuse, but for ``detach``, which `state_dict` and `nn.Parameter` call."""
-        here = next(a for a in args if isinstance(a, Away))
+        here = next(a for a in args if isinstance(a, Placeholder))
         if func is torch.ops.aten.detach.default:
-            return Away(here.label, here, here.device)
+            return Placeholder(here.label, here, here.device)
         raise StateError(away_message(here.label))
 
 
@@ -74,10 +74,10 @@ class RestingTensor(LazyTensor):
         return f"RestingTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.whole().__reduce_ex__(protocol)
+        return self.materialize().__reduce_ex__(protocol)
 
     @override
-    def bring(self, start: int, stop: int) -> Tensor:
+    def load(self, start: int, stop: int) -> Tensor:
         return self.read(start, stop)
 
 
@@ -144,7 +144,7 @@ class EntryTarget:
         self.name, self.owners = name, owners
         self.like = torch.empty_like(tensor, device="meta")
         self._is_parameter = isinstance(tensor, nn.Parameter)
-        self._away = self.prepare(Away(name, tensor, device))
+        self._away = self.prepare(Placeholder(name, tensor, device))
         self._shown = tensor
         self._version = -1
 

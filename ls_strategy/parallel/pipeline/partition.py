@@ -6,8 +6,8 @@
     └──── stage 0 ────────────┘ └─ 1 ─┘ └──── stage 2 ─────────┘
 
 Parameters that are in no block belong to the first stage if they are used before the blocks, and to the last if after.
-A parameter that is used on several stages (tied embeddings) exists on each of them: `StageCut.tied` names it, and its
-gradients must be summed over those ranks once per step.
+A parameter that is used on several stages (tied embeddings) exists on each of them: `StagePartition.tied` names it, and
+its gradients must be summed over those ranks once per step.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Usage:
 
 
 @dataclass(frozen=True)
-class StageCut:
+class StagePartition:
     """The division of a model."""
 
     blocks: tuple[str, ...]
@@ -194,7 +194,7 @@ def _refuse_compiled(model: nn.Module, blocks: Iterable[str]) -> None:
         if is_compiled(module):
             raise PlanError(
                 f"{name or type(uncompiled(module)).__name__!r} is compiled as a whole, with the blocks that a "
-                "pipeline divides and calls one by one. Compile the blocks instead: for block in blocks: "
+                "pipeline shards and calls one by one. Compile the blocks instead: for block in blocks: "
                 "block.compile()."
             )
 
@@ -253,7 +253,7 @@ def make_cut(
     stack: str | None = None,
     usage: Usage | None = None,
     bounds: Sequence[int] | None = None,
-) -> StageCut:
+) -> StagePartition:
     """Divide the model into ``len(rank_of)`` stages. The same on every rank.
 
     Args:
@@ -284,7 +284,7 @@ def make_cut(
     for name, parameter in model.named_parameters(remove_duplicate=False):
         for s in stages_of[name]:
             held[s][id(parameter)] = sizes[id(parameter)]
-    return StageCut(
+    return StagePartition(
         tuple(blocks),
         bounds,
         tuple(rank_of),
@@ -342,7 +342,7 @@ def _stages_of(
     return by_name, tied
 
 
-def keep_own(model: nn.Module, cut: StageCut, rank: int) -> None:
+def keep_own(model: nn.Module, cut: StagePartition, rank: int) -> None:
     """Replace every parameter that ``rank`` does not hold by one on the meta device, of the same name and shape.
 
     Buffers of absent blocks go to meta, too; others stay. What is shared by several names stays shared.
@@ -366,7 +366,7 @@ def keep_own(model: nn.Module, cut: StageCut, rank: int) -> None:
                     module._buffers[child] = torch.empty_like(buffer, device="meta")
 
 
-def _absent_blocks(model: nn.Module, cut: StageCut, rank: int) -> Iterable[tuple[str, nn.Module]]:
+def _absent_blocks(model: nn.Module, cut: StagePartition, rank: int) -> Iterable[tuple[str, nn.Module]]:
     for s, r in enumerate(cut.rank_of):
         if r != rank:
             for name in cut.blocks[cut.bounds[s] : cut.bounds[s + 1]]:

@@ -41,14 +41,14 @@ class _Saved:
     offset: int
 
 
-class Lender:
+class OnDemandGather:
     """Gathers and releases on touch. Touches are collective: every rank makes the same, in the same order."""
 
     def __init__(self, flats: list[Flat], *, sharded: bool) -> None:
         """``sharded``: parameters are sharded (stage 3); otherwise a touch only waits for values on their way."""
         self._flats = flats
         self._sharded = sharded
-        self._lent: dict[int, Flat] = {}
+        self._on_demand_flats: dict[int, Flat] = {}
         self._by_storage = {storage_key(flat.full): flat for flat in flats}
         self._collecting: FrameType | None = None
         self.thread: int | None = None
@@ -57,7 +57,7 @@ class Lender:
         self.given = Given()
         """Copies that state dicts have given away (stage 3)."""
         for flat in flats:
-            flat.lender = self
+            flat.on_demand = self
 
     # on behalf of whoever touches ------------------------------------------------------------------------------------
 
@@ -72,8 +72,8 @@ class Lender:
             self.begin(flat)
             flat.finish_gather(lend=True)
         if flat.lent:
-            self._lent.pop(id(flat), None)
-            self._lent[id(flat)] = flat
+            self._on_demand_flats.pop(id(flat), None)
+            self._on_demand_flats[id(flat)] = flat
 
     def refuse_other_threads(self, name: str) -> None:
         """Not collective.
@@ -104,7 +104,7 @@ class Lender:
     def touched(self, flat: Flat) -> None:
         """The touch is over: those of before may go."""
         flat.users -= 1
-        idle = [f for f in self._lent.values() if f.users == 0]
+        idle = [f for f in self._on_demand_flats.values() if f.users == 0]
         for other in idle[:-KEPT]:
             self._take_back(other)
 
@@ -141,7 +141,7 @@ class Lender:
 
     def give_back(self) -> None:
         """Release what is lent, with what was written there. Not collective."""
-        for flat in list(self._lent.values()):
+        for flat in list(self._on_demand_flats.values()):
             if flat.users == 0:
                 self._take_back(flat)
         for flat in self._flats if self._sharded else ():
@@ -149,7 +149,7 @@ class Lender:
                 flat.forget_views()
 
     def _take_back(self, flat: Flat) -> None:
-        del self._lent[id(flat)]
+        del self._on_demand_flats[id(flat)]
         if not flat.lent:
             return  # the unit's own module has taken it over
         flat.take_writes()
@@ -182,9 +182,9 @@ class Lender:
         finally:
             for flat in flats:
                 self.touched(flat)
-            self.settle()
+            self.write_back()
 
-    def settle(self) -> None:
+    def write_back(self) -> None:
         """Take what user code has written into parameters, and give back what was lent to it. Not collective."""
         self.take_writes()
         self.give_back()
@@ -192,9 +192,9 @@ class Lender:
     def take_writes(self) -> None:
         """What was written anywhere reaches masters and shards. Not collective."""
         self.given.take_writes()
-        self.take_lent()
+        self.take_parameter_writes()
 
-    def take_lent(self) -> None:
+    def take_parameter_writes(self) -> None:
         """What was written to parameters so far does. Not collective."""
         for flat in self._flats:
             flat.take_writes()

@@ -25,9 +25,9 @@ from torch import Tensor
 from ls_strategy.config import NVMeIOConfig
 from ls_strategy.errors import PlanError
 from ls_strategy.tiers.buffers import PAGE, AlignedBuffer
-from ls_strategy.tiers.drive import check_path, open_scratch
 from ls_strategy.tiers.file_io import IOEngine, Transfer
 from ls_strategy.tiers.link import DONE, Arrival, Link
+from ls_strategy.tiers.nvme_folder import check_path, open_scratch
 
 _GROWTH = 64 << 20
 
@@ -52,7 +52,7 @@ class Stowed:
         return self.buffer.tensor[: self.nbytes]
 
 
-class ActivationPlace(Protocol):
+class ActivationStorage(Protocol):
     """Takes bytes and gives them back."""
 
     name: str
@@ -83,7 +83,7 @@ class ActivationPlace(Protocol):
         """The bytes, in host memory; waits for them. ``(nbytes,)`` uint8."""
         ...
 
-    def brought(self, stowed: Stowed, arrival: Arrival) -> None:
+    def arrived(self, stowed: Stowed, arrival: Arrival) -> None:
         """The bytes are on their way from `host` to the device."""
         ...
 
@@ -155,7 +155,7 @@ class BufferStock:
             self.total_bytes -= each.nbytes
 
 
-class HostPlace:
+class HostStorage:
     """Host memory."""
 
     name = "host memory"
@@ -173,32 +173,32 @@ class HostPlace:
         return self._stock.total_bytes
 
     def begin(self, stowed: Stowed, source: Tensor) -> None:
-        """See `ActivationPlace`."""
+        """See `ActivationStorage`."""
         # What was copied out of the buffer before is done first: the device's current stream has waited for that.
         stowed.buffer, _ = self._stock.take(stowed.nbytes)
         self.stored_bytes += stowed.nbytes
         stowed.copying = self._link.to_host(stowed.host(), source)
 
     def finish(self, stowed: Stowed) -> None:
-        """See `ActivationPlace`."""
+        """See `ActivationStorage`."""
         started = time.perf_counter()
         stowed.copying.wait_on_host()
         self.waited_s += time.perf_counter() - started
 
     def prepare(self, stowed: Stowed) -> bool:
-        """See `ActivationPlace`."""
+        """See `ActivationStorage`."""
         return True
 
     def host(self, stowed: Stowed) -> Tensor:
-        """See `ActivationPlace`."""
+        """See `ActivationStorage`."""
         return stowed.host()
 
-    def brought(self, stowed: Stowed, arrival: Arrival) -> None:
-        """See `ActivationPlace`."""
+    def arrived(self, stowed: Stowed, arrival: Arrival) -> None:
+        """See `ActivationStorage`."""
         stowed.copying = arrival
 
     def drop(self, stowed: Stowed) -> None:
-        """See `ActivationPlace`."""
+        """See `ActivationStorage`."""
         if stowed.buffer is not None:
             self.stored_bytes -= stowed.nbytes
             self._stock.give(stowed.buffer, stowed.copying)
@@ -207,12 +207,12 @@ class HostPlace:
                 self._stock.trim()
 
     def close(self) -> None:
-        """See `ActivationPlace`."""
+        """See `ActivationStorage`."""
         self._stock.close()
 
 
 @dataclass(frozen=True)
-class Drive:
+class NVMeFolder:
     """The folder of the NVMe tier, and how files in it are read and written."""
 
     path: str
@@ -263,12 +263,12 @@ class FileSpace:
         self._free = merged
 
 
-class DrivePlace:
+class FileStorage:
     """A file on a local drive, behind a bounded number of bytes of host memory."""
 
     name = "NVMe"
 
-    def __init__(self, link: Link, drive: Drive, staging_bytes: int) -> None:
+    def __init__(self, link: Link, drive: NVMeFolder, staging_bytes: int) -> None:
         """Make the file, still empty.
 
         Args:
@@ -299,13 +299,13 @@ class DrivePlace:
         return self._stock.total_bytes
 
     def begin(self, stowed: Stowed, source: Tensor) -> None:
-        """See `ActivationPlace`. Raises `DriveError` of an earlier write."""
+        """See `ActivationStorage`. Raises `DriveError` of an earlier write."""
         self._take_buffer(stowed)
         self.stored_bytes += stowed.nbytes
         stowed.copying = self._link.to_host(stowed.host(), source)
 
     def finish(self, stowed: Stowed) -> None:
-        """See `ActivationPlace`. Raises `DriveError` of an earlier write, `PlanError` where the file cannot grow."""
+        """See `ActivationStorage`. Raises `DriveError` of an earlier write, `PlanError` where the file cannot grow."""
         stowed.copying.wait_on_host()
         if stowed.offset is None:
             stowed.offset = self._space.take(stowed.nbytes)
@@ -315,7 +315,7 @@ class DrivePlace:
             self._writing.append(stowed)
 
     def prepare(self, stowed: Stowed) -> bool:
-        """See `ActivationPlace`."""
+        """See `ActivationStorage`."""
         if stowed.buffer is None:
             if not self._has_room(stowed.nbytes):
                 return False
@@ -325,7 +325,7 @@ class DrivePlace:
         return stowed.transfer is None or stowed.transfer.finished.is_set()
 
     def host(self, stowed: Stowed) -> Tensor:
-        """See `ActivationPlace`. Raises `DriveError`."""
+        """See `ActivationStorage`. Raises `DriveError`."""
         if stowed.buffer is None:
             self._read(stowed)
         transfer = stowed.transfer
@@ -334,14 +334,14 @@ class DrivePlace:
             self._wait(transfer)
         return stowed.host()
 
-    def brought(self, stowed: Stowed, arrival: Arrival) -> None:
-        """See `ActivationPlace`."""
+    def arrived(self, stowed: Stowed, arrival: Arrival) -> None:
+        """See `ActivationStorage`."""
         stowed.copying = arrival
         if stowed.transfer is not None and stowed.transfer.verb == "read":
             self._give_buffer(stowed)
 
     def drop(self, stowed: Stowed) -> None:
-        """See `ActivationPlace`."""
+        """See `ActivationStorage`."""
         if stowed.buffer is not None or stowed.offset is not None:
             self.stored_bytes -= stowed.nbytes
             self._dropped.append(stowed)
@@ -350,7 +350,7 @@ class DrivePlace:
             self._stock.trim()
 
     def close(self) -> None:
-        """See `ActivationPlace`."""
+        """See `ActivationStorage`."""
         self._engine.close()
         self._sweep()
         self._file.close()

@@ -27,19 +27,19 @@ from ls_strategy.zero.writes import bits
 class Owner(Protocol):
     """Who decides what is gathered, and when; see `ls_strategy.zero.gradients`."""
 
-    def settle(self, flat: Flat) -> Shown:
+    def average(self, flat: Flat) -> UserGradients:
         """Average what is left of the gradients of its optimizer. Collective, the first time after a backward."""
         ...
 
-    def gather(self, shown: Shown) -> None:
+    def gather(self, shown: UserGradients) -> None:
         """Bring the elements of one buffer, until `used`. Collective."""
         ...
 
-    def used(self, shown: Shown) -> None:
+    def used(self, shown: UserGradients) -> None:
         """They are not needed any more."""
         ...
 
-    def norm(self, shown: Shown, index: int, order: float) -> Tensor:
+    def norm(self, shown: UserGradients, index: int, order: float) -> Tensor:
         """Norm of one parameter's gradient. Collective, unless it is known."""
         ...
 
@@ -48,7 +48,7 @@ class Owner(Protocol):
         ...
 
 
-class Shown:
+class UserGradients:
     """The averaged gradients of one flat buffer, as user code sees them."""
 
     def __init__(self, owner: Owner, flat: Flat) -> None:
@@ -154,7 +154,7 @@ class Shown:
                 norms.pop(i, None)
         if piece.numel == 0 or not flat.averages.hold_values:
             return
-        if flat.averages.on_drive:
+        if flat.averages.on_nvme:
             values = torch.empty(piece.numel, dtype=flat.average_dtype)
             flat.rest.read_into("grad", values, piece.start)
             change(values)
@@ -242,11 +242,11 @@ class Shown:
         flat, averages = self.flat, self.flat.averages
         if not averages.hold_values:  # made by hand, without a backward: on every rank, also where it has no part of it
             averages.hold_values = True
-            if averages.on_drive:
+            if averages.on_nvme:
                 flat.rest.write("grad", 0, torch.zeros(flat.stepped_numel, dtype=flat.average_dtype))
             else:
                 averages.tensor().zero_()
-        if averages.on_drive:
+        if averages.on_nvme:
             if values.numel():
                 flat.rest.write("grad", start, values)  # elements that are not of ``where`` are what they were
             self._sums_due = True
@@ -294,7 +294,7 @@ class Shown:
         changed, self.changed = self.changed, False
         if changed:
             flat.averages.edited = True
-            flat.used_here = list(self.used)
+            flat.local_grad_mask = list(self.used)
             for i, used in enumerate(self.used) if not flat.policy.gradients else ():
                 _agree_here(flat, i, used=used)
         return changed
@@ -304,11 +304,11 @@ class Shown:
 class _Source:
     """Of one parameter's gradient."""
 
-    shown_of: weakref.ref[Shown]
+    shown_of: weakref.ref[UserGradients]
     index: int
 
     @property
-    def _shown(self) -> Shown:
+    def _shown(self) -> UserGradients:
         shown = self.shown_of()
         if shown is None:
             raise StateError("a gradient was used after the strategy that had its elements was gone. Keep a clone.")
@@ -326,7 +326,7 @@ class _Source:
     def edit(self, change: Callable[[Tensor], Any], *, linear: bool) -> None:
         shown = self._shown
         with torch.no_grad():
-            shown.owner.settle(shown.flat)
+            shown.owner.average(shown.flat)
             shown.edit(self.index, change, linear=linear)
 
 
@@ -335,7 +335,7 @@ def _agree_here(flat: Flat, i: int, *, used: bool) -> None:
     param: nn.Parameter = flat.params[i]
     if not used:
         set_grad(param, None)
-        flat.held_here[i] = False
+        flat.sent_mask[i] = False
     elif grad_of(param) is None:
         flat.hold_grad_buffer(param.dtype)
         flat.grad_views[i].zero_()

@@ -20,7 +20,7 @@ def drive(path: str) -> Iterator[Finding]:
         path: the folder; empty: there is none.
     """
     from ls_strategy.planner.hardware import show_bytes
-    from ls_strategy.tiers.drive import check_path, in_memory, mount_of
+    from ls_strategy.tiers.nvme_folder import check_path, in_memory, mount_of
 
     if not path:
         yield Finding("folder", "none given (LS_STRATEGY_NVME_PATH, --nvme-path): states stay in memory")
@@ -52,7 +52,7 @@ def drive(path: str) -> Iterator[Finding]:
 def direct_io(folder: Path) -> Finding:
     """Write a little past the page cache, and read it back."""
     from ls_strategy.tiers.buffers import AlignedBuffer
-    from ls_strategy.tiers.drive import open_scratch
+    from ls_strategy.tiers.nvme_folder import open_scratch
 
     logger = logging.getLogger("ls_strategy.tiers")
     quiet, logger.disabled = logger.disabled, True  # it would warn of what is found here

@@ -18,8 +18,8 @@ from ls_strategy.zero.materialize import fp32_modules
 
 
 @dataclass(frozen=True)
-class Paper:
-    """What `on_paper` has made."""
+class Simulated:
+    """What `simulated` has made."""
 
     mode: Any
     """In which new tensors have no memory."""
@@ -36,9 +36,9 @@ class Paper:
 
 
 @contextmanager
-def on_paper(
+def simulated(
     model: nn.Module, precision: PrecisionPolicy, fp32_classes: tuple[str, ...], device: torch.device
-) -> Generator[Paper, None, None]:
+) -> Generator[Simulated, None, None]:
     """Inside, the model's parameters and buffers have shapes and the dtypes of training, and take no memory.
 
     Shared ones stay shared. Afterwards the model is what it was: buffers, too, and attributes of modules that hold
@@ -71,7 +71,7 @@ def on_paper(
                 if tensor is not None:
                     swapped.append((module, name, tensor))
                     setattr(module, name, made[id(tensor)])
-        yield Paper(mode, made)
+        yield Simulated(mode, made)
     finally:
         for module, name, tensor in swapped:
             setattr(module, name, tensor)
@@ -97,7 +97,7 @@ def _like(mode: Any, tensor: Tensor, dtype: torch.dtype, device: torch.device) -
     return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
-def batch_on_paper(batch: Any, precision: PrecisionPolicy, device: torch.device) -> Any:
+def simulated_batch(batch: Any, precision: PrecisionPolicy, device: torch.device) -> Any:
     """A batch of the same shapes, floating tensors in the dtype in which training gets them. Inside the mode."""
 
     def empty(value: Any) -> Any:

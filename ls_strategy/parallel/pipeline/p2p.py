@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ls_strategy.distributed.comm import Comm, Started, process_group
-from ls_strategy.distributed.whereabouts import Entry
+from ls_strategy.distributed.wait_report import Entry
 from ls_strategy.errors import PlanError, StateError
-from ls_strategy.parallel.pipeline.handover import Handover
 from ls_strategy.parallel.pipeline.schedules import Action, Table
+from ls_strategy.parallel.pipeline.transfer import StageTransfer
 
 LOOKAHEAD = 2
 """Actions ahead of its use at which a receive is posted."""
@@ -99,7 +99,7 @@ class TensorShape:
     """One tensor of a message."""
 
     place: int
-    """Among the arguments of the block, see `Handover`."""
+    """Among the arguments of the block, see `StageTransfer`."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -114,10 +114,10 @@ class Shapes:
     leaves: int
 
     @classmethod
-    def of(cls, handover: Handover) -> Shapes:
+    def of(cls, transfer: StageTransfer) -> Shapes:
         """Describe what is sent."""
-        found = [TensorShape(i, tuple(t.shape), t.dtype, t.requires_grad) for i, t in handover.tensors.items()]
-        return cls(tuple(found), handover.leaves)
+        found = [TensorShape(i, tuple(t.shape), t.dtype, t.requires_grad) for i, t in transfer.tensors.items()]
+        return cls(tuple(found), transfer.leaves)
 
     def differentiable(self) -> list[TensorShape]:
         """The tensors that get a gradient."""
@@ -271,7 +271,7 @@ class _Sending:
     tensors: list[Tensor]
 
 
-class Mail:
+class PointToPoint:
     """The messages of one rank in one run through a table."""
 
     def __init__(self, links: Links, table: Table, keys: Sequence[Any], known: dict[Any, Shapes], device: Any) -> None:

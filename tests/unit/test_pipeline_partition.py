@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ls_strategy.errors import PlanError
 from ls_strategy.parallel.pipeline.balance import balance
-from ls_strategy.parallel.pipeline.cut import find_row, keep_own, make_cut
+from ls_strategy.parallel.pipeline.partition import find_row, keep_own, make_cut
 from ls_strategy.parallel.pipeline.sample import sample_batch
 from ls_strategy.parallel.pipeline.schedules import place
 from ls_strategy.parallel.pipeline.trace import observe, stand_in

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from ls_strategy.errors import PlanError
-from ls_strategy.inference.away import FloatingTarget, Target, targets_of
 from ls_strategy.inference.blocks import BlockModules
 from ls_strategy.inference.fill import Filler
-from ls_strategy.inference.rest import Extent, Resting, pack
+from ls_strategy.inference.placeholder import FloatingTarget, Target, targets_of
+from ls_strategy.inference.storage import Extent, Resting, pack
 from ls_strategy.tiers.link import trim_heap
 
 
 @dataclass
-class Settling:
+class BlockPreparation:
     """What happens to a block before it rests."""
 
     shared: set[int]
@@ -76,7 +76,9 @@ class Block:
         self._values.clear()
 
 
-def settle(model: nn.Module, units: Sequence[BlockModules], resting: Resting, settling: Settling) -> list[Block]:
+def store_blocks(
+    model: nn.Module, units: Sequence[BlockModules], resting: Resting, preparation: BlockPreparation
+) -> list[Block]:
     """Fill what is on meta and let every block rest, in order of registration, which random weights are drawn in."""
     device, host = resting.device, torch.device("cpu")
     of_block = {id(m): unit for unit in units for root in unit.modules.values() for m in root.modules()}
@@ -84,22 +86,22 @@ def settle(model: nn.Module, units: Sequence[BlockModules], resting: Resting, se
     for name, module in model.named_modules():
         unit = of_block.get(id(module))
         if unit is None:
-            if settling.filler is not None:
-                settling.filler.fill(name, module, device)
+            if preparation.filler is not None:
+                preparation.filler.fill(name, module, device)
         elif unit.index not in done:
-            done[unit.index] = _settle_block(unit, resting, settling, host)
+            done[unit.index] = _store_block(unit, resting, preparation, host)
     _move_rest(model, device)
     return [done[unit.index] for unit in units]
 
 
-def _settle_block(unit: BlockModules, resting: Resting, settling: Settling, host: torch.device) -> Block:
+def _store_block(unit: BlockModules, resting: Resting, preparation: BlockPreparation, host: torch.device) -> Block:
     for root, block in unit.modules.items():
-        if settling.filler is not None:
+        if preparation.filler is not None:
             for path, module in block.named_modules():
-                settling.filler.fill(f"{root}.{path}" if path else root, module, host)
-        if settling.prepare is not None:
-            settling.prepare(root, block)
-    targets, values = targets_of(unit.modules, resting.device, settling.shared)
+                preparation.filler.fill(f"{root}.{path}" if path else root, module, host)
+        if preparation.prepare is not None:
+            preparation.prepare(root, block)
+    targets, values = targets_of(unit.modules, resting.device, preparation.shared)
     slots, nbytes = pack(values)
     if nbytes > resting.sizes[unit.index]:
         raise PlanError(

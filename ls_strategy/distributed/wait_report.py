@@ -11,7 +11,7 @@ The training thread keeps a journal of the collectives of every process group, a
 attributes. A thread of its own looks at them, asks and answers through the rendezvous store, on a connection of its
 own, and touches no process group. One rank at a time asks, so that the load grows with the number of ranks.
 
-The one invariant: a run is ended early only on proof, see `ls_strategy.distributed.stuck.proof`.
+The one invariant: a run is ended early only on proof, see `ls_strategy.distributed.deadlock.proof`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from typing import Any
 import torch
 
 from ls_strategy._compat import default_store, world_group
+from ls_strategy.distributed.deadlock import Answer, awaited, differing, explain, explain_end, named, place, proof
 from ls_strategy.distributed.standing import standing
-from ls_strategy.distributed.stuck import Answer, awaited, differing, explain, explain_end, named, place, proof
 
 _RECENT = 64
 """Entries of a journal that are kept for comparison."""
@@ -217,7 +217,7 @@ class _Watch:
         self._suspected: object = None
         self._done = threading.Event()
         _, self._number, _ = self._read_question()
-        self._thread = threading.Thread(target=self._run, name="ls_whereabouts", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="ls_wait_report", daemon=True)
         self._thread.start()
         atexit.register(self.stop)  # a thread that is inside the store when the interpreter ends aborts the process
 
