@@ -126,7 +126,7 @@ class CIFARData(pl.LightningDataModule):
         rank_zero_info(f"images: {folder}, {len(self._train):,} for training, {len(self._test):,} for the test")
 
     def train_dataloader(self) -> DataLoader[Batch]:
-        """Training images in random order; Lightning shards them among the ranks."""
+        """Training images in random order; Lightning splits them among the ranks."""
         assert self._train is not None
         share = len(self._train) // self._num_replicas()
         if share < self.batch_size:
@@ -148,7 +148,7 @@ class CIFARData(pl.LightningDataModule):
         return self.val_dataloader()
 
     def _num_replicas(self) -> int:
-        """Ranks among which Lightning shards the data."""
+        """Ranks among which Lightning splits the data."""
         assert self.trainer is not None
         return (self.trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
 

@@ -102,7 +102,7 @@ class CIFARModule(pl.LightningModule):
         self.net = self._build()
         self.register_buffer("pixel_mean", torch.tensor(PIXEL_MEAN).view(3, 1, 1), persistent=False)
         self.register_buffer("pixel_std", torch.tensor(PIXEL_STD).view(3, 1, 1), persistent=False)
-        # Counts over all batches and ranks, and shards once.
+        # Counts over all batches and ranks, and divides once.
         self.train_accuracy = _accuracy()
         self.val_accuracy = _accuracy()
         self.test_accuracy = _accuracy()

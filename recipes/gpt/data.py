@@ -250,7 +250,7 @@ class TextData(pl.LightningDataModule):
         return self._loader
 
     def val_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        """Crops of the validation text; Lightning shards them among the ranks."""
+        """Crops of the validation text; Lightning splits them among the ranks."""
         _, val = self._opened()
         stride = self.block_size
         if self.val_crops is not None:

@@ -397,7 +397,7 @@ class GPT(nn.Module):
         Args:
             tokens_BT: the prompt, at least one token.
             max_new_tokens: how many to add.
-            temperature: shards the logits; 0 takes the most likely token.
+            temperature: divides the logits; 0 takes the most likely token.
             top_k: sample among this many most likely tokens. None: among all.
             top_p: sample among the most likely tokens that together have this probability. None: among all.
             generator: of random numbers, on the CPU, so that every device samples alike. None: torch's own.
