@@ -1,8 +1,8 @@
 """Tables, numbers and figures made from records: ``python -m tests.bench.tables`` rewrites them in place.
 
 A table follows a line ``<!-- record: PATH -->``, or ``<!-- record: PATH#PART -->`` where a record has several. Numbers
-in running text are those of `tests.bench.figures`, and SVG files are drawn by `tests.bench.picture`. A test asserts that
-rewriting changes nothing, so that no text for users quotes a number without a record.
+in running text are those of `tests.bench.figures`, and SVG files are drawn by `tests.bench.picture`. A test asserts
+that rewriting changes nothing, so that no text for users quotes a number without a record.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _ratios(record: dict[str, Any]) -> list[list[str]]:
     """One row per contender, one column per model size."""
     sizes = record["results"]
     names = list(next(iter(sizes.values()))["contenders"])
-    rows = [["", *sizes]]
+    rows = [["", *(f"{size} parameters" for size in sizes)]]
     for name in names:
         cells = [sizes[size]["contenders"][name] for size in sizes]
         rows.append([f"`{name}`", *(f"{c['ratio']:.3f} [{c['ratio_q1']:.2f}, {c['ratio_q3']:.2f}]" for c in cells)])
