@@ -93,7 +93,7 @@ def keys(outcome: str) -> str:
 
 
 def _capitalized(text: str) -> str:
-    return text[:1].upper() + text[1:] if text.split()[0].isalpha() else text
+    return text[:1].upper() + text[1:] if text.split()[0].strip(":,;").isalpha() else text
 
 
 def renamed() -> str:
