@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-from xml.sax.saxutils import escape
+from xml.sax.saxutils import escape, quoteattr
 
 COLOURS = ("#444444", "#1f77b4", "#2ca02c", "#d62728", "#17becf", "#ff7f0e", "#9467bd")
 _WIDTH, _HEIGHT = 720, 420
@@ -56,7 +56,7 @@ def chart(title: str, x: Axis, y: Axis, lines: Sequence[Line], limits: Mapping[s
 
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" '
-        f'font-size="12" role="img" aria-label="{escape(title)}">',
+        f'font-size="12" role="img" aria-label={quoteattr(title)}>',
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
         _text(_LEFT, 18, title, size=14),
     ]
@@ -153,7 +153,7 @@ def bars(title: str, panels: Sequence[Panel], *, own: str = "zero", one_scale: b
     height = 66 + _ROW * len(names) + 14
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif" '
-        f'font-size="12" role="img" aria-label="{escape(title)}">',
+        f'font-size="12" role="img" aria-label={quoteattr(title)}>',
         f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
         _text(12, 20, title, size=14),
         *(_text(left - 10, 66 + _ROW * (i + 0.5) + 4, name, anchor="end") for i, name in enumerate(names)),
