@@ -272,7 +272,7 @@ def main() -> None:
                 f"{LIMITS[moments]:>8}   {result['engine_per_parameter']}",
                 flush=True,
             )
-    on_nvme = []
+    on_drive = []
     print(f"\n{'parameters':>12}{'clip':>7}{'states':>9}{'resident':>10}{'peak':>7}{'allowed':>9}   MiB")
     for blocks in (args.blocks // 4, args.blocks // 2, args.blocks):
         for clip in (False, True):
@@ -283,14 +283,14 @@ def main() -> None:
                 )
                 result = {**limited(case), "nvme_path": ""}
             result["states_bytes"] = result["parameters"] * (18 if clip else 14)
-            on_nvme.append(result)
+            on_drive.append(result)
             sizes = [result[f"{kind}_bytes"] >> 20 for kind in ("states", "resident", "peak", "allowed")]
             print(
                 f"{result['parameters']:>12,}{clip!s:>7}{sizes[0]:>9}{sizes[1]:>10}{sizes[2]:>7}{sizes[3]:>9}"
                 f"   {result['limited_by']}",
                 flush=True,
             )
-    record.write(args.record, {**record.header("host_memory"), "results": results, "on_nvme": on_nvme})
+    record.write(args.record, {**record.header("host_memory"), "results": results, "on_drive": on_drive})
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Tables, figures and pictures made from records: ``python -m tests.bench.tables`` rewrites them in place.
+"""Tables, numbers and figures made from records: ``python -m tests.bench.tables`` rewrites them in place.
 
-A table follows a line ``<!-- record: PATH -->``, or ``<!-- record: PATH#PART -->`` where a record has several. Figures
-in running text are those of `tests.bench.figures`, pictures of `tests.bench.picture`. A test asserts that rewriting
-changes nothing, so that no text for users quotes a number without a record.
+A table follows a line ``<!-- record: PATH -->``, or ``<!-- record: PATH#PART -->`` where a record has several. Numbers
+in running text are those of `tests.bench.figures`, and SVG files are drawn by `tests.bench.picture`. A test asserts
+that rewriting changes nothing, so that no text for users quotes a number without a record.
 """
 
 from __future__ import annotations
@@ -18,9 +18,23 @@ from tests.bench.record import RECORDS, ROOT
 
 _MARKED = re.compile(r"(<!-- record: (?P<path>[^\s#]+)(?:#(?P<part>\w+))? -->\n)(?:\|[^\n]*(?:\n|\Z))*")
 PICTURES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
-    "docs/pictures/scaling.svg": ("scaling", picture.scaling),
-}
-"""By path: the record, and what draws it."""
+    "docs/pictures/memory.svg": ("scaling", picture.memory),
+    "docs/pictures/scaling_1b3.svg": ("scaling", picture.scaling("1.3B")),
+    "docs/pictures/scaling_7b.svg": ("scaling", picture.scaling("7B")),
+    "docs/pictures/scaling_70b.svg": ("scaling", picture.scaling("70B")),
+    "docs/pictures/sent.svg": ("scaling", picture.sent),
+    "docs/pictures/step_time.svg": (
+        "step_time", picture.ratios("Step time of the engine over DDP's (less is faster)", "DDP"),
+    ),
+    "docs/pictures/trainer_time.svg": (
+        "trainer_time", picture.ratios("Step time of whole Trainers over DDP's (less is faster)", "DDP"),
+    ),
+    "docs/pictures/moe.svg": ("moe", picture.moe),
+    "docs/pictures/exposed_update.svg": ("exposed_update", picture.exposed),
+    "docs/pictures/activations.svg": ("activations", picture.activations),
+    "docs/pictures/nvme_io.svg": ("nvme_io", picture.drive),
+}  # fmt: skip
+"""The record and the function that draws it, by path."""
 
 
 def _documents() -> tuple[str, ...]:
@@ -37,7 +51,7 @@ def _ratios(record: dict[str, Any]) -> list[list[str]]:
     """One row per contender, one column per model size."""
     sizes = record["results"]
     names = list(next(iter(sizes.values()))["contenders"])
-    rows = [["", *sizes]]
+    rows = [["", *(f"{size} parameters" for size in sizes)]]
     for name in names:
         cells = [sizes[size]["contenders"][name] for size in sizes]
         rows.append([f"`{name}`", *(f"{c['ratio']:.3f} [{c['ratio_q1']:.2f}, {c['ratio_q3']:.2f}]" for c in cells)])
@@ -73,20 +87,10 @@ def _adam(record: dict[str, Any]) -> list[list[str]]:
     return [row for row in rows if any(row[1:])]
 
 
-def _drive(record: dict[str, Any]) -> list[list[str]]:
-    """One row per way to read and write."""
-    results = record["results"]
-    rows = [["", "read, GB/s", "over the best fio", "write, GB/s", "over the best fio"]]
-    for name, both in results.items():
-        cells = [f"{both[way]['gbs']:.2f}|{both[way]['ratio']:.2f}" for way in ("read", "write")]
-        rows.append([name, *"|".join(cells).split("|")])
-    return rows
-
-
 def _host_memory(record: dict[str, Any]) -> list[list[str]]:
     """Bytes per parameter by format of the moments: between two steps, and the most at any time."""
     by_case = {(c["moments"], c["clip"]): c for c in record["results"]}
-    rows = [["moments", "no clipping", "at its peak", "clipping", "at its peak"]]
+    rows = [["moments", "no clipping", "no clipping, peak", "clipping", "clipping, peak"]]
     for moments in dict.fromkeys(c["moments"] for c in record["results"]):
         cases = (by_case[moments, False], by_case[moments, True])
         numbers = [case[f"{kind}_per_parameter"] for case in cases for kind in ("resident", "peak")]
@@ -96,8 +100,8 @@ def _host_memory(record: dict[str, Any]) -> list[list[str]]:
 
 def _on_drive(record: dict[str, Any]) -> list[list[str]]:
     """One row per size and case: what is on the drive, and what of the process is in memory."""
-    rows = [["parameters", "clipping", "states on the drive", "resident", "at its peak", "charged by the limit"]]
-    for case in record["on_nvme"]:
+    rows = [["parameters", "clipping", "states on NVMe", "resident", "peak", "charged to the cgroup"]]
+    for case in record["on_drive"]:
         kinds = ("states_bytes", "resident_bytes", "peak_bytes", "charged_bytes")
         cells = (f"{case[kind] / 2**20:,.0f} MiB" if kind in case else "" for kind in kinds)
         rows.append([f"{case['parameters'] / 1e6:.0f} M", "yes" if case["clip"] else "no", *cells])
@@ -112,21 +116,6 @@ def _moments(record: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def _exposed(record: dict[str, Any]) -> list[list[str]]:
-    """One row per strategy and setting: the share of a step, with overlap and without."""
-    shares = {(r["setting"], r["strategy"], r["clip"], r["overlap"]): r["exposed"] for r in record["results"]}
-    rows = [["setting", "strategy", "clipping", "overlapped", "`sharding.overlap_step=False`"]]
-    for setting, name, clip, overlap in shares:
-        if overlap:
-            blocking = shares.get((setting, name, clip, False))
-            cells = (
-                f"{100 * shares[setting, name, clip, True]:.1f} %",
-                "" if blocking is None else f"{100 * blocking:.1f} %",
-            )
-            rows.append([setting, f"`{name}`", "yes" if clip else "no", *cells])
-    return rows
-
-
 def _checkpoint(record: dict[str, Any]) -> list[list[str]]:
     """One row per way to save."""
 
@@ -135,8 +124,14 @@ def _checkpoint(record: dict[str, Any]) -> list[list[str]]:
         return f"{middle:.2f} [{low:.2f}, {high:.2f}]"
 
     first = any("first_memory_over_unit" in r for r in record["results"].values())
-    head = ["", "over `torch.save`", "over DCP", "training waits, of a folder's time", "memory at its peak, units"]
-    rows = [[*head, *(["the same, first save"] if first else [])]]
+    head = [
+        "",
+        "speed over `torch.save`",
+        "speed over DCP",
+        "training waits, share of a folder's time",
+        "peak memory, units",
+    ]
+    rows = [[*head, *(["peak memory, first save"] if first else [])]]
     for name, r in record["results"].items():
         speeds = [cell(r[f"times_faster_than_{peer}"]) for peer in ("torch.save", "dcp")]
         peaks = [f"{r[kind]:.2f}" for kind in ("memory_over_unit", "first_memory_over_unit") if kind in r]
@@ -144,18 +139,9 @@ def _checkpoint(record: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def _activations(record: dict[str, Any]) -> list[list[str]]:
-    """One row per choice."""
-    rows = [["choice", "step, times that of none", "kept at the end of forward"]]
-    for name, result in record["results"].items():
-        q1, median, q3 = result["time"]
-        rows.append([name, f"{median:.2f} [{q1:.2f}, {q3:.2f}]", f"{result['kept_bytes'] / 2**20:.0f} MiB"])
-    return rows
-
-
 def _moe_quality(record: dict[str, Any]) -> list[list[str]]:
     """One row per contender: validation loss, how far it is below the dense one's, and what that takes."""
-    rows = [["", "validation loss, nats per byte", "below the dense one, by seed", "parameters", "seconds per run"]]
+    rows = [["", "validation loss, nats per byte", "below dense, by seed", "parameters", "seconds per run"]]
     runs = record["runs"]
     for name, cells in record["results"].items():
         below = (runs["dense"][seed]["val"] - run["val"] for seed, run in sorted(runs[name].items()))
@@ -165,19 +151,9 @@ def _moe_quality(record: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def _moe(record: dict[str, Any]) -> list[list[str]]:
-    """One row per case, and for each number of ranks the time as a multiple of DeepSpeed's."""
-    results = record["results"]
-    rows = [["", "busiest expert, times the mean", *results]]
-    for name, first in next(iter(results.values())).items():
-        times = [by_case[name]["time"] for by_case in results.values()]
-        rows.append([name, f"{first['busiest']:.2f}", *(f"{m:.2f} [{low:.2f}, {high:.2f}]" for low, m, high in times)])
-    return rows
-
-
 def _planner(record: dict[str, Any]) -> list[list[str]]:
     """One row per combination: the forecast as a multiple of what was measured."""
-    rows = [["", "peak, MB", "foretold", "sent per step, MB", "foretold"]]
+    rows = [["", "peak, MB", "predicted over measured", "sent per step, MB", "predicted over measured"]]
     for name, r in record["results"].items():
         sent = r["sent_bytes_foretold"] / r["sent_bytes_measured"]
         peak, moved = r["measured_bytes"] / 1e6, r["sent_bytes_measured"] / 1e6
@@ -214,7 +190,7 @@ def _scaled(*kinds: str) -> Callable[[dict[str, Any]], list[list[str]]]:
 
 def _figure_1(record: dict[str, Any]) -> list[list[str]]:
     """One row per stage of the paper's figure 1."""
-    rows = [["", "the paper prints", "by its formula", "this package, states", "difference"]]
+    rows = [["", "printed in the paper", "the paper's formula", "states in this package", "difference"]]
     for name, r in record["figure_1"]["stages"].items():
         cells = (r["formula_bytes"], r["planned_bytes"], r["planned_bytes"] - r["formula_bytes"])
         rows.append([f"`{name}`", f"{r['printed_gb']} GB", *(f"{c / 1e9:.2f} GB" for c in cells)])
@@ -251,12 +227,12 @@ def _quartiles(cell: dict[str, float], digits: int = 3) -> str:
 def _moe_step(record: dict[str, Any]) -> list[list[str]]:
     """One row per contender."""
     contenders = record["results"]["contenders"]
-    return [["", "step, times that of the dense twin"], *([f"`{n}`", _quartiles(c, 2)] for n, c in contenders.items())]
+    return [["", "step time over the dense baseline"], *([f"`{n}`", _quartiles(c, 2)] for n, c in contenders.items())]
 
 
 def _overhead(record: dict[str, Any]) -> list[list[str]]:
     """One row per strategy."""
-    head = ["strategy", "CPU time with `Monitor` over without", "of the training thread, in hooks and notes"]
+    head = ["strategy", "CPU time with `Monitor` over without", "share of the training thread spent in hooks"]
     rows = [
         [f"`{name}`", _quartiles(found["cpu"]["with"]), f"{100 * found['inside']['median']:.2f} %"]
         for name, found in record["results"].items()
@@ -266,7 +242,7 @@ def _overhead(record: dict[str, Any]) -> list[list[str]]:
 
 def _inference(record: dict[str, Any]) -> list[list[str]]:
     """One row per batch and format of weights."""
-    rows = [["batch", "weights", "times faster than fp32", "MB read per step", "of the memory's bandwidth"]]
+    rows = [["batch", "weights", "speedup over fp32", "MB read per step", "share of memory bandwidth"]]
     for r in record["results"]:
         low, middle, high = r["times_faster"]
         faster, share = f"{middle:.2f} [{low:.2f}, {high:.2f}]", f"{100 * r['bandwidth_share']:.0f} %"
@@ -277,7 +253,7 @@ def _inference(record: dict[str, Any]) -> list[list[str]]:
 def _generate(record: dict[str, Any]) -> list[list[str]]:
     """One row per shape and batch; how many times longer transformers takes."""
     peers = ("transformers static", "transformers dynamic")
-    rows = [["network", "batch", *(f"{peer}, times ours" for peer in peers)]]
+    rows = [["network", "batch", *(f"{peer} over ours" for peer in peers)]]
     for r in record["results"]:
         cells = ("{1:.2f} [{0:.2f}, {2:.2f}]".format(*r[peer]["ratio"]) for peer in peers)
         rows.append([r["shape"], str(r["batch"]), *cells])
@@ -286,7 +262,7 @@ def _generate(record: dict[str, Any]) -> list[list[str]]:
 
 def _streaming(record: dict[str, Any]) -> list[list[str]]:
     """One row per batch."""
-    rows = [["batch", "read, GB/s", "of what the tier alone reads", "tokens per second"]]
+    rows = [["batch", "read, GB/s", "share of the tier's own speed", "tokens per second"]]
     for batch, r in record["results"]["batches"].items():
         share = r["of_tier"]
         of_tier = f"{share['median']:.2f} [{share['q1']:.2f}, {share['q3']:.2f}]"
@@ -295,19 +271,14 @@ def _streaming(record: dict[str, Any]) -> list[list[str]]:
 
 
 _TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
-    "step_time": _ratios,
     "trainer_time": _ratios,
     "cifar_accuracy": _accuracy,
     "cpu_adam": _adam,
-    "nvme_io": _drive,
     "host_memory": _host_memory,
-    "host_memory#on_nvme": _on_drive,
+    "host_memory#on_drive": _on_drive,
     "moments": _moments,
-    "exposed_update": _exposed,
-    "activations": _activations,
     "checkpoint": _checkpoint,
     "moe_quality": _moe_quality,
-    "moe": _moe,
     "planner": _planner,
     "deepspeed_parity": _parity,
     "moe_step": _moe_step,
@@ -315,10 +286,7 @@ _TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "inference": _inference,
     "generate": _generate,
     "stream_inference": _streaming,
-    "scaling#memory": _scaled("device_bytes"),
-    "scaling#states": _scaled("state_bytes"),
     "scaling#host": _scaled("host_bytes"),
-    "scaling#sent": _scaled("sent_bytes"),
     "scaling#bus": _scaled("bus_bytes"),
     "scaling#figure_1": _figure_1,
     "scaling#checked": _scaling_checked,

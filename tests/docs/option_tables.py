@@ -1,7 +1,8 @@
-"""The tables of docs/options.md and of the renamed options in docs/migration.md, written from the source.
+"""The tables of docs/options.md, and those of DeepSpeed's keys and of renamed options in docs/migration.md.
 
-A marker ``<!-- options: NAME -->`` stands above the table of a class or of the strategy, ``<!-- renamed -->`` above
-that of old names; a table ends at the next empty line. ``python -m tests.docs.option_tables`` writes them.
+A marker ``<!-- options: NAME -->`` stands above the table of a class or of the strategy, ``<!-- keys: OUTCOME -->``
+above that of DeepSpeed's keys with this outcome, and ``<!-- renamed -->`` above that of old names. A table ends at the
+next empty line. ``python -m tests.docs.option_tables`` writes them.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from typing import Any
 import ls_strategy
 from ls_strategy import ZeROStrategy
 from ls_strategy.config.renamed import RENAMED
+from ls_strategy.deepspeed.keys import documented
 from tests.docs.blocks import ROOT
 
 PAGES = (ROOT / "docs" / "options.md", ROOT / "docs" / "migration.md")
-_MARKER = re.compile(r"^<!-- (options: (\w+)|renamed) -->\n(?:\|.*\n)*", re.MULTILINE)
+_MARKER = re.compile(r"^<!-- (options: (\w+)|keys: (\w+)|renamed) -->\n(?:\|.*\n)*", re.MULTILINE)
 
 
 def described(kind: type[Any]) -> dict[str, str]:
@@ -74,6 +76,26 @@ def table(name: str) -> str:
     return "\n".join(rows) + "\n"
 
 
+_HEADS = {"mapped": "becomes", "ignored": "reason", "refused": "what to do"}
+
+
+def keys(outcome: str) -> str:
+    """Table of DeepSpeed's keys with one outcome.
+
+    Keys with the same text share a row. The page says that ``bfloat16`` is read as ``bf16``, so it has no rows.
+    """
+    by_text: dict[str, list[str]] = {}
+    for key, entry in documented():
+        if entry.outcome == outcome and not key.startswith("bfloat16."):
+            by_text.setdefault(entry.text, []).append(f"`{key}`")
+    rows = [f"| {', '.join(names)} | {_capitalized(text)} |" for text, names in by_text.items()]
+    return "\n".join([f"| key | {_HEADS[outcome]} |", "|---|---|", *rows]) + "\n"
+
+
+def _capitalized(text: str) -> str:
+    return text[:1].upper() + text[1:] if text.split()[0].strip(":,;").isalpha() else text
+
+
 def renamed() -> str:
     """Old name, new name, and the group's class."""
     rows = ["| 0.1 | 0.2 |", "|---|---|"]
@@ -84,7 +106,8 @@ def written(text: str) -> str:
     """A page with its tables as the source has them."""
 
     def block(match: re.Match[str]) -> str:
-        return f"<!-- {match[1]} -->\n{table(match[2]) if match[2] else renamed()}"
+        made = table(match[2]) if match[2] else keys(match[3]) if match[3] else renamed()
+        return f"<!-- {match[1]} -->\n{made}"
 
     return _MARKER.sub(block, text)
 

@@ -19,7 +19,7 @@ def test_nothing_fails_but_for_a_reason() -> None:
 def test_the_documents_have_the_numbers_of_the_record() -> None:
     found = json.loads(RECORD.read_text())["summary"]
     rows = dict(
-        re.findall(r"^\| `(zero\w+)` (\|[\d| ]+\|)$", (ROOT / "docs" / "measured.md").read_text(), re.MULTILINE)
+        re.findall(r"^\| `(zero\w+)` (\|[\d| ]+\|)$", (ROOT / "docs" / "benchmarks.md").read_text(), re.MULTILINE)
     )
     assert rows.keys() == found.keys() - {"ddp"}
     for strategy in rows:

@@ -15,8 +15,8 @@ from tests.bench.tables import DOCUMENTS, PICTURES, draw, render
 
 NOT_MEASURED: dict[str, str] = {
     "in portions of 64 MiB": "a constant of the writer of checkpoints",
-    "1 GiB per round": "what the bench was told to move",
-    "with 32 MiB in flight": "what the bench was told to keep under way",
+    "1 GiB per round": "what the benchmark was configured to move",
+    "with 32 MiB in flight": "what the benchmark was configured to keep in flight",
     "20 buffers of 4 MiB": "constants of the NVMe tier",
     "a drive rated for 600 TB": "an example of what makers of drives promise",
     "keeps 30 % of the bytes": "what the option in front of it says",
