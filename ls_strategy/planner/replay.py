@@ -1,6 +1,6 @@
-"""A traced step, run through the engine's rules on paper: what is in memory when, on each tier.
+"""Replay a traced step under the engine's rules: what is in memory when, on each tier.
 
-Gathering follows `zero.gather.Gatherer` itself; buffers and averaging are those of `planner.buffers`.
+Gathering uses `zero.gather.Gatherer` itself; buffers and reduction are those of `planner.buffers`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 
 from ls_strategy.config import TierName
 from ls_strategy.plan import FlatPlan, Plan
-from ls_strategy.planner.buffers import PaperLedger, PaperReducer, PaperUnit, Setting, SimulatedFlat
+from ls_strategy.planner.buffers import Setting, SimulatedFlat, SimulatedLedger, SimulatedReducer, SimulatedUnit
 from ls_strategy.planner.trace import Event, Trace
 from ls_strategy.zero.gather import Gatherer
 
 _STEPS = 2
-"""Steps that are replayed: in the second one everything is there that the first one has made."""
+"""Steps that are replayed. In the second one, everything that the first one allocated exists."""
 
 
 @dataclass(frozen=True)
@@ -25,31 +25,31 @@ class Peak:
     """Bytes on one rank."""
 
     device: int
-    """The most on the device at a time."""
+    """Peak on the device."""
 
     at_peak: dict[str, int]
-    """What that is made of: ``parameters masters gradients optimizer activations communication buffers``."""
+    """Its parts: ``parameters masters gradients optimizer activations communication buffers``."""
 
     cpu: int
-    """In host memory: states, gradients and activations that rest there, and staging buffers."""
+    """In host memory: offloaded states, gradients and activations, and staging buffers."""
 
     nvme: int
-    """On the drive."""
+    """On the NVMe device."""
 
     states: dict[TierName, dict[str, int]]
     """Between two steps, by tier and kind, as `Plan.bytes_by_tier`."""
 
 
 class _Replay:
-    """One run."""
+    """One replay."""
 
     def __init__(self, trace: Trace, plan: Plan, setting: Setting, trained: set[str]) -> None:
         self.trace, self.plan, self.setting = trace, plan, setting
-        self.ledger = PaperLedger()
-        self.units = [PaperUnit([self._flat(f) for f in u.flats], is_root=u.is_root) for u in plan.units]
+        self.ledger = SimulatedLedger()
+        self.units = [SimulatedUnit([self._flat(f) for f in u.flats], is_root=u.is_root) for u in plan.units]
         units: Any = self.units
         self.gatherer = Gatherer(units, sharded=plan.policy.parameters, prefetch_units=setting.prefetch_units)
-        self.reducer = PaperReducer(self.units, plan, setting, self.ledger, trained)
+        self.reducer = SimulatedReducer(self.units, plan, setting, self.ledger, trained)
         self.slots = [{s.name: (f, s.numel) for f in u.flats for s in f.plan.layout.slots} for u in self.units]
         self.saved: dict[int, int] = {}
         self.saved_bytes = 0
@@ -156,13 +156,13 @@ class _Replay:
 
 
 def replay(trace: Trace, plan: Plan, setting: Setting, *, trained: set[str], names: Sequence[Sequence[str]]) -> Peak:
-    """Bytes of a run.
+    """Return the peak bytes of a run.
 
     Args:
         trace: of one micro-batch.
         plan: of the same model.
         setting: everything else.
         trained: names of the parameters that get gradients.
-        names: of the parameters of every unit, in the order in which the trace counts them.
+        names: the parameters of every unit, in the trace's order.
     """
     return _Replay(trace, plan, setting, trained).run(names)

@@ -310,7 +310,7 @@ def test_a_pipeline_refuses_to_predict_on_all_ranks(tmp_path: Path) -> None:
     folder = save(build(), tmp_path / "x.ckpt")
     for message in spawn(predict_in_a_pipeline, 2, folder, str(tmp_path / "c"), init_process_group=False, timeout_s=60):
         assert "stages of a pipeline" in message
-        assert "Save a checkpoint, and generate from that" in message
+        assert "Save a checkpoint, and generate from it" in message
 
 
 def test_predict_needs_prompts_and_the_recipes_data(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_help_needs_no_torch():
     code += "print([m for m in ('torch', 'lightning') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
-    assert "folder on the drive" in done.stdout
+    assert "folder on the NVMe device" in done.stdout
 
 
 def test_a_missing_path(tmp_path, capsys):

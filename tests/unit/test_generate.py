@@ -348,7 +348,7 @@ def test_without_a_cache_whole_sequences_of_a_multiple_are_read(variant: str) ->
 
 
 def test_prompts_and_numbers_without_a_meaning_are_refused() -> None:
-    for prompts, cure in (([], "no prompts"), ([[1], []], "prompt 1 has no tokens")):
+    for prompts, cure in (([], "no prompts"), ([[1], []], "prompt 1 without tokens")):
         with pytest.raises(ConfigError, match=cure):
             stream(Counting(), prompts, 1)
     with pytest.raises(ConfigError, match="max_new_tokens=-1"):
