@@ -120,7 +120,7 @@ def run_tests(rank: int, world_size: int, tests: str, names: list[str], folder: 
     os.environ["GROUP_RANK"] = str(rank)  # two nodes
     os.chdir(tests)
     sys.path.insert(0, tests)
-    StrategyRegistry.register(FILES, ZeROStrategy, stage=3, save_as="file")
+    StrategyRegistry.register(FILES, ZeROStrategy, stage=3, checkpoint="file")
     setup = Strategy.setup_environment
     found = [Recorder(f"{folder}/{number}") for number in range(len(names))]
 

@@ -222,7 +222,7 @@ class PrivateNet(Net):
 
 
 def _adamw(params: Any, fused: bool | None) -> torch.optim.Optimizer:
-    # Adam shards by |g| + eps, and so multiplies the rounding of an element whose gradient is near zero by 1 / eps. At
+    # Adam divides by |g| + eps, and so multiplies the rounding of an element whose gradient is near zero by 1 / eps. At
     # 1e-8 DDP itself is up to 3.5e-6 away from the same run in fp64 (3 ranks, clipped by norm), and another order of
     # sums makes 1.2e-6 to 2.9e-6; at 1e-3 these are 1e-6 and 1.8e-7. A gradient wrong by a factor, which Adam without
     # eps would not notice, shows.

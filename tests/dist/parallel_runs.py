@@ -103,7 +103,7 @@ class Module(pl.LightningModule):
         matrices = [p for p in self.parameters() if p.dim() > 1]
         vectors = [p for p in self.parameters() if p.dim() < 2]
         groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-        # Adam shards by |g| + eps, so it multiplies the rounding of an element whose gradient is near zero by 1 / eps.
+        # Adam divides by |g| + eps, so it multiplies the rounding of an element whose gradient is near zero by 1 / eps.
         # At 1e-4 the trusted run itself is 1.2e-5 away from one in fp64 (with experts, 6 steps), and DDP on four ranks
         # 1.2e-5 from DDP on one; at 1e-2 these are 1.8e-6 and 5e-7, and a gradient that is wrong by a factor, which
         # Adam without eps would not notice, shows in full.

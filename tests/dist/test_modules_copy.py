@@ -368,7 +368,7 @@ def test_layers_that_are_divided_are_refused(rank: int, world_size: int) -> None
 
 
 class Even(Block):
-    """Its inner width shards by two."""
+    """Its inner width divides by two."""
 
     def __init__(self) -> None:
         super().__init__()

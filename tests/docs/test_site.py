@@ -23,7 +23,7 @@ RAW = re.compile(r"`|<!--|-->|\]\(|^% |^#+ ", re.MULTILINE)
 """What readers must not see outside of code."""
 
 
-class UserGradients(HTMLParser):
+class Shown(HTMLParser):
     """Text of a page that is not code."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class UserGradients(HTMLParser):
 
 
 def shown(html: str) -> str:
-    page = UserGradients()
+    page = Shown()
     page.feed(html)
     return "".join(page.text)
 

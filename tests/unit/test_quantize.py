@@ -154,7 +154,7 @@ def test_what_stays_as_it_is() -> None:
     engine = ls_strategy.init_inference(model, quantize="int4")
     assert engine.quantization is not None
     assert engine.quantization.kept == {"lm_head": "shares its weight with another module"}
-    assert engine.quantization.layers["blocks.0.up"] == "int8"  # no group shards 40
+    assert engine.quantization.layers["blocks.0.up"] == "int8"  # no group divides 40
     assert engine.quantization.layers["blocks.0.down"] == "int4"  # 160 in groups of 32
     assert model.lm_head.weight is model.embed.weight
     with pytest.raises(PlanError, match="no linear layer in a list of repeated blocks"):
