@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,22 +29,13 @@ def _number(kind: type[Any], limits: Range) -> Callable[[str], Any]:
             value = kind(text)
         except ValueError:
             value = text
-        with _explained():
+        try:
             return accept("it", value, kind, limits)
-
-    return parse
-
-
-class _explained:  # noqa: N801 - a context manager in lower case, as in contextlib
-    """Turn a `ConfigError` into the error that argparse expects of a type."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, ConfigError):
+        except ConfigError as error:
             message = str(error).removeprefix("Got it=").replace(", but it must", " is given; it must", 1)
             raise argparse.ArgumentTypeError(message.split(" Set it=")[0]) from None
+
+    return parse
 
 
 def path(text: str) -> Path:
@@ -89,6 +80,19 @@ def size(text: str) -> str:
     if not 0 < nbytes < 1 << 63:
         raise argparse.ArgumentTypeError(f"{text!r} is given; it must be above 0 and below 2**63 bytes")
     return text
+
+
+def yaml_files(names: Iterable[str]) -> list[Path]:
+    """Return the paths of a program's YAML files.
+
+    Raises:
+        ConfigError: one is not a file.
+    """
+    files = [Path(name) for name in names]
+    for file in files:
+        if not file.is_file():
+            raise ConfigError(f"Got {str(file)!r}, which is no file in {Path.cwd()}. Give the program's YAML files.")
+    return files
 
 
 def read_yaml(file: Path) -> dict[str, Any]:

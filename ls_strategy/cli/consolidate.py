@@ -77,13 +77,14 @@ def run(args: argparse.Namespace) -> int:
     if not all("=" in pair for pair in args.rename):
         raise ConfigError(f"Got --rename {' '.join(args.rename)}, but it needs OLD=NEW: a prefix and its replacement.")
 
+    pairs: list[tuple[str, str]] = [(old, new) for old, _, new in (pair.partition("=") for pair in args.rename)]
     progress = ProgressLine(str(args.target))
     if theirs:
         consolidate_deepspeed(
             args.source,
             args.target,
             weights_only=args.weights_only,
-            rename=[(old, new) for old, new in (pair.split("=", 1) for pair in args.rename)],
+            rename=pairs,
             force=args.force,
             progress=progress,
         )
@@ -96,8 +97,7 @@ def run(args: argparse.Namespace) -> int:
 
         from ls_strategy.checkpoint.safetensors import export_safetensors, rename_prefixes, split_experts
 
-        pairs = [pair.split("=", 1) for pair in args.rename]
-        renamed = rename_prefixes([(old, new) for old, new in pairs])
+        renamed = rename_prefixes(pairs)
         export_safetensors(
             args.source,
             args.target,

@@ -60,10 +60,7 @@ def run(args: argparse.Namespace) -> int:
     from ls_strategy.planner.forecast import lightest, reason, table
     from ls_strategy.planner.scaling import scale, scaling_table
 
-    configs = [Path(c) for c in (*args.config, *args.more)]
-    for config in configs:
-        if not config.is_file():
-            raise ConfigError(f"Got {str(config)!r}, which is no file in {Path.cwd()}. Give the program's YAML files.")
+    configs = arguments.yaml_files((*args.config, *args.more))
     if not configs:
         raise ConfigError("Got no YAML file. Give one: ls-strategy plan recipes/gpt/configs/base.yaml")
     for config in configs:

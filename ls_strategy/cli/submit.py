@@ -113,10 +113,7 @@ def run(args: argparse.Namespace) -> int:
     """Write and submit the script, and print how to watch the job."""
     from ls_strategy.slurm.script import Job, render
 
-    configs = [Path(c) for c in args.config]
-    for config in configs:
-        if not config.is_file():
-            raise ConfigError(f"Got {str(config)!r}, which is no file in {Path.cwd()}. Give the program's YAML files.")
+    configs = arguments.yaml_files(args.config)
     module = args.module or infer_module(configs[0])
     name = args.name or f"{module.rsplit('.', 1)[-1]}-{configs[-1].stem}"
     script = Path(FOLDER) / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}.sbatch"

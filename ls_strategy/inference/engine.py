@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -28,9 +27,9 @@ from ls_strategy.distributed.comm import make_comm
 from ls_strategy.distributed.mesh import MeshShape, make_mesh
 from ls_strategy.errors import ConfigError, PlanError, StateError
 from ls_strategy.inference.deepspeed_names import read_options
-from ls_strategy.inference.fill import Filler, has_meta
+from ls_strategy.inference.fill import Filler, needs_filling
 from ls_strategy.inference.generate import generate
-from ls_strategy.inference.linear import FORMATS, Format
+from ls_strategy.inference.linear import Format
 from ls_strategy.inference.quantize import QuantizationReport, Quantizer
 from ls_strategy.inference.refused import refuse_known
 from ls_strategy.inference.stream import StreamedBlocks, stream_blocks
@@ -115,6 +114,7 @@ def init_inference(  # noqa: PLR0913 - one argument per option
     return _make(model, options.notes, **options.values)
 
 
+@checked(("model", "notes", "injection_policy"), tensor_parallel_size=at_least(1))
 def _make(  # noqa: PLR0913
     model: nn.Module,
     notes: list[str],
@@ -128,19 +128,18 @@ def _make(  # noqa: PLR0913
     fill_from: str | os.PathLike[str] | None = None,
 ) -> InferenceEngine:
     """Implement `init_inference` for options that have been read."""
-    wanted = _check_options(tensor_parallel_size, dtype, quantize, offload, nvme_path)
+    wanted = _check_options(tensor_parallel_size, dtype, offload, nvme_path)
     plan = _plan(model, injection_policy, tensor_parallel_size)
     model.eval().requires_grad_(False)
     if wanted is not None:
         _cast(model, wanted)
-    tensor = _ShardedModel.of(model, plan, tensor_parallel_size)
+    sharded = _ShardedModel.of(model, plan, tensor_parallel_size)
     quantizer = None
     if quantize is not None:
-        quantizer = Quantizer(model, quantize, heads=output_heads(model), biases_later=tensor.biases_later)
-    stream = _make_stream(model, tensor, quantizer, fill_from, (offload, nvme_path))
+        quantizer = Quantizer(model, quantize, heads=output_heads(model), biases_later=sharded.biases_later)
+    stream = _make_stream(model, sharded, quantizer, fill_from, (offload, nvme_path))
     report = None if quantizer is None else quantizer.report
-    engine = InferenceEngine(model, tensor, report, stream)
-    engine.notes = notes
+    engine = InferenceEngine(model, sharded, report, stream, notes)
     log.info(engine.describe())
     if notes and (not dist.is_initialized() or dist.get_rank() == 0):
         log.warning("init_inference: DeepSpeed's arguments:\n%s", "\n".join(notes))
@@ -153,11 +152,11 @@ class InferenceEngine(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        tensor: _ShardedModel,
+        sharded: _ShardedModel,
         quantization: QuantizationReport | None,
         stream: StreamedBlocks | None,
+        notes: list[str],
     ) -> None:
-        """Use `init_inference` instead."""
         super().__init__()
         self.module = module
         self.quantization = quantization
@@ -166,10 +165,10 @@ class InferenceEngine(nn.Module):
         self.stream = stream
         """The handle that `stream_blocks` returned; None without ``offload``."""
 
-        self.notes: list[str] = []
+        self.notes = notes
         """One line for each of DeepSpeed's arguments that has no effect."""
 
-        self._sharded = tensor
+        self._sharded = sharded
         self.eval()
 
     @property
@@ -228,9 +227,9 @@ class InferenceEngine(nn.Module):
         axis = self.axis
         if axis.size == 1:
             return
-        given = [_Given.of(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor | list | int)]
-        for rank, others in enumerate(axis.comm.exchange_objects([*kwargs, *given])):
-            if others != [*kwargs, *given]:
+        given = [*kwargs, *(_comparable(v) for v in (*args, *kwargs.values()) if isinstance(v, Tensor | list | int))]
+        for rank, others in enumerate(axis.comm.exchange_objects(given)):
+            if others != given:
                 raise StateError(
                     f"generate was called with other arguments on rank {rank} of the {axis.size} tensor-parallel ranks "
                     "than on this one. Give all of them the same tokens and options: they compute one batch together."
@@ -241,21 +240,13 @@ class InferenceEngine(nn.Module):
             share_random_state(axis, device)
 
 
-@dataclass(frozen=True)
-class _Given:
-    """One argument, reduced to what the ranks compare."""
-
-    shape: tuple[int, ...]
-    content: Any
-
-    @classmethod
-    def of(cls, value: Any) -> _Given:
-        if not isinstance(value, Tensor):
-            return cls((), value)
-        # A position-weighted sum serves as checksum: other tokens almost never have the same one.
-        flat = value.detach().reshape(-1).double()
-        positions = torch.arange(1, flat.numel() + 1, device=flat.device, dtype=torch.float64)
-        return cls(tuple(value.shape), float((flat * positions.sqrt()).sum()))
+def _comparable(value: Any) -> Any:
+    """Return what ranks compare of an argument: of a tensor its shape and a position-weighted sum as a checksum."""
+    if not isinstance(value, Tensor):
+        return value
+    flat = value.detach().reshape(-1).double()
+    positions = torch.arange(1, flat.numel() + 1, device=flat.device, dtype=torch.float64)
+    return tuple(value.shape), float((flat * positions.sqrt()).sum())
 
 
 class _ShardedModel:
@@ -303,23 +294,17 @@ class _ShardedModel:
 
 
 def _check_options(
-    size: int, dtype: torch.dtype | str | None, quantize: str | None, offload: str | None, nvme_path: Any
+    size: int, dtype: torch.dtype | str | None, offload: str | None, nvme_path: Any
 ) -> torch.dtype | None:
     """Check the options against each other and the number of ranks, and return the dtype. Not collective.
 
     Raises:
         ConfigError: an option is invalid.
     """
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ConfigError(f"Got tensor_parallel_size={size!r}, but it must be a number of ranks, at least 1.")
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if ranks % size:
         how = "" if ranks > 1 else " Start torchrun with that many, and call torch.distributed.init_process_group()."
         raise ConfigError(f"Got tensor_parallel_size={size}, which does not divide the {ranks} ranks of this run.{how}")
-    if quantize not in (None, *FORMATS):
-        raise ConfigError(f"Got quantize={quantize!r}. Give one of {', '.join(map(repr, FORMATS))}, or None.")
-    if offload not in (None, "cpu", "nvme"):
-        raise ConfigError(f"Got offload={offload!r}. Give 'cpu', 'nvme', or None.")
     if nvme_path is not None and offload != "nvme":
         raise ConfigError(
             f"Got nvme_path={nvme_path!r} with offload={offload!r}, but it needs offload='nvme'. Change one of the two."
@@ -329,8 +314,6 @@ def _check_options(
             cure = " For integers set quantize='int8' or 'int4'." if "int" in dtype else ""
             raise ConfigError(f"Got dtype={dtype!r}. Give a torch.dtype, or one of {', '.join(DTYPES)}.{cure}")
         return DTYPES[dtype]
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise ConfigError(f"Got dtype={dtype!r}. Give a torch.dtype, or one of {', '.join(DTYPES)}.")
     if dtype is not None and not dtype.is_floating_point:
         raise ConfigError(
             f"Got dtype={dtype}, but it must be a floating-point dtype. For integers set quantize='int8' or 'int4'."
@@ -379,20 +362,15 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
 
 def _make_stream(
     model: nn.Module,
-    tensor: _ShardedModel,
+    sharded: _ShardedModel,
     quantizer: Quantizer | None,
     fill_from: str | os.PathLike[str] | None,
     offload: tuple[Tier | None, str | os.PathLike[str] | None],
 ) -> StreamedBlocks | None:
     """Fill meta tensors, quantize and offload. A model on meta is filled, quantized and offloaded block by block."""
     tier, path = offload
-    parts = None if tensor.parallel is None else tensor.parallel.parts
-    on_meta = has_meta(model)
-    if fill_from is not None and not on_meta:
-        raise PlanError(
-            f"Got fill_from={os.fspath(fill_from)!r} for a model that has its weights already. Build it under "
-            '`with torch.device("meta"):`, or omit fill_from.'
-        )
+    parts = None if sharded.parallel is None else sharded.parallel.parts
+    on_meta = needs_filling(model, fill_from)
     if quantizer is not None and not on_meta:
         quantizer.apply(model)
     stream = None

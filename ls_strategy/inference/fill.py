@@ -152,9 +152,19 @@ def open_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     return weights
 
 
-def has_meta(model: nn.Module) -> bool:
-    """Whether any parameter or buffer is on meta."""
-    return any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+def needs_filling(model: nn.Module, source: str | os.PathLike[str] | None) -> bool:
+    """Whether any parameter or buffer is on meta.
+
+    Raises:
+        PlanError: there is a ``source``, but the model has its weights already.
+    """
+    on_meta = any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+    if source is not None and not on_meta:
+        raise PlanError(
+            f"Got fill_from={os.fspath(source)!r} for a model that has its weights already. Build it under "
+            '`with torch.device("meta"):`, or omit fill_from.'
+        )
+    return on_meta
 
 
 class Filler:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -81,31 +81,6 @@ class StoredTensor(LazyTensor):
         return self.read(start, stop)
 
 
-class Target(Protocol):
-    """A tensor of a block, under all its names."""
-
-    name: str
-    owners: Sequence[Owner]
-    like: Tensor
-    """Its shape and dtype, on meta."""
-
-    def prepare(self, view: Tensor) -> Tensor:
-        """Return what `show` takes when ``view`` contains the values."""
-        ...
-
-    def show(self, value: Tensor) -> None:
-        """Show a value that `prepare` returned."""
-        ...
-
-    def hide(self) -> None:
-        """Release the values."""
-        ...
-
-    def changed(self) -> bool:
-        """Whether user code has modified or replaced the tensor since it was shown."""
-        ...
-
-
 class FloatingTarget:
     """A parameter or buffer that keeps its identity, and reads as NaN while its values are not loaded."""
 
@@ -143,6 +118,8 @@ class EntryTarget:
         """``device`` is where its values are loaded."""
         self.name, self.owners = name, owners
         self.like = torch.empty_like(tensor, device="meta")
+        """Its shape and dtype."""
+
         self._is_parameter = isinstance(tensor, nn.Parameter)
         self._placeholder = self.prepare(Placeholder(name, tensor, device))
         self._shown = tensor
@@ -169,6 +146,10 @@ class EntryTarget:
         """Detect in-place operations, and other objects under the tensor's names."""
         kept = all(getattr(owner(), key, None) is self._shown for owner, key in self.owners)
         return not kept or (self._shown is not self._placeholder and version_of(self._shown) != self._version)
+
+
+Target: TypeAlias = FloatingTarget | EntryTarget
+"""A tensor of a block, under all its names: `show` takes what `prepare` returns for a view that has the values."""
 
 
 def own_tensors(

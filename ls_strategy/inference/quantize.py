@@ -7,7 +7,7 @@ experts keep their dtype, and so does a head that shares its weight with an embe
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -72,12 +72,12 @@ class Quantizer:
         self.report.bytes_after = self.report.bytes_before
         self._biases_later = biases_later
         self._waiting: dict[int, tuple[str, Format]] = {}
-        candidates = _candidates(model, format, heads, biases_later)
-        for c in candidates:
-            if c.kept:
-                self.report.kept[c.name] = c.kept
+        for name, module, wanted, why_not in _candidates(model, format, heads, biases_later):
+            if why_not:
+                self.report.kept[name] = why_not
             else:
-                self._waiting[id(c.module)] = c.name, c.format
+                fits = rounding.group_size(width_in(module)) is not None
+                self._waiting[id(module)] = name, wanted if fits else "int8"
         if not self._waiting:
             kept = "; ".join(f"{name} {why}" for name, why in list(self.report.kept.items())[:3])
             raise PlanError(
@@ -109,33 +109,16 @@ def weight_bytes(model: nn.Module) -> int:
     return sum(sizes.values())
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    """A linear layer that may be quantized."""
-
-    name: str
-    module: nn.Module
-    wanted: Format
-    kept: str | None
-    """Why it is not quantized; None if it is."""
-
-    @property
-    def format(self) -> Format:
-        """The format that is used: int8 where no int4 group size divides the input features."""
-        return "int8" if rounding.group_size(width_in(self.module)) is None else self.wanted
-
-
 def _candidates(
     model: nn.Module, format: Format, heads: Collection[nn.Module], biases_later: Collection[int]
-) -> list[_Candidate]:
-    """Return the linear layers of the blocks, and the heads, each once."""
+) -> Iterator[tuple[str, nn.Module, Format, str | None]]:
+    """Yield the linear layers of the blocks, and the heads: name, module, format, and why it is not quantized."""
     modules = dict(model.named_modules())
     owners = Counter(id(p) for m in modules.values() for p in m.parameters(recurse=False))
     with_experts = {id(m) for sparse in modules.values() if isinstance(sparse, SparseLayer) for m in sparse.modules()}
     blocks = [m for _, block in uniform_blocks(model) for m in block.modules()]
     wanted: dict[int, Format] = {id(head): "int8" for head in heads}
     wanted.update((id(m), format) for m in blocks if isinstance(m, nn.Linear) or is_conv1d(m))
-    found: list[_Candidate] = []
     for name, module in modules.items():
         if id(module) not in wanted:
             continue
@@ -149,8 +132,7 @@ def _candidates(
             why = "belongs to a layer with experts"
         else:
             why = _why_not(module, weight, bias_later=id(module) in biases_later)
-        found.append(_Candidate(plain_name(name), module, wanted[id(module)], why))
-    return found
+        yield plain_name(name), module, wanted[id(module)], why
 
 
 def _why_not(module: nn.Module, weight: Tensor, *, bias_later: bool) -> str | None:

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from ls_strategy._compat import tree_iter
 from ls_strategy.checked import at_least, checked
 from ls_strategy.config import NVMeIOConfig
-from ls_strategy.errors import ConfigError, PlanError, StateError
+from ls_strategy.errors import ConfigError, StateError
 from ls_strategy.inference.blocks import BlockModules, followers, streamed_modules, with_own_weights
-from ls_strategy.inference.fill import Filler, has_meta
+from ls_strategy.inference.fill import Filler, needs_filling
 from ls_strategy.inference.placeholder import StoredTensor, Target, targets_of
 from ls_strategy.inference.read_ahead import ReadAhead
 from ls_strategy.inference.storage import BlockStorage, Extent, StoredBlocks, pack
@@ -84,7 +84,7 @@ def stream_blocks(  # noqa: PLR0913 - options, keyword-only
     """
     where = _device_of(model) if device is None else usable_device(device, "device")
     units = streamed_modules(model, blocks, stream_all=stream_all)
-    filler = _filler_of(model, fill_from, parts)
+    filler = Filler(model, fill_from, parts) if needs_filling(model, fill_from) else None
     units, shared = with_own_weights(model, units)
     sizes = [pack(targets_of(unit.modules, where, shared)[1])[1] for unit in units]
     storage = StoredBlocks(sizes, BlockStorage(tier, path, io, allow_ram, verify), where, prefetch)
@@ -93,19 +93,6 @@ def stream_blocks(  # noqa: PLR0913 - options, keyword-only
     except BaseException:
         storage.close()
         raise
-
-
-def _filler_of(
-    model: nn.Module, fill_from: str | os.PathLike[str] | None, parts: Mapping[int, TensorPart] | None
-) -> Filler | None:
-    if has_meta(model):
-        return Filler(model, fill_from, parts)
-    if fill_from is not None:
-        raise PlanError(
-            f"Got fill_from={os.fspath(fill_from)!r} for a model that has its weights already. Build it under "
-            '`with torch.device("meta"):`, or omit fill_from.'
-        )
-    return None
 
 
 def usable_device(device: torch.device | str, option: str) -> torch.device:

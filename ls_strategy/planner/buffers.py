@@ -62,10 +62,6 @@ class SimulatedLedger:
         """Allocate, or free if negative."""
         self.now[kind] += nbytes
         self.total += nbytes
-        self.look()
-
-    def look(self) -> None:
-        """Update the peak."""
         if self.total - self.relief > self.peak:
             self.peak = self.total - self.relief
             self.at_peak = dict(self.now)

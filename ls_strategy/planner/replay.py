@@ -46,9 +46,8 @@ class _Replay:
     def __init__(self, trace: Trace, plan: Plan, setting: Setting, trained: set[str]) -> None:
         self.trace, self.plan, self.setting = trace, plan, setting
         self.ledger = SimulatedLedger()
-        self.units = [SimulatedUnit([self._flat(f) for f in u.flats], is_root=u.is_root) for u in plan.units]
-        units: Any = self.units
-        self.gatherer = Gatherer(units, sharded=plan.policy.parameters, prefetch_units=setting.prefetch_units)
+        self.units: list[Any] = [SimulatedUnit([self._flat(f) for f in u.flats], is_root=u.is_root) for u in plan.units]
+        self.gatherer = Gatherer(self.units, sharded=plan.policy.parameters, prefetch_units=setting.prefetch_units)
         self.reducer = SimulatedReducer(self.units, plan, setting, self.ledger, trained)
         self.slots = [{s.name: (f, s.numel) for f in u.flats for s in f.plan.layout.slots} for u in self.units]
         self.saved: dict[int, int] = {}
@@ -87,18 +86,15 @@ class _Replay:
         elif kind == "saved":
             self._save(number)
         elif kind in ("fetch", "refetch"):
-            self.gatherer.fetch(self._unit(number), backward=kind == "refetch")
+            self.gatherer.fetch(self.units[number], backward=kind == "refetch")
         elif kind == "release":
-            self.gatherer.release(self._unit(number))
+            self.gatherer.release(self.units[number])
         elif kind == "grad":
             name = names[number][amount]
             flat, numel = self.slots[number][name]
             self.reducer.on_grad(self.units[number], flat, name, numel)
         else:
             self._on_phase(kind, last=last)
-
-    def _unit(self, number: int) -> Any:
-        return self.units[number]
 
     def _on_phase(self, kind: str, *, last: bool) -> None:
         if kind == "begin":
@@ -110,7 +106,7 @@ class _Replay:
             self.reducer.end_backward()
             for unit in self.units:
                 if not unit.is_root:
-                    self.gatherer.release(unit)  # type: ignore[arg-type]
+                    self.gatherer.release(unit)
 
     def _save(self, number: int) -> None:
         offload = self.setting.activation_offload

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -55,9 +55,6 @@ class Trace:
     events: tuple[Event, ...]
     flops: int
     """Forward and backward, including recomputation."""
-
-    batch_bytes: int
-    recompute: RecomputeConfig | None
 
 
 @dataclass
@@ -162,8 +159,6 @@ class Tracer:
     mode: Any
     """From `simulated`."""
 
-    _events: list[Event] = field(default_factory=list)
-
     def run(self, batch: Any, recompute: RecomputeConfig | None = None) -> Trace:
         """Trace one step.
 
@@ -174,9 +169,10 @@ class Tracer:
         Raises:
             PlanError: the step cannot run on fake tensors; with the cause.
         """
-        self._events = events = []
+        events: list[Event] = []
         watch = _Watch(events, self.model)
-        units = [Unit(s.name, s.modules, [_flat_of(s)], is_root=s.is_root) for s in self.specs]
+        flats: list[Any] = [_Flat([p for _, p in s.params]) for s in self.specs]
+        units = [Unit(s.name, s.modules, [f], is_root=s.is_root) for s, f in zip(self.specs, flats, strict=True)]
         modules = [list(s.modules) for s in self.specs]
         recorder: Any = _Recorder(units, watch, events)
         hooks = UnitHooks(units, recorder, recorder, sharded=True)
@@ -188,7 +184,7 @@ class Tracer:
         saving = _saving(watch, events)
         applied = None if recompute is None else apply_recompute(self.model, recompute, saving)
         try:
-            batch_bytes = self._run_step(watch, batch, saving if recompute is None else nullcontext)
+            self._run_step(watch, events, batch, saving if recompute is None else nullcontext)
         except PlanError:
             raise
         except Exception as error:
@@ -205,11 +201,11 @@ class Tracer:
                 boundary.remove()
             for spec, its in zip(self.specs, modules, strict=True):
                 spec.modules[:] = its  # `UnitHooks` has cleared the list
-        return Trace(tuple(events), watch.flops, batch_bytes, recompute)
+        return Trace(tuple(events), watch.flops)
 
-    def _run_step(self, watch: _Watch, batch: Any, around: Callable[[], AbstractContextManager[None]]) -> int:
-        events = self._events
-
+    def _run_step(
+        self, watch: _Watch, events: list[Event], batch: Any, around: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         def backward(loss: Tensor) -> None:
             events.append(Event("end_forward"))
             loss.backward()
@@ -217,12 +213,10 @@ class Tracer:
 
         with self.mode, watch:
             simulated = simulated_batch(batch, self.precision, self.device)
-            batch_bytes = sum(e.amount for e in events if e.kind == "bytes")
             events.append(Event("begin"))
             with self._forward_context(), around():
                 self.step(simulated, backward)
             del simulated
-        return batch_bytes
 
     @contextmanager
     def _forward_context(self) -> Generator[None, None, None]:
@@ -237,10 +231,6 @@ class Tracer:
             yield
         finally:
             torch.set_default_dtype(before)
-
-
-def _flat_of(spec: UnitSpec) -> Any:
-    return _Flat([p for _, p in spec.params])
 
 
 def _saving(watch: StorageWatch, events: list[Event]) -> Callable[[], AbstractContextManager[None]]:

@@ -131,11 +131,11 @@ def test_arguments_without_effect_are_explained(given: dict[str, Any], words: st
         ({"mp_size": "2"}, "at least 1"),
         (
             {"mp_size": 2, "tp": {"tp_size": 4}},
-            "mp_size=2 and tensor_parallel.tp_size=4 contradict|tp_size=4 and mp_size=2",
+            "mp_size=2 and tensor_parallel.tp_size=4, which contradict|tp_size=4 and mp_size=2",
         ),
         ({"tp": 2}, "tp_size.*tensor_parallel_size="),
         ({"tp": {"size": 2}}, "no entry 'size'"),
-        ({"tp": {"tp_size": 2, "mpu": object()}}, "neighbors of the default group"),
+        ({"tp": {"tp_size": 2, "mpu": object()}}, "neighbors in the default group"),
         ({"tp": {"tp_size": 2}, "tensor_parallel": {"tp_size": 4}}, "Give it once"),
         ({"replace_with_kernel_inject": "yes"}, "True or False"),
         ({"enable_cuda_graph": 1}, "give a bool"),
