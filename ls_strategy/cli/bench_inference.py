@@ -8,11 +8,13 @@ import json
 import os
 import resource
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ls_strategy.checked import accept, at_least
 from ls_strategy.cli import arguments
+from ls_strategy.cli.status_line import show_status
 from ls_strategy.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -84,7 +86,8 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     device = _device(args.device)
-    with _Progress(rank) as progress:
+    progress = show_status if rank == 0 else _ignore
+    try:
         progress("building the model")
         on_meta = _fills_in_blocks(args)
         model = _load(args.model, args.module, on_meta=on_meta)
@@ -94,6 +97,8 @@ def run(args: argparse.Namespace) -> int:
         text = None if args.text is None else _tokens(args, model, vocabulary).to(device)
         before = None if text is None or args.quantize is None else _perplexity(model.eval(), text, args)
         result = _measure(args, model, vocabulary, text, progress)
+    finally:
+        progress("")
     if before is not None:
         result["perplexity_before"] = before
         result["perplexity_change"] = result["perplexity"] / before - 1
@@ -105,8 +110,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _ignore(_line: str) -> None:
+    """Show nothing, on ranks other than 0."""
+
+
 def _measure(
-    args: argparse.Namespace, model: nn.Module, vocabulary: int, text: Tensor | None, progress: _Progress
+    args: argparse.Namespace, model: nn.Module, vocabulary: int, text: Tensor | None, progress: Callable[[str], None]
 ) -> dict[str, Any]:
     from ls_strategy.inference.engine import init_inference
     from ls_strategy.inference.measure import measure
@@ -186,28 +195,6 @@ def _variable(name: str, least: int) -> int:
     """Return an integer that the launcher set in the environment."""
     text = os.environ.get(name, "")
     return accept(name, int(text) if text.strip().isdecimal() else text, int, at_least(least)) if text else least
-
-
-class _Progress:
-    """A status line on rank 0's stderr: overwritten on a terminal, printed line by line otherwise."""
-
-    def __init__(self, rank: int) -> None:
-        self._quiet = rank != 0
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __call__(self, line: str) -> None:
-        if self._quiet:
-            return
-        if sys.stderr.isatty():
-            print(f"\r{line:<79}", end="", file=sys.stderr, flush=True)
-        else:
-            print(line, file=sys.stderr, flush=True)
-
-    def __exit__(self, *_: object) -> None:
-        if not self._quiet and sys.stderr.isatty():
-            print(f"\r{'':<79}\r", end="", file=sys.stderr, flush=True)
 
 
 # --- the model and its text ------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import time
 
 from ls_strategy.checked import above
 from ls_strategy.cli import arguments
+from ls_strategy.cli.status_line import show_status
 from ls_strategy.errors import ConfigError
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -127,7 +128,7 @@ class ProgressLine:
         self._done, self._total = done, total
         if sys.stderr.isatty() and time.monotonic() - self._shown > 0.2:
             self._shown = time.monotonic()
-            print(f"\r{self._line():<79}", end="", file=sys.stderr, flush=True)
+            show_status(self._line())
 
     def finish(self) -> None:
         """Print the last line."""

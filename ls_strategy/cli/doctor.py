@@ -8,6 +8,7 @@ import sys
 
 from ls_strategy.checked import above
 from ls_strategy.cli import arguments
+from ls_strategy.cli.status_line import show_status
 from ls_strategy.doctor.examine import TOPICS
 from ls_strategy.doctor.finding import Finding
 
@@ -69,7 +70,8 @@ class _Table:
         """Print one finding."""
         if self._silent:
             return
-        self._clear()
+        if self._shown:
+            show_status("")
         if topic != self._topic:
             print(f"{'' if not self._topic else chr(10)}{topic}")
             self._topic = topic
@@ -80,13 +82,6 @@ class _Table:
 
     def progress(self, doing: str) -> None:
         """Show what starts: on a terminal in the last line, otherwise as a line of its own."""
-        if sys.stderr.isatty():
-            self._clear()
-            print(f"... {doing}"[:79] if doing else "", end="", file=sys.stderr, flush=True)
-        elif doing and doing != self._shown:
-            print(f"... {doing}", file=sys.stderr, flush=True)
+        if doing != self._shown:
+            show_status(f"... {doing}" if doing else "")
         self._shown = doing
-
-    def _clear(self) -> None:
-        if sys.stderr.isatty() and self._shown:
-            print(f"\r{'':<79}\r", end="", file=sys.stderr, flush=True)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from ls_strategy.checked import above, at_least
 from ls_strategy.cli import arguments
+from ls_strategy.cli.status_line import show_status
 from ls_strategy.errors import ConfigError
 
 MIB = 1 << 20
@@ -77,8 +77,8 @@ def run(args: argparse.Namespace) -> int:
 
     check_path(path, nbytes, args.allow_ram)
     print(f"{len(settings)} settings on {path}, {args.gib:g} GiB each way, up to {args.seconds:g} s", flush=True)
-    results = measure(path, settings, nbytes=nbytes, seconds=args.seconds, progress=_print_progress)
-    _print_progress("")
+    results = measure(path, settings, nbytes=nbytes, seconds=args.seconds, progress=show_status)
+    show_status("")
     print(f"{'block MiB':>10}{'threads':>9}{'read GB/s':>11}{'write GB/s':>12}{'both GB/s':>11}{'rounds':>8}")
     for m in sorted(results, key=lambda m: -m.both_gbs):
         print(
@@ -97,11 +97,3 @@ def run(args: argparse.Namespace) -> int:
         f"      nvme_io: {{block_bytes: {io.block_bytes}, parallelism: {io.parallelism}{direct}}}"
     )
     return 0
-
-
-def _print_progress(line: str) -> None:
-    """Overwrite the last line on a terminal; otherwise print a new line."""
-    if sys.stderr.isatty():
-        print(f"\r{line:<79}", end="\r" if not line else "", file=sys.stderr, flush=True)
-    elif line:
-        print(line, file=sys.stderr, flush=True)

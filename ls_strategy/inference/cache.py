@@ -88,11 +88,9 @@ class KVCache:
     """
 
     def __init__(self, num_layers: int, max_length: int) -> None:
-        """Create an empty cache. The first forward allocates ``2 * num_layers * B * K * max_length * N`` elements.
+        """Create an empty cache for sequences of up to ``max_length`` tokens, including padding.
 
-        Args:
-            num_layers: attention layers.
-            max_length: maximum tokens per sequence, including padding.
+        The first forward allocates ``2 * num_layers * B * K * max_length * N`` elements.
         """
         if min(num_layers, max_length) < 1:
             raise ValueError(f"Got num_layers={num_layers} and max_length={max_length}, but both must be at least 1.")

@@ -20,12 +20,8 @@ LEAST_WEIGHTS = 2**21
 def few_rows_linear(x: Tensor, weight: Tensor) -> Tensor:
     """Compute ``functional.linear(x, weight)``, with oneDNN where it is faster; equal up to fp32 rounding.
 
-    Args:
-        x: ``(..., in)``.
-        weight: ``(out, in)``.
-
-    Returns:
-        ``(..., out)``. The oneDNN product has no gradient and is used only where gradients are disabled.
+    ``x`` is ``(..., in)``, ``weight`` ``(out, in)``, and the result ``(..., out)``. The oneDNN product has no gradient
+    and is used only where gradients are disabled.
     """
     product = onednn_linear() if _suits(x, weight) else None
     return functional.linear(x, weight) if product is None else product(x, weight)

@@ -233,12 +233,7 @@ class Filler:
         return part_of(value, part)
 
     def fill(self, name: str, module: nn.Module, device: torch.device) -> None:
-        """Allocate and fill a module's own meta tensors, without those of its children.
-
-        Args:
-            name: name of the module in the model.
-            module: the module.
-            device: where memory is allocated.
+        """Allocate and fill the meta tensors of the module ``name`` on ``device``, without those of its children.
 
         Raises:
             PlanError: a tensor is in no file, and the module cannot initialize it.

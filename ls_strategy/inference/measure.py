@@ -63,16 +63,9 @@ def measure(
     vocabulary: int,
     progress: Callable[[str], None] = lambda _line: None,
 ) -> Speed:
-    """Generate from random tokens several times. Collective over the engine's ranks.
+    """Generate ``new_tokens`` per row from random prompts: ``rounds`` measured rounds after one warm-up round.
 
-    Args:
-        engine: the model.
-        batch: rows.
-        prompt_length: tokens of each prompt.
-        new_tokens: new tokens of each row, at least 2.
-        rounds: measured rounds, after one warm-up round.
-        vocabulary: number of tokens to draw from.
-        progress: called with a line of text from time to time.
+    Collective over the engine's ranks. ``progress`` is called with a line of text from time to time.
 
     Raises:
         ConfigError: a number is out of range.

@@ -176,12 +176,9 @@ def own_tensors(
 def targets_of(
     roots: Mapping[str, nn.Module], device: torch.device, shared: set[int]
 ) -> tuple[list[Target], list[Tensor]]:
-    """Return the tensors of a block as targets, and their values.
+    """Return the tensors of a block's modules as targets that compute on ``device``, and their values.
 
-    Args:
-        roots: modules of the block, by name.
-        device: where they compute.
-        shared: ``id`` of tensors that other modules share. They are not streamed.
+    Tensors whose ``id`` is in ``shared`` belong to other modules too and are omitted.
 
     Raises:
         PlanError: a tensor is not a plain dense tensor.

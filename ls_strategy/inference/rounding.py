@@ -31,14 +31,7 @@ def group_size(in_features: int) -> int | None:
 
 
 def round_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return levels and scales of a weight.
-
-    Args:
-        weight: (out, in), of any floating dtype.
-
-    Returns:
-        Levels int8 (out, in), and scales fp32 (out,).
-    """
+    """Round a floating (out, in) weight. Returns levels int8 (out, in), and scales fp32 (out,)."""
     scales = weight.detach().abs().amax(1).float().clamp(min=1e-30) / 127
     levels = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     for rows in _chunks(weight):
@@ -47,11 +40,7 @@ def round_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def round_int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Return levels, scales and zeros of a weight.
-
-    Args:
-        weight: (out, in), of any floating dtype.
-        group: input features per group; divides their number.
+    """Round a floating (out, in) weight in groups of ``group`` input features, which divides their number.
 
     Returns:
         Levels uint8 (out, in), 0 to 15, and scales and zeros fp32 (out, in / group, 2).

@@ -197,13 +197,7 @@ class StoredBlocks:
     """The bytes of all blocks on one tier."""
 
     def __init__(self, sizes: Sequence[int], place: BlockStorage, device: torch.device, prefetch: int) -> None:
-        """Reserve the space.
-
-        Args:
-            sizes: the maximum bytes of each block.
-            place: where they are stored.
-            device: where blocks compute.
-            prefetch: how many blocks may be read ahead.
+        """Reserve space for blocks of at most ``sizes`` bytes, of which ``prefetch`` may be read ahead.
 
         Raises:
             ConfigError: an option is invalid, or no file can be created in the folder.
@@ -261,13 +255,7 @@ class StoredBlocks:
         return self.capacity * self.buffer_nbytes * (on_host + (self._on_device is not None))
 
     def write(self, index: int, slots: Sequence[Extent], tensors: Sequence[Tensor]) -> None:
-        """Store a block. Returns before it is written to the NVMe device.
-
-        Args:
-            index: index of the block.
-            slots: from `pack`.
-            tensors: one per slot, on any device.
-        """
+        """Store block ``index``, one tensor per slot, on any device. Returns before it is written to the NVMe device."""
         key = (index, "block")
         end = max((s.offset + s.nbytes for s in slots), default=0)
         if isinstance(self.tier, ResidentTier):

@@ -100,7 +100,7 @@ def ladder(
     """Yield all candidates, the lightest first.
 
     Args:
-        ranks: ranks that shard the states. A single rank shards nothing.
+        ranks: ranks that shard the states.
         recompute: the user's choice, which every candidate then uses.
         recomputable: whether there are blocks to recompute.
         drive: whether there is an NVMe device.

@@ -81,12 +81,9 @@ class Choice:
 
 
 def choose(ask: Callable[[], Question], world: Comm, hardware: Hardware) -> Choice:
-    """Return the lightest strategy that fits. Collective.
+    """Return the lightest strategy that fits. Collective over ``world``.
 
-    Args:
-        ask: returns what to plan for; called on rank 0 only.
-        world: all ranks.
-        hardware: from `smallest`.
+    ``ask`` returns what to plan for, and is called on rank 0 only. ``hardware`` comes from `smallest`.
 
     Raises:
         PlanError: on every rank: nothing fits, or the step cannot be traced.

@@ -38,7 +38,9 @@ def question_of_fit(
     recompute: RecomputeConfig | None,
     updates_early: bool,
 ) -> Question:
-    """Return what is about to be trained. Creates the training data loader again and takes one batch. Not collective.
+    """Return what a Trainer is about to train. Not collective.
+
+    Creates the training data loader again, and takes one batch.
 
     Args:
         trainer: the fit's Trainer.

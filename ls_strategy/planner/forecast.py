@@ -104,14 +104,7 @@ class Forecaster:
     ) -> None:
         """Partition the model into units. Steps are traced on demand.
 
-        Args:
-            model: the model, inside `simulated`.
-            optimizers: optimizers on its fake parameters.
-            paper: what `simulated` yields.
-            precision: dtypes of training.
-            step: the training step.
-            batch: a batch of one rank.
-            run: what all candidates have in common.
+        ``model``, ``optimizers`` and ``step`` use the fake tensors of ``paper``, which `simulated` yields.
 
         Raises:
             PlanError: model, optimizers and options are incompatible.

@@ -125,14 +125,7 @@ class Hardware:
 
 
 def found_here(device: torch.device, *, ranks: int, ranks_per_node: int, nvme_path: str = "") -> Hardware:
-    """Return this rank's free host, device and NVMe memory. Not collective.
-
-    Args:
-        device: this rank's device.
-        ranks: ranks of the run.
-        ranks_per_node: ranks on this host.
-        nvme_path: folder on the NVMe device; empty: there is none.
-    """
+    """Return this rank's free host, device and NVMe memory; an empty ``nvme_path``: no NVMe. Not collective."""
     memory = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) if device.type == "cuda" else None
     return Hardware(
         ranks=ranks,

@@ -26,11 +26,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def explaining(describe: Callable[[], str]) -> Generator[None, None, None]:
-    """Turn a failed allocation into an error that says what to do.
-
-    Args:
-        describe: returns what uses how much, and what to use instead. Called after an allocation failed; if it fails
-            too, the first error is raised.
+    """Turn a failed allocation into an error with the text of ``describe``; if that fails, raise the first error.
 
     Raises:
         OutOfMemory: caused by the allocator's error.

@@ -154,11 +154,6 @@ class _Replay:
 def replay(trace: Trace, plan: Plan, setting: Setting, *, trained: set[str], names: Sequence[Sequence[str]]) -> Peak:
     """Return the peak bytes of a run.
 
-    Args:
-        trace: of one micro-batch.
-        plan: of the same model.
-        setting: everything else.
-        trained: names of the parameters that get gradients.
-        names: the parameters of every unit, in the trace's order.
+    ``trained`` names the parameters with gradients, ``names`` the parameters of every unit in the trace's order.
     """
     return _Replay(trace, plan, setting, trained).run(names)

@@ -28,13 +28,7 @@ class Scaled:
 
 
 def scale(forecaster: Forecaster, hardware: Hardware, ranks: Sequence[int] = RANKS) -> list[Scaled]:
-    """Count every stage on every number of ranks, as `Forecaster.forecast` does for one.
-
-    Args:
-        forecaster: the model's forecaster.
-        hardware: gives the device; its number of ranks is not used.
-        ranks: numbers of data-parallel ranks.
-    """
+    """Count every stage on every number of ranks, on ``hardware.device``, as `Forecaster.forecast` does for one."""
     rows: list[Scaled] = []
     for stage in STAGES:
         for n in ranks:

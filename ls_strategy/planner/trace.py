@@ -160,11 +160,7 @@ class Tracer:
     """From `simulated`."""
 
     def run(self, batch: Any, recompute: RecomputeConfig | None = None) -> Trace:
-        """Trace one step.
-
-        Args:
-            batch: a batch of one rank; only shapes and dtypes are used.
-            recompute: which modules are recomputed in backward.
+        """Trace one step, from the shapes and dtypes of ``batch``.
 
         Raises:
             PlanError: the step cannot run on fake tensors; with the cause.

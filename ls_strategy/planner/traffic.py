@@ -30,7 +30,7 @@ def traffic(
     cuda: bool = False,
     gradients_rest: bool = False,
 ) -> StepTraffic:
-    """Count the bytes.
+    """Count the bytes of a step.
 
     Args:
         plan: the run's plan.
@@ -38,7 +38,7 @@ def traffic(
         micro_batches: per optimizer step.
         native_fp32: the transport reduces in fp32 (NCCL).
         cuda: the device has its own memory.
-        gradients_rest: averages stay on their tier until backward ends, for clipping or another reason.
+        gradients_rest: averages stay on their tier until backward ends.
     """
     bus = 0
     for unit, gathers in zip(plan.units, plan.gathers_per_step(micro_batches), strict=True) if cuda else ():
