@@ -255,7 +255,7 @@ class StoredBlocks:
         return self.capacity * self.buffer_nbytes * (on_host + (self._on_device is not None))
 
     def write(self, index: int, slots: Sequence[Extent], tensors: Sequence[Tensor]) -> None:
-        """Store block ``index``, one tensor per slot, on any device. Returns before it is written to the NVMe device."""
+        """Store block ``index``, one tensor per slot, on any device. Returns before it is written to NVMe."""
         key = (index, "block")
         end = max((s.offset + s.nbytes for s in slots), default=0)
         if isinstance(self.tier, ResidentTier):

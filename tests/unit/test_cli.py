@@ -56,7 +56,7 @@ def test_help_needs_no_torch():
 def test_a_missing_path(tmp_path, capsys):
     assert cli.main(["tune-io", str(tmp_path / "typo")]) == 1
     error = capsys.readouterr().err
-    assert error.startswith(f"ls-strategy tune-io: error: '{tmp_path}/typo' does not exist.")
+    assert error.startswith(f"ls-strategy tune-io: error: Got '{tmp_path}/typo', which does not exist.")
     assert not (tmp_path / "typo").exists()
 
 

@@ -74,7 +74,7 @@ def test_errors_say_what_to_do(
         (["nowhere"], "does not exist"),
         ([checkpoint], "give its class: --module"),
         ([checkpoint, "--module", "recipes.gpt.model.Nothing"], "Give an importable class"),
-        ([*with_module, "--new-tokens", "1"], "2 new tokens"),
+        ([*with_module, "--new-tokens", "1"], "new_tokens at least 2"),
         ([*with_module, "--new-tokens", "60"], "92 tokens, but the model reads 64 at once"),
         ([*with_module, "--tensor-parallel-size", "2"], "torchrun --nproc-per-node 2"),
     ):

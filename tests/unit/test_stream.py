@@ -209,7 +209,7 @@ def test_starting_to_read_does_not_wait_for_the_drive(drive, monkeypatch):
         may_read.set()
 
     # Blocks 0 and 1 are there; when 0 has computed, 2 begins to be read, and does not get anywhere.
-    for _, lease in handle._ahead._under_way:
+    for _, lease in handle._ahead._in_flight:
         lease.wait()
     model.blocks[1].up.register_forward_hook(note)
     monkeypatch.setattr(DirectFile, "read", wait)
