@@ -52,7 +52,9 @@ def streamed_modules(model: nn.Module, given: Sequence[nn.Module] | None, *, str
         )
     if stream_all:
         inside = {id(m) for group, _ in found for block in group.values() for m in block.modules()}
-        found = _in_order(found + [(group, "") for group in _leaves(model, inside)], names)
+        position = {name: i for i, name in enumerate(names.values())}
+        found += [(group, "") for group in _leaves(model, inside)]
+        found.sort(key=lambda group: position[next(iter(group[0]))])
     return [BlockModules(i, modules, stack) for i, (modules, stack) in enumerate(found)]
 
 
@@ -68,13 +70,6 @@ def _check_given(blocks: Sequence[nn.Module], names: Mapping[int, str]) -> None:
                 f"Got block {names[id(block)]!r}, but it is inside {names[id(below[id(block)])]!r}, so both would load "
                 "the same weights. Give blocks that do not contain each other."
             )
-
-
-def _in_order(
-    found: list[tuple[dict[str, nn.Module], str]], names: dict[int, str]
-) -> list[tuple[dict[str, nn.Module], str]]:
-    position = {name: i for i, name in enumerate(names.values())}
-    return sorted(found, key=lambda group: position[next(iter(group[0]))])
 
 
 def _leaves(model: nn.Module, inside: set[int]) -> list[dict[str, nn.Module]]:

@@ -27,7 +27,7 @@ from ls_strategy.distributed.comm import make_comm
 from ls_strategy.distributed.mesh import MeshShape, make_mesh
 from ls_strategy.errors import ConfigError, PlanError, StateError
 from ls_strategy.inference.deepspeed_names import read_options
-from ls_strategy.inference.fill import Filler, needs_filling
+from ls_strategy.inference.fill import Filler, device_of, needs_filling
 from ls_strategy.inference.generate import generate
 from ls_strategy.inference.linear import Format
 from ls_strategy.inference.quantize import QuantizationReport, Quantizer
@@ -391,7 +391,7 @@ def _make_stream(
 
 
 def _fill(model: nn.Module, filler: Filler, quantizer: Quantizer | None) -> None:
-    device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+    device = device_of(model)
     names = {id(m): name for name, m in model.named_modules()}
     for root in (*(block for _, block in uniform_blocks(model)), model):
         for module in root.modules():

@@ -167,6 +167,11 @@ def needs_filling(model: nn.Module, source: str | os.PathLike[str] | None) -> bo
     return on_meta
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of the first parameter with memory; without one, the CPU."""
+    return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+
+
 class Filler:
     """Fills the modules of one model that was built on meta, each once."""
 

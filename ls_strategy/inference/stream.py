@@ -15,6 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +27,7 @@ from ls_strategy.checked import at_least, checked
 from ls_strategy.config import NVMeIOConfig
 from ls_strategy.errors import ConfigError, StateError
 from ls_strategy.inference.blocks import BlockModules, followers, streamed_modules, with_own_weights
-from ls_strategy.inference.fill import Filler, needs_filling
+from ls_strategy.inference.fill import Filler, device_of, needs_filling
 from ls_strategy.inference.placeholder import StoredTensor, Target, targets_of
 from ls_strategy.inference.read_ahead import ReadAhead
 from ls_strategy.inference.storage import BlockStorage, Extent, StoredBlocks, pack
@@ -82,7 +83,7 @@ def stream_blocks(  # noqa: PLR0913 - options, keyword-only
         ConfigError: an option is invalid.
         CheckpointError: ``fill_from`` is incomplete, or does not belong to this model.
     """
-    where = _device_of(model) if device is None else usable_device(device, "device")
+    where = device_of(model) if device is None else usable_device(device, "device")
     units = streamed_modules(model, blocks, stream_all=stream_all)
     filler = Filler(model, fill_from, parts) if needs_filling(model, fill_from) else None
     units, shared = with_own_weights(model, units)
@@ -109,10 +110,6 @@ def usable_device(device: torch.device | str, option: str) -> torch.device:
             f"Got {option}={str(device)!r}, but tensors cannot be created there: {reason}. Set {option}='cpu', or a "
             "GPU of this machine."
         ) from None
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
 
 
 class _Hook:
@@ -310,12 +307,9 @@ class StreamedBlocks:
         def save(_module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
             for key, (target, slot) in mine.items():
                 if prefix + key in state:
-                    state[prefix + key] = StoredTensor(target.like, self._reader(block, slot))
+                    state[prefix + key] = StoredTensor(target.like, partial(self._read, block, slot))
 
         return _Hook(save)
-
-    def _reader(self, block: Block, slot: Extent) -> Callable[[int, int], Tensor]:
-        return lambda start, stop: self._read(block, slot, start, stop)
 
     def _read(self, block: Block, slot: Extent, start: int, stop: int) -> Tensor:
         """Return the elements ``[start, stop)`` of a stored tensor, in the order of its indices."""

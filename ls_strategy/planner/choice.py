@@ -54,7 +54,7 @@ class Question:
             yield Forecaster(
                 self.module,
                 optimizers,
-                paper=fakes,
+                fakes=fakes,
                 precision=self.precision,
                 step=training_step(self.module, optimizers),
                 batch=self.batch,

@@ -96,7 +96,7 @@ class Forecaster:
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         *,
-        paper: Simulated,
+        fakes: Simulated,
         precision: PrecisionPolicy,
         step: Step,
         batch: Any,
@@ -104,7 +104,7 @@ class Forecaster:
     ) -> None:
         """Partition the model into units. Steps are traced on demand.
 
-        ``model``, ``optimizers`` and ``step`` use the fake tensors of ``paper``, which `simulated` yields.
+        ``model``, ``optimizers`` and ``step`` use the fake tensors of ``fakes``, which `simulated` yields.
 
         Raises:
             PlanError: model, optimizers and options are incompatible.
@@ -118,7 +118,7 @@ class Forecaster:
         self._buffers = sum(b.nbytes for b in model.buffers())
         self.numel = sum(p.numel() for p in model.parameters())
         classes = run.config.precision.fp32_modules
-        self._tracer = Tracer(model, specs, step, precision, classes, torch.device("cpu"), paper.mode)
+        self._tracer = Tracer(model, specs, step, precision, classes, torch.device("cpu"), fakes.mode)
         self._traces: dict[RecomputeConfig | None, Trace] = {}
         self._plans: dict[Any, Plan] = {}
         self._optimizer_bytes = self._states.optimizer_bytes(run.config)

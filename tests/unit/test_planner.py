@@ -50,7 +50,7 @@ class Net(nn.Module):
             x = block(x)
         self.seen = self.seen + 1
         loss = x.square().mean()
-        self.last = loss.item()  # a number that nobody knows on paper
+        self.last = loss.item()  # a number without a value on fake tensors
         self.outputs.append(loss)
         return loss
 
@@ -152,7 +152,7 @@ def test_aliases_of_candidates_mean_what_they_say():
         assert ALIASES[candidate.strategy] == given
 
 
-# on paper ------------------------------------------------------------------------------------------------------------
+# simulated ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_forecast_leaves_the_module_as_it_was():
@@ -175,9 +175,9 @@ def test_activations_are_what_a_real_step_holds():
     module, batch = Net(), [torch.randn(5, 16)]
     asked = question()
     for recompute in (None, RecomputeConfig()):
-        with simulated(asked.module, asked.precision, (), CPU) as paper:
+        with simulated(asked.module, asked.precision, (), CPU) as fakes:
             forecaster = Forecaster(
-                asked.module, [], paper=paper, precision=asked.precision,
+                asked.module, [], fakes=fakes, precision=asked.precision,
                 step=training_step(asked.module, []), batch=batch, run=asked.run,
             )  # fmt: skip
             trace = forecaster.trace(recompute)
@@ -228,10 +228,10 @@ def test_offload_moves_states_from_tier_to_tier():
 def test_offloaded_activations_are_bounded_by_what_is_in_flight():
     asked = question()
     offload = ActivationOffloadConfig(min_bytes=0, in_flight_bytes=100)
-    with simulated(asked.module, asked.precision, (), CPU) as paper:
-        optimizers = [paper.optimizer(o) for o in asked.optimizers]
+    with simulated(asked.module, asked.precision, (), CPU) as fakes:
+        optimizers = [fakes.optimizer(o) for o in asked.optimizers]
         forecaster = Forecaster(
-            asked.module, optimizers, paper=paper, precision=asked.precision,
+            asked.module, optimizers, fakes=fakes, precision=asked.precision,
             step=training_step(asked.module, optimizers), batch=asked.batch, run=asked.run,
         )  # fmt: skip
         here = forecaster.peak(Candidate(2), 2, "cuda")
