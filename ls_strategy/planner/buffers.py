@@ -101,8 +101,6 @@ class SimulatedFlat:
     reading: bool | None = None
     held: bool = False
     publish_due: bool = False
-    hidden: bool = False
-    is_on_its_way: bool = False
     updated_early: bool = False
     # gradients
     grad: tuple[int, int] | None = None

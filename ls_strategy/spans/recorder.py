@@ -69,38 +69,40 @@ class Note:
     """Whether computation is blocked."""
 
 
+@dataclass(frozen=True)
 class Window:
-    """What was recorded between two times."""
+    """What was recorded between two times of a clock."""
 
-    def __init__(self, recorder: Recorder, end: Any) -> None:
-        """Take over what ``recorder`` has recorded since its window began."""
-        self._clock = recorder.clock
-        self._start, self._end = recorder.window_start, end
-        self._changes = [*recorder.window_changes, (end, "")]
-        self._notes = [*recorder.earlier_notes, *recorder.notes]
-        self._samples = list(recorder.samples)
-        self._sent = dict(recorder.sent)
+    clock: Clock
+    start: Any
+    end: Any
+    changes: list[tuple[Any, str]]
+    """The phase from each time on; the last one is ``end``."""
+
+    notes: list[Note]
+    samples: list[tuple[float, str, dict[str, int]]]
+    sent: dict[str, int]
 
     def resolve(self) -> Record:
         """Return the record in seconds. Waits for the device."""
-        begins = [note.start for note in self._notes]
-        ends = [self._end if note.end is None else note.end for note in self._notes]
+        begins = [note.start for note in self.notes]
+        ends = [self.end if note.end is None else note.end for note in self.notes]
         # In one call, so that device and host are synchronized once.
-        moments = [self._start, self._end, *begins, *ends, *(at for at, _ in self._changes)]
-        start, end, *times = self._clock.seconds(moments)
-        count = len(self._notes)
+        moments = [self.start, self.end, *begins, *ends, *(at for at, _ in self.changes)]
+        start, end, *times = self.clock.seconds(moments)
+        count = len(self.notes)
         changes = times[2 * count :]
         phases = [
             Span("phase", name, begin, until)
-            for (_, name), begin, until in zip(self._changes, changes, changes[1:], strict=False)
+            for (_, name), begin, until in zip(self.changes, changes, changes[1:], strict=False)
             if until > begin
         ]
         spans = [
             Span(n.category, n.name, max(begin, start), min(until, end), n.nbytes * (begin >= start), n.moves, n.waits)
-            for n, begin, until in zip(self._notes, times[:count], times[count : 2 * count], strict=True)
+            for n, begin, until in zip(self.notes, times[:count], times[count : 2 * count], strict=True)
             if begin < end and until > start
         ]
-        return Record(start, end, phases, spans, self._samples, self._sent)
+        return Record(start, end, phases, spans, self.samples, self.sent)
 
 
 class Recorder:
@@ -118,14 +120,15 @@ class Recorder:
         """Returns bytes in use by category; called after every phase of a window."""
         self.each_unit = False
         """Call `measure` also before every unit of the model."""
-        self.notes: list[Note] = []
-        self.earlier_notes: list[Note] = []
-        """Notes from before the window, which may extend into it."""
-        self.samples: list[tuple[float, str, dict[str, int]]] = []
         self.sent: Counter[str] = Counter()
         """Bytes by kind."""
         self.window_start: Any = None
-        self.window_changes: list[tuple[Any, str]] = []
+        """None outside of a window."""
+        self._notes: list[Note] = []
+        self._earlier_notes: list[Note] = []
+        """Notes from before the window, which may extend into it."""
+        self._samples: list[tuple[float, str, dict[str, int]]] = []
+        self._window_changes: list[tuple[Any, str]] = []
         self._stack = [OTHER]
         self._changes: list[tuple[Any, str]] = []
         self._totals: defaultdict[str, float] = defaultdict(float)
@@ -171,7 +174,7 @@ class Recorder:
         change = (self.clock.now(), self._stack[-1])
         self._changes.append(change)
         if self.window_start is not None:
-            self.window_changes.append(change)
+            self._window_changes.append(change)
         if len(self._changes) > _FOLD_AT:
             self._fold()
 
@@ -193,34 +196,34 @@ class Recorder:
     def prepare_window(self) -> None:
         """Set ``detail`` some time before `begin_window`, to include what is in flight when the window begins."""
         if not self.detail:
-            self.notes = []
+            self._notes = []
             self.detail = True
 
     def begin_window(self) -> None:
         """Begin a window."""
         self.window_start = self.clock.now()
-        self.window_changes = [(self.window_start, self._stack[-1])]
-        self.earlier_notes, self.notes = self.notes, []
-        self.samples = []
+        self._window_changes = [(self.window_start, self._stack[-1])]
+        self._earlier_notes, self._notes = self._notes, []
+        self._samples = []
         self.sent.clear()
 
     def end_window(self) -> Window:
         """Return what was recorded since `begin_window`. Does not wait."""
-        window = Window(self, self.clock.now())
-        self.window_start = None
-        return window
+        start, end, self.window_start = self.window_start, self.clock.now(), None
+        changes, notes = [*self._window_changes, (end, "")], [*self._earlier_notes, *self._notes]
+        return Window(self.clock, start, end, changes, notes, list(self._samples), dict(self.sent))
 
     def sample(self, where: str) -> None:
         """Record how much memory is in use."""
         if self.window_start is not None and self.measure is not None:
-            self.samples.append((time.perf_counter(), where, dict(self.measure())))
+            self._samples.append((time.perf_counter(), where, dict(self.measure())))
 
     # what overlaps computation ---------------------------------------------------------------------------------------
 
     def follow(self, works: Sequence[Any], name: str, nbytes: int) -> Sequence[Any]:
         """Record a collective from now to its end. Returns what to wait for instead of ``works``."""
         note = Note(COMMUNICATION, name, self.clock.now(), None, nbytes)
-        self.notes.append(note)
+        self._notes.append(note)
         if not self.clock.on_cuda:
             self._stamper = self._stamper or Stamper()
             return (self._stamper.follow(works, partial(setattr, note, "end")),)
@@ -238,4 +241,4 @@ class Recorder:
             yield
         finally:
             note.end = now()
-            self.notes.append(note)
+            self._notes.append(note)
