@@ -18,9 +18,7 @@ from ls_strategy.errors import ConfigError
 
 Given: TypeAlias = "Mapping[str, Any] | str | os.PathLike[str] | None"
 
-OURS = (
-    *("tensor_parallel_size", "dtype", "quantize", "injection_policy", "offload", "nvme_path", "fill_from"),
-)  # fmt: skip
+OURS = ("tensor_parallel_size", "dtype", "quantize", "injection_policy", "offload", "nvme_path", "fill_from")
 """The options of `init_inference` itself."""
 
 SHORT = {

@@ -220,13 +220,10 @@ def _seconds(moved: StepTraffic, flops: int, hardware: Hardware) -> tuple[float,
 def _lacks(peak: Peak, hardware: Hardware) -> tuple[str, ...]:
     host = peak.cpu + (_HOST_BYTES_OF_NVME if peak.nvme else 0)
     if hardware.device == "cpu":
-        needs = [("host memory", peak.device + host, hardware.device_room), ("NVMe", peak.nvme, hardware.drive_room)]
+        memory = [("host memory", peak.device + host, hardware.device_room)]
     else:
-        needs = [
-            ("device memory", peak.device, hardware.device_room),
-            ("host memory", host, hardware.host_room),
-            ("NVMe", peak.nvme, hardware.drive_room),
-        ]
+        memory = [("device memory", peak.device, hardware.device_room), ("host memory", host, hardware.host_room)]
+    needs = [*memory, ("NVMe", peak.nvme, hardware.drive_room)]
     return tuple(
         f"{show_bytes(need)} of {show_bytes(max(room, 0))} {what}"
         for what, need, room in needs
