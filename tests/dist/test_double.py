@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from ls_strategy.config import nested
 from ls_strategy.distributed.comm import Comm
+from ls_strategy.errors import PlanError
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.dist.ranks import WIDTH, assert_close, fit, global_batches, mean_over_ranks, on_ranks, quiet, weights
@@ -90,7 +93,7 @@ def problems(rank: int, world_size: int, names: list[str], configurations: list[
         expected = outcome(rank, world_size, name, "ddp")
         for configuration in configurations:
             try:
-                actual = outcome(rank, world_size, name, ZeROStrategy(**nested(OPTIONS[configuration])))
+                actual = outcome(rank, world_size, name, ZeROStrategy(**nested(CONFIGURATIONS[configuration])))
                 for what, ours, theirs in zip(("losses", "seen", "weights"), actual, expected, strict=True):
                     assert_close(ours, theirs, what, CASES[name][3])
                 dtypes = [{k: v.dtype for k, v in result[2].items()} for result in (actual, expected)]
@@ -100,13 +103,44 @@ def problems(rank: int, world_size: int, names: list[str], configurations: list[
     return found
 
 
-CHEAP = ("zero1", "zero2", "zero3, small units")
+CONFIGURATIONS: dict[str, dict[str, Any]] = {"zero0": {"stage": 0}, **OPTIONS}
+CHEAP = ("zero0", "zero1", "zero2", "zero3, small units")
 
 
-@pytest.mark.parametrize("configuration", [name if name in CHEAP else slow(name) for name in OPTIONS])
+@pytest.mark.parametrize("configuration", [name if name in CHEAP else slow(name) for name in CONFIGURATIONS])
 def test_in_fp64_as_under_ddp(configuration: str) -> None:
     found = spawn(problems, 2, list(CASES), [configuration], timeout_s=100)
     assert not any(found), "\n".join(found[0])
+
+
+@on_ranks(2)
+def test_not_on_nvme(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Its updates are of fp32."""
+    options: Any = {"optimizer": "nvme", "nvme_path": str(tmp_path), "nvme_allow_ram": True}
+    strategy = ZeROStrategy(2, sharding={"min_unit_numel": 0}, offload=options)
+    with pytest.raises(PlanError, match=r"(?s)fp32 master weights.*offload to 'cpu'"):
+        outcome(rank, world_size, "64-true", strategy)
+
+
+@pytest.mark.parametrize("format", ["sharded"])
+@on_ranks(2)
+def test_a_run_in_fp64_goes_on_with_the_same_bits(rank: int, world_size: int, format: Any, tmp_path: Path) -> None:
+    """fp32 anywhere on the way would show."""
+
+    def run(module: Habit, **options: Any) -> None:
+        strategy = ZeROStrategy(stage=3, sharding={"min_unit_numel": 0}, checkpoint=format)
+        data = global_batches(rank, world_size, STEPS)
+        fit(strategy, module, data, precision="64-true", max_epochs=1, use_distributed_sampler=False, **options)
+
+    full, rest = Noisy(), Noisy()
+    saves = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
+    run(full, callbacks=[saves], enable_checkpointing=True)
+    run(rest, ckpt=tmp_path / "step=2.ckpt")
+    assert rest.losses == full.losses[2:], (rest.losses, full.losses)
+    expected, found = weights(full), weights(rest)
+    assert all(v.dtype == torch.float64 for v in found.values() if v.is_floating_point())
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 @on_ranks(2)
