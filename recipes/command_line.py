@@ -1,4 +1,4 @@
-"""How the recipes make and run their LightningCLI: help from docstrings, and errors as a line, not a traceback."""
+"""Build and run the recipes' LightningCLI: help from docstrings, and user errors as one line instead of a traceback."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ CLI = TypeVar("CLI", bound=LightningCLI)
 
 
 def run_cli(kind: type[CLI], *classes: type, prog: str, run: bool, **options: Any) -> CLI:
-    """Return ``kind(*classes, ...)``, which runs a subcommand if ``run``; a wrong option ends the process with a line.
+    """Return ``kind(*classes, ...)``. With ``run`` it runs a subcommand; a wrong option ends the process with one line.
 
     Args:
-        kind: LightningCLI, or derived.
-        classes: of module and data.
+        kind: LightningCLI, or a subclass.
+        classes: classes of module and data.
         prog: how the program is started.
-        run: False only builds the objects, and raises what is wrong.
-        options: of ``kind``.
+        run: False only builds the objects, and raises errors.
+        options: options of ``kind``.
     """
     make: Any = kind
     try:
@@ -39,9 +39,9 @@ def run_cli(kind: type[CLI], *classes: type, prog: str, run: bool, **options: An
 
 
 def _message(error: Exception) -> str | None:
-    """Return what a user did wrong; None for any other error.
+    """Return the message for a user's mistake; None for any other error.
 
-    jsonargparse puts what a constructor raises into an error of its own, a line of which it then is.
+    jsonargparse wraps an error of a constructor; the error is then one line of its message.
     """
     if isinstance(error, ConfigError):
         return str(error)

@@ -1,4 +1,4 @@
-"""What the recipes log with."""
+"""The recipes' logger."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing_extensions import override
 
 
 class TensorBoardLogger(loggers.TensorBoardLogger):
-    """Lightning's, without the chart of ``epoch``: TensorBoard sorts charts by name, so it would be the first one."""
+    """Lightning's logger without ``epoch``, which TensorBoard would show first because it sorts charts by name."""
 
     @override
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:

@@ -1,6 +1,6 @@
-"""The ``ls-strategy`` command. One file per subcommand; also ``python -m ls_strategy.cli``.
+"""The ``ls-strategy`` command, with one file per subcommand; also ``python -m ls_strategy.cli``.
 
-Torch is imported when a subcommand runs, so that ``--help`` answers at once.
+Torch is imported when a subcommand runs, so that ``--help`` is fast.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ls_strategy.cli import bench_inference, consolidate, doctor, inspect, plan,
 from ls_strategy.errors import LSError
 
 SUBCOMMANDS = (bench_inference, consolidate, doctor, inspect, plan, submit, tune_io)
-"""Modules with ``add(subcommands)``, which adds a parser whose ``run`` takes the arguments and returns the status."""
+"""Modules with ``add(subcommands)``, which adds a parser; its ``run`` takes the arguments and returns the status."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -28,26 +28,26 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand; returns the exit status: 0, or 1 after an error, which is printed."""
+    """Run a subcommand. Returns the exit status: 0, or 1 after printing an error."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # names of files need not be text
-    words = list(sys.argv[1:] if argv is None else argv)
+            stream.reconfigure(errors="backslashreplace")  # file names may contain invalid text
+    arguments = list(sys.argv[1:] if argv is None else argv)
     parser = make_parser()
-    for word in words[: words.index("--") if "--" in words else None]:
+    for word in arguments[: arguments.index("--") if "--" in arguments else None]:
         if word.startswith("--") and word.endswith("=--"):
-            parser.error(f"argument {word[:-3]}: expected a value")  # argparse takes it for none, unchecked
-    args = parser.parse_args(words)
+            parser.error(f"argument {word[:-3]}: expected a value")  # argparse would accept "--" unchecked
+    args = parser.parse_args(arguments)
     try:
         return args.run(args)
     except LSError as error:
         print(f"ls-strategy {args.subcommand}: error: {error}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # who read along has seen enough
+    except BrokenPipeError:  # the reader of the pipe has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:  # a file that cannot be read, a disk that is full
-        print(f"ls-strategy {args.subcommand}: error: {error}. Check the path, and its rights.", file=sys.stderr)
+        print(f"ls-strategy {args.subcommand}: error: {error}. Check the path and its permissions.", file=sys.stderr)
         return 1
     except MemoryError:
         print(f"ls-strategy {args.subcommand}: error: out of memory. Give smaller numbers.", file=sys.stderr)

@@ -1,9 +1,9 @@
-"""Types of arguments: argparse says which argument is wrong, these say why, before anything is loaded."""
+"""Argument types: they check values before anything is loaded; argparse adds the argument's name to the error."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ _MOST = 1 << 20
 
 
 def integer(least: int = 1, most: int = _MOST) -> Callable[[str], int]:
-    """Return a type for whole numbers from ``least`` to ``most``."""
+    """Return a type for integers from ``least`` to ``most``."""
     return _number(int, at_least(least, most))
 
 
@@ -29,22 +29,13 @@ def _number(kind: type[Any], limits: Range) -> Callable[[str], Any]:
             value = kind(text)
         except ValueError:
             value = text
-        with _explained():
+        try:
             return accept("it", value, kind, limits)
-
-    return parse
-
-
-class _explained:  # noqa: N801 - a context manager, as contextlib has them in lower case
-    """Turn a `ConfigError` into the error that argparse expects of a type."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, ConfigError):
+        except ConfigError as error:
             message = str(error).removeprefix("Got it=").replace(", but it must", " is given; it must", 1)
             raise argparse.ArgumentTypeError(message.split(" Set it=")[0]) from None
+
+    return parse
 
 
 def path(text: str) -> Path:
@@ -55,7 +46,7 @@ def path(text: str) -> Path:
 
 
 def location(text: str) -> str:
-    """Return a path or address of a checkpoint, of a protocol that fsspec knows here."""
+    """Return a checkpoint's path or address, if its protocol is available in fsspec."""
     if not text.strip():
         raise argparse.ArgumentTypeError("the path is empty")
     protocol, separator, _ = text.partition("://")
@@ -72,7 +63,7 @@ def location(text: str) -> str:
 
 
 def line(text: str) -> str:
-    """Return a text of one line that is not empty."""
+    """Return a text that is a single line and not empty."""
     if not text.strip() or not text.isprintable():
         raise argparse.ArgumentTypeError(f"{text!r} is given; it must be a text of one line")
     return text
@@ -91,11 +82,24 @@ def size(text: str) -> str:
     return text
 
 
-def read_yaml(file: Path) -> dict[str, Any]:
-    """Return what a YAML file of a LightningCLI program says.
+def yaml_files(names: Iterable[str]) -> list[Path]:
+    """Return the paths of a program's YAML files.
 
     Raises:
-        ConfigError: it cannot be read, or is not a YAML file with sections.
+        ConfigError: one is not a file.
+    """
+    files = [Path(name) for name in names]
+    for file in files:
+        if not file.is_file():
+            raise ConfigError(f"Got {str(file)!r}, which is no file in {Path.cwd()}. Give the program's YAML files.")
+    return files
+
+
+def read_yaml(file: Path) -> dict[str, Any]:
+    """Return the content of a YAML file of a LightningCLI program.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not YAML with sections.
     """
     import yaml
 
@@ -108,20 +112,20 @@ def read_yaml(file: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file} is not in UTF-8: {error}. Save it as UTF-8.") from None
     except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise ConfigError(f"{file} is no YAML: {error}") from error
+        raise ConfigError(f"{file} is not valid YAML: {error}") from error
     if loaded is not None and not isinstance(loaded, dict):
         raise ConfigError(
             f"Got {str(file)!r}, but its outermost value must be a mapping with sections such as trainer and model. It "
-            f"is a {type(loaded).__name__}: give a file of the program."
+            f"is a {type(loaded).__name__}. Give a YAML file of the program."
         )
     return loaded or {}
 
 
 def read_section(file: Path, name: str) -> dict[str, Any]:
-    """Return a section of a YAML file; empty if it has none.
+    """Return a section of a YAML file; empty if it is missing.
 
     Raises:
-        ConfigError: the file, or the section, is not one.
+        ConfigError: the file cannot be read, or the section is not a mapping.
     """
     section = read_yaml(file).get(name)
     if section is not None and not isinstance(section, dict):

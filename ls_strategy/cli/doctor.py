@@ -1,4 +1,4 @@
-"""``ls-strategy doctor``: whether this machine can train, and what to do about what stands in the way."""
+"""``ls-strategy doctor``: check whether this machine can train, and how to fix what prevents it."""
 
 from __future__ import annotations
 
@@ -8,38 +8,39 @@ import sys
 
 from ls_strategy.checked import above
 from ls_strategy.cli import arguments
+from ls_strategy.cli.status_line import show_status
 from ls_strategy.doctor.examine import TOPICS
 from ls_strategy.doctor.finding import Finding
 
 
 def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """``doctor``: whether this machine can train."""
+    """Add the ``doctor`` subcommand."""
     parser = subcommands.add_parser(
         "doctor",
-        help="check this machine: versions, kernels, GPUs, drive, SLURM, and two ranks that talk",
-        description="Look at everything that training here depends on, and print each fact as ok, note (slower, or "
-        "within limits) or problem, with a cure. Kernels are compiled if they are not yet, and two processes really "
-        "exchange numbers. The status is 1 if there is a problem.",
+        help="check this machine: versions, kernels, GPUs, NVMe, SLURM, and communication between two ranks",
+        description="Check everything that training depends on, and print each finding as ok, note (slower or limited) "
+        "or problem, with a cure. Kernels are compiled if they are not yet, and two processes communicate. The exit "
+        "status is 1 if there is a problem.",
     )
     parser.add_argument(
-        "--nvme-path", default="", metavar="PATH", help="folder of the NVMe tier. Default: LS_STRATEGY_NVME_PATH"
+        "--nvme-path", default="", metavar="PATH", help="folder of the NVMe tier (default: LS_STRATEGY_NVME_PATH)"
     )
     names = ", ".join(TOPICS)
-    parser.add_argument("--only", nargs="+", default=[], metavar="CHECK", help=f"run these alone: {names}")
-    parser.add_argument("--skip", nargs="+", default=[], metavar="CHECK", help="leave these out")
+    parser.add_argument("--only", nargs="+", default=[], metavar="CHECK", help=f"run only these: {names}")
+    parser.add_argument("--skip", nargs="+", default=[], metavar="CHECK", help="omit these")
     parser.add_argument(
         "--timeout-s",
         type=arguments.number(above(0, 86400)),
         default=60.0,
         metavar="SECONDS",
-        help="for two ranks to answer (default: %(default)s)",
+        help="timeout for two ranks to communicate (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Look, and print. The status is 1 if there is a problem."""
+    """Run the checks, and print the findings. Returns 1 if there is a problem."""
     from ls_strategy.doctor.examine import checks, choose, examine
 
     chosen = choose(checks(nvme_path=args.nvme_path, timeout_s=args.timeout_s), only=args.only, skip=args.skip)
@@ -52,13 +53,13 @@ def run(args: argparse.Namespace) -> int:
         listed = [{"topic": topic, **vars(finding)} for topic, finding in findings]
         print(json.dumps({"ok": not problems, "findings": listed}, indent=2))
     else:
-        words = f"problems: {len(problems)}" if problems else "This machine can train"
-        print(f"\n{words}; notes: {notes}")
+        verdict = f"problems: {len(problems)}" if problems else "This machine can train"
+        print(f"\n{verdict}; notes: {notes}")
     return 1 if problems else 0
 
 
 class _Table:
-    """Prints findings as they come, and what is being done on the terminal's last line."""
+    """Prints findings as they arrive, and the running check on the terminal's last line."""
 
     def __init__(self, *, silent: bool) -> None:
         self._silent = silent
@@ -66,10 +67,11 @@ class _Table:
         self._shown = ""
 
     def add(self, topic: str, finding: Finding) -> None:
-        """Print one."""
+        """Print one finding."""
         if self._silent:
             return
-        self._clear()
+        if self._shown:
+            show_status("")
         if topic != self._topic:
             print(f"{'' if not self._topic else chr(10)}{topic}")
             self._topic = topic
@@ -79,14 +81,7 @@ class _Table:
         sys.stdout.flush()
 
     def progress(self, doing: str) -> None:
-        """Say what begins; elsewhere than on a terminal once, as a line."""
-        if sys.stderr.isatty():
-            self._clear()
-            print(f"... {doing}"[:79] if doing else "", end="", file=sys.stderr, flush=True)
-        elif doing and doing != self._shown:
-            print(f"... {doing}", file=sys.stderr, flush=True)
+        """Show what starts: on a terminal in the last line, otherwise as a line of its own."""
+        if doing != self._shown:
+            show_status(f"... {doing}" if doing else "")
         self._shown = doing
-
-    def _clear(self) -> None:
-        if sys.stderr.isatty() and self._shown:
-            print(f"\r{'':<79}\r", end="", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""``ls-strategy inspect DIR``: what a checkpoint folder contains, and whether it is unharmed."""
+"""``ls-strategy inspect DIR``: print what a checkpoint folder contains, and check its integrity."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from ls_strategy.cli import arguments
 
 
 def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """``inspect``: what a checkpoint folder contains."""
+    """Add the ``inspect`` subcommand."""
     parser = subcommands.add_parser(
         "inspect",
-        help="what a checkpoint folder contains, and whether it is unharmed",
+        help="print what a checkpoint folder contains, and check its integrity",
         description="Print step, epoch, time, the layout it was saved from, and sizes. The exit status is 1 if the "
-        "folder is not a committed checkpoint, or a file is missing or has another size. No tensor is read and no "
-        "object of the checkpoint is built.",
+        "folder is not a committed checkpoint, or a file is missing or has another size. No tensor is read and "
+        "nothing is unpickled.",
     )
     parser.add_argument("path", metavar="DIR", type=arguments.location, help="checkpoint folder")
     parser.add_argument("--tensors", action="store_true", help="list every tensor with shape, dtype and size")
@@ -26,10 +26,10 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print, and verify."""
+    """Verify and print."""
     from ls_strategy.checkpoint.describe import describe, verify_all
 
-    # Before anything is parsed: a damaged file then is what is reported.
+    # Before anything is parsed, so that the error names the damaged file.
     broken = verify_all(args.path, lambda name: print(f"reading {name}", file=sys.stderr)) if args.verify else []
     for message in broken:
         print(f"ls-strategy inspect: error: {message}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""``ls-strategy plan CONFIG...``: what a recipe will take, before there is a GPU to try it on."""
+"""``ls-strategy plan CONFIG...``: predict what a recipe needs, without a GPU."""
 
 from __future__ import annotations
 
@@ -20,54 +20,51 @@ from ls_strategy.errors import ConfigError, LSError, PlanError
 
 
 def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """``plan``: what a recipe will take."""
+    """Add the ``plan`` subcommand."""
     parser = subcommands.add_parser(
         "plan",
-        help="memory, traffic and time of every strategy for a recipe, without a GPU",
+        help="predict memory, traffic and time of every strategy for a recipe, without a GPU",
         usage="ls-strategy plan CONFIG [CONFIG ...] [options] [-- options of the program]",
-        description="Count what a LightningCLI program will take per rank with every strategy, and recommend the "
-        "lightest that fits. One training step runs on tensors without memory: the model's weights are never built, "
-        "and of the first batch only shapes are read. Activations are counted as the CPU's operations keep them; "
-        "attention is taken to be fused. Sizes of tensor, sequence, expert and pipeline parallelism in the recipe are "
-        "not counted into memory: the model is taken to be whole on every rank.",
+        description="Predict what a LightningCLI program needs per rank with every strategy, and recommend the "
+        "lightest strategy that fits. One training step runs on tensors without memory: the model's weights are never "
+        "allocated, and only the shapes of the first batch are used. Activations are counted as the CPU's operations "
+        "save them, with fused attention. Tensor, sequence, expert and pipeline parallelism of the recipe do not "
+        "reduce the predicted memory: every rank is assumed to hold the full model.",
     )
-    parser.add_argument("config", nargs="*", help="YAML files of the program, the later one counts")
-    parser.add_argument("--config", action="append", dest="more", default=[], metavar="FILE", help="likewise")
+    parser.add_argument("config", nargs="*", help="YAML files of the program; later files override earlier ones")
+    parser.add_argument("--config", action="append", dest="more", default=[], metavar="FILE", help="one more YAML file")
     parser.add_argument(
-        "--module", help="the program, for python -m. Default: recipes.gpt for recipes/gpt/configs/x.yaml"
+        "--module", help="program to run as python -m MODULE (default: recipes.gpt for recipes/gpt/configs/x.yaml)"
     )
     parser.add_argument(
-        "--gpus", type=arguments.integer(0), default=0, metavar="N", help="ranks. Default: the recipe's, on the CPU"
+        "--gpus", type=arguments.integer(0), default=0, metavar="N", help="ranks (default: the recipe's, on the CPU)"
     )
     parser.add_argument(
         "--gpus-per-node", type=arguments.integer(most=1024), default=8, metavar="N", help="default: %(default)s"
     )
-    parser.add_argument("--gpu-memory", type=arguments.size, metavar="SIZE", help="of each GPU: 80GB, 141GB")
-    parser.add_argument("--host-memory", type=arguments.size, metavar="SIZE", help="of each node: 1TB")
-    parser.add_argument("--nvme", type=arguments.size, metavar="SIZE", help="free on the drive of each node: 4TB")
-    parser.add_argument("--tflops", type=arguments.number(), help="what a GPU computes at best, for the time of a step")
-    parser.add_argument("--link", type=arguments.number(), metavar="GB/S", help="what a rank can send to the others")
-    parser.add_argument("--bus", type=arguments.number(), metavar="GB/S", help="between a GPU and its host")
-    parser.add_argument("--drive", type=arguments.number(), metavar="GB/S", help="of the NVMe drive, for each rank")
-    parser.add_argument("--scaling", action="store_true", help="also states and traffic on 8 to 4,096 ranks")
+    parser.add_argument("--gpu-memory", type=arguments.size, metavar="SIZE", help="memory of each GPU: 80GB, 141GB")
+    parser.add_argument("--host-memory", type=arguments.size, metavar="SIZE", help="host memory of each node: 1TB")
+    parser.add_argument("--nvme", type=arguments.size, metavar="SIZE", help="free NVMe space of each node: 4TB")
+    parser.add_argument("--tflops", type=arguments.number(), help="peak TFLOP/s of a GPU, to predict the step time")
+    parser.add_argument("--link", type=arguments.number(), metavar="GB/S", help="bandwidth of a rank to the others")
+    parser.add_argument("--bus", type=arguments.number(), metavar="GB/S", help="bandwidth between a GPU and its host")
+    parser.add_argument("--drive", type=arguments.number(), metavar="GB/S", help="NVMe bandwidth per rank")
+    parser.add_argument("--scaling", action="store_true", help="also print states and traffic on 8 to 4,096 ranks")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run, extra=[])
     keep_what_follows_two_dashes(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Count, and print. The status is 1 if nothing fits."""
+    """Predict and print. Returns 1 if nothing fits."""
     from ls_strategy.planner.forecast import lightest, reason, table
     from ls_strategy.planner.scaling import scale, scaling_table
 
-    configs = [Path(c) for c in (*args.config, *args.more)]
-    for config in configs:
-        if not config.is_file():
-            raise ConfigError(f"{str(config)!r} is no file. Give the program's YAML files, as seen from {Path.cwd()}.")
+    configs = arguments.yaml_files((*args.config, *args.more))
     if not configs:
-        raise ConfigError("no YAML file: ls-strategy plan recipes/gpt/configs/base.yaml")
+        raise ConfigError("Got no YAML file. Give one: ls-strategy plan recipes/gpt/configs/base.yaml")
     for config in configs:
-        arguments.read_section(config, "trainer")  # what is not YAML is named before the program is run
+        arguments.read_section(config, "trainer")  # report invalid YAML before the program runs
     module = args.module or infer_module(configs[0])
     cli = build(module, configs, args.extra)
     trainer = trainer_options(cli)
@@ -104,10 +101,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def hardware_of(args: argparse.Namespace, trainer: dict[str, Any]) -> Any:
-    """From the arguments; ranks of a run on the CPU from the recipe.
+    """Return the hardware from the arguments; for a run on the CPU, ranks are the recipe's.
 
     Raises:
-        ConfigError: a size is none.
+        ConfigError: a size is invalid.
     """
     from ls_strategy.planner.hardware import Hardware, parse_bytes
 
@@ -132,7 +129,7 @@ def hardware_of(args: argparse.Namespace, trainer: dict[str, Any]) -> Any:
 
 
 def devices_named(devices: Any) -> int:
-    """How many devices a Trainer's ``devices`` names; 0 where it leaves the number open (``auto``, ``-1``)."""
+    """Return how many devices a Trainer's ``devices`` names; 0 if it leaves the number open (``auto``, ``-1``)."""
     if isinstance(devices, (list, tuple)):
         return len(devices)
     if isinstance(devices, str) and "," in devices:
@@ -144,11 +141,11 @@ def devices_named(devices: Any) -> int:
 
 
 _MOST_CELLS = 200_000
-"""Micro-batches of all ranks, at most, of which a pipeline is simulated."""
+"""Maximum ranks times micro-batches of a pipeline that is simulated."""
 
 
 class _Built(BaseException):
-    """Carries the program's LightningCLI out of it, past whatever the program catches."""
+    """Carries the LightningCLI out of the program, past its exception handlers."""
 
     def __init__(self, cli: Any) -> None:
         super().__init__()
@@ -156,27 +153,27 @@ class _Built(BaseException):
 
 
 def build(module: str, configs: Sequence[Path], extra: Sequence[str] = ()) -> Any:
-    """The LightningCLI of a program, with model and data, on a Trainer for the CPU that will not train.
+    """Return a program's LightningCLI, with model and data, and a CPU Trainer that does not train.
 
-    The program is run as ``python -m module fit --config ...`` up to where training would begin.
+    The program runs as ``python -m module fit --config ...`` up to where training would start.
 
     Args:
         module: the program.
         configs: its YAML files.
-        extra: more options for it, which count over the files.
+        extra: more options for the program, which override the files.
 
     Raises:
-        ConfigError: it is no LightningCLI program, or does not take the files and options.
+        ConfigError: it is not a LightningCLI program, or rejects the files or options.
     """
     from ls_strategy._compat import intercept_cli
 
     def stop(cli: Any) -> None:
         raise _Built(cli)
 
-    words, argv, here = [module, "fit", *(f"--config={c}" for c in configs), *extra], sys.argv, str(Path.cwd())
+    command, argv, here = [module, "fit", *(f"--config={c}" for c in configs), *extra], sys.argv, str(Path.cwd())
     sys.path.insert(0, here)
     try:
-        sys.argv = words
+        sys.argv = command
         with contextlib.ExitStack() as stack:
             stack.enter_context(contextlib.redirect_stdout(sys.stderr))
             stack.enter_context(explaining_the_program(module))
@@ -186,19 +183,21 @@ def build(module: str, configs: Sequence[Path], extra: Sequence[str] = ()) -> An
     except _Built as built:
         return built.cli
     except SystemExit as error:
-        raise ConfigError(f"`python -m {' '.join(words)}` ended with status {error.code}; it says why above.") from None
+        raise ConfigError(
+            f"`python -m {' '.join(command)}` ended with status {error.code}; its output is above."
+        ) from None
     finally:
         sys.path.remove(here)
         sys.argv = argv
-    raise ConfigError(f"`python -m {module} fit` made no LightningCLI: give a program that does, by --module.")
+    raise ConfigError(f"`python -m {module} fit` made no LightningCLI. Give a program that does: --module.")
 
 
 @contextlib.contextmanager
 def explaining_the_program(module: str) -> Generator[None, None, None]:
-    """Turn an error of the program into one that says whose it is, where it arose and what to try.
+    """Turn an error in the program into one that names the program, the line and what to try.
 
     Raises:
-        ConfigError: in place of anything but this package's own errors.
+        ConfigError: for all errors except this package's own.
     """
     try:
         yield
@@ -209,19 +208,19 @@ def explaining_the_program(module: str) -> Generator[None, None, None]:
         raise ConfigError(
             f"{module} ended with {type(error).__name__} before its first step, at {at.filename}:{at.lineno}: {error} "
             "A plan needs the program's model and one batch of its data. Give options of the program after --, for "
-            "instance data that is at hand: ls-strategy plan CONFIG -- --data.corpus.tokenizer=bytes"
+            "example local data: ls-strategy plan CONFIG -- --data.corpus.tokenizer=bytes"
         ) from error
 
 
 def trainer_options(cli: Any) -> dict[str, Any]:
-    """What the program was given for its Trainer, by files, command line and environment, defaults included."""
+    """Return the program's Trainer options from files, command line, environment and defaults."""
     config = cli.config if cli.subcommand is None else cli.config[cli.subcommand]
     section = config.get("trainer")
     return section.as_dict() if hasattr(section, "as_dict") else dict(section or {})
 
 
 def _bare_trainer(options: Any) -> Any:
-    """A Trainer with what a module may ask of it: steps, epochs, accumulation, precision."""
+    """Return a Trainer with what a module may read: steps, epochs, accumulation, precision."""
     import lightning.pytorch as pl
 
     kept = ("max_steps", "max_epochs", "accumulate_grad_batches", "limit_train_batches", "val_check_interval")
@@ -234,7 +233,7 @@ def _bare_trainer(options: Any) -> Any:
 
 @contextlib.contextmanager
 def weightless() -> Generator[None, None, None]:
-    """Inside, parameters of new modules have no memory: each goes to the meta device as it is registered."""
+    """Move each parameter of a new module to the meta device when it is registered, until the exit."""
     from torch import nn
 
     plain = nn.Module.register_parameter
@@ -252,7 +251,7 @@ def weightless() -> Generator[None, None, None]:
 
 
 def question_of(cli: Any, trainer_section: dict[str, Any]) -> Any:
-    """Module, optimizers and first batch of a program.
+    """Return module, optimizers and first batch of a program.
 
     Raises:
         PlanError: there is no training data.
@@ -299,14 +298,14 @@ def _precision_name(given: Any) -> str:
 
 
 def strategy_options(trainer: dict[str, Any]) -> dict[str, Any]:
-    """``init_args`` of the recipe's strategy."""
+    """Return ``init_args`` of the recipe's strategy."""
     strategy = trainer.get("strategy")
     options = strategy.get("init_args") if isinstance(strategy, dict) else None
     return accept("strategy.init_args", options or {}, dict[str, Any])
 
 
 def base_config(options: dict[str, Any]) -> Any:
-    """The options that every candidate keeps."""
+    """Return the options that every candidate keeps."""
     from ls_strategy.config import ZeROConfig
 
     given = {name: options[name] for name in ("sharding", "precision") if options.get(name) is not None}
@@ -315,7 +314,7 @@ def base_config(options: dict[str, Any]) -> Any:
 
 
 def optimizers_in(configured: Any) -> Iterator[Any]:
-    """The optimizers in what ``configure_optimizers`` may return."""
+    """Yield the optimizers in what ``configure_optimizers`` returned."""
     from torch.optim import Optimizer
 
     if isinstance(configured, Optimizer):
@@ -328,7 +327,7 @@ def optimizers_in(configured: Any) -> Iterator[Any]:
 
 
 def pipeline_bubbles(options: dict[str, Any]) -> dict[str, float]:
-    """Part of the time in which ranks of the recipe's pipeline wait, by schedule; empty without a pipeline."""
+    """Return the bubble of the recipe's pipeline by schedule, as a fraction of the time; empty without a pipeline."""
     from ls_strategy.config import ZeROConfig
     from ls_strategy.parallel.pipeline.schedules import SCHEDULES, make_table
     from ls_strategy.parallel.pipeline.simulate import simulate
@@ -340,7 +339,7 @@ def pipeline_bubbles(options: dict[str, Any]) -> dict[str, float]:
         return {}
     micro_batches = pipeline.micro_batches or 4 * ranks
     if ranks * micro_batches > _MOST_CELLS:
-        return {}  # a table of forwards and backwards that takes minutes to simulate
+        return {}  # simulating would take minutes
     result: dict[str, float] = {}
     for schedule in SCHEDULES:
         try:

@@ -15,69 +15,71 @@ from ls_strategy.cli import arguments
 from ls_strategy.errors import ConfigError, StateError
 
 FOLDER = "slurm"
-"""Where scripts and logs go, in the current folder."""
+"""Folder of scripts and logs, in the current folder."""
 
 HANDLER = "ls_strategy.callbacks.preemption.PreemptionHandler"
 _VERSIONED = ("TensorBoardLogger", "CSVLogger")
 
 
 def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """``submit``: run a recipe on a SLURM cluster."""
+    """Add the ``submit`` subcommand."""
     parser = subcommands.add_parser(
         "submit",
         help="run a LightningCLI program on a SLURM cluster",
         usage="ls-strategy submit CONFIG [CONFIG ...] [options] [-- options of the program]",
-        description="Write a batch script into ./slurm, submit it, and say how to watch the job. The job runs in the "
-        "current folder, with the Python that runs this command. Trainer(num_nodes, devices) follow the job's, and "
-        "with --gpus-per-node accelerator=gpu. "
-        "PreemptionHandler is added to the callbacks: the job saves before its time is over, is requeued, and goes "
-        "on. Tasks of an array have logs and checkpoints of their own: loggers and PreemptionHandler name them by "
-        "job; a fixed dirpath of a ModelCheckpoint has to contain $SLURM_ARRAY_TASK_ID in some way of your own.",
+        description="Write a batch script into ./slurm, submit it, and print how to watch the job. The job runs in "
+        "the current folder, with the Python that runs this command. Trainer(num_nodes, devices) are set to the "
+        "job's, and with --gpus-per-node accelerator=gpu. "
+        "PreemptionHandler is added to the callbacks: the job saves before its time limit, is requeued, and "
+        "continues. Array tasks have separate logs and checkpoints: loggers and PreemptionHandler name them by job. "
+        "If you set a ModelCheckpoint's dirpath, include $SLURM_ARRAY_TASK_ID in it.",
     )
-    parser.add_argument("config", nargs="+", help="YAML files of the program, the later one counts")
+    parser.add_argument("config", nargs="+", help="YAML files of the program; later files override earlier ones")
     parser.add_argument(
         "--module",
         type=arguments.line,
-        help="the program, for python -m. Default: recipes.gpt for recipes/gpt/configs/x.yaml",
+        help="program to run as python -m MODULE (default: recipes.gpt for recipes/gpt/configs/x.yaml)",
     )
     parser.add_argument(
-        "--name", type=arguments.line, help="of the job. Default: the last part of --module and the last config's name"
+        "--name",
+        type=arguments.line,
+        help="name of the job (default: the last part of --module, and the last config's name)",
     )
     parser.add_argument("--nodes", type=arguments.integer(), default=1, help="default: %(default)s")
     parser.add_argument(
         "--gpus-per-node",
         type=arguments.integer(0, 1024),
         default=0,
-        help="one process each. Default: none, train on the CPU",
+        help="GPUs per node, with one process each (default: none, train on the CPU)",
     )
     parser.add_argument(
-        "--tasks-per-node", type=arguments.integer(), help="processes per node. Default: --gpus-per-node, or 1"
+        "--tasks-per-node", type=arguments.integer(), help="processes per node (default: --gpus-per-node, or 1)"
     )
+    parser.add_argument("--cpus-per-task", type=arguments.integer(), help="cores per process (default: the cluster's)")
     parser.add_argument(
-        "--cpus-per-task", type=arguments.integer(), help="cores of each process. Default: the cluster's"
+        "--time", type=arguments.line, help="time limit, MINUTES or D-HH:MM:SS (default: the partition's)"
     )
-    parser.add_argument("--time", type=arguments.line, help="limit, MINUTES or D-HH:MM:SS. Default: the partition's")
     _add_what_sbatch_takes(parser)
     parser.add_argument(
         "--signal-lead-s",
         type=arguments.integer(most=86400),
         default=120,
         metavar="SECONDS",
-        help="time between SIGUSR1 and the end; longer than a validation and a save (default: %(default)s)",
+        help="time between SIGUSR1 and the limit; must exceed a validation and a save (default: %(default)s)",
     )
     parser.add_argument(
-        "--env", action="append", default=[], metavar="NAME=VALUE", help="for every process; repeatable"
+        "--env", action="append", default=[], metavar="NAME=VALUE", help="environment of every process; repeatable"
     )
     parser.add_argument(
-        "--setup", action="append", default=[], metavar="LINE", help="of bash, before all else; repeatable"
+        "--setup", action="append", default=[], metavar="LINE", help="bash line at the start of the script; repeatable"
     )
-    parser.add_argument("--dry-run", action="store_true", help="print the script, write and submit nothing")
+    parser.add_argument("--dry-run", action="store_true", help="print the script without writing or submitting it")
     parser.set_defaults(run=run, extra=[])
     keep_what_follows_two_dashes(parser)
 
 
 def _add_what_sbatch_takes(parser: argparse.ArgumentParser) -> None:
-    """Add options that go into the script's header as they are."""
+    """Add options that are written to the script's header unchanged."""
     parser.add_argument("--partition", type=arguments.line)
     parser.add_argument("--account", type=arguments.line)
     parser.add_argument("--qos", type=arguments.line)
@@ -86,35 +88,32 @@ def _add_what_sbatch_takes(parser: argparse.ArgumentParser) -> None:
         "--array",
         type=arguments.line,
         metavar="0-7[%2]",
-        help="as many independent jobs; $SLURM_ARRAY_TASK_ID tells them apart",
+        help="submit independent jobs, distinguished by $SLURM_ARRAY_TASK_ID",
     )
     parser.add_argument(
-        "--mail-user", type=arguments.line, metavar="ADDRESS", help="is told of end, failure and requeue"
+        "--mail-user", type=arguments.line, metavar="ADDRESS", help="receives mail at end, failure and requeue"
     )
 
 
 def keep_what_follows_two_dashes(parser: argparse.ArgumentParser) -> None:
-    """Put it into ``extra``: options for the program. argparse would take it for more configs, or refuse it."""
+    """Parse the words after ``--``, options for the program, into ``extra``; argparse would take them for configs."""
     parse = parser.parse_known_args
 
     def parse_known_args(args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
-        words = list(args)
-        cut = words.index("--") if "--" in words else len(words)
-        namespace, unknown = parse(words[:cut], namespace)
-        namespace.extra = words[cut + 1 :]
+        argv = list(args)
+        cut = argv.index("--") if "--" in argv else len(argv)
+        namespace, unknown = parse(argv[:cut], namespace)
+        namespace.extra = argv[cut + 1 :]
         return namespace, unknown
 
     parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write, submit, and say how to watch."""
+    """Write and submit the script, and print how to watch the job."""
     from ls_strategy.slurm.script import Job, render
 
-    configs = [Path(c) for c in args.config]
-    for config in configs:
-        if not config.is_file():
-            raise ConfigError(f"{str(config)!r} is no file. Give the program's YAML files, as seen from {Path.cwd()}.")
+    configs = arguments.yaml_files(args.config)
     module = args.module or infer_module(configs[0])
     name = args.name or f"{module.rsplit('.', 1)[-1]}-{configs[-1].stem}"
     script = Path(FOLDER) / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}.sbatch"
@@ -159,7 +158,7 @@ def run(args: argparse.Namespace) -> int:
         print(text, end="")
         return 0
     if shutil.which("sbatch") is None:
-        raise StateError("there is no sbatch on the PATH. Submit from a login node of the cluster, or use --dry-run.")
+        raise StateError("sbatch is not on the PATH. Submit from a login node of the cluster, or use --dry-run.")
     script.parent.mkdir(exist_ok=True)
     script.write_text(text)
     job_id = submit(script)
@@ -177,36 +176,36 @@ def _say_how_to_watch(job_id: str, log: str, curves: str | Path) -> None:
 
 
 def submit(script: Path) -> str:
-    """Hand the script to SLURM; returns the job's id.
+    """Submit the script to SLURM, and return the job's id.
 
     Raises:
-        StateError: with what sbatch said.
+        StateError: sbatch failed; with its message.
     """
     done = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise StateError(f"sbatch did not take {script}: {(done.stderr or done.stdout).strip()}")
+        raise StateError(f"sbatch rejected {script}: {(done.stderr or done.stdout).strip()}")
     return done.stdout.strip().split(";")[0]  # with several clusters: id;cluster
 
 
 def infer_module(config: Path) -> str:
-    """``recipes.gpt`` for ``recipes/gpt/configs/x.yaml``.
+    """Return ``recipes.gpt`` for ``recipes/gpt/configs/x.yaml``.
 
     Raises:
-        ConfigError: there is no program in that place.
+        ConfigError: no folder above the file is a program.
     """
     for folder in config.parents:
         if (folder / "__main__.py").is_file() and not folder.is_absolute():
             return ".".join(folder.parts)
         if folder.is_absolute() and (folder / "__main__.py").is_file() and folder.is_relative_to(Path.cwd()):
             return ".".join(folder.relative_to(Path.cwd()).parts)
-    raise ConfigError(f"no folder above {config} has a __main__.py. Name the program: --module package.program")
+    raise ConfigError(f"Got {config}, but no folder above it has a __main__.py. Set --module package.program.")
 
 
 def trainer_options(configs: Sequence[Path]) -> dict[str, Any]:
-    """What the files say under ``trainer``; of two that set the same the later one counts.
+    """Return the ``trainer`` sections of the files; later files override earlier ones.
 
     Raises:
-        ConfigError: a file is no YAML, or its section is not one.
+        ConfigError: a file is not valid YAML, or its section is not a mapping.
     """
     result: dict[str, Any] = {}
     for config in configs:
@@ -215,52 +214,52 @@ def trainer_options(configs: Sequence[Path]) -> dict[str, Any]:
 
 
 def handler_option(configs: Sequence[Path], extra: Sequence[str]) -> list[str]:
-    """Add `PreemptionHandler` unless it is in the configs already."""
+    """Return the option that adds `PreemptionHandler`, unless it is configured already."""
     named = any("PreemptionHandler" in text for text in (*extra, *(c.read_text(encoding="utf-8") for c in configs)))
     return [] if named else [f"--trainer.callbacks+={HANDLER}"]
 
 
 def given(option: str, trainer: dict[str, Any], extra: Sequence[str]) -> tuple[Any, bool]:
-    """What the program will take for ``trainer.<option>``, and whether that stands in its command line."""
+    """Return what the program will use for ``trainer.<option>``, and whether its command line sets it."""
     import yaml
 
     value, explicit = trainer.get(option), False
-    words = list(extra)
-    for i, word in enumerate(words):
+    argv = list(extra)
+    for i, word in enumerate(argv):
         name, equals, text = word.partition("=")
         if name != f"--trainer.{option}":
             continue
-        text = text if equals else (words[i + 1] if i + 1 < len(words) else "")
+        text = text if equals else (argv[i + 1] if i + 1 < len(argv) else "")
         value, explicit = yaml.safe_load(text), True
     return value, explicit
 
 
 def accelerator_option(trainer: dict[str, Any], extra: Sequence[str], gpus_per_node: int) -> list[str]:
-    """Let the accelerator follow the job, as devices and nodes do.
+    """Return the option that sets the accelerator to the job's.
 
     Raises:
-        ConfigError: the command line names the CPU in a job with GPUs, or files a GPU in a job without.
+        ConfigError: the command line asks for the CPU in a job with GPUs, or the files for a GPU in a job without.
     """
     value, explicit = given("accelerator", trainer, extra)
     on_cpu, on_gpu = str(value).lower() == "cpu", str(value).lower() in ("gpu", "cuda")
     if gpus_per_node and on_cpu and explicit:
         raise ConfigError(
-            f"Got --gpus-per-node {gpus_per_node} and --trainer.accelerator=cpu: the GPUs would stand idle. Leave one "
-            "of the two out."
+            f"Got --gpus-per-node {gpus_per_node} and --trainer.accelerator=cpu, so the GPUs would be idle. Omit one "
+            "of the two."
         )
     if not gpus_per_node and on_gpu and not explicit:
         raise ConfigError(
             f"Got trainer.accelerator={value} in the configuration and no --gpus-per-node, so the job would have no "
-            "GPUs. Give --gpus-per-node N; or, where nodes come with all their GPUs, `-- --trainer.accelerator=gpu`."
+            "GPUs. Set --gpus-per-node N; or, if jobs get all GPUs of a node, `-- --trainer.accelerator=gpu`."
         )
     return ["--trainer.accelerator=gpu"] if gpus_per_node and not on_gpu else []
 
 
 def check_geometry(trainer: dict[str, Any], extra: Sequence[str], *, nodes: int, tasks: int) -> None:
-    """Refuse numbers of the command line that the job contradicts; say where it differs from the files'.
+    """Reject a number of nodes or devices on the command line that differs from the job's; note one in the files.
 
     Raises:
-        ConfigError: naming both.
+        ConfigError: the command line contradicts the job.
     """
     for option, flag, number in (("num_nodes", "--nodes", nodes), ("devices", "--tasks-per-node", tasks)):
         value, explicit = given(option, trainer, extra)
@@ -268,18 +267,17 @@ def check_geometry(trainer: dict[str, Any], extra: Sequence[str], *, nodes: int,
             continue
         if explicit:
             raise ConfigError(
-                f"Got --trainer.{option}={value} and a job of {flag} {number}: the Trainer follows the job. Give "
-                f"{flag} {value}, or leave --trainer.{option} out."
+                f"Got --trainer.{option}={value} and a job with {flag} {number}, but the Trainer uses the job's value. "
+                f"Set {flag} {value}, or omit --trainer.{option}."
             )
         print(
-            f"note: the configuration has trainer.{option}={value}; the job is of {flag} {number}, and the Trainer "
-            "follows it.",
+            f"note: the configuration has trainer.{option}={value}; the Trainer uses the job's {flag} {number}.",
             file=sys.stderr,
         )
 
 
 def version_option(trainer: dict[str, Any], extra: Sequence[str]) -> list[str]:
-    """Name the log folder by the job, as Lightning does for its default logger: a requeued job goes on in it."""
+    """Return the option that names the log folder by the job, so that a requeued job continues in it."""
     logger = trainer.get("logger")
     if not isinstance(logger, dict) or any(
         word.startswith("--trainer.logger") and "save_dir" not in word for word in extra
@@ -291,7 +289,7 @@ def version_option(trainer: dict[str, Any], extra: Sequence[str]) -> list[str]:
 
 
 def log_folder(trainer: dict[str, Any]) -> str:
-    """Where TensorBoard finds the curves."""
+    """Return the folder of TensorBoard's logs."""
     logger = trainer.get("logger")
     named = (logger.get("init_args") or {}).get("save_dir") if isinstance(logger, dict) else None
     return str(named or f"{trainer.get('default_root_dir', '.')}/lightning_logs")
@@ -300,5 +298,5 @@ def log_folder(trainer: dict[str, Any]) -> str:
 def _variable(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals:
-        raise ConfigError(f"--env {text}: give NAME=VALUE.")
+        raise ConfigError(f"Got --env {text}, but it must be NAME=VALUE.")
     return name, value

@@ -1,28 +1,28 @@
-"""``ls-strategy tune-io PATH``: how to read and write a drive."""
+"""``ls-strategy tune-io PATH``: find the settings for reading and writing an NVMe device."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from ls_strategy.checked import above, at_least
 from ls_strategy.cli import arguments
+from ls_strategy.cli.status_line import show_status
 from ls_strategy.errors import ConfigError
 
 MIB = 1 << 20
 
 
 def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """``tune-io``: how to read and write a drive."""
+    """Add the ``tune-io`` subcommand."""
     parser = subcommands.add_parser(
         "tune-io",
-        help="measure how the NVMe tier should read and write a drive",
-        description="Write and read a file with several block sizes and numbers of threads, taking turns, and print "
-        "the setting to use. The file vanishes afterwards. Run it while the drive is idle; several ranks on "
-        "one host share the drive.",
+        help="find the fastest settings for the NVMe tier on a device",
+        description="Write and read a file with several block sizes and numbers of threads, in interleaved rounds, "
+        "and print the setting to use. The file is removed afterwards. Run it while the device is idle; several ranks "
+        "on one host share the device.",
     )
-    parser.add_argument("path", type=arguments.path, help="folder on the drive")
+    parser.add_argument("path", type=arguments.path, help="folder on the NVMe device")
     parser.add_argument(
         "--gib",
         type=arguments.number(above(0, 1 << 20)),
@@ -33,7 +33,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "--seconds",
         type=arguments.number(at_least(0, 86400)),
         default=60.0,
-        help="time limit; one round is always finished",
+        help="time limit; one round is always completed (default: %(default)s)",
     )
     parser.add_argument(
         "--block-mib",
@@ -51,8 +51,8 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         metavar="N",
         help="numbers of threads to try",
     )
-    parser.add_argument("--buffered", action="store_true", help="go through the page cache instead of past it")
-    parser.add_argument("--allow-ram", action="store_true", help="accept a folder that is in memory (tmpfs)")
+    parser.add_argument("--buffered", action="store_true", help="use the page cache instead of direct I/O")
+    parser.add_argument("--allow-ram", action="store_true", help="accept a folder in memory (tmpfs)")
     parser.set_defaults(run=run)
 
 
@@ -61,9 +61,9 @@ def run(args: argparse.Namespace) -> int:
     from ls_strategy.config import NVMeIOConfig
 
     path: Path = args.path
-    if not path.exists():  # a typo should not make a folder
+    if not path.exists():  # a typo should not create a folder
         raise ConfigError(
-            f"{str(path)!r} does not exist. Give a folder on the drive, or make it first: mkdir -p {path}"
+            f"Got {str(path)!r}, which does not exist. Give a folder on the NVMe device, or create it: mkdir -p {path}"
         )
     settings = [
         NVMeIOConfig(block_bytes=int(mib * MIB), parallelism=threads, direct=not args.buffered)
@@ -77,8 +77,8 @@ def run(args: argparse.Namespace) -> int:
 
     check_path(path, nbytes, args.allow_ram)
     print(f"{len(settings)} settings on {path}, {args.gib:g} GiB each way, up to {args.seconds:g} s", flush=True)
-    results = measure(path, settings, nbytes=nbytes, seconds=args.seconds, progress=_print_progress)
-    _print_progress("")
+    results = measure(path, settings, nbytes=nbytes, seconds=args.seconds, progress=show_status)
+    show_status("")
     print(f"{'block MiB':>10}{'threads':>9}{'read GB/s':>11}{'write GB/s':>12}{'both GB/s':>11}{'rounds':>8}")
     for m in sorted(results, key=lambda m: -m.both_gbs):
         print(
@@ -97,11 +97,3 @@ def run(args: argparse.Namespace) -> int:
         f"      nvme_io: {{block_bytes: {io.block_bytes}, parallelism: {io.parallelism}{direct}}}"
     )
     return 0
-
-
-def _print_progress(line: str) -> None:
-    """Overwrite the last line on a terminal; elsewhere a line each."""
-    if sys.stderr.isatty():
-        print(f"\r{line:<79}", end="\r" if not line else "", file=sys.stderr, flush=True)
-    elif line:
-        print(line, file=sys.stderr, flush=True)

@@ -1,1 +1,1 @@
-"""Running trained models: generation with a cache, divided, quantised and streamed weights."""
+"""Inference with trained models: cached generation, tensor parallelism, weight quantization and streaming."""

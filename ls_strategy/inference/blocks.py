@@ -1,4 +1,4 @@
-"""Which modules of a model are streamed together, and which tensors stay because several of them have them."""
+"""Find the blocks of a model that are streamed, and the tensors that stay because several blocks share them."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from ls_strategy.inference.placeholder import own_tensors
 
 @dataclass(frozen=True)
 class BlockModules:
-    """What comes and goes together: one block, or modules outside of blocks that share their weights."""
+    """One unit of streaming: a block, or several modules outside of the blocks that share their weights."""
 
     index: int
     modules: dict[str, nn.Module]
-    """By name in the model."""
+    """Modules by their name in the model."""
 
     stack: str
-    """Name of the list that the block is in."""
+    """Name of the module list that contains the block."""
 
     @property
     def name(self) -> str:
-        """Of the first module."""
+        """Name of the first module."""
         return next(iter(self.modules))
 
 
 def streamed_modules(model: nn.Module, given: Sequence[nn.Module] | None, *, stream_all: bool) -> list[BlockModules]:
-    """The blocks, in the order in which they are expected to run.
+    """Return the units of streaming in the order in which they are expected to run.
 
     Args:
         model: the model.
-        given: the blocks. None: the children of all lists of modules that have modules of their own.
-        stream_all: the leaves outside of them, too.
+        given: the blocks. None: the children of every module list whose children have submodules.
+        stream_all: also stream the leaf modules outside of the blocks.
 
     Raises:
-        PlanError: there are none; or one is not of the model, or inside another.
+        PlanError: no blocks were found, a block is not part of the model, or a block is inside another one.
     """
     names = {id(module): name for name, module in model.named_modules()}
     stacks = repeated_blocks(model) if given is None else {"": list(given)}
@@ -47,12 +47,14 @@ def streamed_modules(model: nn.Module, given: Sequence[nn.Module] | None, *, str
     _check_given([module for group, _ in found for module in group.values()], names)
     if not found:
         raise PlanError(
-            f"{type(model).__name__} has no list of blocks (nn.ModuleList or nn.Sequential of modules with modules of "
-            "their own) to stream. Name them: blocks=[...]."
+            f"{type(model).__name__} has no list of blocks to stream (an nn.ModuleList or nn.Sequential whose children "
+            "have submodules). Set blocks=[...]."
         )
     if stream_all:
         inside = {id(m) for group, _ in found for block in group.values() for m in block.modules()}
-        found = _in_order(found + [(group, "") for group in _leaves(model, inside)], names)
+        position = {name: i for i, name in enumerate(names.values())}
+        found += [(group, "") for group in _leaves(model, inside)]
+        found.sort(key=lambda group: position[next(iter(group[0]))])
     return [BlockModules(i, modules, stack) for i, (modules, stack) in enumerate(found)]
 
 
@@ -60,23 +62,18 @@ def _check_given(blocks: Sequence[nn.Module], names: Mapping[int, str]) -> None:
     below = {id(m): block for block in blocks for m in block.modules() if m is not block}
     for block in blocks:
         if id(block) not in names:
-            raise PlanError(f"blocks: a {type(block).__name__} is no module of the model. Give modules inside it.")
+            raise PlanError(
+                f"Got a {type(block).__name__} in blocks, but it is not a module of the model. Give its own modules."
+            )
         if id(block) in below:
             raise PlanError(
-                f"blocks: {names[id(block)]!r} is inside {names[id(below[id(block)])]!r}, so that both would bring the "
-                "same weights. Give blocks that are side by side."
+                f"Got block {names[id(block)]!r}, but it is inside {names[id(below[id(block)])]!r}, so both would load "
+                "the same weights. Give blocks that do not contain each other."
             )
 
 
-def _in_order(
-    found: list[tuple[dict[str, nn.Module], str]], names: dict[int, str]
-) -> list[tuple[dict[str, nn.Module], str]]:
-    position = {name: i for i, name in enumerate(names.values())}
-    return sorted(found, key=lambda group: position[next(iter(group[0]))])
-
-
 def _leaves(model: nn.Module, inside: set[int]) -> list[dict[str, nn.Module]]:
-    """Modules outside of blocks without children and with parameters that no block has; tied ones together."""
+    """Return the leaf modules outside of the blocks whose parameters no block has, grouped by tied weights."""
     in_blocks = {id(p) for m in model.modules() if id(m) in inside for p in m.parameters(recurse=False)}
     groups: dict[int, dict[str, nn.Module]] = {}
     for name, module in model.named_modules():
@@ -94,9 +91,10 @@ def _leaves(model: nn.Module, inside: set[int]) -> list[dict[str, nn.Module]]:
 
 
 def followers(units: Sequence[BlockModules]) -> list[int]:
-    """Of each block the one that is expected after it, until the model has shown otherwise.
+    """Return for each unit the one that is expected to run next, until the model has shown another order.
 
-    After the last one begins the next token, which runs the last stack again: of encoder and decoder, the decoder.
+    The last unit is followed by the next token, which starts again with the last stack: in an encoder-decoder model,
+    the decoder.
     """
     result = [unit.index + 1 for unit in units]
     last = units[-1].stack
@@ -105,12 +103,12 @@ def followers(units: Sequence[BlockModules]) -> list[int]:
 
 
 def with_own_weights(model: nn.Module, units: Sequence[BlockModules]) -> tuple[list[BlockModules], set[int]]:
-    """The blocks that have weights which nothing else has, and the ``id`` of all tensors that are shared.
+    """Return the units that have unshared weights, and the ``id`` of every tensor that several units share.
 
-    Shared are those that several blocks have, or a block and a module outside of all: they stay.
+    Shared tensors belong to several units, or to a unit and a module outside of all units. They stay on the device.
 
     Raises:
-        PlanError: no block has weights of its own.
+        PlanError: no unit has weights of its own.
     """
     roots = {id(root): unit.index for unit in units for root in unit.modules.values()}
     owners: defaultdict[int, set[int]] = defaultdict(set)
@@ -121,14 +119,14 @@ def with_own_weights(model: nn.Module, units: Sequence[BlockModules]) -> tuple[l
     own = [u for u in units if any(list(own_tensors(name, m, shared)) for name, m in u.modules.items())]
     if not own:
         raise PlanError(
-            f"the {len(units)} blocks of {type(model).__name__} have no weights of their own: all are shared with "
-            "other modules, and would be needed all the time. There is nothing to stream."
+            f"Got {len(units)} blocks of {type(model).__name__}, but they share all their weights with other modules, "
+            "which need them all the time. There is nothing to stream."
         )
     return [replace(unit, index=i) for i, unit in enumerate(own)], shared
 
 
 def _owned(module: nn.Module, roots: Mapping[int, int], owner: int) -> Iterator[tuple[nn.Module, int]]:
-    """Every module with the number of the block that it is in, as often as it is in one; -1 outside."""
+    """Yield every module with the index of the unit that contains it, once per unit; -1 outside of all units."""
     owner = roots.get(id(module), owner)
     yield module, owner
     for child in module.children():

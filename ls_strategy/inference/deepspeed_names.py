@@ -1,8 +1,7 @@
-"""The arguments of `deepspeed.init_inference`, so that a call written for it runs here or says what to write instead.
+"""Arguments of `deepspeed.init_inference`: read, ignored with a logged reason, or rejected with the cure.
 
-Each name of `NAMES` is read (it becomes an option of `init_inference`), ignored with a reason that is logged, or
-refused with the cure. Names and their short forms follow DeepSpeed's inference configuration; one that is in
-neither library is an error that suggests the nearest.
+`NAMES` lists them under DeepSpeed's names and `SHORT` under its short forms. An argument of neither library is an error
+that suggests the nearest name.
 """
 
 from __future__ import annotations
@@ -19,10 +18,8 @@ from ls_strategy.errors import ConfigError
 
 Given: TypeAlias = "Mapping[str, Any] | str | os.PathLike[str] | None"
 
-OURS = (
-    *("tensor_parallel_size", "dtype", "quantize", "injection_policy", "offload", "nvme_path", "fill_from"),
-)  # fmt: skip
-"""Options of `init_inference` itself."""
+OURS = ("tensor_parallel_size", "dtype", "quantize", "injection_policy", "offload", "nvme_path", "fill_from")
+"""The options of `init_inference` itself."""
 
 SHORT = {
     "kernel_inject": "replace_with_kernel_inject",
@@ -36,52 +33,53 @@ SHORT = {
     "expert_group": "ep_group",
     "expert_mp_group": "ep_mp_group",
 }
-"""DeepSpeed's other names of the same arguments."""
+"""DeepSpeed's short names of its arguments."""
 
 KERNELS = (
-    "no kernel is injected, and results are the model's own. Attention runs in torch's scaled_dot_product_attention, "
-    "which is fused, where the model was built with attn_implementation='sdpa' (transformers' default); products with "
-    "quantised weights run in the kernels of this package; for fused pointwise operations call engine.module.compile()"
+    "no kernels are injected, and the model computes as before. Attention is fused by torch's "
+    "scaled_dot_product_attention if the model was built with attn_implementation='sdpa' (transformers' default). "
+    "Quantized linear layers use the kernels of this package. For fused pointwise operations call "
+    "engine.module.compile()"
 )
-"""What ``replace_with_kernel_inject=True`` means here."""
+"""The note for ``replace_with_kernel_inject=True``."""
 
 
 @dataclass
 class Options:
-    """What was asked for, in options of `init_inference`."""
+    """The given arguments, translated to options of `init_inference`."""
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
-    """Option -> the argument that it was read from, for errors."""
+    """Option -> the argument that set it, for error messages."""
 
     notes: list[str] = field(default_factory=list)
-    """What became of arguments that are no options here."""
+    """One line for each argument that has no effect here."""
 
     def put(self, option: str, value: Any, origin: str) -> None:
-        """Set an option, once or twice to the same.
+        """Set an option. Setting it again to the same value is allowed.
 
         Raises:
-            ConfigError: it was set to something else.
+            ConfigError: the option was set to another value.
         """
         if option in self.values and self.values[option] != value:
             raise ConfigError(
-                f"init_inference: {self.origins[option]} and {origin} contradict each other: {option} is "
-                f"{self.values[option]!r} by the one and {value!r} by the other. Give {option} alone."
+                f"init_inference: Got {self.origins[option]} and {origin}, which contradict each other: {option} is "
+                f"{self.values[option]!r} in the first and {value!r} in the second. Give {option} alone."
             )
         self.values[option] = value
         self.origins.setdefault(option, origin)
 
 
 def read_options(config: Given, given: Mapping[str, Any], ours: Mapping[str, Any]) -> Options:
-    """Options, from all ways in which they can be given. Not collective; the same on every rank.
+    """Translate all arguments to options of `init_inference`. Not collective; the result is the same on every rank.
 
     Args:
-        config: DeepSpeed's, as a dict or a JSON file.
+        config: DeepSpeed's configuration, as a dict or a JSON file.
         given: further keyword arguments.
         ours: options of `init_inference` that are not None.
 
     Raises:
-        ConfigError: a name is not known, a value makes no sense or cannot be had here, or two contradict each other.
+        ConfigError: a name is unknown, a value is invalid or unsupported, or two arguments contradict each other.
     """
     options = Options()
     for name, value in ours.items():
@@ -110,59 +108,61 @@ def _take(options: Options, merged: dict[str, Any], name: str, value: Any) -> No
         nearest = difflib.get_close_matches(name, [*OURS, *NAMES, *SHORT], 1)
         meant = f" Did you mean {nearest[0]!r}?" if nearest else ""
         raise ConfigError(
-            f"init_inference has no argument {name!r}.{meant} Its own are {', '.join(OURS)}; those of "
-            "deepspeed.init_inference are taken, too."
+            f"init_inference has no argument {name!r}.{meant} Its options are {', '.join(OURS)}. Arguments of "
+            "deepspeed.init_inference are accepted too."
         )
     if full in merged and merged[full] != value:
-        raise ConfigError(
-            f"init_inference: {full} is {merged[full]!r} in one place and {value!r} in another. Give it once."
-        )
+        raise ConfigError(f"init_inference: Got {full}={merged[full]!r} and {full}={value!r}. Give it once.")
     merged[full] = value
 
 
 def _mapping(config: Given) -> Mapping[str, Any]:
-    """The configuration as a dict."""
+    """Return the configuration as a dict."""
     if config is None or isinstance(config, Mapping):
         return config or {}
     if not isinstance(config, str | os.PathLike):
-        raise ConfigError(f"init_inference: config={config!r}: give a dict, or the path of a JSON file.")
+        raise ConfigError(f"init_inference: Got config={config!r}: give a dict, or the path of a JSON file.")
     try:
         found = json.loads(Path(config).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"init_inference: config={os.fspath(config)!r} cannot be read as JSON: {error}.") from error
+        raise ConfigError(
+            f"init_inference: Got config={os.fspath(config)!r}, but it cannot be read as JSON: {error}."
+        ) from error
     if not isinstance(found, dict):
-        raise ConfigError(f"init_inference: config={os.fspath(config)!r} holds no JSON object. Write {{...}}.")
+        raise ConfigError(
+            f"init_inference: Got config={os.fspath(config)!r}, but the file must contain a JSON object. Write {{...}}."
+        )
     return found
 
 
 def _check_policy(policy: Any) -> None:
-    """Values are names of layers or styles, not DeepSpeed's policy classes."""
+    """Check that the values are names of layers or styles, not DeepSpeed's policy classes."""
     if policy is None or policy == "auto":
         return
     if not isinstance(policy, Mapping) or not policy:
         raise ConfigError(
-            f"injection_policy={policy!r}: give {{Class: (names of layers whose outputs are summed)}}, a plan of "
-            "styles by names, or None for the automatic plan."
+            f"Got injection_policy={policy!r}. Give {{Class: (names of layers whose outputs are summed)}}, a plan that "
+            "maps names to styles, or None for the automatic plan."
         )
     for key, value in policy.items():
         if isinstance(value, type):
             raise ConfigError(
-                f"injection_policy: {value.__name__} for {getattr(key, '__name__', key)} is a class of policies, which "
-                "inject kernels. Give the names of the layers whose outputs are summed, or leave injection_policy out."
+                f"Got injection_policy with {value.__name__} for {getattr(key, '__name__', key)}, a policy class that "
+                "injects kernels. Give the names of the layers whose outputs are summed, or omit injection_policy."
             )
 
 
-# --- what becomes of an argument -------------------------------------------------------------------------------------
+# --- how each argument is read ---------------------------------------------------------------------------------------
 
 Reader: TypeAlias = Callable[[Options, str, Any], None]
 
 
 def _wrong(name: str, value: Any, wanted: str) -> ConfigError:
-    return ConfigError(f"init_inference: {name}={value!r}: {wanted}.")
+    return ConfigError(f"init_inference: Got {name}={value!r}: {wanted}.")
 
 
 def _ignored(default: Any, why: str, kind: type | None = None) -> Reader:
-    """Anything but ``default`` is noted with the reason."""
+    """Return a reader that notes the reason why any value but ``default`` has no effect."""
 
     def read(options: Options, name: str, value: Any) -> None:
         if (
@@ -180,21 +180,21 @@ def _ignored(default: Any, why: str, kind: type | None = None) -> Reader:
 
 
 def _refused(defaults: tuple[Any, ...], cure: str) -> Reader:
-    """Anything but one of ``defaults`` is an error."""
+    """Return a reader that rejects any value that is not one of ``defaults``."""
 
     def read(_options: Options, name: str, value: Any) -> None:
         if not any(value is default or (type(value) is type(default) and value == default) for default in defaults):
-            raise ConfigError(f"init_inference: {name}={value!r} is not supported: {cure}.")
+            raise ConfigError(f"init_inference: Got {name}={value!r}, which is not supported: {cure}.")
 
     return read
 
 
 def _size(options: Options, name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise _wrong(name, value, "give the number of ranks that divide the model, at least 1")
+        raise _wrong(name, value, "give the number of ranks that share each layer, at least 1")
     options.put("tensor_parallel_size", value, f"{name}={value!r}")
     if name == "mp_size":
-        options.notes.append(f"mp_size={value} is the old name of tensor_parallel_size={value}: write that")
+        options.notes.append(f"mp_size={value} is the old name: write tensor_parallel_size={value}")
 
 
 def _tensor_parallel(options: Options, name: str, value: Any) -> None:
@@ -208,7 +208,7 @@ def _tensor_parallel(options: Options, name: str, value: Any) -> None:
         options.put("tensor_parallel_size", 1, f"{name}.enabled=False")
     elif "tp_size" in entries:
         _size(options, f"{name}.tp_size", entries["tp_size"])
-    _ignored(64, "every rank gets an equal part")(options, f"{name}.tp_grain_size", entries.get("tp_grain_size"))
+    _ignored(64, "every rank gets an equal shard")(options, f"{name}.tp_grain_size", entries.get("tp_grain_size"))
 
 
 def _flag(name: str, value: Any) -> bool:
@@ -235,8 +235,8 @@ def _checkpoint(options: Options, name: str, value: Any) -> None:
         raise _wrong(
             name,
             value,
-            "files that are listed by a load policy are not read. Give fill_from=<file or folder of safetensors, a "
-            "checkpoint folder of this package, or a .ckpt>, and build the model under torch.device('meta')",
+            "load policies are not read. Give fill_from=<file or folder of safetensors, a checkpoint folder of this "
+            "package, or a .ckpt>, and build the model under torch.device('meta')",
         )
     options.put("fill_from", os.fspath(value), f"{name}={os.fspath(value)!r}")
 
@@ -267,11 +267,11 @@ def _moe(options: Options, name: str, value: Any) -> None:
 def _quant(_options: Options, name: str, value: Any) -> None:
     if value in (None, {}) or (isinstance(value, Mapping) and value.get("enabled") is False):
         return
-    raise _wrong(name, value, 'set quantize="int8" or quantize="int4", which round the weights of linear layers')
+    raise _wrong(name, value, 'set quantize="int8" or quantize="int4", which quantize the weights of linear layers')
 
 
-_GROUPS = "ranks that divide a model are neighbours of the default group; give tensor_parallel_size alone"
-_LAYOUT_FREE = "every rank reads its part of any checkpoint of this package, whatever number of ranks wrote it"
+_GROUPS = "tensor-parallel ranks are neighbors in the default group; give tensor_parallel_size alone"
+_LAYOUT_FREE = "every rank reads its shard from any checkpoint of this package, for any number of ranks that wrote it"
 
 NAMES: dict[str, Reader] = {
     "replace_with_kernel_inject": _kernels,
@@ -279,35 +279,35 @@ NAMES: dict[str, Reader] = {
     "mp_size": _size,
     "mpu": _refused((None,), _GROUPS),
     "injection_policy_tuple": _refused((None,), "give injection_policy={Class: (names of layers,)}"),
-    "replace_method": _ignored("auto", "layers are divided as injection_policy or the model tells"),
+    "replace_method": _ignored("auto", "layers are sharded according to injection_policy or the model"),
     "enable_cuda_graph": _ignored(
-        False, "graphs are made by engine.module.compile(mode='reduce-overhead'); results are the same without", bool
+        False, "call engine.module.compile(mode='reduce-overhead') for graphs; results are the same without", bool
     ),
     "use_triton": _ignored(False, "torch chooses its kernels; results are the same", bool),
     "triton_autotune": _ignored(False, "torch chooses its kernels; results are the same", bool),
-    "zero": _refused((None, {}), "weights rest elsewhere with offload='cpu' or offload='nvme'"),
-    "triangular_masking": _refused((None, True), "the model's own mask is used, causal or not. Leave it out"),
+    "zero": _refused((None, {}), "set offload='cpu' or offload='nvme' to store weights off the device"),
+    "triangular_masking": _refused((None, True), "the model's own mask is used, causal or not. Omit it"),
     "moe": _moe,
     "ep_size": _refused(
-        (None, 1), "experts are divided by tensor_parallel_size, or stay whole. Leave it out"
+        (None, 1), "experts are sharded by tensor_parallel_size, or replicated. Omit it"
     ),
     "ep_group": _refused((None,), _GROUPS),
     "ep_mp_group": _refused((None,), _GROUPS),
-    "moe_experts": _ignored([1], "the model tells its number of experts"),
-    "moe_type": _ignored("standard", "the model tells the kind of its experts"),
+    "moe_experts": _ignored([1], "the model defines its number of experts"),
+    "moe_type": _ignored("standard", "the model defines the type of its experts"),
     "keep_module_on_host": _ignored(False, "the model stays on the device where it is", bool),
     "quant": _quant,
     "checkpoint": _checkpoint,
-    "base_dir": _refused((None, ""), "give the whole path as fill_from"),
+    "base_dir": _refused((None, ""), "give the full path as fill_from"),
     "set_empty_params": _refused(
         (None, False), "build the model under torch.device('meta') and give its weights as fill_from"
     ),
     "save_mp_checkpoint_path": _refused((None,), _LAYOUT_FREE),
     "checkpoint_config": _checkpoint_config,
     "return_tuple": _ignored(True, "modules return what they returned before", bool),
-    "training_mp_size": _refused((None, 1), _LAYOUT_FREE + ". Convert one of DeepSpeed's by `ls-strategy consolidate`"),
+    "training_mp_size": _refused((None, 1), _LAYOUT_FREE + ". Convert DeepSpeed's by `ls-strategy consolidate`"),
     "max_out_tokens": _ignored(1024, "caches grow with max_new_tokens of generate", int),
     "min_out_tokens": _ignored(1, "caches grow with max_new_tokens of generate", int),
-    "transposed_mode": _ignored(False, "linear layers with transposed weights are recognised", bool),
+    "transposed_mode": _ignored(False, "linear layers with transposed weights are detected", bool),
 }  # fmt: skip
-"""Argument of `deepspeed.init_inference` -> how it is read. ``dtype`` and ``injection_policy`` mean the same here."""
+"""Argument of `deepspeed.init_inference` -> its reader. ``dtype`` and ``injection_policy`` mean the same here."""

@@ -1,12 +1,11 @@
-"""`init_inference`: a trained model made ready to generate: divided over ranks, in fewer bits, resting elsewhere.
+"""`init_inference`: prepare a trained model for generation.
 
 ::
 
-    whole model ── cast ── divide ── quantise ── offload ──► InferenceEngine ── forward, generate
-                   dtype   tp size   int8, int4   cpu, nvme
+    model ── cast ── shard ── quantize ── offload ──► InferenceEngine ── forward, generate
+             dtype   tp size  int8, int4   cpu, nvme
 
-Everything happens in place, in this order, so that each step sees what the one before it left. Nothing trains
-afterwards.
+Every step works in place, in this order, on the result of the step before. The model cannot be trained afterwards.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -29,9 +27,9 @@ from ls_strategy.distributed.comm import make_comm
 from ls_strategy.distributed.mesh import MeshShape, make_mesh
 from ls_strategy.errors import ConfigError, PlanError, StateError
 from ls_strategy.inference.deepspeed_names import read_options
-from ls_strategy.inference.fill import Filler, has_meta
+from ls_strategy.inference.fill import Filler, device_of, needs_filling
 from ls_strategy.inference.generate import generate
-from ls_strategy.inference.linear import FORMATS, Format
+from ls_strategy.inference.linear import Format
 from ls_strategy.inference.quantize import QuantizationReport, Quantizer
 from ls_strategy.inference.refused import refuse_known
 from ls_strategy.inference.stream import StreamedBlocks, stream_blocks
@@ -56,7 +54,7 @@ DTYPES = {
     **dict.fromkeys(("bf16", "bfloat16", "bfloat", "torch.bfloat16"), torch.bfloat16),
     **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), torch.float16),
 }  # fmt: skip
-"""Words for dtypes."""
+"""Names of dtypes."""
 
 
 @checked(tensor_parallel_size=at_least(1))
@@ -73,39 +71,40 @@ def init_inference(  # noqa: PLR0913 - one argument per option
     fill_from: str | os.PathLike[str] | None = None,
     **deepspeed: Any,
 ) -> InferenceEngine:
-    """Make a model ready to generate, in place. Collective over all ranks where there are several.
+    """Prepare a model for generation, in place. Collective over all ranks if there are several.
 
-    Hugging Face's causal and encoder-decoder models, and networks that read with a cache (`generate.CausalNetwork`),
-    both also inside of a LightningModule. With one rank no process group is needed; with several, start them by
-    ``torchrun`` and initialise the default group. Ranks beyond ``tensor_parallel_size`` hold further whole copies, by
-    neighbours: ranks 0 and 1 one copy, 2 and 3 the next.
+    Works with Hugging Face's causal and encoder-decoder models, and with networks that read with a cache
+    (`generate.CausalNetwork`); both may be inside a LightningModule. A single rank needs no process group. Start
+    several ranks with ``torchrun`` and initialize the default group. Ranks beyond ``tensor_parallel_size`` hold further
+    replicas, in groups of neighbors: with a size of 2, ranks 0 and 1 hold one replica, ranks 2 and 3 the next.
 
     Args:
-        model: whole, the same on every rank in structure. Rank 0's values count. Its device stays; what is on meta
-            gets memory on the CPU.
-        config: options in one: a dict or a JSON file, as `deepspeed.init_inference` takes.
-        tensor_parallel_size: ranks that divide every layer among them; None: 1.
-        dtype: of parameters, as dtype or as ``"fp32"``, ``"bf16"``, ``"fp16"``; None leaves them. Buffers that are not
-            saved with the model (tables of rotary positions) keep theirs.
-        quantize: ``"int8"`` or ``"int4"``: weights of linear layers in 8 or 4 bits, see `rounding`. Of output heads in
-            8 bits, unless they share their weight with the embedding.
-        injection_policy: which layers are divided how. None or ``"auto"``: what the model, or its layers, tell.
-            DeepSpeed's form, ``{T5Block: ("SelfAttention.o", "DenseReluDense.wo")}``: by class of block, or its name,
-            the linear layers whose outputs are summed. Or a whole plan, ``{"blocks.*.up": "column", ...}``.
-        offload: ``"cpu"`` or ``"nvme"``: where the weights of repeated blocks rest; they are read block by block.
-        nvme_path: folder on the drive, for ``offload="nvme"``; None: ``LS_STRATEGY_NVME_PATH``.
-        fill_from: weights of a model that was built on meta, file or folder: see `fill`. Each rank reads its part, and
-            quantises and offloads block by block, so that the whole is never in memory.
-        **deepspeed: arguments of `deepspeed.init_inference`: ``mp_size``, ``replace_with_kernel_inject`` and the
-            others are read, ignored with a reason in the log, or refused with the cure, see `deepspeed_names`.
+        model: the full model, with the same structure on every rank. Rank 0's values are used. It stays on its device;
+            tensors on meta are allocated on the CPU.
+        config: all options as a dict or a JSON file, as `deepspeed.init_inference` takes them.
+        tensor_parallel_size: ranks that share every layer; None: 1.
+        dtype: dtype of the parameters: a torch dtype, ``"fp32"``, ``"bf16"`` or ``"fp16"``; None leaves them. Buffers
+            that are not saved with the model (rotary tables) keep theirs.
+        quantize: ``"int8"`` or ``"int4"``: format of the linear layers' weights, see `rounding`. Output heads use 8
+            bits, unless they share their weight with the embedding.
+        injection_policy: how layers are sharded. None or ``"auto"``: as the model or its layers define it.
+            DeepSpeed's form, ``{T5Block: ("SelfAttention.o", "DenseReluDense.wo")}``: for a block's class, or its name,
+            the linear layers whose outputs are summed. Or a full plan, ``{"blocks.*.up": "column", ...}``.
+        offload: ``"cpu"`` or ``"nvme"``: where the weights of repeated blocks are stored. They are fetched block by
+            block.
+        nvme_path: folder on an NVMe device for ``offload="nvme"``; None: ``LS_STRATEGY_NVME_PATH``.
+        fill_from: weights for a model that was built on meta, file or folder: see `fill`. Each rank reads its shard,
+            and quantizes and offloads block by block, so the full model is never in memory.
+        **deepspeed: arguments of `deepspeed.init_inference` (``mp_size``, ``replace_with_kernel_inject`` ...), see
+            `deepspeed_names`.
 
     Returns:
         A module with ``forward`` and ``generate``.
 
     Raises:
-        ConfigError: an option makes no sense.
-        PlanError: the model cannot be divided, or quantised, so. On all ranks, before anything is sent.
-        CheckpointError: ``fill_from`` is not whole, or not of this model.
+        ConfigError: an option is invalid.
+        PlanError: the model cannot be sharded or quantized in this way. On all ranks, before any communication.
+        CheckpointError: ``fill_from`` is incomplete, or does not belong to this model.
     """
     ours = {
         **{"tensor_parallel_size": tensor_parallel_size, "dtype": dtype, "quantize": quantize, "offload": offload},
@@ -115,6 +114,7 @@ def init_inference(  # noqa: PLR0913 - one argument per option
     return _make(model, options.notes, **options.values)
 
 
+@checked(("model", "notes", "injection_policy"), tensor_parallel_size=at_least(1))
 def _make(  # noqa: PLR0913
     model: nn.Module,
     notes: list[str],
@@ -127,70 +127,69 @@ def _make(  # noqa: PLR0913
     nvme_path: str | os.PathLike[str] | None = None,
     fill_from: str | os.PathLike[str] | None = None,
 ) -> InferenceEngine:
-    """`init_inference`, once its options are known."""
-    wanted = _check_options(tensor_parallel_size, dtype, quantize, offload, nvme_path)
+    """Implement `init_inference` for options that have been read."""
+    wanted = _check_options(tensor_parallel_size, dtype, offload, nvme_path)
     plan = _plan(model, injection_policy, tensor_parallel_size)
     model.eval().requires_grad_(False)
     if wanted is not None:
         _cast(model, wanted)
-    divided = _Division.of(model, plan, tensor_parallel_size)
+    sharded = _ShardedModel.of(model, plan, tensor_parallel_size)
     quantizer = None
     if quantize is not None:
-        quantizer = Quantizer(model, quantize, heads=output_heads(model), biases_later=divided.biases_later)
-    stream = _make_stream(model, divided, quantizer, fill_from, (offload, nvme_path))
+        quantizer = Quantizer(model, quantize, heads=output_heads(model), biases_later=sharded.biases_later)
+    stream = _make_stream(model, sharded, quantizer, fill_from, (offload, nvme_path))
     report = None if quantizer is None else quantizer.report
-    engine = InferenceEngine(model, divided, report, stream)
-    engine.notes = notes
+    engine = InferenceEngine(model, sharded, report, stream, notes)
     log.info(engine.describe())
     if notes and (not dist.is_initialized() or dist.get_rank() == 0):
-        log.warning("init_inference: arguments of DeepSpeed:\n%s", "\n".join(notes))
+        log.warning("init_inference: DeepSpeed's arguments:\n%s", "\n".join(notes))
     return engine
 
 
 class InferenceEngine(nn.Module):
-    """A model that is ready to generate. Other attributes than its own are those of the model."""
+    """A model that is ready for generation. Unknown attributes are looked up on the model."""
 
     def __init__(
         self,
         module: nn.Module,
-        divided: _Division,
+        sharded: _ShardedModel,
         quantization: QuantizationReport | None,
         stream: StreamedBlocks | None,
+        notes: list[str],
     ) -> None:
-        """Made by `init_inference`."""
         super().__init__()
         self.module = module
         self.quantization = quantization
-        """What was quantised; None if nothing."""
+        """What was quantized; None without quantization."""
 
         self.stream = stream
-        """Of ``offload``: the handle that `stream_blocks` returned; None without."""
+        """The handle that `stream_blocks` returned; None without ``offload``."""
 
-        self.notes: list[str] = []
-        """What became of DeepSpeed's arguments, a line each."""
+        self.notes = notes
+        """One line for each of DeepSpeed's arguments that has no effect."""
 
-        self._divided = divided
+        self._sharded = sharded
         self.eval()
 
     @property
     def axis(self) -> Axis:
-        """The ranks that divide the model."""
-        return self._divided.axis
+        """The tensor-parallel ranks of this replica."""
+        return self._sharded.axis
 
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward, with whole logits. Collective over ``axis``: with the same input on every rank of it."""
+        """Run the model's forward, and gather logits. Collective over ``axis``, with the same input on each rank."""
         return gather(self.module(*args, **kwargs))
 
     @torch.no_grad()
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Continue texts: the model's own ``generate``, or `generate.generate` for a network that reads with a cache.
+        """Generate with the model's ``generate``, or with `generate.generate` for a network that reads with a cache.
 
-        Collective over ``axis``: with the same input on every rank of it. Random numbers are rank 0's, so that all
-        ranks sample the same tokens.
+        Collective over ``axis``, with the same input on each of its ranks. They use rank 0's random state, so all of
+        them sample the same tokens.
 
         Raises:
-            StateError: the model cannot generate; or the ranks of ``axis`` were given different input.
+            StateError: the model cannot generate, or the ranks of ``axis`` were given different inputs.
         """
         self._agree(args, kwargs)
         if callable(getattr(self.module, "make_cache", None)):
@@ -198,20 +197,20 @@ class InferenceEngine(nn.Module):
         own = getattr(self.module, "generate", None)
         if not callable(own):
             raise StateError(
-                f"{type(self.module).__name__} has no method generate. Give a model of transformers with a head for "
+                f"{type(self.module).__name__} has no method generate. Use a transformers model with a head for "
                 "generation (AutoModelForCausalLM, AutoModelForSeq2SeqLM), or a network with make_cache()."
             )
         return own(*args, **kwargs)
 
     def describe(self) -> str:
-        """What is divided, quantised and elsewhere, over a few lines."""
-        lines = [self._divided.describe()]
+        """Describe in a few lines what is sharded, quantized and offloaded."""
+        lines = [self._sharded.describe()]
         lines += [part.describe() for part in (self.quantization, self.stream) if part is not None]
         lines += self.notes
         return "\n".join(lines)
 
     def close(self) -> None:
-        """Give back what ``offload`` holds: threads, buffers, files. The model cannot run afterwards, then."""
+        """Release the threads, buffers and files of ``offload``. A model with ``offload`` cannot run afterwards."""
         if self.stream is not None:
             self.stream.close()
 
@@ -224,16 +223,16 @@ class InferenceEngine(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
     def _agree(self, args: Any, kwargs: Any) -> None:
-        """Compare what the ranks were given, and give all of them rank 0's random state."""
+        """Check that all ranks were given the same arguments, and set rank 0's random state on all of them."""
         axis = self.axis
         if axis.size == 1:
             return
-        given = [_Given.of(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor | list | int)]
-        for rank, others in enumerate(axis.comm.exchange_objects([*kwargs, *given])):
-            if others != [*kwargs, *given]:
+        given = [*kwargs, *(_comparable(v) for v in (*args, *kwargs.values()) if isinstance(v, Tensor | list | int))]
+        for rank, others in enumerate(axis.comm.exchange_objects(given)):
+            if others != given:
                 raise StateError(
-                    f"generate was called with other arguments on rank {rank} of the {axis.size} that divide the "
-                    "model than on this one. Give all of them the same tokens and options: they compute one batch."
+                    f"generate was called with other arguments on rank {rank} of the {axis.size} tensor-parallel ranks "
+                    "than on this one. Give all of them the same tokens and options: they compute one batch together."
                 )
         share_random_state(axis, torch.device("cpu"))
         device = next((p.device for p in self.module.parameters() if p.device.type not in ("cpu", "meta")), None)
@@ -241,37 +240,29 @@ class InferenceEngine(nn.Module):
             share_random_state(axis, device)
 
 
-@dataclass(frozen=True)
-class _Given:
-    """One argument, as far as ranks compare it."""
-
-    shape: tuple[int, ...]
-    content: Any
-
-    @classmethod
-    def of(cls, value: Any) -> _Given:
-        if not isinstance(value, Tensor):
-            return cls((), value)
-        # A sum of numbers times their places: other tokens have another one, but for unlikely accidents.
-        flat = value.detach().reshape(-1).double()
-        places = torch.arange(1, flat.numel() + 1, device=flat.device, dtype=torch.float64)
-        return cls(tuple(value.shape), float((flat * places.sqrt()).sum()))
+def _comparable(value: Any) -> Any:
+    """Return what ranks compare of an argument: of a tensor its shape and a position-weighted sum as a checksum."""
+    if not isinstance(value, Tensor):
+        return value
+    flat = value.detach().reshape(-1).double()
+    positions = torch.arange(1, flat.numel() + 1, device=flat.device, dtype=torch.float64)
+    return tuple(value.shape), float((flat * positions.sqrt()).sum())
 
 
-class _Division:
-    """A model divided over the ranks of one axis, or not divided."""
+class _ShardedModel:
+    """A model that is sharded over the ranks of one axis, or not sharded."""
 
     def __init__(self, axis: Axis, parallel: TensorParallel | None, biases_later: frozenset[int]) -> None:
         self.axis = axis
         self.parallel = parallel
         self.biases_later = biases_later
-        """``id`` of row layers whose bias is added after the sum over ranks."""
+        """``id`` of the row layers whose bias is added after the sum over ranks."""
 
         self.hooks = Hooks()
 
     @classmethod
-    def of(cls, model: nn.Module, plan: ResolvedPlan | None, size: int) -> _Division:
-        """Divide in place. Collective."""
+    def of(cls, model: nn.Module, plan: ResolvedPlan | None, size: int) -> _ShardedModel:
+        """Shard the model in place. Collective."""
         if plan is None:
             return cls(Axis("tensor"), None, frozenset())
         world = make_comm()
@@ -288,7 +279,7 @@ class _Division:
         return result
 
     def _gather_logits(self, model: nn.Module, resolved: Resolved) -> None:
-        """Whole logits for code that changes them in place, as transformers' does; our own samples from parts."""
+        """Gather the logits of models that modify them in place, as transformers does; our sampling gathers itself."""
         if any(callable(getattr(m, "make_cache", None)) for m in model.modules()):
             return
         for layer in resolved.layers:
@@ -299,46 +290,42 @@ class _Division:
         return "on one rank" if self.parallel is None else self.parallel.describe()
 
 
-# --- steps -----------------------------------------------------------------------------------------------------------
+# --- steps of init_inference -----------------------------------------------------------------------------------------
 
 
 def _check_options(
-    size: int, dtype: torch.dtype | str | None, quantize: str | None, offload: str | None, nvme_path: Any
+    size: int, dtype: torch.dtype | str | None, offload: str | None, nvme_path: Any
 ) -> torch.dtype | None:
-    """The dtype. Looks at nothing but the options, and the number of ranks.
+    """Check the options against each other and the number of ranks, and return the dtype. Not collective.
 
     Raises:
-        ConfigError: one of them makes no sense.
+        ConfigError: an option is invalid.
     """
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ConfigError(f"tensor_parallel_size={size!r}: give the number of ranks that divide the model, at least 1.")
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if ranks % size:
-        how = "" if ranks > 1 else " Start them by torchrun, and call torch.distributed.init_process_group() first."
-        raise ConfigError(f"tensor_parallel_size={size} does not divide the {ranks} ranks that there are.{how}")
-    if quantize not in (None, *FORMATS):
-        raise ConfigError(f"quantize={quantize!r}: give one of {', '.join(map(repr, FORMATS))}, or None.")
-    if offload not in (None, "cpu", "nvme"):
-        raise ConfigError(f"offload={offload!r}: give 'cpu', 'nvme', or None.")
+        how = "" if ranks > 1 else " Start torchrun with that many, and call torch.distributed.init_process_group()."
+        raise ConfigError(f"Got tensor_parallel_size={size}, which does not divide the {ranks} ranks of this run.{how}")
     if nvme_path is not None and offload != "nvme":
-        raise ConfigError(f"nvme_path={nvme_path!r} is for offload='nvme', but offload={offload!r}. Change either.")
+        raise ConfigError(
+            f"Got nvme_path={nvme_path!r} with offload={offload!r}, but it needs offload='nvme'. Change one of the two."
+        )
     if isinstance(dtype, str):
         if dtype not in DTYPES:
             cure = " For integers set quantize='int8' or 'int4'." if "int" in dtype else ""
-            raise ConfigError(f"dtype={dtype!r}: give a torch.dtype, or one of {', '.join(DTYPES)}.{cure}")
+            raise ConfigError(f"Got dtype={dtype!r}. Give a torch.dtype, or one of {', '.join(DTYPES)}.{cure}")
         return DTYPES[dtype]
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise ConfigError(f"dtype={dtype!r}: give a torch.dtype, or one of {', '.join(DTYPES)}.")
     if dtype is not None and not dtype.is_floating_point:
-        raise ConfigError(f"dtype={dtype}: weights are cast to it; for integers set quantize='int8' or 'int4'.")
+        raise ConfigError(
+            f"Got dtype={dtype}, but it must be a floating-point dtype. For integers set quantize='int8' or 'int4'."
+        )
     return dtype
 
 
 def _plan(model: nn.Module, given: Injection, size: int) -> ResolvedPlan | None:
-    """How the model is divided; None for one rank, where a policy is checked all the same.
+    """Return how the model is sharded; None for one rank, on which a policy is still checked.
 
     Raises:
-        PlanError: it cannot be divided so.
+        PlanError: the model cannot be sharded in this way.
     """
     mapping: Mapping[Any, Any] | None = given if isinstance(given, Mapping) else None
     if size > 1:
@@ -351,16 +338,18 @@ def _plan(model: nn.Module, given: Injection, size: int) -> ResolvedPlan | None:
         plan = resolve_tensor_plan(model, "auto" if mapping is None else mapping, size)
     except PlanError as error:
         raise PlanError(
-            f"{error} (In init_inference, parallel.tensor is tensor_parallel_size, and its plan injection_policy.)"
+            f"{error} (In init_inference, parallel.tensor is tensor_parallel_size, and its plan is injection_policy.)"
         ) from error
     if plan.torch_styles:
-        raise PlanError("injection_policy holds ParallelStyle objects of torch: name styles of this package instead.")
+        raise PlanError(
+            "Got torch's ParallelStyle objects in injection_policy. Give names of this package's styles instead."
+        )
     log.info(plan.describe())
     return plan
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters, and buffers that are saved with the model; tables that are made anew keep their dtype."""
+    """Cast parameters and saved buffers. Tables that the model computes by itself keep their dtype."""
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
@@ -373,20 +362,15 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
 
 def _make_stream(
     model: nn.Module,
-    divided: _Division,
+    sharded: _ShardedModel,
     quantizer: Quantizer | None,
     fill_from: str | os.PathLike[str] | None,
     offload: tuple[Tier | None, str | os.PathLike[str] | None],
 ) -> StreamedBlocks | None:
-    """Fill what is on meta, quantise, and let blocks rest where they are to; block by block what is filled."""
+    """Fill meta tensors, quantize and offload. A model on meta is filled, quantized and offloaded block by block."""
     tier, path = offload
-    parts = None if divided.parallel is None else divided.parallel.parts
-    on_meta = has_meta(model)
-    if fill_from is not None and not on_meta:
-        raise PlanError(
-            f"fill_from={os.fspath(fill_from)!r} for a model that has its weights already: build it under "
-            '`with torch.device("meta"):`, or leave fill_from out.'
-        )
+    parts = None if sharded.parallel is None else sharded.parallel.parts
+    on_meta = needs_filling(model, fill_from)
     if quantizer is not None and not on_meta:
         quantizer.apply(model)
     stream = None
@@ -402,12 +386,12 @@ def _make_stream(
     elif on_meta:
         _fill(model, Filler(model, fill_from, parts), quantizer)
     if quantizer is not None and on_meta:
-        quantizer.apply(model)  # heads
+        quantizer.apply(model)  # the output heads
     return stream
 
 
 def _fill(model: nn.Module, filler: Filler, quantizer: Quantizer | None) -> None:
-    device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+    device = device_of(model)
     names = {id(m): name for name, m in model.named_modules()}
     for root in (*(block for _, block in uniform_blocks(model)), model):
         for module in root.modules():

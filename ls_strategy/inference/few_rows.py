@@ -1,7 +1,7 @@
-"""Linear layers on the few rows that a decoding step has, where torch's product for large matrices is slow.
+"""A faster matrix product for the few rows of a decoding step.
 
-In fp32 on a CPU torch calls MKL. With a few rows that takes up to twice as long for a large weight as oneDNN, which
-comes with torch too, and serves its other dtypes.
+For fp32 on a CPU torch calls MKL, which takes up to twice as long as oneDNN for a few rows and a large weight. Torch
+includes oneDNN and uses it for other dtypes.
 """
 
 from __future__ import annotations
@@ -18,14 +18,10 @@ LEAST_WEIGHTS = 2**21
 
 
 def few_rows_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """``functional.linear(x, weight)``, by oneDNN where that is faster; equal within rounding of fp32.
+    """Compute ``functional.linear(x, weight)``, with oneDNN where it is faster; equal up to fp32 rounding.
 
-    Args:
-        x: ``(..., in)``.
-        weight: ``(out, in)``.
-
-    Returns:
-        ``(..., out)``, without a gradient where gradients are off, as they must be for the faster way.
+    ``x`` is ``(..., in)``, ``weight`` ``(out, in)``, and the result ``(..., out)``. The oneDNN product has no gradient
+    and is used only where gradients are disabled.
     """
     product = onednn_linear() if _suits(x, weight) else None
     return functional.linear(x, weight) if product is None else product(x, weight)

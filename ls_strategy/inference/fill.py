@@ -1,15 +1,15 @@
-"""Models that were built on meta get their weights module by module, from files or from ``reset_parameters()``.
+"""Fill models that were built on meta, module by module, from files or by ``reset_parameters()``.
 
 =================================================  ====================================================
-``fill_from``                                      read by
+``fill_from``                                      read as
 =================================================  ====================================================
 a file or folder of safetensors (Hugging Face)     ranges of the files, without the package
-a checkpoint folder of this package, or of DCP     ranges of the files, each compared with its checksum
-a file of ``torch.save``: ``.ckpt``, ``.pt``       a map of the file
-None                                               the modules fill themselves: random weights
+a checkpoint folder of this package, or of DCP     ranges of the files, each verified by its checksum
+a file of ``torch.save``: ``.ckpt``, ``.pt``       a memory-mapped file
+None                                               the modules initialize themselves: random weights
 =================================================  ====================================================
 
-Nothing is read before it is used, and no more than a chunk of a tensor at a time beside the module that it fills.
+Tensors are read when they are used, and at most one chunk of a tensor is in memory in addition to the module.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ logger = logging.getLogger("ls_strategy.inference")
 _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 _INDEX = "model.safetensors.index.json"
 _LARGEST_HEADER = 100_000_000
-"""Bytes, as the format has it."""
+"""Maximum bytes of a header, as the format defines it."""
 
 
 class FileTensor(LazyTensor):
-    """A tensor in a file of safetensors that is read when it is used."""
+    """A tensor in a safetensors file that is read when it is used."""
 
     path: Path
     first: int
@@ -68,7 +68,7 @@ class FileTensor(LazyTensor):
                 while done < len(target):
                     moved = file.readinto(target[done:])
                     if not moved:
-                        raise CheckpointError(f"{self.path} ends inside {self.label}: it is not whole. Copy it anew.")
+                        raise CheckpointError(f"{self.path} ends inside {self.label}: it is incomplete. Copy it again.")
                     done += moved
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror}.") from error
@@ -76,10 +76,10 @@ class FileTensor(LazyTensor):
 
 
 def read_safetensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """The tensors of a file, or of all files of a folder, by name; each is read when it is used.
+    """Return the tensors of a file, or of all files of a folder, by name. Each is read when it is used.
 
     Raises:
-        CheckpointError: a file is missing, or is no whole file of safetensors.
+        CheckpointError: a file is missing, or is not a complete safetensors file.
     """
     place = Path(path)
     if not place.is_dir():
@@ -88,7 +88,7 @@ def read_safetensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         try:
             files = sorted(set(json.loads((place / _INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{place / _INDEX} cannot be read: {error!r}. Copy it anew.") from error
+            raise CheckpointError(f"{place / _INDEX} cannot be read: {error!r}. Copy it again.") from error
     else:
         files = sorted(file.name for file in place.glob("*.safetensors"))
     found: dict[str, Tensor] = {}
@@ -103,19 +103,19 @@ def _tensors_of(path: Path) -> dict[str, Tensor]:
     for name, entry in header.items():
         try:
             dtype, shape, (begin, end) = _BY_NAME[entry["dtype"]], entry["shape"], entry["data_offsets"]
-            whole = end - begin == torch.Size(shape).numel() * dtype.itemsize
+            fits = end - begin == torch.Size(shape).numel() * dtype.itemsize
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{path}: the header's entry of {name} cannot be read: {error!r}.") from error
-        if not whole or not 0 <= begin <= end <= nbytes:
+        if not fits or not 0 <= begin <= end <= nbytes:
             raise CheckpointError(
-                f"{path} is damaged: {name} is said to be at bytes [{begin}, {end}) of {nbytes}. Copy it anew."
+                f"{path} is damaged: its header puts {name} at bytes [{begin}, {end}) of {nbytes}. Copy it again."
             )
         found[name] = FileTensor(path, name, dtype, shape, begin_of_data + begin)
     return found
 
 
 def _header_of(path: Path) -> tuple[dict[str, Any], int, int]:
-    """What a file says of its tensors, where their bytes begin, and how many there are."""
+    """Return a file's header, the offset of its data, and the bytes of data."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -126,18 +126,18 @@ def _header_of(path: Path) -> tuple[dict[str, Any], int, int]:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
     except ValueError as error:
-        raise CheckpointError(f"{path} is no file of safetensors, or is damaged: {error}.") from error
+        raise CheckpointError(f"{path} is not a safetensors file, or is damaged: {error}.") from error
     if not isinstance(header, dict):
-        raise CheckpointError(f"{path} is no file of safetensors, or is damaged: it has no header.")
+        raise CheckpointError(f"{path} is not a safetensors file, or is damaged: it has no header.")
     header.pop("__metadata__", None)
     return header, 8 + length, size - 8 - length
 
 
 def open_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Weights by name, of any kind of file or folder; each is read when it is used.
+    """Return the weights of any supported file or folder by name. Each is read when it is used.
 
     Raises:
-        CheckpointError: there is nothing of this name, it is not whole, or has no weights.
+        CheckpointError: the path does not exist, is incomplete, or has no weights.
     """
     place = Path(path)
     if place.suffix == ".safetensors" or (place.is_dir() and any(place.glob("*.safetensors"))):
@@ -152,9 +152,24 @@ def open_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     return weights
 
 
-def has_meta(model: nn.Module) -> bool:
-    """Whether some of it was built without memory."""
-    return any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+def needs_filling(model: nn.Module, source: str | os.PathLike[str] | None) -> bool:
+    """Whether any parameter or buffer is on meta.
+
+    Raises:
+        PlanError: there is a ``source``, but the model has its weights already.
+    """
+    on_meta = any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+    if source is not None and not on_meta:
+        raise PlanError(
+            f"Got fill_from={os.fspath(source)!r} for a model that has its weights already. Build it under "
+            '`with torch.device("meta"):`, or omit fill_from.'
+        )
+    return on_meta
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of the first parameter with memory; without one, the CPU."""
+    return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
 
 
 class Filler:
@@ -169,24 +184,24 @@ class Filler:
         """Find every name in the files, before anything is filled.
 
         Args:
-            model: some of it on meta.
-            source: file or folder. None: modules fill themselves.
-            parts: ``id(parameter)`` -> what of it is on this rank, for parameters that are divided.
+            model: the model, with some or all tensors on meta.
+            source: file or folder. None: modules initialize themselves.
+            parts: ``id(parameter)`` -> this rank's part of it, for sharded parameters.
 
         Raises:
             CheckpointError: names are missing, or have other shapes.
-            PlanError: random weights for parameters that are divided.
+            PlanError: random weights were requested for sharded parameters.
         """
         self._source = source
         self._parts = parts or {}
         self._values: dict[int, Tensor] = {}
-        self._fillers = dict(_outside_initialisers(model))
+        self._fillers = dict(_initializers(model))
         named = _names(model)
         if source is None:
             if self._parts:
                 raise PlanError(
-                    "random weights of a model that is divided over ranks, on meta: give fill_from, or build it with "
-                    "memory and divide it then."
+                    "Got a model on meta that is sharded over ranks, and no fill_from: random weights would differ "
+                    "between ranks. Set fill_from, or build the model with memory."
                 )
             return
         weights = open_weights(source)
@@ -205,33 +220,28 @@ class Filler:
         if missing:
             raise CheckpointError(
                 f"{source} has no {', '.join(missing[:5])}{f' and {len(missing) - 5} more' * (len(missing) > 5)}. It "
-                f"has {', '.join(list(weights)[:3])}, ...: give the file of this model, or build the model that was "
+                f"has {', '.join(list(weights)[:3])}, ... Give the file of this model, or build the model that was "
                 "saved."
             )
         unused = [name for name in weights if name not in used]
         if unused:
-            logger.info("%s: %d tensors are not of the model, %s first", source, len(unused), unused[0])
+            logger.info("%s: %d tensors do not belong to the model, first %s", source, len(unused), unused[0])
 
     def _fitting(self, name: str, tensor: Tensor, value: Tensor) -> Tensor:
         part = self._parts.get(id(tensor))
         shape = tuple(tensor.shape) if part is None else tuple(part.full_shape)
         if tuple(value.shape) != shape:
             raise CheckpointError(
-                f"{name} is {tuple(value.shape)} in {self._source}, and {shape} in the model: build the model that was "
-                "saved."
+                f"{name} has shape {tuple(value.shape)} in {self._source}, but {shape} in the model. Build the model "
+                "that was saved."
             )
         return part_of(value, part)
 
     def fill(self, name: str, module: nn.Module, device: torch.device) -> None:
-        """Give a module's own meta tensors, not those of its children, memory and values.
-
-        Args:
-            name: of the module in the model.
-            module: to be filled.
-            device: where the memory is taken.
+        """Allocate and fill the meta tensors of the module ``name`` on ``device``, without those of its children.
 
         Raises:
-            PlanError: it has something that is in no file, and cannot fill it by itself.
+            PlanError: a tensor is in no file, and the module cannot initialize it.
             CheckpointError: a file cannot be read.
         """
         params = {k: p for k, p in module.named_parameters(recurse=False) if p.is_meta}
@@ -252,39 +262,39 @@ class Filler:
                 _copy(tensor.detach(), value)
 
     def _reset(self, name: str, module: nn.Module) -> None:
-        """Let the module fill itself, or a Hugging Face model around it."""
+        """Let the module, or the Hugging Face model around it, initialize its tensors."""
         initialise = getattr(module, "reset_parameters", None)
         if not callable(initialise):
-            outside = self._fillers.get(id(module))
-            if outside is None:
+            initializer = self._fillers.get(id(module))
+            if initializer is None:
                 raise PlanError(
-                    f"module {name!r} ({type(module).__name__}) was built on meta, has tensors that no file holds "
-                    "(random weights, or buffers that are not saved), and no reset_parameters() to fill them. Add that "
-                    "method, or build this module with memory."
+                    f"module {name!r} ({type(module).__name__}) was built on meta and has tensors that are in no file "
+                    "(random weights, or buffers that are not saved), but it has no reset_parameters() to fill them. "
+                    "Add that method, or build this module with memory."
                 )
             with torch.no_grad():
-                outside(module)
+                initializer(module)
             return
         with torch.no_grad():
             initialise()
 
 
-def _outside_initialisers(model: nn.Module) -> Iterator[tuple[int, Callable[[nn.Module], Any]]]:
-    """``id`` of every module inside a Hugging Face model, and the method of the innermost one that fills it."""
+def _initializers(model: nn.Module) -> Iterator[tuple[int, Callable[[nn.Module], Any]]]:
+    """Yield the ``id`` of each module in a Hugging Face model, and ``_init_weights`` of the innermost one around it."""
 
-    def walk(module: nn.Module, outside: Callable[[nn.Module], Any] | None) -> Iterator[tuple[int, Any]]:
+    def walk(module: nn.Module, initializer: Callable[[nn.Module], Any] | None) -> Iterator[tuple[int, Any]]:
         own = getattr(module, "_init_weights", None)
-        outside = own if callable(own) else outside
-        if outside is not None:
-            yield id(module), outside
+        initializer = own if callable(own) else initializer
+        if initializer is not None:
+            yield id(module), initializer
         for child in module.children():
-            yield from walk(child, outside)
+            yield from walk(child, initializer)
 
     return walk(model, None)
 
 
 def _names(model: nn.Module) -> dict[int, tuple[list[str], Tensor]]:
-    """Parameters and persistent buffers by ``id``, with all their names."""
+    """Return parameters and persistent buffers by ``id``, with all their names."""
     saved = persistent_buffer_names(model)
     names: defaultdict[int, list[str]] = defaultdict(list)
     tensors: dict[int, Tensor] = {}
@@ -297,9 +307,9 @@ def _names(model: nn.Module) -> dict[int, tuple[list[str], Tensor]]:
 
 
 def _renaming(wanted: list[str], weights: Mapping[str, Tensor]) -> Callable[[str], str]:
-    """From names in the model to names in the file, which may begin with one module more, or less.
+    """Return a function from names in the model to names in the file, which may have one leading module more, or less.
 
-    More: ``network.``, of the LightningModule around the model. Less: ``transformer.``, of a head around the model.
+    More: ``network.``, from the LightningModule around the model. Less: ``transformer.``, in a model with a head.
     """
     if any(name in weights for name in wanted):
         return lambda name: name
@@ -308,14 +318,14 @@ def _renaming(wanted: list[str], weights: Mapping[str, Tensor]) -> Callable[[str
         if longer is not None:
             prefix = longer[: -len(name)]
             return lambda name: prefix + name
-        head, _, rest = name.partition(".")
-        if rest in weights:
+        head, _, inner = name.partition(".")
+        if inner in weights:
             return lambda name: name.removeprefix(f"{head}.")
     return lambda name: name
 
 
 def _copy(target: Tensor, value: Tensor) -> None:
-    """Chunk by chunk, cast to the target's dtype. ``target`` is contiguous, or takes the value whole."""
+    """Copy and cast, chunk by chunk if ``target`` is contiguous."""
     if not target.is_contiguous():
         target.copy_(value.materialize() if isinstance(value, LazyTensor) else value)
         return

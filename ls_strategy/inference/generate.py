@@ -1,4 +1,4 @@
-"""The loop that continues sequences token by token, written once for every network that reads with a cache.
+"""The generation loop, shared by all networks that read with a cache.
 
 ::
 
@@ -6,8 +6,8 @@
                               ▲                                         │
                               └──────────── one token per row ──────────┘
 
-Every rank makes as many forwards as steps are asked for, one each, whatever is sampled: forwards may be collective
-(sharded parameters, divided layers, experts elsewhere), also between ranks whose prompts differ.
+Every rank runs one forward per requested step, whatever is sampled: a forward may be collective (sharded parameters,
+tensor or expert parallelism), even between ranks with different prompts.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from ls_strategy.inference.cache import KVCache
 from ls_strategy.inference.sampling import SamplingConfig, Uniforms, sample
 
 Prompts: TypeAlias = Tensor | Sequence[Sequence[int]]
-"""Tokens ``(B, T)``, or a list of tokens for each row; at least one each."""
+"""Tokens ``(B, T)``, or a list of tokens for each row; at least one token per row."""
 
 
 class CausalNetwork(Protocol):
-    """A network that tells the token after those it has read."""
+    """A network that predicts the next token."""
 
     def __call__(self, tokens: Tensor, *, cache: KVCache | None = None) -> Tensor:
-        """Logits ``(B, T, V)`` of the token after each of ``tokens`` (B, T); with a cache of the last, ``(B, 1, V)``.
+        """Return logits ``(B, T, V)`` of the token after each of ``tokens`` (B, T); with a cache, of the last one only.
 
-        With a cache the tokens follow those in it, at the positions that `KVCache.open` tells.
+        With a cache, the result is ``(B, 1, V)``, and the tokens follow those in the cache, at the positions that
+        `KVCache.open` returns.
         """
         ...
 
     def make_cache(self) -> KVCache:
-        """A cache for the longest sequence that the network can read."""
+        """Return a cache for the longest sequence that the network can read."""
         ...
 
 
@@ -55,39 +56,40 @@ def stream(  # noqa: PLR0913 - one argument per option
     all_steps: bool | None = None,
     whole_sequences: int = 0,
 ) -> Iterator[list[int | None]]:
-    """Continue every prompt, and hand out each step's tokens as soon as they are there.
+    """Continue every prompt, and yield each step's tokens as soon as they are sampled.
 
-    When a sequence outgrows the network, the last tokens that it can read are read anew at every step. Collective where
-    the network's forward is: every rank iterates to the end, with as many steps. Call ``network.eval()`` before.
+    When a sequence exceeds the network's context, the last tokens that fit are read again in every step. Collective
+    where the network's forward is: every rank must iterate to the end, with the same number of steps. Call
+    ``network.eval()`` first.
 
     Args:
         network: see `CausalNetwork`.
-        prompts: what to continue. Rows of different lengths do not change each other's results.
-        max_new_tokens: steps.
+        prompts: the prompts. Rows of different lengths do not change each other's results.
+        max_new_tokens: number of steps.
         sampling: how tokens are chosen.
         seed: one for each row, or one for all; see `Uniforms.of_seed`.
         stop_tokens: a row ends before the first of these.
-        cache: to use again, from the network's `make_cache`. None: a new one.
-        device: of the network. None: that of a tensor of prompts, else the CPU.
-        all_steps: go on when every row has ended, since other ranks may not have. None: if there are other ranks.
-        whole_sequences: without a cache: all tokens are read at every step, padded to a multiple of this. For networks
-            whose blocks divide sequences over ranks.
+        cache: a cache to reuse, from the network's `make_cache`. None: a new one.
+        device: the network's device. None: the device of tensor prompts, otherwise the CPU.
+        all_steps: continue after every row has ended, because other ranks may not have. None: if there are other ranks.
+        whole_sequences: use no cache: read all tokens in every step, padded to a multiple of this. For networks with
+            sequence parallelism.
 
     Yields:
-        For each row the new token, or None from the row's end on.
+        For each row the new token, or None after the row has ended.
 
     Raises:
-        ConfigError: the prompts or numbers make no sense.
-        PlanError: parts of the network are on other ranks.
+        ConfigError: the prompts or numbers are invalid.
+        PlanError: some of the network's blocks are on other ranks.
     """
     rows = _rows(prompts)
     if max_new_tokens < 0:
-        raise ConfigError(f"max_new_tokens={max_new_tokens}: must not be negative.")
+        raise ConfigError(f"Got max_new_tokens={max_new_tokens}, but it must be at least 0.")
     if isinstance(network, nn.Module):
         refuse_absent(network)
     where = torch.device(device if device is not None else prompts.device if isinstance(prompts, Tensor) else "cpu")
     if whole_sequences:
-        read = _whole_reader(network, rows, where, whole_sequences)
+        read = _full_reader(network, rows, where, whole_sequences)
     else:
         read = _cached_reader(network, rows, where, cache if cache is not None else network.make_cache())
     uniforms: Uniforms | None = None
@@ -99,7 +101,7 @@ def stream(  # noqa: PLR0913 - one argument per option
 
 
 def generate(network: CausalNetwork, prompts: Prompts, max_new_tokens: int, **options: object) -> list[list[int]]:
-    """The new tokens of every row, without the stop token that ended it. Arguments as `stream`'s, and as collective."""
+    """Return the new tokens of every row, without the stop token. For arguments and collectives see `stream`."""
     found: list[list[int]] = [[] for _ in range(len(prompts))]
     for step in stream(network, prompts, max_new_tokens, **options):  # type: ignore[arg-type]
         for row, token in zip(found, step, strict=True):
@@ -109,16 +111,16 @@ def generate(network: CausalNetwork, prompts: Prompts, max_new_tokens: int, **op
 
 
 def refuse_absent(network: nn.Module) -> None:
-    """Refuse a network of which other ranks hold some blocks.
+    """Refuse a network with blocks on other ranks.
 
     Raises:
-        PlanError: so it is.
+        PlanError: a parameter of the network is on meta.
     """
     absent = next((name for name, p in network.named_parameters() if p.is_meta), None)
     if absent is not None:
         raise PlanError(
-            f"{absent} is on another rank: the network is divided into stages of a pipeline (or was never filled), and "
-            "no rank can run all of it for one token. Save a checkpoint, and generate from that without a pipeline."
+            f"{absent} is on another rank: the network is partitioned into pipeline stages (or was never filled), so "
+            "no rank can run all of it. Save a checkpoint, and generate from it without a pipeline."
         )
 
 
@@ -127,7 +129,8 @@ def _rows(prompts: Prompts) -> list[list[int]]:
     empty = next((i for i, row in enumerate(rows) if not row), None)
     if not rows or empty is not None:
         raise ConfigError(
-            f"{'no prompts' if not rows else f'prompt {empty} has no tokens'}: give at least one, with a token each."
+            f"Got {'no prompts' if not rows else f'prompt {empty} without tokens'}. Give at least one prompt, each "
+            "with at least one token."
         )
     return rows
 
@@ -143,7 +146,7 @@ def _steps(
     ended = [False] * len(rows)
     chosen: Tensor | None = None
     for _ in range(count):
-        # Not around the yield: the caller's code must not run without gradients.
+        # Not around the yield: gradients must stay enabled in the caller's code.
         with torch.no_grad():
             chosen = choose(read(chosen))
         tokens: list[int] = chosen.tolist()
@@ -156,7 +159,7 @@ def _steps(
 
 
 Read: TypeAlias = Callable[[Tensor | None], Tensor]
-"""From the tokens chosen last ``(B,)``, None at first, to logits ``(B, V)`` of the next. One forward."""
+"""Runs one forward on the last chosen tokens ``(B,)`` (None at first), and returns the next logits ``(B, V)``."""
 
 
 def _cached_reader(network: CausalNetwork, rows: list[list[int]], device: torch.device, cache: KVCache) -> Read:
@@ -173,15 +176,15 @@ def _cached_reader(network: CausalNetwork, rows: list[list[int]], device: torch.
     return read
 
 
-def _whole_reader(network: CausalNetwork, rows: list[list[int]], device: torch.device, multiple: int) -> Read:
+def _full_reader(network: CausalNetwork, rows: list[list[int]], device: torch.device, multiple: int) -> Read:
     limit = network.make_cache().max_length // multiple * multiple
     if not limit:
-        raise ConfigError(f"whole_sequences={multiple}: the network reads fewer tokens than that at once.")
+        raise ConfigError(f"Got whole_sequences={multiple}, but the network reads fewer tokens than that at once.")
 
     def read(_chosen: Tensor | None) -> Tensor:
         recent = [row[-limit:] for row in rows]
         length = -(-max(map(len, recent)) // multiple) * multiple
-        # On the right, where no token sees it.
+        # Pad on the right, where no token attends to it.
         tokens = torch.tensor([row + [0] * (length - len(row)) for row in recent], device=device)
         logits = network(tokens)
         last = [len(row) - 1 for row in recent]

@@ -1,7 +1,8 @@
-"""Linear layers whose weight rests in 8 or 4 bits.
+"""Linear layers with 8-bit or 4-bit weights.
 
-A layer is changed in place: it keeps its identity, name, hooks and integers, so a layer that is divided over ranks
-stays so. ``weight`` is a buffer of packed levels afterwards, and ``scales`` one of fp32: see `ls_strategy.ops.linear`.
+A layer is converted in place and keeps its identity, name, hooks and integer attributes, so a tensor-parallel layer
+stays tensor parallel. ``weight`` becomes a buffer of packed levels and ``scales`` an fp32 buffer: see
+`ls_strategy.ops.linear`.
 """
 
 from __future__ import annotations
@@ -22,35 +23,35 @@ FORMATS: tuple[Format, ...] = ("int8", "int4")
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer with a weight in 8 or 4 bits. Made by `quantize_linear` only."""
+    """A linear layer with a quantized weight. Created by `quantize_linear` only."""
 
     weight: Tensor
     """Packed levels: int8 (out, in), or for int4 (out, in / 2)."""
 
     scales: Tensor
-    """(out,), or for int4 with zeros (out, in / group, 2); fp32."""
+    """fp32: (out,), or for int4 scales and zeros (out, in / group, 2)."""
 
     bias: nn.Parameter | None
     features: tuple[int, int]
-    """Output and input features, of this rank."""
+    """Output and input features on this rank."""
 
     format: Format
     dtype: torch.dtype
-    """That the weight had."""
+    """The weight's dtype before quantization."""
 
     adds_bias: bool
-    """False where a row layer's bias is added after the sum over the ranks."""
+    """False for a row layer whose bias is added after the sum over ranks."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """``input`` (..., in) times the weight; (..., out), in the dtype of ``input``.
+        """Multiply ``input`` (..., in) by the weight. Returns (..., out) in the dtype of ``input``.
 
         Raises:
-            StateError: it was called with integers.
+            StateError: ``input`` is an integer tensor.
         """
         if not input.is_floating_point():
             raise StateError(
-                f"a layer quantised to {self.format} got {input.dtype} values: its caller casts them to the dtype of "
-                "the weight. Leave this model in its own dtype: quantize=None."
+                f"Got {input.dtype} input for a linear layer quantized to {self.format}: its caller casts them to the "
+                "dtype of the weight. Set quantize=None for this model."
             )
         out_features, in_features = self.features
         product = linear_int8 if self.format == "int8" else linear_int4
@@ -60,24 +61,24 @@ class QuantizedLinear(nn.Module):
         return y.view(*input.shape[:-1], out_features)
 
     def dequantized(self) -> Tensor:
-        """The weight (out, in) as the layer uses it, in the dtype that it had."""
+        """Return the dequantized weight (out, in) in its original dtype."""
         spell_out = spell_out_int8 if self.format == "int8" else spell_out_int4
         return spell_out(self.weight, self.scales).to(self.dtype)
 
     def extra_repr(self) -> str:
-        """Features and format."""
+        """Return features and format."""
         out_features, in_features = self.features
         group = f", group={in_features // self.scales.shape[1]}" if self.format == "int4" else ""
         return f"in_features={in_features}, out_features={out_features}, {self.format}{group}"
 
 
 def quantize_linear(module: nn.Module, format: Format, *, adds_bias: bool = True) -> QuantizedLinear:
-    """Round the weight of a linear layer (or transformers' Conv1D), and turn the layer into a `QuantizedLinear`.
+    """Quantize a linear layer (or transformers' Conv1D) in place, which makes it a `QuantizedLinear`.
 
     Args:
-        module: with its weight on the device on which it will compute; changed in place.
-        format: ``"int4"`` needs input features that a group of 32 shards.
-        adds_bias: False where something else adds the bias.
+        module: the layer, with its weight on the device on which it computes.
+        format: ``"int4"`` requires input features that are a multiple of 32.
+        adds_bias: False if other code adds the bias.
     """
     weight = module.weight.detach()  # type: ignore[union-attr, operator]
     assert isinstance(weight, Tensor)
@@ -86,11 +87,11 @@ def quantize_linear(module: nn.Module, format: Format, *, adds_bias: bool = True
         packed, scales = rounding.round_int8(full)
     else:
         group = rounding.group_size(full.shape[1])
-        assert group is not None, "the caller has asked"
+        assert group is not None, "the caller has checked the group size"
         levels, scales = rounding.round_int4(full, group)
         packed = pack(levels)
     own = vars(module)
-    own.pop("forward", None)  # of a row layer whose bias is added later
+    own.pop("forward", None)  # set on a row layer whose bias is added later
     own["_parameters"].pop("weight")
     own.update(features=tuple(full.shape), format=format, dtype=weight.dtype, adds_bias=adds_bias)
     module.__class__ = QuantizedLinear

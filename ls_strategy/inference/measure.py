@@ -1,7 +1,7 @@
-"""How fast a model generates, and how far that is from what memory allows.
+"""Measure generation speed, and compare it with the limit set by memory bandwidth.
 
-One token at a time, every weight is read once per step, and little is computed with it: at batch 1 a step takes no less
-than the weights' bytes over the bandwidth of the memory they are in.
+A decoding step reads every weight once and computes little: at batch 1 it takes at least the weights' bytes divided by
+the memory bandwidth.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from ls_strategy.inference.engine import InferenceEngine
 from ls_strategy.inference.sampling import SamplingConfig
 
 _TRIAD_NUMEL = 1 << 24
-"""fp32 elements of each of three arrays: 64 MiB, more than a cache holds."""
+"""fp32 elements of each of the three arrays: 64 MiB, larger than a cache."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Of greedy generation, medians over rounds. Times in seconds."""
+    """Speed of greedy generation, as medians over rounds."""
 
     batch: int
     prompt_length: int
     new_tokens: int
     first_token_s: float
-    """From the call to the first new token of every row: the prompt is read."""
+    """Seconds from the call to the first new token of every row, which reads the prompt."""
 
     token_s: float
-    """From one new token of every row to the next."""
+    """Seconds from one new token of every row to the next."""
 
     tokens_per_s: float
-    """New tokens of all rows, without the first one each."""
+    """New tokens of all rows per second, without the first ones."""
 
     weights_read: int
-    """Bytes that a step reads on this rank: of all weights but tables of embeddings."""
+    """Bytes that a step reads on this rank: all weights except embedding tables."""
 
     triad_gbs: float
-    """GB/s of memory, measured in the same run."""
+    """Memory bandwidth in GB/s, measured in the same run."""
 
     bandwidth_share: float
-    """The time that memory needs for the weights, over ``token_s``."""
+    """The time to read the weights at that bandwidth, divided by ``token_s``."""
 
     def to_dict(self) -> dict[str, Any]:
-        """By name."""
+        """Return the fields by name."""
         return asdict(self)
 
 
@@ -63,39 +63,32 @@ def measure(
     vocabulary: int,
     progress: Callable[[str], None] = lambda _line: None,
 ) -> Speed:
-    """Generate from random tokens, several times. Collective over the ranks of the engine.
+    """Generate ``new_tokens`` per row from random prompts: ``rounds`` measured rounds after one warm-up round.
 
-    Args:
-        engine: the model.
-        batch: rows.
-        prompt_length: tokens of each prompt.
-        new_tokens: of each row, at least 2.
-        rounds: how often; one more comes first, and does not count.
-        vocabulary: tokens to draw from.
-        progress: called with a line now and then.
+    Collective over the engine's ranks. ``progress`` is called with a line of text from time to time.
 
     Raises:
-        ConfigError: a number makes no sense.
+        ConfigError: a number is out of range.
     """
     if min(batch, prompt_length, rounds) < 1 or new_tokens < 2:
         raise ConfigError(
-            f"batch={batch}, prompt_length={prompt_length}, new_tokens={new_tokens}, rounds={rounds}: at least 1 each, "
-            "and 2 new tokens, between which there is a time."
+            f"Got batch={batch}, prompt_length={prompt_length}, new_tokens={new_tokens}, rounds={rounds}, but each "
+            "must be at least 1, and new_tokens at least 2."
         )
     device = _device(engine.module)
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(3, vocabulary, (batch, prompt_length), generator=generator).to(device)
     first: list[float] = []
-    rest: list[float] = []
+    later: list[float] = []
     for i in range(rounds + 1):
-        alone = _timed(engine, prompts, 1, device)
-        whole = _timed(engine, prompts, new_tokens, device)
+        to_first = _timed(engine, prompts, 1, device)
+        to_last = _timed(engine, prompts, new_tokens, device)
         if i:
-            first.append(alone)
-            rest.append((whole - alone) / (new_tokens - 1))
-        progress(f"round {i} of {rounds}: {alone:.3f} s to the first token, {whole:.3f} s to the last")
-    token_s = max(statistics.median(rest), 1e-9)
-    progress("measuring the bandwidth of memory")
+            first.append(to_first)
+            later.append((to_last - to_first) / (new_tokens - 1))
+        progress(f"round {i} of {rounds}: {to_first:.3f} s to the first token, {to_last:.3f} s to the last")
+    token_s = max(statistics.median(later), 1e-9)
+    progress("measuring the memory bandwidth")
     gbs, read = triad_gbs(device), weights_read(engine.module)
     return Speed(
         batch=batch,
@@ -116,7 +109,7 @@ def _timed(engine: InferenceEngine, prompts: Tensor, new_tokens: int, device: to
     started = time.perf_counter()
     if callable(getattr(engine.module, "make_cache", None)):
         engine.generate(prompts, new_tokens, sampling=SamplingConfig(temperature=0))
-    else:  # of transformers
+    else:  # a transformers model
         engine.generate(
             input_ids=prompts,
             attention_mask=torch.ones_like(prompts),
@@ -134,7 +127,7 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def weights_read(model: nn.Module) -> int:
-    """Bytes of parameters and packed weights, each once, but for embeddings that nothing else uses."""
+    """Return the bytes of parameters and packed weights, each once, without embeddings that nothing else uses."""
     tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
     others = [m for m in model.modules() if not isinstance(m, nn.Embedding)]
     used = {id(t): t for m in others for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))}
@@ -143,7 +136,7 @@ def weights_read(model: nn.Module) -> int:
 
 
 def triad_gbs(device: torch.device, rounds: int = 5) -> float:
-    """GB/s of ``a = b + s * c`` on long fp32 arrays, the best of some rounds: McCalpin's STREAM, 1995."""
+    """Return the GB/s of ``a = b + s * c`` on long fp32 arrays, best of ``rounds``: McCalpin's STREAM, 1995."""
     a, b, c = (torch.ones(_TRIAD_NUMEL, device=device) for _ in range(3))
     best = float("inf")
     for _ in range(rounds + 1):

@@ -1,4 +1,4 @@
-"""How well a model predicts a text: what quantisation costs, measured."""
+"""Perplexity of a model on a text, to measure the cost of quantization."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from ls_strategy.parallel.logits import gather
 def perplexity(
     forward: Callable[[Tensor], Any], tokens: Tensor, *, context: int, batch: int = 8, windows: int | None = None
 ) -> float:
-    """``exp`` of the mean cross-entropy, nats per token, of the tokens after the first of every window.
+    """Return ``exp`` of the mean cross-entropy in nats per token, over all tokens but the first of each window.
 
     Collective where ``forward`` is.
 
     Args:
-        forward: from tokens (B, T) to logits (B, T, V), or to something that has them as ``logits``.
-        tokens: of the text, (N,) int64, on the model's device.
-        context: tokens of a window; windows follow one another. What does not fill one at the end is left out.
-        batch: windows that are read at once.
-        windows: how many are read, spread over the text evenly. None: all.
+        forward: from tokens (B, T) to logits (B, T, V), or to an object with ``logits``.
+        tokens: the text, (N,) int64, on the model's device.
+        context: tokens per window; windows do not overlap. An incomplete last window is omitted.
+        batch: windows per forward.
+        windows: number of windows, spread evenly over the text. None: all.
 
     Raises:
         ConfigError: the text is shorter than a window.
     """
     if context < 2 or len(tokens) < context:
         raise ConfigError(
-            f"{len(tokens)} tokens of text, and windows of {context}: give a longer text, or less context."
+            f"Got {len(tokens)} tokens of text, but windows of {context} tokens (at least 2): give a longer text, or "
+            "another context."
         )
     total, count = 0.0, 0
     for rows in _batches(tokens, context, batch, windows):

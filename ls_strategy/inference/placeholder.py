@@ -1,14 +1,14 @@
-"""What a module has in the place of a tensor that rests elsewhere.
+"""What a module shows while a tensor's values are stored elsewhere.
 
-Floating-point tensors keep identity, shape and dtype, and read as NaN, as released parameters do at stage 3. Of other
-dtypes nothing reads as "no value", so that a stand-in takes the tensor's name, and raises whatever is done with it.
+Floating-point tensors keep identity, shape and dtype, and read as NaN, like released parameters at stage 3. Integers
+have no such value, so a `Placeholder` that raises on any use takes the tensor's name.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from ls_strategy.errors import PlanError, StateError
 from ls_strategy.zero.lazy import LazyTensor
 
 Owner = tuple["weakref.ref[nn.Module]", str]
-"""A module, and the name that it knows a tensor by."""
+"""A module, and the tensor's name in it."""
 
 
 class Placeholder(Tensor):
@@ -44,34 +44,34 @@ class Placeholder(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse, but for ``detach``, which `state_dict` and `nn.Parameter` call."""
-        here = next(a for a in args if isinstance(a, Placeholder))
+        """Raise, except for ``detach``, which `state_dict` and `nn.Parameter` call."""
+        self = next(a for a in args if isinstance(a, Placeholder))
         if func is torch.ops.aten.detach.default:
-            return Placeholder(here.label, here, here.device)
-        raise StateError(away_message(here.label))
+            return Placeholder(self.label, self, self.device)
+        raise StateError(away_message(self.label))
 
 
 def away_message(name: str) -> str:
-    """What to say of a tensor that is not here."""
+    """Return the error message for a tensor whose values are not loaded."""
     return (
-        f"{name} rests on a tier, and is here only while its block runs. Call the block itself, take its values from "
-        "state_dict(), or bring all weights back with restore() of what stream_blocks() returned."
+        f"{name} is stored on a tier and is loaded only while its block runs. Call the block itself, take the values "
+        "from state_dict(), or load all weights with restore() of the handle that stream_blocks() returned."
     )
 
 
-class RestingTensor(LazyTensor):
+class StoredTensor(LazyTensor):
     """A tensor of a state dict that is read from its tier when it is used."""
 
     read: Callable[[int, int], Tensor]
 
     @staticmethod
-    def __new__(cls: Any, like: Tensor, read: Callable[[int, int], Tensor]) -> RestingTensor:  # noqa: D102
+    def __new__(cls: Any, like: Tensor, read: Callable[[int, int], Tensor]) -> StoredTensor:  # noqa: D102
         self = Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype)  # type: ignore[attr-defined]
         self.read = read
         return self
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"RestingTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"StoredTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.materialize().__reduce_ex__(protocol)
@@ -81,75 +81,52 @@ class RestingTensor(LazyTensor):
         return self.read(start, stop)
 
 
-class Target(Protocol):
-    """A tensor of a block, under all its names."""
-
-    name: str
-    owners: Sequence[Owner]
-    like: Tensor
-    """On meta: its shape and dtype."""
-
-    def prepare(self, view: Tensor) -> Tensor:
-        """What is shown when ``view`` holds the values."""
-        ...
-
-    def show(self, value: Tensor) -> None:
-        """Put what `prepare` made in place."""
-        ...
-
-    def hide(self) -> None:
-        """Let go of the values."""
-        ...
-
-    def changed(self) -> bool:
-        """Whether somebody has written to what is shown, or put something else in its place, since."""
-        ...
-
-
 class FloatingTarget:
-    """A parameter or buffer that keeps its identity, and reads as NaN while it is away."""
+    """A parameter or buffer that keeps its identity, and reads as NaN while its values are not loaded."""
 
-    def __init__(self, name: str, tensor: Tensor, owners: Sequence[Owner], nothing: Tensor) -> None:
-        """``nothing``: an element, ``(1,)``, that is no number."""
+    def __init__(self, name: str, tensor: Tensor, owners: Sequence[Owner], nan: Tensor) -> None:
+        """``nan`` is a NaN, ``(1,)``."""
         self.name, self.owners = name, owners
         self.like = torch.empty_like(tensor, device="meta")
-        self.nothing = nothing
+        self.nan = nan
         self._tensor = tensor
-        self._nothing = nothing.expand(tensor.shape)
+        self._expanded_nan = nan.expand(tensor.shape)
         self._address = self._version = -1
 
     def prepare(self, view: Tensor) -> Tensor:
-        """The view."""
+        """Return ``view``."""
         return view
 
     def show(self, value: Tensor) -> None:
-        """Point at ``value``."""
+        """Point the tensor at ``value``."""
         self._tensor.data = value
         self._address, self._version = value.data_ptr(), version_of(self._tensor)
 
     def hide(self) -> None:
-        """Read as NaN."""
-        self.show(self._nothing)
+        """Make the tensor read as NaN."""
+        self.show(self._expanded_nan)
 
     def changed(self) -> bool:
-        """By in-place operations, or by ``.data = ...`` as ``module.to()`` does."""
+        """Detect in-place operations, and ``.data = ...`` as in ``module.to()``."""
         return version_of(self._tensor) != self._version or self._tensor.data_ptr() != self._address
 
 
 class EntryTarget:
-    """A parameter or buffer of integers, which is another object whenever it is here."""
+    """An integer parameter or buffer, replaced by a `Placeholder` while its values are not loaded."""
 
     def __init__(self, name: str, tensor: Tensor, owners: Sequence[Owner], device: torch.device) -> None:
-        """``device``: where it is when it is here."""
+        """``device`` is where its values are loaded."""
         self.name, self.owners = name, owners
         self.like = torch.empty_like(tensor, device="meta")
+        """Its shape and dtype."""
+
         self._is_parameter = isinstance(tensor, nn.Parameter)
-        self._away = self.prepare(Placeholder(name, tensor, device))
+        self._placeholder = self.prepare(Placeholder(name, tensor, device))
         self._shown = tensor
         self._version = -1
 
     def prepare(self, view: Tensor) -> Tensor:
-        """A parameter, if it is one."""
+        """Return ``view``, as a parameter if the tensor is one."""
         return nn.Parameter(view, requires_grad=False) if self._is_parameter else view
 
     def show(self, value: Tensor) -> None:
@@ -159,26 +136,29 @@ class EntryTarget:
             if module is not None:
                 setattr(module, key, value)
         self._shown = value
-        self._version = -1 if value is self._away else version_of(value)
+        self._version = -1 if value is self._placeholder else version_of(value)
 
     def hide(self) -> None:
-        """Give the stand-in its names."""
-        self.show(self._away)
+        """Give the placeholder the tensor's names."""
+        self.show(self._placeholder)
 
     def changed(self) -> bool:
-        """By in-place operations, or by another object of the name."""
+        """Detect in-place operations, and other objects under the tensor's names."""
         kept = all(getattr(owner(), key, None) is self._shown for owner, key in self.owners)
-        return not kept or (self._shown is not self._away and version_of(self._shown) != self._version)
+        return not kept or (self._shown is not self._placeholder and version_of(self._shown) != self._version)
+
+
+Target: TypeAlias = FloatingTarget | EntryTarget
+"""A tensor of a block, under all its names: `show` takes what `prepare` returns for a view that has the values."""
 
 
 def own_tensors(
     root: str, block: nn.Module, shared: Collection[int] = ()
 ) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """Parameters and persistent buffers of a block under every name: full name, module, its name there, tensor.
+    """Yield a block's parameters and persistent buffers under every name: full name, module, name in it, tensor.
 
-    Without those whose ``id`` is among ``shared``.
-
-    Buffers that are not saved are none of its weights: tables, masks and caches stay where they are.
+    Omits tensors whose ``id`` is in ``shared``, and buffers that are not saved: tables, masks and caches are not
+    streamed.
     """
     saved = persistent_buffer_names(block)
     for path, module in block.named_modules(remove_duplicate=False):
@@ -196,15 +176,12 @@ def own_tensors(
 def targets_of(
     roots: Mapping[str, nn.Module], device: torch.device, shared: set[int]
 ) -> tuple[list[Target], list[Tensor]]:
-    """The tensors of a block, and their values.
+    """Return the tensors of a block's modules as targets that compute on ``device``, and their values.
 
-    Args:
-        roots: modules of the block, by name.
-        device: where they compute.
-        shared: ``id`` of tensors that other modules have too, and that stay.
+    Tensors whose ``id`` is in ``shared`` belong to other modules too and are omitted.
 
     Raises:
-        PlanError: one is no plain tensor.
+        PlanError: a tensor is not a plain dense tensor.
     """
     found: dict[int, tuple[str, Tensor, list[Owner]]] = {}
     for root, block in roots.items():
@@ -213,15 +190,15 @@ def targets_of(
             owners.append((weakref.ref(module), key))
     targets: list[Target] = []
     values: list[Tensor] = []
-    nothing: dict[torch.dtype, Tensor] = {}
+    nan: dict[torch.dtype, Tensor] = {}
     for name, tensor, owners in found.values():
         _refuse_special(name, tensor)
         values.append(tensor.detach())
         dtype = tensor.dtype
         if dtype.is_floating_point or dtype.is_complex:
-            if dtype not in nothing:
-                nothing[dtype] = torch.tensor([float("nan")], device=device).to(dtype)
-            targets.append(FloatingTarget(name, tensor, owners, nothing[dtype]))
+            if dtype not in nan:
+                nan[dtype] = torch.tensor([float("nan")], device=device).to(dtype)
+            targets.append(FloatingTarget(name, tensor, owners, nan[dtype]))
         else:
             targets.append(EntryTarget(name, tensor, owners, device))
     return targets, values
@@ -231,8 +208,8 @@ def _refuse_special(name: str, tensor: Tensor) -> None:
     plain = type(tensor) in (Tensor, nn.Parameter) and type(tensor.data) is Tensor
     if not plain or tensor.layout != torch.strided or tensor.is_quantized:
         raise PlanError(
-            f"{name} is a {type(tensor.data).__name__} ({tensor.layout}), and only plain dense tensors are streamed. "
-            "Stream the model first, or leave its block out: blocks=[...]."
+            f"{name} is a {type(tensor.data).__name__} ({tensor.layout}), but only plain dense tensors can be "
+            "streamed. Stream the model first, or omit its block: blocks=[...]."
         )
     if tensor.is_inference():
-        raise PlanError(f"{name} was made under torch.inference_mode(), which forbids to move it: build outside of it.")
+        raise PlanError(f"{name} was created in torch.inference_mode() and cannot be moved. Create it outside of it.")

@@ -1,13 +1,13 @@
-"""Which layers of a model are quantised, and what that saves.
+"""Choose and quantize the linear layers of a model.
 
-Linear layers of the repeated blocks, and output heads to int8. Embeddings, norms, biases, routers and experts stay in
-their dtype. So does a head that shares its weight with an embedding, which needs it.
+Linear layers of the repeated blocks are quantized, and output heads to int8. Embeddings, norms, biases, routers and
+experts keep their dtype, and so does a head that shares its weight with an embedding.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -22,72 +22,72 @@ from ls_strategy.parallel.plan_from_names import uniform_blocks
 from ls_strategy.parallel.resolved_plan import is_conv1d, plain_name
 
 _ROUTERS = ("gate", "router", "classifier", "shared_expert_gate")
-"""Layers that choose experts: small, and a rounding error of theirs is another expert."""
+"""Layers that choose experts: they are small, and their rounding errors change the choice."""
 
 
 @dataclass
 class QuantizationReport:
-    """What became of the linear layers of a model."""
+    """What was done with the linear layers of a model."""
 
     format: Format
     layers: dict[str, Format] = field(default_factory=dict)
-    """By name; int8 where no int4 group shards the input features, and for output heads."""
+    """Quantized layers by name; int8 where no int4 group size divides the input features, and for output heads."""
 
     kept: dict[str, str] = field(default_factory=dict)
-    """Linear layers that stay as they were, and why."""
+    """Linear layers that were not quantized, and why."""
 
     bytes_before: int = 0
-    """Of parameters and buffers on this rank, each storage once."""
+    """Bytes of parameters and buffers on this rank, each storage counted once."""
 
     bytes_after: int = 0
 
     def describe(self) -> str:
-        """One line."""
+        """Return one line for a log."""
         counts = ", ".join(f"{list(self.layers.values()).count(f)} {f}" for f in FORMATS if f in self.layers.values())
         kept = f", {len(self.kept)} kept" if self.kept else ""
         return (
-            f"quantised linear layers: {counts or 'none'}{kept}; {self.bytes_before / 1e6:,.1f} MB of weights became "
-            f"{self.bytes_after / 1e6:,.1f} MB"
+            f"quantized linear layers: {counts or 'none'}{kept}; weights reduced from {self.bytes_before / 1e6:,.1f} "
+            f"to {self.bytes_after / 1e6:,.1f} MB"
         )
 
 
 class Quantizer:
-    """Knows the layers of one model that are to be quantised, and quantises them as they get their values."""
+    """Quantizes the chosen layers of one model as they get their values."""
 
     def __init__(
         self, model: nn.Module, format: Format, *, heads: Collection[nn.Module] = (), biases_later: Collection[int] = ()
     ) -> None:
-        """Choose; nothing is changed. Not collective.
+        """Choose the layers, without changing them. Not collective.
 
         Args:
-            model: on meta or not. If it is divided over ranks, each rank rounds what it has.
-            format: of the blocks' layers.
-            heads: linear layers outside of blocks.
+            model: the model, on meta or not. Each rank of a tensor-parallel model rounds its own shards.
+            format: format of the blocks' layers.
+            heads: linear layers outside of the blocks.
             biases_later: ``id`` of row layers whose bias is added after the sum over ranks.
 
         Raises:
-            PlanError: there is nothing that can be quantised.
+            PlanError: no layer can be quantized.
         """
         self.report = QuantizationReport(format, bytes_before=weight_bytes(model))
         self.report.bytes_after = self.report.bytes_before
         self._biases_later = biases_later
         self._waiting: dict[int, tuple[str, Format]] = {}
-        candidates = _candidates(model, format, heads, biases_later)
-        for c in candidates:
-            if c.kept:
-                self.report.kept[c.name] = c.kept
+        for name, module, wanted, why_not in _candidates(model, format, heads, biases_later):
+            if why_not:
+                self.report.kept[name] = why_not
             else:
-                self._waiting[id(c.module)] = c.name, c.format
+                fits = rounding.group_size(width_in(module)) is not None
+                self._waiting[id(module)] = name, wanted if fits else "int8"
         if not self._waiting:
             kept = "; ".join(f"{name} {why}" for name, why in list(self.report.kept.items())[:3])
             raise PlanError(
-                f"quantize={format!r}: the model has no linear layer in a list of repeated blocks that can be quantised"
+                f"Got quantize={format!r}, but the model has no linear layer in a list of repeated blocks to quantize"
                 + (f" ({kept})." if kept else ".")
                 + " Set quantize=None."
             )
 
     def apply(self, root: nn.Module) -> None:
-        """Quantise, in place, the chosen layers of ``root`` that have not been yet; they must have values."""
+        """Quantize in place the chosen layers of ``root`` that have not been quantized yet. They must have values."""
         for module in root.modules():
             name, wanted = self._waiting.pop(id(module), (None, None))
             if name is None or wanted is None:
@@ -99,7 +99,7 @@ class Quantizer:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of parameters and buffers: of storages, each once; on meta, of tensors."""
+    """Return the bytes of parameters and buffers: of each storage once, or of each tensor on meta."""
     sizes: dict[int, int] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_meta:
@@ -109,33 +109,16 @@ def weight_bytes(model: nn.Module) -> int:
     return sum(sizes.values())
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    """A linear layer that might be quantised."""
-
-    name: str
-    module: nn.Module
-    wanted: Format
-    kept: str | None
-    """Why it stays as it is."""
-
-    @property
-    def format(self) -> Format:
-        """What it becomes: int8 where no group shards its input features."""
-        return "int8" if rounding.group_size(width_in(self.module)) is None else self.wanted
-
-
 def _candidates(
     model: nn.Module, format: Format, heads: Collection[nn.Module], biases_later: Collection[int]
-) -> list[_Candidate]:
-    """The linear layers of blocks, and the heads, each once."""
+) -> Iterator[tuple[str, nn.Module, Format, str | None]]:
+    """Yield the linear layers of the blocks, and the heads: name, module, format, and why it is not quantized."""
     modules = dict(model.named_modules())
     owners = Counter(id(p) for m in modules.values() for p in m.parameters(recurse=False))
     with_experts = {id(m) for sparse in modules.values() if isinstance(sparse, SparseLayer) for m in sparse.modules()}
     blocks = [m for _, block in uniform_blocks(model) for m in block.modules()]
     wanted: dict[int, Format] = {id(head): "int8" for head in heads}
     wanted.update((id(m), format) for m in blocks if isinstance(m, nn.Linear) or is_conv1d(m))
-    found: list[_Candidate] = []
     for name, module in modules.items():
         if id(module) not in wanted:
             continue
@@ -149,16 +132,15 @@ def _candidates(
             why = "belongs to a layer with experts"
         else:
             why = _why_not(module, weight, bias_later=id(module) in biases_later)
-        found.append(_Candidate(plain_name(name), module, wanted[id(module)], why))
-    return found
+        yield plain_name(name), module, wanted[id(module)], why
 
 
 def _why_not(module: nn.Module, weight: Tensor, *, bias_later: bool) -> str | None:
-    """Why the layer by itself cannot be quantised; None if it can."""
+    """Return why a layer cannot be quantized; None if it can."""
     if isinstance(module, NonDynamicallyQuantizableLinear):
-        return "is used by nn.MultiheadAttention without being called"
+        return "is used by nn.MultiheadAttention without calling its forward"
     if not weight.is_floating_point():
         return f"has {weight.dtype} weights"
     if "forward" in vars(module) and not bias_later:
-        return "has a forward that was replaced"
+        return "has a replaced forward"
     return None

@@ -1,10 +1,9 @@
-"""Weights of linear layers in 8 or 4 bits: how they are rounded. No data is looked at. Formats: see `ops.linear`.
+"""Data-free rounding of linear weights to 8 or 4 bits. For the formats see `ops.linear`.
 
-int8 is symmetric, with a scale per output feature. int4 is asymmetric, with scale and zero per group: 128 neighbours
-along the input features. A group's range is not that of its weights: of some narrower ranges the one is taken whose
-squared error is the smallest, after scale and zero were fitted to the levels by least squares. Rounding to nearest with
-a range that is searched for: section 3.1 of Nagel et al., "A White Simulated on Neural Network Quantization",
-arXiv:2106.08295.
+int8 is symmetric, with one scale per output feature. int4 is asymmetric, with scale and zero per group of up to 128
+adjacent input features. For each group several ranges are tried, and scale and zero are fitted to the levels by least
+squares; the range with the smallest squared error is used. Rounding to nearest with a range search: section 3.1 of
+Nagel et al., "A White Paper on Neural Network Quantization", arXiv:2106.08295.
 """
 
 from __future__ import annotations
@@ -13,17 +12,17 @@ import torch
 from torch import Tensor
 
 GROUPS = (128, 64, 32)
-"""Sizes of groups, the preferred one first: the largest that shards the input features is taken."""
+"""Group sizes by preference: the first that divides the input features is used."""
 
 _SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
-"""Ranges that are tried, as parts of the range of a group's weights."""
+"""Ranges that are tried, as fractions of the range of a group's weights."""
 
 _CHUNK_NUMEL = 1 << 22
-"""Weights that are rounded at once, which bounds the memory that takes."""
+"""Weights that are rounded at a time, to bound memory."""
 
 
 def group_size(in_features: int) -> int | None:
-    """The size of an int4 group for a layer of so many input features; None if none shards them.
+    """Return the int4 group size for a layer with ``in_features``; None if no size divides them.
 
     >>> group_size(4096), group_size(2752), group_size(100)
     (128, 64, None)
@@ -32,14 +31,7 @@ def group_size(in_features: int) -> int | None:
 
 
 def round_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Levels and scales of a weight.
-
-    Args:
-        weight: (out, in), of any floating dtype.
-
-    Returns:
-        Levels int8 (out, in), and scales fp32 (out,).
-    """
+    """Round a floating (out, in) weight. Returns levels int8 (out, in), and scales fp32 (out,)."""
     scales = weight.detach().abs().amax(1).float().clamp(min=1e-30) / 127
     levels = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     for rows in _chunks(weight):
@@ -48,11 +40,7 @@ def round_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def round_int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Levels, scales and zeros of a weight.
-
-    Args:
-        weight: (out, in), of any floating dtype.
-        group: input features of a group; shards their number.
+    """Round a floating (out, in) weight in groups of ``group`` input features, which divides their number.
 
     Returns:
         Levels uint8 (out, in), 0 to 15, and scales and zeros fp32 (out, in / group, 2).
@@ -75,7 +63,7 @@ def _chunks(weight: Tensor) -> list[slice]:
 
 
 def _best_range(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Levels (rows, groups, group), scales and lows (rows, groups, 1) of the smallest squared error found."""
+    """Return levels (rows, groups, group), scales and lows (rows, groups, 1) with the smallest squared error."""
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     best: tuple[Tensor, Tensor, Tensor] | None = None
     smallest = torch.full_like(low, torch.inf)
@@ -101,12 +89,12 @@ def _levels(groups: Tensor, scale: Tensor, low: Tensor) -> Tensor:
 
 
 def _fitted(groups: Tensor, level: Tensor, scale: Tensor, low: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Scale and low that fit the levels best, and the levels that are nearest then."""
+    """Fit scale and low to the levels, and round again. Returns levels, scale and low."""
     mean_level, mean = level.mean(-1, keepdim=True), groups.mean(-1, keepdim=True)
     around = level - mean_level
     spread = around.square().sum(-1, keepdim=True)
     fitted = (around * groups).sum(-1, keepdim=True) / spread.clamp(min=1e-30)
-    # A group of equal weights has one level, and nothing to fit.
+    # A group of equal weights has one level and nothing to fit.
     scale = torch.where((spread > 0) & (fitted > 0), fitted, scale)
     low = torch.where(spread > 0, mean - scale * mean_level, low)
     return _levels(groups, scale, low), scale, low

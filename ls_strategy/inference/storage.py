@@ -1,13 +1,13 @@
-"""Where the weights of streamed blocks rest, and how a block's bytes come from there to where it computes.
+"""Storage of the streamed blocks, and the transfer of a block's bytes to the device.
 
 ::
 
     tier     | block 0 ......... | block 1 ......... | block 2 ......... |     one extent of bytes per block
                                         ▼ read
-    buffers  | block 0, computes | block 1, arrives |                          prefetch + 1 of the largest block's size
+    buffers  | block 0, computes | block 1, in flight |                        prefetch + 1 of the largest block's size
 
-A block computes on views of its buffer. Where block and tier share their memory (the CPU), nothing is brought: the
-extent itself is what the block computes on.
+A block computes on views of its buffer. If the tier is the device's own memory (the CPU), nothing is copied: the block
+computes on the extent itself.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from ls_strategy.tiers.nvme import NVMeTier
 from ls_strategy.tiers.nvme_folder import check_path
 
 ALIGN = 64
-"""Bytes; every tensor of a block begins at a multiple of it, as the allocators of torch have it."""
+"""Bytes. Every tensor of a block starts at a multiple of it, as with torch's allocators."""
 
 
 @dataclass(frozen=True)
 class Extent:
-    """Where in its block's bytes a tensor is."""
+    """Where a tensor is in the bytes of its block."""
 
     offset: int
     shape: tuple[int, ...]
@@ -49,7 +49,7 @@ class Extent:
 
     @property
     def nbytes(self) -> int:
-        """Of its elements."""
+        """Bytes of its elements."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     @property
@@ -58,13 +58,13 @@ class Extent:
         return torch.empty_strided(self.shape, self.stride, device="meta").is_contiguous()
 
     def view(self, data: Tensor) -> Tensor:
-        """The tensor, in the bytes of its block, ``(nbytes of the block,)`` uint8."""
+        """Return the tensor as a view of its block's bytes, ``(nbytes of the block,)`` uint8."""
         flat = data[self.offset : self.offset + self.nbytes].view(self.dtype)
         return flat.as_strided(self.shape, self.stride)
 
 
 def pack(tensors: Sequence[Tensor]) -> tuple[list[Extent], int]:
-    """Places for tensors in one run of bytes, in order, and its length. Shapes, dtypes and dense strides are kept.
+    """Lay tensors out in one run of bytes; returns extents and length. Shapes, dtypes and dense strides are kept.
 
     >>> pack([torch.empty(3), torch.empty(2, 2, dtype=torch.int8)])[1]
     68
@@ -79,19 +79,19 @@ def pack(tensors: Sequence[Tensor]) -> tuple[list[Extent], int]:
 
 
 class DeviceBuffers:
-    """Buffers of a device that has memory of its own, and the thread that fills them from a tier on its host."""
+    """Buffers on a device with its own memory, and the thread that fills them from host memory."""
 
     def __init__(self, link: Link, count: int, nbytes: int) -> None:
-        """``count`` buffers of ``nbytes`` bytes."""
+        """Allocate ``count`` buffers of ``nbytes`` bytes."""
         self.link = link
         self.free: deque[tuple[Tensor, Any]] = deque(
             (torch.empty(nbytes, dtype=torch.uint8, device=link.device), None) for _ in range(count)
         )
-        """With the point in the device's work after which each may be written."""
+        """Free buffers, each with the event after which it may be overwritten."""
         self.worker = ThreadPoolExecutor(1, "ls_strategy-stream", link.bind_thread)
 
     def fill(self, lease: Lease, nbytes: int) -> DeviceLease:
-        """Start to copy what the tier lends into a free buffer; the lease ends with that."""
+        """Start to copy the tier's lease into a free buffer, and release the lease afterwards."""
         buffer, after = self.free.popleft()
 
         def copy() -> Arrival:
@@ -106,55 +106,55 @@ class DeviceBuffers:
 
 
 class DeviceLease:
-    """A block's bytes in a buffer of the device, or on their way there."""
+    """A block's bytes in a device buffer, loaded or in flight."""
 
     def __init__(self, buffers: DeviceBuffers, buffer: Tensor, nbytes: int, arriving: Future[Arrival]) -> None:
-        """``arriving``: the copy."""
+        """``arriving`` is the copy in flight."""
         self._buffers = buffers
         self._buffer, self._nbytes = buffer, nbytes
         self._arriving = arriving
         self._ended = False
 
     def wait(self) -> Tensor:
-        """The bytes; the host waits until they are there."""
+        """Block the host until the copy is complete, and return the bytes."""
         self._arriving.result().wait_on_device()
         return self._buffer[: self._nbytes]
 
     def release(self) -> None:
-        """Give the buffer back; it is written again when the device has done what it was told so far. Idempotent."""
+        """Return the buffer, to be overwritten when the device has finished its current work. Idempotent."""
         if not self._ended:
             self._ended = True
-            # A copy that is still to come goes before the next one: both go through one thread and one stream.
+            # A copy still in flight precedes the next one: both use the same thread and stream.
             self._buffers.free.append((self._buffer, self._buffers.link.mark()))
 
 
 @dataclass(frozen=True)
 class BlockStorage:
-    """Where blocks rest."""
+    """Where blocks are stored."""
 
     tier: Literal["cpu", "nvme"]
-    """Host memory, or a drive."""
+    """Host memory, or an NVMe device."""
 
     path: str | os.PathLike[str] | None = None
-    """``nvme``: a folder on it; without, the environment variable ``LS_STRATEGY_NVME_PATH``."""
+    """Folder for ``nvme``. None: the environment variable ``LS_STRATEGY_NVME_PATH``."""
 
     io: NVMeIOConfig | None = None
-    """How the drive is read."""
+    """How the NVMe device is read."""
 
     allow_ram: bool = False
-    """Accept a folder that is in memory."""
+    """Accept a folder in memory (tmpfs)."""
 
     verify: bool = False
-    """Compare blocks that are brought with checksums."""
+    """Verify blocks by checksums when they are loaded."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no place."""
+        """Check tier and path."""
         if self.tier not in ("cpu", "nvme"):
-            raise ConfigError(f"tier={self.tier!r}: blocks rest in host memory, 'cpu', or on a drive, 'nvme'.")
+            raise ConfigError(f"Got tier={self.tier!r}. Give 'cpu' (host memory) or 'nvme' (files on an NVMe device).")
         if self.tier == "nvme" and not self._given:
             raise ConfigError(
-                "tier='nvme' without a path: give the folder on a local drive in which blocks rest, or name it in the "
-                "environment variable LS_STRATEGY_NVME_PATH."
+                "Got tier='nvme' without a path. Give a folder on a local NVMe device, or set the environment variable "
+                "LS_STRATEGY_NVME_PATH."
             )
 
     @property
@@ -163,57 +163,51 @@ class BlockStorage:
 
     @property
     def folder(self) -> Path:
-        """On the drive."""
+        """The folder on the NVMe device."""
         return Path(self._given)
 
 
 class CheckedLease:
-    """A block that is compared with the checksum of what was written."""
+    """A block that is verified by the checksum of what was written."""
 
     def __init__(self, lease: Lease, index: int, checksum: int) -> None:
-        """``checksum``: CRC-32."""
+        """``checksum`` is the CRC-32 of the block."""
         self._lease, self._index, self._checksum = lease, index, checksum
 
     def wait(self) -> Tensor:
-        """The bytes, once they are known to be right.
+        """Return the bytes after they were verified.
 
         Raises:
-            StateError: they are not.
+            StateError: the bytes differ from what was written.
         """
         data = self._lease.wait()
         if zlib.crc32(as_bytes(data)) != self._checksum:
             raise StateError(
-                f"block {self._index} is not what was written to its tier: the drive or the memory gives back other "
-                "bytes. Use another drive, and look at dmesg."
+                f"block {self._index} is not what was written to its tier: the device or the memory returned other "
+                "bytes. Look at dmesg, and use another device."
             )
         return data
 
     def release(self) -> None:
-        """Give the bytes back."""
+        """Release the bytes."""
         self._lease.release()
 
 
-class Resting:
+class StoredBlocks:
     """The bytes of all blocks on one tier."""
 
     def __init__(self, sizes: Sequence[int], place: BlockStorage, device: torch.device, prefetch: int) -> None:
-        """Reserve the space.
-
-        Args:
-            sizes: the most bytes that each block may come to.
-            place: where they rest.
-            device: where blocks compute.
-            prefetch: how many blocks may be read ahead.
+        """Reserve space for blocks of at most ``sizes`` bytes, of which ``prefetch`` may be read ahead.
 
         Raises:
-            ConfigError: an option is wrong, or no file can be made in the folder.
-            PlanError: the drive has not enough space.
+            ConfigError: an option is invalid, or no file can be created in the folder.
+            PlanError: the NVMe device has too little space.
         """
         if prefetch < 1:
-            raise ConfigError(f"prefetch={prefetch}: at least one block is read ahead of the one that computes.")
+            raise ConfigError(f"Got prefetch={prefetch}, but at least one block must be read ahead. Set prefetch=1.")
         self.device = device
         self.capacity = prefetch + 1
-        """Blocks that may be here or on their way at a time."""
+        """Blocks that may be loaded or in flight at a time."""
         self.sizes = list(sizes)
         self.buffer_nbytes = max(sizes, default=0)
         self._checksums: dict[int, int] | None = {} if place.verify else None
@@ -222,23 +216,23 @@ class Resting:
         if place.tier == "cpu":
             self.tier = ResidentTier(keys, lambda numel, dtype: host_empty(numel, dtype, device), "cpu")
         else:
-            self.tier = self._drive(place, keys)
+            self.tier = self._nvme_tier(place, keys)
         self._on_device = None
         if device.type != "cpu":
             self._on_device = DeviceBuffers(Link(device), self.capacity, self.buffer_nbytes)
         worker = None if self._on_device is None else self._on_device.worker
         self._finalizer = weakref.finalize(self, _close, self.tier, worker)
 
-    def _drive(self, place: BlockStorage, keys: dict[Key, tuple[int, torch.dtype]]) -> NVMeTier:
+    def _nvme_tier(self, place: BlockStorage, keys: dict[Key, tuple[int, torch.dtype]]) -> NVMeTier:
         check_path(place.folder, sum(n for n, _ in keys.values()), place.allow_ram)
         io = place.io or NVMeIOConfig()
-        # Whoever starts to read a block goes on at once, however large it is: all of it has room in the queue.
-        whole = self.capacity * -(-self.buffer_nbytes // io.block_bytes)
-        # A lease of the tier is a buffer of the block's size, read into directly: these are the only buffers there are.
+        # The queue has room for all requests of all blocks, so starting a read never blocks.
+        depth = self.capacity * -(-self.buffer_nbytes // io.block_bytes)
+        # A lease of the tier is a buffer of the block's size that is read into directly; there are no other buffers.
         return NVMeTier(
             place.folder,
             keys,
-            io=replace(io, queue_depth=max(io.queue_depth, whole)),
+            io=replace(io, queue_depth=max(io.queue_depth, depth)),
             buffer_bytes=max(self.buffer_nbytes, PAGE),
             buffers=self.capacity,
             pin=self.device.type == "cuda",
@@ -246,32 +240,26 @@ class Resting:
 
     @property
     def closed(self) -> bool:
-        """Whether the bytes are gone."""
+        """Whether the bytes have been freed."""
         return not self._finalizer.alive
 
     @property
     def bytes_read(self) -> int:
-        """From the drive so far; 0 for host memory."""
+        """Bytes read from the NVMe device so far; 0 for host memory."""
         return getattr(self.tier, "bytes_read", 0)
 
     @property
     def buffers_nbytes(self) -> int:
-        """That blocks which come and go take of the device and, for a drive, of host memory."""
+        """Bytes of the buffers, on the device and, for NVMe, in host memory."""
         on_host = self.tier.name == "nvme"
         return self.capacity * self.buffer_nbytes * (on_host + (self._on_device is not None))
 
     def write(self, index: int, slots: Sequence[Extent], tensors: Sequence[Tensor]) -> None:
-        """Let a block rest. Returns before it is on the drive.
-
-        Args:
-            index: of the block.
-            slots: from `pack`.
-            tensors: of any device, one per slot.
-        """
+        """Store block ``index``, one tensor per slot, on any device. Returns before it is written to NVMe."""
         key = (index, "block")
         end = max((s.offset + s.nbytes for s in slots), default=0)
         if isinstance(self.tier, ResidentTier):
-            self.tier.sizes[key] = (end, torch.uint8)  # before its first use: takes no more than it is
+            self.tier.sizes[key] = (end, torch.uint8)  # before its first use: allocates no more than needed
             data = self.tier.tensor(key)
         else:
             data = torch.zeros(min(-(-end // PAGE) * PAGE, self.sizes[index]), dtype=torch.uint8)
@@ -283,14 +271,14 @@ class Resting:
             self.tier.put(key, data)
 
     def start(self, index: int, nbytes: int) -> Lease:
-        """Start to bring a block to the device; its ``wait`` gives ``(nbytes,)`` uint8."""
+        """Start to load a block to the device. The lease's ``wait`` returns ``(nbytes,)`` uint8."""
         lease = self.tier.get((index, "block"), 0, nbytes)
         if self._checksums is not None:
             lease = CheckedLease(lease, index, self._checksums[index])
         return lease if self._on_device is None else self._on_device.fill(lease, nbytes)
 
     def read(self, index: int, start: int, stop: int) -> Tensor:
-        """A copy in host memory of bytes ``[start, stop)`` of a block, uint8. Needs a free buffer."""
+        """Return a host copy of the bytes ``[start, stop)`` of a block, uint8. Needs a free buffer."""
         page = start // PAGE * PAGE
         lease = self.tier.get((index, "block"), page, stop)
         try:
@@ -299,7 +287,7 @@ class Resting:
             lease.release()
 
     def close(self) -> None:
-        """End the threads, give memory and file back: the bytes are gone. Idempotent."""
+        """Stop the threads and free memory and file. Idempotent."""
         self._finalizer()
 
 

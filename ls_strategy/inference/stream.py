@@ -1,12 +1,12 @@
-"""Models that are larger than memory: the weights of each block rest on a tier, and come for its forward alone.
+"""Inference with models larger than memory: each block's weights are stored on a tier and loaded for its forward only.
 
 ::
 
-    compute   | 0     | 1     | 2     | ...  | 0     |          the last block is followed by the first: the next token
+    compute   | 0     | 1     | 2     | ...  | 0     |          the first block follows the last one: the next token
     read      | 1 | 2 ...    | 3 ...         | 1 ...            as soon as a buffer is free
 
 ZeRO-Inference (Aminabadi et al., "DeepSpeed Inference", arXiv:2207.00032, section VI). Every pass reads all blocks
-once, whatever the batch: large batches make the most of it.
+once, whatever the batch size: large batches are more efficient.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,12 +25,12 @@ from torch import Tensor, nn
 from ls_strategy._compat import tree_iter
 from ls_strategy.checked import at_least, checked
 from ls_strategy.config import NVMeIOConfig
-from ls_strategy.errors import ConfigError, PlanError, StateError
+from ls_strategy.errors import ConfigError, StateError
 from ls_strategy.inference.blocks import BlockModules, followers, streamed_modules, with_own_weights
-from ls_strategy.inference.fill import Filler, has_meta
-from ls_strategy.inference.placeholder import RestingTensor, Target, targets_of
+from ls_strategy.inference.fill import Filler, device_of, needs_filling
+from ls_strategy.inference.placeholder import StoredTensor, Target, targets_of
 from ls_strategy.inference.read_ahead import ReadAhead
-from ls_strategy.inference.storage import BlockStorage, Extent, Resting, pack
+from ls_strategy.inference.storage import BlockStorage, Extent, StoredBlocks, pack
 from ls_strategy.inference.store_blocks import Block, BlockPreparation, store_blocks
 from ls_strategy.layout import TensorPart
 from ls_strategy.tiers.base import Lease
@@ -52,84 +53,67 @@ def stream_blocks(  # noqa: PLR0913 - options, keyword-only
     allow_ram: bool = False,
     verify: bool = False,
 ) -> StreamedBlocks:
-    """Let the weights of a model's repeated blocks rest on a tier; from now on the model runs as before, in place.
+    """Store the weights of a model's repeated blocks on a tier, in place; the model's outputs do not change.
 
-    For inference: parameters are frozen. Parameters and persistent buffers of a block rest, in their own dtypes;
-    other buffers stay, and so does what a block shares with other modules. Not collective: with tensor parallelism
-    every rank streams its own part.
+    For inference only: parameters are frozen. A block's parameters and persistent buffers are stored in their own
+    dtypes. Other buffers and tensors that a block shares with other modules stay on the device. Not collective: with
+    tensor parallelism every rank streams its own shards.
 
     Args:
-        model: any module; of encoder and decoder both are streamed. Some or all of it may be on meta: then it is filled
-            block by block, which takes two blocks of memory beside the buffers.
-        tier: where blocks rest: host memory, or a drive. On the CPU host memory saves nothing.
-        path: for ``nvme``: a folder on a local drive; without, the environment variable ``LS_STRATEGY_NVME_PATH``. The
-            file in it has no name, and is gone when the process ends, however it does.
-        prefetch: blocks that are read ahead; ``prefetch + 1`` times the largest block's bytes are taken for buffers.
-        blocks: the blocks, in the order in which they run. None: those of all lists of modules.
-        stream_all: stream the modules outside of blocks, too, one by one: embeddings, the last norm, the head. Only for
-            models that use their weights nowhere but in their own forward.
-        device: where the model computes. None: where its first parameter is, or the CPU.
-        fill_from: weights of a model on meta, see `fill`. None: the modules fill themselves with random ones.
-        parts: for `fill_from`: ``id(parameter)`` -> what of it belongs to this rank.
-        prepare: called with each block's name and module when it is filled, before it is stored: to quantise it. What
-            it makes of the block may not be larger.
-        io: how the drive is read.
-        allow_ram: accept a ``path`` that is in memory, for tests.
-        verify: compare every block that is read with a checksum; costs a pass over its bytes.
+        model: any module; of an encoder-decoder model both are streamed. Some or all of it may be on meta. It is then
+            filled block by block, which needs memory for two blocks in addition to the buffers.
+        tier: host memory, or an NVMe device. For a model on the CPU, host memory saves nothing.
+        path: folder on a local NVMe device, for ``nvme``. None: the environment variable ``LS_STRATEGY_NVME_PATH``. The
+            file in it has no name and disappears when the process ends, however it ends.
+        prefetch: blocks that are read ahead; buffers take ``prefetch + 1`` times the largest block's bytes.
+        blocks: the blocks, in the order in which they run. None: those of all module lists.
+        stream_all: also stream the modules outside of blocks, one by one: embeddings, the last norm, the head. Only for
+            models that use these weights in the modules' own forwards only.
+        device: where the model computes. None: the device of its first parameter, or the CPU.
+        fill_from: weights for a model on meta, see `fill`. None: the modules initialize themselves with random weights.
+        parts: for `fill_from`: ``id(parameter)`` -> the part of it on this rank.
+        prepare: called with each block's name and module after it was filled and before it is stored, to quantize it.
+            It must not make the block larger.
+        io: how the NVMe device is read.
+        allow_ram: accept a ``path`` in memory (tmpfs), for tests.
+        verify: verify every block that is read by a checksum, which costs one pass over its bytes.
 
     Raises:
         PlanError: there are no blocks, or a tensor in one cannot be streamed.
-        ConfigError: an option is wrong.
-        CheckpointError: ``fill_from`` is not whole, or not of this model.
+        ConfigError: an option is invalid.
+        CheckpointError: ``fill_from`` is incomplete, or does not belong to this model.
     """
-    where = _device_of(model) if device is None else usable_device(device, "device")
+    where = device_of(model) if device is None else usable_device(device, "device")
     units = streamed_modules(model, blocks, stream_all=stream_all)
-    filler = _filler_of(model, fill_from, parts)
+    filler = Filler(model, fill_from, parts) if needs_filling(model, fill_from) else None
     units, shared = with_own_weights(model, units)
     sizes = [pack(targets_of(unit.modules, where, shared)[1])[1] for unit in units]
-    resting = Resting(sizes, BlockStorage(tier, path, io, allow_ram, verify), where, prefetch)
+    storage = StoredBlocks(sizes, BlockStorage(tier, path, io, allow_ram, verify), where, prefetch)
     try:
-        return StreamedBlocks(model, units, resting, BlockPreparation(shared, filler, prepare))
+        return StreamedBlocks(model, units, storage, BlockPreparation(shared, filler, prepare))
     except BaseException:
-        resting.close()
+        storage.close()
         raise
 
 
-def _filler_of(
-    model: nn.Module, fill_from: str | os.PathLike[str] | None, parts: Mapping[int, TensorPart] | None
-) -> Filler | None:
-    if has_meta(model):
-        return Filler(model, fill_from, parts)
-    if fill_from is not None:
-        raise PlanError(
-            f"fill_from={os.fspath(fill_from)!r} for a model that has its weights already: build it under "
-            '`with torch.device("meta"):`, or leave fill_from out.'
-        )
-    return None
-
-
 def usable_device(device: torch.device | str, option: str) -> torch.device:
-    """Return a device that tensors can be on.
+    """Return the device if tensors can be created on it.
 
     Raises:
-        ConfigError: there is none of that name, or not on this machine.
+        ConfigError: it is unknown, or not available on this machine.
     """
     try:
         return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError, NotImplementedError) as error:  # the second is torch's without CUDA
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # AssertionError: torch without CUDA
         reason = str(error).split("\n")[0]
         raise ConfigError(
-            f"Got {option}={str(device)!r}, but no tensor can be there: {reason}. Set {option}='cpu', or a GPU of this "
-            "machine."
+            f"Got {option}={str(device)!r}, but tensors cannot be created there: {reason}. Set {option}='cpu', or a "
+            "GPU of this machine."
         ) from None
 
 
-def _device_of(model: nn.Module) -> torch.device:
-    return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
-
-
 class _Hook:
-    """A callable on a module whose weights are elsewhere, so that a copy of the module would be a copy of nothing."""
+    """A hook that cannot be pickled or copied: a copy of the module would have no weights."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = torch.compiler.disable(call)
@@ -139,22 +123,22 @@ class _Hook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise StateError(
-            "this model's blocks rest on a tier, so it cannot be pickled or copied. Take model.state_dict(), or bring "
-            "all weights back with restore() of what stream_blocks() returned."
+            "this model's blocks are stored on a tier, so it cannot be pickled or copied. Use model.state_dict(), or "
+            "load all weights with restore() of the handle that stream_blocks() returned."
         )
 
 
 class StreamedBlocks:
-    """A model whose blocks come and go: what is where, and the way back. From `stream_blocks`.
+    """The handle of a streamed model, from `stream_blocks`.
 
-    One thread at a time may run the model. An exception in the middle of a forward leaves it usable.
+    One thread at a time may run the model. After an exception in a forward the model remains usable.
     """
 
     def __init__(
-        self, model: nn.Module, units: Sequence[BlockModules], resting: Resting, preparation: BlockPreparation
+        self, model: nn.Module, units: Sequence[BlockModules], storage: StoredBlocks, preparation: BlockPreparation
     ) -> None:
-        """Let all blocks rest, and attach to them."""
-        self._resting = resting
+        """Store all blocks, and register the hooks."""
+        self._storage = storage
         self._frozen = [p for p in model.parameters() if p.requires_grad]
         self._running: Block | None = None
         self._depth = 0
@@ -163,8 +147,8 @@ class StreamedBlocks:
         self.waited_s = 0.0
         """Seconds that forwards have waited for blocks so far."""
         self._handles: list[Any] = []
-        self._blocks = store_blocks(model, units, resting, preparation)
-        self._ahead = ReadAhead(resting, [b.nbytes for b in self._blocks], followers(units))
+        self._blocks = store_blocks(model, units, storage, preparation)
+        self._ahead = ReadAhead(storage, [b.nbytes for b in self._blocks], followers(units))
         for p in self._frozen:
             p.requires_grad_(False)
         for unit, block in zip(units, self._blocks, strict=True):
@@ -172,27 +156,27 @@ class StreamedBlocks:
 
     @property
     def names(self) -> list[str]:
-        """Of the blocks."""
+        """Names of the blocks."""
         return [block.name for block in self._blocks]
 
     @property
     def resting_nbytes(self) -> int:
-        """Bytes of all blocks."""
+        """Bytes of all stored blocks."""
         return sum(block.nbytes for block in self._blocks)
 
     @property
     def buffers_nbytes(self) -> int:
-        """Bytes of the buffers that they come to."""
-        return self._resting.buffers_nbytes
+        """Bytes of the buffers that blocks are loaded into."""
+        return self._storage.buffers_nbytes
 
     @property
     def bytes_read(self) -> int:
-        """From the drive so far."""
-        return self._resting.bytes_read
+        """Bytes read from the NVMe device so far."""
+        return self._storage.bytes_read
 
     @property
     def trace(self) -> list[tuple[str, int]] | None:
-        """Set it to a list, and ``("read" | "compute" | "done", number of the block)`` is appended as it happens."""
+        """Set to a list to record ``("read" | "compute" | "done", index of the block)`` as it happens."""
         return self._ahead.trace
 
     @trace.setter
@@ -200,12 +184,12 @@ class StreamedBlocks:
         self._ahead.trace = trace
 
     def describe(self) -> str:
-        """One line for a log."""
-        place = {"cpu": "in host memory", "nvme": "on NVMe"}[self._resting.tier.name]
-        buffers = f"buffers for {self._resting.capacity} of them take {self.buffers_nbytes / 2**20:.1f} MiB"
+        """Return one line for a log."""
+        place = {"cpu": "in host memory", "nvme": "on NVMe"}[self._storage.tier.name]
+        buffers = f"buffers for {self._storage.capacity} of them take {self.buffers_nbytes / 2**20:.1f} MiB"
         return (
-            f"{len(self._blocks)} blocks of together {self.resting_nbytes / 2**20:.1f} MiB rest {place}; "
-            f"{buffers if self.buffers_nbytes else 'they compute where they rest'}"
+            f"{len(self._blocks)} blocks with a total of {self.resting_nbytes / 2**20:.1f} MiB are stored {place}; "
+            f"{buffers if self.buffers_nbytes else 'they compute there, without buffers'}"
         )
 
     # forward ---------------------------------------------------------------------------------------------------------
@@ -219,12 +203,12 @@ class StreamedBlocks:
 
         def refuse(*_: Any) -> None:
             raise StateError(
-                f"weights are loaded into {block.name}, which rests on a tier and cannot be changed. Load them before "
-                "stream_blocks(), or build the model on meta and give fill_from."
+                f"Got weights to load into {block.name}, which is stored on a tier and cannot be changed. Load them "
+                "before stream_blocks(), or build the model on meta and give fill_from."
             )
 
         for module in unit.modules.values():
-            # Before all other hooks, and after them, which may read parameters.
+            # Run before and after all other hooks, which may read parameters.
             self._handles.append(module.register_forward_pre_hook(_Hook(enter), prepend=True, with_kwargs=True))
             self._handles.append(module.register_forward_hook(_Hook(leave), always_call=True))
         keys: dict[nn.Module, dict[str, tuple[Target, Extent]]] = {}
@@ -238,7 +222,7 @@ class StreamedBlocks:
             self._handles.append(module.register_load_state_dict_pre_hook(_Hook(refuse)))
 
     def _enter(self, block: Block, inputs: Any) -> None:
-        """Make a block's weights readable."""
+        """Load a block's weights."""
         if self._running is block:  # it calls itself
             self._depth += 1
             return
@@ -246,7 +230,7 @@ class StreamedBlocks:
         self._refuse_gradients(block, inputs)
         self._refuse_changes(block, "outside of its forward")
         started = time.perf_counter()
-        with torch.inference_mode(mode=False):  # buffers outlive it
+        with torch.inference_mode(mode=False):  # buffers are used outside of inference mode too
             lease = self._ahead.take(block.index)
             try:
                 block.show(lease.wait())
@@ -262,9 +246,9 @@ class StreamedBlocks:
             self.trace.append(("compute", block.index))
 
     def _leave(self, block: Block) -> None:
-        """Let them go."""
+        """Release a block's weights."""
         if self._running is not block:
-            return  # an exception kept it from beginning
+            return  # its `_enter` raised
         self._depth -= 1
         if self._depth:
             return
@@ -285,17 +269,17 @@ class StreamedBlocks:
         self._depth = 0
 
     def _take_over(self) -> None:
-        """Clear up after a forward that was interrupted; another thread's may be under way."""
-        if self._resting.closed:
+        """Clean up after a forward that was interrupted, unless another thread is running one."""
+        if self._storage.closed:
             raise StateError(
-                "the weights of this model are gone: its StreamedBlocks were closed. Build it anew, or call restore() "
-                "in the place of close()."
+                "the weights of this model are gone: its StreamedBlocks were closed. Build the model again, or call "
+                "restore() instead of close()."
             )
         here = threading.current_thread()
         if self._running is not None and here is not self._thread and self._thread.is_alive():
             raise StateError(
                 f"block {self._running.name} runs in thread {self._thread.name!r}, and thread {here.name!r} calls "
-                "another one: one thread at a time may run a streamed model. Use a lock, or a batch."
+                "another one, but only one thread at a time may run a streamed model. Use a lock, or a batch."
             )
         self._thread = here
         self._release()
@@ -303,59 +287,56 @@ class StreamedBlocks:
     def _refuse_gradients(self, block: Block, inputs: Any) -> None:
         if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tree_iter(inputs)):
             raise StateError(
-                f"block {block.name} is called with inputs that need gradients, and its weights are gone by the time "
-                "of a backward pass. Run the model under torch.no_grad()."
+                f"Got inputs that require gradients for block {block.name}, but its weights are not available in a "
+                "backward pass. Run the model under torch.no_grad()."
             )
 
     def _refuse_changes(self, block: Block, when: str) -> None:
         name = block.changed()
         if name is not None:
             raise StateError(
-                f"{name} was written to, or moved, {when}, and what rests on a tier cannot be changed: set "
-                "model.eval(), change dtype and device before stream_blocks(), or leave the block out: blocks=[...]."
+                f"{name} was written to, or moved, {when}, but a tensor that is stored on a tier cannot be changed. "
+                "Set model.eval(), change dtype and device before stream_blocks(), or omit the block: blocks=[...]."
             )
 
-    # the weights at rest ---------------------------------------------------------------------------------------------
+    # the stored weights ----------------------------------------------------------------------------------------------
 
     def _saving(self, block: Block, mine: Mapping[str, tuple[Target, Extent]]) -> Callable[..., None]:
-        """A hook that gives a module's state dict tensors that are read when they are used."""
+        """Return a hook that puts tensors into a module's state dict that are read when they are used."""
 
         def save(_module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
             for key, (target, slot) in mine.items():
                 if prefix + key in state:
-                    state[prefix + key] = RestingTensor(target.like, self._reader(block, slot))
+                    state[prefix + key] = StoredTensor(target.like, partial(self._read, block, slot))
 
         return _Hook(save)
 
-    def _reader(self, block: Block, slot: Extent) -> Callable[[int, int], Tensor]:
-        return lambda start, stop: self._read(block, slot, start, stop)
-
     def _read(self, block: Block, slot: Extent, start: int, stop: int) -> Tensor:
-        """Elements ``[start, stop)`` of a resting tensor, in the order of its indices."""
-        if self._resting.closed:
-            raise StateError(f"a weight of {block.name} is read from a tier that is closed: its values are gone.")
-        self._ahead.drop()  # a buffer is needed
+        """Return the elements ``[start, stop)`` of a stored tensor, in the order of its indices."""
+        if self._storage.closed:
+            raise StateError(f"a weight of {block.name} is read, but its tier is closed and the values are gone.")
+        self._ahead.drop()  # frees a buffer
         size = slot.dtype.itemsize
         if slot.is_contiguous:
-            data = self._resting.read(block.index, slot.offset + start * size, slot.offset + stop * size)
+            data = self._storage.read(block.index, slot.offset + start * size, slot.offset + stop * size)
             return data.view(slot.dtype)
-        data = self._resting.read(block.index, slot.offset, slot.offset + slot.nbytes)
-        whole = data.view(slot.dtype).as_strided(slot.shape, slot.stride)
-        return whole.reshape(-1)[start:stop]
+        data = self._storage.read(block.index, slot.offset, slot.offset + slot.nbytes)
+        full = data.view(slot.dtype).as_strided(slot.shape, slot.stride)
+        return full.reshape(-1)[start:stop]
 
     def restore(self) -> None:
-        """Bring all weights back, and be done: the model is an ordinary one again.
+        """Load all weights and stop streaming: the model is an ordinary one again.
 
         Raises:
-            StateError: they are gone.
+            StateError: the handle was closed.
         """
-        if self._resting.closed:
+        if self._storage.closed:
             raise StateError("the weights of this model are gone: its StreamedBlocks were closed before.")
         self._release()
         self._ahead.drop()
         with torch.inference_mode(mode=False):
             for block in self._blocks:
-                lease = self._resting.start(block.index, block.nbytes)
+                lease = self._storage.start(block.index, block.nbytes)
                 block.keep(lease.wait())
                 lease.release()
         for handle in self._handles:
@@ -365,10 +346,10 @@ class StreamedBlocks:
         self.close()
 
     def close(self) -> None:
-        """End the threads, free buffers and file. The weights are gone, unless `restore` was called. Idempotent."""
-        if not self._resting.closed:
+        """Stop the threads and free buffers and file. The weights are lost unless `restore` was called. Idempotent."""
+        if not self._storage.closed:
             self._release()
             self._ahead.drop()
             for block in self._blocks:
                 block.forget()
-            self._resting.close()
+            self._storage.close()

@@ -1,11 +1,11 @@
-"""What a run will take before it runs: memory by tier, traffic, time, and the lightest strategy that fits.
+"""Predict a run's memory by tier, traffic and time before it starts, and choose the lightest strategy that fits.
 
 ::
 
-    module, batch ─ trace ──> Trace: one step on tensors without memory, as a list of events
+    module, batch ─ trace ──> Trace: one step on fake tensors, as a list of events
     options ─ layout ──> Plan: the engine's own plan, for any number of ranks
-    Trace + Plan ─ replay ──> Peak: the events run through the engine's rules on paper
+    Trace + Plan ─ replay ──> Peak: the events, simulated under the engine's rules
     candidates, Hardware ─ forecast ──> table, and a recommendation
 
-A trace is taken once for each way of recomputing activations; everything else is counted from it.
+One trace is taken per recompute policy; everything else is computed from it.
 """

@@ -1,7 +1,7 @@
-"""The engine's flat buffers, pool and reducer on paper: bytes in place of memory.
+"""Simulate the engine's flat buffers, buffer pool and reducer: bytes instead of memory.
 
-The rules are those of `zero.reduce.Reducer`, `zero.averages.Averages` and `comm.Comm`, written down once more. A test
-holds them against what real ranks hold, storage by storage.
+The rules repeat those of `zero.reduce.Reducer`, `zero.averages.Averages` and `comm.Comm`. A test compares the result
+with the storages of real ranks.
 """
 
 from __future__ import annotations
@@ -17,65 +17,61 @@ from ls_strategy.zero import reduce
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What a replay depends on beside trace and plan."""
+    """What a replay depends on besides trace and plan."""
 
     optimizer_bytes: tuple[float, ...]
-    """Of each optimizer, per element, see `states.moment_bytes`."""
+    """Bytes per element of each optimizer, see `states.moment_bytes`."""
 
     micro_batches: int = 1
-    """Batches whose gradients are added up before a step."""
+    """Micro-batches per optimizer step."""
 
     prefetch_units: int = 1
     early_step: bool = True
-    """Updates begin while backward runs: offload, no clipping, no loss scale, one optimizer, nobody reads gradients."""
+    """Updates start in backward: offload, one optimizer, no clipping, no loss scale, no code that reads gradients."""
 
     native: bool = False
-    """NCCL: the transport sums, in ``wire_bytes`` per element, and has buffers of its own."""
+    """NCCL: the transport reduces, and has its own buffers."""
 
     wire_fp32: bool = True
-    """NCCL: gradients are summed in fp32."""
+    """NCCL: gradients are reduced in fp32."""
 
     cuda: bool = False
-    """The device has memory of its own: states come from the host by copies."""
+    """The device has its own memory: states are copied from the host."""
 
     step_temporaries: bool = False
-    """Some optimizer's own step needs temporaries as large as what it steps."""
+    """Some optimizer's step needs temporaries as large as the stepped shards."""
 
     activation_offload: ActivationOffloadConfig | None = None
     buffers: int = 0
     """Bytes of the module's buffers."""
 
 
-class PaperLedger:
-    """Bytes on the device now, by kind, and at the worst moment."""
+class SimulatedLedger:
+    """Bytes on the device by kind, now and at the peak."""
 
     def __init__(self) -> None:
         self.now: Counter[str] = Counter()
         self.total = 0
         self.relief = 0
-        """Of the activations, elsewhere now."""
+        """Bytes of activations that are currently offloaded."""
 
         self.peak = 0
         self.at_peak: dict[str, int] = {}
 
     def add(self, kind: str, nbytes: int) -> None:
-        """Take, or give back."""
+        """Allocate, or free if negative."""
         self.now[kind] += nbytes
         self.total += nbytes
-        self.look()
-
-    def look(self) -> None:
-        """Is this the worst moment so far?"""
         if self.total - self.relief > self.peak:
             self.peak = self.total - self.relief
             self.at_peak = dict(self.now)
             self.at_peak["activations"] = self.now["activations"] - self.relief
 
 
-class PaperPool:
-    """`comm.BufferPool` on paper."""
+class SimulatedPool:
+    """Simulates `comm.BufferPool`."""
 
-    def __init__(self, ledger: PaperLedger) -> None:
+    def __init__(self, ledger: SimulatedLedger) -> None:
         self._ledger = ledger
         self._free: Counter[tuple[int, int]] = Counter()
 
@@ -95,35 +91,33 @@ class PaperPool:
 
 @dataclass
 class SimulatedFlat:
-    """One flat buffer, as far as `Gatherer` and the reducer ask."""
+    """Simulates the parts of one flat buffer that `Gatherer` and the reducer use."""
 
     plan: FlatPlan
-    ledger: PaperLedger
+    ledger: SimulatedLedger
     reads_ahead: bool
     is_gathered: bool = False
     gathering: bool | None = None
     reading: bool | None = None
     held: bool = False
     publish_due: bool = False
-    hidden: bool = False
-    is_on_its_way: bool = False
     updated_early: bool = False
     # gradients
     grad: tuple[int, int] | None = None
-    borrowed: list[tuple[int, int]] = field(default_factory=list)
+    pooled: list[tuple[int, int]] = field(default_factory=list)
     wire: int = 0
     used: set[str] = field(default_factory=set)
     wide: bool = False
 
     @property
-    def whole_bytes(self) -> int:
-        """Of the gathered buffer."""
+    def gathered_bytes(self) -> int:
+        """Bytes of the gathered buffer."""
         return self.plan.layout.numel * self.plan.dtype.itemsize
 
     def _hold(self) -> None:
         if not self.held:
             self.held = True
-            self.ledger.add("parameters", self.whole_bytes)
+            self.ledger.add("parameters", self.gathered_bytes)
 
     def start_gather(self) -> None:
         """See `Flat`."""
@@ -148,15 +142,15 @@ class SimulatedFlat:
         self.is_gathered = False
         if self.held:
             self.held = False
-            self.ledger.add("parameters", -self.whole_bytes)
+            self.ledger.add("parameters", -self.gathered_bytes)
 
     def take_writes(self) -> bool:
-        """See `Flat`: nobody writes on paper."""
+        """See `Flat`. Nothing is written in a simulation."""
         return False
 
 
-class PaperUnit:
-    """A unit on paper."""
+class SimulatedUnit:
+    """Simulates a unit."""
 
     def __init__(self, flats: list[SimulatedFlat], *, is_root: bool) -> None:
         self.flats = flats
@@ -171,15 +165,15 @@ class PaperUnit:
         self.pinned = False
 
 
-class PaperReducer:
-    """`Reducer` on paper: which buffers gradients are in, and when they are sent."""
+class SimulatedReducer:
+    """Simulates `Reducer`: which buffers hold gradients, and when they are sent."""
 
     def __init__(
-        self, units: list[PaperUnit], plan: Plan, setting: Setting, ledger: PaperLedger, trained: set[str]
+        self, units: list[SimulatedUnit], plan: Plan, setting: Setting, ledger: SimulatedLedger, trained: set[str]
     ) -> None:
         self.order = [u for u in reversed(units) if u.trainable_flats]
         self.plan, self.policy, self.setting, self.ledger = plan, plan.policy, setting, ledger
-        self.pool = PaperPool(ledger)
+        self.pool = SimulatedPool(ledger)
         self.eager = True
         self._trained = trained
         self._next = 0
@@ -199,7 +193,7 @@ class PaperReducer:
                 self._widen(flat)
 
     def _widen(self, flat: SimulatedFlat) -> None:
-        """Stages 0 and 1: from the second micro-batch on gradients add up in fp32, for good."""
+        """At stages 0 and 1, accumulate in fp32 from the second micro-batch on, and keep the buffer."""
         size = flat.plan.dtype.itemsize
         if flat.used and self.policy.optimizer and size < 4 and not flat.wide:
             numel = flat.plan.layout.numel
@@ -207,12 +201,12 @@ class PaperReducer:
             self.ledger.add("gradients", -numel * size)
             flat.wide = True
 
-    def on_grad(self, unit: PaperUnit, flat: SimulatedFlat, name: str, numel: int) -> None:
+    def on_grad(self, unit: SimulatedUnit, flat: SimulatedFlat, name: str, numel: int) -> None:
         """See `Reducer`; ``numel`` elements of the parameter ``name``."""
         if self.policy.gradients:
             if not unit.launched:
                 self._hold(flat)
-        elif flat.wide and name in flat.used:  # cast to fp32 to be added
+        elif flat.wide and name in flat.used:  # cast to fp32 for accumulation
             self.ledger.add("gradients", numel * 4)
             self.ledger.add("gradients", -numel * 4)
         flat.used.add(name)
@@ -238,7 +232,7 @@ class PaperReducer:
         if not self.policy.gradients or self.setting.early_step:
             self.finish_in_flight()
 
-    def _launch(self, unit: PaperUnit) -> None:
+    def _launch(self, unit: SimulatedUnit) -> None:
         unit.launched = True
         for flat in unit.trainable_flats:
             if self.plan.world_size == 1 and not self.policy.optimizer:
@@ -260,13 +254,13 @@ class PaperReducer:
         if world == 1:
             return
         if not self.setting.native:
-            flat.borrowed = [self.pool.take(shard, size) for _ in range(world - 1)]
+            flat.pooled = [self.pool.take(shard, size) for _ in range(world - 1)]
             return
         wire = max(size, 4) if self.setting.wire_fp32 else size
         if wire != size:
             flat.wire = flat.plan.layout.numel * wire
             self.ledger.add("communication", flat.wire)
-        flat.borrowed = [self.pool.take(shard, wire)]
+        flat.pooled = [self.pool.take(shard, wire)]
 
     def _too_much(self) -> bool:
         if self.setting.early_step and self.eager:
@@ -277,10 +271,10 @@ class PaperReducer:
 
     def _finish(self, flat: SimulatedFlat) -> None:
         shard = flat.plan.layout.shard
-        if not self.policy.optimizer or self._comes_by_copy(flat):
+        if not self.policy.optimizer or self._is_copied(flat):
             self.pool.give([self.pool.take(shard, 4)])
-        self.pool.give(flat.borrowed)
-        flat.borrowed = []
+        self.pool.give(flat.pooled)
+        flat.pooled = []
         if flat.wire:
             self.ledger.add("communication", -flat.wire)
             flat.wire = 0
@@ -288,8 +282,8 @@ class PaperReducer:
             self.pool.give([flat.grad])
             flat.grad = None
 
-    def _comes_by_copy(self, flat: SimulatedFlat) -> bool:
-        """Whether averages are summed on the device and then copied to where they rest."""
+    def _is_copied(self, flat: SimulatedFlat) -> bool:
+        """Whether averages are reduced on the device and then copied to their tier."""
         if flat.plan.gradient_tier == "nvme" and not self.setting.early_step:
             return True
         return flat.plan.gradient_tier != "device" and self.setting.cuda

@@ -1,14 +1,14 @@
-"""Strategies from the lightest to the heaviest: what each adds costs more time than what the one before adds.
+"""Candidate strategies from the lightest to the heaviest: each addition costs more time than the one before.
 
 =====================  ============================================================================================
-what is added          what it costs
+addition               cost
 =====================  ============================================================================================
-stages 1, 2            nothing; stage 2 reduces in every micro-batch
-stage 3                half as much traffic again, beside the computation
-selective recompute    everything but matrix products and attention a second time
-full recompute         a third of the computation again
-offload to the host    traffic over the bus, and updates by the host
-offload to a drive     reading and writing all states in every step
+stages 1, 2            none; stage 2 reduces in every micro-batch
+stage 3                50 % more traffic, overlapped with computation
+selective recompute    everything except matrix products and attention a second time
+full recompute         a third more computation
+offload to the host    traffic over the bus, and updates on the host
+offload to NVMe        reads and writes of all states in every step
 =====================  ============================================================================================
 """
 
@@ -33,11 +33,11 @@ _CPU, _NVME = TierConfig(tier="cpu"), TierConfig(tier="nvme")
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run."""
+    """One strategy."""
 
     stage: ZeroStage
     optimizer: TierConfig | None = None
-    """Where master weights and the optimizer's states are stored; None: on the device."""
+    """Where master weights and optimizer states are stored; None: on the device."""
 
     parameters: TierConfig | None = None
     recompute: RecomputeConfig | None = None
@@ -45,7 +45,7 @@ class Candidate:
 
     @property
     def strategy(self) -> str:
-        """Its alias: ``zero2_offload``."""
+        """Its alias, such as ``zero2_offload``."""
         tiers: set[TierName] = {o.tier for o in (self.optimizer, self.parameters) if o is not None}
         if not tiers:
             return f"zero{self.stage}"
@@ -55,16 +55,16 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """With what is done about activations."""
-        words = [self.strategy]
+        """The alias and what is done with activations."""
+        parts = [self.strategy]
         if self.recompute is not None:
-            words.append(f"{self.recompute.policy} recompute")
+            parts.append(f"{self.recompute.policy} recompute")
         if self.activation_offload is not None:
-            words.append(f"activations on {'NVMe' if self.activation_offload.tier == 'nvme' else 'the host'}")
-        return ", ".join(words)
+            parts.append(f"activations on {'NVMe' if self.activation_offload.tier == 'nvme' else 'the host'}")
+        return ", ".join(parts)
 
     def config(self, base: ZeROConfig) -> ZeROConfig:
-        """``base``, with what this chooses."""
+        """Return ``base`` with this candidate's options."""
         weights = base.sharding.rank_weights if self.stage else None
         return replace(
             base,
@@ -77,7 +77,7 @@ class Candidate:
         )
 
     def arguments(self) -> dict[str, Any]:
-        """What to give `ZeROStrategy` for it."""
+        """Return the arguments of `ZeROStrategy` for this candidate."""
         chosen: dict[str, Any] = {"stage": self.stage}
         tiers = {"optimizer": self.optimizer, "parameters": self.parameters}
         offload = {name: option.tier for name, option in tiers.items() if option is not None}
@@ -97,13 +97,13 @@ class Candidate:
 def ladder(
     *, ranks: int, recompute: RecomputeConfig | None = None, recomputable: bool = True, drive: bool = False
 ) -> Iterator[Candidate]:
-    """All candidates, the lightest first.
+    """Yield all candidates, the lightest first.
 
     Args:
-        ranks: over which states are divided. One rank has nothing to divide.
-        recompute: what the user has chosen; then every candidate does that.
-        recomputable: there are blocks to recompute.
-        drive: there is an NVMe drive.
+        ranks: ranks that shard the states.
+        recompute: the user's choice, which every candidate then uses.
+        recomputable: whether there are blocks to recompute.
+        drive: whether there is an NVMe device.
     """
     if recompute is not None:
         choices: list[RecomputeConfig | None] = [recompute]

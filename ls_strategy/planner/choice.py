@@ -1,4 +1,4 @@
-"""The lightest strategy that fits, for a module that is about to be trained; the same on all ranks."""
+"""Choose the lightest strategy that fits a module before training; all ranks choose the same."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ from ls_strategy.precision import PrecisionPolicy
 
 @dataclass(frozen=True)
 class Question:
-    """A run of one module."""
+    """One module and run to plan for."""
 
     module: nn.Module
-    """With a ``training_step``; on any device."""
+    """A module with a ``training_step``, on any device."""
 
     optimizers: Sequence[Optimizer]
     precision: PrecisionPolicy
     batch: Any
-    """Of one rank."""
+    """A batch of one rank."""
 
     run: Run
 
     @contextmanager
     def forecaster(self) -> Generator[Forecaster, None, None]:
-        """Inside, the module is on paper; afterwards it is what it was. Not collective."""
+        """Yield a `Forecaster`, with the module's tensors replaced by fake tensors until the exit. Not collective."""
         in_fp32 = self.run.config.precision.fp32_modules
-        with simulated(self.module, self.precision, in_fp32, torch.device("cpu")) as paper:
-            optimizers = [paper.optimizer(o) for o in self.optimizers]
+        with simulated(self.module, self.precision, in_fp32, torch.device("cpu")) as fakes:
+            optimizers = [fakes.optimizer(o) for o in self.optimizers]
             yield Forecaster(
                 self.module,
                 optimizers,
-                paper=paper,
+                fakes=fakes,
                 precision=self.precision,
                 step=training_step(self.module, optimizers),
                 batch=self.batch,
@@ -62,10 +62,10 @@ class Question:
             )
 
     def forecasts(self, hardware: Hardware) -> list[Forecast]:
-        """Every candidate. Not collective; the module is what it was when this returns.
+        """Return the forecast of every candidate. The module is restored on return. Not collective.
 
         Raises:
-            PlanError: the step cannot be counted.
+            PlanError: the step cannot be traced.
         """
         with self.forecaster() as forecaster:
             return forecaster.all(hardware)
@@ -73,34 +73,31 @@ class Question:
 
 @dataclass(frozen=True)
 class Choice:
-    """What was decided."""
+    """The chosen strategy."""
 
     candidate: Candidate
     words: str
-    """The table, and why."""
+    """The table, and the reason."""
 
 
 def choose(ask: Callable[[], Question], world: Comm, hardware: Hardware) -> Choice:
-    """The lightest strategy that fits. Collective.
+    """Return the lightest strategy that fits. Collective over ``world``.
 
-    Args:
-        ask: what is to run; called on rank 0 alone.
-        world: all ranks.
-        hardware: from `smallest`.
+    ``ask`` returns what to plan for, and is called on rank 0 only. ``hardware`` comes from `smallest`.
 
     Raises:
-        PlanError: on every rank: nothing fits, or the step cannot be counted.
+        PlanError: on every rank: nothing fits, or the step cannot be traced.
     """
     answer: Choice | str | None = None
     if world.rank == 0:
         try:
             answer = _decide(ask().forecasts(hardware), hardware)
-        except Exception as error:  # the others wait
+        except Exception as error:  # the other ranks wait for the answer
             answer = str(error) if isinstance(error, PlanError) else f"{type(error).__name__}: {error}"
     answer = world.exchange_objects(answer)[0]
     if isinstance(answer, Choice):
         return answer
-    raise PlanError(f'strategy="zero_auto": {answer} Name a strategy to go without a plan.')
+    raise PlanError(f'strategy="zero_auto": {answer} Name a strategy to skip planning.')
 
 
 def _decide(forecasts: list[Forecast], hardware: Hardware) -> Choice:
@@ -111,7 +108,7 @@ def _decide(forecasts: list[Forecast], hardware: Hardware) -> Choice:
 
 
 def smallest(world: Comm, device: torch.device, nvme_path: str = "") -> Hardware:
-    """What every rank has at least. Collective."""
+    """Return the hardware that every rank has at least. Collective."""
     hosts = world.exchange_objects(socket.gethostname())
     per_node = max(hosts.count(host) for host in hosts)
     here = found_here(device, ranks=world.world_size, ranks_per_node=per_node, nvme_path=nvme_path)
@@ -127,20 +124,20 @@ def smallest(world: Comm, device: torch.device, nvme_path: str = "") -> Hardware
 
 
 def explain(question: Question, hardware: Hardware, running: Candidate) -> Callable[[], str]:
-    """For `out_of_memory.explaining`: the table, and the next candidate that takes less. Not collective."""
+    """Return a description for `out_of_memory.explaining`: the next candidate that needs less, and the table."""
 
     def describe() -> str:
         forecasts = question.forecasts(hardware)
         mine = next((f for f in forecasts if f.candidate == running), None)
         device = mine.peak.device if mine is not None else min(f.peak.device for f in forecasts)
         better = next_lighter_in_memory(forecasts, device)
-        now = f"{running.name} takes {show_bytes(device)} on each device. " if mine is not None else ""
+        now = f"{running.name} needs {show_bytes(device)} on each device. " if mine is not None else ""
         if better is None:
-            advice = "No other strategy takes less. Use a smaller batch (and accumulate_grad_batches), or more ranks."
+            advice = "No other strategy needs less. Use a smaller batch (and accumulate_grad_batches), or more ranks."
         else:
             arguments = ", ".join(f"{k}={v!r}" for k, v in better.candidate.arguments().items())
             advice = (
-                f"{better.candidate.name} takes {show_bytes(better.peak.device)}: "
+                f"{better.candidate.name} needs {show_bytes(better.peak.device)}: "
                 f"ZeROStrategy({arguments}), or a smaller batch with accumulate_grad_batches."
             )
         return f"{now}{advice}\n{table(forecasts, hardware)}"
@@ -149,6 +146,6 @@ def explain(question: Question, hardware: Hardware, running: Candidate) -> Calla
 
 
 def candidate_of(config: ZeROConfig) -> Candidate:
-    """The candidate that a configuration is."""
+    """Return the candidate that equals a configuration."""
     optimizer, parameters = config.offload.tier_of("optimizer"), config.offload.tier_of("parameters")
     return Candidate(config.stage, optimizer, parameters, config.activations.recompute, config.activations.stored)

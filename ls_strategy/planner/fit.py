@@ -1,4 +1,4 @@
-"""A fit that a Trainer runs, or is about to, as a question to the planner. By the names that Trainers have."""
+"""Turn a Trainer's fit into a question to the planner, by the names of Trainer's attributes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ls_strategy.precision import PrecisionPolicy
 
 
 def before_sharding(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-    """Copies of optimizers on the module's own parameters, which an engine takes out of their groups. Without mocks."""
+    """Copy optimizers on the module's own parameters, which an engine removes from their groups. Skip mocks."""
     copies: list[Optimizer] = []
     for optimizer in optimizers:
         if is_mock_optimizer(optimizer):
@@ -38,16 +38,18 @@ def question_of_fit(
     recompute: RecomputeConfig | None,
     updates_early: bool,
 ) -> Question:
-    """What is about to be trained. Not collective; makes the training data's loader once more, and takes one batch.
+    """Return what a Trainer is about to train. Not collective.
+
+    Creates the training data loader again, and takes one batch.
 
     Args:
-        trainer: of the fit.
+        trainer: the fit's Trainer.
         module: its module, set up.
         optimizers: from `before_sharding`.
         config: options that no candidate changes.
         precision: dtypes.
-        recompute: what the user has chosen, if anything.
-        updates_early: no user code may look at gradients between backward and step.
+        recompute: the user's choice, if any.
+        updates_early: no user code may read gradients between backward and step.
 
     Raises:
         PlanError: there is no training data.

@@ -1,4 +1,4 @@
-"""Forecasts of every candidate for one model, batch and machine, as a table, and the lightest one that fits."""
+"""Forecast every candidate for one model, batch and machine; the table, and the lightest candidate that fits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ls_strategy.planner.traffic import StepTraffic, traffic
 from ls_strategy.precision import PrecisionPolicy
 
 _EFFICIENCY = 0.4
-"""Part of a device's best speed that training of large models reaches, for the upper bound of the time of a step."""
+"""Fraction of peak FLOP/s that training of large models reaches, for the upper bound of a step's time."""
 
 _HOST_BYTES_OF_NVME = 80 << 20
 """Staging buffers of the NVMe tier on each rank."""
@@ -32,37 +32,36 @@ _HOST_BYTES_OF_NVME = 80 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What every candidate has in common."""
+    """What all candidates have in common."""
 
     config: ZeROConfig = field(default_factory=ZeROConfig)
     """Options that no candidate changes: units, prefetch, precision of the states."""
 
     micro_batches: int = 1
-    """Batches whose gradients are added up before a step."""
+    """Micro-batches per optimizer step."""
 
     clips: bool = False
-    """Gradients are clipped, or read between backward and step: no update begins before all are there."""
+    """Gradients are clipped, or read between backward and step, so no update starts before backward ends."""
 
     recompute: RecomputeConfig | None = None
-    """What the user has chosen; candidates leave it as it is."""
+    """The user's choice, which candidates keep."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What one candidate takes."""
+    """What one candidate needs."""
 
     candidate: Candidate
     peak: Peak
     traffic: StepTraffic
     flops: int
-    """Of one rank and step."""
+    """Per rank and step."""
 
     seconds: tuple[float, float] | None
-    """Of one step: everything at once at full speed, and one after the other at the speed that is usual. None where no
-    speeds are known."""
+    """Lower and upper bound of a step: all overlapped at peak speed, or nothing at usual speed. None: unknown."""
 
     lacks: tuple[str, ...]
-    """What it needs more of than there is."""
+    """What it needs more of than is available."""
 
     @property
     def fits(self) -> bool:
@@ -70,7 +69,7 @@ class Forecast:
         return not self.lacks
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; bytes and seconds."""
+        """Return the forecast for JSON, in bytes and seconds."""
         return {
             "name": self.candidate.name,
             "arguments": self.candidate.arguments(),
@@ -90,32 +89,25 @@ class Forecast:
 
 
 class Forecaster:
-    """Forecasts for one model that is on paper."""
+    """Forecasts for one simulated model."""
 
     def __init__(
         self,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         *,
-        paper: Simulated,
+        fakes: Simulated,
         precision: PrecisionPolicy,
         step: Step,
         batch: Any,
         run: Run,
     ) -> None:
-        """Cut the model into units; steps are traced when they are asked for.
+        """Partition the model into units. Steps are traced on demand.
 
-        Args:
-            model: inside `simulated`.
-            optimizers: on its parameters there.
-            paper: what `simulated` yields.
-            precision: dtypes of training.
-            step: the training step.
-            batch: of one rank.
-            run: what all candidates have in common.
+        ``model``, ``optimizers`` and ``step`` use the fake tensors of ``fakes``, which `simulated` yields.
 
         Raises:
-            PlanError: model, optimizers and options do not fit together.
+            PlanError: model, optimizers and options are incompatible.
         """
         self._states = ModelStates(model, optimizers, precision)
         self._run = run
@@ -126,7 +118,7 @@ class Forecaster:
         self._buffers = sum(b.nbytes for b in model.buffers())
         self.numel = sum(p.numel() for p in model.parameters())
         classes = run.config.precision.fp32_modules
-        self._tracer = Tracer(model, specs, step, precision, classes, torch.device("cpu"), paper.mode)
+        self._tracer = Tracer(model, specs, step, precision, classes, torch.device("cpu"), fakes.mode)
         self._traces: dict[RecomputeConfig | None, Trace] = {}
         self._plans: dict[Any, Plan] = {}
         self._optimizer_bytes = self._states.optimizer_bytes(run.config)
@@ -141,24 +133,24 @@ class Forecaster:
         return True
 
     def trace(self, recompute: RecomputeConfig | None = None) -> Trace:
-        """The step with this way of recomputing; traced once.
+        """Return the step with this recompute policy; traced once.
 
         Raises:
-            PlanError: it cannot run on tensors without values, or there is nothing to recompute.
+            PlanError: the step cannot run on fake tensors, or there is nothing to recompute.
         """
         if recompute not in self._traces:
             self._traces[recompute] = self._tracer.run(self._batch, recompute)
         return self._traces[recompute]
 
     def plan(self, config: ZeROConfig, ranks: int) -> Plan:
-        """The engine's plan; made once."""
+        """Return the engine's plan; created once."""
         key = (config.stage, config.sharding, config.precision, config.offload, ranks)
         if key not in self._plans:
             self._plans[key] = self._states.plan(config, ranks)
         return self._plans[key]
 
     def setting(self, config: ZeROConfig, candidate: Candidate, device: str) -> Setting:
-        """What a replay needs to know."""
+        """Return what a replay depends on."""
         scales = self._states.precision.loss_scaling
         single = len(self._states.optimizers) == 1
         offloads = config.offload.optimizer is not None
@@ -176,18 +168,18 @@ class Forecaster:
         )
 
     def peak(self, candidate: Candidate, ranks: int, device: str) -> Peak:
-        """Memory of one rank."""
+        """Return the peak memory of one rank."""
         config = candidate.config(self._run.config)
         setting = self.setting(config, candidate, device)
         plan = self.plan(config, ranks)
         return replay(self.trace(candidate.recompute), plan, setting, trained=self._trained, names=self._names)
 
     def states(self, candidate: Candidate, ranks: int) -> dict[TierName, dict[str, int]]:
-        """Bytes of model state of one rank between two steps, by tier and kind."""
+        """Return the bytes of model states of one rank between two steps, by tier and kind."""
         return self.plan(candidate.config(self._run.config), ranks).bytes_by_tier(self._optimizer_bytes)
 
     def traffic(self, candidate: Candidate, ranks: int, device: str) -> StepTraffic:
-        """Bytes that one rank moves in one step."""
+        """Return the bytes that one rank moves in one step."""
         config = candidate.config(self._run.config)
         return traffic(
             self.plan(config, ranks),
@@ -199,14 +191,14 @@ class Forecaster:
         )
 
     def forecast(self, candidate: Candidate, hardware: Hardware) -> Forecast:
-        """Memory, traffic and time of one candidate."""
+        """Return memory, traffic and time of one candidate."""
         peak = self.peak(candidate, hardware.ranks, hardware.device)
         moved = self.traffic(candidate, hardware.ranks, hardware.device)
         flops = self.trace(candidate.recompute).flops * self._run.micro_batches
         return Forecast(candidate, peak, moved, flops, _seconds(moved, flops, hardware), _lacks(peak, hardware))
 
     def all(self, hardware: Hardware) -> list[Forecast]:
-        """Every candidate, the lightest first."""
+        """Return the forecast of every candidate, the lightest first."""
         candidates = ladder(
             ranks=hardware.ranks,
             recompute=self._run.recompute,
@@ -228,13 +220,10 @@ def _seconds(moved: StepTraffic, flops: int, hardware: Hardware) -> tuple[float,
 def _lacks(peak: Peak, hardware: Hardware) -> tuple[str, ...]:
     host = peak.cpu + (_HOST_BYTES_OF_NVME if peak.nvme else 0)
     if hardware.device == "cpu":
-        needs = [("host memory", peak.device + host, hardware.device_room), ("drive", peak.nvme, hardware.drive_room)]
+        memory = [("host memory", peak.device + host, hardware.device_room)]
     else:
-        needs = [
-            ("device memory", peak.device, hardware.device_room),
-            ("host memory", host, hardware.host_room),
-            ("drive", peak.nvme, hardware.drive_room),
-        ]
+        memory = [("device memory", peak.device, hardware.device_room), ("host memory", host, hardware.host_room)]
+    needs = [*memory, ("NVMe", peak.nvme, hardware.drive_room)]
     return tuple(
         f"{show_bytes(need)} of {show_bytes(max(room, 0))} {what}"
         for what, need, room in needs
@@ -243,27 +232,27 @@ def _lacks(peak: Peak, hardware: Hardware) -> tuple[str, ...]:
 
 
 def on_hardware(forecasts: Sequence[Forecast], hardware: Hardware) -> list[Forecast]:
-    """The same forecasts on as many ranks with other memory."""
+    """Return the forecasts for the same number of ranks with other memory."""
     return [replace(f, lacks=_lacks(f.peak, hardware)) for f in forecasts]
 
 
 def lightest(forecasts: Sequence[Forecast]) -> Forecast | None:
-    """The first that fits."""
+    """Return the first that fits."""
     return next((f for f in forecasts if f.fits), None)
 
 
 def table(forecasts: Sequence[Forecast], hardware: Hardware) -> str:
-    """One line per candidate, the lightest first; the first that fits is marked."""
+    """Return one line per candidate, the lightest first; the first that fits is marked."""
     chosen = lightest(forecasts)
-    timed = any(f.seconds for f in forecasts)
-    head = ["", "device", "of that: states", "activations", "other", "host", "drive", "sent per step"]
-    rows = [[*head, *(["s per step"] if timed else []), "fits"]]
+    has_times = any(f.seconds for f in forecasts)
+    head = ["", "device", "of that: states", "activations", "other", "host", "NVMe", "sent per step"]
+    rows = [[*head, *(["s per step"] if has_times else []), "fits"]]
     for f in forecasts:
         at = f.peak.at_peak
         states = sum(at.get(kind, 0) for kind in ("parameters", "masters", "gradients", "optimizer"))
         activations = at.get("activations", 0)
         sizes = (f.peak.device, states, activations, f.peak.device - states - activations, f.peak.cpu, f.peak.nvme)
-        seconds = [f"{f.seconds[0]:.3g} to {f.seconds[1]:.3g}"] if f.seconds else [""] if timed else []
+        seconds = [f"{f.seconds[0]:.3g} to {f.seconds[1]:.3g}"] if f.seconds else [""] if has_times else []
         verdict = "<- lightest that fits" if f is chosen else "yes" if f.fits else "no: needs " + "; ".join(f.lacks)
         cells = [show_bytes(n) if n else "-" for n in (*sizes, f.traffic.sent)]
         rows.append([f.candidate.name, *cells, *seconds, verdict])
@@ -278,14 +267,14 @@ def table(forecasts: Sequence[Forecast], hardware: Hardware) -> str:
 
 
 def reason(forecasts: Sequence[Forecast]) -> str:
-    """Why the lightest one that fits is what it is, in a sentence or two."""
+    """Explain the choice in one or two sentences."""
     chosen = lightest(forecasts)
     if chosen is None:
         closest = min(forecasts, key=lambda f: f.peak.device)
         return (
             f"nothing fits. {closest.candidate.name} comes closest and needs {'; '.join(closest.lacks)}. Use a smaller "
-            "batch or more ranks; longer sequences and single layers that are too large need "
-            "parallel.context or parallel.tensor."
+            "batch or more ranks. For long sequences set parallel.context, and for single layers that are too large "
+            "parallel.tensor."
         )
     lighter = forecasts[: list(forecasts).index(chosen)]
     if not lighter:
@@ -295,5 +284,5 @@ def reason(forecasts: Sequence[Forecast]) -> str:
 
 
 def next_lighter_in_memory(forecasts: Sequence[Forecast], device_bytes: int) -> Forecast | None:
-    """The lightest candidate that takes less of the device than ``device_bytes``, by a tenth at least."""
+    """Return the lightest candidate that fits and needs at least 10 % less device memory than ``device_bytes``."""
     return next((f for f in forecasts if f.peak.device < 0.9 * device_bytes and f.fits), None)

@@ -1,4 +1,4 @@
-"""What a run has: ranks, memory of devices and hosts, room on drives; given, or found out."""
+"""The hardware of a run: ranks, device and host memory, NVMe space; given by the user, or detected."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ _NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?i?)b?\s*", re.IGNORECASE)
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes from a number with a unit; GB are 10**9 bytes and GiB 2**30.
+    """Parse bytes from a number with a unit; GB are 10**9 bytes and GiB 2**30.
 
     >>> parse_bytes("80GB"), parse_bytes("1.5 GiB"), parse_bytes("4TB")
     (80000000000, 1610612736, 4000000000000)
 
     Raises:
-        ConfigError: it is no such number.
+        ConfigError: the text is not a size.
     """
     found = _NUMBER.fullmatch(text)
     if found is None or found[2].lower() not in _UNITS:
-        raise ConfigError(f"{text!r} is no size: give bytes, or a number and a unit, such as 80GB, 512GiB or 4TB.")
+        raise ConfigError(f"Got {text!r}, which is not a size. Give bytes, or a number and a unit: 80GB, 512GiB, 4TB.")
     return int(float(found[1]) * _UNITS[found[2].lower()])
 
 
 def show_bytes(nbytes: float) -> str:
-    """In the unit in which there is a number below 1000.
+    """Format bytes in the unit that gives a number below 1000.
 
     >>> show_bytes(512), show_bytes(1.31e9), show_bytes(2.5e13)
     ('512 B', '1.31 GB', '25 TB')
@@ -45,63 +45,65 @@ def show_bytes(nbytes: float) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Of one run. None: not known, and nothing is refused for the lack of it."""
+    """The hardware of one run. None means unknown: no strategy is rejected because of it."""
 
     ranks: int = 1
     ranks_per_node: int = 1
     device: str = "cuda"
-    """``cuda``: devices have memory of their own. ``cpu``: the ranks of a node share the host's."""
+    """``cuda``: devices have their own memory. ``cpu``: the ranks of a node share the host's."""
 
     device_memory: int | None = None
-    """Bytes of each device."""
+    """Bytes per device."""
 
     host_memory: int | None = None
-    """Bytes of each node."""
+    """Bytes per node."""
 
     drive: int | None = 0
-    """Free bytes on the NVMe drive of each node; 0: there is none."""
+    """Free bytes on the NVMe device of each node; 0: there is none."""
 
     tflops: float | None = None
-    """What a device computes at best, in 10**12 operations per second, in the precision of the run."""
+    """Peak 10**12 operations per second of a device, in the run's precision."""
 
     link_gbs: float | None = None
-    """What a rank sends to the others, 10**9 bytes per second."""
+    """10**9 bytes per second that a rank can send to the others."""
 
     bus_gbs: float | None = None
-    """Between device and host, in each direction."""
+    """Between device and host, per direction."""
 
     drive_gbs: float | None = None
-    """From and to the drive, of each rank."""
+    """To and from the NVMe device, per rank."""
 
     reserved_share: float = 0.08
-    """Of a device's memory: what its allocator cannot use, in between."""
+    """Fraction of memory that the allocator loses to fragmentation."""
 
     reserved_bytes: int = 1 << 30
-    """Of a device's memory: the driver's context, and buffers of NCCL. Of a host's: everything else there."""
+    """Device memory for the driver's context and NCCL's buffers; host memory for all other processes."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no number of ranks."""
+        """Check the numbers of ranks."""
         if self.ranks < 1 or self.ranks_per_node < 1:
-            raise ConfigError(f"{self.ranks} ranks, {self.ranks_per_node} per node: there is at least one.")
+            raise ConfigError(
+                f"Got {self.ranks} ranks and {self.ranks_per_node} per node, but both must be at least 1."
+            )
 
     @property
     def device_room(self) -> int | None:
-        """Bytes for tensors on each device; with ``device="cpu"`` for everything that a rank holds."""
-        whole = self.device_memory
-        if self.device == "cpu" and whole is None and self.host_memory is not None:
-            whole = self.host_memory // min(self.ranks_per_node, self.ranks)
-        return None if whole is None else int(whole * (1 - self.reserved_share)) - self.reserved_bytes
+        """Bytes for tensors on each device; with ``device="cpu"``, for everything that a rank stores."""
+        total = self.device_memory
+        if self.device == "cpu" and total is None and self.host_memory is not None:
+            total = self.host_memory // min(self.ranks_per_node, self.ranks)
+        return None if total is None else int(total * (1 - self.reserved_share)) - self.reserved_bytes
 
     @property
     def host_room(self) -> int | None:
-        """Bytes of host memory for what one rank keeps there."""
+        """Bytes of host memory per rank."""
         if self.host_memory is None:
             return None
         return int(self.host_memory * (1 - self.reserved_share) - self.reserved_bytes) // self.on_a_node
 
     @property
     def drive_room(self) -> int | None:
-        """Bytes on the drive for one rank."""
+        """Bytes on the NVMe device per rank."""
         return None if self.drive is None else self.drive // self.on_a_node
 
     @property
@@ -110,27 +112,20 @@ class Hardware:
         return min(self.ranks_per_node, self.ranks)
 
     def describe(self) -> str:
-        """One line."""
+        """Return one line."""
 
         def room(nbytes: int | None) -> str:
             return "unknown" if nbytes is None else "none" if not nbytes else show_bytes(nbytes)
 
         device = "" if self.device == "cpu" else f", {room(self.device_memory)} on each device"
         return (
-            f"{self.ranks} ranks, {self.on_a_node} per node{device}, {room(self.host_memory)} of host memory and "
-            f"{room(self.drive)} on the drive of each node"
+            f"{self.ranks} ranks, {self.on_a_node} per node{device}, {room(self.host_memory)} host memory and "
+            f"{room(self.drive)} of NVMe on each node"
         )
 
 
 def found_here(device: torch.device, *, ranks: int, ranks_per_node: int, nvme_path: str = "") -> Hardware:
-    """What this rank's host and device have free. Not collective.
-
-    Args:
-        device: of this rank.
-        ranks: of the run.
-        ranks_per_node: of them on this host.
-        nvme_path: folder on the drive; empty: there is none.
-    """
+    """Return this rank's free host, device and NVMe memory; an empty ``nvme_path``: no NVMe. Not collective."""
     memory = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) if device.type == "cuda" else None
     return Hardware(
         ranks=ranks,
@@ -143,7 +138,7 @@ def found_here(device: torch.device, *, ranks: int, ranks_per_node: int, nvme_pa
 
 
 def _free_on_nvme(folder: Path) -> int | None:
-    """Bytes; None where nobody may look."""
+    """Return free bytes; None without the permission to look."""
     try:
         while not folder.exists():
             folder = folder.parent
@@ -153,7 +148,7 @@ def _free_on_nvme(folder: Path) -> int | None:
 
 
 def free_host_memory() -> int | None:
-    """Bytes that this process and its siblings may still take: the host's, or those of its control group if fewer."""
+    """Return the free bytes of the host, or of its control group if that has fewer. None: unknown."""
     limits = [_available(), _cgroup_room(Path("/sys/fs/cgroup"))]
     known = [limit for limit in limits if limit is not None]
     return min(known) if known else None

@@ -1,7 +1,7 @@
-"""How many bytes of tensors are alive: every storage that an operation makes, until nothing refers to it any more.
+"""Count the bytes of live tensors: every storage that an operation creates, until it is freed.
 
-Counted by storages and not by what the process or the device has taken: an allocator keeps memory that nobody uses, so
-that its numbers depend on what came before.
+Storages are counted instead of process or device memory, since allocators cache memory, so that their numbers depend
+on what ran before.
 """
 
 from __future__ import annotations
@@ -16,51 +16,51 @@ from torch import Tensor
 from ls_strategy._compat import TorchDispatchMode, tree_iter, without_torch_function
 
 Changed = Callable[[int, int], None]
-"""Called with the number of a storage and by how many bytes it has grown, or shrunk."""
+"""Called with the number of a storage, and the bytes by which it has grown or shrunk."""
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:
-    """Return a tensor's storage without gathering a parameter whose values are elsewhere."""
+    """Return a tensor's storage without gathering a parameter."""
     with without_torch_function():
         return tensor.untyped_storage()
 
 
 class StorageWatch(TorchDispatchMode):
-    """While it is entered, tells of every storage that operations make, and of its end whenever that comes.
+    """While active, report every storage that operations create, and when it is freed.
 
-    In the thread that entered it, and in backward passes on the CPU, which run in the same thread.
+    Covers the thread that entered it, and backward passes on the CPU, which run in the same thread.
     """
 
     def __init__(self, changed: Changed) -> None:
-        """``changed``: told of every change."""
+        """``changed`` is called at every change."""
         super().__init__()
         self._changed = changed
         self._known: dict[int, tuple[Any, int, list[int]]] = {}
         self._next = 0
 
     def number_of(self, tensor: Tensor) -> int | None:
-        """The number of a tensor's storage; None: no operation has made it."""
+        """Return the number of a tensor's storage; None if no operation created it."""
         entry = self._known.get(id(storage_of(tensor)))
         return None if entry is None else entry[1]
 
     def note(self, tensor: Tensor) -> None:
         """Count a tensor's storage from now on, if it is not counted yet."""
         storage = storage_of(tensor)
-        key = id(storage)  # Python keeps one object for a storage as long as that lives
+        key = id(storage)  # a live storage has a single Python object
         if key in self._known:
             return
         number, size = self._next, [storage.nbytes()]
         self._next += 1
 
-        def gone(_: Any) -> None:
+        def freed(_: Any) -> None:
             self._known.pop(key, None)
             self._changed(number, -size[0])
 
-        self._known[key] = (weakref.ref(storage, gone), number, size)
+        self._known[key] = (weakref.ref(storage, freed), number, size)
         self._changed(number, size[0])
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """A storage has got another size."""
+        """Count a storage's new size."""
         entry = self._known.get(id(storage))
         if entry is not None:
             _, number, size = entry
@@ -68,7 +68,7 @@ class StorageWatch(TorchDispatchMode):
             self._changed(number, size[0] - before)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, and count what it made."""
+        """Run the operation, and count its outputs."""
         output = func(*args, **(kwargs or {}))
         self.note_all(output)
         return output

@@ -1,4 +1,4 @@
-"""Out of memory, with what to do about it in place of an allocator's statistics."""
+"""Out-of-memory errors that say what to do, instead of an allocator's statistics."""
 
 from __future__ import annotations
 
@@ -10,30 +10,26 @@ import torch
 from ls_strategy.errors import LSError
 
 _CPU_MESSAGES = ("can't allocate memory", "not enough memory")
-"""Of torch's allocator for the CPU, which raises a plain RuntimeError."""
+"""Messages of torch's CPU allocator, which raises a plain RuntimeError."""
 
 
-class OutOfMemory(LSError, RuntimeError):  # noqa: N818 - as `torch.OutOfMemoryError` is caught by RuntimeError
-    """A step did not fit into memory; the message says what takes how much, and what takes less."""
+class OutOfMemory(LSError, RuntimeError):  # noqa: N818 - a RuntimeError, like `torch.OutOfMemoryError`
+    """A step did not fit into memory. The message says what uses how much, and what uses less."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed, on a device or on the host."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _CPU_MESSAGES)
+    return isinstance(error, RuntimeError) and any(message in str(error) for message in _CPU_MESSAGES)
 
 
 @contextmanager
 def explaining(describe: Callable[[], str]) -> Generator[None, None, None]:
-    """Inside, a failed allocation becomes an error that says what to do.
-
-    Args:
-        describe: what takes how much, and what to use instead. Called when an allocation has failed; should it fail
-            too, the first error is what is raised.
+    """Turn a failed allocation into an error with the text of ``describe``; if that fails, raise the first error.
 
     Raises:
-        OutOfMemory: in place of the allocator's error, which is its cause.
+        OutOfMemory: caused by the allocator's error.
     """
     try:
         yield
@@ -41,8 +37,8 @@ def explaining(describe: Callable[[], str]) -> Generator[None, None, None]:
         if isinstance(error, OutOfMemory) or not is_out_of_memory(error):
             raise
         try:
-            words = describe()
+            explanation = describe()
         except Exception:  # the first error matters more
             raise error from None
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise OutOfMemory(f"out of memory: {first_line}\n{words}") from error
+        raise OutOfMemory(f"out of memory: {first_line}\n{explanation}") from error

@@ -1,6 +1,6 @@
-"""A traced step, run through the engine's rules on paper: what is in memory when, on each tier.
+"""Replay a traced step under the engine's rules: what is in memory when, on each tier.
 
-Gathering follows `zero.gather.Gatherer` itself; buffers and averaging are those of `planner.buffers`.
+Gathering uses `zero.gather.Gatherer` itself; buffers and reduction are those of `planner.buffers`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 
 from ls_strategy.config import TierName
 from ls_strategy.plan import FlatPlan, Plan
-from ls_strategy.planner.buffers import PaperLedger, PaperReducer, PaperUnit, Setting, SimulatedFlat
+from ls_strategy.planner.buffers import Setting, SimulatedFlat, SimulatedLedger, SimulatedReducer, SimulatedUnit
 from ls_strategy.planner.trace import Event, Trace
 from ls_strategy.zero.gather import Gatherer
 
 _STEPS = 2
-"""Steps that are replayed: in the second one everything is there that the first one has made."""
+"""Steps that are replayed. In the second one, everything that the first one allocated exists."""
 
 
 @dataclass(frozen=True)
@@ -25,31 +25,30 @@ class Peak:
     """Bytes on one rank."""
 
     device: int
-    """The most on the device at a time."""
+    """Peak on the device."""
 
     at_peak: dict[str, int]
-    """What that is made of: ``parameters masters gradients optimizer activations communication buffers``."""
+    """Its parts: ``parameters masters gradients optimizer activations communication buffers``."""
 
     cpu: int
-    """In host memory: states, gradients and activations that rest there, and staging buffers."""
+    """In host memory: offloaded states, gradients and activations, and staging buffers."""
 
     nvme: int
-    """On the drive."""
+    """On the NVMe device."""
 
     states: dict[TierName, dict[str, int]]
     """Between two steps, by tier and kind, as `Plan.bytes_by_tier`."""
 
 
 class _Replay:
-    """One run."""
+    """One replay."""
 
     def __init__(self, trace: Trace, plan: Plan, setting: Setting, trained: set[str]) -> None:
         self.trace, self.plan, self.setting = trace, plan, setting
-        self.ledger = PaperLedger()
-        self.units = [PaperUnit([self._flat(f) for f in u.flats], is_root=u.is_root) for u in plan.units]
-        units: Any = self.units
-        self.gatherer = Gatherer(units, sharded=plan.policy.parameters, prefetch_units=setting.prefetch_units)
-        self.reducer = PaperReducer(self.units, plan, setting, self.ledger, trained)
+        self.ledger = SimulatedLedger()
+        self.units: list[Any] = [SimulatedUnit([self._flat(f) for f in u.flats], is_root=u.is_root) for u in plan.units]
+        self.gatherer = Gatherer(self.units, sharded=plan.policy.parameters, prefetch_units=setting.prefetch_units)
+        self.reducer = SimulatedReducer(self.units, plan, setting, self.ledger, trained)
         self.slots = [{s.name: (f, s.numel) for f in u.flats for s in f.plan.layout.slots} for u in self.units]
         self.saved: dict[int, int] = {}
         self.saved_bytes = 0
@@ -87,18 +86,15 @@ class _Replay:
         elif kind == "saved":
             self._save(number)
         elif kind in ("fetch", "refetch"):
-            self.gatherer.fetch(self._unit(number), backward=kind == "refetch")
+            self.gatherer.fetch(self.units[number], backward=kind == "refetch")
         elif kind == "release":
-            self.gatherer.release(self._unit(number))
+            self.gatherer.release(self.units[number])
         elif kind == "grad":
             name = names[number][amount]
             flat, numel = self.slots[number][name]
             self.reducer.on_grad(self.units[number], flat, name, numel)
         else:
             self._on_phase(kind, last=last)
-
-    def _unit(self, number: int) -> Any:
-        return self.units[number]
 
     def _on_phase(self, kind: str, *, last: bool) -> None:
         if kind == "begin":
@@ -110,7 +106,7 @@ class _Replay:
             self.reducer.end_backward()
             for unit in self.units:
                 if not unit.is_root:
-                    self.gatherer.release(unit)  # type: ignore[arg-type]
+                    self.gatherer.release(unit)
 
     def _save(self, number: int) -> None:
         offload = self.setting.activation_offload
@@ -156,13 +152,8 @@ class _Replay:
 
 
 def replay(trace: Trace, plan: Plan, setting: Setting, *, trained: set[str], names: Sequence[Sequence[str]]) -> Peak:
-    """Bytes of a run.
+    """Return the peak bytes of a run.
 
-    Args:
-        trace: of one micro-batch.
-        plan: of the same model.
-        setting: everything else.
-        trained: names of the parameters that get gradients.
-        names: of the parameters of every unit, in the order in which the trace counts them.
+    ``trained`` names the parameters with gradients, ``names`` the parameters of every unit in the trace's order.
     """
     return _Replay(trace, plan, setting, trained).run(names)

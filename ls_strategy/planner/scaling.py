@@ -1,4 +1,4 @@
-"""Model states and traffic per rank, for numbers of ranks that nobody has at hand, by the planner's own rules."""
+"""Model states and traffic per rank for large numbers of ranks, by the planner's rules."""
 
 from __future__ import annotations
 
@@ -21,20 +21,14 @@ class Scaled:
     stage: ZeroStage
     ranks: int
     state_bytes: int
-    """Of one rank, between two steps."""
+    """Per rank, between two steps."""
 
     sent_bytes: int
-    """By one rank in one step."""
+    """Per rank and step."""
 
 
 def scale(forecaster: Forecaster, hardware: Hardware, ranks: Sequence[int] = RANKS) -> list[Scaled]:
-    """Count every stage on every number of ranks, as `Forecaster.forecast` counts it on one.
-
-    Args:
-        forecaster: of the model.
-        hardware: the device; its number of ranks does not matter.
-        ranks: numbers of data-parallel ranks.
-    """
+    """Count every stage on every number of ranks, on ``hardware.device``, as `Forecaster.forecast` does for one."""
     rows: list[Scaled] = []
     for stage in STAGES:
         for n in ranks:
@@ -46,7 +40,7 @@ def scale(forecaster: Forecaster, hardware: Hardware, ranks: Sequence[int] = RAN
 
 
 def scaling_table(rows: Sequence[Scaled]) -> str:
-    """One line per stage, one column per number of ranks."""
+    """Return one line per stage, with one column per number of ranks."""
     ranks = sorted({row.ranks for row in rows})
     lines = ["per rank: model states, sent per step", f"{'':8}" + "".join(f"{n:>24,} ranks" for n in ranks)]
     for stage in sorted({row.stage for row in rows}):

@@ -1,4 +1,4 @@
-"""A model on paper: parameters and buffers without memory in place of its own, for as long as it is looked at."""
+"""Simulate a model: its parameters and buffers are replaced by fake tensors without memory, temporarily."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from ls_strategy.zero.materialize import fp32_modules
 
 @dataclass(frozen=True)
 class Simulated:
-    """What `simulated` has made."""
+    """The fake tensors of a model."""
 
     mode: Any
-    """In which new tensors have no memory."""
+    """The mode in which new tensors are fake."""
 
     made: dict[int, Any]
-    """By ``id`` of the parameter or buffer for which it stands."""
+    """The fake tensors, by ``id`` of the parameter or buffer that each replaces."""
 
     def optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """A copy of an optimizer of the model, on the parameters on paper; the original is not touched."""
+        """Copy an optimizer of the model, with the fake parameters."""
         groups = [
             {**group, "params": [self.made.get(id(p), p) for p in group["params"]]} for group in optimizer.param_groups
         ]
@@ -39,27 +39,27 @@ class Simulated:
 def simulated(
     model: nn.Module, precision: PrecisionPolicy, fp32_classes: tuple[str, ...], device: torch.device
 ) -> Generator[Simulated, None, None]:
-    """Inside, the model's parameters and buffers have shapes and the dtypes of training, and take no memory.
+    """Replace the model's parameters and buffers by fake tensors with the dtypes of training, until the exit.
 
-    Shared ones stay shared. Afterwards the model is what it was: buffers, too, and attributes of modules that hold
-    tensors (metrics), or lists of them; what lies deeper, in objects of the user's, stays as the steps left it.
+    Tied tensors stay tied. Afterwards the model is restored, including its buffers, and module attributes that are
+    tensors (metrics) or lists, dicts or sets of them. Changes deeper inside user objects remain.
 
     Args:
         model: on any device, also on meta.
         precision: dtypes of training.
         fp32_classes: classes that stay in fp32 in the 16-bit modes.
-        device: that the tensors say they are on.
+        device: the device that the fake tensors report.
 
     Yields:
-        The mode in which new tensors are of this kind, and what stands for what.
+        The mode in which new tensors are fake, and the fake tensors.
     """
     mode = fake_tensors()
     kept = {id(m) for m in fp32_modules(model, fp32_classes)} if precision.rounds else set()
     made: dict[int, Any] = {}
     for module in model.modules():
         dtype = torch.float32 if id(module) in kept or precision.cast is None else precision.cast
-        whole = (*module.parameters(), *module.buffers()) if id(module) in kept else ()
-        for tensor in (*whole, *module.parameters(recurse=False), *module.buffers(recurse=False)):
+        below = (*module.parameters(), *module.buffers()) if id(module) in kept else ()
+        for tensor in (*below, *module.parameters(recurse=False), *module.buffers(recurse=False)):
             if id(tensor) not in made:
                 made[id(tensor)] = _like(mode, tensor, dtype if _is_cast(tensor, precision) else tensor.dtype, device)
     before = [(module, dict(module.__dict__)) for module in model.modules()]
@@ -78,7 +78,7 @@ def simulated(
         for module, attributes in before:
             module.__dict__.clear()
             module.__dict__.update(attributes)
-        for container, content in contents:  # lists of outputs, say
+        for container, content in contents:  # for example lists of outputs
             container.clear()
             (container.extend if isinstance(container, list) else container.update)(content)
 
@@ -98,7 +98,7 @@ def _like(mode: Any, tensor: Tensor, dtype: torch.dtype, device: torch.device) -
 
 
 def simulated_batch(batch: Any, precision: PrecisionPolicy, device: torch.device) -> Any:
-    """A batch of the same shapes, floating tensors in the dtype in which training gets them. Inside the mode."""
+    """Return a fake batch of the same shapes, floating tensors in training's dtype. Call it inside the mode."""
 
     def empty(value: Any) -> Any:
         if not isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""The engine's own plan, for any options and any number of ranks, and what optimizers keep per element."""
+"""The engine's own plan for any options and number of ranks, and what optimizers store per element."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from ls_strategy.zero.share import Share
 from ls_strategy.zero_stages import POLICIES
 
 _PROBED = 64
-"""Elements of the parameter that an optimizer is tried out on."""
+"""Elements of the parameter that an optimizer is probed with."""
 
 _TORCH_FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad)
-"""Optimizers whose step is one pass over memory; others take temporaries as large as what they step."""
+"""Optimizers whose step is a single pass over memory. Others need temporaries as large as the stepped shards."""
 
 
 @dataclass(frozen=True)
 class ModelStates:
-    """A model and its optimizers, on paper or not; nothing is moved."""
+    """A model and its optimizers, simulated or real. Nothing is modified."""
 
     model: nn.Module
     optimizers: Sequence[Optimizer]
     precision: PrecisionPolicy
 
     def draft(self, config: ZeROConfig, world_size: int) -> Draft:
-        """What one rank would build.
+        """Return what one rank would build.
 
         Raises:
-            PlanError: model, optimizers and options do not fit together.
+            PlanError: model, optimizers and options are incompatible.
         """
         draft = Draft(
             self.model,
@@ -56,7 +56,7 @@ class ModelStates:
         return draft
 
     def plan(self, config: ZeROConfig, world_size: int) -> Plan:
-        """Return an engine's plan on ``world_size`` ranks; with ``rank_weights``, of the rank with the most."""
+        """Return the engine's plan on ``world_size`` ranks; with ``rank_weights``, of the rank with the most."""
         sizes: Any = SimpleNamespace(
             zero=SimpleNamespace(world_size=world_size),
             expert_zero=SimpleNamespace(world_size=world_size),
@@ -69,19 +69,19 @@ class ModelStates:
         return self.draft(config, world_size).resolve(sizes, {}, weights, fullest)
 
     def optimizer_bytes(self, config: ZeROConfig) -> tuple[float, ...]:
-        """Bytes that each optimizer keeps per element that it steps."""
+        """Return the bytes that each optimizer stores per element that it steps."""
         return tuple(moment_bytes(o, config) for o in self.optimizers)
 
     @property
     def has_temporaries(self) -> bool:
-        """Whether some optimizer's step needs memory beside its states."""
+        """Whether some optimizer's step needs memory in addition to its states."""
         return any(kernel_for(o) is None and type(o) not in _TORCH_FUSED for o in self.optimizers)
 
 
 def moment_bytes(optimizer: Optimizer, config: ZeROConfig) -> float:
-    """Bytes that an optimizer keeps per element, in the format of ``precision.moments`` where a fused update steps it.
+    """Return the bytes that an optimizer stores per element: in the format of ``precision.moments`` for fused updates.
 
-    Other optimizers are tried out on a vector: what they keep element by element is counted.
+    Other optimizers are probed on a vector, and their element-wise states are counted.
     """
     kernel = kernel_for(optimizer)
     if kernel is not None:
@@ -97,7 +97,7 @@ def moment_bytes(optimizer: Optimizer, config: ZeROConfig) -> float:
 
 def _state_after_a_step(optimizer: Optimizer, settings: dict[str, Any]) -> dict[str, Any]:
     early = next((s for s in optimizer.state.values() if s), None)
-    if early is not None:  # Adagrad makes its state before the first step
+    if early is not None:  # Adagrad creates its state before the first step
         return {k: torch.zeros(_PROBED) if isinstance(v, Tensor) and v.ndim else v for k, v in early.items()}
     value = torch.ones(_PROBED, requires_grad=True)
     value.grad = torch.ones(_PROBED)

@@ -1,6 +1,6 @@
-"""A module's ``training_step``, run without its Trainer: what it would log is dropped, its backward is the caller's.
+"""Run a module's ``training_step`` without its Trainer: logging is dropped, and the caller runs backward.
 
-By the methods' names alone, so that this works with any module that has them, a LightningModule above all.
+Works by method names, with any module that has them, such as a LightningModule.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ls_strategy.planner.trace import Step
 
 
 class _StandIn:
-    """For an optimizer or a scheduler in manual optimization: does nothing."""
+    """Replaces an optimizer or scheduler in manual optimization, and does nothing."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -28,14 +28,14 @@ class _StandIn:
         return getattr(self._inner, name)
 
     def step(self, *_: Any, **__: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     zero_grad = toggle_model = step
 
 
 @contextmanager
 def without_trainer(module: nn.Module, optimizers: list[Optimizer]) -> Generator[None, None, None]:
-    """Inside, what the module tells its Trainer goes nowhere."""
+    """Replace the module's calls to its Trainer by calls that do nothing, until the exit."""
 
     def nothing(*_: Any, **__: Any) -> None:
         return None
@@ -57,7 +57,7 @@ def without_trainer(module: nn.Module, optimizers: list[Optimizer]) -> Generator
 
 
 def training_step(module: Any, optimizers: list[Optimizer]) -> Step:
-    """``module.training_step``, with backward on the loss it returns, or where it calls ``manual_backward``."""
+    """Return a step that runs backward on the loss of ``training_step``, or where it calls ``manual_backward``."""
 
     def step(batch: Any, backward: Callable[[Tensor], None]) -> None:
         module.train()
@@ -78,16 +78,16 @@ def _loss_of(output: Any) -> Tensor:
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
         raise PlanError(
-            f"training_step returned {type(output).__name__} for the first batch. A step is counted that returns a "
-            "loss, or a mapping with one under 'loss'."
+            f"training_step returned {type(output).__name__} for the first batch, but it must return a loss, or a "
+            "mapping with one under 'loss'."
         )
     return loss
 
 
 def first_batch(loader: Any) -> Any:
-    """A batch as the loader makes them: its first samples, collated, in this process. Nothing is drawn from samplers.
+    """Return a batch as the loader creates it: its first samples, collated, in this process. No sampler is used.
 
-    Random numbers that augmentations draw are given back.
+    The random state is restored afterwards.
 
     Raises:
         PlanError: the loader is empty.
@@ -102,7 +102,7 @@ def first_batch(loader: Any) -> Any:
         samples = _samples(loader)
         return next(iter(loader)) if samples is None else samples
     except StopIteration:
-        raise PlanError("the training data has no batch to plan for.") from None
+        raise PlanError("Got training data without a batch to plan for. Check its length and batch size.") from None
     finally:
         torch.set_rng_state(states[0])
         for state in states[1]:
@@ -110,7 +110,7 @@ def first_batch(loader: Any) -> Any:
 
 
 def _samples(loader: Any) -> Any:
-    """None: the loader is none of torch's, or makes batches in a way of its own."""
+    """Return the first collated samples; None if the loader is not torch's, or batches in another way."""
     data, collate = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
     size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
     if data is None or collate is None or not isinstance(size, int):

@@ -1,15 +1,15 @@
-"""One training step as a list of events: memory that is taken and given back, units that begin and end, gradients.
+"""One training step as a list of events: storages that grow and shrink, units that start and end, gradients.
 
-The step runs for real, forward and backward, on tensors without memory, in seconds for a model of any size. What the
-engine does around it (gathering units, averaging gradients, stepping) is not in the list but in `replay`, so that
-one trace serves every ZeRO stage, tier and number of ranks. Only recomputation of activations changes the step itself.
+The step runs forward and backward on fake tensors, in seconds for a model of any size. What the engine does around it
+(gathering units, reducing gradients, stepping) is not in the list but in `replay`: one trace serves every ZeRO stage,
+tier and number of ranks. Only recomputation of activations changes the step itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -34,12 +34,15 @@ Step = Callable[[Any, Callable[[Tensor], None]], None]
 
 
 class Event(NamedTuple):
-    """What happened next."""
+    """One event."""
 
     kind: Kind
-    """``bytes``: storage ``number`` grew by ``amount``. ``saved``: autograd keeps it for backward. ``fetch``: unit
-    ``number`` is about to run forward; ``refetch``: in backward. ``release``: its use is over. ``grad``: unit
-    ``number`` got the gradient of its parameter ``amount``."""
+    """What happened.
+
+    ``bytes``: storage ``number`` grew by ``amount``. ``saved``: autograd keeps it for backward. ``fetch``: unit
+    ``number`` is about to run forward; ``refetch``: in backward. ``release``: it is no longer needed. ``grad``: unit
+    ``number`` got the gradient of its parameter ``amount``.
+    """
 
     number: int = 0
     amount: int = 0
@@ -51,22 +54,19 @@ class Trace:
 
     events: tuple[Event, ...]
     flops: int
-    """Of forward and backward, recomputation included."""
-
-    batch_bytes: int
-    recompute: RecomputeConfig | None
+    """Forward and backward, including recomputation."""
 
 
 @dataclass
 class _Flat:
-    """All of a unit's parameters, as far as `UnitHooks` asks."""
+    """All parameters of a unit, as far as `UnitHooks` needs them."""
 
     params: list[nn.Parameter]
     trainable: bool = True
 
 
 class _Recorder:
-    """Stands where gatherer and reducer stand in the engine, and writes down what they are asked."""
+    """Replaces the engine's gatherer and reducer, and records their calls."""
 
     def __init__(self, units: list[Unit], watch: StorageWatch, events: list[Event]) -> None:
         self._number = {id(u): i for i, u in enumerate(units)}
@@ -95,7 +95,7 @@ class _Recorder:
         return bool(blocks) and (self._seen if len(self._seen) == len(blocks) else blocks)[-1] is unit
 
     def on_grad(self, unit: Unit, flat: _Flat, index: int, param: nn.Parameter) -> None:
-        """See `Reducer`: the gradient goes elsewhere at once."""
+        """See `Reducer`: the gradient is freed immediately."""
         if param.grad is None:
             return
         if param.numel():
@@ -105,7 +105,7 @@ class _Recorder:
 
 
 class _Watch(StorageWatch):
-    """Also counts operations, and answers for numbers that nobody knows."""
+    """Also counts operations, and returns 0 for values that the step reads."""
 
     def __init__(self, events: list[Event], model: nn.Module) -> None:
         super().__init__(lambda number, change: events.append(Event("bytes", number, change)))
@@ -114,12 +114,12 @@ class _Watch(StorageWatch):
         self.flops = 0
 
     def note(self, tensor: Tensor) -> None:
-        """Views of parameters are no activations."""
+        """Ignore views of parameters, which are not activations."""
         if id(tensor.untyped_storage()) not in self._own_ids:
             super().note(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """A number that the step asks for is 0; other operations run."""
+        """Return 0 for a value that the step reads; run other operations."""
         if func is torch.ops.aten._local_scalar_dense.default and type(args[0]) is not Tensor:
             return _zero(args[0])
         output = super().__torch_dispatch__(func, types, args, kwargs)
@@ -146,7 +146,7 @@ def _flops(func: Any, args: Any, kwargs: Any, output: Any) -> int:
 
 @dataclass
 class Tracer:
-    """Runs steps of one model that is on paper (`paper.simulated`)."""
+    """Runs steps of one simulated model (`simulated.simulated`)."""
 
     model: nn.Module
     specs: Sequence[UnitSpec]
@@ -159,21 +159,16 @@ class Tracer:
     mode: Any
     """From `simulated`."""
 
-    _events: list[Event] = field(default_factory=list)
-
     def run(self, batch: Any, recompute: RecomputeConfig | None = None) -> Trace:
-        """Trace one step.
-
-        Args:
-            batch: of one rank; only shapes and dtypes are read.
-            recompute: which modules are computed again in backward.
+        """Trace one step, from the shapes and dtypes of ``batch``.
 
         Raises:
-            PlanError: the step cannot run on tensors without values; with the cause.
+            PlanError: the step cannot run on fake tensors; with the cause.
         """
-        self._events = events = []
+        events: list[Event] = []
         watch = _Watch(events, self.model)
-        units = [Unit(s.name, s.modules, [_paper_flat(s)], is_root=s.is_root) for s in self.specs]
+        flats: list[Any] = [_Flat([p for _, p in s.params]) for s in self.specs]
+        units = [Unit(s.name, s.modules, [f], is_root=s.is_root) for s, f in zip(self.specs, flats, strict=True)]
         modules = [list(s.modules) for s in self.specs]
         recorder: Any = _Recorder(units, watch, events)
         hooks = UnitHooks(units, recorder, recorder, sharded=True)
@@ -185,14 +180,14 @@ class Tracer:
         saving = _saving(watch, events)
         applied = None if recompute is None else apply_recompute(self.model, recompute, saving)
         try:
-            batch_bytes = self._run_step(watch, batch, saving if recompute is None else nullcontext)
+            self._run_step(watch, events, batch, saving if recompute is None else nullcontext)
         except PlanError:
             raise
         except Exception as error:
             raise PlanError(
-                f"the training step cannot be counted on tensors without values: {type(error).__name__}: {error}. A "
-                "step that turns tensors into numbers or lists (tolist, numpy), or whose shapes depend on values, has "
-                "to be given a stand-in, or its strategy has to be chosen by hand."
+                f"the training step cannot be counted on tensors without values: {type(error).__name__}: {error}. It "
+                "must not convert tensors to numbers or lists (tolist, numpy), and its shapes must not depend on "
+                "values. Change it, or choose the strategy by hand."
             ) from error
         finally:
             if applied is not None:
@@ -201,12 +196,12 @@ class Tracer:
             for boundary in boundaries:
                 boundary.remove()
             for spec, its in zip(self.specs, modules, strict=True):
-                spec.modules[:] = its  # `UnitHooks` lets go of them
-        return Trace(tuple(events), watch.flops, batch_bytes, recompute)
+                spec.modules[:] = its  # `UnitHooks` has cleared the list
+        return Trace(tuple(events), watch.flops)
 
-    def _run_step(self, watch: _Watch, batch: Any, around: Callable[[], AbstractContextManager[None]]) -> int:
-        events = self._events
-
+    def _run_step(
+        self, watch: _Watch, events: list[Event], batch: Any, around: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         def backward(loss: Tensor) -> None:
             events.append(Event("end_forward"))
             loss.backward()
@@ -214,16 +209,14 @@ class Tracer:
 
         with self.mode, watch:
             simulated = simulated_batch(batch, self.precision, self.device)
-            batch_bytes = sum(e.amount for e in events if e.kind == "bytes")
             events.append(Event("begin"))
             with self._forward_context(), around():
                 self.step(simulated, backward)
             del simulated
-        return batch_bytes
 
     @contextmanager
     def _forward_context(self) -> Generator[None, None, None]:
-        """As the precision plugin's."""
+        """Set autocast or the default dtype, as the precision plugin does."""
         if self.precision.autocast is not None:
             with torch.autocast(self.device.type, dtype=self.precision.autocast, cache_enabled=False):
                 yield
@@ -236,18 +229,14 @@ class Tracer:
             torch.set_default_dtype(before)
 
 
-def _paper_flat(spec: UnitSpec) -> Any:
-    return _Flat([p for _, p in spec.params])
-
-
 def _saving(watch: StorageWatch, events: list[Event]) -> Callable[[], AbstractContextManager[None]]:
-    """Hooks that note what autograd saves."""
+    """Return hooks that record what autograd saves."""
 
     def pack(tensor: Tensor) -> Tensor:
         number = watch.number_of(tensor)
         if number is not None:
             events.append(Event("saved", number))
-        return tensor.detach()  # the tensor itself would hold the node that it is saved in
+        return tensor.detach()  # the tensor itself would reference the node that saves it
 
     def around() -> AbstractContextManager[None]:
         return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""Bytes that one rank moves in one optimizer step: to other ranks, over the bus to its host, from and to its drive."""
+"""Bytes that one rank moves per optimizer step: to other ranks, over the bus to its host, and to and from NVMe."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ls_strategy.plan import FlatPlan, Plan
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """Of one rank and step."""
+    """Bytes per rank and step."""
 
     sent: int
     """To other ranks."""
@@ -18,7 +18,7 @@ class StepTraffic:
     """Between device and host, both directions together."""
 
     drive: int
-    """Read and written."""
+    """Read from and written to NVMe."""
 
 
 def traffic(
@@ -30,15 +30,15 @@ def traffic(
     cuda: bool = False,
     gradients_rest: bool = False,
 ) -> StepTraffic:
-    """Count it.
+    """Count the bytes of a step.
 
     Args:
-        plan: of the run.
-        optimizer_bytes: that each optimizer keeps per element.
-        micro_batches: per step.
-        native_fp32: the transport sums, and gradients are sent to it in fp32 (NCCL).
-        cuda: the device's memory is not the host's.
-        gradients_rest: averages wait on their tier until backward is over, for clipping or another reason.
+        plan: the run's plan.
+        optimizer_bytes: bytes that each optimizer stores per element.
+        micro_batches: per optimizer step.
+        native_fp32: the transport reduces in fp32 (NCCL).
+        cuda: the device has its own memory.
+        gradients_rest: averages stay on their tier until backward ends.
     """
     bus = 0
     for unit, gathers in zip(plan.units, plan.gathers_per_step(micro_batches), strict=True) if cuda else ():
@@ -48,14 +48,14 @@ def traffic(
                 bus += plan.flat_states(flat, optimizer_bytes).averages * micro_batches + shard_bytes
             if flat.param_tier != "device":
                 bus += gathers * shard_bytes
-    drive = plan.drive_bytes_per_step(
+    read_and_written = plan.drive_bytes_per_step(
         gradients_rest=gradients_rest, micro_batches=micro_batches, optimizer_bytes=optimizer_bytes
     )
-    return StepTraffic(_sent(plan, micro_batches, native_fp32=native_fp32), bus, sum(drive))
+    return StepTraffic(_sent(plan, micro_batches, native_fp32=native_fp32), bus, sum(read_and_written))
 
 
 def _sent(plan: Plan, micro_batches: int, *, native_fp32: bool) -> int:
-    """As `Plan.elements_sent`, in bytes."""
+    """Return `Plan.elements_sent` in bytes."""
     policy = plan.policy
 
     def gathered(flat: FlatPlan) -> int:

@@ -1,1 +1,1 @@
-"""Figures, without a plotting library."""
+"""Figures and charts for loggers, without a plotting library."""

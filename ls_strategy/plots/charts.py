@@ -1,4 +1,4 @@
-"""Which scalars a logger is given, and in which unit: no chart of what is not used, no number too small to read."""
+"""Choose the scalars that a logger gets, and their units: no charts of unused features, no tiny numbers."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 
 class ByteUnit(NamedTuple):
-    """Of amounts of memory."""
+    """A unit of memory."""
 
     name: str
     nbytes: int
 
 
 def unit_for(nbytes: float) -> ByteUnit:
-    """The largest unit of which an amount has at least one."""
+    """Return the largest unit of which ``nbytes`` has at least one."""
     for unit in (ByteUnit("gib", 1 << 30), ByteUnit("mib", 1 << 20)):
         if nbytes >= unit.nbytes:
             return unit
@@ -22,14 +22,14 @@ def unit_for(nbytes: float) -> ByteUnit:
 
 
 class Charts:
-    """Scalars of one fit. A chart begins when its number is not 0 for the first time, and has every point since."""
+    """The scalars of one fit. A chart starts at its first value that is not 0, and then gets every value."""
 
     def __init__(self, always: Collection[str] = ()) -> None:
-        """``always``: names of scalars whose 0 says something."""
+        """``always``: scalars that are logged even if they are 0."""
         self._always = frozenset(always)
         self._used: set[str] = set()
 
     def of(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """What is given to the loggers."""
+        """Return the scalars to log."""
         self._used |= {name for name, value in metrics.items() if value or name in self._always}
         return {name: value for name, value in metrics.items() if name in self._used}

@@ -1,4 +1,4 @@
-"""Pictures for loggers: coloured rows inside a frame with axes, units and a legend. Needs Pillow."""
+"""Figures for loggers: colored rows in a frame with axes, units and a legend. Needs Pillow."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ Colour = tuple[int, int, int]
 ROW_GAP = 4
 """Pixels above every row, and below the last one."""
 
-_PAPER, _INK, _LINE = (255, 255, 255), (40, 40, 40), (150, 150, 150)
+_BACKGROUND, _INK, _LINE = (255, 255, 255), (40, 40, 40), (150, 150, 150)
 _SIZE, _PAD, _TICK = 13, 8, 5
-"""Of the font, between parts, and of the mark at a number, pixels."""
+"""Pixels: font size, padding, and length of an axis tick."""
 
 _LONGEST = 48
-"""Characters of a row's name."""
+"""Maximum characters of a row's name."""
 
 _SCALE_WIDTH = 160
 
 
 @dataclass(frozen=True)
 class Frame:
-    """What is written around rows."""
+    """Title, axes and legend around rows."""
 
     title: str
     rows: Sequence[str]
-    """The name of each row, from the first at the top."""
+    """The name of each row, from top to bottom."""
 
     x_label: str
     x_ticks: Sequence[tuple[float, str]]
-    """Numbers under the rows, and where: 0 is the left edge, 1 the right one."""
+    """Labels below the rows with their positions: 0 is the left edge, 1 the right edge."""
 
     legend: Sequence[tuple[Colour, str]]
-    """What colours mean."""
+    """The meaning of each color."""
 
     scale: tuple[str, Sequence[Colour], str] | None = None
-    """Of colours that are numbers: what they measure with the least number, colours, the largest number."""
+    """A color scale: text for its lowest value, the colors, and text for its highest value."""
 
 
 def framed(body: Tensor, frame: Frame) -> Tensor:
@@ -49,7 +49,7 @@ def framed(body: Tensor, frame: Frame) -> Tensor:
 
     Args:
         body: ``(3, height, width)`` uint8: rows of equal height, `ROW_GAP` pixels above each and below the last.
-        frame: what to write.
+        frame: title, axes and legend.
 
     Returns:
         ``(3, H, W)`` uint8, larger than ``body``, for TensorBoard's ``add_image``.
@@ -63,7 +63,7 @@ def framed(body: Tensor, frame: Frame) -> Tensor:
     left = 2 * _PAD + max((math.ceil(font.getlength(name)) for name in names), default=0)
     top = 2 * line + _PAD
     right = left + math.ceil(max(width, _legend_width(frame, font), font.getlength(frame.title)))
-    image = Image.new("RGB", (right + 4 * _PAD, top + height + _TICK + 2 * line + _PAD), _PAPER)
+    image = Image.new("RGB", (right + 4 * _PAD, top + height + _TICK + 2 * line + _PAD), _BACKGROUND)
     image.paste(Image.fromarray(body.permute(1, 2, 0).contiguous().numpy()), (left, top))
     draw = ImageDraw.Draw(image)
     draw.text((left, _PAD), frame.title, _INK, font)
@@ -93,7 +93,7 @@ def _legend_width(frame: Frame, font: Any) -> int:
 
 
 def _legend(draw: Any, frame: Frame, at: tuple[int, int], font: Any) -> None:
-    """The scale, then a box of each colour with its meaning."""
+    """Draw the scale, then a box of each color with its meaning."""
     x, y = at
     if frame.scale is not None:
         least, colours, largest = frame.scale
@@ -110,7 +110,7 @@ def _legend(draw: Any, frame: Frame, at: tuple[int, int], font: Any) -> None:
 
 
 def ticks(length: float, most: int = 10) -> list[tuple[float, str]]:
-    """Round numbers from 0 to ``length`` at even distances, for `Frame.x_ticks`; at most ``most`` and 0."""
+    """Return evenly spaced round numbers from 0 to ``length`` for `Frame.x_ticks`; at most ``most`` besides 0."""
     if length <= 0:
         return [(0.0, "0")]
     power = 10.0 ** math.floor(math.log10(length / most))

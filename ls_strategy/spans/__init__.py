@@ -1,18 +1,18 @@
-"""What this rank does, from when to when: phases of a step, collectives, copies, and waits for both.
+"""Record what this rank does and when: phases of a step, collectives, copies, and waits.
 
 ::
 
-    phases          | data | forward        | backward              | optimizer | other |     one at a time: add up
-    communication   |        ====  ======      =====  =========  ====                         beside them
-    copies          |  ==          ====                       ===                             likewise
-    waits           |              ~               ~~                                         computation stands still
+    phases          | data | forward        | backward              | optimizer | other |     one at a time, no gaps
+    communication   |        ====  ======      =====  =========  ====                         overlaps the phases
+    copies          |  ==          ====                       ===                             overlaps the phases
+    waits           |              ~               ~~                                         computation is blocked
 
-Off by default, when a note costs a look at `Recorder.active`. Switched on, phases are noted in every step; the rest,
-which is more, only while ``detail`` is set. There is one recorder per process, as of ``torch.profiler``: what is noted
-happens in objects that do not know of each other, on several threads.
+Off by default, at the cost of reading `Recorder.active`. An active recorder records phases in every step, and
+everything else only while ``detail`` is set. There is one recorder per process, as with ``torch.profiler``, because
+independent objects on several threads record to it.
 
-Moments are those of the computation: on the CPU the clock when the thread passes, on CUDA events in the current
-stream, which are read when somebody asks for seconds; until then nothing waits for the device.
+Times are those of the computation: the clock on the CPU, and events in the current stream on CUDA, which are resolved
+when seconds are requested. Until then nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _NOTHING = nullcontext()
 
 
 def enter(name: str) -> None:
-    """See `Recorder.enter`. Only on the thread that trains, as all phases."""
+    """See `Recorder.enter`. Call only on the training thread, as for all phases."""
     if Recorder.active is not None:
         Recorder.active.enter(name)
 
@@ -81,7 +81,7 @@ def leave(name: str) -> None:
 
 @contextmanager
 def phase(name: str) -> Generator[None, None, None]:
-    """Inside, or around a function, it is this phase."""
+    """Record a phase; a context manager, and a decorator."""
     enter(name)
     try:
         yield
@@ -90,26 +90,26 @@ def phase(name: str) -> Generator[None, None, None]:
 
 
 def at_unit(name: str) -> None:
-    """A unit of the model is about to compute."""
+    """Record that a unit of the model is about to compute."""
     recorder = Recorder.active
     if recorder is not None and recorder.each_unit:
         recorder.sample(name)
 
 
 def sent(kind: str, nbytes: int) -> None:
-    """So many bytes leave this rank."""
+    """Count bytes that leave this rank."""
     if Recorder.active is not None:
         Recorder.active.sent[kind] += nbytes
 
 
 def followed(works: Sequence[Any], name: str, nbytes: int) -> Sequence[Any]:
-    """A collective was started; the result is what is to be waited for."""
+    """Record a collective that was started. Returns the works to wait for."""
     recorder = _detailed()
     return works if recorder is None or not works else recorder.follow(works, name, nbytes)
 
 
 def waiting(category: str, name: str = "wait") -> AbstractContextManager[None]:
-    """Around waiting for what is under way: communication counts as under way while it is waited for."""
+    """Record a wait. Communication counts as in flight while it is waited for."""
     recorder = _detailed()
     if recorder is None or _is_overlapped():
         return _NOTHING
@@ -118,7 +118,7 @@ def waiting(category: str, name: str = "wait") -> AbstractContextManager[None]:
 
 
 def copying(name: str, nbytes: int) -> AbstractContextManager[None]:
-    """Around a copy that the calling thread makes itself. On the thread that trains, computation waits for it."""
+    """Record a copy by the calling thread. On the training thread it blocks computation."""
     recorder = _detailed()
     if recorder is None:
         return _NOTHING
@@ -128,7 +128,7 @@ def copying(name: str, nbytes: int) -> AbstractContextManager[None]:
 
 @contextmanager
 def copying_on(stream: Any, name: str, nbytes: int) -> Generator[None, None, None]:
-    """Around giving a copy to a CUDA stream."""
+    """Record a copy that is enqueued on a CUDA stream."""
     recorder = _detailed()
     if recorder is None:
         yield

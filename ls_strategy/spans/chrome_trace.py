@@ -10,43 +10,43 @@ from collections.abc import Mapping
 from typing import Any
 
 Row = tuple[int, int]
-"""Process and thread, as the viewer calls them."""
+"""Process and thread of the viewer."""
 
 
 class ChromeTrace:
-    """Collects events; `json` writes them. Times are seconds, of any one clock."""
+    """Collects events, and formats them as JSON. Times are seconds of any one clock."""
 
     def __init__(self, zero_s: float = 0.0) -> None:
-        """``zero_s``: shown as 0."""
+        """``zero_s`` is shown as 0."""
         self._zero_s = zero_s
         self.events: list[dict[str, Any]] = []
 
     def name_process(self, process: int, name: str) -> None:
-        """Call a group of rows ``name``, and show groups in the order of their numbers."""
+        """Name a group of rows; groups are sorted by their numbers."""
         self.events.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}})
         self.events.append({"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}})
 
     def name_row(self, row: Row, name: str) -> None:
-        """Call a row ``name``."""
+        """Name a row."""
         self.events.append({"ph": "M", "name": "thread_name", **_at(row), "args": {"name": name}})
 
     def slice(self, row: Row, name: str, category: str, start_s: float, end_s: float, **arguments: Any) -> None:
-        """Something that takes time."""
+        """Add an event with a duration."""
         times = {"ts": self._microseconds(start_s), "dur": round((end_s - start_s) * 1e6, 3)}
         self.events.append({"ph": "X", "name": name, "cat": category, **_at(row), "args": arguments, **times})
 
     def instant(self, row: Row, name: str, at_s: float) -> None:
-        """Something that happens."""
+        """Add an event without a duration."""
         self.events.append({"ph": "i", "s": "t", "name": name, **_at(row), "ts": self._microseconds(at_s)})
 
     def counter(self, process: int, name: str, at_s: float, values: Mapping[str, float]) -> None:
-        """Values from now on, stacked under one name."""
+        """Set values that are shown stacked under one name."""
         self.events.append(
             {"ph": "C", "name": name, "pid": process, "ts": self._microseconds(at_s), "args": dict(values)}
         )
 
     def json(self) -> str:
-        """The file's text."""
+        """Return the file's text."""
         return json.dumps({"traceEvents": self.events, "displayTimeUnit": "ms"})
 
     def _microseconds(self, at_s: float) -> float:

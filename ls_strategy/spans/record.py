@@ -1,4 +1,4 @@
-"""What was recorded of one step, in seconds, and what is to be told of it."""
+"""What was recorded of one step, in seconds, and the sums over it."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from dataclasses import dataclass
 
 FORWARD, BACKWARD, OPTIMIZER, DATA, OTHER = "forward", "backward", "optimizer", "data", "other"
 PHASES = (FORWARD, BACKWARD, OPTIMIZER, DATA, OTHER)
-"""What a step consists of."""
+"""The phases of a step."""
 
 VALIDATION = "validation"
 """A phase between steps."""
 
 COMMUNICATION, COPY = "communication", "copy"
-"""What goes on beside computation: collectives and messages; to and from host memory and drives."""
+"""Categories that overlap computation: collectives and point-to-point; copies to and from host memory and NVMe."""
 
 Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Span:
-    """As `ls_strategy.spans.recorder.Note`, in seconds of ``time.perf_counter``, cut to the window."""
+    """A `ls_strategy.spans.recorder.Note`, in seconds of ``time.perf_counter``, clipped to the window."""
 
     category: str
     name: str
     start: float
     end: float
     nbytes: int = 0
-    """0 for what began before the window."""
+    """0 if it started before the window."""
 
     moves: bool = True
     waits: bool = False
@@ -38,41 +38,41 @@ class Record:
     """One step, or several."""
 
     start: float
-    """Seconds of ``time.perf_counter``, as all times here."""
+    """Seconds of ``time.perf_counter``, like all times here."""
 
     end: float
     phases: list[Span]
-    """One after the other, without gaps."""
+    """Consecutive, without gaps."""
 
     spans: list[Span]
-    """Of `COMMUNICATION` and `COPY`."""
+    """Those of `COMMUNICATION` and `COPY`."""
 
     memory: list[tuple[float, str, dict[str, int]]]
-    """When, after which phase or before which unit, and bytes by category."""
+    """Time, name of the phase before or of the unit after it, and bytes by category."""
 
     sent: dict[str, int]
-    """Bytes that this rank has given to the network, by kind, as the traffic meters count them."""
+    """Bytes that this rank sent, by kind, as the traffic meters count them."""
 
     @property
     def seconds(self) -> float:
-        """How long the window was."""
+        """Duration of the window."""
         return self.end - self.start
 
     def total_s(self, category: str) -> float:
-        """Seconds in which anything of ``category`` was under way."""
+        """Return the seconds in which anything of ``category`` was in flight."""
         return length(self._moving(category))
 
     def exposed_s(self, category: str) -> float:
-        """Those of them in which computation stood still for it."""
+        """Return the part of `total_s` that blocked computation."""
         waits = union((s.start, s.end) for s in self.spans if s.category == category and s.waits)
         return length(intersection(self._moving(category), waits))
 
     def hidden_s(self, category: str) -> float:
-        """The others: something was computed meanwhile."""
+        """Return the part of `total_s` that computation overlapped."""
         return self.total_s(category) - self.exposed_s(category)
 
     def nbytes(self, category: str) -> int:
-        """Bytes of all spans of ``category`` that began in the window."""
+        """Return the bytes of all spans of ``category`` that started in the window."""
         return sum(s.nbytes for s in self.spans if s.category == category)
 
     def _moving(self, category: str) -> list[Interval]:
@@ -80,7 +80,7 @@ class Record:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same points of time, sorted, no two touching.
+    """Return disjoint, sorted intervals that cover the same points.
 
     >>> union([(4, 5), (1, 2), (2, 3)])
     [(1, 3), (4, 5)]
@@ -95,7 +95,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersection(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """What is in both; each as `union` returns it.
+    """Return the points in both; each argument is a result of `union`.
 
     >>> intersection([(1, 3), (4, 6)], [(2, 5)])
     [(2, 3), (4, 5)]
@@ -114,5 +114,5 @@ def intersection(one: Sequence[Interval], other: Sequence[Interval]) -> list[Int
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Of all together."""
+    """Return the sum of the lengths."""
     return sum(end - start for start, end in intervals)

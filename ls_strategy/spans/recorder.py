@@ -1,4 +1,4 @@
-"""Notes moments, on the CPU or in the queue of a GPU, and makes seconds of them when asked."""
+"""Records times on the CPU, or in a CUDA stream, and converts them to seconds on request."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from ls_strategy.spans.record import COMMUNICATION, OTHER, PHASES, VALIDATION, R
 from ls_strategy.spans.stamps import Stamper
 
 _FOLD_AT = 1024
-"""Changes of phase that are kept before their seconds are added up."""
+"""Phase changes that are kept before their seconds are summed."""
 
 
 class Clock:
-    """Moments of one device's computation."""
+    """The clock of one device's computation."""
 
     def __init__(self, device: torch.device) -> None:
-        """``device``: where the model computes."""
+        """``device`` is where the model computes."""
         self._device = device
         self.on_cuda = device.type == "cuda"
 
     def now(self, stream: Any = None) -> Any:
-        """This moment: seconds, or on CUDA an event that was put into ``stream``, the current one without."""
+        """Return the time: seconds, or on CUDA an event recorded in ``stream`` (None: the current one)."""
         if not self.on_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -36,100 +36,99 @@ class Clock:
         return event
 
     def seconds(self, moments: Iterable[Any]) -> list[float]:
-        """When they were, on the host's ``time.perf_counter``. Waits for the device."""
+        """Convert times of `now` to seconds of the host's ``time.perf_counter``. Waits for the device."""
         moments = list(moments)
         if not self.on_cuda or all(isinstance(m, float) for m in moments):
             return moments
         torch.cuda.synchronize(self._device)
         last = self.now()
         last.synchronize()
-        here = time.perf_counter()  # the host and the device have both just passed `last`
+        here = time.perf_counter()  # host and device are synchronized here
         return [m if isinstance(m, float) else here - m.elapsed_time(last) / 1e3 for m in moments]
 
 
 @dataclass
 class Note:
-    """Something that takes time."""
+    """Something with a duration."""
 
     category: str
     """`COMMUNICATION` or `COPY`."""
 
     name: str
     start: Any
-    """A moment of `Clock`, as are all moments here until `Window.resolve`."""
+    """A time of `Clock`, like all times here until `Window.resolve`."""
 
     end: Any
-    """None while it is under way."""
+    """None while it is in flight."""
 
     nbytes: int = 0
     moves: bool = True
-    """Whether something is on its way meanwhile."""
+    """Whether data is in flight."""
 
     waits: bool = False
-    """Whether computation stands still meanwhile."""
+    """Whether computation is blocked."""
 
 
+@dataclass(frozen=True)
 class Window:
-    """What was noted between two moments; `resolve` makes a `Record` of it."""
+    """What was recorded between two times of a clock."""
 
-    def __init__(self, recorder: Recorder, end: Any) -> None:
-        """Take over what ``recorder`` has noted since its window began."""
-        self._clock = recorder.clock
-        self._start, self._end = recorder.window_start, end
-        self._changes = [*recorder.window_changes, (end, "")]
-        self._notes = [*recorder.earlier_notes, *recorder.notes]
-        self._samples = list(recorder.samples)
-        self._sent = dict(recorder.sent)
+    clock: Clock
+    start: Any
+    end: Any
+    changes: list[tuple[Any, str]]
+    """The phase from each time on; the last one is ``end``."""
+
+    notes: list[Note]
+    samples: list[tuple[float, str, dict[str, int]]]
+    sent: dict[str, int]
 
     def resolve(self) -> Record:
-        """In seconds. Waits for the device."""
-        begins = [note.start for note in self._notes]
-        ends = [self._end if note.end is None else note.end for note in self._notes]
-        # In one call: one look at both clocks.
-        moments = [self._start, self._end, *begins, *ends, *(at for at, _ in self._changes)]
-        start, end, *times = self._clock.seconds(moments)
-        count = len(self._notes)
+        """Return the record in seconds. Waits for the device."""
+        begins = [note.start for note in self.notes]
+        ends = [self.end if note.end is None else note.end for note in self.notes]
+        # In one call, so that device and host are synchronized once.
+        moments = [self.start, self.end, *begins, *ends, *(at for at, _ in self.changes)]
+        start, end, *times = self.clock.seconds(moments)
+        count = len(self.notes)
         changes = times[2 * count :]
         phases = [
             Span("phase", name, begin, until)
-            for (_, name), begin, until in zip(self._changes, changes, changes[1:], strict=False)
+            for (_, name), begin, until in zip(self.changes, changes, changes[1:], strict=False)
             if until > begin
         ]
         spans = [
             Span(n.category, n.name, max(begin, start), min(until, end), n.nbytes * (begin >= start), n.moves, n.waits)
-            for n, begin, until in zip(self._notes, times[:count], times[count : 2 * count], strict=True)
+            for n, begin, until in zip(self.notes, times[:count], times[count : 2 * count], strict=True)
             if begin < end and until > start
         ]
-        return Record(start, end, phases, spans, self._samples, self._sent)
+        return Record(start, end, phases, spans, self.samples, self.sent)
 
 
 class Recorder:
-    """Notes what this process does, between `start` and `stop`."""
+    """Records what this process does between `start` and `stop`."""
 
     active: ClassVar[Recorder | None] = None
-    """The one that notes at the moment."""
+    """The recorder that currently records."""
 
     def __init__(self, device: torch.device) -> None:
-        """Nothing is noted yet.
-
-        Args:
-            device: where the model computes.
-        """
+        """``device`` is where the model computes."""
         self.clock = Clock(device)
         self.detail = False
-        """Whether collectives, copies and waits are noted."""
+        """Whether collectives, copies and waits are recorded."""
         self.measure: Callable[[], Mapping[str, int]] | None = None
-        """Bytes in use by category; asked after every phase of a window."""
+        """Returns bytes in use by category; called after every phase of a window."""
         self.each_unit = False
-        """Ask also before every unit of the model."""
-        self.notes: list[Note] = []
-        self.earlier_notes: list[Note] = []
-        """Those of the window before, which may reach into this one."""
-        self.samples: list[tuple[float, str, dict[str, int]]] = []
+        """Call `measure` also before every unit of the model."""
         self.sent: Counter[str] = Counter()
         """Bytes by kind."""
         self.window_start: Any = None
-        self.window_changes: list[tuple[Any, str]] = []
+        """None outside of a window."""
+        self._notes: list[Note] = []
+        self._earlier_notes: list[Note] = []
+        """Notes from before the window, which may extend into it."""
+        self._samples: list[tuple[float, str, dict[str, int]]] = []
+        self._window_changes: list[tuple[Any, str]] = []
         self._stack = [OTHER]
         self._changes: list[tuple[Any, str]] = []
         self._totals: defaultdict[str, float] = defaultdict(float)
@@ -137,14 +136,14 @@ class Recorder:
         self._stamper: Stamper | None = None
 
     def start(self) -> None:
-        """Note from now on, in place of any other."""
+        """Start recording, and replace any other recorder."""
         self._stack = [OTHER]
         self._changes = [(self.clock.now(), OTHER)]
         self._totals.clear()
         Recorder.active = self
 
     def stop(self) -> None:
-        """Note no more. Idempotent."""
+        """Stop recording. Idempotent."""
         if Recorder.active is self:
             Recorder.active = None
         self.detail = False
@@ -157,13 +156,13 @@ class Recorder:
     # phases ----------------------------------------------------------------------------------------------------------
 
     def enter(self, phase: str) -> None:
-        """A phase begins; the one around it goes on at `leave`. Nothing while it is on, or validation is."""
+        """Start a phase; the enclosing one continues at `leave`. Ignored inside the same phase, or validation."""
         if self._stack[-1] not in (phase, VALIDATION):
             self._stack.append(phase)
             self._change()
 
     def leave(self, phase: str) -> None:
-        """It is over, with everything that an exception left open inside it."""
+        """End a phase, and all phases inside it that an exception left open."""
         if phase not in self._stack:
             return
         while self._stack.pop() != phase:
@@ -175,7 +174,7 @@ class Recorder:
         change = (self.clock.now(), self._stack[-1])
         self._changes.append(change)
         if self.window_start is not None:
-            self.window_changes.append(change)
+            self._window_changes.append(change)
         if len(self._changes) > _FOLD_AT:
             self._fold()
 
@@ -186,7 +185,7 @@ class Recorder:
         del self._changes[:-1]
 
     def take_phases(self) -> dict[str, float]:
-        """Seconds in every phase since the last call, which are all seconds since then. Waits for the device."""
+        """Return the seconds per phase since the last call. They add up to the elapsed time. Waits for the device."""
         self._changes.append((self.clock.now(), self._stack[-1]))
         self._fold()
         taken = {phase: self._totals.pop(phase, 0.0) for phase in (*PHASES, VALIDATION)}
@@ -195,51 +194,51 @@ class Recorder:
     # a window --------------------------------------------------------------------------------------------------------
 
     def prepare_window(self) -> None:
-        """Set ``detail``, some time before `begin_window`, for what is under way then."""
+        """Set ``detail`` some time before `begin_window`, to include what is in flight when the window begins."""
         if not self.detail:
-            self.notes = []
+            self._notes = []
             self.detail = True
 
     def begin_window(self) -> None:
-        """Count from now on."""
+        """Begin a window."""
         self.window_start = self.clock.now()
-        self.window_changes = [(self.window_start, self._stack[-1])]
-        self.earlier_notes, self.notes = self.notes, []
-        self.samples = []
+        self._window_changes = [(self.window_start, self._stack[-1])]
+        self._earlier_notes, self._notes = self._notes, []
+        self._samples = []
         self.sent.clear()
 
     def end_window(self) -> Window:
-        """What was noted since `begin_window`. Does not wait."""
-        window = Window(self, self.clock.now())
-        self.window_start = None
-        return window
+        """Return what was recorded since `begin_window`. Does not wait."""
+        start, end, self.window_start = self.window_start, self.clock.now(), None
+        changes, notes = [*self._window_changes, (end, "")], [*self._earlier_notes, *self._notes]
+        return Window(self.clock, start, end, changes, notes, list(self._samples), dict(self.sent))
 
     def sample(self, where: str) -> None:
-        """Take down how much memory is in use."""
+        """Record how much memory is in use."""
         if self.window_start is not None and self.measure is not None:
-            self.samples.append((time.perf_counter(), where, dict(self.measure())))
+            self._samples.append((time.perf_counter(), where, dict(self.measure())))
 
-    # what is beside computation --------------------------------------------------------------------------------------
+    # what overlaps computation ---------------------------------------------------------------------------------------
 
     def follow(self, works: Sequence[Any], name: str, nbytes: int) -> Sequence[Any]:
-        """Note a collective from now to its end. Returns what is to be waited for in place of ``works``."""
+        """Record a collective from now to its end. Returns what to wait for instead of ``works``."""
         note = Note(COMMUNICATION, name, self.clock.now(), None, nbytes)
-        self.notes.append(note)
+        self._notes.append(note)
         if not self.clock.on_cuda:
             self._stamper = self._stamper or Stamper()
             return (self._stamper.follow(works, partial(setattr, note, "end")),)
         self._side = self._side or torch.cuda.Stream()
         with torch.cuda.stream(self._side):
             for work in works:
-                work.wait()  # this stream does; the one that computes goes on
+                work.wait()  # only the side stream waits
         note.end = self.clock.now(self._side)
         return works
 
     @contextmanager
     def during(self, note: Note, now: Callable[[], Any]) -> Generator[None, None, None]:
-        """Note what is done inside."""
+        """Record what runs inside."""
         try:
             yield
         finally:
             note.end = now()
-            self.notes.append(note)
+            self._notes.append(note)

@@ -1,4 +1,4 @@
-"""When collectives end that cannot be asked."""
+"""End times of collectives that have no completion query."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 OWN_THREADS = "ls_strategy"
-"""How names of threads begin that work beside the one that trains."""
+"""Prefix of the names of this package's background threads."""
 
 
 class Followed:
-    """Works that another thread waits for, or who needs them, whoever comes first."""
+    """Works that are waited for by the stamper's thread, or by the thread that needs them, whichever is first."""
 
     def __init__(self, works: Sequence[Any], on_end: Callable[[float], None]) -> None:
         """See `Stamper.follow`."""
@@ -24,20 +24,20 @@ class Followed:
         self._error: BaseException | None = None
 
     def finish(self) -> None:
-        """Wait for them and tell when they end, unless that is somebody's already."""
+        """Wait for the works and report their end, unless another thread does already."""
         if not self._claimed.acquire(blocking=False):
             return
         try:
             for work in self._works:
                 work.wait()
-        except BaseException as error:  # for who waits for the result
+        except BaseException as error:  # raised again in `wait`
             self._error = error
         self._on_end(time.perf_counter())
         self._works = ()
         self._done.set()
 
     def wait(self) -> None:
-        """Block until the works are done; raises what they raise."""
+        """Wait until the works are done, and raise their error."""
         self.finish()
         self._done.wait()
         if self._error is not None:
@@ -45,10 +45,10 @@ class Followed:
 
 
 class Stamper:
-    """Tells when works end that cannot be asked: gloo's sends and receives say so only to who waits for them.
+    """Reports when gloo's sends and receives end, which only a waiting thread can observe.
 
-    One thread waits for them in the order in which they were started. What is needed before it is its turn is waited
-    for by who needs it, so that nothing is held up by what came before.
+    One thread waits for them in the order in which they were started. A thread that needs one earlier waits for it
+    itself, so that it is not delayed by those before it.
     """
 
     def __init__(self) -> None:
@@ -58,15 +58,15 @@ class Stamper:
         self._thread.start()
 
     def follow(self, works: Sequence[Any], on_end: Callable[[float], None]) -> Followed:
-        """Call ``on_end`` with the moment at which ``works`` end, ``time.perf_counter``, on any thread."""
+        """Call ``on_end``, on any thread, with the ``time.perf_counter`` at which ``works`` end."""
         followed = Followed(works, on_end)
         self._queue.put(followed)
         return followed
 
     def close(self) -> None:
-        """End the thread when it has nothing left to wait for."""
+        """End the thread after its last wait."""
         self._queue.put(None)
-        self._thread.join(timeout=0.2)  # after a failure it may wait for what never comes, until connections break
+        self._thread.join(timeout=0.2)  # after a failure its wait may end only when connections break
 
     def _run(self) -> None:
         while (followed := self._queue.get()) is not None:

@@ -1,9 +1,9 @@
-"""Accuracy after the same training under several strategies, as a record in JSON.
+"""Compare the accuracy of the same training under several strategies, and record it as JSON.
 
 ``python -m recipes.cifar.accuracy --data_dir data --strategies ddp zero1 zero2 zero3 --seeds 1 --record record.json``
 
-What counts is the accuracy after the last epoch: the best one would be chosen by the images it is measured on. Runs
-already in the record, made by the same command on the same machine and versions, are kept, and others added to them.
+Reports the accuracy after the last epoch, since choosing the best epoch would use the test images. Existing runs of the
+record are kept if command, machine and versions are the same, and new runs are added.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ STRATEGIES = ("ddp", "zero0", "zero1", "zero2", "zero3")
 
 
 def overlay_args(strategy: str) -> list[str]:
-    """The configuration files of ``strategy``, as arguments of the recipe; zero0 is base.yaml's own."""
+    """Return the configuration files of ``strategy`` as arguments of the recipe; zero0 is base.yaml itself."""
     files = [CONFIGS / "base.yaml"] + ([] if strategy == "zero0" else [CONFIGS / f"{strategy}.yaml"])
     return [f"--config={file}" for file in files]
 
 
 def fit(rank: int, world_size: int, args: list[str]) -> dict[str, float]:
-    """One rank's run of the recipe; what it logged last."""
+    """Run the recipe on one rank, and return its last metrics."""
     trainer = run_recipe(["fit", f"--trainer.devices={world_size}", *args]).trainer
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
 def measure(strategy: str, seed: int, data_dir: str, extra: list[str], *, timeout_s: float) -> float:
-    """Accuracy on the test images after the last epoch, on two CPU ranks."""
+    """Return the test accuracy after the last epoch, on two CPU ranks."""
     with tempfile.TemporaryDirectory() as runs:
         args = [
             *overlay_args(strategy),
@@ -57,7 +57,7 @@ def measure(strategy: str, seed: int, data_dir: str, extra: list[str], *, timeou
 
 
 def surroundings() -> dict[str, Any]:
-    """Versions and hardware."""
+    """Return versions and hardware."""
     names = ("torch", "lightning", "torchmetrics", "numpy")
     models = [line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
     return {
@@ -77,14 +77,14 @@ def _commit() -> str:
 
 
 def spread(results: dict[str, dict[str, float]]) -> dict[str, Any]:
-    """What is known of how much accuracies vary, and the seeds."""
+    """Return what is known about the variation of accuracies, and the seeds."""
     seeds = sorted({seed for by_seed in results.values() for seed in by_seed}, key=int)
     known = "over seeds" if len(seeds) > 1 else "unknown: one seed, one run of each strategy"
     return {"spread": known, "seeds": ", ".join(seeds)}
 
 
 def table(record: dict[str, Any]) -> str:
-    """The record's accuracies in Markdown, a row per strategy and a column per seed, in percent."""
+    """Return the record's accuracies as a Markdown table in percent: one row per strategy, one column per seed."""
     results: dict[str, dict[str, float]] = record["results"]
     seeds = sorted({seed for of_seed in results.values() for seed in of_seed}, key=int)
     lines = ["| strategy | " + " | ".join(f"seed {seed}" for seed in seeds) + " |", "|---" * (1 + len(seeds)) + "|"]
@@ -96,13 +96,13 @@ def table(record: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure what the command line asks for."""
+    """Measure what the command line requests."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data_dir", default="data", help="folder that holds cifar-10-batches-py")
+    parser.add_argument("--data_dir", default="data", help="folder that contains cifar-10-batches-py")
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=["ddp", "zero1", "zero2", "zero3"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[1])
-    parser.add_argument("--record", type=Path, required=True, help="JSON file to write, or to add to")
-    parser.add_argument("--timeout_s", type=float, default=3600, help="limit of one run")
+    parser.add_argument("--record", type=Path, required=True, help="JSON file to create or extend")
+    parser.add_argument("--timeout_s", type=float, default=3600, help="time limit of one run")
     given, extra = parser.parse_known_args()
     record: dict[str, Any] = {
         "benchmark": "cifar_accuracy",

@@ -1,4 +1,4 @@
-"""Random crops and flips of a whole batch at once, on whichever device it is on."""
+"""Random crops and flips of a batch, on any device."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def augment(images_NCHW: Tensor, *, padding: int = 4, generator: torch.Generator | None = None) -> Tensor:
-    """Each image reflected at its borders, shifted by up to ``padding`` pixels each way, and mirrored or not.
+    """Reflect each image at its borders, shift it by up to ``padding`` pixels each way, and mirror it randomly.
 
-    One gather: output pixel (h, w) of image n is input pixel ``(rows[n, h], columns[n, w])``.
+    Uses a single gather: output pixel (h, w) of image n is input pixel ``(rows[n, h], columns[n, w])``.
 
     Shapes:
         images: (N, C, H, W), any dtype, H and W above ``padding``.   returns: the same shape and dtype.
@@ -22,10 +22,10 @@ def augment(images_NCHW: Tensor, *, padding: int = 4, generator: torch.Generator
     columns_NW = _reflect(torch.arange(width, device=device) + shift_2N[1], width)
     columns_NW = torch.where(mirrored_N, columns_NW.flip(1), columns_NW)
     image_N = torch.arange(num, device=device)[:, None, None]
-    # Channels last, so that the gather moves whole pixels.
+    # Channels last, so that the gather copies contiguous pixels.
     return images_NCHW.permute(0, 2, 3, 1)[image_N, rows_NH[:, :, None], columns_NW[:, None, :]].permute(0, 3, 1, 2)
 
 
 def _reflect(position: Tensor, size: int) -> Tensor:
-    """Positions outside ``[0, size)`` mirrored at the border pixel: -1 is 1, ``size`` is ``size - 2``."""
+    """Reflect positions outside ``[0, size)`` at the border pixel: -1 becomes 1, ``size`` becomes ``size - 2``."""
     return (size - 1) - (size - 1 - position.abs()).abs()

@@ -30,21 +30,21 @@ TRAIN_FILES = tuple(f"data_batch_{i}" for i in range(1, 6))
 TEST_FILES = ("test_batch",)
 
 NO_LABEL = -1
-"""Label of an image that is not part of the set, and must not be counted."""
+"""Label of padding images, which must not be counted."""
 
 Batch = tuple[Tensor, Tensor]
 T = TypeVar("T")
 
 
 class CIFARFileError(RuntimeError):
-    """The files of CIFAR-10 are missing, or not what they should be."""
+    """The files of CIFAR-10 are missing or invalid."""
 
 
 class Images(Dataset[Batch]):
-    """Images and their labels, handed out by whole batches: one indexing instead of a loop over images."""
+    """Images and labels, returned in full batches: one indexing operation instead of a loop."""
 
     def __init__(self, images_NHWC: Tensor, labels_N: Tensor) -> None:
-        """Keep uint8 ``images`` (N, H, W, 3) and int64 ``labels`` (N,)."""
+        """Store uint8 ``images`` (N, H, W, 3) and int64 ``labels`` (N,)."""
         self.images_NHWC = images_NHWC
         self.labels_N = labels_N
 
@@ -52,16 +52,16 @@ class Images(Dataset[Batch]):
         return len(self.labels_N)
 
     def __getitem__(self, index: int) -> Batch:
-        """One image (3, H, W) and its label ()."""
+        """Return one image (3, H, W) and its label ()."""
         return self.images_NHWC[index].permute(2, 0, 1), self.labels_N[index]
 
     def __getitems__(self, indices: list[int]) -> Batch:
-        """A batch, which `DataLoader` asks for where there is this method."""
+        """Return a batch; `DataLoader` calls this method if it exists."""
         chosen = torch.tensor(indices)
         return self.images_NHWC[chosen].permute(0, 3, 1, 2), self.labels_N[chosen]
 
     def filled_up(self, multiple: int) -> Images:
-        """The same with black images that carry `NO_LABEL`, up to a multiple of ``multiple``."""
+        """Pad with black images labeled `NO_LABEL` to a multiple of ``multiple``."""
         missing = -len(self) % multiple
         if not missing:
             return self
@@ -71,24 +71,26 @@ class Images(Dataset[Batch]):
 
 
 def _as_is(batch: T) -> T:
-    """`Images.__getitems__` has collated already."""
+    """Return the batch that `Images.__getitems__` has collated."""
     return batch
 
 
 class CIFARData(pl.LightningDataModule):
-    """CIFAR-10, downloaded where it is missing. The test images serve for validation and for the test."""
+    """CIFAR-10, downloaded if it is missing. The test images are used for validation and test."""
 
     def __init__(self, data_dir: str = "data", batch_size: int = 64, eval_batch_size: int = 256) -> None:
-        """Choose the place and the sizes.
+        """Set folder and batch sizes.
 
         Args:
-            data_dir: folder that holds, or will hold, ``cifar-10-batches-py``.
+            data_dir: folder that contains, or will contain, ``cifar-10-batches-py``.
             batch_size: training images per rank and step.
             eval_batch_size: images per rank in a batch of validation or test.
         """
         super().__init__()
         if min(batch_size, eval_batch_size) < 1:
-            raise ValueError(f"batch_size={batch_size}, eval_batch_size={eval_batch_size}: both must be at least 1.")
+            raise ValueError(
+                f"Got batch_size={batch_size} and eval_batch_size={eval_batch_size}, but both must be at least 1."
+            )
         self.data_dir = data_dir
         self.batch_size = batch_size
         self.eval_batch_size = eval_batch_size
@@ -97,11 +99,11 @@ class CIFARData(pl.LightningDataModule):
         self._download_error: Exception | None = None
 
     def prepare_data(self) -> None:
-        """Download what is missing, on one process per node. A failure is raised by `setup`, on all ranks together."""
+        """Download missing files, on one process per node. `setup` raises a failure on all ranks."""
         if missing_files(self.data_dir):
             try:
                 CIFAR10(self.data_dir, download=True)
-            except Exception as error:  # of the network, the file system, or torchvision's check sums
+            except Exception as error:  # from the network, the file system, or torchvision's checksums
                 self._download_error = error
 
     def setup(self, stage: str) -> None:
@@ -126,7 +128,7 @@ class CIFARData(pl.LightningDataModule):
         rank_zero_info(f"images: {folder}, {len(self._train):,} for training, {len(self._test):,} for the test")
 
     def train_dataloader(self) -> DataLoader[Batch]:
-        """Training images in random order; Lightning splits them among the ranks."""
+        """Return training images in random order; Lightning distributes them over the ranks."""
         assert self._train is not None
         share = len(self._train) // self._num_replicas()
         if share < self.batch_size:
@@ -137,23 +139,23 @@ class CIFARData(pl.LightningDataModule):
         return self._loader(self._train, self.batch_size, train=True)
 
     def val_dataloader(self) -> DataLoader[Batch]:
-        """Test images in order, filled up so that ranks have equal shares and no image is counted twice."""
+        """Return test images in order, padded so that all ranks have equally many and no image is counted twice."""
         assert self._test is not None
-        # Equal shares: at stage 3 a forward is collective, so every rank needs as many batches as the others. Without
-        # the filling, the sampler would make them equal by repeating images.
+        # At stage 3 a forward is collective, so every rank needs the same number of batches. Without padding, the
+        # sampler would repeat images.
         return self._loader(self._test.filled_up(self._num_replicas()), self.eval_batch_size, train=False)
 
     def test_dataloader(self) -> DataLoader[Batch]:
-        """As `val_dataloader`."""
+        """See `val_dataloader`."""
         return self.val_dataloader()
 
     def _num_replicas(self) -> int:
-        """Ranks among which Lightning splits the data."""
+        """Return the ranks over which Lightning distributes the data."""
         assert self.trainer is not None
         return (self.trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
 
     def _loader(self, images: Images, batch_size: int, *, train: bool) -> DataLoader[Batch]:
-        # Without workers: taking a batch is one indexing, and handing it over would cost more.
+        # No workers: a batch is one indexing operation, and copying it between processes would cost more.
         return DataLoader(
             images,
             batch_size=batch_size,
@@ -165,24 +167,24 @@ class CIFARData(pl.LightningDataModule):
 
 
 def missing_files(data_dir: str) -> list[str]:
-    """Names of the files that are not in ``data_dir/cifar-10-batches-py``."""
+    """Return the names of the files that are not in ``data_dir/cifar-10-batches-py``."""
     folder = Path(data_dir) / FOLDER
     return [name for name in (*TRAIN_FILES, *TEST_FILES) if not (folder / name).is_file()]
 
 
 def _cure(data_dir: str) -> str:
     return (
-        "Delete what is damaged and repeat the command with a network; or fetch "
+        "Delete damaged files and run the command again with network access; or download "
         f"{CIFAR10.url} elsewhere and unpack it with `tar xzf cifar-10-python.tar.gz -C {Path(data_dir).resolve()}`; "
-        f"or point data.data_dir to a folder that holds {FOLDER}/."
+        f"or set data.data_dir to a folder that contains {FOLDER}/."
     )
 
 
 def read_images(data_dir: str, names: tuple[str, ...]) -> Images:
-    """Images of the files ``names`` of ``data_dir/cifar-10-batches-py``, in their order.
+    """Return the images of the files ``names`` of ``data_dir/cifar-10-batches-py``, in order.
 
     Raises:
-        CIFARFileError: a file is not there, or is not in the official layout.
+        CIFARFileError: a file is missing, or not in the official layout.
     """
     pixels: list[np.ndarray] = []
     labels: list[np.ndarray] = []
@@ -204,7 +206,7 @@ def read_images(data_dir: str, names: tuple[str, ...]) -> Images:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Rebuilds arrays, and refuses everything else: a pickle can run any code."""
+    """Rebuilds arrays, and rejects everything else, because a pickle can run any code."""
 
     ALLOWED = frozenset(
         {
@@ -219,14 +221,14 @@ class _PlainUnpickler(pickle.Unpickler):
     )
 
     def find_class(self, module: str, name: str) -> Any:
-        """What the pickle names, if it is one of the few things that arrays are made of."""
+        """Return the named object if arrays need it."""
         if (module, name) not in self.ALLOWED:
             raise pickle.UnpicklingError(f"it refers to {module}.{name}, which no file of CIFAR-10 does")
         return super().find_class(module, name)
 
 
 def _checked(content: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Pixels (N, 3072) uint8 and labels (N,) int64 of an unpickled file."""
+    """Return pixels (N, 3072) uint8 and labels (N,) int64 of an unpickled file."""
     pixels, labels = content["data"], np.asarray(content["labels"], dtype=np.int64)
     if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or pixels.ndim != 2 or pixels.shape[1] != 3072:
         raise ValueError("`data` is not an array of uint8 with 3072 columns")

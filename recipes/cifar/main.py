@@ -1,4 +1,4 @@
-"""The command line: every option of the model, the data and the Trainer, by ``--help`` or in YAML."""
+"""The command line: all options of the model, the data and the Trainer, on the command line or in YAML."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from recipes.command_line import run_cli
 
 
 def main(args: ArgsType = None, *, run: bool = True) -> LightningCLI:
-    """Run the subcommand in ``args`` (default: of the process), or with ``run=False`` only build the objects."""
+    """Run the subcommand in ``args`` (None: the process's arguments); with ``run=False`` only build the objects."""
     return run_cli(LightningCLI, CIFARModule, CIFARData, args=args, run=run, prog="python -m recipes.cifar")

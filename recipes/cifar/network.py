@@ -1,6 +1,6 @@
-"""The two networks: the one of DeepSpeed's CIFAR-10 tutorial, and a residual one that learns far more.
+"""Two networks: that of DeepSpeed's CIFAR-10 tutorial, and a more accurate residual network.
 
-Both take normalised images. Shapes: N images, C channels, H rows, W columns, K classes.
+Both take normalized images. Shapes: N images, C channels, H rows, W columns, K classes.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ IMAGE_SIZE = 32
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """The tutorial's layers of experts, with its names and defaults; the balance loss, which it leaves out, is ours."""
+    """The tutorial's expert layers, with its option names and defaults, and a balance loss, which it omits."""
 
     num_experts: list[int] = field(default_factory=lambda: [2])
-    """Experts of each layer, one layer per number."""
+    """Experts per layer, one layer per number."""
 
     mlp_type: Literal["standard", "residual"] = "standard"
-    """``residual``: every image also goes through one dense expert (PR-MoE, arXiv:2201.05596)."""
+    """``residual``: every image also visits one dense expert (PR-MoE, arXiv:2201.05596)."""
 
     top_k: int = 1
     """Experts that an image visits."""
 
     min_capacity: int = 0
-    """Images that every expert takes, whatever its equal share is."""
+    """Minimum capacity of an expert, images."""
 
     noisy_gate_policy: Literal["RSample", "Jitter"] | None = None
     """Noise on the choice of experts in training, with ``top_k: 1``."""
 
     balance_loss: float = 0.01
-    """Weight of the loss that is least when experts are equally busy. The tutorial throws it away: 0."""
+    """Weight of the load-balancing loss. The tutorial drops it: 0."""
 
     def __post_init__(self) -> None:
         if not self.num_experts or min(self.num_experts) < 1:
-            raise ValueError(f"num_experts={self.num_experts}: give at least one number, each at least 1.")
+            raise ValueError(f"Got num_experts={self.num_experts}. Give at least one number, each at least 1.")
 
 
 class TutorialNet(nn.Module):
-    """DeepSpeed's CIFAR-10 tutorial network, a LeNet with 62,006 parameters; with ``moe`` its mixture of experts.
+    """DeepSpeed's CIFAR-10 tutorial network, a LeNet with 62,006 parameters; with ``moe`` its Mixture of Experts.
 
-    Source: ``Net`` in DeepSpeedExamples, training/cifar/cifar10_deepspeed.py. There as here ``fc3`` becomes the expert,
-    84 to 84, of every layer in turn, and ``fc4`` makes the logits.
+    Source: ``Net`` in DeepSpeedExamples, training/cifar/cifar10_deepspeed.py. As there, ``fc3`` becomes the expert (84
+    to 84) of every layer, and ``fc4`` computes the logits.
     """
 
     def __init__(self, moe: MoEConfig | None = None) -> None:
-        """Without ``moe`` the plain one."""
+        """None: without experts."""
         super().__init__()
         self.conv1 = nn.Conv2d(3, 6, 5)
         self.conv2 = nn.Conv2d(6, 16, 5)
@@ -66,7 +66,7 @@ class TutorialNet(nn.Module):
         self.fc4 = nn.Linear(84, NUM_CLASSES)
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
-        """Logits (N, K)."""
+        """Return logits (N, K)."""
         x_NCHW = functional.max_pool2d(functional.relu(self.conv1(x_NCHW)), 2)
         x_NCHW = functional.max_pool2d(functional.relu(self.conv2(x_NCHW)), 2)
         x_NC = functional.relu(self.fc1(x_NCHW.flatten(1)))
@@ -79,7 +79,7 @@ class TutorialNet(nn.Module):
 
 
 def _moe_layer(moe: MoEConfig, num_experts: int) -> MoE:
-    """One layer: every image of the batch is a token."""
+    """Return one layer, with each image as a token."""
     return MoE(
         84,
         lambda: nn.Linear(84, 84),
@@ -93,7 +93,7 @@ def _moe_layer(moe: MoEConfig, num_experts: int) -> MoE:
 
 
 class ConvBlock(nn.Module):
-    """Convolution 3x3, pooling 2x2 where asked for, batch norm, ReLU."""
+    """3x3 convolution, optional 2x2 pooling, batch norm, ReLU."""
 
     def __init__(self, in_channels: int, out_channels: int, *, pool: bool = False) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class ConvBlock(nn.Module):
         self.pool = pool
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
-        """Activations with ``out_channels``, of half the height and width with ``pool``."""
+        """Return activations with ``out_channels``, of half the height and width with ``pool``."""
         x_NCHW = self.conv(x_NCHW)
         if self.pool:
             x_NCHW = functional.max_pool2d(x_NCHW, 2)
@@ -110,7 +110,7 @@ class ConvBlock(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Two `ConvBlock` added to what goes in."""
+    """Two `ConvBlock` with a residual connection."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -118,23 +118,23 @@ class ResidualBlock(nn.Module):
         self.second = ConvBlock(channels, channels)
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
-        """Activations of the same shape."""
+        """Return activations of the same shape."""
         return x_NCHW + self.second(self.first(x_NCHW))
 
 
 class ResNet9(nn.Module):
-    """The nine-layer residual network of the DAWNBench CIFAR-10 entries, ``width`` channels after the first layer.
+    """The nine-layer residual network of the DAWNBench CIFAR-10 entries, with ``width`` channels after the first layer.
 
     ::
 
         image -> w -> 2w, pool -> res 2w -> 4w, pool -> 8w, pool -> res 8w -> max over the 4 x 4 left -> 10 logits
 
-    Source: D. Page, "How to train your ResNet", part 4 (2018); there ``width`` is 64.
+    Source: D. Page, "How to train your ResNet", part 4 (2018), with a ``width`` of 64.
     """
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        # A Sequential: each of its children is a unit of ZeROStrategy, if it is large enough to be one.
+        # A Sequential: each child that is large enough becomes a unit of ZeROStrategy.
         self.blocks = nn.Sequential(
             ConvBlock(3, width),
             ConvBlock(width, 2 * width, pool=True),
@@ -146,9 +146,9 @@ class ResNet9(nn.Module):
         self.head = nn.Linear(8 * width, NUM_CLASSES, bias=False)
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
-        """Logits (N, K)."""
-        # The layout in which CPU kernels and tensor cores compute; others are converted at every layer.
+        """Return logits (N, K)."""
+        # CPU kernels and tensor cores use this layout; others would be converted in every layer.
         x_NCHW = x_NCHW.contiguous(memory_format=torch.channels_last)
         x_NC = self.blocks(x_NCHW).amax(dim=(2, 3))
-        # The maximum over positions is large; logits of that size make the first steps too sure.
+        # The maximum over positions is large, and unscaled logits would be overconfident in the first steps.
         return 0.125 * self.head(x_NC)

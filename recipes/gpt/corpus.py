@@ -1,7 +1,7 @@
-"""From text files to tokens on disk, once: ``<cache>/<key>/{train,val}.bin``, raw integers, memory-mapped by all ranks.
+"""Tokenize text files to disk, once: ``<cache>/<key>/{train,val}.bin``, raw integers, memory-mapped by all ranks.
 
-The key is a hash of the options and of every file's name, size and time of change, so that an entry is never stale. An
-entry is built beside its place and renamed into it: it is there whole or not at all.
+The key is a hash of the options and of every file's name, size and modification time, so an entry is never stale. An
+entry is built in a temporary folder and renamed, so it is never incomplete.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ import numpy.typing as npt
 TokenizerName = Literal["bytes", "gpt2", "cl100k_base", "o200k_base"]
 
 TOKENS: dict[str, int] = {"bytes": 256, "gpt2": 50257, "cl100k_base": 100277, "o200k_base": 200019}
-"""Tokens of each tokenizer, written down because asking tiktoken means loading, at first downloading, its tables."""
+"""Number of tokens per tokenizer. A constant, because tiktoken would have to load or download its tables."""
 
 
 class Tokenizer(Protocol):
     """Text to integers and back."""
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of ``text``."""
+        """Return the tokens of ``text``."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of ``tokens``; those that stand for nothing are left out."""
+        """Return the text of ``tokens``, without padding tokens."""
         ...
 
     def to_bytes(self, tokens: Sequence[int]) -> bytes:
-        """UTF-8 of ``tokens``, which may begin or end inside of a character."""
+        """Return the UTF-8 bytes of ``tokens``, which may begin or end inside a character."""
         ...
 
 
 class ByteTokenizer:
-    """Every byte of UTF-8 is a token."""
+    """Every UTF-8 byte is a token."""
 
     def encode(self, text: str) -> list[int]:
-        """Bytes of ``text``."""
+        """Return the bytes of ``text``."""
         return list(text.encode())
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of the bytes, with a mark where they are no UTF-8."""
+        """Return the text, with a replacement character for invalid UTF-8."""
         return self.to_bytes(tokens).decode(errors="replace")
 
     def to_bytes(self, tokens: Sequence[int]) -> bytes:
-        """The bytes."""
+        """Return the bytes."""
         return bytes(t for t in tokens if t < 256)
 
 
@@ -63,7 +63,7 @@ class TiktokenTokenizer:
     """One of tiktoken's byte-pair encodings."""
 
     def __init__(self, name: str) -> None:
-        """Load the encoding, at the first use from the network.
+        """Load the encoding, which is downloaded at the first use.
 
         Raises:
             ModuleNotFoundError: tiktoken is not installed.
@@ -72,33 +72,33 @@ class TiktokenTokenizer:
             import tiktoken  # type: ignore[import-not-found]  # optional
         except ModuleNotFoundError as missing:
             raise ModuleNotFoundError(
-                f"data.corpus.tokenizer: {name} needs the package tiktoken, which is not installed. "
+                f"Got data.corpus.tokenizer: {name}, which needs the package tiktoken. "
                 "Run `pip install tiktoken`, or set data.corpus.tokenizer: bytes."
             ) from missing
         self._encoding = tiktoken.get_encoding(name)
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of ``text``; what looks like a special token is text like any other."""
+        """Return the tokens of ``text``; special tokens in it are treated as text."""
         return self._encoding.encode_ordinary(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of ``tokens``."""
+        """Return the text of ``tokens``."""
         return self._encoding.decode([t for t in tokens if t < self._encoding.n_vocab])
 
     def to_bytes(self, tokens: Sequence[int]) -> bytes:
-        """UTF-8 of ``tokens``, which may begin or end inside of a character."""
+        """Return the UTF-8 bytes of ``tokens``, which may begin or end inside a character."""
         return self._encoding.decode_bytes([t for t in tokens if t < self._encoding.n_vocab])
 
 
 def make_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer of that name."""
+    """Return the tokenizer of that name."""
     return ByteTokenizer() if name == "bytes" else TiktokenTokenizer(name)
 
 
 def vocab_size(tokenizer: str) -> int:
-    """Rows an embedding needs for ``tokenizer``: its tokens, rounded up to a multiple of 64.
+    """Return the embedding rows for ``tokenizer``: its tokens, rounded up to a multiple of 64.
 
-    Matrix units work on multiples; the rows beyond are never a target and soon never sampled.
+    Matrix units are faster on multiples; the additional rows are never a target.
 
     >>> [vocab_size(name) for name in ("bytes", "gpt2")]
     [256, 50304]
@@ -108,44 +108,44 @@ def vocab_size(tokenizer: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusConfig:
-    """Which text, cut into which tokens."""
+    """The text and its tokenizer."""
 
     path: str | None = None
-    """A text file, or a folder of them. None: the source of the installed Python standard library."""
+    """A text file, or a folder of text files. None: the source of the installed Python standard library."""
 
     pattern: str = "**/*.py"
-    """Which files of the folder, as a glob."""
+    """Files of the folder, as a glob."""
 
     exclude: list[str] = field(default_factory=lambda: ["site-packages", "dist-packages", "test", "tests", "idle_test"])
-    """Names of folders, below ``path``, that are left out."""
+    """Names of folders below ``path`` that are excluded."""
 
     max_bytes: int | None = 16_000_000
-    """Take whole files until this many bytes are reached. None: take all."""
+    """Take full files up to this many bytes. None: take all."""
 
     val_fraction: float = 0.05
-    """Part of the bytes that becomes validation text: the last files, or the end of a single file."""
+    """Fraction of the bytes used for validation: the last files, or the end of a single file."""
 
     tokenizer: TokenizerName = "bytes"
     """``bytes``: every byte is a token. The others are encodings of the package tiktoken."""
 
     cache_dir: str | None = None
-    """Where tokens are kept. None: ``ls_strategy/corpus`` below ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    """Folder of the tokens. None: ``ls_strategy/corpus`` below ``$XDG_CACHE_HOME`` or ``~/.cache``."""
 
     def __post_init__(self) -> None:
         if not 0.0 < self.val_fraction < 1.0:
-            raise ValueError(f"val_fraction={self.val_fraction} must be between 0 and 1.")
+            raise ValueError(f"Got val_fraction={self.val_fraction}, but it must be between 0 and 1.")
         if self.max_bytes is not None and self.max_bytes < 1:
-            raise ValueError(f"max_bytes={self.max_bytes} must be at least 1, or None for all.")
+            raise ValueError(f"Got max_bytes={self.max_bytes}, but it must be at least 1, or None for all.")
 
 
 class Corpus:
-    """The tokens of a `CorpusConfig`: `build` them on one process per node, then `open` them on all."""
+    """The tokens of a `CorpusConfig`: call `build` on one process per node, then `open` on all."""
 
     def __init__(self, config: CorpusConfig) -> None:
-        """Check what can be checked without reading.
+        """Check the options without reading the text.
 
         Raises:
-            FileNotFoundError: there is no such path.
+            FileNotFoundError: the path does not exist.
             ModuleNotFoundError: the tokenizer's package is not installed.
         """
         self.config = config
@@ -153,15 +153,15 @@ class Corpus:
         self.root = Path(default if config.path is None else config.path).expanduser()
         if not self.root.exists():
             raise FileNotFoundError(
-                f"data.corpus.path: {self.root} does not exist. Give a text file, a folder of text files, or leave it "
-                "out for the source of the Python standard library."
+                f"Got data.corpus.path: {self.root}, which does not exist. Give a text file or a folder of text "
+                "files, or omit it for the source of the Python standard library."
             )
         self.tokenizer = make_tokenizer(config.tokenizer)
         self._files: list[Path] | None = None
 
     @property
     def dtype(self) -> np.dtype:
-        """The smallest unsigned integer that holds every token."""
+        """The smallest unsigned integer type for all tokens."""
         return np.min_scalar_type(TOKENS[self.config.tokenizer] - 1)
 
     @property
@@ -183,9 +183,9 @@ class Corpus:
         return self.cache / f"{self.config.tokenizer}-{digest.hexdigest()}"
 
     def files(self) -> list[Path]:
-        """The files, ordered by a hash of their names, up to ``max_bytes``.
+        """Return the files, ordered by a hash of their names, up to ``max_bytes``.
 
-        In that order, any beginning and any end is a fair sample: neighbours in a folder resemble each other.
+        Neighboring files of a folder are similar; in hash order, any first or last files are a fair sample.
         """
         if self._files is not None:
             return self._files
@@ -209,9 +209,9 @@ class Corpus:
         return chosen
 
     def build(self) -> None:
-        """Tokenise into the cache, unless it is there. Safe when several processes do it at once."""
+        """Tokenize into the cache, unless it is there already. Safe for concurrent processes."""
         if not self.files() or self.entry.is_dir():
-            return  # without files, `open` says so: on every rank, not only on the one that builds
+            return  # without files, `open` raises on every rank, not only on the one that builds
         self.cache.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=".building-", dir=self.cache))
         try:
@@ -227,7 +227,7 @@ class Corpus:
             shutil.rmtree(work, ignore_errors=True)
 
     def _split(self) -> tuple[list[str], list[str]]:
-        """Training and validation texts: whole files, but for a corpus of one file, which is cut."""
+        """Return training and validation texts: full files, or parts of a single file."""
         texts = [file.read_text(encoding="utf-8", errors="replace") for file in self.files()]
         if len(texts) == 1:
             text = texts[0][: self.config.max_bytes]
@@ -251,21 +251,21 @@ class Corpus:
         return {"tokens": count, "bytes": size}
 
     def open(self) -> tuple[Tokens, Tokens]:
-        """Training and validation tokens.
+        """Return training and validation tokens.
 
         Raises:
             FileNotFoundError: no file matches, or `build` did not run on this node.
         """
         if not self.files():
             raise FileNotFoundError(
-                f"no file below {self.root} matches data.corpus.pattern={self.config.pattern!r} (folders left out: "
+                f"no file below {self.root} matches data.corpus.pattern={self.config.pattern!r} (excluded folders: "
                 f"{', '.join(self.config.exclude) or 'none'}). Change the pattern, or the path."
             )
         counts_file = self.entry / "counts.json"
         if not counts_file.is_file():
             raise FileNotFoundError(
-                f"{self.entry} does not exist: the text was not tokenised on this node, or its files changed since. "
-                "Run again, and give every node a cache_dir it can write to."
+                f"{self.entry} does not exist: the text was not tokenized on this node, or its files changed since. "
+                "Run again, and give every node a writable cache_dir."
             )
         counts = json.loads(counts_file.read_text())
         return Tokens(self.entry / "train.bin", self.dtype, counts["train"]), Tokens(
@@ -277,7 +277,7 @@ class Tokens:
     """A memory-mapped file of tokens."""
 
     def __init__(self, path: Path, dtype: np.dtype, counts: dict[str, int]) -> None:
-        """Map ``path``, which holds ``counts["tokens"]`` tokens of ``counts["bytes"]`` bytes of text."""
+        """Map ``path`` with ``counts["tokens"]`` tokens from ``counts["bytes"]`` bytes of text."""
         self.num_bytes = counts["bytes"]
         # A file of length 0 cannot be mapped.
         empty: npt.NDArray[np.unsignedinteger] = np.zeros(0, dtype=dtype)
@@ -288,7 +288,7 @@ class Tokens:
 
     @property
     def unigram_entropy(self) -> float:
-        """Nats per token of guessing by frequency alone: what a model must beat to have learnt anything."""
+        """Loss of guessing by token frequency, nats per token: a model must do better to have learned anything."""
         counts = np.bincount(self.values)
         shares = counts[counts > 0] / len(self.values)
         return -math.fsum(shares * np.log(shares))

@@ -1,14 +1,14 @@
-"""`TextData`: an endless stream of crops of a `Corpus`, of which one number tells the position.
+"""`TextData`: an endless stream of crops of a `Corpus`, with a single number as its position.
 
 ::
 
     pass 0    ..|--3--|--0--|--4--|--1--|--2--|      crops of block_size tokens from a random offset, shuffled
-    pass 1    .....|--1--|--4--|--0--|--2--|--3--|   another offset, another order: a function of (seed, pass)
+    pass 1    .....|--1--|--4--|--0--|--2--|--3--|   another offset and order: a function of (seed, pass)
 
-    stream    0 1 2 3 4 | 0 1 2 3 4 | ...            dealt out one by one to the ranks
+    stream    0 1 2 3 4 | 0 1 2 3 4 | ...            distributed to the ranks one by one
 
-A batch of all ranks together is the next ``batch_size * ranks`` crops of the stream. So a run can be resumed after any
-batch, on any number of ranks, and whatever the Trainer calls an epoch.
+A batch over all ranks is the next ``batch_size * ranks`` crops of the stream, so that a run can be resumed after any
+batch, on any number of ranks, and independently of epochs.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from recipes.gpt.corpus import Corpus, CorpusConfig, Tokenizer, Tokens
 
 
 class Crops(Dataset[tuple[Tensor, Tensor]]):
-    """Pieces of ``block_size`` tokens that start at multiples of ``stride``, and the token after each of theirs."""
+    """Sequences of ``block_size`` tokens that start at multiples of ``stride``, with their targets."""
 
     def __init__(self, tokens: Tokens, block_size: int, stride: int) -> None:
-        """Cut ``tokens``, of which there must be more than ``block_size``."""
+        """``tokens`` must be longer than ``block_size``."""
         self.tokens = tokens
         self.block_size = block_size
         self.stride = stride
@@ -45,26 +45,26 @@ class Crops(Dataset[tuple[Tensor, Tensor]]):
 
 
 class CropSampler(DistributedSampler[int]):
-    """This rank's crops, as the positions of their first tokens: one pass' worth of the stream, from ``first`` on.
+    """The start positions of this rank's crops: one pass from position ``first`` of the stream.
 
-    A `DistributedSampler` by type, so that Lightning does not wrap it in another. The epoch that Lightning sets is not
-    used: it also counts epochs that ``max_steps`` cut short, after which the stream goes on where it was.
+    It is a `DistributedSampler` so that Lightning does not replace it. It ignores the epoch that Lightning sets, which
+    also counts epochs shortened by ``max_steps``, after which the stream must continue.
     """
 
     def __init__(self, num_tokens: int, block_size: int, *, seed: int, num_replicas: int, rank: int) -> None:
         """Cut ``num_tokens`` into crops, each with the token after its last."""
-        # As many as fit after the largest offset of a pass, which is block_size - 1.
+        # As many as fit after the largest offset of a pass, block_size - 1.
         self.num_crops = max((num_tokens - block_size) // block_size, 0)
         self.block_size = block_size
         self.first = 0
-        """Position in the stream of all ranks, crops."""
+        """Position in the stream of all ranks, in crops."""
         crops: Sequence[int] = range(self.num_crops)
         super().__init__(crops, num_replicas, rank, seed=seed, drop_last=True)  # type: ignore[arg-type]
         self.num_samples = self.num_crops // num_replicas
         self.total_size = self.num_samples * num_replicas
 
     def order(self, text_pass: int) -> Tensor:
-        """Starts of all crops of a pass over the text, in order, ``(num_crops,)``."""
+        """Return the start positions of a pass's crops, in order, ``(num_crops,)``."""
         g = torch.Generator().manual_seed(self.seed * 1_000_003 + text_pass)
         offset = int(torch.randint(self.block_size, (1,), generator=g))
         return torch.randperm(self.num_crops, generator=g) * self.block_size + offset
@@ -79,13 +79,13 @@ class CropSampler(DistributedSampler[int]):
 
 
 class ResumableLoader(DataLoader[tuple[Tensor, Tensor]]):
-    """A loader that knows which batches it has handed out, however many its workers have read ahead.
+    """A loader that tracks the batches it has returned, independent of its workers' prefetching.
 
-    Its state is the same on every rank, so that rank 0's, which is the one in a checkpoint, serves them all.
+    Its state is the same on every rank, so rank 0's state in a checkpoint serves all ranks.
     """
 
     def __init__(self, crops: Crops, sampler: CropSampler, *, batch_size: int, num_workers: int) -> None:
-        """Load batches of ``batch_size`` crops per rank. The length is that of a pass, in whole batches."""
+        """Load batches of ``batch_size`` crops per rank. The length is one pass in full batches."""
         super().__init__(
             crops,
             batch_size=batch_size,
@@ -99,8 +99,8 @@ class ResumableLoader(DataLoader[tuple[Tensor, Tensor]]):
         self._handed_out = 0
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """A pass' worth of batches, from the one after the last that was handed out."""
-        # A generator: it takes the position when the first batch is asked for, after any checkpoint was loaded.
+        """Yield one pass of batches, from the one after the last that was returned."""
+        # A generator reads the position at the first batch, after any checkpoint was loaded.
         self.crop_sampler.first = self._handed_out
         for batch in super().__iter__():
             self._handed_out += self._crops_per_batch
@@ -111,31 +111,31 @@ class ResumableLoader(DataLoader[tuple[Tensor, Tensor]]):
         return {"seed": s.seed, "num_crops": s.num_crops, "block_size": s.block_size}
 
     def state_dict(self) -> dict[str, int]:
-        """Crops of all ranks handed out so far, and what tells another stream apart."""
+        """Return the crops that all ranks have consumed, and the identity of the stream."""
         return {"crops": self._handed_out, **self._identity()}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on after the last batch handed out when ``state`` was taken.
+        """Continue after the last batch before ``state`` was taken.
 
         Raises:
-            ValueError: it is the position in another stream.
+            ValueError: ``state`` belongs to another stream.
         """
         differences = {k: (state[k], v) for k, v in self._identity().items() if state[k] != v}
         if differences:
-            told = ", ".join(f"{k} was {then} and is {now}" for k, (then, now) in differences.items())
+            changes = ", ".join(f"{k} was {then} and is {now}" for k, (then, now) in differences.items())
             raise ValueError(
-                f"the checkpoint's position is in another order of the training text: {told}. Resume with the data "
+                f"the checkpoint's position is in another order of the training text: {changes}. Resume with the data "
                 "options and the text of the first run, or start a new run from its weights."
             )
         self._handed_out = state["crops"]
 
 
 PromptBatch: TypeAlias = tuple[Tensor, Tensor, Tensor]
-"""Of prompts: their numbers (B,), their tokens (B, T) with zeros on the left, and how many tokens each has (B,)."""
+"""Numbers of the prompts (B,), their tokens (B, T) padded with zeros on the left, and their lengths (B,)."""
 
 
 def pad_prompts(prompts: Sequence[tuple[int, list[int]]]) -> PromptBatch:
-    """A batch of numbered prompts of any lengths."""
+    """Return a batch of numbered prompts."""
     longest = max(len(tokens) for _, tokens in prompts)
     padded = [[0] * (longest - len(tokens)) + tokens for _, tokens in prompts]
     numbers, lengths = [n for n, _ in prompts], [len(tokens) for _, tokens in prompts]
@@ -155,21 +155,22 @@ class TextData(pl.LightningDataModule):
         seed: int = 1,
         prompts: list[str] | None = None,
     ) -> None:
-        """Choose the text and the shape of a batch.
+        """Configure text and batches.
 
         Args:
-            corpus: which text, cut into which tokens.
-            block_size: tokens of a sequence.
+            corpus: the text and its tokenizer.
+            block_size: tokens per sequence.
             batch_size: sequences per rank and step.
-            val_crops: validate on this many sequences, spread evenly over the validation text. None: on all.
-            num_workers: processes that load batches, per rank; 0 loads them in the training process.
-            seed: of the order of the training text.
-            prompts: what ``predict`` continues.
+            val_crops: number of validation sequences, spread evenly over the validation text. None: all.
+            num_workers: loader processes per rank; 0 loads in the training process.
+            seed: seed of the order of the training text.
+            prompts: texts that ``predict`` continues.
         """
         super().__init__()
         if min(block_size, batch_size) < 1 or (val_crops is not None and val_crops < 1):
             raise ValueError(
-                f"block_size={block_size}, batch_size={batch_size}, val_crops={val_crops}: each must be at least 1."
+                f"Got block_size={block_size}, batch_size={batch_size}, val_crops={val_crops}, but each must be at "
+                "least 1."
             )
         self.corpus = Corpus(corpus)
         self.block_size = block_size
@@ -194,27 +195,27 @@ class TextData(pl.LightningDataModule):
         return len(val) / val.num_bytes
 
     def prepare_data(self) -> None:
-        """Tokenise the text, on one process per node."""
+        """Tokenize the text, on one process per node."""
         self.corpus.build()
 
     def setup(self, stage: str) -> None:
-        """Map the tokens and tell what they are.
+        """Map the tokens, and log their numbers.
 
         Raises:
-            ValueError: the text is shorter than a sequence.
+            ValueError: the text is too short.
         """
         if self._tokens is not None or stage == "predict":
             return
         train, val = self.corpus.open()
-        # A crop may start anywhere in the first block, and needs the token after its last.
+        # A crop may start anywhere in the first block, and includes the token after its last.
         for name, tokens, needed in (
             ("training", train, 2 * self.block_size),
             ("validation", val, self.block_size + 1),
         ):
             if len(tokens) < needed:
                 raise ValueError(
-                    f"the {name} text has {len(tokens)} tokens, block_size={self.block_size} needs at least {needed}. "
-                    "Give more text, change data.corpus.val_fraction, or lower data.block_size."
+                    f"the {name} text has {len(tokens)} tokens, but block_size={self.block_size} needs at least "
+                    f"{needed}. Give more text, change data.corpus.val_fraction, or lower data.block_size."
                 )
         self._tokens = train, val
         rank_zero_info(
@@ -226,21 +227,20 @@ class TextData(pl.LightningDataModule):
 
     def _opened(self) -> tuple[Tokens, Tokens]:
         if self._tokens is None:
-            raise RuntimeError("the text is not open yet: call prepare_data() and setup(), as the Trainer does.")
+            raise RuntimeError("the text is not open yet. Call prepare_data() and setup(), as the Trainer does.")
         return self._tokens
 
     def train_dataloader(self) -> ResumableLoader:
-        """Crops of the training text, this rank's part."""
+        """Return this rank's crops of the training text."""
         train, _ = self._opened()
         assert self.trainer is not None
-        # The strategy knows which ranks are data-parallel replicas; a Trainer with one device has no such strategy.
+        # The strategy defines the data-parallel replicas; a Trainer with one device has no sampler arguments.
         shard = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
         sampler = CropSampler(len(train), self.block_size, seed=self.seed, **shard)
         if sampler.num_samples < self.batch_size:
             raise ValueError(
-                f"the training text has {sampler.num_samples} sequences for each of {sampler.num_replicas} ranks, "
-                f"fewer than one batch of {self.batch_size}. Give more text, or lower data.batch_size or "
-                "data.block_size."
+                f"the training text has {sampler.num_samples} sequences for each of {sampler.num_replicas} ranks, but "
+                f"a batch needs {self.batch_size}. Give more text, or lower data.batch_size or data.block_size."
             )
         crops = Crops(train, self.block_size, stride=1)
         self._loader = ResumableLoader(crops, sampler, batch_size=self.batch_size, num_workers=self.num_workers)
@@ -250,7 +250,7 @@ class TextData(pl.LightningDataModule):
         return self._loader
 
     def val_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        """Crops of the validation text; Lightning splits them among the ranks."""
+        """Return crops of the validation text; Lightning distributes them over the ranks."""
         _, val = self._opened()
         stride = self.block_size
         if self.val_crops is not None:
@@ -258,18 +258,18 @@ class TextData(pl.LightningDataModule):
         return DataLoader(Crops(val, self.block_size, stride), batch_size=self.batch_size, num_workers=self.num_workers)
 
     def predict_dataloader(self) -> DataLoader[PromptBatch]:
-        """The prompts, this rank's part: as many on every rank, for which the first ones may come again at the end.
+        """Return this rank's prompts. All ranks get the same number; the first prompts may be repeated at the end.
 
         Raises:
-            ValueError: there are none, or one is empty or longer than a sequence.
+            ValueError: there are no prompts, or one is empty or longer than a sequence.
         """
         prompts = list(enumerate(map(self.tokenizer.encode, self.prompts)))
         if not prompts:
-            raise ValueError("there is nothing to continue: give data.prompts, a list of texts.")
+            raise ValueError("Got no prompts, so there is nothing to continue. Give data.prompts, a list of texts.")
         wrong = next((n for n, tokens in prompts if not 1 <= len(tokens) <= self.block_size), None)
         if wrong is not None:
             raise ValueError(
-                f"data.prompts: number {wrong + 1} has {len(prompts[wrong][1])} tokens, and must have between 1 and "
+                f"data.prompts: number {wrong + 1} has {len(prompts[wrong][1])} tokens, but must have between 1 and "
                 f"block_size={self.block_size}. Shorten it."
             )
         assert self.trainer is not None
@@ -283,12 +283,12 @@ class TextData(pl.LightningDataModule):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The tokenizer, and the position in the training text, which Lightning does not keep for every loader."""
+        """Return the tokenizer and the position in the training text."""
         position = {} if self._loader is None else self._loader.state_dict()
         return {"tokenizer": self.corpus.config.tokenizer, **position}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there: the loader's next iteration, or that of the loader to come."""
+        """Set the position of the loader, or of the loader to be created."""
         position = {key: value for key, value in state_dict.items() if key != "tokenizer"}
         if not position:
             return

@@ -1,12 +1,12 @@
-"""A trained GPT as a Hugging Face ``LlamaForCausalLM``.
+"""Export a trained GPT as a Hugging Face ``LlamaForCausalLM``.
 
 ::
 
     python -m recipes.gpt.huggingface CHECKPOINT OUT_DIR
 
 With rotary positions and SwiGLU the network is Llama's: same RMSNorm, no biases, rotary pairs (i, i + N/2). Only names
-differ, and matrices that are one here are three or two there. ``OUT_DIR`` gets ``config.json`` and the weights as
-safetensors; ``LlamaForCausalLM.from_pretrained(OUT_DIR)`` loads it. Neither package is needed here.
+differ, and fused matrices are split. ``OUT_DIR`` gets ``config.json`` and the weights as safetensors;
+``LlamaForCausalLM.from_pretrained(OUT_DIR)`` loads it. Neither package is needed here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ls_strategy.errors import ConfigError, LSError
 from recipes.gpt.network import GPTConfig, SwiGLU
 
 PREFIX = "model."
-"""Of the network's names in `GPTModule`."""
+"""Prefix of the network's names in `GPTModule`."""
 
 IN_BLOCK = {
     "attention_norm.weight": "input_layernorm.weight",
@@ -34,16 +34,16 @@ IN_BLOCK = {
     "mlp_norm.weight": "post_attention_layernorm.weight",
     "mlp.down.weight": "mlp.down_proj.weight",
 }
-"""Names in a block that only change."""
+"""Weights of a block that are only renamed."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def llama_config(config: GPTConfig) -> dict[str, Any]:
-    """``config.json`` of the same network.
+    """Return the network's ``config.json``.
 
     Raises:
-        ConfigError: Llama has no such network.
+        ConfigError: Llama cannot express the network.
     """
     wrong = [
         f"{name}={getattr(config, name)!r} (Llama has {llamas!r})"
@@ -52,8 +52,8 @@ def llama_config(config: GPTConfig) -> dict[str, Any]:
     ]
     if wrong:
         raise ConfigError(
-            f"LlamaForCausalLM cannot express this GPT: {' and '.join(wrong)}. Train with Llama's, or keep the .ckpt: "
-            "ls-strategy consolidate writes it as one file, or as safetensors under its own names."
+            f"LlamaForCausalLM cannot express this GPT: {' and '.join(wrong)}. Train with Llama's, or use "
+            "ls-strategy consolidate, which writes one file, or safetensors under the original names."
         )
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -80,16 +80,16 @@ def llama_config(config: GPTConfig) -> dict[str, Any]:
 
 
 def mlp_width(config: GPTConfig) -> int:
-    """Width inside the MLP."""
+    """Return the hidden units of the MLP."""
     with torch.device("meta"):
         return SwiGLU(config).down.in_features
 
 
 def llama_names(config: GPTConfig) -> Rename:
-    """Names in `GPTModule`'s state dict to names in ``LlamaForCausalLM``'s, with the rows that each gets."""
+    """Map names in `GPTModule`'s state dict to names in ``LlamaForCausalLM``'s, with the rows that each gets."""
     head, hidden = config.head_width, mlp_width(config)
     query, keys = config.num_heads * head, config.kv_heads * head
-    whole = {
+    outside = {
         "token_embedding.weight": "model.embed_tokens.weight",
         "norm.weight": "model.norm.weight",
         "head.weight": "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight",
@@ -97,10 +97,10 @@ def llama_names(config: GPTConfig) -> Rename:
 
     def rename(name: str, shape: tuple[int, ...]) -> Sequence[FilePart]:
         bare = name.removeprefix(PREFIX)
-        if bare in whole:
-            return [FilePart(whole[bare])]
-        place, _, rest = bare.partition(".")
-        index, _, inner = rest.partition(".")
+        if bare in outside:
+            return [FilePart(outside[bare])]
+        place, _, inside = bare.partition(".")
+        index, _, inner = inside.partition(".")
         layer = f"model.layers.{index}"
         if place == "blocks" and inner in IN_BLOCK:
             return [FilePart(f"{layer}.{IN_BLOCK[inner]}")]
@@ -115,7 +115,7 @@ def llama_names(config: GPTConfig) -> Rename:
                 FilePart(f"{layer}.mlp.gate_proj.weight", (0, hidden)),
                 FilePart(f"{layer}.mlp.up_proj.weight", (hidden, 2 * hidden)),
             ]
-        raise ConfigError(f"{name} is no weight of the GPT in recipes/gpt/network.py: nothing in Llama is its like.")
+        raise ConfigError(f"Got {name}, which is not a weight of the GPT in recipes/gpt/network.py.")
 
     return rename
 
@@ -132,21 +132,21 @@ def export(
     """Write ``config.json`` and safetensors.
 
     Args:
-        checkpoint: folder or file that training a `GPTModule` saved.
-        target: folder, which is made.
-        dtype: of the weights; None: as saved.
-        max_shard_bytes: largest file.
-        average: write the average that `ShardedEMA` keeps, in place of the weights.
+        checkpoint: folder or file of a trained `GPTModule`.
+        target: folder to create.
+        dtype: dtype of the weights; None: as saved.
+        max_shard_bytes: maximum file size.
+        average: write the average of `ShardedEMA` instead of the weights.
         force: replace ``target`` if it exists.
 
     Raises:
-        ConfigError: Llama has no such network; it is no checkpoint of a GPT; or ``target`` exists.
-        CheckpointError: the checkpoint is not whole, or ``target`` could not be written.
+        ConfigError: Llama cannot express the network, it is not a checkpoint of a GPT, or ``target`` exists.
+        CheckpointError: the checkpoint is incomplete, or ``target`` could not be written.
     """
     saved = read_checkpoint(checkpoint, weights_only=True)
     hyperparameters = saved.get("hyper_parameters", {}).get("config")
     if not isinstance(hyperparameters, dict):
-        raise ConfigError(f"{checkpoint} has no hyperparameter 'config': it was not saved by GPTModule.")
+        raise ConfigError(f"Got {checkpoint}, which has no hyperparameter 'config': it was not saved by GPTModule.")
     config = GPTConfig(**hyperparameters)
     text = llama_config(config)
     kept = next((t.dtype for t in saved["state_dict"].values() if isinstance(t, torch.Tensor)), torch.float32)
@@ -164,15 +164,17 @@ def export(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns the exit status."""
+    """Run the command, and return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m recipes.gpt.huggingface", description="Write a trained GPT as a Hugging Face LlamaForCausalLM."
     )
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder or file that the training saved")
     parser.add_argument("target", metavar="OUT_DIR", help="folder for config.json and safetensors")
-    parser.add_argument("--dtype", choices=("keep", *DTYPES), default="keep", help="of the weights (default: keep)")
-    parser.add_argument("--max-shard-gb", type=float, default=MAX_SHARD_BYTES / 1e9, metavar="GB", help="largest file")
-    parser.add_argument("--ema", action="store_true", help="write the average of the weights (ShardedEMA)")
+    parser.add_argument("--dtype", choices=("keep", *DTYPES), default="keep", help="dtype of the weights")
+    parser.add_argument(
+        "--max-shard-gb", type=float, default=MAX_SHARD_BYTES / 1e9, metavar="GB", help="maximum file size"
+    )
+    parser.add_argument("--ema", action="store_true", help="write the averaged weights (ShardedEMA)")
     parser.add_argument("--force", action="store_true", help="replace OUT_DIR if it exists")
     args = parser.parse_args(argv)
     try:

@@ -1,4 +1,4 @@
-"""`GPTModule`: the loss, the optimizer and the samples. A plain LightningModule: no collective, no rank."""
+"""`GPTModule`: loss, optimizer and samples. A plain LightningModule, without collectives or ranks."""
 
 from __future__ import annotations
 
@@ -29,61 +29,61 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """AdamW, with a linear warmup and a cosine decay."""
+    """AdamW with linear warmup and cosine decay."""
 
     lr: float = 1e-3
     """Peak learning rate."""
 
     final_lr_ratio: float = 0.1
-    """Learning rate at the end, as a part of ``lr``."""
+    """Final learning rate, as a fraction of ``lr``."""
 
     warmup_steps: int = 50
     """Optimizer steps from 0 to ``lr``."""
 
     total_steps: int | None = None
-    """Optimizer steps until the end of the decay. None: as many as the Trainer will make."""
+    """Optimizer steps until the end of the decay. None: all steps of the Trainer."""
 
     weight_decay: float = 0.1
-    """Of matrices and tables; vectors (the norms) do not decay."""
+    """For matrices and tables; vectors (norms) do not decay."""
 
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of AdamW's averages of gradients and of their squares."""
+    """Decay rates of AdamW's moments."""
 
     eps: float = 1e-8
-    """Added to the root in AdamW's denominator."""
+    """Added to the square root in AdamW's denominator."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleConfig:
-    """The text written after every validation, and what ``predict`` writes."""
+    """The text that is generated after every validation, and by ``predict``."""
 
     prompt: str = "def "
-    """How it starts; ``predict`` has data.prompts in its place."""
+    """Start of the text; ``predict`` uses data.prompts instead."""
 
     max_new_tokens: int = 200
-    """How long it goes on, tokens. 0 writes none after validations."""
+    """Length of the continuation, tokens. 0 generates nothing after validations."""
 
     temperature: float = 0.8
     """Divides the logits: below 1 prefers likely tokens, 0 takes the most likely one."""
 
     top_k: int | None = 50
-    """Sample among this many most likely tokens. None: among all."""
+    """Sample from this many most likely tokens. None: from all."""
 
     top_p: float | None = None
-    """Sample among the most likely tokens that together have this probability. None: among all."""
+    """Sample from the most likely tokens that together have this probability. None: from all."""
 
     stop: list[str] = field(default_factory=list)
     """A text ends before the first of these."""
 
     seed: int = 1
-    """Of the sampling. The same at every validation, so that samples differ by the weights alone."""
+    """Seed of the sampling, the same at every validation, so that samples differ only by the weights."""
 
     @property
     def sampling(self) -> SamplingConfig:
         """How tokens are chosen.
 
         Raises:
-            ConfigError: a number is out of its range.
+            ConfigError: a number is out of range.
         """
         return SamplingConfig(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
 
@@ -91,7 +91,7 @@ class SampleConfig:
         self.sampling  # noqa: B018 - checks
 
     def until_stop(self, text: str) -> str:
-        """``text`` up to the first of ``stop``.
+        """Return ``text`` up to the first of ``stop``.
 
         >>> SampleConfig(stop=["ee", "!"]).until_stop("see!")
         's'
@@ -100,7 +100,7 @@ class SampleConfig:
 
 
 def warmup_cosine(step: int, *, warmup_steps: int, total_steps: int, final_ratio: float) -> float:
-    """Learning rate at optimizer step ``step``, as a part of the peak: a line up, half a cosine down, then flat.
+    """Return the learning rate at ``step`` as a fraction of the peak: linear warmup, half a cosine, then constant.
 
     >>> [round(warmup_cosine(s, warmup_steps=2, total_steps=6, final_ratio=0.1), 3) for s in range(8)]
     [0.5, 1.0, 1.0, 0.868, 0.55, 0.232, 0.1, 0.1]
@@ -120,15 +120,15 @@ class GPTModule(pl.LightningModule):
         optim: OptimConfig = OptimConfig(),
         sample: SampleConfig = SampleConfig(),
     ) -> None:
-        """Only records: `configure_model` builds the network, where the strategy wants it.
+        """Store the configuration; `configure_model` builds the network.
 
         Args:
             config: shape of the network.
-            optim: how it learns.
-            sample: what it writes after every validation.
+            optim: optimizer and schedule.
+            sample: the text that is generated after every validation.
         """
         super().__init__()
-        # A checkpoint holds them as plain values: torch.load(weights_only=True) refuses other classes.
+        # Checkpoints store plain values: torch.load(weights_only=True) rejects other classes.
         self.config = config if isinstance(config, GPTConfig) else GPTConfig(**config)
         self.optim = optim if isinstance(optim, OptimConfig) else OptimConfig(**optim)
         self.sample = sample if isinstance(sample, SampleConfig) else SampleConfig(**sample)
@@ -139,7 +139,7 @@ class GPTModule(pl.LightningModule):
         self.save_hyperparameters({name: asdict(part) for name, part in parts.items()})
 
     def configure_model(self) -> None:
-        """Build the network, once. Stage 3 calls this on the meta device, and `reset_parameters` of its parts later."""
+        """Build the network, once. Stage 3 calls this on the meta device, and the modules' `reset_parameters` later."""
         if self.model is None:
             self.model = GPT(self.config)
 
@@ -151,11 +151,11 @@ class GPTModule(pl.LightningModule):
             RuntimeError: it is not built yet.
         """
         if self.model is None:
-            raise RuntimeError("the network is not built yet: call configure_model(), as the Trainer does.")
+            raise RuntimeError("the network is not built yet. Call configure_model(), as the Trainer does.")
         return self.model
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Logits (B, T, V) of the token after each one of ``tokens`` (B, T)."""
+        """Return logits (B, T, V) of the token after each of ``tokens`` (B, T)."""
         return self.network(tokens_BT)
 
     def _loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -164,13 +164,13 @@ class GPTModule(pl.LightningModule):
         return functional.cross_entropy(self(tokens_BT).float().flatten(0, 1), targets_BT.flatten())
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Mean cross-entropy in nats per token."""
+        """Return the mean cross-entropy in nats per token."""
         loss = self._loss(batch)
-        self.log("train/loss", loss, prog_bar=True)  # this rank's; a mean over ranks would be one collective per step
+        self.log("train/loss", loss, prog_bar=True)  # of this rank; averaging would need a collective in every step
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log the loss over the validation text in nats per token, and in bits per byte, which compares tokenizers."""
+        """Log the loss in nats per token, and in bits per byte, which is comparable between tokenizers."""
         loss = self._loss(batch)
         size = batch[0].shape[0]
         self.log("val/loss", loss, prog_bar=True, sync_dist=True, batch_size=size)
@@ -180,25 +180,25 @@ class GPTModule(pl.LightningModule):
             self.log("val/bits_per_byte", bits, sync_dist=True, batch_size=size)
 
     def _data(self) -> TextData | None:
-        """The data module, if the Trainer was given one with a tokenizer."""
+        """Return the Trainer's data module if it has a tokenizer."""
         data = getattr(self.trainer, "datamodule", None)
         return cast("TextData", data) if hasattr(data, "tokenizer") else None
 
     # text ------------------------------------------------------------------------------------------------------------
 
     def on_validation_epoch_end(self) -> None:
-        """Write a sample: to the terminal, and to TensorBoard.
+        """Write a sample to the terminal and to TensorBoard.
 
-        Every rank generates, and with the same seed the same text: at stage 3 a forward gathers parameters, which all
-        ranks must do together and equally often. Rank 0's text is the one that is seen.
+        Every rank generates the same text with the same seed, because at stage 3 all ranks must take part in every
+        forward. Only rank 0's text is shown.
         """
         data, sample = self._data(), self.sample
         if self.trainer.sanity_checking or data is None or not sample.max_new_tokens:
             return
         try:
             refuse_absent(self.network)
-        except PlanError as reason:  # on all ranks alike: each of them lacks some blocks
-            rank_zero_warn(f"no sample is written (model.sample.max_new_tokens: 0 says so, too): {reason}")
+        except PlanError as reason:  # on every rank, since each lacks some blocks
+            rank_zero_warn(f"no sample is written (set model.sample.max_new_tokens: 0 to disable samples): {reason}")
             return
         prompt = data.tokenizer.encode(sample.prompt)
         (new,) = self.continuations([prompt], [sample.seed])
@@ -210,23 +210,23 @@ class GPTModule(pl.LightningModule):
                 logger.experiment.add_text("sample", f"```\n{text}\n```", self.global_step)
 
     def on_predict_start(self) -> None:
-        """See that there is something to predict with, before anything is computed.
+        """Check the network and the data module before anything is computed.
 
         Raises:
-            PlanError: no rank has the whole network.
+            PlanError: no rank has the full network.
             RuntimeError: the Trainer has no data module of this recipe.
         """
         refuse_absent(self.network)
         if self._data() is None:
             raise RuntimeError(
-                "predict continues texts: call trainer.predict(module, datamodule=TextData(prompts=[...]))."
+                "predict needs prompts. Call trainer.predict(module, datamodule=TextData(prompts=[...]))."
             )
         self._cache, self._written = self.network.make_cache(), []
 
     def predict_step(self, batch: PromptBatch, batch_idx: int) -> list[str]:
-        """Continuations of this rank's prompts, as texts. Collective where forwards are, equally often on all ranks.
+        """Return the continuations of this rank's prompts. Collective where forwards are, equally often on all ranks.
 
-        A prompt's text depends on ``sample.seed`` and its number, and not on the ranks or the batch it is in.
+        A prompt's text depends on ``sample.seed`` and the prompt's number, not on the ranks or the batch.
         """
         numbers_B, padded_BT, lengths_B = batch
         data = self._data()
@@ -238,13 +238,13 @@ class GPTModule(pl.LightningModule):
         return [self.sample.until_stop(data.tokenizer.decode(tokens)) for tokens in found]
 
     def on_predict_epoch_end(self) -> None:
-        """Write the continuations of all ranks. Collective over them."""
+        """Write the continuations of all ranks. Collective."""
         data = self._data()
         if not self._written:  # limit_predict_batches=0
             return
         numbers, tokens = (torch.cat(parts) for parts in zip(*self._written, strict=True))
         self._cache, self._written = None, []
-        # A prompt may come from several ranks: those of a replica, and those whose last batches were filled up.
+        # Several ranks may return a prompt: those of one replica, and those with padded last batches.
         gathered = [cast("Tensor", self.all_gather(t)) for t in (numbers, tokens)]
         found = dict(zip(gathered[0].flatten().tolist(), gathered[1].flatten(0, -2).tolist(), strict=True))
         assert data is not None
@@ -253,7 +253,7 @@ class GPTModule(pl.LightningModule):
             self.print(f"{'-' * 20} prompt {number + 1} of {len(data.prompts)} {'-' * 20}\n{text}")
 
     def continuations(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[list[int]]:
-        """``sample.max_new_tokens`` tokens for each prompt, by its own seed. Collective where forwards are."""
+        """Generate ``sample.max_new_tokens`` tokens for each prompt, by its own seed. Collective where forwards are."""
         return generate(
             self.network,
             prompts,
@@ -266,7 +266,7 @@ class GPTModule(pl.LightningModule):
         )
 
     def _ranks_of_sequences(self) -> int:
-        """Ranks over which blocks divide the tokens of a sequence, and so cannot read one alone; 0 if they do not."""
+        """Return the ranks of tensor-parallel sequence sharding, which cannot read a single token; 0 without it."""
         parallel = getattr(getattr(self._trainer, "strategy", None), "parallel", None)
         config: Any = getattr(parallel, "config", None)
         return config.tp.size if config is not None and config.tp.sequence_parallel else 0
@@ -280,17 +280,17 @@ class GPTModule(pl.LightningModule):
         top_p: float | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """`GPT.generate`. Collective at stage 3: every rank must ask for as many tokens."""
+        """See `GPT.generate`. Collective at stage 3, with the same number of tokens on every rank."""
         return self.network.generate(
             tokens_BT, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator
         )
 
     def flops_per_token(self) -> int:
-        """`GPT.flops_per_token`, from which a monitor computes the utilisation of the device."""
+        """See `GPT.flops_per_token`; a monitor computes the utilization from it."""
         return self.network.flops_per_token()
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """AdamW on two groups, one schedule for both, a step of it per optimizer step."""
+        """Return AdamW with two parameter groups, and one schedule per optimizer step for both."""
         c = self.optim
         params = [p for p in self.parameters() if p.requires_grad]
         groups = [
@@ -317,7 +317,7 @@ class GPTModule(pl.LightningModule):
         steps = self.trainer.estimated_stepping_batches
         if not math.isfinite(steps) or steps < 1:
             raise ValueError(
-                f"the Trainer will make {steps} steps, and a cosine needs an end: set trainer.max_steps or "
-                "trainer.max_epochs, or model.optim.total_steps."
+                f"the Trainer will make {steps} steps, but the cosine decay needs a known end. Set trainer.max_steps, "
+                "trainer.max_epochs or model.optim.total_steps."
             )
         return int(steps)

@@ -1,9 +1,9 @@
-"""A GPT in plain torch: RMSNorm, rotary or learned positions, causal attention with grouped heads, SwiGLU or GELU.
+"""A GPT in plain torch: RMSNorm, rotary or learned positions, grouped-query attention, SwiGLU or GELU.
 
-The invariant: a module that owns parameters or buffers fills them in its own ``reset_parameters()``, so that the
-network can be built on the meta device and given memory later, module by module, wherever each shard belongs.
+Invariant: a module with parameters or buffers initializes them in its own ``reset_parameters()``. The network can so be
+built on the meta device, and allocated later, module by module.
 
-Shapes end the names of tensors::
+Shape suffixes of tensor names::
 
     B batch   T tokens   D width   H query heads   K key and value heads   N width of a head   V vocabulary
 """
@@ -34,10 +34,10 @@ class GPTConfig:
     """Shape of the network."""
 
     vocab_size: int = 256
-    """Rows of the embedding. The command line takes it from the tokenizer, rounded up to a multiple of 64."""
+    """Rows of the embedding. The command line sets it from the tokenizer, rounded up to a multiple of 64."""
 
     block_size: int = 256
-    """Longest sequence, tokens. The command line takes it from the data."""
+    """Maximum sequence length, tokens. The command line sets it from the data."""
 
     num_layers: int = 4
     """Transformer blocks."""
@@ -55,31 +55,31 @@ class GPTConfig:
     """``swiglu``: three matrices of 8/3 times the width, rounded up to a multiple of 64; ``gelu``: two of 4 times."""
 
     positions: Literal["rotary", "learned"] = "rotary"
-    """``rotary`` turns queries and keys by an angle per position; ``learned`` adds a trained vector per position."""
+    """``rotary`` rotates queries and keys by an angle per position; ``learned`` adds a trained vector per position."""
 
     rotary_base: float = 10000.0
     """Base of the rotary wavelengths."""
 
     tied_embeddings: bool = True
-    """Use the token embedding as the output layer, too."""
+    """Use the token embedding as output layer."""
 
     dropout: float = 0.0
-    """Probability of dropout after attention, the MLP and the embedding."""
+    """Dropout probability after attention, MLP and embedding."""
 
     def __post_init__(self) -> None:
         if min(self.vocab_size, self.block_size, self.num_layers, self.num_heads, self.width) < 1:
             raise ValueError(f"{self}: sizes must be at least 1.")
         if self.width % self.num_heads:
-            raise ValueError(f"width={self.width} is not a multiple of num_heads={self.num_heads}: choose them so.")
+            raise ValueError(f"Got width={self.width}, but it must be a multiple of num_heads={self.num_heads}.")
         if self.positions == "rotary" and self.head_width % 2:
             raise ValueError(
-                f"width={self.width} over num_heads={self.num_heads} is {self.head_width} per head; rotary positions "
-                "turn pairs of elements and need an even number. Change either, or set positions: learned."
+                f"Got width={self.width} and num_heads={self.num_heads}, so {self.head_width} per head, but rotary "
+                "positions need an even number. Change one of them, or set positions: learned."
             )
         if self.kv_heads < 1 or self.num_heads % self.kv_heads:
-            raise ValueError(f"num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}.")
+            raise ValueError(f"Got num_kv_heads={self.num_kv_heads}, but it must divide num_heads={self.num_heads}.")
         if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout={self.dropout} must be in [0, 1).")
+            raise ValueError(f"Got dropout={self.dropout}, but it must be in [0, 1).")
 
     @property
     def head_width(self) -> int:
@@ -93,46 +93,46 @@ class GPTConfig:
 
     @property
     def residual_std(self) -> float:
-        """Initial deviation of layers that add to the residual stream: 2 * num_layers such terms sum to that of one."""
+        """Initial deviation of the 2 * num_layers layers that add to the residual stream: their sum has that of one."""
         return INIT_STD / math.sqrt(2 * self.num_layers)
 
 
 class Linear(nn.Linear):
-    """A linear layer without bias whose weights start normal with deviation ``std``."""
+    """A linear layer without bias; initial weights are normal with deviation ``std``."""
 
     def __init__(self, in_features: int, out_features: int, *, std: float = INIT_STD) -> None:
         self.std = std  # before super().__init__, which calls reset_parameters
         super().__init__(in_features, out_features, bias=False)
 
     def reset_parameters(self) -> None:
-        """Fill the weight anew."""
+        """Initialize the weight."""
         nn.init.normal_(self.weight, std=self.std)
 
 
 class Head(Linear):
-    """The output layer, which in a step of generation is the largest product by far."""
+    """The output layer, the largest matrix product in a generation step."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """The product; without gradients by a faster way where there are few rows: a step of generation."""
+        """Compute the product; without gradients, with a faster kernel for few rows."""
         if torch.is_grad_enabled():
             return super().forward(input)
         return few_rows_linear(input, self.weight)
 
 
 class Embedding(nn.Embedding):
-    """A table of vectors that start normal."""
+    """An embedding with normal initial vectors."""
 
     def reset_parameters(self) -> None:
-        """Fill the table anew."""
+        """Initialize the table."""
         nn.init.normal_(self.weight, std=INIT_STD)
 
 
 Rotation: TypeAlias = tuple[Tensor, Tensor]
-"""Cosines and sines, ``(T, N/2)``, or ``(B, 1, T, N/2)`` where rows of the batch differ in their positions."""
+"""Cosines and sines, ``(T, N/2)``, or ``(B, 1, T, N/2)`` if the rows of the batch have different positions."""
 
 
 def rows_of(rotation: Rotation, positions: Tensor) -> Rotation:
-    """Those of a table's rows that ``positions``, ``(T,)`` or ``(B, T)``, name."""
+    """Return the rows of a table at ``positions``, ``(T,)`` or ``(B, T)``."""
     if positions.dim() == 1:
         return rotation[0].index_select(0, positions), rotation[1].index_select(0, positions)
     return rotation[0][positions].unsqueeze(1), rotation[1][positions].unsqueeze(1)
@@ -148,13 +148,13 @@ class Rotary(nn.Module):
         super().__init__()
         self.base = base
         shape = (block_size, head_width // 2)
-        # The dtype is given because Lightning builds models under another default in its 16-bit modes.
+        # Explicit dtype: Lightning sets another default dtype in its 16-bit modes.
         self.register_buffer("cos", torch.empty(shape, dtype=torch.float32), persistent=False)
         self.register_buffer("sin", torch.empty(shape, dtype=torch.float32), persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Fill the tables from integers in fp32, whatever dtype they are kept in: 16 bit cannot count to 257."""
+        """Compute the tables from integers in fp32, because 16-bit formats cannot represent 257."""
         length, half = self.cos.shape
         device = self.cos.device
         exponent_N = torch.arange(half, dtype=torch.float32, device=device) / half
@@ -164,27 +164,27 @@ class Rotary(nn.Module):
         self.sin.copy_(angle_TN.sin())
 
     def forward(self, positions: int | Tensor) -> Rotation:
-        """Cosines and sines of so many first positions, or of those in a tensor ``(T,)`` or ``(B, T)``."""
+        """Return cosines and sines of the first ``positions`` positions, or of a tensor ``(T,)``, ``(B, T)``."""
         if isinstance(positions, int):
             return self.cos[:positions], self.sin[:positions]
         return rows_of((self.cos, self.sin), positions)
 
 
 def rotate(x_BHTN: Tensor, rotation: Rotation) -> Tensor:
-    """Turn the pair (i, i + N/2) of every head by its position's i-th angle; in the dtype of ``x``."""
+    """Rotate the pair (i, i + N/2) of every head by its position's i-th angle, in the dtype of ``x``."""
     cos_TN, sin_TN = (table.to(x_BHTN.dtype) for table in rotation)
     left, right = x_BHTN.chunk(2, dim=-1)
     return torch.cat((left * cos_TN - right * sin_TN, right * cos_TN + left * sin_TN), dim=-1)
 
 
 def doubled(rotation: Rotation) -> Rotation:
-    """Tables for `rotate_doubled`: as wide as a head."""
+    """Return tables for `rotate_doubled`, as wide as a head."""
     cos, sin = rotation
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def rotate_doubled(x_BHTN: Tensor, rotation: Rotation) -> Tensor:
-    """The numbers of `rotate`, bit for bit, by half as many kernels, which for a single token is what takes time."""
+    """Compute `rotate` bit for bit with half as many kernels, which dominate the time for a single token."""
     cos_TN, sin_TN = (table.to(x_BHTN.dtype) for table in rotation)
     return (x_BHTN * cos_TN).add_(x_BHTN.roll(x_BHTN.shape[-1] // 2, -1).mul_(sin_TN))
 
@@ -207,7 +207,7 @@ class Attention(nn.Module):
         positions: Tensor | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        """Mix the tokens, each with those before it. Arguments as `Block.forward`'s."""
+        """Attend to each token's predecessors. For the arguments see `Block.forward`."""
         B, T, _ = x_BTD.shape
         heads = self.query_key_value(x_BTD).view(B, T, -1, self.head_width).transpose(1, 2)
         if rotation is not None and positions is not None:
@@ -223,12 +223,12 @@ class Attention(nn.Module):
         return self.dropout(self.out(y_BHTN.transpose(1, 2).reshape(B, T, -1)))
 
     def _cached(self, heads: Tensor, rotation: Rotation | None, cache: LayerCache) -> Tensor:
-        """Attention of new tokens to all in the cache, which queries and keys enter together, by `doubled` tables."""
+        """Attention of the new tokens to all tokens in the cache, with `doubled` tables for queries and keys."""
         if rotation is None:
             q_BHTN, k_BKTN, v_BKTN = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         else:
-            turning, v_BKTN = heads.split((self.heads + self.kv_heads, self.kv_heads), dim=1)
-            q_BHTN, k_BKTN = rotate_doubled(turning, rotation).split((self.heads, self.kv_heads), dim=1)
+            qk, v_BKTN = heads.split((self.heads + self.kv_heads, self.kv_heads), dim=1)
+            q_BHTN, k_BKTN = rotate_doubled(qk, rotation).split((self.heads, self.kv_heads), dim=1)
         return cache.attend(q_BHTN, k_BKTN, v_BKTN)
 
 
@@ -242,12 +242,12 @@ class GeluMLP(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Transform every token by itself. Shapes: ``x`` and result (B, T, D)."""
+        """Transform each token. Shapes: ``x`` and result (B, T, D)."""
         return self.dropout(self.down(functional.gelu(self.up(x_BTD), approximate="tanh")))
 
 
 class SwiGLU(nn.Module):
-    """A gated MLP of about as many parameters as `GeluMLP` (Shazeer, "GLU Variants Improve Transformer", 2020)."""
+    """A gated MLP with about as many parameters as `GeluMLP` (Shazeer, "GLU Variants Improve Transformer", 2020)."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -257,16 +257,16 @@ class SwiGLU(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Transform every token by itself. Shapes: ``x`` and result (B, T, D)."""
+        """Transform each token. Shapes: ``x`` and result (B, T, D)."""
         gate, up = self.gate_up(x_BTD).chunk(2, dim=-1)
         return self.dropout(self.down(functional.silu(gate) * up))
 
 
 class Block(nn.Module):
-    """Attention and MLP, each on a normalised copy of the residual stream it adds to."""
+    """Attention and MLP with pre-normalization and residual connections."""
 
     def __init__(self, config: GPTConfig, mlp: Callable[[], nn.Module] | None = None) -> None:
-        """``mlp`` builds another layer in the place of the MLP."""
+        """``mlp`` builds a replacement for the MLP."""
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.width, eps=1e-5)
         self.attention = Attention(config)
@@ -282,13 +282,13 @@ class Block(nn.Module):
         positions: Tensor | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        """One layer.
+        """Run one layer.
 
         Args:
-            x_BTD: the residual stream (B, T, D), as is the result.
-            rotation: of rotary positions, a row per token, `doubled` with a cache; None with learned ones.
-            positions: rows of ``rotation`` that the tokens have, (T,) or (B, T), ascending: where some tokens were left
-                out. Without, the tokens have its rows one after the other.
+            x_BTD: the residual stream (B, T, D), like the result.
+            rotation: rotary tables, one row per token, `doubled` with a cache; None with learned positions.
+            positions: the tokens' rows of ``rotation``, (T,) or (B, T), ascending, if tokens were dropped. None:
+                consecutive.
             cache: keys and values of earlier tokens, to which those of ``x`` are added.
         """
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotation, positions=positions, cache=cache)
@@ -296,7 +296,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens in, logits of each next token out."""
+    """Tokens in, next-token logits out."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -313,23 +313,27 @@ class GPT(nn.Module):
             self.head.weight = self.token_embedding.weight
 
     def block(self, layer: int) -> Block:
-        """Block number ``layer``, built in its turn: initial weights are drawn in the order of registration."""
+        """Build block ``layer``. Called in order, because initial weights are drawn in the order of registration."""
         return Block(self.config)
 
     def forward(self, tokens_BT: Tensor, *, positions: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
-        """Logits (B, T, V) of the token after each one of ``tokens`` (B, T); with a cache of the last alone, (B, 1, V).
+        """Return the logits (B, T, V) of the token after each of ``tokens`` (B, T); with a cache, of the last one.
+
+        With a cache, the result is (B, 1, V).
 
         Args:
-            tokens_BT: what the network reads.
-            positions: of the tokens, (T,) or (B, T). None: from 0 on, or from the cache's last on.
-            cache: what it has read already; the tokens follow it, and are added to it.
+            tokens_BT: the tokens.
+            positions: their positions, (T,) or (B, T). None: from 0, or after those in the cache.
+            cache: keys and values of earlier tokens; the tokens follow and are added.
 
         Raises:
             ValueError: there are more tokens than ``block_size``, or than the cache has room for.
         """
         T = tokens_BT.shape[1]
         if self.config.block_size < T:
-            raise ValueError(f"{T} tokens do not fit into block_size={self.config.block_size}: crop them.")
+            raise ValueError(
+                f"Got {T} tokens, but they do not fit into block_size={self.config.block_size}. Crop them."
+            )
         if cache is not None:
             following = cache.open(tokens_BT)
             positions = following if positions is None else positions
@@ -346,21 +350,21 @@ class GPT(nn.Module):
         return self.head(self.norm(x_BTD))
 
     def cached_blocks(self, x_BTD: Tensor, rotation: Rotation | None, cache: KVCache) -> Tensor:
-        """All layers, each with its part of the cache. Shapes: ``x`` and result (B, T, D)."""
+        """Run all layers with their caches. Shapes: ``x`` and result (B, T, D)."""
         tables = None if rotation is None else doubled(rotation)
         for block, layer in zip(self.blocks, cache.layers, strict=True):
-            # By name: a strategy that shards sequences knows by it that these tokens are no whole sequence.
+            # By keyword: it tells sequence parallelism that these tokens are not a full sequence.
             x_BTD = block(x_BTD, tables, cache=layer)
         return x_BTD
 
     def make_cache(self) -> KVCache:
-        """A cache for sequences of up to ``block_size`` tokens, which takes memory when it is first used."""
+        """Return a cache for ``block_size`` tokens, which allocates memory at its first use."""
         return KVCache(len(self.blocks), self.config.block_size)
 
     def tensor_parallel_plan(self) -> dict[str, Any]:
-        """How layers are divided over tensor-parallel ranks: heads, hidden units of the MLP, words.
+        """Return how layers are sharded: by heads, hidden units of the MLP, and vocabulary.
 
-        Key and value heads must divide by the ranks, as query heads must: they are rows of one matrix.
+        The number of query heads, and that of key and value heads, must be a multiple of the tensor-parallel ranks.
         """
         c = self.config
         rows = tuple(heads * c.head_width for heads in (c.num_heads, c.kv_heads, c.kv_heads))
@@ -388,19 +392,19 @@ class GPT(nn.Module):
         top_p: float | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """``tokens`` (B, T) followed by ``max_new_tokens`` sampled ones.
+        """Return ``tokens`` (B, T) followed by ``max_new_tokens`` sampled ones.
 
-        Rows of other lengths, stop tokens and streaming: see `ls_strategy.inference.generate.stream`. Makes exactly
-        ``max_new_tokens`` forwards, whatever is sampled. All but the first read one token per row, until there are
-        ``block_size``; from then on each reads the last ``block_size``.
+        For rows of different lengths, stop tokens and streaming see `ls_strategy.inference.generate.stream`. Runs
+        exactly ``max_new_tokens`` forwards. All but the first read one token per row, up to ``block_size`` tokens;
+        later ones read the last ``block_size`` tokens.
 
         Args:
             tokens_BT: the prompt, at least one token.
-            max_new_tokens: how many to add.
+            max_new_tokens: tokens to add.
             temperature: divides the logits; 0 takes the most likely token.
-            top_k: sample among this many most likely tokens. None: among all.
-            top_p: sample among the most likely tokens that together have this probability. None: among all.
-            generator: of random numbers, on the CPU, so that every device samples alike. None: torch's own.
+            top_k: sample from this many most likely tokens. None: from all.
+            top_p: sample from the most likely tokens that together have this probability. None: from all.
+            generator: random generator on the CPU, so that results do not depend on the device. None: torch's default.
         """
         uniforms = Uniforms([generator or torch.default_generator], len(tokens_BT))
         sampling = SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p)
@@ -408,9 +412,9 @@ class GPT(nn.Module):
         return torch.cat((tokens_BT, torch.tensor(added, dtype=tokens_BT.dtype, device=tokens_BT.device)), dim=1)
 
     def flops_per_token(self) -> int:
-        """FLOPs of forward and backward per token: 6 N + 12 L H Q T, N the weights that multiply (not the tables).
+        """Return the FLOPs of forward and backward per token: 6 N + 12 L H Q T, where N are the multiplied weights.
 
-        Source: Chowdhery et al., "PaLM", arXiv:2204.02311, appendix B. Recomputed activations do not count.
+        Source: Chowdhery et al., "PaLM", arXiv:2204.02311, appendix B. Recomputation is not counted.
         """
         c = self.config
         in_blocks = sum(p.numel() for p in self.blocks.parameters() if p.dim() == 2)

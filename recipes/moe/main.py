@@ -1,4 +1,4 @@
-"""The command line: every option of the model, the data and the Trainer, by ``--help`` or in YAML."""
+"""The command line: all options of the model, the data and the Trainer, on the command line or in YAML."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from recipes.moe.model import MoEGPTModule
 
 
 def main(args: ArgsType = None, *, run: bool = True) -> GPTCLI:
-    """Run the subcommand in ``args`` (default: of the process), or with ``run=False`` only build the objects."""
+    """Run the subcommand in ``args`` (None: the process's arguments); with ``run=False`` only build the objects."""
     return run_cli(
         GPTCLI, MoEGPTModule, TextData, args=args, run=run, parser_class=Parser, prog="python -m recipes.moe"
     )

@@ -1,4 +1,4 @@
-"""`MoEGPTModule`: the GPT recipe's module with experts, and their balance losses in its loss."""
+"""`MoEGPTModule`: the GPT recipe's module with experts; their balance losses are added to its loss."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from recipes.moe.network import MoEConfig, MoEGPT
 
 
 class MoEGPTModule(GPTModule):
-    """Trains a `MoEGPT` to predict the next token; everything but the experts is `GPTModule`'s."""
+    """Trains a `MoEGPT` to predict the next token. Everything except the experts is inherited from `GPTModule`."""
 
     def __init__(
         self,
@@ -22,28 +22,28 @@ class MoEGPTModule(GPTModule):
         optim: OptimConfig = OptimConfig(),  # noqa: B008 - frozen
         sample: SampleConfig = SampleConfig(),  # noqa: B008 - frozen
     ) -> None:
-        """Only records: `configure_model` builds the network, where the strategy wants it.
+        """Store the configuration; `configure_model` builds the network.
 
         Args:
-            config: shape of the network around the experts.
-            moe: which layers have experts, how many, and how tokens come to them.
-            optim: how it learns.
-            sample: what it writes after every validation.
+            config: shape of the network without the experts.
+            moe: which layers have experts, how many, and how tokens are routed.
+            optim: optimizer and schedule.
+            sample: the text that is generated after every validation.
         """
         super().__init__(config, optim, sample)
-        # A checkpoint holds plain values, and gives them back.
+        # Checkpoints store plain values.
         self.moe = moe if isinstance(moe, MoEConfig) else MoEConfig(**moe)
         self.save_hyperparameters({"moe": asdict(self.moe)})
 
     def configure_model(self) -> None:
-        """Build the network, once. Stage 3 calls this on the meta device, and `reset_parameters` of its parts later."""
+        """Build the network, once. Stage 3 calls this on the meta device, and the modules' `reset_parameters` later."""
         if self.model is None:
             self.model = MoEGPT(self.config, self.moe)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Mean cross-entropy in nats per token, plus the losses that keep experts equally busy, already weighted.
+        """Return the mean cross-entropy in nats per token plus the weighted losses of the experts.
 
-        They are logged apart: ``train/loss`` is that of the text alone.
+        They are logged separately: ``train/loss`` is the cross-entropy alone.
         """
         loss = super().training_step(batch, batch_idx)
         experts = moe_losses(self)

@@ -1,7 +1,7 @@
-"""The GPT recipe's network with a Mixture of Experts in place of the MLP of some blocks.
+"""The GPT recipe's network with a Mixture of Experts instead of the MLP in some blocks.
 
-A dense twin computes as much per token: an expert is as large as the twin's MLP, divided by the experts that a token
-visits. What experts add is parameters, not work.
+By default an expert is as wide as the dense baseline's MLP divided by the experts that a token visits: experts add
+parameters, not computation.
 """
 
 from __future__ import annotations
@@ -23,49 +23,49 @@ from recipes.gpt.network import GPT, Block, GPTConfig, Linear, Rotation
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """Which blocks have experts, how many, and how tokens come to them."""
+    """Which blocks have experts, how many, and how tokens are routed."""
 
     every: int = 1
-    """Every so manieth block has experts, the last one of each such group. 0: none, which is the dense twin."""
+    """Experts in every n-th block, counted from the first: block n, 2n, ... 0: no experts, the dense baseline."""
 
     num_experts: list[int] = field(default_factory=lambda: [8])
-    """Experts of every such block: one number for all, or one for each from the first to the last, as a pyramid."""
+    """Experts per block with experts: one number for all, or one for each, from first to last, as in a pyramid."""
 
     k: int = 2
     """Experts that a token visits."""
 
     expert_width: int | None = None
-    """Hidden units of an expert. None: those of the dense MLP, divided among the experts that a token visits."""
+    """Hidden units of an expert. None: those of the dense MLP divided by the experts that a token visits."""
 
     shared_experts: int = 0
-    """Experts that every token visits, made as one (DeepSeekMoE, Dai et al., arXiv:2401.06066)."""
+    """Experts that every token visits, fused into one (DeepSeekMoE, Dai et al., arXiv:2401.06066)."""
 
     residual: bool = False
-    """Every token also visits one dense expert, and a learned coefficient mixes the two (PR-MoE, arXiv:2201.05596)."""
+    """Every token also visits one dense expert; a learned coefficient mixes the two (PR-MoE, arXiv:2201.05596)."""
 
     drop_tokens: bool = True
-    """An expert takes no more tokens than its capacity; the others pass the layer by. False: it takes all."""
+    """Limit tokens per expert to its capacity; further tokens skip the layer. False: no limit (dropless)."""
 
     capacity_factor: float = 1.25
     """Capacity in training, as a multiple of an equal share of tokens."""
 
     eval_capacity_factor: float = 2.0
-    """Capacity in validation."""
+    """Capacity factor in validation."""
 
     min_capacity: int = 4
-    """Tokens that every expert takes, whatever the factor."""
+    """Minimum capacity of an expert, tokens."""
 
     noisy_gate_policy: Literal["RSample", "Jitter"] | None = None
     """Noise on the choice of experts in training; ``RSample`` needs ``k: 1``."""
 
     second_expert_sampling: bool = False
-    """Draw the second expert in training, with ``k: 2``, as GShard does."""
+    """Sample the second expert in training, with ``k: 2``, as GShard does."""
 
     score: Literal["softmax", "sigmoid"] = "softmax"
-    """From logits of the router to weights of experts."""
+    """Function from router logits to expert weights."""
 
     scale: float = 1.0
-    """Multiplies the weights."""
+    """Multiplies the expert weights."""
 
     groups: int = 1
     """Groups of experts, of which a token visits ``top_groups`` (DeepSeek-V3)."""
@@ -74,71 +74,75 @@ class MoEConfig:
     """Groups that a token may visit."""
 
     balance_loss: float = 0.01
-    """Weight of the loss that is least when experts are equally busy."""
+    """Weight of the load-balancing loss."""
 
     z_loss: float = 0.0
     """Weight of the squared log-partition of the router (ST-MoE, Zoph et al., arXiv:2202.08906)."""
 
     bias_update_rate: float = 0.0
-    """Per step, how far the bias of an expert's score moves against its load; balances without a loss (DeepSeek-V3)."""
+    """Step of the score bias against an expert's load, which balances without a loss (DeepSeek-V3). 0: no bias."""
 
     def __post_init__(self) -> None:
         if self.every < 0 or self.shared_experts < 0:
-            raise ValueError(f"every={self.every}, shared_experts={self.shared_experts}: neither can be negative.")
+            raise ValueError(
+                f"Got every={self.every} and shared_experts={self.shared_experts}, but neither can be negative."
+            )
         if not self.num_experts or min(self.num_experts) < 1:
-            raise ValueError(f"num_experts={self.num_experts}: give at least one number, each at least 1.")
+            raise ValueError(f"Got num_experts={self.num_experts}. Give at least one number, each at least 1.")
         if self.residual and self.shared_experts:
-            raise ValueError("residual and shared_experts both add an expert that every token visits: choose one.")
+            raise ValueError(
+                "Got residual and shared_experts, which both add an expert that every token visits. Choose one of them."
+            )
 
     def experts_of(self, num_layers: int) -> list[int]:
-        """Experts of each of ``num_layers`` blocks, 0 where it keeps its MLP.
+        """Return the number of experts of each of ``num_layers`` blocks, 0 where it keeps its MLP.
 
         >>> MoEConfig(every=2, num_experts=[4, 8]).experts_of(4)
         [0, 4, 0, 8]
 
         Raises:
-            ValueError: there are not as many numbers as blocks with experts.
+            ValueError: the number of entries differs from the number of blocks with experts.
         """
         chosen = [i for i in range(num_layers) if self.every and (i + 1) % self.every == 0]
         counts = self.num_experts * len(chosen) if len(self.num_experts) == 1 else self.num_experts
         if len(counts) != len(chosen) and chosen:
             raise ValueError(
-                f"num_experts={self.num_experts} has {len(counts)} numbers, and with num_layers={num_layers} and "
-                f"every={self.every} there are {len(chosen)} blocks with experts. Give one number for all, or as many."
+                f"Got num_experts={self.num_experts} with {len(counts)} numbers, but num_layers={num_layers} and "
+                f"every={self.every} make {len(chosen)} blocks with experts. Give one number, or one per block."
             )
         by_block = dict(zip(chosen, counts, strict=False))
         return [by_block.get(i, 0) for i in range(num_layers)]
 
     @property
     def visited(self) -> int:
-        """Experts' worth of work per token: those chosen, and those that every token visits."""
+        """Experts that a token visits, including shared and residual ones."""
         return self.k + self.shared_experts + self.residual
 
 
 def dense_width(config: GPTConfig) -> int:
-    """Hidden units of the dense SwiGLU MLP."""
+    """Return the hidden units of the dense SwiGLU MLP."""
     return -(-8 * config.width // (3 * 64)) * 64
 
 
 def expert_width(config: GPTConfig, moe: MoEConfig) -> int:
-    """Hidden units of an expert: what a token visits is as wide as the dense MLP, rounded up to a multiple of 8."""
+    """Return the hidden units of an expert: the dense MLP's, divided by the visited experts, in multiples of 8."""
     if moe.expert_width is not None:
         return moe.expert_width
     return -(-dense_width(config) // (8 * moe.visited)) * 8
 
 
 class Expert(GatedFeedForward):
-    """SwiGLU whose weights start as those of the dense MLP."""
+    """A SwiGLU with the initial weights of the dense MLP."""
 
     def __init__(self, width: int, hidden: int, *, residual_std: float) -> None:
-        """``residual_std``: deviation of what is added to the residual stream."""
+        """``residual_std``: initial deviation of the layer that adds to the residual stream."""
         super().__init__(width, hidden)
         self.gate, self.up = Linear(width, hidden), Linear(width, hidden)
         self.down = Linear(hidden, width, std=residual_std)
 
 
 def moe_layer(config: GPTConfig, moe: MoEConfig, num_experts: int) -> MoE:
-    """The layer that stands in for a block's MLP."""
+    """Return the layer that replaces a block's MLP."""
     hidden, std = expert_width(config, moe), config.residual_std
     shared = moe.shared_experts * hidden
     return MoE(
@@ -166,10 +170,9 @@ def moe_layer(config: GPTConfig, moe: MoEConfig, num_experts: int) -> MoE:
 
 @contextmanager
 def nothing_dropped(network: nn.Module) -> Generator[None, None, None]:
-    """Inside, experts take all tokens.
+    """Make experts accept all tokens, until the exit.
 
-    What they have room for depends on how many tokens are read at once: on the batch, on padding, and on whether
-    earlier tokens are in a cache.
+    Their capacity depends on how many tokens are read at once: on batch size, padding and the cache.
     """
     routers = [m for m in network.modules() if isinstance(m, Router) and m.options.drop_tokens]
     kept = [router.options for router in routers]
@@ -183,32 +186,32 @@ def nothing_dropped(network: nn.Module) -> Generator[None, None, None]:
 
 
 class MoEGPT(GPT):
-    """Tokens in, logits of each next token out."""
+    """Tokens in, next-token logits out."""
 
     def __init__(self, config: GPTConfig, moe: MoEConfig) -> None:
         """``config`` is the network's shape, ``moe`` that of its experts.
 
         Raises:
-            ValueError: an MLP other than SwiGLU, which experts have.
+            ValueError: the MLP is not SwiGLU, as the experts are.
         """
         if config.mlp != "swiglu":
-            raise ValueError(f"mlp={config.mlp!r}: experts are SwiGLU, so set mlp: swiglu for the blocks without, too.")
+            raise ValueError(f"Got mlp={config.mlp!r}, but experts are SwiGLU. Set mlp: swiglu.")
         self.moe = moe
         self.experts_per_block = moe.experts_of(config.num_layers)
         super().__init__(config)
 
     def block(self, layer: int) -> Block:
-        """With experts, or dense."""
+        """Build a block with experts, or a dense one."""
         num_experts = self.experts_per_block[layer]
         return Block(self.config, partial(moe_layer, self.config, self.moe, num_experts) if num_experts else None)
 
     def cached_blocks(self, x_BTD: Tensor, rotation: Rotation | None, cache: KVCache) -> Tensor:
-        """As `GPT`'s. Experts drop no tokens here, whatever the options say: see `nothing_dropped`."""
+        """See `GPT.cached_blocks`. Experts drop no tokens here, whatever the options: see `nothing_dropped`."""
         with nothing_dropped(self):
             return super().cached_blocks(x_BTD, rotation, cache)
 
     def tensor_parallel_plan(self) -> dict[str, Any]:
-        """As `GPT`'s, for attention, words and the dense MLPs; experts stay whole on every tensor-parallel rank."""
+        """See `GPT.tensor_parallel_plan`. Experts are replicated on every tensor-parallel rank."""
         plan = super().tensor_parallel_plan()
         mlp = {pattern: plan.pop(pattern) for pattern in list(plan) if pattern.startswith("blocks.*.mlp.")}
         for i, num_experts in enumerate(self.experts_per_block):
@@ -217,7 +220,7 @@ class MoEGPT(GPT):
         return plan
 
     def flops_per_token(self) -> int:
-        """As `GPT.flops_per_token`, with the weights that a token meets: of the experts only those it visits."""
+        """See `GPT.flops_per_token`. Counts only the experts that a token visits."""
         config, moe = self.config, self.moe
         D, hidden = config.width, expert_width(config, moe)
         attention = (config.num_heads + 2 * config.kv_heads) * config.head_width * D + D * D

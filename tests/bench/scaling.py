@@ -105,10 +105,10 @@ def forecaster_of(config: GPTConfig, *, min_unit_numel: int | None = None) -> It
     precision = resolve_precision(PRECISION)
     chosen = ZeROConfig() if min_unit_numel is None else ZeROConfig(sharding={"min_unit_numel": min_unit_numel})
     batch = [torch.zeros(1, config.block_size, dtype=torch.long, device="meta")] * 2
-    with simulated(module, precision, (), torch.device("cpu")) as paper:
-        optimizers = [paper.optimizer(optimizer)]
+    with simulated(module, precision, (), torch.device("cpu")) as fakes:
+        optimizers = [fakes.optimizer(optimizer)]
         yield Forecaster(
-            module, optimizers, paper=paper, precision=precision, step=training_step(module, optimizers), batch=batch,
+            module, optimizers, fakes=fakes, precision=precision, step=training_step(module, optimizers), batch=batch,
             run=Run(config=chosen),
         )  # fmt: skip
 

@@ -164,18 +164,18 @@ def limited(case: Case, *, timeout_s: float = 900) -> dict[str, Any]:
 
 def tier_alone(handle: StreamedBlocks) -> Callable[[], None]:
     """The NVMe tier reads what the model reads, as fast as it can: all buffers are always on order."""
-    resting = handle._resting
+    storage = handle._storage
     sizes = [block.nbytes for block in handle._blocks]
 
     def run() -> None:
         handle._ahead.drop()
-        leases = [resting.tier.get((i, "block"), 0, n) for i, n in enumerate(sizes[: resting.capacity])]
+        leases = [storage.tier.get((i, "block"), 0, n) for i, n in enumerate(sizes[: storage.capacity])]
         for i in range(len(sizes)):
             leases[i].wait()
             leases[i].release()
-            following = i + resting.capacity
+            following = i + storage.capacity
             if following < len(sizes):
-                leases.append(resting.tier.get((following, "block"), 0, sizes[following]))
+                leases.append(storage.tier.get((following, "block"), 0, sizes[following]))
 
     return run
 

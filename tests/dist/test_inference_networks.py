@@ -139,11 +139,11 @@ def test_options_that_make_no_sense() -> None:
     for options, words in (
         ({"tensor_parallel_size": 0}, "at least 1"),
         ({"tensor_parallel_size": 2}, "does not divide the 1 ranks.*torchrun"),
-        ({"dtype": "int8"}, "give a torch.dtype"),
-        ({"dtype": torch.int8}, "weights are cast to it"),
+        ({"dtype": "int8"}, "Give a torch.dtype"),
+        ({"dtype": torch.int8}, "must be a floating-point dtype"),
         ({"quantize": "int3"}, "'int8' or 'int4'"),
         ({"offload": "disk"}, "offload must be 'cpu' or 'nvme'"),
-        ({"nvme_path": "/tmp"}, "is for offload='nvme'"),
+        ({"nvme_path": "/tmp"}, "needs offload='nvme'"),
     ):
         with pytest.raises(ConfigError, match=words):
             ls_strategy.init_inference(build(), **options)

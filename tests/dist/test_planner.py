@@ -117,10 +117,10 @@ def forecast_of(chosen: tuple[Candidate, str, int, tuple[str, ...]], world_size:
         clips="private" not in traits,  # a hook looks at gradients
     )
     optimizer = module.configure_optimizers()
-    with simulated(module, precision, (), torch.device("cpu")) as paper:
-        optimizers = [paper.optimizer(optimizer)]
+    with simulated(module, precision, (), torch.device("cpu")) as fakes:
+        optimizers = [fakes.optimizer(optimizer)]
         forecaster = Forecaster(
-            module, optimizers, paper=paper, precision=precision, step=training_step(module, optimizers),
+            module, optimizers, fakes=fakes, precision=precision, step=training_step(module, optimizers),
             batch=first_batch(loader(case, world_size)), run=run,
         )  # fmt: skip
         return forecaster.forecast(candidate, Hardware(ranks=world_size, device="cpu"))

@@ -97,7 +97,7 @@ def starve(rank: int, world_size: int) -> str:
 def test_a_failed_allocation_names_what_takes_less() -> None:
     for words in spawn(starve, 2, init_process_group=False, timeout_s=120):
         assert words.startswith("out of memory: ")
-        assert "zero0 takes " in words
+        assert "zero0 needs " in words
         assert "ZeROStrategy(stage=" in words
         assert "per rank, 2 ranks" in words
 

@@ -101,10 +101,10 @@ def predict(index: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Peak, int]:
     module, precision = PrivateNet(case), resolve_precision(name)
     run = Run(config=ZeROConfig(sharding={"min_unit_numel": 0}), micro_batches=accumulate)
     optimizer = module.configure_optimizers()
-    with simulated(module, precision, (), torch.device("cpu")) as paper:
-        optimizers = [paper.optimizer(optimizer)]
+    with simulated(module, precision, (), torch.device("cpu")) as fakes:
+        optimizers = [fakes.optimizer(optimizer)]
         forecaster = Forecaster(
-            module, optimizers, paper=paper, precision=precision, step=training_step(module, optimizers),
+            module, optimizers, fakes=fakes, precision=precision, step=training_step(module, optimizers),
             batch=first_batch(loader(case, 2)), run=run,
         )  # fmt: skip
         config = candidate.config(run.config)

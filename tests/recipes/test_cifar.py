@@ -104,7 +104,7 @@ def test_help_shows_the_docstrings_of_options(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit):
         main(["fit", "--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    assert "Part of all optimizer steps in which the learning rate rises" in shown
+    assert "Fraction of the optimizer steps in which the learning rate rises" in shown
     assert "training images per rank and step" in shown
 
 

@@ -170,7 +170,7 @@ def test_errors_say_what_to_do(folder, tmp_path, monkeypatch) -> None:
     nothing.build()
     with pytest.raises(FileNotFoundError, match=r"matches data\.corpus\.pattern"):
         nothing.open()
-    with pytest.raises(FileNotFoundError, match="not tokenised on this node"):
+    with pytest.raises(FileNotFoundError, match="not tokenized on this node"):
         Corpus(corpus(folder, tmp_path)).open()
     with pytest.raises(ValueError, match="val_fraction"):
         CorpusConfig(val_fraction=1.0)

@@ -50,13 +50,13 @@ def test_help_needs_no_torch():
     code += "print([m for m in ('torch', 'lightning') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
-    assert "folder on the drive" in done.stdout
+    assert "folder on the NVMe device" in done.stdout
 
 
 def test_a_missing_path(tmp_path, capsys):
     assert cli.main(["tune-io", str(tmp_path / "typo")]) == 1
     error = capsys.readouterr().err
-    assert error.startswith(f"ls-strategy tune-io: error: '{tmp_path}/typo' does not exist.")
+    assert error.startswith(f"ls-strategy tune-io: error: Got '{tmp_path}/typo', which does not exist.")
     assert not (tmp_path / "typo").exists()
 
 

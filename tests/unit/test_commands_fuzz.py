@@ -109,7 +109,7 @@ def test_every_command_has_a_base() -> None:
         ("bad.yaml", "not in UTF-8"),
         ("five.yaml", "Got trainer: 5 in five.yaml, but trainer must be a mapping"),
         ("list.yaml", "outermost value must be a mapping"),
-        ("deep.yaml", "is no YAML"),
+        ("deep.yaml", "is not valid YAML"),
         ("bytes.bin", "not in UTF-8"),
     ],
 )

@@ -414,8 +414,8 @@ def test_the_command_writes_a_file_and_says_so(tmp_path: Path, capsys: Any) -> N
         (["--dtype", "bf16"], "--dtype, --rename and --ema need --format safetensors"),
         (["--rename", "a=b"], "--dtype, --rename and --ema need --format safetensors"),
         (["--ema"], "--dtype, --rename and --ema need --format safetensors"),
-        (["--format", "safetensors", "--weights-only"], "--weights-only is an option of --format ckpt"),
-        (["--format", "safetensors", "--rename", "model."], "give OLD=NEW"),
+        (["--format", "safetensors", "--weights-only"], "--weights-only needs --format ckpt"),
+        (["--format", "safetensors", "--rename", "model."], "needs OLD=NEW"),
     ],
 )
 def test_options_that_do_not_go_together(tmp_path: Path, capsys: Any, options: list[str], message: str) -> None:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from ls_strategy.callbacks.expert_monitor import cells
-from ls_strategy.callbacks.expert_monitor import picture as picture_of_loads
+from ls_strategy.callbacks.expert_monitor import draw as draw_loads
 from ls_strategy.parallel.pipeline.schedules import make_table
 from ls_strategy.parallel.pipeline.simulate import simulate
 from ls_strategy.parallel.pipeline.timeline import bars
-from ls_strategy.parallel.pipeline.timeline import picture as picture_of_spans
+from ls_strategy.parallel.pipeline.timeline import draw as draw_spans
 from ls_strategy.plots.figure import Frame, framed, ticks
 
 ImageDraw: Any = pytest.importorskip("PIL.ImageDraw")
@@ -92,20 +92,20 @@ def test_ticks_are_round_numbers_up_to_the_end(length: float, last: str) -> None
 
 def test_loads_have_names_numbers_and_a_scale_of_colours(written: list[str]) -> None:
     loads = {"blocks.0.mlp": torch.tensor([0.0, 1.0, 1.0, 2.0]), "blocks.1.mlp": torch.ones(4)}
-    assert contains(picture_of_loads(loads), cells(list(loads.values())))
+    assert contains(draw_loads(loads), cells(list(loads.values())))
     names = {"blocks.0.mlp", "blocks.1.mlp", "0", "1", "2", "3", "number of the expert", "2 or more", "no token"}
     assert names <= set(written)
     assert any("over the layer's mean load" in text for text in written)
 
 
 def test_layers_of_different_sizes_have_no_common_numbers(written: list[str]) -> None:
-    picture_of_loads({"a": torch.ones(4), "b": torch.ones(64)})
+    draw_loads({"a": torch.ones(4), "b": torch.ones(64)})
     assert {"a, 4 experts", "b, 64 experts"} <= set(written)
     assert "1" not in written
 
 
 def test_numbers_of_many_experts_do_not_overlap(written: list[str]) -> None:
-    picture_of_loads({"a": torch.ones(512)})
+    draw_loads({"a": torch.ones(512)})
     assert [text for text in written if text.isdigit()] == [str(32 * i) for i in range(16)]
 
 
@@ -118,7 +118,7 @@ def test_numbers_of_many_experts_do_not_overlap(written: list[str]) -> None:
 )
 def test_a_timeline_has_ranks_milliseconds_and_a_legend(schedule: str, kinds: set[str], written: list[str]) -> None:
     spans = [[(a, s / 1e3, e / 1e3) for a, s, e in row] for row in simulate(make_table(schedule, 2, 8)).spans]
-    image = picture_of_spans(spans, width=400)
+    image = draw_spans(spans, width=400)
     assert contains(image, bars(spans, width=400))
     assert {"pipeline rank 0", "pipeline rank 1", "time since the first action, ms", "bubble (no work)"} <= set(written)
     assert {text for text in written if text[1:3] == ": "} == kinds

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,9 +12,8 @@ from torch import Tensor
 
 from ls_strategy.errors import ConfigError, PlanError
 from ls_strategy.inference.cache import KVCache
-from ls_strategy.inference.few_rows import LEAST_WEIGHTS, few_rows_linear
 from ls_strategy.inference.generate import generate, stream
-from ls_strategy.inference.sampling import SamplingConfig, Uniforms, row_seed, sample
+from ls_strategy.inference.sampling import SamplingConfig, row_seed
 from ls_strategy.moe.router import Router
 from recipes.gpt.network import GPT, GPTConfig
 from recipes.moe.network import Expert, MoEConfig, MoEGPT
@@ -157,20 +155,6 @@ def test_a_cache_has_the_dtype_of_its_keys() -> None:
     assert cache.num_bytes == 2 * SMALL["num_layers"] * SMALL["width"] * SMALL["block_size"] * 4
 
 
-def test_what_does_not_fit_into_a_cache_is_refused() -> None:
-    cache = KVCache(1, 4)
-    cache.open(torch.zeros(2, 3))
-    with pytest.raises(ValueError, match="max_length=4"):
-        cache.open(torch.zeros(2, 2))
-    with pytest.raises(ValueError, match="max_length=4"):
-        cache.begin([4])
-    cache.begin([1, 0])
-    with pytest.raises(ValueError, match="3 rows"):
-        cache.open(torch.zeros(3, 2))
-    with pytest.raises(ValueError, match="at least 1"):
-        KVCache(0, 4)
-
-
 # --- positions ------------------------------------------------------------------------------------------------------
 
 
@@ -226,54 +210,7 @@ def test_experts_drop_nothing_while_a_cache_is_read_and_as_ever_otherwise() -> N
     assert all(r.options is o and o.drop_tokens for r, o in zip(routers, options, strict=True))
 
 
-# --- sampling -------------------------------------------------------------------------------------------------------
-
-
-def by_hand(logits: Tensor, config: SamplingConfig) -> Tensor:
-    """Probabilities ``(V,)`` that the options describe, token by token."""
-    likely = sorted(range(len(logits)), key=lambda i: -float(logits[i]))[: config.top_k]
-    weights = {i: math.exp(float(logits[i]) / config.temperature) for i in likely}
-    total = sum(weights.values())
-    kept: dict[int, float] = {}
-    for i in likely:
-        if config.top_p is None or sum(kept.values()) < config.top_p * total:
-            kept[i] = weights[i]
-    return torch.tensor([kept.get(i, 0.0) / sum(kept.values()) for i in range(len(logits))])
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.6}, {"top_p": 1.0}, {"top_k": 4, "top_p": 0.8},
-        {"top_k": 100, "temperature": 2.0}, {"top_p": 0.01},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_tokens_come_as_often_as_their_probability_says(options: dict[str, Any]) -> None:
-    config, count = SamplingConfig(**options), 40_000
-    logits = torch.tensor([0.5, -1.0, 2.0, 1.5, 0.0, -3.0, 1.0])
-    found = sample(logits.expand(count, 7), config, Uniforms([torch.Generator().manual_seed(0)], count))
-    expected = by_hand(logits, config)
-    shares = torch.bincount(found, minlength=7) / count
-    assert (shares[expected == 0] == 0).all()
-    deviation = (expected * (1 - expected) / count).sqrt()
-    assert ((shares - expected).abs() <= 4.5 * deviation).all()
-
-
-def test_the_most_likely_token_needs_no_numbers() -> None:
-    logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 2.0, 1.0]])
-    for config in (GREEDY, SamplingConfig(top_k=1)):
-        assert sample(logits, config, None).tolist() == [1, 0]
-    with pytest.raises(ConfigError, match="seed"):
-        sample(logits, SamplingConfig(), None)
-
-
-@pytest.mark.parametrize(
-    "options", [{"temperature": -1}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}, {"temperature": math.inf}]
-)
-def test_options_without_a_meaning_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(options))):
-        SamplingConfig(**options)
+# --- seeds ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_row_samples_by_its_own_seed_whatever_else_is_in_the_batch() -> None:
@@ -348,7 +285,7 @@ def test_without_a_cache_whole_sequences_of_a_multiple_are_read(variant: str) ->
 
 
 def test_prompts_and_numbers_without_a_meaning_are_refused() -> None:
-    for prompts, cure in (([], "no prompts"), ([[1], []], "prompt 1 has no tokens")):
+    for prompts, cure in (([], "no prompts"), ([[1], []], "prompt 1 without tokens")):
         with pytest.raises(ConfigError, match=cure):
             stream(Counting(), prompts, 1)
     with pytest.raises(ConfigError, match="max_new_tokens=-1"):
@@ -362,24 +299,7 @@ def test_prompts_and_numbers_without_a_meaning_are_refused() -> None:
         stream(model, [[1]], 1)
 
 
-# --- few rows -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shape", [(1, 1, 512), (8, 1, 512), (64, 512), (65, 512), (0, 512), (512,)])
-def test_few_rows_by_another_way_are_the_product_within_rounding(shape: tuple[int, ...]) -> None:
-    generator = torch.Generator().manual_seed(0)
-    x, weight = torch.randn(shape, generator=generator), torch.randn(4096, 512, generator=generator)
-    assert weight.numel() >= LEAST_WEIGHTS
-    with torch.no_grad():
-        found = few_rows_linear(x, weight)
-        assert torch.equal(few_rows_linear(x, weight[:64]), torch.nn.functional.linear(x, weight[:64]))
-        with torch.autocast("cpu", torch.bfloat16):
-            assert few_rows_linear(x, weight).dtype == torch.bfloat16
-    expected = torch.nn.functional.linear(x.double(), weight.double())
-    assert found.shape == expected.shape
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=2e-4)
-    trained = few_rows_linear(x, weight.requires_grad_())
-    assert trained.grad_fn is not None
+# --- experts ---------------------------------------------------------------------------------------------------------
 
 
 def test_layers_of_experts_are_plain_products_which_all_experts_compute_at_once() -> None:

@@ -58,7 +58,7 @@ def test_models_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[st
     config = transformers.LlamaConfig(vocab_size=97, **sizes)
     config.save_pretrained(tmp_path)
     assert main(["bench-inference", str(tmp_path / "config.json"), *SHORT, "--dtype", "bf16"]) == 0
-    assert "share of that limit" in capsys.readouterr().out
+    assert "fraction of that limit" in capsys.readouterr().out
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)  # now block by block, never whole
     options = ["--offload", "nvme", "--nvme-path", str(tmp_path), "--quantize", "int8", "--json"]
     assert main(["bench-inference", str(tmp_path), *SHORT, *options]) == 0
@@ -72,9 +72,9 @@ def test_errors_say_what_to_do(
     with_module = [checkpoint, "--module", "recipes.gpt.model.GPTModule"]
     for arguments, words in (
         (["nowhere"], "does not exist"),
-        ([checkpoint], "say which one: --module"),
+        ([checkpoint], "give its class: --module"),
         ([checkpoint, "--module", "recipes.gpt.model.Nothing"], "Give an importable class"),
-        ([*with_module, "--new-tokens", "1"], "2 new tokens"),
+        ([*with_module, "--new-tokens", "1"], "new_tokens at least 2"),
         ([*with_module, "--new-tokens", "60"], "92 tokens, but the model reads 64 at once"),
         ([*with_module, "--tensor-parallel-size", "2"], "torchrun --nproc-per-node 2"),
     ):

@@ -89,7 +89,7 @@ def test_a_json_file(tmp_path: Path) -> None:
     path.write_text(json.dumps({"tensor_parallel": {"tp_size": 2}, "dtype": "bf16"}))
     assert read(path) == {"tensor_parallel_size": 2, "dtype": "bf16"}
     path.write_text("[1]")
-    with pytest.raises(ConfigError, match="holds no JSON object"):
+    with pytest.raises(ConfigError, match="must contain a JSON object"):
         read(path)
     path.write_text("{")
     with pytest.raises(ConfigError, match="cannot be read as JSON"):
@@ -101,9 +101,9 @@ def test_a_json_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"replace_with_kernel_inject": True}, "no kernel is injected.*scaled_dot_product_attention"),
-        ({"kernel_inject": True}, "no kernel is injected"),
-        ({"mp_size": 2}, "old name of tensor_parallel_size=2"),
+        ({"replace_with_kernel_inject": True}, "no kernels are injected.*scaled_dot_product_attention"),
+        ({"kernel_inject": True}, "no kernels are injected"),
+        ({"mp_size": 2}, "old name: write tensor_parallel_size=2"),
         ({"enable_cuda_graph": True}, "reduce-overhead"),
         ({"use_triton": True}, "torch chooses its kernels"),
         ({"triton_autotune": True}, "torch chooses its kernels"),
@@ -112,10 +112,10 @@ def test_a_json_file(tmp_path: Path) -> None:
         ({"min_tokens": 8}, "caches grow"),
         ({"return_tuple": False}, "what they returned before"),
         ({"keep_module_on_host": True}, "stays on the device"),
-        ({"transposed_mode": True}, "are recognised"),
-        ({"moe_experts": [8]}, "tells its number of experts"),
-        ({"moe": {"type": "residual"}}, "tells the kind"),
-        ({"tp": {"tp_size": 2, "tp_grain_size": 1}}, "equal part"),
+        ({"transposed_mode": True}, "are detected"),
+        ({"moe_experts": [8]}, "defines its number of experts"),
+        ({"moe": {"type": "residual"}}, "defines the type"),
+        ({"tp": {"tp_size": 2, "tp_grain_size": 1}}, "equal shard"),
     ],
 )
 def test_arguments_without_effect_are_explained(given: dict[str, Any], words: str) -> None:
@@ -131,32 +131,32 @@ def test_arguments_without_effect_are_explained(given: dict[str, Any], words: st
         ({"mp_size": "2"}, "at least 1"),
         (
             {"mp_size": 2, "tp": {"tp_size": 4}},
-            "mp_size=2 and tensor_parallel.tp_size=4 contradict|tp_size=4 and mp_size=2",
+            "mp_size=2 and tensor_parallel.tp_size=4, which contradict|tp_size=4 and mp_size=2",
         ),
         ({"tp": 2}, "tp_size.*tensor_parallel_size="),
         ({"tp": {"size": 2}}, "no entry 'size'"),
-        ({"tp": {"tp_size": 2, "mpu": object()}}, "neighbours of the default group"),
+        ({"tp": {"tp_size": 2, "mpu": object()}}, "neighbors in the default group"),
         ({"tp": {"tp_size": 2}, "tensor_parallel": {"tp_size": 4}}, "Give it once"),
         ({"replace_with_kernel_inject": "yes"}, "True or False"),
         ({"enable_cuda_graph": 1}, "give a bool"),
         ({"max_out_tokens": 0}, "at least 1"),
         ({"max_out_tokens": "many"}, "give a int"),
         ({"injection_policy_tuple": ("a", "b")}, "give injection_policy="),
-        ({"injection_policy": {"Block": int}}, "class of policies"),
+        ({"injection_policy": {"Block": int}}, "policy class"),
         ({"injection_policy": "all"}, "injection_policy must be a dictionary or 'auto' or None"),
-        ({"mpu": object()}, "neighbours"),
-        ({"ep_size": 2}, "experts are divided by tensor_parallel_size"),
-        ({"ep_group": object()}, "neighbours"),
-        ({"moe": {"ep_size": 2}}, "experts are divided"),
+        ({"mpu": object()}, "neighbors"),
+        ({"ep_size": 2}, "experts are sharded by tensor_parallel_size"),
+        ({"ep_group": object()}, "neighbors"),
+        ({"moe": {"ep_size": 2}}, "experts are sharded"),
         ({"moe": {"size": 2}}, "no entry 'size'"),
         ({"zero": {"stage": 3}}, "offload='cpu'"),
         ({"triangular_masking": False}, "own mask"),
         ({"quant": {"weight": {"num_bits": 8}}}, 'quantize="int8"'),
-        ({"checkpoint": {"type": "bloom", "checkpoints": []}}, "load policy"),
-        ({"checkpoint": "checkpoints.json"}, "load policy"),
+        ({"checkpoint": {"type": "bloom", "checkpoints": []}}, "load policies"),
+        ({"checkpoint": "checkpoints.json"}, "load policies"),
         ({"base_dir": "/data"}, "fill_from"),
         ({"set_empty_params": True}, "device..meta"),
-        ({"save_mp_checkpoint_path": "out"}, "reads its part of any checkpoint"),
+        ({"save_mp_checkpoint_path": "out"}, "reads its shard from any checkpoint"),
         ({"training_mp_size": 4}, "ls-strategy consolidate"),
         ({"checkpoint_config": {"dir": "x"}}, "no entry 'dir'"),
         ({"tensor_paralel": {}}, "Did you mean 'tensor_parallel'"),
@@ -187,6 +187,6 @@ def test_kernel_injection_changes_no_result(caplog: pytest.LogCaptureFixture) ->
     expected = model(x)
     engine = ls_strategy.init_inference(model, mp_size=1, dtype="float", replace_with_kernel_inject=True)
     assert engine(x).equal(expected)
-    assert "no kernel is injected" in engine.describe()
+    assert "no kernels are injected" in engine.describe()
     assert "mp_size=1 is the old name" in caplog.text
-    assert "no kernel is injected" in caplog.text
+    assert "no kernels are injected" in caplog.text

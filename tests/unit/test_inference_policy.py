@@ -120,5 +120,5 @@ def test_models_that_are_known_not_to_work(kind: str) -> None:
     model.blocks[0].config = SimpleNamespace(model_type=kind)  # type: ignore[assignment]
     with pytest.raises(PlanError) as error:
         refuse_known(model)
-    assert f"Block ({kind}) cannot be divided: {REASONS[kind]}" in str(error.value)
+    assert f"Block ({kind}) cannot be sharded: {REASONS[kind]}" in str(error.value)
     assert "tensor_parallel_size=1" in str(error.value)

@@ -8,20 +8,18 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from ls_strategy.config import ActivationOffloadConfig, RecomputeConfig, TierConfig, ZeROConfig
 from ls_strategy.distributed.comm import Comm
-from ls_strategy.errors import ConfigError, PlanError
+from ls_strategy.errors import PlanError
 from ls_strategy.planner.candidates import Candidate, ladder
 from ls_strategy.planner.choice import Question, choose, explain, smallest
 from ls_strategy.planner.forecast import Forecaster, Run, lightest, on_hardware, reason, table
-from ls_strategy.planner.hardware import Hardware, parse_bytes, show_bytes
-from ls_strategy.planner.out_of_memory import OutOfMemory, explaining
+from ls_strategy.planner.hardware import Hardware
 from ls_strategy.planner.scaling import scale, scaling_table
 from ls_strategy.planner.simulated import simulated
 from ls_strategy.planner.states import ModelStates, moment_bytes
-from ls_strategy.planner.step import first_batch, training_step
+from ls_strategy.planner.step import training_step
 from ls_strategy.precision import resolve_precision
 from tests import papers
 from tests.live_bytes import LiveBytes
@@ -52,7 +50,7 @@ class Net(nn.Module):
             x = block(x)
         self.seen = self.seen + 1
         loss = x.square().mean()
-        self.last = loss.item()  # a number that nobody knows on paper
+        self.last = loss.item()  # a number without a value on fake tensors
         self.outputs.append(loss)
         return loss
 
@@ -69,17 +67,6 @@ def question(**run):
 
 
 # sizes ---------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("text", ["80 bananas", "", "GB", "-1GB"])
-def test_what_is_no_size_is_refused(text):
-    with pytest.raises(ConfigError, match="is no size"):
-        parse_bytes(text)
-
-
-def test_sizes_are_shown_and_read():
-    assert [parse_bytes(t) for t in ("12", "1kB", "1.5GiB", "2T")] == [12, 1000, 1610612736, 2 * 10**12]
-    assert [show_bytes(n) for n in (0, 999, 1e6, 7.5e10)] == ["0 B", "999 B", "1 MB", "75 GB"]
 
 
 def test_the_scaling_table_has_a_line_per_stage():
@@ -165,7 +152,7 @@ def test_aliases_of_candidates_mean_what_they_say():
         assert ALIASES[candidate.strategy] == given
 
 
-# on paper ------------------------------------------------------------------------------------------------------------
+# simulated ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_forecast_leaves_the_module_as_it_was():
@@ -188,9 +175,9 @@ def test_activations_are_what_a_real_step_holds():
     module, batch = Net(), [torch.randn(5, 16)]
     asked = question()
     for recompute in (None, RecomputeConfig()):
-        with simulated(asked.module, asked.precision, (), CPU) as paper:
+        with simulated(asked.module, asked.precision, (), CPU) as fakes:
             forecaster = Forecaster(
-                asked.module, [], paper=paper, precision=asked.precision,
+                asked.module, [], fakes=fakes, precision=asked.precision,
                 step=training_step(asked.module, []), batch=batch, run=asked.run,
             )  # fmt: skip
             trace = forecaster.trace(recompute)
@@ -241,10 +228,10 @@ def test_offload_moves_states_from_tier_to_tier():
 def test_offloaded_activations_are_bounded_by_what_is_in_flight():
     asked = question()
     offload = ActivationOffloadConfig(min_bytes=0, in_flight_bytes=100)
-    with simulated(asked.module, asked.precision, (), CPU) as paper:
-        optimizers = [paper.optimizer(o) for o in asked.optimizers]
+    with simulated(asked.module, asked.precision, (), CPU) as fakes:
+        optimizers = [fakes.optimizer(o) for o in asked.optimizers]
         forecaster = Forecaster(
-            asked.module, optimizers, paper=paper, precision=asked.precision,
+            asked.module, optimizers, fakes=fakes, precision=asked.precision,
             step=training_step(asked.module, optimizers), batch=asked.batch, run=asked.run,
         )  # fmt: skip
         here = forecaster.peak(Candidate(2), 2, "cuda")
@@ -256,7 +243,7 @@ def test_offloaded_activations_are_bounded_by_what_is_in_flight():
 def test_a_step_that_cannot_be_counted_says_so():
     asked = question()
     asked.module.training_step = lambda batch, i: batch[0][batch[0] > 0].sum()
-    with pytest.raises(PlanError, match=r"cannot be counted .* shapes depend on values"):
+    with pytest.raises(PlanError, match=r"cannot be counted .* shapes must not depend on values"):
         asked.forecasts(Hardware(ranks=2))
 
 
@@ -349,82 +336,12 @@ def test_times_need_speeds():
 # out of memory -------------------------------------------------------------------------------------------------------
 
 
-def test_a_real_failed_allocation_is_explained():
-    with pytest.raises(OutOfMemory, match="use less") as caught, explaining(lambda: "use less"):
-        torch.empty(1 << 60, dtype=torch.uint8)
-    assert isinstance(caught.value.__cause__, RuntimeError)
-
-
-def test_the_devices_error_is_explained_and_others_pass():
-    with pytest.raises(OutOfMemory, match="CUDA out of memory"), explaining(lambda: "words"):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nstatistics")
-    with pytest.raises(RuntimeError, match=r"^shape$"), explaining(lambda: "words"):
-        raise RuntimeError("shape")
-
-
-def test_an_explanation_that_fails_leaves_the_first_error():
-    def fails():
-        raise ValueError("no words")
-
-    with pytest.raises(torch.OutOfMemoryError), explaining(fails):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-
 def test_the_explanation_names_something_smaller():
     asked = question()
     words = explain(asked, exact(None), Candidate(0))()
-    assert words.startswith("zero0 takes ")
+    assert words.startswith("zero0 needs ")
     assert "ZeROStrategy(stage=" in words
     assert "per rank, 4 ranks" in words
-
-
-# batches -------------------------------------------------------------------------------------------------------------
-
-
-class Random(torch.utils.data.Dataset):
-    def __len__(self):
-        return 10
-
-    def __getitem__(self, index):
-        return torch.rand(3)
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(torch.arange(7.0))
-
-
-def test_first_batches_draw_no_random_numbers():
-    state = torch.get_rng_state()
-    assert first_batch(DataLoader(Random(), batch_size=4, shuffle=True)).shape == (4, 3)
-    assert first_batch(DataLoader(Stream(), batch_size=3)).shape == (3,)
-    both = {"a": DataLoader(Random(), batch_size=2), "b": [torch.ones(5)]}
-    assert first_batch(both)["a"].shape == (2, 3)
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_an_empty_loader_is_refused():
-    with pytest.raises(PlanError, match="no batch"):
-        first_batch(DataLoader(TensorDataset(torch.empty(0, 3)), batch_size=4))
-
-
-# live bytes ----------------------------------------------------------------------------------------------------------
-
-
-def test_live_bytes_follow_views_resizes_and_ends():
-    plain = torch.UntypedStorage.resize_
-    with LiveBytes() as live:
-        a = torch.zeros(1000)
-        view = a[3:]
-        del a
-        assert live.now == 4000
-        view.untyped_storage().resize_(0)
-        assert live.now == 0
-        view.untyped_storage().resize_(800)
-        assert (live.now, live.peak) == (800, 4000)
-        del view
-        assert live.now == 0
-    assert torch.UntypedStorage.resize_ is plain
 
 
 def test_a_plan_for_offload_is_the_engines():

@@ -159,7 +159,7 @@ def test_one_output_has_one_amount_of_states_and_traffic(config, capsys):
 def test_what_is_no_program(config, tmp_path):
     with pytest.raises(ConfigError, match="is no file"):
         run("nowhere.yaml")
-    with pytest.raises(ConfigError, match="no YAML file"):
+    with pytest.raises(ConfigError, match="Got no YAML file"):
         run()
     (tmp_path / "prog" / "other.py").write_text("print('hello')")
     with pytest.raises(ConfigError, match="made no LightningCLI"):

@@ -320,7 +320,7 @@ def test_memory_is_sampled_after_phases_of_a_window_and_before_units_if_asked(re
     recorder.measure = lambda: held
     with spans.phase(FORWARD):
         pass
-    assert recorder.samples == []
+    assert recorder._samples == []
     recorder.begin_window()
     with spans.phase(FORWARD):
         spans.at_unit("blocks.0")

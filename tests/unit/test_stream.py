@@ -22,7 +22,7 @@ from ls_strategy.checkpoint.source import as_bytes
 from ls_strategy.config import NVMeIOConfig
 from ls_strategy.errors import CheckpointError, ConfigError, PlanError, StateError
 from ls_strategy.inference.fill import open_weights
-from ls_strategy.inference.storage import DeviceBuffers, Resting
+from ls_strategy.inference.storage import DeviceBuffers, StoredBlocks
 from ls_strategy.inference.stream import stream_blocks
 from ls_strategy.layout import TensorPart
 from ls_strategy.tiers.file_io import DirectFile, DriveError
@@ -209,7 +209,7 @@ def test_starting_to_read_does_not_wait_for_the_drive(drive, monkeypatch):
         may_read.set()
 
     # Blocks 0 and 1 are there; when 0 has computed, 2 begins to be read, and does not get anywhere.
-    for _, lease in handle._ahead._under_way:
+    for _, lease in handle._ahead._in_flight:
         lease.wait()
     model.blocks[1].up.register_forward_hook(note)
     monkeypatch.setattr(DirectFile, "read", wait)
@@ -339,9 +339,9 @@ def test_weights_outside_of_the_forward_are_no_numbers_or_errors(options):
     assert block.gain.isnan().all()
     assert block.packed.scale.isnan().all()
     assert block.packed.weight.shape == (WIDTH, WIDTH)
-    with pytest.raises(StateError, match=r"blocks\.1\.packed\.weight rests on a tier"):
+    with pytest.raises(StateError, match=r"blocks\.1\.packed\.weight is stored on a tier"):
         block.packed.weight.float()
-    with pytest.raises(StateError, match="rests on a tier"):
+    with pytest.raises(StateError, match="is stored on a tier"):
         block.packed(torch.ones(1, WIDTH))
     assert block.packed.table.tolist() == list(range(WIDTH))  # a table that is not saved stays
     assert not model.table.weight.isnan().any()
@@ -523,9 +523,9 @@ def test_bytes_that_changed_on_the_drive_are_an_error_if_asked_for(drive):
     model, expected = Net(), run(Net())
     handle = stream_blocks(model, verify=True, **drive)
     assert torch.equal(run(model), expected)
-    resting = handle._resting
-    fd = os.open(f"/proc/self/fd/{resting.tier._file.fd}", os.O_RDWR)
-    os.pwrite(fd, b"x" * 8, resting.tier._offsets[1, "block"] + 64)
+    storage = handle._storage
+    fd = os.open(f"/proc/self/fd/{storage.tier._file.fd}", os.O_RDWR)
+    os.pwrite(fd, b"x" * 8, storage.tier._offsets[1, "block"] + 64)
     os.close(fd)
     with pytest.raises(StateError, match="is not what was written"):
         repeat(model, 2)
@@ -537,7 +537,7 @@ def test_files_and_threads_end_with_the_model(drive):
     model = Net()
     handle = stream_blocks(model, **drive)
     run(model)
-    fd = handle._resting.tier._file.fd
+    fd = handle._storage.tier._file.fd
     assert os.fstat(fd).st_blocks > 0
     del model, handle
     gc.collect()
@@ -581,7 +581,7 @@ def test_options_that_make_no_sense(tmp_path, monkeypatch):
         stream_blocks(Net(), prefetch=0)
     with pytest.raises(PlanError, match="no list of blocks"):
         stream_blocks(nn.Linear(2, 2))
-    with pytest.raises(PlanError, match="no module of the model"):
+    with pytest.raises(PlanError, match="not a module of the model"):
         stream_blocks(Net(), blocks=[Block()])
     model = Net()
     with pytest.raises(PlanError, match=r"is inside 'blocks\.0'"):
@@ -755,7 +755,7 @@ def test_divided_models_are_filled_with_their_parts(tmp_path, drive):
         assert torch.equal(mine.state_dict()["linear.weight"], whole.linear.weight[WIDTH // 2 :])
     handle.close()
     model = on_meta()
-    with pytest.raises(PlanError, match="divided over ranks"):
+    with pytest.raises(PlanError, match="sharded over ranks"):
         stream_blocks(model, parts={id(model.blocks[0].linear.weight): TensorPart((4, 4), 0, ((0, 2),))}, **drive)
 
 
@@ -769,9 +769,9 @@ def test_files_that_are_not_whole_or_not_of_the_model_are_refused(tmp_path, driv
     whole = path.read_bytes()
     for content, message in (
         (whole[:-1], "is damaged"),
-        (whole[:50], "no file of safetensors"),
-        (b"", "no file of safetensors"),
-        (whole[:8] + b"[" + whole[9:], "no file of safetensors"),
+        (whole[:50], "not a safetensors file"),
+        (b"", "not a safetensors file"),
+        (whole[:8] + b"[" + whole[9:], "not a safetensors file"),
         (whole.replace(b'"F32"', b'"F33"', 1), "cannot be read"),
         (whole.replace(b"blocks.1.linear.weight", b"blocks.9.linear.weight"), r"has no blocks\.1\.linear\.weight"),
     ):
@@ -904,17 +904,17 @@ def test_a_checkpoint_folder_fills_the_network_of_its_module(tmp_path, drive):
 
 def test_a_device_with_memory_of_its_own_gets_blocks_through_buffers(drive, monkeypatch):
     """The way of CUDA, on the CPU: a thread copies what the drive lends into buffers, which go round."""
-    made = Resting.__init__
+    made = StoredBlocks.__init__
 
     def with_buffers(self, sizes, place, device, prefetch):
         made(self, sizes, place, device, prefetch)
         self._on_device = DeviceBuffers(Link(device), self.capacity, self.buffer_nbytes)
 
-    monkeypatch.setattr(Resting, "__init__", with_buffers)
+    monkeypatch.setattr(StoredBlocks, "__init__", with_buffers)
     for options in (drive, {**drive, "prefetch": 3}, {"tier": "cpu"}):
         model, expected = Net(), run(Net())
         handle = stream_blocks(model, **options)
-        buffers = handle._resting._on_device
+        buffers = handle._storage._on_device
         for _ in range(3):
             assert torch.equal(run(model), expected)
         assert len(buffers.free) == 0  # the next blocks are there, or on their way

@@ -108,11 +108,11 @@ def test_a_job_with_gpus_trains_on_them(program, capsys, accelerator, words, exp
 @pytest.mark.parametrize(
     ("config", "words", "message"),
     [
-        ("{}", ["--gpus-per-node=2", "--", "--trainer.accelerator=cpu"], "GPUs would stand idle"),
-        ("{}", ["--gpus-per-node=2", "--", "--trainer.accelerator", "cpu"], "GPUs would stand idle"),
-        ("{accelerator: gpu, devices: auto}", [], "Give --gpus-per-node N"),
-        ("{}", ["--nodes=2", "--", "--trainer.num_nodes=4"], "Give --nodes 4"),
-        ("{devices: 2}", ["--tasks-per-node=2", "--", "--trainer.devices=8"], "Give --tasks-per-node 8"),
+        ("{}", ["--gpus-per-node=2", "--", "--trainer.accelerator=cpu"], "GPUs would be idle"),
+        ("{}", ["--gpus-per-node=2", "--", "--trainer.accelerator", "cpu"], "GPUs would be idle"),
+        ("{accelerator: gpu, devices: auto}", [], "Set --gpus-per-node N"),
+        ("{}", ["--nodes=2", "--", "--trainer.num_nodes=4"], "Set --nodes 4"),
+        ("{devices: 2}", ["--tasks-per-node=2", "--", "--trainer.devices=8"], "Set --tasks-per-node 8"),
     ],
 )
 def test_a_job_that_contradicts_the_program_is_refused(program, config, words, message):
@@ -125,7 +125,7 @@ def test_numbers_of_the_files_give_way_to_the_jobs_and_that_is_said(program, cap
     Path(BASE).write_text("trainer: {devices: 8, num_nodes: 1}")
     cli(BASE, "--dry-run", "--nodes=1", "--tasks-per-node=2")
     said = capsys.readouterr()
-    assert "trainer.devices=8; the job is of --tasks-per-node 2" in said.err
+    assert "trainer.devices=8; the Trainer uses the job's --tasks-per-node 2" in said.err
     assert "num_nodes" not in said.err
     bash_accepts(said.out)
 
@@ -280,7 +280,7 @@ def test_a_module_that_cannot_be_inferred_has_to_be_named(program, capsys):
 
 def test_a_config_that_is_no_yaml(program):
     Path(BASE).write_text("a: [")
-    with pytest.raises(ConfigError, match="no YAML"):
+    with pytest.raises(ConfigError, match="not valid YAML"):
         cli(BASE, "--dry-run")
 
 
