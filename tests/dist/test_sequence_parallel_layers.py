@@ -311,11 +311,11 @@ def test_what_cannot_work_is_refused_on_all_ranks() -> None:
         heads, odd, short, *lengths, eager = messages
         assert len(lengths) == 4
         assert heads.startswith("{} attention in a block")
-        assert "Its 1 heads must be a multiple of the 2 ranks" in heads
-        assert odd.startswith("{} 15 tokens cannot be divided over the 2 ranks")
-        assert short.startswith("{} 2 tokens cannot be divided")
+        assert "The number of heads, 1, must be a multiple of the 2 ranks" in heads
+        assert odd.startswith("{} 15 tokens cannot be sharded over the 2 ranks")
+        assert short.startswith("{} 2 tokens cannot be sharded")
         for message in lengths:
-            assert "block 'blocks.0' computes something else from 8 of 16 tokens" in message
+            assert "block 'blocks.0' gives another result for 8 of 16 tokens" in message
             assert "pass them in as arguments" in message
         assert "never called torch.nn.functional.scaled_dot_product_attention" in eager
 
@@ -400,7 +400,7 @@ def evaluation(rank: int, world_size: int) -> None:
     axis = Axis("sequence", make_comm())
     plain, model = gpt().eval(), gpt().eval()
     parallel = apply_sequence_parallel(model, axis, blocks=model.blocks, head=model.head)
-    assert parallel.describe() == "tokens divided over 2 ranks in 2 blocks (Block), joined in the loss of 'head'"
+    assert parallel.describe() == "tokens sharded over 2 ranks in 2 blocks (Block), gathered in the loss of 'head'"
     with torch.no_grad():
         logits = model(tokens())
         assert isinstance(logits, ShardedLogits)

@@ -337,7 +337,7 @@ def leaves_no_trap(rank: int, world_size: int) -> None:
             lambda: functional.relu(logits, inplace=True), lambda: torch.mul(logits, 2, out=logits),
             lambda: logits.data_ptr(), lambda: torch.autograd.grad(torch.zeros(()), logits),
         ):  # fmt: skip
-            with pytest.raises(StateError, match=r"divided over ranks"):
+            with pytest.raises(StateError, match=r"sharded over ranks"):
                 bad()
         x = logits.detach()
         with pytest.raises(StateError, match="out of place"):

@@ -646,7 +646,7 @@ def _regions(rank: int, size: int) -> None:
     assert y.shape == (4, 8 * size, 4 // size, 3)
     assert torch.equal(y, torch.cat(list(everyone), 1).chunk(size, 2)[rank])
     assert torch.equal(regions.exchange(y, axis, 1, 2), x)
-    with pytest.raises(PlanError, match="does not divide"):
+    with pytest.raises(PlanError, match="is not divisible"):
         regions.exchange(x, axis, 3, 1)
 
     # <ahead(x), y> summed over the ranks equals <x, back(y)> summed: true for maps whose inputs differ by rank.

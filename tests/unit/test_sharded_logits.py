@@ -1,4 +1,4 @@
-"""Which part a rank has of logits after a reshape or an index, and the loss of one part that is all there is."""
+"""Shards of logits after a reshape or an index, and the loss on a single rank."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ls_strategy.parallel.logits import gather, wrap_sequence, wrap_vocabulary
 
 
 class Rank(Axis):
-    """One of several ranks, without any others: enough to cut."""
+    """One of several ranks, without communication."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__("test")
         self.rank, self.size = rank, size
 
 
-def cuts(dim: int, sizes: tuple[int, ...]) -> list[DimShard]:
+def shards(dim: int, sizes: tuple[int, ...]) -> list[DimShard]:
     return [DimShard(Rank(r, len(sizes)), dim, sizes, averaged=False) for r in range(len(sizes))]
 
 
@@ -30,8 +30,8 @@ def cuts(dim: int, sizes: tuple[int, ...]) -> list[DimShard]:
     old=st.lists(st.integers(1, 4), min_size=1, max_size=4),
     data=st.data(),
 )
-def test_a_part_after_a_reshape_is_the_reshaped_part(old, data) -> None:
-    """Where a cut exists after the reshape, it names the same elements in the same order."""
+def test_a_shard_after_a_reshape_is_the_reshaped_shard(old, data) -> None:
+    """Where a shard exists after the reshape, it has the same elements in the same order."""
     dim = data.draw(st.integers(0, len(old) - 1))
     first = data.draw(st.integers(0, old[dim]))
     full = torch.arange(torch.tensor(old).prod().item()).view(old)
@@ -40,13 +40,13 @@ def test_a_part_after_a_reshape_is_the_reshaped_part(old, data) -> None:
         new.append(data.draw(st.sampled_from([d for d in range(1, rest + 1) if rest % d == 0])))
         rest //= new[-1]
     new.append(rest)
-    for cut in cuts(dim, (first, old[dim] - first)):
-        after = cut.reshaped(old, new)
+    for shard in shards(dim, (first, old[dim] - first)):
+        after = shard.reshaped(old, new)
         if after is None:
             continue
         shape = list(new)
         shape[after.dim] = after.local_length()
-        assert torch.equal(cut.part(full).reshape(shape), after.part(full.view(new)))
+        assert torch.equal(shard.shard(full).reshape(shape), after.shard(full.view(new)))
 
 
 @pytest.mark.parametrize(
@@ -61,20 +61,20 @@ def test_a_part_after_a_reshape_is_the_reshaped_part(old, data) -> None:
         ((4, 6), 1, (6, 4), False),
     ],
 )
-def test_which_reshapes_keep_a_cut(old, dim, new, stays) -> None:
-    cut = cuts(dim, (old[dim] // 2, old[dim] - old[dim] // 2))[0]
-    assert (cut.reshaped(old, new) is not None) is stays
+def test_which_reshapes_keep_a_shard(old, dim, new, stays) -> None:
+    shard = shards(dim, (old[dim] // 2, old[dim] - old[dim] // 2))[0]
+    assert (shard.reshaped(old, new) is not None) is stays
 
 
 @given(sizes=st.lists(st.integers(0, 4), min_size=1, max_size=4), low=st.integers(-9, 9), high=st.integers(-9, 9))
-def test_slices_of_a_divided_dimension(sizes, low, high) -> None:
+def test_slices_of_a_sharded_dimension(sizes, low, high) -> None:
     full = torch.arange(sum(sizes))
     pieces = []
-    for cut in cuts(0, tuple(sizes)):
-        item, after = slice_shard(slice(low, high), cut)
-        pieces.append(cut.part(full)[item])
+    for shard in shards(0, tuple(sizes)):
+        item, after = slice_shard(slice(low, high), shard)
+        pieces.append(shard.shard(full)[item])
         assert after is not None
-        assert after.mine == len(pieces[-1])
+        assert after.local_size == len(pieces[-1])
     assert torch.equal(torch.cat(pieces), full[low:high])
 
 
@@ -108,8 +108,8 @@ def test_one_rank_has_plain_logits() -> None:
     assert gather({"logits": logits})["logits"] is logits
 
 
-def test_parts_of_unexpected_size_are_refused() -> None:
-    with pytest.raises(ValueError, match="equal parts give it 7 from 0 on"):
+def test_shards_of_unexpected_size_are_refused() -> None:
+    with pytest.raises(ValueError, match="equal shards give it 7 from 0 on"):
         wrap_vocabulary(torch.randn(2, 6), Rank(0, 2), 13, 0)
-    with pytest.raises(ValueError, match="every rank must have equally many"):
+    with pytest.raises(ValueError, match="every rank must hold the same number"):
         wrap_sequence(torch.randn(2, 3, 5), Rank(0, 2), 7)

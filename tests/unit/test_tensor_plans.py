@@ -108,7 +108,7 @@ def test_the_common_block() -> None:
 def test_the_table_says_what_becomes_of_every_layer() -> None:
     lines = resolve_tensor_plan(Decoder(), "auto", 4).describe().splitlines()
     assert "names and shapes" in lines[0]
-    assert "stays whole" in lines[0]
+    assert "not listed are replicated" in lines[0]
     found = {" ".join(line.split()) for line in lines[2:]}
     assert "layers.*.attention.wk Linear Column(granule=4, copies=2) (8, 16) -> (4, 16) 2" in found
     assert "output Linear Vocab (32, 16) -> (8, 16) 1" in found
@@ -130,13 +130,13 @@ def test_head_norms_see_some_heads_only() -> None:
     assert resolve_tensor_plan(Decoder(Normed), "auto", 2).styles["layers.0.attention.q_norm"] == [PartialGradient()]
 
 
-def test_a_head_that_is_no_module_keeps_the_embedding_whole() -> None:
+def test_without_a_head_module_the_embedding_is_replicated() -> None:
     model = Decoder()
     del model.output
     assert "tok_embeddings" not in resolve_tensor_plan(model, "auto", 2).styles
 
 
-def test_tied_parameters_are_cut_alike_or_not_at_all() -> None:
+def test_tied_parameters_are_sharded_in_the_same_way_or_not_at_all() -> None:
     class Tied(Decoder):
         def __init__(self, rows: int) -> None:
             super().__init__()
@@ -223,7 +223,7 @@ def test_a_linear_layer_of_unknown_purpose() -> None:
         (lambda: nn.MultiheadAttention(WIDTH, HEADS), "fused weights"),
         (lambda: nn.TransformerEncoderLayer(WIDTH, HEADS, HIDDEN), "fused weights"),
         (lambda: nn.Conv1d(WIDTH, WIDTH, 3), "'weight' of shape (16, 16, 3)"),
-        (lambda: nn.LayerNorm(HIDDEN), "between layers that are divided"),
+        (lambda: nn.LayerNorm(HIDDEN), "between sharded layers"),
         (lambda: nn.ParameterList([nn.Parameter(torch.ones(3))]), "'0' of shape (3,)"),
     ],
 )
@@ -242,7 +242,7 @@ def test_experts() -> None:
     assert "mixture of experts" in refused(with_part("moe", SparseExperts))
 
 
-def test_layers_of_experts_stay_whole() -> None:
+def test_layers_of_experts_are_replicated() -> None:
     model = Decoder()
     for layer in model.layers:
         layer.feed_forward = MoE(WIDTH, lambda: GatedFeedForward(WIDTH, HIDDEN), 4, use_residual=True)
@@ -261,7 +261,7 @@ def test_quantised_weights() -> None:
 
 
 def test_numbers_of_heads() -> None:
-    assert "has 4 attention heads, which do not divide by parallel.tensor=3" in refused(Decoder(), size=3)
+    assert "has 4 attention heads, which is not divisible by parallel.tensor=3" in refused(Decoder(), size=3)
 
     class ThreeKeys(nn.Module):
         def __init__(self) -> None:
@@ -270,32 +270,32 @@ def test_numbers_of_heads() -> None:
             self.q, self.k, self.v = nn.Linear(WIDTH, 24), nn.Linear(WIDTH, 12), nn.Linear(WIDTH, 12)
             self.o = nn.Linear(24, WIDTH)
 
-    assert "3 key and value heads, which neither divide by" in refused(Decoder(ThreeKeys), size=2)
+    assert "3 key and value heads, which is neither a multiple" in refused(Decoder(ThreeKeys), size=2)
     assert resolve_tensor_plan(Decoder(ThreeKeys), "auto", 3).styles["layers.0.attention.k"] == [Column(granule=4)]
     assert resolve_tensor_plan(Decoder(ThreeKeys), "auto", 6).styles["layers.0.attention.k"] == [
         Column(granule=4, copies=2)
     ]
 
 
-def test_heads_that_are_not_told() -> None:
+def test_unknown_heads() -> None:
     class Silent(Attention):
         def __init__(self) -> None:
             super().__init__()
             del self.n_heads, self.head_dim
 
-    assert "does not tell its number of heads" in refused(Decoder(Silent))
+    assert "has none of the attributes that hold the number of heads" in refused(Decoder(Silent))
 
 
 def test_widths_that_do_not_fit() -> None:
     model = Decoder()
     model.layers[1].feed_forward.w1 = nn.Linear(WIDTH, HIDDEN + 2)  # type: ignore[union-attr]
-    assert "'layers.1.feed_forward.w1' (Linear) makes 26 features" in refused(model)
+    assert "'layers.1.feed_forward.w1' (Linear) computes 26 features" in refused(model)
     model = Decoder()
     model.layers[0].attention.wo = nn.Linear(WIDTH + 4, WIDTH)  # type: ignore[union-attr]
-    assert "takes 20 features, but 4 heads of 4 come in" in refused(model)
+    assert "takes 20 features, but gets 4 heads of 4" in refused(model)
 
 
-def test_feed_forwards_that_do_not_divide() -> None:
+def test_feed_forwards_of_indivisible_width() -> None:
     model = Decoder()
     for layer in model.layers:
         layer.feed_forward.w1 = nn.Linear(WIDTH, 26)  # type: ignore[union-attr]
@@ -368,7 +368,7 @@ def test_shapes_that_are_wired_into_the_code() -> None:
 def test_source_that_cannot_be_read() -> None:
     scope: dict[str, Any] = {"Attention": Attention}
     exec("class Typed(Attention):\n    pass\n", scope)
-    assert "has no source that could be read" in refused(Decoder(scope["Typed"]))
+    assert "has no readable source" in refused(Decoder(scope["Typed"]))
 
 
 def test_fused_matrices_of_unknown_layout() -> None:
@@ -379,7 +379,7 @@ def test_fused_matrices_of_unknown_layout() -> None:
             self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
 
     message = refused(Decoder(Fused))
-    assert "'layers.0.attention.c_attn' (Linear) makes query, key and value in one matrix" in message
+    assert "'layers.0.attention.c_attn' (Linear) computes query, key and value by one matrix" in message
     assert "Column(sections=(-1, -1, -1)" in message
 
 
@@ -440,7 +440,7 @@ def test_a_mapping_is_parsed_and_checked() -> None:
     assert "matches no module" in refused(Decoder(), {"layers.*.w9": "column"})
     assert "unknown tensor-parallel style 'columns'" in refused(Decoder(), {"layers.*.w1": "columns"})
     assert "is empty" in refused(Decoder(), {})
-    assert 'give "auto"' in refused(Decoder(), "automatic")
+    assert 'Set "auto"' in refused(Decoder(), "automatic")
 
 
 def test_styles_of_torch() -> None:
@@ -485,8 +485,8 @@ def test_plans_that_models_carry() -> None:
         "model.layers.0.v_proj": [Column(granule=SIZE, copies=2)],
         "model.layers.0.o_proj": [Row()],
     }
-    assert "4 attention heads, which do not divide" in refused(model, size=3)
+    assert "4 attention heads, which is not divisible" in refused(model, size=3)
     message = refused(Carrying(router="ep_router"))
     assert "plan for 'layers.0.router' (Linear)" in message
-    assert "experts are not divided" in message
-    assert "which takes experts with the parameters gate_up_proj" in refused(Carrying(router="moe_tp_experts"))
+    assert "tensor parallelism does not shard these experts" in message
+    assert "which requires experts with the parameters gate_up_proj" in refused(Carrying(router="moe_tp_experts"))

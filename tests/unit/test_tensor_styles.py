@@ -92,8 +92,8 @@ def test_every_name_of_hugging_face_is_known_or_refused_with_a_reason() -> None:
     assert not unknown
 
 
-def test_other_values_are_no_style() -> None:
-    with pytest.raises(PlanError, match="is no tensor-parallel style"):
+def test_other_values_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"Got 3 \(int\) as a tensor-parallel style"):
         parse_all(3)  # type: ignore[arg-type]
 
 
@@ -108,7 +108,7 @@ def test_sections_that_do_not_add_up() -> None:
             resolve_sections(sections, 10, "rows")
 
 
-def test_resolve_finds_layers_attributes_and_cuts() -> None:
+def test_resolve_finds_layers_attributes_and_shards() -> None:
     model = Model()
     resolved = resolve(
         model,
@@ -122,12 +122,13 @@ def test_resolve_finds_layers_attributes_and_cuts() -> None:
         },
         2,
     )
-    cuts = {owned.name: cut for owned, cut in resolved.cuts()}
-    assert cuts["blocks.1.attention.qkv.weight"] == cuts["blocks.1.attention.qkv.bias"] == ParamShard(0, (16, 8, 8), 4)
-    assert cuts["blocks.0.attention.output.weight"] == ParamShard(1, (16,))
-    assert "blocks.0.attention.output.bias" not in cuts
-    assert cuts["embedding.weight"] == cuts["head.weight"] == ParamShard(0, (13,))
-    assert cuts["blocks.0.attention.bias_table"] == ParamShard(1, (4,))
+    shards = {owned.name: shard for owned, shard in resolved.shards()}
+    assert shards["blocks.1.attention.qkv.weight"] == ParamShard(0, (16, 8, 8), 4)
+    assert shards["blocks.1.attention.qkv.bias"] == ParamShard(0, (16, 8, 8), 4)
+    assert shards["blocks.0.attention.output.weight"] == ParamShard(1, (16,))
+    assert "blocks.0.attention.output.bias" not in shards
+    assert shards["embedding.weight"] == shards["head.weight"] == ParamShard(0, (13,))
+    assert shards["blocks.0.attention.bias_table"] == ParamShard(1, (4,))
     values = {key: value for _, key, value in resolved.attributes.values()}
     assert values == {"heads": 2, "kv_heads": 1, "width": 9}
     assert model.blocks[0].attention.heads == 4  # type: ignore[union-attr]
@@ -136,34 +137,38 @@ def test_resolve_finds_layers_attributes_and_cuts() -> None:
 def test_fewer_heads_than_ranks_become_one() -> None:
     assert Divide(("heads",)).local("attention", "heads", 2, 4) == 1
     assert Divide(("heads",)).local("attention", "heads", 4, 4) == 1
-    with pytest.raises(PlanError, match=r"attention.heads=6 does not divide by the 4 tensor-parallel ranks"):
+    with pytest.raises(PlanError, match=r"attention.heads=6 is not divisible by the 4 tensor-parallel ranks"):
         Divide(("heads",)).local("attention", "heads", 6, 4)
-    with pytest.raises(PlanError, match=r"attention.heads=1.5 .* no positive integer"):
+    with pytest.raises(PlanError, match=r"attention.heads=1.5 must be a positive integer"):
         Divide(("heads",)).local("attention", "heads", 1.5, 4)
 
 
 REFUSALS: dict[str, tuple[dict[str, Any], int, str]] = {
-    "no such module": ({"blocks.*.attn": "row"}, 2, r"'blocks.\*.attn' .* matches no module .* embedding, blocks"),
-    "wrong class": ({"*.norm": "column"}, 2, r"'blocks.0.norm' .* takes nn.Linear .* LayerNorm"),
-    "vocabulary of a norm": ({"*.norm": "vocab"}, 2, "takes nn.Embedding or nn.Linear"),
-    "heads": ({"*.qkv": QKV}, 4, r"'blocks.0.attention.qkv': 8 output features in granules of 4 \(2\) .* 4 parts"),
-    "granule": ({"*.output": Row(granule=5)}, 2, "16 input features are no whole number of granules of 5"),
-    "input": ({"*.output": "row"}, 3, "16 input features do not divide into 3 parts"),
+    "no such module": ({"blocks.*.attn": "row"}, 2, r"'blocks.\*.attn' .* no module .* modules are embedding, blocks"),
+    "wrong class": ({"*.norm": "column"}, 2, r"'blocks.0.norm' .* requires nn.Linear .* LayerNorm"),
+    "vocabulary of a norm": ({"*.norm": "vocab"}, 2, "requires nn.Embedding or nn.Linear"),
+    "heads": ({"*.qkv": QKV}, 4, r"'blocks.0.attention.qkv': 8 output features in granules of 4 \(2\) .* 4 equal"),
+    "granule": ({"*.output": Row(granule=5)}, 2, "16 input features are not a multiple of granule=5"),
+    "input": ({"*.output": "row"}, 3, "16 input features cannot be split into 3 equal shards"),
     "sections": ({"*.qkv": Column(sections=(16, 8))}, 2, "'blocks.0.attention.qkv', output features: .* add up to 32"),
-    "copies": ({"*.output": Column(copies=3)}, 4, "copies=3 does not divide the 4"),
-    "copies and gather": ({"*.output": Column(copies=2, gather=True)}, 4, "gather=True has no meaning with copies"),
+    "copies": ({"*.output": Column(copies=3)}, 4, "copies must divide the number of .* ranks, 4"),
+    "copies and gather": ({"*.output": Column(copies=2, gather=True)}, 4, "gather=True cannot be combined with copies"),
     "tied": ({"embedding": "vocab"}, 2, "head.weight and embedding.weight are one parameter"),
-    "tied, another cut": ({"embedding": "features", "head": "vocab"}, 2, "are one parameter, but the plan cuts it as"),
+    "tied, sharded otherwise": (
+        {"embedding": "features", "head": "vocab"},
+        2,
+        "one parameter, but the plan shards it as",
+    ),
     "too many ranks": ({"embedding": "vocab", "head": "vocab"}, 14, "13 rows, fewer than the 14"),
     "two styles": ({"*.output": "row", "*.attention.o*": "column"}, 2, "by pattern .* Make the patterns narrower"),
     "attribute": (
         {"*.attention": "divide:n_heads"},
         2,
-        "no attribute 'n_heads'. Its integers are heads, kv_heads, width",
+        "no attribute 'n_heads'. Use one of its integers: heads, kv_heads, width",
     ),
     "attribute twice": ({"*.attention": ["divide:heads", Attributes((("heads", 3),))]}, 2, "heads to 2 and to 3"),
     "column of a parameter": ({"*.bias_table": "column"}, 2, "matches parameter 'blocks.0.attention.bias_table'"),
-    "features": ({"*.bias_table": Features(dim=0)}, 2, r"of shape \(3, 4\) .* dimension 0 does not divide by the 2"),
+    "features": ({"*.bias_table": Features(dim=0)}, 2, r"of shape \(3, 4\) .* dimension 0 is not divisible by the 2"),
     "unknown name": ({"*.output": "rowwize"}, 2, "unknown tensor-parallel style 'rowwize'"),
 }
 
@@ -183,7 +188,7 @@ def test_refusals_come_before_any_change(what: str) -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-def test_modules_that_cannot_be_divided() -> None:
+def test_modules_that_cannot_be_sharded() -> None:
     attention = nn.MultiheadAttention(16, 4)
     with pytest.raises(PlanError, match=r"part of nn.MultiheadAttention"):
         resolve(attention, {"out_proj": "row"}, 2)
@@ -198,7 +203,7 @@ def test_modules_that_cannot_be_divided() -> None:
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             return super().forward(input) * 2
 
-    with pytest.raises(PlanError, match="a forward of its own and a bias"):
+    with pytest.raises(PlanError, match="overrides forward and has a bias"):
         resolve(nn.ModuleDict({"own": Own(8, 8)}), {"own": "row"}, 2)
     assert resolve(nn.ModuleDict({"own": Own(8, 8, bias=False)}), {"own": "row"}, 2).layers
 
@@ -229,12 +234,12 @@ def test_sequence_refusals() -> None:
     model = Model()
     with pytest.raises(PlanError, match="sequence=True needs the blocks"):
         TokenBlocks(model, [], resolve(model, {"*.qkv": QKV}, 2))
-    with pytest.raises(PlanError, match=r"belongs to block 'blocks.0.attention' itself"):
+    with pytest.raises(PlanError, match=r"'blocks.0.attention.qkv' belongs to block 'blocks.0.attention' itself"):
         TokenBlocks(model, [b.attention for b in model.blocks], resolve(model, {"*.qkv": QKV}, 2))  # type: ignore[misc]
     with pytest.raises(PlanError, match=r"'blocks.0.attention.qkv' is Column.*gather=True"):
         TokenBlocks(model, list(model.blocks), resolve(model, {"*.qkv": "column_gather"}, 2))
     model.norm = model.blocks[0].norm  # type: ignore[assignment]
-    with pytest.raises(PlanError, match=r"blocks.0.norm.weight in a block and norm.weight outside"):
+    with pytest.raises(PlanError, match=r"blocks.0.norm.weight in a block and norm.weight outside the blocks"):
         TokenBlocks(model, list(model.blocks), resolve(model, {"*.qkv": QKV}, 2))
 
 
