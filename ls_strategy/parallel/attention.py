@@ -33,7 +33,6 @@ class Region:
     """The execution of one block on this rank's tokens."""
 
     def __init__(self, axis: Axis) -> None:
-        """``axis``: the ranks that hold the other tokens."""
         self.axis = axis
         self.calls = 0
         """Number of attention calls so far."""
@@ -85,7 +84,6 @@ class Interception:
     """Replace torch's attention function until `remove`. Several interceptions may be active at once."""
 
     def __init__(self) -> None:
-        """Replace the function now."""
         original = functional.scaled_dot_product_attention
 
         @untraced

@@ -57,7 +57,6 @@ class _Forward:
     """
 
     def __init__(self, metadata: dict[str, _Global]) -> None:
-        """``metadata``: by name of the parameter or buffer."""
         self._metadata = metadata
         self._depth = 0
 
@@ -224,12 +223,8 @@ def _part_of(name: str, value: DTensor, axis: Axis) -> TensorPart | None:
             f"{where}, but only Shard(dim) and Replicate() are supported. Remove fully_shard: ZeROStrategy shards "
             "parameters over the data-parallel ranks itself."
         )
-    return _chunk(tuple(value.shape), placement.dim % value.ndim, axis)
-
-
-def _chunk(shape: tuple[int, ...], dim: int, axis: Axis) -> TensorPart:
-    """Return this rank's chunk as ``torch.chunk`` makes it: only the last ranks may have a shorter one."""
-    step = -(-shape[dim] // axis.size)
+    shape, dim = tuple(value.shape), placement.dim % value.ndim
+    step = -(-shape[dim] // axis.size)  # as torch.chunk cuts: only the last ranks may hold less
     first = min(axis.rank * step, shape[dim])
     return TensorPart(shape, dim, ((first, min(step, shape[dim] - first)),))
 

@@ -8,50 +8,36 @@ from typing import Any
 from torch import Tensor, nn
 
 from ls_strategy.errors import StateError
-from ls_strategy.parallel.regions import untraced
+from ls_strategy.parallel.regions import Map, untraced
 from ls_strategy.parallel.resolved_plan import Owned
-
-Map = Callable[[Tensor], Tensor]
 
 
 class Hooks:
     """The hooks of one sharded model, removed together. `torch.compile` breaks its graph at each of them."""
 
     def __init__(self) -> None:
-        """Start without hooks."""
-        self._handles: list[Any] = []
+        self._removals: list[Callable[[], object]] = []
 
     def before(self, module: nn.Module, call: Callable[..., Any]) -> None:
         """Call ``call(module, args, kwargs)`` before every forward; it returns None or new ``(args, kwargs)``."""
-        self._handles.append(module.register_forward_pre_hook(untraced(call), with_kwargs=True))
+        self.on_remove(module.register_forward_pre_hook(untraced(call), with_kwargs=True).remove)
 
     def after(self, module: nn.Module, call: Callable[..., Any], *, always: bool = False) -> None:
         """Call ``call(module, args, output)`` after every forward; it returns None or a new output.
 
-        Args:
-            module: the module to hook.
-            call: the hook.
-            always: also call it after a forward that raised; the output is None then.
+        With ``always`` it is also called after a forward that raised, with None as the output.
         """
-        self._handles.append(module.register_forward_hook(untraced(call), always_call=always))
+        self.on_remove(module.register_forward_hook(untraced(call), always_call=always).remove)
 
-    def keep(self, handle: Any) -> None:
-        """Register another handle to ``remove()``."""
-        self._handles.append(handle)
+    def on_remove(self, call: Callable[[], object]) -> None:
+        """Call ``call()`` when the hooks are removed."""
+        self._removals.append(call)
 
     def remove(self) -> None:
         """Remove all hooks. Idempotent."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-
-class Undo:
-    """A handle that calls a function on removal."""
-
-    def __init__(self, call: Callable[[], object]) -> None:
-        """``call``: the function."""
-        self.remove = call
+        for call in self._removals:
+            call()
+        self._removals.clear()
 
 
 class NoPickle:
@@ -107,17 +93,13 @@ class GradientSums:
     """
 
     def __init__(self, hooks: Hooks) -> None:
-        """``hooks``: register the hooks here."""
         self._hooks = hooks
         self._summed: dict[int, nn.Parameter] = {}
 
     def add(self, owned: Owned, reduce: Map, caller: nn.Module | None = None) -> None:
         """Sum the gradient of a parameter by ``reduce``. Adding a parameter again has no effect.
 
-        Args:
-            owned: the parameter.
-            reduce: sums a gradient over ranks.
-            caller: a module that runs whenever the parameter is used, if its own module may not be called.
+        ``caller`` is a module that runs whenever the parameter is used, if the owner itself may not be called.
         """
         if not owned.parameter.is_meta:
             self._attach(owned.parameter, reduce)
@@ -136,5 +118,5 @@ class GradientSums:
         # The parameter may be frozen for now, but only a tensor that requires a gradient accepts a hook.
         required = parameter.requires_grad
         parameter.requires_grad_(True)
-        self._hooks.keep(parameter.register_hook(untraced(lambda grad: reduce(grad.contiguous()))))
+        self._hooks.on_remove(parameter.register_hook(untraced(lambda grad: reduce(grad.contiguous()))).remove)
         parameter.requires_grad_(required)

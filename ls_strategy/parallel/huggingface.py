@@ -14,12 +14,11 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 from ls_strategy.errors import PlanError
-from ls_strategy.moe.sparse import SparseLayer
 from ls_strategy.parallel import families
 from ls_strategy.parallel.families import Role
 from ls_strategy.parallel.fused import fused_heads
 from ls_strategy.parallel.heads import Heads, width_out
-from ls_strategy.parallel.plan_from_names import Found
+from ls_strategy.parallel.plan_from_names import SEPARATE, Found, outside_experts
 from ls_strategy.parallel.resolved_plan import plain_name
 from ls_strategy.parallel.styles import Attributes, Column, Experts, Style, parse
 
@@ -38,22 +37,14 @@ def with_plans(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Mod
 
 
 def styles_of(prefix: str, model: nn.Module, plan: Mapping[str, str], size: int) -> Found:
-    """Return the styles by full module name.
-
-    Args:
-        prefix: name of ``model`` in the outermost module.
-        model: the module that holds the plan.
-        plan: the plan.
-        size: number of tensor-parallel ranks.
+    """Return the styles of ``model``, called ``prefix``, on ``size`` ranks, by full module name.
 
     Raises:
         PlanError: A style is not supported, or the heads cannot be sharded over the ranks.
     """
     found: Found = {}
     modules: dict[str, nn.Module] = {}
-    # Expert parallelism shards MoE layers; tensor parallelism replicates them.
-    skipped = tuple(f"{name}." for name, m in model.named_modules() if isinstance(m, SparseLayer))
-    for name, module in ((n, m) for n, m in model.named_modules() if not f"{n}.".startswith(skipped)):
+    for name, module in outside_experts(model):
         full = plain_name(f"{prefix}.{name}" if prefix and name else prefix or name)
         modules[full] = module
         style = plan.get(_LAYER_NUMBER.sub(".*", name))
@@ -87,7 +78,7 @@ def _attentions(found: Found) -> dict[str, dict[Role, str]]:
     for name, style in found.items():
         owner, _, last = name.rpartition(".")
         role = families.ROLES.get(last)
-        if role in ("query", "key", "value", "fused") and style == Column():
+        if role in (*SEPARATE, "fused") and style == Column():
             owners[owner][role] = name
     return owners
 
@@ -101,9 +92,9 @@ def _refine(
         if type(module).__name__ in families.FUSED_PER_HEAD:
             found[fused] = fused_heads(name, module, fused, layer, size)[1]
         return
-    if not {"query", "key", "value"} <= set(layers):
+    if not set(SEPARATE) <= set(layers):
         return
-    (query, query_layer), (key, key_layer), (value, value_layer) = (layers[role] for role in ("query", "key", "value"))
+    (query, query_layer), (key, key_layer), (value, value_layer) = (layers[role] for role in SEPARATE)
     heads = Heads.of(name, module, width_out(query_layer), width_out(key_layer))
     heads.check(name, module, size)
     copies = heads.copies(size)

@@ -238,10 +238,6 @@ def _reshape(func: Callable[..., Any], logits: ShardedLogits, *args: Any, **kwar
     new = tuple(outcome.shape)
     if outcome.dtype != logits.dtype or not math.prod(old):
         return NotImplemented
-    return _with_shape(logits, old, new)
-
-
-def _with_shape(logits: ShardedLogits, old: tuple[int, ...], new: tuple[int, ...]) -> Any:
     shards = [shard.reshaped(old, new) for shard in logits.shards]
     found = tuple(shard for shard in shards if shard is not None)
     if len(found) < len(shards) or len({shard.dim for shard in found}) < len(found):

@@ -27,6 +27,9 @@ from ls_strategy.parallel.styles import Column, Features, PartialGradient, Row, 
 Found: TypeAlias = dict[str, Style]
 """Styles by full name of the module."""
 
+SEPARATE: tuple[Role, ...] = ("query", "key", "value")
+"""Roles of the layers of an attention without a fused layer."""
+
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 _FUSED_TORCH = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
@@ -46,19 +49,22 @@ def _looks_repeated(module: nn.Module) -> bool:
         return False
     classes = {type(child) for child in children}
     several = len(children) > 1 or isinstance(module, nn.ModuleList)
-    return several and len(classes) == 1 and any(_is_linear(m) for c in children for m in list(c.modules())[1:])
+    return several and len(classes) == 1 and any(is_linear(m) for c in children for m in list(c.modules())[1:])
 
 
-def _is_linear(module: nn.Module) -> bool:
+def is_linear(module: nn.Module) -> bool:
+    """Whether this is an `nn.Linear` or transformers' Conv1D."""
     return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
-def infer(model: nn.Module, size: int) -> Found:
-    """Return the styles of all repeated blocks.
+def outside_experts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the named modules outside MoE layers: only expert parallelism shards these."""
+    skipped = tuple(f"{name}." for name, m in module.named_modules() if isinstance(m, SparseLayer))
+    return ((name, m) for name, m in module.named_modules() if not f"{name}.".startswith(skipped))
 
-    Args:
-        model: with full parameters, on meta or not.
-        size: number of tensor-parallel ranks.
+
+def infer(model: nn.Module, size: int) -> Found:
+    """Return the styles of all repeated blocks on ``size`` ranks.
 
     Raises:
         PlanError: A layer of a block is not recognised, or cannot be sharded over the ranks.
@@ -106,11 +112,11 @@ class Attention:
         return found
 
     def _separate(self, size: int) -> Found:
-        missing = [role for role in ("query", "key", "value") if role not in self.layers]
+        missing = [role for role in SEPARATE if role not in self.layers]
         if missing:
             raise refusal(self.name, self.module, f"has no {missing[0]} layer with a known name")
-        query, key, value = (self.modules[self.layers[role]] for role in ("query", "key", "value"))
-        heads = self._heads(width_out(query), width_out(key))
+        query, key, value = (self.modules[self.layers[role]] for role in SEPARATE)
+        heads = Heads.of(self.name, self.module, width_out(query), width_out(key))
         heads.check(self.name, self.module, size)
         value_size, remainder = divmod(width_out(value), heads.key)
         if remainder:
@@ -129,9 +135,6 @@ class Attention:
             raise refusal(self.name, self.module, "is cross attention with a fused key and value")
         return self._close(heads, heads.size, size) | {fused: style}
 
-    def _heads(self, query: int, key: int) -> Heads:
-        return Heads.of(self.name, self.module, query, key)
-
     def _close(self, heads: Heads, value_size: int, size: int) -> Found:
         """Return the styles of the out layer and of the module's integer attributes."""
         out = self.layers["out"]
@@ -148,8 +151,9 @@ class Attention:
         return found
 
     def _check_norm(self, name: str, norm: nn.Module) -> None:
-        reference = self.modules[self.layers.get("query") or self.layers["fused"]]
-        heads = self._heads(width_out(reference), width_out(self.modules.get(self.layers.get("key", ""), reference)))
+        query = self.modules[self.layers.get("query") or self.layers["fused"]]
+        key = self.modules.get(self.layers.get("key", ""), query)
+        heads = Heads.of(self.name, self.module, width_out(query), width_out(key))
         for parameter in norm.parameters():
             if parameter.numel() != heads.size:
                 raise refusal(
@@ -169,17 +173,13 @@ class _Block:
     roles: dict[str, Role] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        # Expert parallelism shards MoE layers; tensor parallelism replicates them.
-        skipped = tuple(f"{name}." for name, m in self.module.named_modules() if isinstance(m, SparseLayer))
-        named = ((name, m) for name, m in self.module.named_modules() if not f"{name}.".startswith(skipped))
-        self.modules = {self._full(name): m for name, m in named}
-
-    def _full(self, name: str) -> str:
-        return plain_name(f"{self.name}.{name}" if name else self.name)
+        self.modules = {
+            plain_name(f"{self.name}.{name}" if name else self.name): m for name, m in outside_experts(self.module)
+        }
 
     def styles(self, size: int) -> Found:
         """Return the styles of everything in the block that is not replicated."""
-        linears = {name: m for name, m in self.modules.items() if _is_linear(m)}
+        linears = {name: m for name, m in self.modules.items() if is_linear(m)}
         self._refuse_special()
         for name, linear in linears.items():
             self.roles[name] = self._role(name, linear, linears)
@@ -263,9 +263,7 @@ class _Block:
                     f"computes {width_out(self.modules[up])} features, but {down!r}, which follows it, takes "
                     f"{width_in(self.modules[down])}",
                 )
-        found: Found = {down: Row()}
-        found.update((up, Column()) for up in ups)
-        return found
+        return {down: Row(), **dict.fromkeys(ups, Column())}
 
     def _check_others(self, linears: Mapping[str, nn.Module], found: Found, sharded_widths: set[int]) -> None:
         """Check that every module besides linear layers is a norm of the model's width, or known by name."""

@@ -112,8 +112,7 @@ def _automatic(model: nn.Module, size: int) -> tuple[str, dict[str, Any]]:
     source = ", ".join(sorted({f"Hugging Face's {type(module).__name__}" for _, module, _ in carried}))
     if not carried:
         source, plan = "names and shapes of the layers", dict(infer(model, size))
-    inside = {id(m) for _, block in uniform_blocks(model) for m in block.modules()}
-    return source, plan | vocabulary(model, inside, size)
+    return source, plan | vocabulary(model, size)
 
 
 def _own_plans(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

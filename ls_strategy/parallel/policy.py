@@ -21,18 +21,24 @@ from typing import TypeAlias
 from torch import nn
 
 from ls_strategy.errors import PlanError
-from ls_strategy.moe.sparse import SparseLayer
 from ls_strategy.parallel import families
 from ls_strategy.parallel.families import Role
 from ls_strategy.parallel.heads import width_in, width_out
-from ls_strategy.parallel.plan_from_names import Attention, Found, shared_prefix, uniform_blocks
-from ls_strategy.parallel.resolved_plan import is_conv1d, plain_name
+from ls_strategy.parallel.plan_from_names import (
+    SEPARATE,
+    Attention,
+    Found,
+    is_linear,
+    outside_experts,
+    shared_prefix,
+    uniform_blocks,
+)
+from ls_strategy.parallel.resolved_plan import plain_name
 from ls_strategy.parallel.styles import Column, Row
 from ls_strategy.parallel.vocabulary import vocabulary
 
 Policy: TypeAlias = Mapping[type[nn.Module] | str, Sequence[str] | str]
-
-_SEPARATE: tuple[Role, ...] = ("query", "key", "value")
+"""Class of a block, or its name -> names of its row-parallel layers."""
 
 
 def is_policy(model: nn.Module, given: Mapping[object, object]) -> bool:
@@ -42,12 +48,7 @@ def is_policy(model: nn.Module, given: Mapping[object, object]) -> bool:
 
 
 def styles_of_policy(model: nn.Module, policy: Policy, size: int) -> Found:
-    """Return the styles of the blocks and of the vocabulary, by full name.
-
-    Args:
-        model: unsharded, on meta or not.
-        policy: class of a block, or its name -> names of the row-parallel layers.
-        size: number of tensor-parallel ranks.
+    """Return the styles of the blocks and of the vocabulary on ``size`` ranks, by full name.
 
     Raises:
         PlanError: The model has no such class or layer, or a block cannot be sharded in this way.
@@ -65,8 +66,7 @@ def styles_of_policy(model: nn.Module, policy: Policy, size: int) -> Found:
         _check_names(_class_name(key), names, blocks)
         for name, block in blocks.items():
             found |= _Block(name, block, names).styles(size)
-    inside = {id(m) for _, block in uniform_blocks(model) for m in block.modules()}
-    return found | vocabulary(model, inside, size)
+    return found | vocabulary(model, size)
 
 
 def _is_a(module: nn.Module, key: type[nn.Module] | str) -> bool:
@@ -94,13 +94,8 @@ def _check_names(cls: str, names: Sequence[str], blocks: Mapping[str, nn.Module]
 
 
 def _linears(block: nn.Module) -> dict[str, nn.Module]:
-    """Return the block's linear layers by relative name, without those of MoE layers, which stay unsharded here."""
-    skipped = tuple(f"{name}." for name, m in block.named_modules() if isinstance(m, SparseLayer))
-    return {
-        plain_name(name): m
-        for name, m in block.named_modules()
-        if (isinstance(m, nn.Linear) or is_conv1d(m)) and not f"{name}.".startswith(skipped)
-    }
+    """Return the block's linear layers by relative name."""
+    return {plain_name(name): m for name, m in outside_experts(block) if is_linear(m)}
 
 
 def _matches(linear: str, names: Sequence[str]) -> bool:
@@ -150,8 +145,8 @@ class _Block:
         named = {families.ROLES.get(column.rpartition(".")[2]): column for column in columns}
         if "fused" in named:
             return {"fused": named["fused"]}
-        if set(_SEPARATE) <= set(named):
-            return {role: named[role] for role in _SEPARATE}
+        if set(SEPARATE) <= set(named):
+            return {role: named[role] for role in SEPARATE}
         counts = families.HEAD_COUNTS | families.KEY_HEAD_COUNTS
         if not any(isinstance(getattr(self.modules[owner], key, None), int) for key in counts):
             return {}
@@ -162,7 +157,7 @@ class _Block:
                 'instead, {"pattern.of.modules.*": "column", ...}, with sections and granule.'
             )
         widest_first = sorted(columns, key=lambda column: -width_out(self.modules[column]))
-        return dict(zip(_SEPARATE, widest_first, strict=True))
+        return dict(zip(SEPARATE, widest_first, strict=True))
 
     def _out_layer(self, owner: str, column: str) -> str:
         """Return the row-parallel layer of an attention: the one that shares the longest prefix with its name."""

@@ -73,7 +73,6 @@ class Streams:
     """The forks of this rank's default generators. No method synchronises with a device."""
 
     def __init__(self, rank: int) -> None:
-        """``rank``: rank along the axis."""
         self._rank = rank
         self._outer: dict[torch.device, tuple[int, Any]] = {}
 

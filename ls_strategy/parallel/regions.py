@@ -9,8 +9,7 @@ function                forward                  backward
 `scatter_to`            take the local shard     all-gather
 `gather_sequence`       all-gather               reduce-scatter
 `scatter_sequence`      reduce-scatter           all-gather
-`slice_sequence`        take the local shard     all-gather
-`join_sequence`         all-gather               take the local shard
+
 `exchange`              all-to-all               all-to-all
 ======================  =======================  =======================
 
@@ -24,7 +23,7 @@ All are collective over the axis, forward and backward. They save nothing for ba
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -64,17 +63,17 @@ def _identity(x: Tensor) -> Tensor:
     return x.detach()
 
 
-def _slice(axis: Axis, dim: int, sizes: Sequence[int] | None) -> Map:
+def _slice(axis: Axis, dim: int) -> Map:
     def local(x: Tensor) -> Tensor:
-        lengths = sizes or [shard_length(x, dim, axis)] * axis.size
+        length = shard_length(x, dim, axis)
         # A copy, so that the full tensor can be freed.
-        return x.narrow(dim, sum(lengths[: axis.rank]), lengths[axis.rank]).clone(memory_format=torch.contiguous_format)
+        return x.narrow(dim, axis.rank * length, length).clone(memory_format=torch.contiguous_format)
 
     return local
 
 
-def _gather(axis: Axis, dim: int, sizes: Sequence[int] | None) -> Map:
-    return lambda x: axis.all_gather(x, dim, sizes)
+def _gather(axis: Axis, dim: int) -> Map:
+    return lambda x: axis.all_gather(x, dim)
 
 
 def shard_length(x: Tensor, dim: int, axis: Axis) -> int:
@@ -105,58 +104,38 @@ def reduce_from(x: Tensor, axis: Axis) -> Tensor:
 
 
 @untraced
-def gather_from(x: Tensor, axis: Axis, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensor:
-    """Concatenate the ranks' shards along ``dim`` into a replicated tensor.
+def gather_from(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
+    """Concatenate the ranks' shards along ``dim`` into a replicated tensor."""
+    dim %= x.ndim
+    return _run(x, axis, _gather(axis, dim), _slice(axis, dim))
 
-    Args:
-        x: this rank's shard.
-        axis: the ranks.
-        dim: the sharded dimension.
-        sizes: length of every rank's shard along ``dim``; None if all are equal.
+
+@untraced
+def scatter_to(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
+    """Take this rank's shard along ``dim`` of a replicated tensor.
+
+    Raises:
+        PlanError: The length of ``dim`` is not divisible by the number of ranks.
     """
     dim %= x.ndim
-    return _run(x, axis, _gather(axis, dim, sizes), _slice(axis, dim, sizes))
+    return _run(x, axis, _slice(axis, dim), _gather(axis, dim))
 
 
 @untraced
-def scatter_to(x: Tensor, axis: Axis, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensor:
-    """Take this rank's shard along ``dim`` of a replicated tensor. The arguments are those of `gather_from`."""
-    dim %= x.ndim
-    return _run(x, axis, _slice(axis, dim, sizes), _gather(axis, dim, sizes))
-
-
-@untraced
-def gather_sequence(x: Tensor, axis: Axis, dim: int = 1) -> Tensor:
+def gather_sequence(x: Tensor, axis: Axis) -> Tensor:
     """Gather all tokens, ``(B, T / size, ...)`` to ``(B, T, ...)``, as input of layers sharded over the ranks."""
-    return _run(x, axis, _gather(axis, dim, None), lambda g: axis.reduce_scatter(g, dim))
+    return _run(x, axis, _gather(axis, 1), lambda grad: axis.reduce_scatter(grad, 1))
 
 
 @untraced
-def scatter_sequence(x: Tensor, axis: Axis, dim: int = 1) -> Tensor:
+def scatter_sequence(x: Tensor, axis: Axis) -> Tensor:
     """Sum the ranks' partial results and keep this rank's tokens: ``(B, T, ...)`` to ``(B, T / size, ...)``.
 
     Raises:
         PlanError: The number of tokens is not divisible by the number of ranks.
     """
-    shard_length(x, dim, axis)
-    return _run(x, axis, lambda y: axis.reduce_scatter(y, dim), _gather(axis, dim, None))
-
-
-@untraced
-def slice_sequence(x: Tensor, axis: Axis, dim: int = 1) -> Tensor:
-    """Take this rank's tokens of a replicated tensor: ``(B, T, ...)`` to ``(B, T / size, ...)``.
-
-    Raises:
-        PlanError: The number of tokens is not divisible by the number of ranks.
-    """
-    shard_length(x, dim, axis)
-    return scatter_to(x, axis, dim)
-
-
-@untraced
-def join_sequence(x: Tensor, axis: Axis, dim: int = 1) -> Tensor:
-    """Gather all tokens into a replicated tensor: ``(B, T / size, ...)`` to ``(B, T, ...)``."""
-    return gather_from(x, axis, dim)
+    shard_length(x, 1, axis)
+    return _run(x, axis, lambda partial: axis.reduce_scatter(partial, 1), _gather(axis, 1))
 
 
 @untraced
@@ -213,7 +192,6 @@ class SharedCopy:
     """
 
     def __init__(self, axis: Axis) -> None:
-        """``axis``: the ranks."""
         self._axis = axis
         self._source: weakref.ref[Tensor] | None = None
         self._version = 0

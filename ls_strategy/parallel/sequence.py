@@ -23,7 +23,7 @@ from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import PlanError
 from ls_strategy.parallel.hooks import Hooks, change_first, change_output
 from ls_strategy.parallel.random import Streams
-from ls_strategy.parallel.regions import copy_to, gather_sequence, join_sequence, slice_sequence
+from ls_strategy.parallel.regions import copy_to, gather_from, gather_sequence, scatter_to
 from ls_strategy.parallel.resolved_plan import Layer, Owned, Resolved
 from ls_strategy.parallel.styles import Column, Features, Replicate, Row, Vocab
 
@@ -139,12 +139,12 @@ class TokenBlocks:
             draws: returns whether the model draws random numbers.
         """
         for block in self.blocks:
-            _fork_block(block, hooks, streams, draws)
+            fork_streams(block, hooks, streams, draws)
         for parent in self.parents:
             _attach_parent(parent, axis, hooks, streams)
         for stack in self.stacks(model):
             hooks.before(stack[0], lambda _m, args, kwargs: change_first(args, kwargs, _slicer(axis), NAMES))
-            hooks.after(stack[-1], lambda _m, _args, out: change_output(out, lambda x: join_sequence(x, axis)))
+            hooks.after(stack[-1], lambda _m, _args, out: change_output(out, lambda x: gather_from(x, axis, 1)))
 
 
 def owners(model: nn.Module) -> Iterable[tuple[nn.Module, nn.Module]]:
@@ -169,13 +169,13 @@ def _slicer(axis: Axis) -> Callable[[Tensor], Tensor]:
                 f"sequence=True shards the tokens of hidden states (B, T, D) over {axis.size} ranks, but the first "
                 f"block got {tuple(x.shape)}. Pad T to a multiple of {axis.size}, or set sequence=False."
             )
-        return slice_sequence(x, axis)
+        return scatter_to(x, axis, 1)
 
     return slice_tokens
 
 
-def _fork_block(block: nn.Module, hooks: Hooks, streams: Streams, draws: Callable[[], bool]) -> None:
-    """Make every rank draw different numbers in the block, except where `_attach_parent` changes that."""
+def fork_streams(module: nn.Module, hooks: Hooks, streams: Streams, draws: Callable[[], bool]) -> None:
+    """Make every rank draw different random numbers in the module's forward, where ``draws()`` is true."""
     opened: list[Any] = []
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -188,8 +188,8 @@ def _fork_block(block: nn.Module, hooks: Hooks, streams: Streams, draws: Callabl
         while opened:
             streams.close(opened.pop())
 
-    hooks.before(block, enter)
-    hooks.after(block, leave, always=True)
+    hooks.before(module, enter)
+    hooks.after(module, leave, always=True)
 
 
 def _attach_parent(parent: nn.Module, axis: Axis, hooks: Hooks, streams: Streams) -> None:

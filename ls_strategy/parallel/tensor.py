@@ -14,6 +14,7 @@ from __future__ import annotations
 import types
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import PlanError
 from ls_strategy.layout import TensorPart
 from ls_strategy.parallel.alibi import slice_head_biases
-from ls_strategy.parallel.hooks import GradientSums, Hooks, NoPickle, Undo, change_first
+from ls_strategy.parallel.hooks import GradientSums, Hooks, NoPickle, change_first
 from ls_strategy.parallel.logits import wrap_vocabulary
 from ls_strategy.parallel.random import Streams, share_random_state, wire_device
 from ls_strategy.parallel.regions import (
@@ -38,7 +39,7 @@ from ls_strategy.parallel.regions import (
     sum_copies,
 )
 from ls_strategy.parallel.resolved_plan import Layer, Owned, Resolved, is_conv1d, resolve
-from ls_strategy.parallel.sequence import TokenBlocks, owners
+from ls_strategy.parallel.sequence import TokenBlocks, fork_streams, owners
 from ls_strategy.parallel.styles import Column, Experts, Features, PartialGradient, Plan, Row, Vocab
 
 
@@ -82,7 +83,6 @@ class TensorParallel:
     """A sharded model: this rank's parts of its parameters, and the hooks that make it compute the full model."""
 
     def __init__(self, model: nn.Module, resolved: Resolved, axis: Axis, tokens: TokenBlocks | None) -> None:
-        """Shard the parameters and attach the hooks. See `apply_tensor_parallel`."""
         self.axis = axis
         self.parts: dict[int, TensorPart] = {}
         """What this rank holds of every sharded parameter, by the parameter's id."""
@@ -113,7 +113,7 @@ class TensorParallel:
             for owned, block in tokens.partial:
                 self._gradients.add(owned, axis.all_reduce, block)
             tokens.attach(model, axis, self._hooks, self._streams, self._draws)
-        self._hooks.keep(model.register_forward_pre_hook(NoPickle()))
+        self._hooks.on_remove(model.register_forward_pre_hook(NoPickle()).remove)
 
     def describe(self) -> str:
         """Return a summary of what is sharded, in a few lines."""
@@ -134,10 +134,7 @@ class TensorParallel:
                 parameter.data = _copy_part(parameter.data, part)
                 self.parts[id(parameter)] = part
             if isinstance(shard.copies, int) and shard.copies > 1:
-                self._gradients.add(owned, self._sum_over(shard.copies))
-
-    def _sum_over(self, copies: int) -> Callable[[Tensor], Tensor]:
-        return lambda grad: sum_copies(grad, self.axis, copies)
+                self._gradients.add(owned, partial(sum_copies, axis=self.axis, copies=shard.copies))
 
     # layers ----------------------------------------------------------------------------------------------------------
 
@@ -166,9 +163,9 @@ class TensorParallel:
     def _attach_column(self, layer: Layer, style: Column) -> None:
         module = layer.module
         if is_conv1d(module):
-            _set(module, "nf", self._local(module, "weight", 1))
+            self._set_local(module, "nf", "weight", 1)
         else:
-            _set(module, "out_features", self._local(module, "weight", 0))
+            self._set_local(module, "out_features", "weight", 0)
         if not self._shards_tokens(module):  # with sharded tokens, the gather at the owner sums in its backward
             self._copy_input(module)
         if style.gather:
@@ -189,7 +186,7 @@ class TensorParallel:
         order = _SectionOrder(layer.shards["weight"].sections, axis)
         shards_tokens = self._shards_tokens(module)
         if not is_conv1d(module):
-            _set(module, "in_features", self._local(module, "weight", 1))
+            self._set_local(module, "in_features", "weight", 1)
 
         def before(_module: nn.Module, args: Any, kwargs: Any) -> Any:
             self._copy.clear()
@@ -237,7 +234,7 @@ class TensorParallel:
     def _attach_head(self, module: nn.Module) -> None:
         part = self.parts[id(module.weight)]
         full, start = part.full_shape[0], part.runs[0][0]
-        _set(module, "out_features", part.shape[0])
+        self._set_local(module, "out_features", "weight", 0)
 
         def after(_module: nn.Module, _args: Any, logits: Tensor) -> Tensor:
             self._copy.clear()
@@ -247,7 +244,7 @@ class TensorParallel:
         self._hooks.after(module, after)
 
     def _attach_features(self, module: nn.Module, style: Features) -> None:
-        _set(module, "embedding_dim", self._local(module, "weight", 1))
+        self._set_local(module, "embedding_dim", "weight", 1)
         if style.gather:
             self._hooks.after(module, lambda _m, _args, y: gather_from(y, self.axis))
 
@@ -256,7 +253,7 @@ class TensorParallel:
         axis = self.axis
         for name in ("intermediate_dim", "intermediate_size"):
             if isinstance(getattr(module, name, None), int):
-                _set(module, name, self._local(module, "down_proj", 2))
+                self._set_local(module, name, "down_proj", 2)
 
         def before(_module: nn.Module, args: Any, kwargs: Any) -> Any:
             def enter(value: Any) -> Any:
@@ -273,23 +270,11 @@ class TensorParallel:
             for key, parameter in module.named_parameters(recurse=False):
                 if id(parameter) not in self.parts:
                     self._gradients.add(Owned(f"{name}.{key}", module, key), self.axis.all_reduce)
-        opened: list[torch.device] = []
+        fork_streams(layer.module, self._hooks, self._streams, self._draws)
 
-        def before(module: nn.Module, args: Any, _kwargs: Any) -> None:
-            opened.clear()
-            x = next((v for v in args if isinstance(v, Tensor)), None)
-            if x is not None and module.training and self._draws() and self._streams.open(x.device):
-                opened.append(x.device)
-
-        def after(_module: nn.Module, _args: Any, _output: Any) -> None:
-            while opened:
-                self._streams.close(opened.pop())
-
-        self._hooks.before(layer.module, before)
-        self._hooks.after(layer.module, after, always=True)
-
-    def _local(self, module: nn.Module, key: str, dim: int) -> int:
-        return self.parts[id(getattr(module, key))].shape[dim]
+    def _set_local(self, module: nn.Module, attribute: str, key: str, dim: int) -> None:
+        """Set an attribute to the local length of dimension ``dim`` of the parameter ``key``."""
+        setattr(module, attribute, self.parts[id(getattr(module, key))].shape[dim])
 
     def _attach_parents(self, model: nn.Module, resolved: Resolved) -> None:
         """End a region of random numbers at the latest with the module that owns its column layer."""
@@ -374,13 +359,9 @@ def _conv1d_product(module: nn.Module, x: Tensor) -> Tensor:
     return x @ module.weight  # type: ignore[operator]
 
 
-def _set(module: nn.Module, name: str, value: int) -> None:
-    setattr(module, name, value)
-
-
 def _replace_forward(module: nn.Module, forward: Callable[..., Tensor], hooks: Hooks) -> None:
     module.forward = types.MethodType(forward, module)
-    hooks.keep(Undo(lambda: vars(module).pop("forward", None)))
+    hooks.on_remove(lambda: vars(module).pop("forward", None))
 
 
 def _copy_part(full: Tensor, part: TensorPart) -> Tensor:

@@ -85,36 +85,34 @@ def _expected(
     try:
         # GPUs may round products to TF32.
         bound = 1e-5 if device.type == "cpu" else 1e-4
-        with InFloat32(device):
-            return _run(forward, call), lambda: InFloat32(device), bound
+        with _InFloat32(device):
+            return _run(forward, call), lambda: _InFloat32(device), bound
     except LSError:
         raise
     except Exception:  # a kernel that only supports 16 bit, for example; errors of the model itself are raised again
         return _run(forward, call), nullcontext, 5e-3
 
 
-class InFloat32(TorchFunctionMode):
+class _InFloat32(TorchFunctionMode):
     """Pass fp32 instead of 16-bit tensors to torch's functions, and disable autocast."""
 
     def __init__(self, device: torch.device) -> None:
-        """``device``: disable autocast for its type."""
         super().__init__()
         self._autocast = torch.autocast(device.type, enabled=False)
 
-    def __enter__(self) -> InFloat32:
-        """Disable autocast."""
+    def __enter__(self) -> _InFloat32:
         self._autocast.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        """Restore autocast."""
+
         super().__exit__(*error)
         self._autocast.__exit__(*error)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Cast the arguments and call the function."""
+
         return func(*map_tensors(args, _float32), **map_tensors(kwargs or {}, _float32))
 
 

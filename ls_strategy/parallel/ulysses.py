@@ -43,7 +43,6 @@ class SequenceParallel:
     def __init__(
         self, model: nn.Module, axis: Axis, blocks: Sequence[nn.Module], head: nn.Module | None, *, check: bool
     ) -> None:
-        """Attach the hooks. See `apply_sequence_parallel`."""
         self.axis = axis
         self.blocks = list(blocks)
         self.head = head
@@ -57,7 +56,6 @@ class SequenceParallel:
         self._check = check
         self._inside: dict[int, nn.Module] = {}
         self._hooks = Hooks()
-        self._forwards: list[_Forward] = []
         if axis.size > 1:
             self._attach(model)
 
@@ -70,9 +68,6 @@ class SequenceParallel:
     def remove(self) -> None:
         """Restore blocks, head and torch's attention. Idempotent."""
         self._hooks.remove()
-        for forward in self._forwards:
-            forward.remove()
-        self._forwards.clear()
 
     def _attach(self, model: nn.Module) -> None:
         for module in model.modules():
@@ -82,7 +77,7 @@ class SequenceParallel:
         for block in self.blocks:
             self._hooks.before(block, self._enter)
             self._hooks.after(block, self._leave)
-            self._forwards.append(_Forward(self, block))
+            self._hooks.on_remove(_Forward(self, block).remove)
             for module in block.modules():
                 if module is not block and _may_attend(module):
                     self._inside[id(module)] = module
@@ -90,7 +85,7 @@ class SequenceParallel:
                     self._hooks.after(module, self._pause, always=True)
         if self.head is not None:
             self._hooks.after(self.head, self._wrap)
-        self._hooks.keep(Interception())
+        self._hooks.on_remove(Interception().remove)
 
     # hooks -----------------------------------------------------------------------------------------------------------
 
@@ -208,7 +203,12 @@ class SequenceParallel:
         with _own_stream(self.axis, device) if block.training else nullcontext(), attention_over(self.axis) as region:
             output = forward(*args, **kwargs)
         if not region.calls:
-            raise attention_unseen(name)
+            raise PlanError(
+                f"block {name!r} is sharded along the tokens, but never called torch.nn.functional."
+                "scaled_dot_product_attention by that name, so tokens of different ranks would not attend to each "
+                'other. Use it for the attention (in transformers: attn_implementation="sdpa"; in '
+                "nn.MultiheadAttention: need_weights=False), or remove modules without attention from the blocks."
+            )
         return output
 
 
@@ -261,16 +261,6 @@ def _may_attend(module: nn.Module) -> bool:
     return not elementary or any(True for _ in module.children())
 
 
-def attention_unseen(name: str) -> PlanError:
-    """Return the error for a block whose attention covers only this rank's tokens."""
-    return PlanError(
-        f"block {name!r} is sharded along the tokens, but never called torch.nn.functional."
-        "scaled_dot_product_attention by that name, so tokens of different ranks would not attend to each other. Use "
-        'it for the attention (in transformers: attn_implementation="sdpa"; in nn.MultiheadAttention: '
-        "need_weights=False), or remove modules without attention from the blocks."
-    )
-
-
 def apply_sequence_parallel(
     model: nn.Module, axis: Axis, *, blocks: Sequence[nn.Module], head: nn.Module | None, check: bool = True
 ) -> SequenceParallel:
@@ -284,7 +274,7 @@ def apply_sequence_parallel(
     The first training forward compares a block on this rank's tokens with the same block on all tokens.
 
     Args:
-        model: the model; its parameters may be sharded later.
+        model: its parameters may be sharded later.
         axis: the ranks.
         blocks: the transformer blocks, in the order of their calls.
         head: computes logits ``(B, T, V)``, which become `logits.ShardedLogits`. None gathers the tokens after the last

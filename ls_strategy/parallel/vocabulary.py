@@ -8,41 +8,25 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import nn
 
 from ls_strategy.parallel import families
 from ls_strategy.parallel.plan_from_names import uniform_blocks
-from ls_strategy.parallel.resolved_plan import plain_name
+from ls_strategy.parallel.resolved_plan import Owned, plain_name
 from ls_strategy.parallel.styles import Features, Style, Vocab
 
 
-@dataclass(frozen=True)
-class _Owner:
-    """A module that owns a parameter, as attribute ``key``."""
-
-    name: str
-    module: nn.Module
-    key: str
-
-
-def vocabulary(model: nn.Module, inside: set[int], size: int) -> dict[str, Style]:
-    """Return the styles of the token embedding and the output head, by full name.
-
-    Args:
-        model: with full parameters, on meta or not.
-        inside: ids of the modules in repeated blocks, which are skipped.
-        size: number of tensor-parallel ranks.
-    """
-    owners: defaultdict[int, list[_Owner]] = defaultdict(list)
+def vocabulary(model: nn.Module, size: int) -> dict[str, Style]:
+    """Return the styles of the token embedding and the output head on ``size`` ranks, by full name."""
+    owners: defaultdict[int, list[Owned]] = defaultdict(list)
     names: dict[int, str] = {}
     for name, module in model.named_modules():
         names[id(module)] = plain_name(name)
         for key, parameter in module.named_parameters(recurse=False):
-            owners[id(parameter)].append(_Owner(plain_name(name), module, key))
-    embeddings, heads = _candidates(model, names, inside)
+            owners[id(parameter)].append(Owned(f"{plain_name(name)}.{key}".lstrip("."), module, key))
+    embeddings, heads = _candidates(model, names)
     found: dict[str, Style] = {}
     for module in (*embeddings, *heads):
         tied = _tied(module, owners)
@@ -50,19 +34,17 @@ def vocabulary(model: nn.Module, inside: set[int], size: int) -> dict[str, Style
         if all(style is not None for style in styles):
             for owner, style in zip(tied, styles, strict=True):
                 bare = isinstance(style, Features)
-                name = owner.name if not bare else f"{owner.name}.{owner.key}" if owner.name else owner.key
-                found[name] = cast("Style", style)
+                found[owner.name if bare else names[id(owner.module)]] = cast("Style", style)
     return found
 
 
 def output_heads(model: nn.Module) -> list[nn.Linear]:
     """Return the linear layers outside repeated blocks that compute logits, each once."""
-    inside = {id(m) for _, block in uniform_blocks(model) for m in block.modules()}
     names = {id(m): plain_name(name) for name, m in model.named_modules()}
-    return list({id(m): m for m in _candidates(model, names, inside)[1] if isinstance(m, nn.Linear)}.values())
+    return list({id(m): m for m in _candidates(model, names)[1] if isinstance(m, nn.Linear)}.values())
 
 
-def _candidates(model: nn.Module, names: dict[int, str], inside: set[int]) -> tuple[list[nn.Module], list[nn.Module]]:
+def _candidates(model: nn.Module, names: dict[int, str]) -> tuple[list[nn.Module], list[nn.Module]]:
     """Return the token embeddings and the output heads."""
     embeddings: list[nn.Module] = []
     heads: list[nn.Module] = []
@@ -71,7 +53,8 @@ def _candidates(model: nn.Module, names: dict[int, str], inside: set[int]) -> tu
         known |= {id(m) for m in source.modules()}
         embeddings += _ask(source, "get_input_embeddings", nn.Embedding)
         heads += _ask(source, "get_output_embeddings", nn.Linear)
-    outside = [m for m in model.modules() if id(m) not in inside and id(m) not in known]
+    known |= {id(m) for _, block in uniform_blocks(model) for m in block.modules()}
+    outside = [m for m in model.modules() if id(m) not in known]
     named = [m for m in outside if isinstance(m, nn.Embedding) and _last(names, m) in families.TOKEN_EMBEDDINGS]
     rows = {m.num_embeddings for m in named}
     named_heads = [
@@ -106,9 +89,9 @@ def _ask(source: nn.Module, accessor: str, kind: type[nn.Module]) -> list[nn.Mod
     return [answer] if isinstance(answer, kind) else []
 
 
-def _tied(module: nn.Module, owners: dict[int, list[_Owner]]) -> list[_Owner]:
+def _tied(module: nn.Module, owners: dict[int, list[Owned]]) -> list[Owned]:
     """Return all owners that must be sharded like ``module``: those of its parameters, and in turn of theirs."""
-    found: dict[tuple[int, str], _Owner] = {}
+    found: dict[tuple[int, str], Owned] = {}
     pending = [owner for p in module.parameters(recurse=False) for owner in owners[id(p)]]
     while pending:
         owner = pending.pop()
@@ -120,7 +103,7 @@ def _tied(module: nn.Module, owners: dict[int, list[_Owner]]) -> list[_Owner]:
     return list(found.values())
 
 
-def _style(owner: _Owner, size: int) -> Style | None:
+def _style(owner: Owned, size: int) -> Style | None:
     """Return the style that shards the parameter along the vocabulary; None if there is none."""
     module = owner.module
     rows = int(module.get_parameter(owner.key).shape[0])

@@ -662,7 +662,7 @@ def _regions(rank: int, size: int) -> None:
         assert torch.allclose(both[0], both[1], rtol=1e-12)
 
     # An expanded gradient, as that of a sum is; and a second derivative.
-    for region in (regions.copy_to, regions.reduce_from, regions.gather_from, regions.join_sequence):
+    for region in (regions.copy_to, regions.reduce_from, regions.gather_from):
         (grad,) = torch.autograd.grad(region(x, axis).sum(), x)
         assert torch.equal(grad, torch.full_like(x, size if region is regions.copy_to else 1))
     (grad,) = torch.autograd.grad((regions.copy_to(x, axis) ** 3).sum(), x, create_graph=True)
