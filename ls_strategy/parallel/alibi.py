@@ -25,15 +25,11 @@ ARGUMENTS = {
 _HEADS = ("num_heads", "n_heads")
 
 
-def slice_head_biases(model: nn.Module, axis: Axis, hooks: Hooks) -> int:
-    """Slice the biases on their way into every attention that takes them, and count these. Not collective.
+def slice_head_biases(model: nn.Module, axis: Axis, hooks: Hooks) -> None:
+    """Slice the biases on their way into every attention that takes them. Not collective.
 
-    Args:
-        model: after sharding, so that its attentions hold the local number of heads.
-        axis: the tensor-parallel ranks; each holds the same number of heads.
-        hooks: register the slicing here.
+    The attentions of ``model`` must hold the local number of heads already, the same number on every rank.
     """
-    found = 0
     for module in model.modules():
         names = ARGUMENTS.get(type(module).__name__)
         if names is None or axis.size == 1:
@@ -48,8 +44,6 @@ def slice_head_biases(model: nn.Module, axis: Axis, hooks: Hooks) -> int:
             return args, kwargs | {name: _local_heads(kwargs[name], heads, axis) for name in names}
 
         hooks.before(module, before)
-        found += 1
-    return found
 
 
 def _local_heads(biases: Tensor, heads: int, axis: Axis) -> Tensor:

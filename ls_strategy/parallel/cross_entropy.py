@@ -26,7 +26,7 @@ from ls_strategy.parallel.dim_shard import DimShard, unshard
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """The arguments of `token_losses` besides logits and targets."""
+    """The axis, the columns and the options of `token_losses`."""
 
     axis: Axis
     """Ranks that hold the other columns."""
@@ -56,7 +56,7 @@ def token_losses(logits: Tensor, target: Tensor, loss: TokenLoss) -> Tensor:
     Args:
         logits: ``(tokens, columns)`` of this rank, any floating dtype; possibly without columns.
         target: ``(tokens,)``, indices into all columns. The loss of one that is out of range is NaN.
-        loss: the other arguments.
+        loss: axis, columns and options.
 
     Traffic:
         ``3 * tokens`` elements through an all-reduce and ``tokens`` through an all-gather; none in backward.
@@ -140,11 +140,11 @@ def cross_entropy(
     """Compute `torch.nn.functional.cross_entropy` from the shards, for targets that are class indices. Collective.
 
     Args:
-        logits: anything with the full shape, ``(N, V)`` or ``(N, V, ...)``.
-        local: this rank's shard.
+        logits: any tensor with the full shape, ``(N, V)`` or ``(N, V, ...)``.
+        local: this rank's shard of the logits.
         shards: how the logits are sharded.
         target: full, ``(N,)`` or ``(N, ...)``.
-        weight: of the classes, ``(V,)``, or None.
+        weight: ``(V,)``, or None.
         options: all other options.
 
     Returns:

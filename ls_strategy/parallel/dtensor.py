@@ -122,11 +122,7 @@ def localize(model: nn.Module, axis: Axis) -> Localized:
     """Replace every DTensor parameter of ``model`` by a plain one, in place. Not collective.
 
     Call it after ``parallelize_module`` and before optimizers are built. Shared parameters stay shared. A module that
-    accesses a parameter of another module sees the plain shard.
-
-    Args:
-        model: after ``torch.distributed.tensor.parallel.parallelize_module``.
-        axis: the tensor-parallel ranks; must be those of the DTensors' mesh.
+    accesses a parameter of another module sees the plain shard. ``axis`` must have the ranks of the DTensors' mesh.
 
     Raises:
         PlanError: The layout of a DTensor is not supported. Nothing has been changed then.
@@ -166,11 +162,7 @@ def localize(model: nn.Module, axis: Axis) -> Localized:
 def parallelize(model: nn.Module, styles: Mapping[str, ParallelStyle], mesh: DeviceMesh, axis: Axis) -> Localized:
     """Shard ``model`` by torch's ``parallelize_module``, and `localize` it. Collective over the axis.
 
-    Args:
-        model: unsharded, with the same values on every rank.
-        styles: by pattern of module names, as torch matches them.
-        mesh: one-dimensional, over the ranks of ``axis``.
-        axis: the tensor-parallel ranks.
+    ``model`` is unsharded, with the same values on every rank. ``mesh`` has one dimension, the ranks of ``axis``.
 
     Raises:
         PlanError: See `localize`.

@@ -98,11 +98,9 @@ OUTPUT_HEADS = frozenset(("lm_head", "output", "embed_out", "head", "decoder", "
 
 
 def role_of(name: str, siblings: Collection[str]) -> Role | None:
-    """Return the role of the linear layer ``name`` in its block, or None if it is unknown.
+    """Return the role of the linear layer ``name`` (relative to its block), or None if it is unknown.
 
-    Args:
-        name: relative to the block.
-        siblings: last components of the names of the linear layers next to it.
+    ``siblings`` are the last components of the names of the linear layers next to it.
 
     >>> role_of("attention.output.dense", []), role_of("output.dense", []), role_of("attn.c_proj", ["c_attn"])
     ('out', 'down', 'out')

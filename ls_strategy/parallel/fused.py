@@ -25,14 +25,7 @@ Layout: TypeAlias = Literal["sections", "per head", "grouped", "shared"]
 
 
 def fused_heads(name: str, attention: nn.Module, layer_name: str, layer: nn.Module, size: int) -> tuple[Heads, Column]:
-    """Return the heads of an attention, and the style of its fused layer.
-
-    Args:
-        name: name of the attention.
-        attention: the module that reshapes the output of the layer.
-        layer_name: name of the fused layer.
-        layer: the fused layer.
-        size: number of tensor-parallel ranks.
+    """Return the heads of an attention, and the style of its fused layer on ``size`` ranks.
 
     Raises:
         PlanError: The layout is unknown, or the heads cannot be sharded over the ranks.

@@ -27,7 +27,7 @@ _RESHAPES = frozenset(("view", "reshape", "split", "expand", "unflatten", "chunk
 
 def refusal(name: str, module: nn.Module, why: str, example: str = "") -> PlanError:
     """Return the error for a module that the automatic plan cannot shard."""
-    cure = example or f'{{"{_starred(name)}": ...}}'
+    cure = example or f'{{"{starred(name)}": ...}}'
     return PlanError(
         f'tensor parallelism with plan "auto": module {name!r} ({type(module).__name__}) {why}. Set the complete plan, '
         f"parallel.tensor.plan={cure}, with the styles column, row, vocab, features, replicate and divide:<attribute>. "
@@ -35,7 +35,8 @@ def refusal(name: str, module: nn.Module, why: str, example: str = "") -> PlanEr
     )
 
 
-def _starred(name: str) -> str:
+def starred(name: str) -> str:
+    """Replace layer numbers in a name by ``*``."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
@@ -60,13 +61,9 @@ class Heads:
 
     @classmethod
     def of(cls, name: str, module: nn.Module, query: int, key: int) -> Heads:
-        """Read the attributes of the module or of its ``config``.
+        """Read the attributes of the attention ``module`` called ``name``, or of its ``config``.
 
-        Args:
-            name: name of the module.
-            module: the module that computes the attention.
-            query: number of features of all query heads together.
-            key: number of features of all key heads together.
+        ``query`` and ``key`` are the output features of the query and key layers.
 
         Raises:
             PlanError: Neither the number nor the size of the heads is known, or they contradict the layers' widths.
@@ -74,7 +71,8 @@ class Heads:
         size = _integer(module, families.HEAD_SIZES)
         count = _integer(module, sorted(families.HEAD_COUNTS))
         if size is None and count is None:
-            raise refusal(name, module, "has none of the attributes that hold the number of heads: " + _listed())
+            known = ", ".join((*families.HEAD_SIZES, *sorted(families.HEAD_COUNTS)))
+            raise refusal(name, module, f"has none of the attributes that hold the number of heads: {known}")
         if size is None:
             assert count is not None
             size = query // count
@@ -152,10 +150,6 @@ def _integer(module: nn.Module, names: Any) -> int | None:
     return None
 
 
-def _listed() -> str:
-    return ", ".join((*families.HEAD_SIZES, *sorted(families.HEAD_COUNTS)))
-
-
 class _Uses:
     """How the methods of a module's class, except its constructor, use ``self.<name>``."""
 
@@ -210,16 +204,13 @@ def _methods(name: str, module: nn.Module) -> Iterator[ast.FunctionDef]:
             tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
         except (OSError, TypeError, SyntaxError) as error:
             raise refusal(name, module, "has no readable source, so that its reshapes cannot be checked") from error
-        methods = [node for node in _body(tree) if isinstance(node, ast.FunctionDef) and node.name not in overridden]
+        body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
+        methods = [node for node in body if isinstance(node, ast.FunctionDef) and node.name not in overridden]
         yield from methods
-        overridden |= {method.name for method in methods if not _calls_base(method)}
+        overridden |= {method.name for method in methods if not _calls_super(method)}
 
 
-def _body(tree: ast.Module) -> list[ast.stmt]:
-    return tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
-
-
-def _calls_base(method: ast.FunctionDef) -> bool:
+def _calls_super(method: ast.FunctionDef) -> bool:
     return any(isinstance(node, ast.Name) and node.id == "super" for node in ast.walk(method))
 
 
@@ -254,15 +245,8 @@ def _input_width(method: ast.FunctionDef) -> str | None:
             if len(node.targets[0].elts) == 3 and isinstance(last, ast.Name) and last.id != "_":
                 names.add(last.id)
     checked = {id(n) for c in ast.walk(method) if isinstance(c, ast.Compare | ast.Raise) for n in ast.walk(c)}
-    for node in ast.walk(method):
-        if (
-            isinstance(node, ast.Name)
-            and isinstance(node.ctx, ast.Load)
-            and id(node) not in checked
-            and node.id in names
-        ):
-            return node.id
-    return None
+    loads = (n for n in ast.walk(method) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load))
+    return next((node.id for node in loads if node.id in names and id(node) not in checked), None)
 
 
 def _is_shape(node: ast.AST) -> bool:

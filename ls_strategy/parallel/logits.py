@@ -53,21 +53,20 @@ def wrap_vocabulary(local: Tensor, axis: Axis, full_size: int, start: int) -> Te
     return _wrap(local, shard)
 
 
-def wrap_sequence(local: Tensor, axis: Axis, full_length: int, dim: int = 1) -> Tensor:
-    """Wrap this rank's tokens of logits with ``full_length`` tokens along ``dim``. Not collective.
+def wrap_sequence(local: Tensor, axis: Axis, full_length: int) -> Tensor:
+    """Wrap this rank's tokens of logits ``(B, full_length, V)``. Not collective.
 
     Args:
         local: ``(B, full_length / axis.size, V)``; may be sharded along the vocabulary already.
         axis: ranks with the same batch, over which gradients of parameters are averaged.
         full_length: number of tokens on all ranks.
-        dim: the dimension of the tokens.
     """
-    if local.shape[dim] * axis.size != full_length:
+    if local.shape[1] * axis.size != full_length:
         raise ValueError(
-            f"dimension {dim} of {tuple(local.shape)} is not 1/{axis.size} of {full_length} tokens: every rank must "
-            "hold the same number."
+            f"dimension 1 of {tuple(local.shape)} is not 1/{axis.size} of {full_length} tokens: every rank must hold "
+            "the same number."
         )
-    return _wrap(local, DimShard(axis, dim % local.dim(), (local.shape[dim],) * axis.size, averaged=True))
+    return _wrap(local, DimShard(axis, 1, (local.shape[1],) * axis.size, averaged=True))
 
 
 def gather(tree: Any) -> Any:

@@ -138,12 +138,10 @@ class Attention:
     def _close(self, heads: Heads, value_size: int, size: int) -> Found:
         """Return the styles of the out layer and of the module's integer attributes."""
         out = self.layers["out"]
-        if width_in(self.modules[out]) != heads.query * value_size:
-            raise refusal(
-                out,
-                self.modules[out],
-                f"takes {width_in(self.modules[out])} features, but gets {heads.query} heads of {value_size}",
-            )
+        width = width_in(self.modules[out])
+        if width != heads.query * value_size:
+            why = f"takes {width} features, but gets {heads.query} heads of {value_size}"
+            raise refusal(out, self.modules[out], why)
         found: Found = {out: Row(granule=value_size)}
         attributes = heads.attributes(self.name, self.module, size)
         if attributes is not None:
@@ -156,11 +154,8 @@ class Attention:
         heads = Heads.of(self.name, self.module, width_out(query), width_out(key))
         for parameter in norm.parameters():
             if parameter.numel() != heads.size:
-                raise refusal(
-                    name,
-                    norm,
-                    f"has {parameter.numel()} features: it is a norm over all heads, but a rank holds only some",
-                )
+                why = f"has {parameter.numel()} features: it is a norm over all heads, but a rank holds only some"
+                raise refusal(name, norm, why)
 
 
 @dataclass
@@ -197,25 +192,20 @@ class _Block:
         """Refuse torch's fused layers, experts and quantised layers."""
         for name, module in self.modules.items():
             if isinstance(module, _FUSED_TORCH):
-                raise refusal(
-                    name,
-                    module,
-                    "uses its fused weights inside one function, so hooks cannot shard them",
-                )
+                raise self._refusal(name, "uses its fused weights inside one function, so hooks cannot shard them")
             if "expert" in type(module).__name__.lower() or name.endswith(".experts"):
-                raise refusal(name, module, "is a mixture of experts, which this plan does not shard")
+                raise self._refusal(name, "is a mixture of experts, which this plan does not shard")
             for parameter in module.parameters(recurse=False):
                 if not parameter.is_floating_point():
-                    raise refusal(name, module, f"is quantised ({parameter.dtype} weights), and cannot be sharded")
+                    raise self._refusal(name, f"is quantised ({parameter.dtype} weights), and cannot be sharded")
 
     def _role(self, name: str, linear: nn.Module, linears: Mapping[str, nn.Module]) -> Role:
         parent = name.rpartition(".")[0]
         siblings = [n.rpartition(".")[2] for n in linears if n != name and n.rpartition(".")[0] == parent]
         role = families.role_of(name[len(self.name) + 1 :], siblings)
         if role is None:
-            raise refusal(
+            raise self._refusal(
                 name,
-                linear,
                 f"({width_in(linear)} -> {width_out(linear)}) is a linear layer of a repeated block whose name does "
                 "not show whether it is column- or row-parallel",
             )
@@ -229,40 +219,37 @@ class _Block:
         for name in self._with("query", "key", "value", "fused"):
             layers = owners[name.rpartition(".")[0]]
             if self.roles[name] in layers:
-                raise refusal(name, self.modules[name], f"is a second {self.roles[name]} layer of one attention")
+                raise self._refusal(name, f"is a second {self.roles[name]} layer of one attention")
             layers[self.roles[name]] = name
         outs = self._with("out")
         for owner, layers in owners.items():
-            layers["out"] = self._closest(owner, outs, self.modules[owner])
+            layers["out"] = self._closest(owner, outs)
             outs.remove(layers["out"])
             yield Attention(owner, self.modules[owner], layers, self.modules)
         if outs:
-            raise refusal(outs[0], self.modules[outs[0]], "is the last layer of an attention without a query layer")
+            raise self._refusal(outs[0], "is the last layer of an attention without a query layer")
 
     def _feed_forwards(self) -> Iterator[tuple[str, list[str]]]:
         groups: dict[str, list[str]] = {name: [] for name in self._with("down")}
         for up in self._with("up"):
-            groups[self._closest(up, list(groups), self.modules[up])].append(up)
+            groups[self._closest(up, list(groups))].append(up)
         for down, ups in groups.items():
             if not ups:
-                raise refusal(down, self.modules[down], "is the last layer of a feed-forward without a first layer")
+                raise self._refusal(down, "is the last layer of a feed-forward without a first layer")
             yield down, ups
 
-    def _closest(self, name: str, candidates: list[str], module: nn.Module) -> str:
+    def _closest(self, name: str, candidates: list[str]) -> str:
         """Return the candidate that shares the longest prefix of its name with ``name``."""
         if not candidates:
-            raise refusal(name, module, "is followed by no row-parallel layer with a known name")
+            raise self._refusal(name, "is followed by no row-parallel layer with a known name")
         return max(candidates, key=lambda candidate: shared_prefix(name, candidate))
 
     def _pair(self, down: str, ups: list[str]) -> Found:
+        taken = width_in(self.modules[down])
         for up in ups:
-            if width_out(self.modules[up]) != width_in(self.modules[down]):
-                raise refusal(
-                    up,
-                    self.modules[up],
-                    f"computes {width_out(self.modules[up])} features, but {down!r}, which follows it, takes "
-                    f"{width_in(self.modules[down])}",
-                )
+            width = width_out(self.modules[up])
+            if width != taken:
+                raise self._refusal(up, f"computes {width} features, but {down!r}, which follows it, takes {taken}")
         return {down: Row(), **dict.fromkeys(ups, Column())}
 
     def _check_others(self, linears: Mapping[str, nn.Module], found: Found, sharded_widths: set[int]) -> None:
@@ -276,11 +263,13 @@ class _Block:
                 is_norm = isinstance(module, _NORMS) or "norm" in type(module).__name__.lower()
                 if not replicated or (not is_norm and parameter.dim() > 1):
                     between = " between sharded layers" if parameter.numel() in sharded_widths else ""
-                    raise refusal(
-                        name,
-                        module,
-                        f"has a parameter {key!r} of shape {tuple(parameter.shape)}{between} that is not recognised",
+                    shape = tuple(parameter.shape)
+                    raise self._refusal(
+                        name, f"has a parameter {key!r} of shape {shape}{between} that is not recognised"
                     )
+
+    def _refusal(self, name: str, why: str) -> PlanError:
+        return refusal(name, self.modules[name], why)
 
 
 def shared_prefix(one: str, other: str) -> int:

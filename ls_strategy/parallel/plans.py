@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from ls_strategy.errors import PlanError
 from ls_strategy.parallel import huggingface
+from ls_strategy.parallel.heads import starred
 from ls_strategy.parallel.plan_from_names import infer, uniform_blocks
 from ls_strategy.parallel.resolved_plan import Resolved, plain_name, resolve
 from ls_strategy.parallel.styles import Experts, Style, parse_all
@@ -64,8 +65,8 @@ def resolve_tensor_plan(model: nn.Module, given: Given, size: int) -> ResolvedPl
 
     Args:
         model: unsharded, on meta or not.
-        given: ``"auto"``, or a mapping from patterns of module names to styles, to their names, or to torch's
-            ``ParallelStyle`` objects (all of them, or none).
+        given: ``"auto"``, or a mapping from patterns of module names to styles or their names, or to torch's
+            ``ParallelStyle`` objects. The two kinds cannot be mixed.
         size: number of tensor-parallel ranks.
 
     Raises:
@@ -157,7 +158,7 @@ def _rows(resolved: Resolved, size: int) -> list[tuple[str, str, str, str, int]]
     counts: dict[tuple[str, str, str, str], int] = {}
 
     def add(name: str, cls: str, style: str, shapes: str) -> None:
-        row = (".".join("*" if part.isdigit() else part for part in name.split(".")), cls, style, shapes)
+        row = (starred(name), cls, style, shapes)
         counts[row] = counts.get(row, 0) + 1
 
     for layer in resolved.layers:

@@ -55,15 +55,16 @@ def styles_of_policy(model: nn.Module, policy: Policy, size: int) -> Found:
     """
     found: Found = {}
     for key, given in policy.items():
+        cls = key if isinstance(key, str) else key.__name__
         names = [given] if isinstance(given, str) else list(given)
         blocks = {plain_name(name): m for name, m in model.named_modules() if _is_a(m, key)}
         if not blocks:
             classes = sorted({type(m).__name__ for _, m in uniform_blocks(model)})
             raise PlanError(
-                f"injection_policy names the class {_class_name(key)!r}, but the model has no module of that class. "
+                f"injection_policy names the class {cls!r}, but the model has no module of that class. "
                 f"Use one of the classes of its repeated blocks: {', '.join(classes) or 'none'}."
             )
-        _check_names(_class_name(key), names, blocks)
+        _check_names(cls, names, blocks)
         for name, block in blocks.items():
             found |= _Block(name, block, names).styles(size)
     return found | vocabulary(model, size)
@@ -73,10 +74,6 @@ def _is_a(module: nn.Module, key: type[nn.Module] | str) -> bool:
     if isinstance(key, str):
         return any(cls.__name__ == key for cls in type(module).__mro__)
     return isinstance(module, key)
-
-
-def _class_name(key: type[nn.Module] | str) -> str:
-    return key if isinstance(key, str) else key.__name__
 
 
 def _check_names(cls: str, names: Sequence[str], blocks: Mapping[str, nn.Module]) -> None:
@@ -109,7 +106,7 @@ class _Block:
 
     name: str
     module: nn.Module
-    summed: Sequence[str]
+    row_names: Sequence[str]
     modules: dict[str, nn.Module] = field(init=False)
     """Modules of the block by full name."""
 
@@ -119,8 +116,8 @@ class _Block:
     def __post_init__(self) -> None:
         self.modules = {self._full(plain_name(name)): m for name, m in self.module.named_modules()}
         linears = _linears(self.module)
-        self.rows = [self._full(name) for name in linears if _matches(name, self.summed)]
-        self.columns = [self._full(name) for name in linears if not _matches(name, self.summed)]
+        self.rows = [self._full(name) for name in linears if _matches(name, self.row_names)]
+        self.columns = [self._full(name) for name in linears if not _matches(name, self.row_names)]
 
     def _full(self, name: str) -> str:
         return ".".join(part for part in (self.name, name) if part)
@@ -172,7 +169,7 @@ class _Block:
         taken = {width_in(self.modules[row]) for row in rows if shared_prefix(column, row) == nearest}
         if width in taken:
             return Column()
-        if width in {2 * taken_width for taken_width in taken}:  # gate and up in one matrix, one after the other
+        if width in {2 * w for w in taken}:  # gate and up in one matrix, one after the other
             return Column(sections=(-1, -1))
         raise self._unpaired(column, f"computes {width} features, which no row-parallel layer takes")
 

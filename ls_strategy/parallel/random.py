@@ -36,12 +36,9 @@ def hash64(value: int) -> int:
 
 
 def fork_seed(number: int, phase: int, rank: int) -> int:
-    """Return the seed of one phase of a fork.
+    """Return the seed of one phase of a fork from the ``number`` that was drawn: 31 bits, not 0.
 
-    Args:
-        number: the number that was drawn, 31 bits, not 0.
-        phase: seeds of even phases differ between ranks; those of odd phases are equal.
-        rank: rank along the axis.
+    Seeds of even phases differ between ranks; those of odd phases are equal.
     """
     code = _MAGIC << 16 | phase << 10 | (rank % 1024 if phase % 2 == 0 else 0)
     return number << 32 | (code * _ODD & _MASK) ^ (hash64(number) & _MASK)

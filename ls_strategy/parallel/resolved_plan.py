@@ -119,12 +119,9 @@ def plain_name(name: str) -> str:
 
 
 def resolve(model: nn.Module, plan: Plan, size: int) -> Resolved:
-    """Find the modules of every pattern, and check each against its style.
+    """Find the modules of every pattern, and check that their styles are possible on ``size`` ranks.
 
-    Args:
-        model: with full parameters, on meta or not.
-        plan: see `ls_strategy.parallel.styles`.
-        size: number of tensor-parallel ranks.
+    ``model`` has full parameters, on meta or not.
 
     Raises:
         PlanError: A pattern matches nothing, a style does not fit its module, or a length is not divisible.

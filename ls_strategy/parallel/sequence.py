@@ -43,7 +43,7 @@ class TokenBlocks:
             model: the complete model.
             blocks: in the order of their calls. Those of one ``nn.ModuleList`` are a stack with its own entry and exit.
             resolved: the plan, checked against the model.
-            elsewhere: ``id`` of parameters to leave out, since another kind of parallelism shards them.
+            elsewhere: ``id`` of parameters that another kind of parallelism shards.
 
         Raises:
             PlanError: There are no blocks, or the plan does not permit it.
@@ -105,7 +105,11 @@ class TokenBlocks:
             for key, parameter in module.named_parameters(recurse=False):
                 if self.holds(module) and id(module) not in kept and id(parameter) not in done:
                     found.setdefault(id(parameter), Owned(f"{self.names[id(module)]}.{key}", module, key))
-        outside = self._outside(model)
+        outside = {
+            id(parameter): f"{name}.{key}".lstrip(".")
+            for name, module in model.named_modules(memo=set(self.blocks))  # does not enter the blocks
+            for key, parameter in module.named_parameters(recurse=False)
+        }
         for ident, owned in found.items():
             if ident in outside:
                 raise PlanError(
@@ -114,29 +118,10 @@ class TokenBlocks:
                 )
         return [(owned, block_of[id(owned.module)]) for owned in found.values()]
 
-    def _outside(self, model: nn.Module) -> dict[int, str]:
-        """Return the names of the parameters outside the blocks, by id."""
-        found: dict[int, str] = {}
-        blocks = {id(block) for block in self.blocks}
-        pending = [("", model)]
-        while pending:
-            name, module = pending.pop()
-            for key, parameter in module.named_parameters(recurse=False):
-                found.setdefault(id(parameter), f"{name}.{key}".lstrip("."))
-            for key, child in module.named_children():
-                if id(child) not in blocks:
-                    pending.append((f"{name}.{key}".lstrip("."), child))
-        return found
-
     def attach(self, model: nn.Module, axis: Axis, hooks: Hooks, streams: Streams, draws: Callable[[], bool]) -> None:
-        """Slice the tokens on entry of a stack, gather them inside the blocks, join them on exit.
+        """Slice the tokens on entry of a stack, gather them inside the blocks and on exit.
 
-        Args:
-            model: the complete model.
-            axis: the tensor-parallel ranks.
-            hooks: register the hooks here.
-            streams: the random number streams.
-            draws: returns whether the model draws random numbers.
+        ``draws()`` says whether the model draws random numbers now.
         """
         for block in self.blocks:
             fork_streams(block, hooks, streams, draws)

@@ -28,10 +28,7 @@ from ls_strategy.errors import PlanError
 def resolve_sections(sections: Sequence[int], length: int, what: str) -> tuple[int, ...]:
     """Return section lengths that add up to ``length``; each -1 becomes an equal share of the remainder.
 
-    Args:
-        sections: lengths as given in the style; empty for one section of full length.
-        length: length of the dimension.
-        what: the layer and the dimension, for errors.
+    No sections mean one of full length. ``what`` names the layer and the dimension in errors.
 
     Raises:
         PlanError: The lengths cannot add up.

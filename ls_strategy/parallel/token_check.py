@@ -29,17 +29,10 @@ CHECKED = 1024
 def compare_with_full(
     block: nn.Module, forward: Callable[..., Any], call: Call, tokens: int, axis: Axis, name: str
 ) -> None:
-    """Run ``forward`` on all tokens and on this rank's, and compare. Collective.
+    """Run ``forward``, that of ``block``, on all tokens of ``call`` and on this rank's, and compare. Collective.
 
-    This runs without gradients and dropout. Random states and buffers are restored.
-
-    Args:
-        block: the owner of the forward; its parameters must be unsharded.
-        forward: the forward to run.
-        call: its unsharded arguments.
-        tokens: number of tokens in the call.
-        axis: the ranks that shard the tokens.
-        name: name of the block, for the error.
+    The block's parameters must be unsharded. This runs without gradients and dropout, and restores random states and
+    buffers.
 
     Raises:
         PlanError: The results differ on some rank. Raised on all ranks.
