@@ -156,7 +156,7 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "longformer": ("Longformer", "ForMaskedLM", {**SIZES, "attention_window": 4}, "over windows"),
     "luke": ("Luke", "ForMaskedLM", {**SIZES, "entity_vocab_size": 50, "entity_emb_size": 16}, "w2e_query"),
     "pegasus-x": ("PegasusX", "ForConditionalGeneration", BART, "blocks of tokens"),
-    "perceiver": ("Perceiver", "ForMaskedLM", {"vocab_size": 96, "num_blocks": 1}, "no known name tells"),
+    "perceiver": ("Perceiver", "ForMaskedLM", {"vocab_size": 96, "num_blocks": 1}, "column- or row-parallel"),
     "reformer": ("Reformer", "ModelWithLMHead", {"is_decoder": True}, "hashes tokens"),
     "xlm": ("XLM", "WithLMHeadModel", XLM, "separate lists"),
     "xlnet": ("XLNet", "LMHeadModel", {"vocab_size": 96, "d_model": 64, "n_layer": 2, "n_head": 4}, "einsum"),
