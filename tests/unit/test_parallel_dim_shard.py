@@ -1,4 +1,4 @@
-"""Shards of logits after a reshape or an index, and the loss on a single rank."""
+"""Which part of a sharded tensor a rank holds after a reshape or an index."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn import functional
 
 from ls_strategy.distributed.axis import Axis
-from ls_strategy.parallel.cross_entropy import TokenLoss, token_losses
-from ls_strategy.parallel.dim_shard import DimShard, slice_shard
-from ls_strategy.parallel.logits import gather, wrap_sequence, wrap_vocabulary
+from ls_strategy.parallel.dim_shard import DimShard, expand_index, local_gradient, slice_shard, unshard
+from tests.unit.thread_ranks import ThreadAxis, on_ranks
 
 
 class Rank(Axis):
@@ -78,38 +76,58 @@ def test_slices_of_a_sharded_dimension(sizes, low, high) -> None:
     assert torch.equal(torch.cat(pieces), full[low:high])
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_the_loss_of_all_columns_is_torchs(dtype, smoothing) -> None:
-    torch.manual_seed(0)
-    logits = (5 * torch.randn(6, 13)).to(dtype).requires_grad_()
-    target = torch.tensor([0, 12, -100, 3, 7, 7])
-    weight = torch.rand(6, dtype=torch.float64)
-    loss = token_losses(logits, target, TokenLoss(Axis("alone"), 0, 13, smoothing=smoothing))
-    (grad,) = torch.autograd.grad((loss * weight).sum(), logits)
-    exact = logits.detach().double().requires_grad_()
-    expected = functional.cross_entropy(exact, target, reduction="none", label_smoothing=smoothing)
-    (expected_grad,) = torch.autograd.grad((expected * weight).sum(), exact)
-    limit = {torch.float32: 1e-6, torch.float64: 1e-14, torch.bfloat16: 1e-6}[dtype]
-    assert ((loss - expected).abs().max() / expected.max()).item() < limit
-    limit = {torch.float32: 1e-6, torch.float64: 1e-14, torch.bfloat16: 2**-8}[dtype]  # the gradient is in 16 bit
-    assert ((grad - expected_grad).abs().max() / expected_grad.abs().max()).item() < limit
+@pytest.mark.parametrize(
+    ("index", "expected"),
+    [
+        ((0,), [0, slice(None), slice(None)]),
+        ((..., 1), [slice(None), slice(None), 1]),
+        ((None, slice(1, 2)), [None, slice(1, 2), slice(None), slice(None)]),
+        ((slice(None), ..., None), [slice(None), slice(None), slice(None), None]),
+        ((torch.tensor([0]),), None),
+        ((True,), None),
+        ((0, 0, 0, 0), None),
+        ((..., ...), None),
+        ((slice(torch.tensor(0), None),), None),
+    ],
+)
+def test_an_index_of_three_dimensions_has_one_item_for_each(index, expected) -> None:
+    assert expand_index(index, 3) == expected
 
 
-def test_a_target_out_of_range_is_not_a_number() -> None:
-    loss = token_losses(torch.randn(2, 5), torch.tensor([5, 1]), TokenLoss(Axis("alone"), 0, 5))
-    assert loss.isnan().tolist() == [True, False]
+@pytest.mark.parametrize("item", [1, slice(0, 4, 2)])
+def test_other_items_than_plain_slices_leave_no_shard(item) -> None:
+    assert slice_shard(item, shards(0, (2, 2))[0])[1] is None
 
 
-def test_one_rank_has_plain_logits() -> None:
-    logits = torch.randn(2, 3, 5)
-    assert wrap_vocabulary(logits, Axis("tensor"), 5, 0) is logits
-    assert wrap_sequence(logits, Axis("sequence"), 3) is logits
-    assert gather({"logits": logits})["logits"] is logits
+def test_a_dimension_of_several_factors_is_not_sliced() -> None:
+    shard = DimShard(Rank(0, 2), 0, (2, 2), averaged=False, inner=3)
+    assert slice_shard(slice(0, 4), shard)[1] is None
 
 
-def test_shards_of_unexpected_size_are_refused() -> None:
-    with pytest.raises(ValueError, match="equal shards give it 7 from 0 on"):
-        wrap_vocabulary(torch.randn(2, 6), Rank(0, 2), 13, 0)
-    with pytest.raises(ValueError, match="every rank must hold the same number"):
-        wrap_sequence(torch.randn(2, 3, 5), Rank(0, 2), 7)
+@pytest.mark.parametrize(("averaged", "scale"), [(False, 1), (True, 2)])
+def test_the_local_gradient_is_scaled_where_gradients_are_averaged(averaged, scale) -> None:
+    shard = DimShard(Rank(1, 2), 0, (3, 1), averaged=averaged)
+    assert local_gradient(torch.arange(4.0), [shard]).tolist() == [3.0 * scale]
+
+
+def test_unshard_gathers_shards_of_unequal_length() -> None:
+    full = torch.arange(10.0).view(2, 5)
+
+    def body(axis: ThreadAxis) -> torch.Tensor:
+        shard = DimShard(axis, 1, (3, 2), averaged=False)
+        return unshard(shard.shard(full), [shard])
+
+    for result in on_ranks(2, body):
+        assert torch.equal(result, full)
+
+
+def test_the_gradient_of_unshard_is_the_local_gradient() -> None:
+    weight = torch.arange(10.0).view(2, 5)
+
+    def body(axis: ThreadAxis) -> torch.Tensor:
+        shard = DimShard(axis, 1, (3, 2), averaged=True)
+        local = torch.zeros(2, shard.local_size, requires_grad=True)
+        return torch.autograd.grad(unshard(local, [shard]), local, weight)[0]
+
+    first, second = on_ranks(2, body)
+    assert torch.equal(torch.cat([first, second], 1), 2 * weight)
