@@ -1,4 +1,4 @@
-"""Where a tensor-parallel plan comes from: what is understood, what is refused, and in which words."""
+"""Plans from names and shapes of layers: which layers are recognised, and which are refused."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional
 
 from ls_strategy.errors import PlanError
 from ls_strategy.moe.feed_forward import GatedFeedForward
 from ls_strategy.moe.layer import MoE
-from ls_strategy.parallel.families import role_of
 from ls_strategy.parallel.plan_from_names import uniform_blocks
 from ls_strategy.parallel.plans import resolve_tensor_plan
 from ls_strategy.parallel.styles import Attributes, Column, Features, PartialGradient, Row, Vocab
@@ -164,29 +162,6 @@ def test_blocks_are_the_outermost_lists() -> None:
 
     model = nn.ModuleDict({"a": nn.Sequential(Inner(), Inner()), "heads": nn.ModuleList([nn.Linear(4, 4)])})
     assert [name for name, _ in uniform_blocks(model)] == ["a.0", "a.1"]
-
-
-@pytest.mark.parametrize(
-    ("name", "siblings", "role"),
-    [
-        ("self_attn.o_proj", [], "out"),
-        ("attn.c_proj", ["c_attn"], "out"),
-        ("mlp.c_proj", ["c_fc"], "down"),
-        ("attention.wo", ["wq", "wk", "wv"], "out"),
-        ("layer.1.DenseReluDense.wo", ["wi_0", "wi_1"], "down"),
-        ("attention.dense", ["query_key_value"], "out"),
-        ("attention.output.dense", [], "out"),
-        ("crossattention.output.dense", [], "out"),
-        ("output.dense", [], "down"),
-        ("mlp.down", ["gate", "up"], "down"),
-        ("mlp.gate", ["up", "down"], "up"),
-        ("mlp.gate", [], None),
-        ("dense", [], None),
-        ("adapter", ["q_proj"], None),
-    ],
-)
-def test_roles(name: str, siblings: list[str], role: str | None) -> None:
-    assert role_of(name, siblings) == role
 
 
 # --- refused ----------------------------------------------------------------------------------------------------------
@@ -394,99 +369,3 @@ def test_a_norm_over_all_heads() -> None:
 
 def test_a_model_without_blocks() -> None:
     assert "no list of repeated blocks" in refused(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)))
-
-
-# --- given ------------------------------------------------------------------------------------------------------------
-
-
-class WithPlan(nn.Module):
-    """Attention that knows how it is divided, whatever its names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads = HEADS
-        self.first, self.second = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
-
-    def tensor_parallel_plan(self) -> dict[str, Any]:
-        return {"": "divide:heads", "first": "column", "second": "row"}
-
-
-def test_the_model_has_the_first_word() -> None:
-    plan = resolve_tensor_plan(nn.ModuleDict({"net": nn.Sequential(WithPlan(), WithPlan())}), "auto", 2)
-    assert plan.source == "WithPlan.tensor_parallel_plan()"
-    assert plan.styles["net.1.first"] == [Column()]
-    assert set(plan.styles) == {f"net.{i}{part}" for i in (0, 1) for part in ("", ".first", ".second")}
-
-    class Whole(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.ModuleList([WithPlan()])
-
-        def tensor_parallel_plan(self) -> Any:
-            return {"net.*.first": "column", "net.*.second": "row"}
-
-    assert set(resolve_tensor_plan(Whole(), "auto", 2).styles) == {"net.*.first", "net.*.second"}
-
-    class Wrong(Whole):
-        def tensor_parallel_plan(self) -> Any:
-            return ["net.*.first"]
-
-    assert "tensor_parallel_plan() of the model returned list" in refused(Wrong())
-
-
-def test_a_mapping_is_parsed_and_checked() -> None:
-    plan = resolve_tensor_plan(Decoder(), {"layers.*.w1": "column", "layers.*.w3": Column(), "layers.*.w2": "row"}, 2)
-    assert plan.styles == {"layers.*.w1": [Column()], "layers.*.w3": [Column()], "layers.*.w2": [Row()]}
-    assert "matches no module" in refused(Decoder(), {"layers.*.w9": "column"})
-    assert "unknown tensor-parallel style 'columns'" in refused(Decoder(), {"layers.*.w1": "columns"})
-    assert "is empty" in refused(Decoder(), {})
-    assert 'Set "auto"' in refused(Decoder(), "automatic")
-
-
-def test_styles_of_torch() -> None:
-    given = {"layers.*.feed_forward.w1": ColwiseParallel(), "layers.*.feed_forward.w2": RowwiseParallel()}
-    plan = resolve_tensor_plan(Decoder(), given, 2)
-    assert plan.torch_styles == given
-    assert plan.styles == {}
-    assert "ColwiseParallel" in plan.describe()
-    assert "mixes torch's ParallelStyle" in refused(Decoder(), {**given, "output": "vocab"})
-    assert "every component between dots" in refused(Decoder(), {"*.w1": ColwiseParallel()})
-
-
-# --- Hugging Face's own plans -----------------------------------------------------------------------------------------
-
-
-def test_plans_that_models_carry() -> None:
-    """The table of the model's own names, layer numbers starred, is made exact by its heads."""
-
-    class Carrying(nn.Module):
-        config: Any = object()
-
-        def __init__(self, **plan: str) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([Named()])
-            self._tp_plan = {f"layers.*.{name}": style for name, style in plan.items()}
-
-    class Named(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head_dim, self.num_key_value_groups = SIZE, HEADS // KEYS
-            self.q_proj, self.k_proj, self.v_proj = (nn.Linear(WIDTH, n * SIZE) for n in (HEADS, KEYS, KEYS))
-            self.o_proj, self.router = nn.Linear(HEADS * SIZE, WIDTH), nn.Linear(WIDTH, 2)
-
-    columns = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "colwise")
-    model = nn.ModuleDict({"model": Carrying(**columns, o_proj="rowwise", missing="colwise", router="replicate")})
-    plan = resolve_tensor_plan(model, "auto", 4)
-    assert plan.source == "Hugging Face's Carrying"
-    assert plan.styles == {
-        "model.layers.0": [Attributes((("num_key_value_groups", 1),))],
-        "model.layers.0.q_proj": [Column(granule=SIZE)],
-        "model.layers.0.k_proj": [Column(granule=SIZE, copies=2)],
-        "model.layers.0.v_proj": [Column(granule=SIZE, copies=2)],
-        "model.layers.0.o_proj": [Row()],
-    }
-    assert "4 attention heads, which is not divisible" in refused(model, size=3)
-    message = refused(Carrying(router="ep_router"))
-    assert "plan for 'layers.0.router' (Linear)" in message
-    assert "tensor parallelism does not shard these experts" in message
-    assert "which requires experts with the parameters gate_up_proj" in refused(Carrying(router="moe_tp_experts"))
