@@ -100,6 +100,11 @@ def test_local_numbers_of_heads() -> None:
     assert Heads(8, 2, 4).attributes("attention", attention, 4) == expected
 
 
+def test_a_number_of_groups_stays_where_every_rank_has_key_heads() -> None:
+    attention = Attention(num_heads=8, num_key_value_groups=2)
+    assert Heads(8, 4, 4).attributes("attention", attention, 2) == Attributes((("num_heads", 4),))
+
+
 def test_nothing_is_set_where_nothing_changes() -> None:
     assert Heads(8, 2, 4).attributes("attention", Attention(num_heads=8), 1) is None
 

@@ -107,6 +107,47 @@ def test_gradients_are_those_of_one_process() -> None:
             torch.testing.assert_close(grad, local, msg=lambda m, name=name: f"{name}: {m}")
 
 
+class Memory(Mixer):
+    def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return self.down((self.up(x) + self.up(memory).mean(1, keepdim=True)).relu())
+
+
+class Crossed(nn.Module):
+    """A block that also gets hidden states from outside, as those of an encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixer = Memory()
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        return x + self.mixer(x, memory)
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder, self.blocks = nn.Linear(4, 4), nn.ModuleList([Crossed()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[0](x, self.encoder(x))
+
+
+def test_other_hidden_states_get_the_gradients_of_all_ranks() -> None:
+    expected = Decoder()
+    expected(X).square().sum().backward()
+    models = [Decoder() for _ in range(2)]
+
+    def on_rank(axis: ThreadAxis) -> Any:
+        model = models[axis.rank]
+        apply_tensor_parallel(model, PLAN, axis, sequence=True, blocks=list(model.blocks))
+        model(X).square().sum().backward()
+        return model.encoder.weight.grad
+
+    for grad in on_ranks(2, on_rank):
+        torch.testing.assert_close(grad, expected.encoder.weight.grad)
+
+
 def test_between_the_layers_of_a_block_each_rank_has_its_tokens() -> None:
     shapes: list[Any] = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -112,6 +113,6 @@ def test_random_states_are_restored() -> None:
 
 
 def test_caches_get_nothing() -> None:
-    cache: list[Tensor] = []
+    cache: deque[Tensor] = deque()
     one_rank(Block(), cache=cache)
     assert not cache

@@ -102,6 +102,17 @@ def test_without_a_head_tokens_are_gathered_after_the_last_block() -> None:
         torch.testing.assert_close(output, expected)
 
 
+def test_averaged_gradients_through_gathered_tokens() -> None:
+    def body(model: Net, _: SequenceParallel) -> list[Any]:
+        model(hidden(), head=False).square().sum().backward()
+        return [p.grad for p in model.blocks.parameters()]
+
+    expected = Net()
+    expected(hidden(), head=False).square().sum().backward()
+    for parameter, *grads in zip(expected.blocks.parameters(), *on_shards(body, head=None), strict=True):
+        torch.testing.assert_close(sum(grads) / 2, parameter.grad)
+
+
 @pytest.mark.parametrize("tokens", [1, 3, 7])
 def test_without_gradients_other_lengths_run_unsharded(tokens: int) -> None:
     def body(model: Net, _: SequenceParallel) -> Tensor:
