@@ -27,16 +27,16 @@ def interception() -> Iterator[attention.Interception]:
     assert functional.scaled_dot_product_attention is ORIGINAL
 
 
-def inputs(key_heads: int = HEADS) -> list[Tensor]:
+def inputs(key_heads: int = HEADS) -> Any:
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(BATCH, n, TOKENS, WIDTH, generator=generator) for n in (HEADS, key_heads, key_heads)]
 
 
-def shards(tensors: list[Tensor], axis: ThreadAxis) -> list[Tensor]:
+def shards(tensors: Any, axis: ThreadAxis) -> Any:
     return [t.chunk(axis.size, 2)[axis.rank] for t in tensors]
 
 
-def attended(tensors: list[Tensor], size: int, **options: Any) -> Tensor:
+def attended(tensors: Any, size: int, **options: Any) -> Tensor:
     """The result of all ranks, joined along the tokens."""
 
     def body(axis: ThreadAxis) -> Tensor:
@@ -88,8 +88,9 @@ def test_outside_a_region_attention_is_the_original() -> None:
 def test_refusals_come_before_anything_is_sent(shapes: list[tuple[int, ...]], message: str) -> None:
     axis = Axis("sequence")
     axis.size = 2  # no collective may be reached
+    query, key, value = map(torch.zeros, shapes)
     with attention.attention_over(axis), pytest.raises(PlanError, match=message):
-        functional.scaled_dot_product_attention(*(torch.zeros(shape) for shape in shapes))
+        functional.scaled_dot_product_attention(query, key, value)
 
 
 def test_only_the_owner_leaves_a_region() -> None:

@@ -114,6 +114,8 @@ def test_the_width_of_all_heads_becomes_the_local_one() -> None:
 
 
 class Base(Attention):
+    embed_dim: int
+
     def reshape(self, x: Tensor) -> Tensor:
         return x * self.embed_dim
 

@@ -109,13 +109,14 @@ def test_gradients(name: str) -> None:
     full = build(name)
     run(full, CASES[name][2]())
 
-    def body(model: nn.Module, parallel: Any) -> list[tuple[Tensor, Any]]:
+    def body(model: nn.Module, parallel: Any) -> list[tuple[Any, Any]]:
         run(model, CASES[name][2]())
         return [(p.grad, parallel.parts.get(id(p))) for p in model.parameters()]
 
     for rank in sharded(name, body):
         for parameter, (grad, part) in zip(full.parameters(), rank, strict=True):
             expected = parameter.grad
+            assert expected is not None
             if part is not None:
                 expected = torch.cat([expected.narrow(part.dim, *run) for run in part.runs], part.dim)
             torch.testing.assert_close(grad, expected, rtol=1e-5, atol=1e-5)
@@ -125,7 +126,7 @@ def test_gradients(name: str) -> None:
 def test_every_rank_holds_its_part_of_the_values(name: str) -> None:
     full = build(name)
 
-    def body(model: nn.Module, parallel: Any) -> list[tuple[Tensor, Any]]:
+    def body(model: nn.Module, parallel: Any) -> list[tuple[Any, Any]]:
         assert parallel.parts
         return [(p.detach(), parallel.parts.get(id(p))) for p in model.parameters()]
 
@@ -178,7 +179,7 @@ def test_parameters_on_meta_get_the_local_shape() -> None:
 
 
 def test_a_removed_plan_leaves_local_layers() -> None:
-    def body(model: nn.Module, parallel: Any) -> tuple[Tensor, Tensor]:
+    def body(model: Any, parallel: Any) -> tuple[Tensor, Tensor]:
         parallel.remove()
         parallel.remove()
         up, down, x = model.up, model.down, floats()

@@ -154,7 +154,7 @@ def test_one_rank_changes_nothing() -> None:
     ("head", "expected"), [(True, "gathered in the loss of 'head'"), (False, "gathered after the last")]
 )
 def test_the_summary(head: bool, expected: str) -> None:
-    options = {} if head else {"head": None}
+    options: dict[str, Any] = {} if head else {"head": None}
     for line in on_shards(lambda _, parallel: parallel.describe(), **options):
         assert line == f"tokens sharded over 2 ranks in 2 blocks (Block), {expected}"
 

@@ -45,7 +45,7 @@ def test_accessors_come_before_names() -> None:
             return self.embed_tokens
 
         def get_output_embeddings(self) -> nn.Module:
-            return self.classifier
+            return self.get_submodule("classifier")
 
     assert vocabulary(Accessors(head="classifier"), 2) == {"embed_tokens": Vocab(), "classifier": Vocab()}
 
