@@ -193,7 +193,7 @@ def test_a_linear_layer_of_unknown_purpose() -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "words"),
+    ("part", "expected"),
     [
         (lambda: nn.MultiheadAttention(WIDTH, HEADS), "fused weights"),
         (lambda: nn.TransformerEncoderLayer(WIDTH, HEADS, HIDDEN), "fused weights"),
@@ -202,9 +202,9 @@ def test_a_linear_layer_of_unknown_purpose() -> None:
         (lambda: nn.ParameterList([nn.Parameter(torch.ones(3))]), "'0' of shape (3,)"),
     ],
 )
-def test_parts_of_blocks_that_are_not_understood(part: Callable[[], nn.Module], words: str) -> None:
+def test_parts_of_blocks_that_are_not_recognised(part: Callable[[], nn.Module], expected: str) -> None:
     message = refused(with_part("part", part))
-    assert words in message
+    assert expected in message
     assert "'layers.0.part" in message
 
 
@@ -299,7 +299,7 @@ class FromInput(nn.Module):
 
 
 class Computed(FromInput):
-    """The size of a head from two numbers, of which one would be divided."""
+    """The size of a head from two numbers, of which one would become local."""
 
     def __init__(self) -> None:
         super().__init__()

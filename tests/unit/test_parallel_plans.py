@@ -13,7 +13,7 @@ from tests.unit.test_parallel_plan_from_names import HEADS, HIDDEN, WIDTH, Decod
 
 
 class WithPlan(nn.Module):
-    """Attention that knows how it is divided, whatever its names."""
+    """Attention that defines its plan, whatever its names."""
 
     def __init__(self) -> None:
         super().__init__()
