@@ -1,8 +1,9 @@
-"""Biases of attention scores that a model makes for all heads at once (ALiBi), cut to those of a rank's heads.
+"""Per-head biases of attention scores (ALiBi) that a model computes once for all heads: slice them to local heads.
 
-Press et al., "Train Short, Test Long", arXiv:2108.12409. Models make them once per forward, outside of the blocks, and
-pass them into every attention: ``(H, 1, T)``, or ``(B * H, 1, T)`` with the heads of one text side by side, or
-``(B, H, 1, T)``.
+Models compute these biases once per forward, outside the blocks, and pass them into every attention. Their shape is
+``(H, 1, T)``, ``(B * H, 1, T)`` with the heads of one sequence next to each other, or ``(B, H, 1, T)``.
+
+Press et al., "Train Short, Test Long", arXiv:2108.12409.
 """
 
 from __future__ import annotations
@@ -19,20 +20,16 @@ ARGUMENTS = {
     "MptAttention": ("position_bias",),
     "FalconAttention": ("alibi", "attention_mask"),
 }
-"""Class of the attention -> arguments of its forward: the biases, and a mask that holds them too."""
+"""Class of the attention -> arguments of its forward that hold one entry per head, the biases first."""
 
 _HEADS = ("num_heads", "n_heads")
 
 
-def cut_head_biases(model: nn.Module, axis: Axis, hooks: Hooks) -> int:
-    """Cut the argument on its way into every attention that takes one; how many those are. Not collective.
+def slice_head_biases(model: nn.Module, axis: Axis, hooks: Hooks) -> None:
+    """Slice the biases on their way into every attention that takes them. Not collective.
 
-    Args:
-        model: divided: attentions count the heads of this rank.
-        axis: ranks that hold the heads, as many each.
-        hooks: that are removed with the division.
+    The attentions of ``model`` must hold the local number of heads already, the same number on every rank.
     """
-    found = 0
     for module in model.modules():
         names = ARGUMENTS.get(type(module).__name__)
         if names is None or axis.size == 1:
@@ -44,16 +41,14 @@ def cut_head_biases(model: nn.Module, axis: Axis, hooks: Hooks) -> int:
         ) -> Any:
             if kwargs[names[0]] is None:  # Falcon with rotary positions
                 return None
-            return args, kwargs | {name: _own_heads(kwargs[name], heads, axis) for name in names}  # passed by name
+            return args, kwargs | {name: _local_heads(kwargs[name], heads, axis) for name in names}
 
         hooks.before(module, before)
-        found += 1
-    return found
 
 
-def _own_heads(biases: Tensor, heads: int, axis: Axis) -> Tensor:
-    """``(B, H, ..., T)``, or the first two as one."""
+def _local_heads(biases: Tensor, heads: int, axis: Axis) -> Tensor:
+    """Slice ``(B, H, ..., T)``, or ``(B * H, ..., T)``, to this rank's ``heads``."""
     if biases.dim() == 4:
         return biases.narrow(1, axis.rank * heads, heads)
-    by_text = biases.unflatten(0, (-1, heads * axis.size))
-    return by_text.narrow(1, axis.rank * heads, heads).flatten(0, 1)
+    by_sequence = biases.unflatten(0, (-1, heads * axis.size))
+    return by_sequence.narrow(1, axis.rank * heads, heads).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""Attention over all tokens when every rank has a part of them: for the time of the attention, divided by heads.
+"""Exchange tokens for heads around attention, when every rank holds a shard of the sequence (Ulysses).
 
 ::
 
@@ -6,9 +6,10 @@
                                                                                      │
     result                       (B, H, T/size, N)                  ◄─all-to-all─────┘
 
-Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509. Every call of `torch.nn.functional.scaled_dot_product_attention`
-inside of `attention_over` does so; the function is replaced while an `Interception` is in place, and does what it
-always did everywhere else.
+Every call of `torch.nn.functional.scaled_dot_product_attention` inside `attention_over` does this. An `Interception`
+replaces that function; outside `attention_over` the replacement calls the original.
+
+Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509.
 """
 
 from __future__ import annotations
@@ -29,49 +30,48 @@ from ls_strategy.parallel.regions import exchange, untraced
 
 
 class Region:
-    """A block that runs on a part of the tokens."""
+    """The execution of one block on this rank's tokens."""
 
     def __init__(self, axis: Axis) -> None:
-        """Before its first attention."""
         self.axis = axis
         self.calls = 0
-        """Calls of attention so far."""
+        """Number of attention calls so far."""
         self.owner: object = None
-        """Who entered it by `reenter`."""
+        """The object that entered the region by `reenter`."""
 
 
-_here = threading.local()  # backward, which may recompute a block, has threads of its own
+_thread = threading.local()  # backward, which may recompute a block, runs in other threads
 
 
 @contextmanager
 def attention_over(axis: Axis) -> Generator[Region, None, None]:
-    """Inside, attention exchanges tokens for heads over ``axis``. Not collective by itself."""
-    outer, region = getattr(_here, "region", None), Region(axis)
-    _here.region = region
+    """Make attention exchange tokens for heads over ``axis``. Not collective by itself."""
+    outer, region = getattr(_thread, "region", None), Region(axis)
+    _thread.region = region
     try:
         with unfused():
             yield region
     finally:
-        _here.region = outer
+        _thread.region = outer
 
 
 def reenter(axis: Axis, owner: object) -> None:
-    """Be in a region until ``owner`` leaves; nothing inside of one."""
-    if getattr(_here, "region", None) is None:
-        _here.region = Region(axis)
-        _here.region.owner = owner
+    """Enter a region until ``owner`` leaves it. Inside a region, do nothing."""
+    if getattr(_thread, "region", None) is None:
+        _thread.region = Region(axis)
+        _thread.region.owner = owner
 
 
 def leave(owner: object) -> None:
-    """Undo `reenter`, if it did anything for this ``owner``."""
-    region = getattr(_here, "region", None)
+    """Leave the region that ``owner`` entered by `reenter`, if there is one."""
+    region = getattr(_thread, "region", None)
     if region is not None and region.owner is owner:
-        _here.region = None
+        _thread.region = None
 
 
 @contextmanager
 def unfused() -> Generator[None, None, None]:
-    """Inside, ``nn.TransformerEncoderLayer`` calls the attention function, in evaluation too."""
+    """Make ``nn.TransformerEncoderLayer`` call the attention function in evaluation too."""
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -81,29 +81,28 @@ def unfused() -> Generator[None, None, None]:
 
 
 class Interception:
-    """Replaces the attention function of torch until it is removed. Several may be in place."""
+    """Replace torch's attention function until `remove`. Several interceptions may be active at once."""
 
     def __init__(self) -> None:
-        """Replace it now."""
         original = functional.scaled_dot_product_attention
 
         @untraced
         def scaled_dot_product_attention(
             query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
         ) -> Tensor:
-            region = getattr(_here, "region", None)
+            region = getattr(_thread, "region", None)
             if region is None or self._removed:
                 return original(query, key, value, *args, **kwargs)
             return _attend(region, original, (query, key, value), *args, **kwargs)
 
         self._removed = False
         self._original = original
-        self._mine = functional.scaled_dot_product_attention = scaled_dot_product_attention
+        self._replacement = functional.scaled_dot_product_attention = scaled_dot_product_attention
 
     def remove(self) -> None:
-        """Restore it; if something else has replaced it since, do nothing from now on. Idempotent."""
+        """Restore the original, or become inactive if other code has replaced the function since. Idempotent."""
         self._removed = True
-        if functional.scaled_dot_product_attention is self._mine:
+        if functional.scaled_dot_product_attention is self._replacement:
             functional.scaled_dot_product_attention = self._original
 
 
@@ -113,36 +112,36 @@ def _attend(
 ) -> Tensor:  # fmt: skip
     region.calls += 1
     _check(region.axis, *inputs)
-    outer, _here.region = region, None  # the attention of this rank's heads is an ordinary one
+    outer, _thread.region = region, None  # over the local heads, attention is an ordinary call
     try:
-        query, key, value = _by_heads(region.axis, inputs)
-        mask = _own_heads(attn_mask, inputs[0].shape[1], region.axis)
+        query, key, value = _tokens_to_heads(region.axis, inputs)
+        mask = _local_heads(attn_mask, inputs[0].shape[1], region.axis)
         result = attention(query, key, value, mask, *args, **kwargs)
     finally:
-        _here.region = outer
+        _thread.region = outer
     return exchange(result, region.axis, 2, 1)
 
 
 def _check(axis: Axis, query: Tensor, key: Tensor, value: Tensor) -> None:
-    what = f"attention in a block that is divided along the tokens: query {tuple(query.shape)}, key {tuple(key.shape)}"
+    got = f"attention in a block sharded along the tokens got query {tuple(query.shape)}, key {tuple(key.shape)}"
     if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
-        raise PlanError(f"{what}. It needs (batch, heads, tokens, width per head).")
+        raise PlanError(f"{got}. It requires (batch, heads, tokens, width per head).")
     if not query.shape[2] == key.shape[2] == value.shape[2]:
         raise PlanError(
-            f"{what}. Only attention of the block's tokens to each other is possible: leave blocks with "
-            "cross-attention or a cache of earlier keys undivided."
+            f"{got}. Only self-attention among the block's tokens is supported: do not shard blocks with "
+            "cross-attention or a cache of earlier keys."
         )
     if query.shape[1] % axis.size:
         raise PlanError(
-            f"{what}. Its {query.shape[1]} heads must be a multiple of the {axis.size} ranks of the {axis.name!r} "
-            "axis: choose a size that shards them."
+            f"{got}. The number of heads, {query.shape[1]}, must be a multiple of the {axis.size} ranks of the "
+            f"{axis.name!r} axis: choose a size that divides it."
         )
 
 
-def _by_heads(axis: Axis, inputs: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
-    """Every rank gets all tokens of the heads it works on.
+def _tokens_to_heads(axis: Axis, inputs: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
+    """Give every rank all tokens of its heads.
 
-    Where the ranks do not divide the heads of key and value, each of these is repeated until they do.
+    Key and value heads are repeated until their number is a multiple of the number of ranks.
     """
     query, *key_value = inputs
     result = [exchange(query, axis, 1, 2)]
@@ -154,8 +153,8 @@ def _by_heads(axis: Axis, inputs: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]
     return result
 
 
-def _own_heads(mask: Tensor | None, heads: int, axis: Axis) -> Tensor | None:
-    """A mask that differs by head, of this rank's heads."""
+def _local_heads(mask: Tensor | None, heads: int, axis: Axis) -> Tensor | None:
+    """Slice a mask that differs between heads to this rank's heads."""
     if mask is None or mask.dim() < 3 or mask.shape[-3] != heads or heads == 1:
         return mask
     share = heads // axis.size

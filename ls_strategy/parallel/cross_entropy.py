@@ -1,11 +1,12 @@
-"""Cross-entropy of logits of which every rank has some columns: no rank ever holds all of them.
+"""Cross-entropy of vocabulary-parallel logits: no rank ever holds all columns.
 
 ::
 
-    loss = log(sum_v exp(x_v)) - x_target        the sum goes over the ranks; one of them has the target's column
+    loss = log(sum_v exp(x_v)) - x_target        the sum goes over the ranks; one of them holds the target's column
 
-As section 3 of Shoeybi et al., "Megatron-LM", arXiv:1909.08053. Four numbers per token travel at most, whatever the
-size of the vocabulary, and none in backward.
+At most four numbers per token are sent, whatever the size of the vocabulary, and none in backward.
+
+Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3.
 """
 
 from __future__ import annotations
@@ -20,42 +21,42 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from ls_strategy.distributed.axis import Axis
-from ls_strategy.parallel.dim_shard import DimShard, unsharded
+from ls_strategy.parallel.dim_shard import DimShard, unshard
 
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """What `token_losses` needs to know besides logits and targets."""
+    """The axis, the columns and the options of `token_losses`."""
 
     axis: Axis
-    """Ranks with the other columns."""
+    """Ranks that hold the other columns."""
 
     start: int
-    """This rank's first column."""
+    """Index of this rank's first column."""
 
     classes: int
-    """Columns on all ranks."""
+    """Number of columns on all ranks."""
 
     ignore_index: int = -100
     """Target of tokens without a loss."""
 
     smoothing: float = 0.0
-    """Weight of the mean over all classes, as ``label_smoothing`` of `torch.nn.functional.cross_entropy`."""
+    """Weight of the mean over all classes: ``label_smoothing`` of `torch.nn.functional.cross_entropy`."""
 
     def locate(self, target: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Which targets are among this rank's ``length`` columns, and at which of them (0 for the others)."""
+        """Return which targets are among this rank's ``length`` columns, and their local columns (0 for the others)."""
         column = target - self.start
         here = (column >= 0) & (column < length)
         return here, torch.where(here, column, 0)
 
 
 def token_losses(logits: Tensor, target: Tensor, loss: TokenLoss) -> Tensor:
-    """The loss of every token, ``(tokens,)``, fp32 (fp64 of fp64), the same bits on every rank. Collective.
+    """Return the loss of every token, ``(tokens,)``, in fp32 (fp64 for fp64), bitwise equal on all ranks. Collective.
 
     Args:
-        logits: ``(tokens, columns)`` of this rank, any floating dtype. A rank may have no column at all.
-        target: ``(tokens,)``, indices into all columns. NaN is the loss of one that is out of range.
-        loss: the rest.
+        logits: ``(tokens, columns)`` of this rank, any floating dtype; possibly without columns.
+        target: ``(tokens,)``, indices into all columns. The loss of one that is out of range is NaN.
+        loss: axis, columns and options.
 
     Traffic:
         ``3 * tokens`` elements through an all-reduce and ``tokens`` through an all-gather; none in backward.
@@ -90,7 +91,7 @@ class _TokenLosses(torch.autograd.Function):
         logits, highest, log_sum, target = ctx.saved_tensors
         loss: TokenLoss = ctx.loss
         result = logits.to(grad.dtype, copy=True)
-        result -= highest[:, None]  # one after the other: their sum would be rounded
+        result -= highest[:, None]  # subtract separately: the sum of both would be rounded
         result -= log_sum[:, None]
         result.exp_()
         if loss.smoothing:
@@ -103,10 +104,10 @@ class _TokenLosses(torch.autograd.Function):
 
 
 def sum_over_ranks(value: Tensor, axis: Axis) -> Tensor:
-    """Sum ``value`` over ranks that saw different tokens; the gradient goes back ``axis.size`` times. Collective.
+    """Sum ``value`` over ranks that hold different tokens; backward multiplies by ``axis.size``. Collective.
 
-    Parameters' gradients are averaged over these ranks later, as over data-parallel ones, so that each rank must give
-    ``axis.size`` times its own part.
+    Gradients of parameters are averaged over these ranks later, as over data-parallel ones, so each rank must
+    contribute ``axis.size`` times the gradient of its own tokens.
     """
     return _SumOverRanks.apply(value, axis)  # type: ignore[no-any-return]
 
@@ -134,68 +135,69 @@ class Options:
 
 
 def cross_entropy(
-    logits: Tensor, part: Tensor, cuts: Sequence[DimShard], target: Any, weight: Any, options: Options
+    logits: Tensor, local: Tensor, shards: Sequence[DimShard], target: Any, weight: Any, options: Options
 ) -> Any:
-    """`torch.nn.functional.cross_entropy` on the parts, of targets that are indices of classes. Collective.
+    """Compute `torch.nn.functional.cross_entropy` from the shards, for targets that are class indices. Collective.
 
     Args:
-        logits: looks like the unsharded: ``(N, V)`` or ``(N, V, ...)``.
-        part: of it.
-        cuts: of it.
-        target: whole, ``(N,)`` or ``(N, ...)``.
-        weight: of the classes, ``(V,)``, or None.
-        options: all others.
+        logits: any tensor with the full shape, ``(N, V)`` or ``(N, V, ...)``.
+        local: this rank's shard of the logits.
+        shards: how the logits are sharded.
+        target: full, ``(N,)`` or ``(N, ...)``.
+        weight: ``(V,)``, or None.
+        options: all other options.
 
     Returns:
-        The loss, plain and the same bits on every rank; ``NotImplemented`` for what takes the whole logits.
+        The loss, a plain tensor, bitwise equal on all ranks; ``NotImplemented`` where the full logits are needed.
 
     Raises:
-        IndexError: a target is out of range. On the CPU; elsewhere, where it would mean to wait, the loss is NaN.
+        IndexError: A target on the CPU is out of range. On other devices, where a check would synchronise, the loss is
+            NaN.
     """
-    if not (_are_indices(logits, target) and _is_possible(options, cuts) and _is_usable(weight, logits, options)):
+    if not (_are_indices(logits, target) and _is_possible(options, shards) and _is_usable(weight, logits, options)):
         return NotImplemented
     classes, ignored = logits.shape[1], target == options.ignore_index
     _check_range(target, ~ignored, classes)
-    tokens = [cut.moved(cut.dim - (cut.dim > 1)) for cut in cuts if cut.dim != 1]
-    mine = target
-    for cut in tokens:
-        mine = cut.part(mine)
-    losses = token_losses(*_rows(part, mine), _how(cuts, classes, options)).view(mine.shape)
+    token_shards = [shard.with_dim(shard.dim - (shard.dim > 1)) for shard in shards if shard.dim != 1]
+    local_target = target
+    for shard in token_shards:
+        local_target = shard.shard(local_target)
+    losses = token_losses(*_rows(local, local_target), _token_loss(shards, classes, options)).view(local_target.shape)
     if weight is not None:
-        losses = losses * _weights(weight, mine, options.ignore_index, losses.dtype)
+        losses = losses * _weights(weight, local_target, options.ignore_index, losses.dtype)
     dtype = _loss_dtype(logits)
     if options.reduction == "none":
-        return unsharded(losses, tokens).to(dtype)
+        return unshard(losses, token_shards).to(dtype)
     total = losses.sum()
-    for cut in tokens:
-        total = sum_over_ranks(total, cut.axis)
+    for shard in token_shards:
+        total = sum_over_ranks(total, shard.axis)
     if options.reduction == "mean":
         counts = ~ignored if weight is None else _weights(weight, target, options.ignore_index, total.dtype)
         total = total / counts.sum()
     return total.to(dtype)
 
 
-def _rows(part: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Classes last, and one dimension of tokens."""
-    rows = part.movedim(1, -1)
+def _rows(local: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Return logits as ``(tokens, columns)`` and targets as ``(tokens,)``."""
+    rows = local.movedim(1, -1)
     return rows.reshape(target.numel(), rows.shape[-1]), target.reshape(-1)
 
 
-def _how(cuts: Sequence[DimShard], classes: int, options: Options) -> TokenLoss:
-    columns = next((cut for cut in cuts if cut.dim == 1), None)
+def _token_loss(shards: Sequence[DimShard], classes: int, options: Options) -> TokenLoss:
+    columns = next((shard for shard in shards if shard.dim == 1), None)
     axis, start = (Axis("alone"), 0) if columns is None else (columns.axis, columns.start)
     return TokenLoss(axis, start, classes, options.ignore_index, options.label_smoothing)
 
 
-def _is_possible(options: Options, cuts: Sequence[DimShard]) -> bool:
+def _is_possible(options: Options, shards: Sequence[DimShard]) -> bool:
     modern = options.size_average is None and options.reduce is None and options.reduction in ("none", "mean", "sum")
-    return modern and all(cut.plain for cut in cuts if cut.dim == 1)
+    return modern and all(shard.plain for shard in shards if shard.dim == 1)
 
 
 def _are_indices(logits: Any, target: Any) -> bool:
     shape = tuple(logits.shape)
-    whole = type(target) is Tensor and not target.is_floating_point()
-    return whole and len(shape) > 1 and tuple(target.shape) == (shape[0], *shape[2:])
+    plain = type(target) is Tensor and not target.is_floating_point()
+    return plain and len(shape) > 1 and tuple(target.shape) == (shape[0], *shape[2:])
 
 
 def _is_usable(weight: Any, logits: Any, options: Options) -> bool:
@@ -206,7 +208,7 @@ def _is_usable(weight: Any, logits: Any, options: Options) -> bool:
 
 
 def _check_range(target: Tensor, counted: Tensor, classes: int) -> None:
-    """As torch does; on other devices, where it would mean to wait for them, the loss becomes NaN instead."""
+    """Raise what torch raises on the CPU. On other devices a check would synchronise; there the loss becomes NaN."""
     if target.device.type == "cpu":
         wrong = target[counted & ((target < 0) | (target >= classes))]
         if wrong.numel():
@@ -214,12 +216,12 @@ def _check_range(target: Tensor, counted: Tensor, classes: int) -> None:
 
 
 def _weights(weight: Tensor, target: Tensor, ignore_index: int, dtype: torch.dtype) -> Tensor:
-    """Of every token, by its class; 0 of those that do not count."""
+    """Return the weight of every token's class, 0 for tokens without a loss."""
     ignored = target == ignore_index
     return weight.to(dtype)[target.masked_fill(ignored, 0)].masked_fill(ignored, 0)
 
 
 def _loss_dtype(logits: Tensor) -> torch.dtype:
-    """What the loss of a plain tensor would have here, with autocast or without."""
+    """Return the dtype of torch's loss for these logits, with or without autocast."""
     sample = torch.zeros((1, 2), dtype=logits.dtype, device=logits.device)
     return functional.cross_entropy(sample, torch.zeros(1, dtype=torch.long, device=logits.device)).dtype

@@ -1,4 +1,4 @@
-"""Which part of a divided tensor a rank has, and where it lies after a reshape or an index: mostly integers."""
+"""Which part of a sharded tensor a rank holds, and where it lies after a reshape or an index. Mostly integers."""
 
 from __future__ import annotations
 
@@ -15,100 +15,100 @@ from ls_strategy.distributed.axis import Axis
 
 @dataclasses.dataclass(frozen=True)
 class DimShard:
-    """How one dimension is divided: read as ``(outer, sum(sizes), inner)``, the middle one goes over the ranks."""
+    """How one dimension is sharded: as ``(outer, sum(sizes), inner)``, of which the middle factor is split by rank."""
 
     axis: Axis
     dim: int
     sizes: tuple[int, ...]
-    """Every rank's part."""
+    """The length on every rank."""
 
     averaged: bool
-    """Whether the ranks' gradients of parameters are averaged later."""
+    """Whether gradients of parameters are averaged over these ranks later."""
 
     outer: int = 1
     inner: int = 1
 
     @property
-    def full(self) -> int:
-        """Length of what is divided."""
+    def full_size(self) -> int:
+        """Length of the sharded factor on all ranks."""
         return sum(self.sizes)
 
     @property
-    def mine(self) -> int:
-        """Length of this rank's part."""
+    def local_size(self) -> int:
+        """Length of the sharded factor on this rank."""
         return self.sizes[self.axis.rank]
 
     @property
     def start(self) -> int:
-        """Where this rank's part begins."""
+        """Index of this rank's first element along the sharded factor."""
         return sum(self.sizes[: self.axis.rank])
 
     @property
     def plain(self) -> bool:
-        """Whether the dimension is nothing else than what is divided."""
+        """Whether the dimension consists of the sharded factor alone."""
         return self.outer == self.inner == 1
 
-    def part(self, unsharded: Tensor) -> Tensor:
-        """This rank's part of a tensor that is whole along the dimension."""
-        folded = unsharded.unflatten(self.dim, (self.outer, self.full, self.inner))
-        return folded.narrow(self.dim + 1, self.start, self.mine).flatten(self.dim, self.dim + 2)
+    def shard(self, full: Tensor) -> Tensor:
+        """Return this rank's shard of a tensor that is full along the dimension."""
+        folded = full.unflatten(self.dim, (self.outer, self.full_size, self.inner))
+        return folded.narrow(self.dim + 1, self.start, self.local_size).flatten(self.dim, self.dim + 2)
 
-    def join(self, part: Tensor) -> Tensor:
-        """The tensor that is whole along the dimension. Collective."""
-        folded = part.unflatten(self.dim, (self.outer, self.mine, self.inner))
+    def gather(self, local: Tensor) -> Tensor:
+        """Return the tensor that is full along the dimension. Collective."""
+        folded = local.unflatten(self.dim, (self.outer, self.local_size, self.inner))
         return self.axis.all_gather(folded, self.dim + 1, self.sizes).flatten(self.dim, self.dim + 2)
 
-    def moved(self, dim: int) -> DimShard:
-        """The same cut of another dimension."""
+    def with_dim(self, dim: int) -> DimShard:
+        """Return the same shard of another dimension."""
         return dataclasses.replace(self, dim=dim)
 
     def reshaped(self, old: Sequence[int], new: Sequence[int]) -> DimShard | None:
-        """The cut of the same elements after a reshape; None if they lie across dimensions then."""
+        """Return the shard of the same elements after a reshape; None if these are no stretch of one dimension then."""
         stride = self.inner * math.prod(old[self.dim + 1 :])
         below = 1
         for dim in range(len(new) - 1, -1, -1):
             length = below * new[dim]
-            if length >= stride * self.full:
-                if stride % below or length % (stride * self.full):
+            if length >= stride * self.full_size:
+                if stride % below or length % (stride * self.full_size):
                     return None
-                outer, inner = length // (stride * self.full), stride // below
+                outer, inner = length // (stride * self.full_size), stride // below
                 return dataclasses.replace(self, dim=dim, outer=outer, inner=inner)
             below = length
         return None
 
     def local_length(self) -> int:
-        """Length of the dimension on this rank."""
-        return self.outer * self.mine * self.inner
+        """Return the length of the dimension on this rank."""
+        return self.outer * self.local_size * self.inner
 
 
-def own_part(grad: Tensor, cuts: Sequence[DimShard]) -> Tensor:
-    """What goes back to this rank's part from the gradient of the unsharded."""
-    for cut in cuts:
-        grad = cut.part(grad)
-    scale = math.prod(cut.axis.size for cut in cuts if cut.averaged)
+def local_gradient(grad: Tensor, shards: Sequence[DimShard]) -> Tensor:
+    """Return the gradient of this rank's shard, from the gradient of the full tensor."""
+    for shard in shards:
+        grad = shard.shard(grad)
+    scale = math.prod(shard.axis.size for shard in shards if shard.averaged)
     return grad * scale if scale > 1 else grad
 
 
-def unsharded(part: Tensor, cuts: Sequence[DimShard]) -> Tensor:
-    """From this rank's part to the whole tensor; `own_part` goes back. Collective."""
-    return _Unsharded.apply(part, tuple(cuts)) if cuts else part  # type: ignore[return-value]
+def unshard(local: Tensor, shards: Sequence[DimShard]) -> Tensor:
+    """Gather the full tensor; `local_gradient` is its backward. Collective."""
+    return _Unshard.apply(local, tuple(shards)) if shards else local  # type: ignore[return-value]
 
 
-class _Unsharded(torch.autograd.Function):
+class _Unshard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, cuts: tuple[DimShard, ...]) -> Tensor:
-        ctx.cuts = cuts
-        for cut in cuts:
-            part = cut.join(part)
-        return part
+    def forward(ctx: Any, local: Tensor, shards: tuple[DimShard, ...]) -> Tensor:
+        ctx.shards = shards
+        for shard in shards:
+            local = shard.gather(local)
+        return local
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return own_part(grad, ctx.cuts), None
+        return local_gradient(grad, ctx.shards), None
 
 
-def spelled_out(index: tuple[Any, ...], dims: int) -> list[Any] | None:
-    """One item per dimension (and None for new ones); None if there is more to it, such as tensors."""
+def expand_index(index: tuple[Any, ...], dims: int) -> list[Any] | None:
+    """Return one item per dimension, plus None for every new one; None for indices that hold tensors, say."""
     if any(isinstance(i, bool) or not (i is None or i is Ellipsis or isinstance(i, (int, slice))) for i in index):
         return None
     numbers = [v for i in index if isinstance(i, slice) for v in (i.start, i.stop, i.step)]
@@ -121,18 +121,21 @@ def spelled_out(index: tuple[Any, ...], dims: int) -> list[Any] | None:
     return [*index[:at], *[slice(None)] * missing, *index[at + 1 :]]
 
 
-def slice_shard(item: Any, cut: DimShard) -> tuple[Any, DimShard | None]:
-    """A slice of the whole dimension as a slice of this rank's part, and the cut of what is left."""
+def slice_shard(item: Any, shard: DimShard) -> tuple[Any, DimShard | None]:
+    """Turn a slice of the full dimension into a slice of the local one, and the shard that remains.
+
+    The shard is None where that is not possible: with a step, an integer, or a dimension of several factors.
+    """
     if item == slice(None):
-        return item, cut
-    if not isinstance(item, slice) or item.step not in (None, 1) or not cut.plain:
+        return item, shard
+    if not isinstance(item, slice) or item.step not in (None, 1) or not shard.plain:
         return item, None
-    low, high, _ = item.indices(cut.full)
-    ends = [sum(cut.sizes[: r + 1]) for r in range(len(cut.sizes))]
+    low, high, _ = item.indices(shard.full_size)
+    ends = [sum(shard.sizes[: r + 1]) for r in range(len(shard.sizes))]
     stretches = [
         (min(max(low, end - size), end), min(max(high, end - size), end))
-        for end, size in zip(ends, cut.sizes, strict=True)
+        for end, size in zip(ends, shard.sizes, strict=True)
     ]
-    first, last = stretches[cut.axis.rank]
+    first, last = stretches[shard.axis.rank]
     sizes = tuple(max(b - a, 0) for a, b in stretches)
-    return slice(first - cut.start, max(last, first) - cut.start), dataclasses.replace(cut, sizes=sizes)
+    return slice(first - shard.start, max(last, first) - shard.start), dataclasses.replace(shard, sizes=sizes)

@@ -1,7 +1,7 @@
-"""What layers of transformers are called: tables from names to what a layer does in its block.
+"""Tables from the names of transformer layers to their roles in a block.
 
-Names are the last component of a module's name, or an ending of several. They follow Hugging Face transformers,
-Meta's Llama, OpenAI's GPT-2, T5 and the usual teaching code.
+A key is the last component of a module's name, or its last two. The names are those of Hugging Face transformers,
+Meta's Llama, OpenAI's GPT-2, T5 and common teaching code.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ ROLES: dict[str, Role] = {
     **dict.fromkeys(("down_proj", "fc2", "w2", "dense_4h_to_h", "fc_out", "output.dense"), "down"),
     **dict.fromkeys(("lin2", "linear2", "feed_forward.down", "ffn_output"), "down"),
 }
-"""By name, or by the longest ending that is listed."""
+"""By the last two components of the name if these are listed, else by the last one."""
 
-CLOSING = frozenset(("wo", "o", "c_proj", "proj", "dense", "out_proj", "output_proj", "output", "out", "down"))
-"""Names of the last layer of an attention or of a feed-forward: its siblings tell of which."""
+LAST_LAYERS = frozenset(("wo", "o", "c_proj", "proj", "dense", "out_proj", "output_proj", "output", "out", "down"))
+"""Names of the last (row-parallel) layer of an attention or of a feed-forward; its siblings decide which."""
 
-OPENING = frozenset(("gate", "up"))
-"""Names of the first layers of a feed-forward, next to a layer that closes one."""
+FIRST_LAYERS = frozenset(("gate", "up"))
+"""Names of the first (column-parallel) layers of a feed-forward, if a sibling is in `LAST_LAYERS`."""
 
 HEAD_COUNTS = frozenset(
     ("num_heads", "n_heads", "num_attention_heads", "n_head", "nhead", "heads", "num_query_heads", "n_local_heads")
@@ -52,38 +52,38 @@ HEAD_SIZES = (
     *("head_dim", "attention_head_size", "head_size", "key_value_proj_dim", "d_kv", "dim_head", "dim_per_head"),
     *("d_head", "attn_head_size"),
 )
-"""Attributes that hold the features of one head."""
+"""Attributes that hold the number of features of one head."""
 
 JOINT_WIDTHS = frozenset(("all_head_size", "inner_dim", "split_size", "q_size"))
-"""Attributes that hold the features of all heads together."""
+"""Attributes that hold the number of features of all heads together."""
 
 MODEL_WIDTHS = frozenset(("embed_dim", "hidden_size", "d_model", "n_embd", "dim", "width", "n_state"))
-"""Attributes that hold the model's width, which often is the width of all heads too."""
+"""Attributes that hold the model's width, which often equals the width of all heads."""
 
-WHOLE_WIDTHS = {"BloomAttention": ("hidden_size",)}
-"""Class of the attention -> attributes of `MODEL_WIDTHS` that mean the model's width wherever its forward goes."""
+UNSHARDED_WIDTHS = {"BloomAttention": ("hidden_size",)}
+"""Class of the attention -> attributes of `MODEL_WIDTHS` that mean the model's width everywhere in its methods."""
 
 HEAD_NORMS = frozenset(("q_norm", "k_norm", "query_norm", "key_norm", "q_layernorm", "k_layernorm", "q_ln", "k_ln"))
-"""Norms of query and key: over one head, shared by all heads."""
+"""Norms of query and key over the features of one head, with parameters that all heads share."""
 
 HEAD_TABLES = frozenset(("relative_attention_bias",))
-"""Embeddings of one column per head (T5)."""
+"""Embeddings with one column per head (T5)."""
 
 FUSED_PER_HEAD = frozenset(("GPTNeoXAttention", "GPTNeoXJapaneseAttention", "BloomAttention", "PersimmonAttention"))
-"""Classes of attention whose fused layer holds query, key and value of one head after the other."""
+"""Classes of attention whose fused layer holds query, key and value head by head."""
 
 FUSED_SECTIONS = frozenset(("GPT2Attention", "MptAttention", "modeling_openai.Attention"))
-"""Classes of attention, with their file where the name says little, whose fused layer holds all queries, all keys, all
-values."""
+"""Classes of attention (with their file if the name is ambiguous) whose fused layer holds all queries, then all keys,
+then all values."""
 
 FUSED_BY_FLAGS = frozenset(("FalconAttention", "FalconFlashAttention2", "GPTBigCodeAttention"))
-"""Classes of attention whose attributes ``new_decoder_architecture`` and ``multi_query`` tell the layout."""
+"""Classes of attention whose layout follows from ``new_decoder_architecture`` and ``multi_query``."""
 
 PLAIN_LINEARS = frozenset(("FalconLinear",))
-"""Classes of linear layers with a forward of their own that computes what that of `nn.Linear` does."""
+"""Subclasses of `nn.Linear` that override forward but compute the same."""
 
 EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")
-"""Parameters of transformers' modules of experts: ``(E, 2 * inner, D)``, gate before up, and ``(E, D, inner)``."""
+"""Parameters of transformers' expert modules: ``(E, 2 * inner, D)``, gate before up, and ``(E, D, inner)``."""
 
 TOKEN_EMBEDDINGS = frozenset(
     (
@@ -91,18 +91,16 @@ TOKEN_EMBEDDINGS = frozenset(
         *("shared", "token_embeddings", "embedding", "tokens", "embed"),
     )
 )
-"""Names of the embedding of tokens, outside blocks."""
+"""Names of the token embedding, outside the blocks."""
 
 OUTPUT_HEADS = frozenset(("lm_head", "output", "embed_out", "head", "decoder", "unembed", "to_logits"))
-"""Names of the layer that makes logits of the vocabulary, outside blocks."""
+"""Names of the layer that computes the logits, outside the blocks."""
 
 
 def role_of(name: str, siblings: Collection[str]) -> Role | None:
-    """What the linear layer ``name`` does in its block, or None.
+    """Return the role of the linear layer ``name`` (relative to its block), or None if it is unknown.
 
-    Args:
-        name: relative to the block.
-        siblings: last components of the names of the linear layers next to it.
+    ``siblings`` are the last components of the names of the linear layers next to it.
 
     >>> role_of("attention.output.dense", []), role_of("output.dense", []), role_of("attn.c_proj", ["c_attn"])
     ('out', 'down', 'out')
@@ -115,8 +113,8 @@ def role_of(name: str, siblings: Collection[str]) -> Role | None:
         if length <= len(components) and ending in ROLES:
             return ROLES[ending]
     last, roles = components[-1], {ROLES.get(s) for s in siblings}
-    if last in CLOSING:
+    if last in LAST_LAYERS:
         if roles & {"query", "fused"}:
             return "out"
-        return "down" if "up" in roles or OPENING & set(siblings) else None
-    return "up" if last in OPENING and CLOSING & set(siblings) else None
+        return "down" if "up" in roles or FIRST_LAYERS & set(siblings) else None
+    return "up" if last in FIRST_LAYERS and LAST_LAYERS & set(siblings) else None

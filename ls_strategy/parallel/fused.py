@@ -1,13 +1,13 @@
-"""Matrices that make query, key and value at once: in which order their rows follow each other.
+"""Layouts of fused matrices that compute query, key and value at once.
 
-========  ========================  ===================================================================
-layout    rows                      of
-========  ========================  ===================================================================
-sections  q q q q | k k k k | v...  GPT-2, MPT, GPT: sections, each divided over the heads
-per head  q k v | q k v | ...       GPT-NeoX, BLOOM, Persimmon, Falcon-RW: all of one head, head by head
-grouped   q q k v | q q k v | ...   Falcon-40B, -180B: all of one key head, group by group
-shared    q q q q | k | v           Falcon-7B, GPTBigCode (multi query): every rank has the one key head
-========  ========================  ===================================================================
+========  ========================  ===========================================================================
+layout    order of the rows         models
+========  ========================  ===========================================================================
+sections  q q q q | k k k k | v...  GPT-2, MPT, GPT: three sections, each sharded by heads
+per head  q k v | q k v | ...       GPT-NeoX, BLOOM, Persimmon, Falcon-RW: head by head
+grouped   q q k v | q q k v | ...   Falcon-40B, -180B: one group of query heads per key head, group by group
+shared    q q q q | k | v           Falcon-7B, GPTBigCode (multi-query): every rank holds the single key head
+========  ========================  ===========================================================================
 """
 
 from __future__ import annotations
@@ -25,25 +25,19 @@ Layout: TypeAlias = Literal["sections", "per head", "grouped", "shared"]
 
 
 def fused_heads(name: str, attention: nn.Module, layer_name: str, layer: nn.Module, size: int) -> tuple[Heads, Column]:
-    """Heads of an attention, and the style of the layer that makes query, key and value at once.
-
-    Args:
-        name: of the attention.
-        attention: the module that reshapes what the layer makes.
-        layer_name: of the layer.
-        layer: it.
-        size: ranks.
+    """Return the heads of an attention, and the style of its fused layer on ``size`` ranks.
 
     Raises:
-        PlanError: the layout is not known, or the heads do not divide.
+        PlanError: The layout is unknown, or the heads cannot be sharded over the ranks.
     """
     layout = _layout(attention)
     if layout is None:
         raise refusal(
             layer_name,
             layer,
-            "makes query, key and value in one matrix of a layout that is not known",
-            f'{{"{layer_name}": Column(sections=(-1, -1, -1), granule=<head size>), ...}} (if they follow one another)',
+            "computes query, key and value by one matrix of unknown layout",
+            f'{{"{layer_name}": Column(sections=(-1, -1, -1), granule=<head size>), ...}} (if all queries come first, '
+            "then all keys, then all values)",
         )
     width = width_out(layer)
     if layout in ("sections", "per head"):
@@ -58,9 +52,9 @@ def fused_heads(name: str, attention: nn.Module, layer_name: str, layer: nn.Modu
         return heads, Column(sections=(-1, key, key), granule=heads.size, copies=(1, size, size))
     if heads.key % size:
         raise PlanError(
-            f"module {layer_name!r} ({type(attention).__name__}) makes {heads.key} groups of query heads with one key "
-            f"and value head each, which stay together and do not divide by parallel.tensor={size}. Use a size "
-            f"that shards {heads.key}."
+            f"module {layer_name!r} ({type(attention).__name__}) has {heads.key} groups of query heads with one key "
+            f"and value head each. Groups stay together, and their number is not divisible by parallel.tensor={size}. "
+            f"Use a size that divides {heads.key}."
         )
     return heads, Column(granule=(heads.query // heads.key + 2) * heads.size)
 

@@ -1,8 +1,8 @@
-"""Attention, divided by heads: how many there are, where the module remembers it, and what its forward relies on.
+"""The heads of an attention module: their counts, the attributes that hold them, and what its forward relies on.
 
-A tensor-parallel rank has whole heads. Code that reshapes with ``-1`` and the size of a head needs nothing else; code
-that reshapes with the number of heads needs that attribute divided; code that takes the width of the heads from its
-input cannot work at all, and is found by reading its source.
+Every tensor-parallel rank holds complete heads. Code that reshapes with ``-1`` and the size of a head works as it is.
+Code that reshapes with the number of heads needs the local number in that attribute. Code that takes the width of all
+heads from its input cannot work; reading its source finds it.
 """
 
 from __future__ import annotations
@@ -26,90 +26,91 @@ _RESHAPES = frozenset(("view", "reshape", "split", "expand", "unflatten", "chunk
 
 
 def refusal(name: str, module: nn.Module, why: str, example: str = "") -> PlanError:
-    """The error for a module that the automatic plan cannot divide."""
-    cure = example or f'{{"{_starred(name)}": ...}}'
+    """Return the error for a module that the automatic plan cannot shard."""
+    cure = example or f'{{"{starred(name)}": ...}}'
     return PlanError(
-        f'tensor parallelism with plan "auto": module {name!r} ({type(module).__name__}) {why}. Give the whole plan '
-        f"yourself, parallel.tensor.plan={cure}, with styles column, row, vocab, features, replicate and "
-        "divide:<attribute>; what it does not name stays whole."
+        f'tensor parallelism with plan "auto": module {name!r} ({type(module).__name__}) {why}. Set the complete plan, '
+        f"parallel.tensor.plan={cure}, with the styles column, row, vocab, features, replicate and divide:<attribute>. "
+        "Modules that it does not name are replicated."
     )
 
 
-def _starred(name: str) -> str:
+def starred(name: str) -> str:
+    """Replace layer numbers in a name by ``*``."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def width_in(module: nn.Module) -> int:
-    """Input features of a linear layer or a Conv1D."""
+    """Return the number of input features of a linear layer or a Conv1D."""
     return int(module.weight.shape[0 if is_conv1d(module) else 1])  # type: ignore[union-attr, index, arg-type]
 
 
 def width_out(module: nn.Module) -> int:
-    """Output features of a linear layer or a Conv1D."""
+    """Return the number of output features of a linear layer or a Conv1D."""
     return int(module.weight.shape[1 if is_conv1d(module) else 0])  # type: ignore[union-attr, index, arg-type]
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Counts of one attention module."""
+    """The numbers of query heads and of key and value heads of one attention module."""
 
     query: int
     key: int
     size: int
-    """Features of one head."""
+    """Number of features of one head."""
 
     @classmethod
     def of(cls, name: str, module: nn.Module, query: int, key: int) -> Heads:
-        """Read off the module, or its ``config``.
+        """Read the attributes of the attention ``module`` called ``name``, or of its ``config``.
 
-        Args:
-            name: of the module.
-            module: that computes the attention.
-            query: features of all query heads together.
-            key: of all key heads together.
+        ``query`` and ``key`` are the output features of the query and key layers.
 
         Raises:
-            PlanError: neither the number nor the size of the heads is known, or they contradict the layers' widths.
+            PlanError: Neither the number nor the size of the heads is known, or they contradict the layers' widths.
         """
         size = _integer(module, families.HEAD_SIZES)
         count = _integer(module, sorted(families.HEAD_COUNTS))
         if size is None and count is None:
-            raise refusal(name, module, "does not tell its number of heads by any of the names known: " + _listed())
+            known = ", ".join((*families.HEAD_SIZES, *sorted(families.HEAD_COUNTS)))
+            raise refusal(name, module, f"has none of the attributes that hold the number of heads: {known}")
         if size is None:
             assert count is not None
             size = query // count
         count = query // size if count is None else count
         if count * size != query or key % size or count % (key // size or 1):
             raise refusal(
-                name, module, f"has {count} heads of {size} features, but query and key layers of {query} and {key}"
+                name,
+                module,
+                f"has {count} heads of {size} features, but its query and key layers have {query} and {key} features",
             )
         return cls(count, key // size, size)
 
     def check(self, name: str, module: nn.Module, ranks: int) -> None:
-        """Refuse numbers of heads that do not divide over ``ranks``."""
+        """Raise `PlanError` if the heads cannot be sharded over ``ranks``."""
         if self.query % ranks:
             raise PlanError(
-                f"module {name!r} ({type(module).__name__}) has {self.query} attention heads, which do not divide by "
-                f"parallel.tensor={ranks}. Use a size that shards {self.query}."
+                f"module {name!r} ({type(module).__name__}) has {self.query} attention heads, which is not divisible "
+                f"by parallel.tensor={ranks}. Use a size that divides {self.query}."
             )
         if self.key % ranks and ranks % self.key:
             raise PlanError(
-                f"module {name!r} ({type(module).__name__}) has {self.key} key and value heads, which neither divide "
-                f"by parallel.tensor={ranks} nor divide it. Use a size that shards {self.key}, or a multiple."
+                f"module {name!r} ({type(module).__name__}) has {self.key} key and value heads, which is neither a "
+                f"multiple nor a divisor of parallel.tensor={ranks}. Use a size that divides {self.key}, or a multiple "
+                "of it."
             )
 
     def copies(self, ranks: int) -> int:
-        """Ranks side by side that hold the same key and value head."""
+        """Return the number of adjacent ranks that hold the same key and value head."""
         return max(ranks // self.key, 1)
 
     def attributes(self, name: str, module: nn.Module, ranks: int) -> Attributes | None:
-        """What the module's integers must be on one of ``ranks``; None where nothing changes.
+        """Return the local values of the module's integer attributes; None if none changes.
 
         Raises:
-            PlanError: its forward relies on widths that are not those of this rank's heads.
+            PlanError: Its forward relies on widths that differ from those of the local heads.
         """
         uses = _Uses.of(name, module)
-        whole = families.WHOLE_WIDTHS.get(type(module).__name__, ())
+        unsharded = families.UNSHARDED_WIDTHS.get(type(module).__name__, ())
         local_key = max(self.key // ranks, 1)
         values: dict[str, int] = {}
         for key, value in vars(module).items():
@@ -123,24 +124,24 @@ class Heads:
                 values[key] = self.query // ranks // local_key
             elif value == self.query * self.size and uses.is_joint_width(key):
                 values[key] = value // ranks
-            elif key in families.MODEL_WIDTHS and uses.elsewhere(key) and key not in whole:
+            elif key in families.MODEL_WIDTHS and uses.is_ambiguous(key) and key not in unsharded:
                 raise refusal(
                     name,
                     module,
-                    f"computes with self.{key} = {value} in {uses.where(key)}, which may mean the width of the model "
-                    "or of the heads of this rank. Reshape with -1 and the size of a head instead",
+                    f"computes with self.{key} = {value} in {uses.methods(key)}, which may mean the width of the model "
+                    "or of the local heads. Reshape with -1 and the size of a head instead",
                 )
         changed = tuple((key, value) for key, value in values.items() if value != getattr(module, key))
         return Attributes(changed) if changed else None
 
 
 def head_size(module: nn.Module) -> int | None:
-    """Features of one head, where the module or its ``config`` tells."""
+    """Return the number of features of one head, if the module or its ``config`` holds it."""
     return _integer(module, families.HEAD_SIZES)
 
 
 def _integer(module: nn.Module, names: Any) -> int | None:
-    """The first of ``names`` that the module holds as a positive integer, or else its ``config``."""
+    """Return the first of ``names`` that is a positive integer attribute of the module, or else of its ``config``."""
     for owner in (module, getattr(module, "config", None)):
         for name in names:
             value = getattr(owner, name, None)
@@ -149,15 +150,11 @@ def _integer(module: nn.Module, names: Any) -> int | None:
     return None
 
 
-def _listed() -> str:
-    return ", ".join((*families.HEAD_SIZES, *sorted(families.HEAD_COUNTS)))
-
-
 class _Uses:
-    """Where the methods of a module's class, other than its constructor, read ``self.<name>``."""
+    """How the methods of a module's class, except its constructor, use ``self.<name>``."""
 
     def __init__(self) -> None:
-        self._places: defaultdict[str, set[str]] = defaultdict(set)
+        self._contexts: defaultdict[str, set[str]] = defaultdict(set)
         self._methods: defaultdict[str, set[str]] = defaultdict(set)
 
     @classmethod
@@ -165,7 +162,7 @@ class _Uses:
         """Read the source of the module's class.
 
         Raises:
-            PlanError: there is none, or forward takes the width of the heads from its input.
+            PlanError: There is none, or forward takes the width of all heads from its input.
         """
         uses = cls()
         for method in _methods(name, module):
@@ -175,75 +172,72 @@ class _Uses:
                     name,
                     module,
                     f"takes the width of all heads from the shape of its input ({width!r} in {method.name}()), which "
-                    "is whole, while its heads are divided. Reshape with -1 and the size of a head instead",
+                    "is not sharded, while its heads are. Reshape with -1 and the size of a head instead",
                 )
-            for key, place in _reads(method, ""):
-                uses._places[key].add(place)
+            for key, context in _reads(method, ""):
+                uses._contexts[key].add(context)
                 uses._methods[key].add(method.name)
         return uses
 
     def is_joint_width(self, key: str) -> bool:
-        """Whether ``self.key`` is the width of all heads of this rank, as far as its uses tell."""
+        """Whether ``self.key`` is the width of all local heads: by its name, or since only reshapes use it."""
         if key in families.JOINT_WIDTHS:
             return True
-        return key in families.MODEL_WIDTHS and self._places.get(key) == {"shape"}
+        return key in families.MODEL_WIDTHS and self._contexts.get(key) == {"shape"}
 
-    def elsewhere(self, key: str) -> bool:
-        """Whether ``self.key`` is used in a way that does not tell what it stands for."""
-        return not self._places.get(key, set()) <= {"check"}
+    def is_ambiguous(self, key: str) -> bool:
+        """Whether ``self.key`` is used outside of checks, so that its meaning matters."""
+        return not self._contexts.get(key, set()) <= {"check"}
 
-    def where(self, key: str) -> str:
-        """Methods that read ``self.key``."""
+    def methods(self, key: str) -> str:
+        """List the methods that read ``self.key``."""
         return ", ".join(f"{method}()" for method in sorted(self._methods[key]))
 
 
 def _methods(name: str, module: nn.Module) -> Iterator[ast.FunctionDef]:
-    """The methods of the module's class and, where it does not replace them, of its bases up to those of torch."""
-    replaced = {"__init__"}
+    """Yield the methods of the module's class, and those of its bases up to torch's that it does not override."""
+    overridden = {"__init__"}
     for cls in type(module).__mro__:
         if cls.__module__.startswith("torch.") or not issubclass(cls, nn.Module):
             return
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
         except (OSError, TypeError, SyntaxError) as error:
-            raise refusal(name, module, "has no source that could be read, to see how its forward reshapes") from error
-        methods = [node for node in _body(tree) if isinstance(node, ast.FunctionDef) and node.name not in replaced]
+            raise refusal(name, module, "has no readable source, so that its reshapes cannot be checked") from error
+        body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
+        methods = [node for node in body if isinstance(node, ast.FunctionDef) and node.name not in overridden]
         yield from methods
-        replaced |= {method.name for method in methods if not _calls_base(method)}
+        overridden |= {method.name for method in methods if not _calls_super(method)}
 
 
-def _body(tree: ast.Module) -> list[ast.stmt]:
-    return tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
-
-
-def _calls_base(method: ast.FunctionDef) -> bool:
+def _calls_super(method: ast.FunctionDef) -> bool:
     return any(isinstance(node, ast.Name) and node.id == "super" for node in ast.walk(method))
 
 
-def _reads(node: ast.AST, place: str) -> Iterator[tuple[str, str]]:
-    """``(name, place)`` of every ``self.name`` under ``node``: "shape", "check" or "" for anything else."""
+def _reads(node: ast.AST, context: str) -> Iterator[tuple[str, str]]:
+    """Yield ``(name, context)`` of every ``self.name`` under ``node``: "shape", "check" or "" for anything else."""
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
-        yield node.attr, place
+        yield node.attr, context
         return
     if isinstance(node, ast.Raise):
-        return  # the words of an error
+        return  # the text of an error
     if isinstance(node, ast.Compare):
-        place = "check"
+        context = "check"
     elif isinstance(node, ast.Tuple) and isinstance(node.ctx, ast.Load):
-        place = "shape"
+        context = "shape"
     elif isinstance(node, ast.BinOp) and not isinstance(node.op, ast.Add):
-        place = ""  # a width that is computed with is no longer itself
+        context = ""  # the result of arithmetic is another quantity
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _RESHAPES:
-        yield from _reads(node.func, place)
+        yield from _reads(node.func, context)
         for argument in (*node.args, *(keyword.value for keyword in node.keywords)):
             yield from _reads(argument, "shape")
         return
     for child in ast.iter_child_nodes(node):
-        yield from _reads(child, place)
+        yield from _reads(child, context)
 
 
 def _input_width(method: ast.FunctionDef) -> str | None:
-    """The name that stands for the last of three dimensions of some tensor, where the method goes on to use it."""
+    """Return the variable that receives the last of three dimensions of a tensor, if the method uses it later."""
     names: set[str] = set()
     for node in ast.walk(method):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple) and _is_shape(node.value):
@@ -251,15 +245,8 @@ def _input_width(method: ast.FunctionDef) -> str | None:
             if len(node.targets[0].elts) == 3 and isinstance(last, ast.Name) and last.id != "_":
                 names.add(last.id)
     checked = {id(n) for c in ast.walk(method) if isinstance(c, ast.Compare | ast.Raise) for n in ast.walk(c)}
-    for node in ast.walk(method):
-        if (
-            isinstance(node, ast.Name)
-            and isinstance(node.ctx, ast.Load)
-            and id(node) not in checked
-            and node.id in names
-        ):
-            return node.id
-    return None
+    loads = (n for n in ast.walk(method) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load))
+    return next((node.id for node in loads if node.id in names and id(node) not in checked), None)
 
 
 def _is_shape(node: ast.AST) -> bool:

@@ -1,4 +1,4 @@
-"""What hooks on the modules of a divided model have in common, and the hooks that sum gradients."""
+"""Hooks on the modules of a sharded model, and hooks that sum gradients over ranks."""
 
 from __future__ import annotations
 
@@ -8,70 +8,56 @@ from typing import Any
 from torch import Tensor, nn
 
 from ls_strategy.errors import StateError
-from ls_strategy.parallel.regions import untraced
+from ls_strategy.parallel.regions import Map, untraced
 from ls_strategy.parallel.resolved_plan import Owned
-
-Map = Callable[[Tensor], Tensor]
 
 
 class Hooks:
-    """The hooks of one divided model, to be removed together. `torch.compile` breaks its graph at each of them."""
+    """The hooks of one sharded model, removed together. `torch.compile` breaks its graph at each of them."""
 
     def __init__(self) -> None:
-        """None yet."""
-        self._handles: list[Any] = []
+        self._removals: list[Callable[[], object]] = []
 
     def before(self, module: nn.Module, call: Callable[..., Any]) -> None:
-        """``call(module, args, kwargs)`` before every forward; returns None or other ``(args, kwargs)``."""
-        self._handles.append(module.register_forward_pre_hook(untraced(call), with_kwargs=True))
+        """Call ``call(module, args, kwargs)`` before every forward; it returns None or new ``(args, kwargs)``."""
+        self.on_remove(module.register_forward_pre_hook(untraced(call), with_kwargs=True).remove)
 
     def after(self, module: nn.Module, call: Callable[..., Any], *, always: bool = False) -> None:
-        """``call(module, args, output)`` after every forward; returns None or another output.
+        """Call ``call(module, args, output)`` after every forward; it returns None or a new output.
 
-        Args:
-            module: whose forward.
-            call: the hook.
-            always: also after one that failed; the output is None then.
+        With ``always`` it is also called after a forward that raised, with None as the output.
         """
-        self._handles.append(module.register_forward_hook(untraced(call), always_call=always))
+        self.on_remove(module.register_forward_hook(untraced(call), always_call=always).remove)
 
-    def keep(self, handle: Any) -> None:
-        """Something else to ``remove()``."""
-        self._handles.append(handle)
+    def on_remove(self, call: Callable[[], object]) -> None:
+        """Call ``call()`` when the hooks are removed."""
+        self._removals.append(call)
 
     def remove(self) -> None:
-        """Take all of them off. Idempotent."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-
-class Undo:
-    """A handle whose removal calls a function."""
-
-    def __init__(self, call: Callable[[], object]) -> None:
-        """``call``: what to do."""
-        self.remove = call
+        """Remove all hooks. Idempotent."""
+        for call in self._removals:
+            call()
+        self._removals.clear()
 
 
 class NoPickle:
-    """A hook that does nothing, on a model that must not be pickled: its copy would compute with a part only."""
+    """A hook without effect, on a model that must not be pickled since it holds local shards."""
 
     def __call__(self, *_: Any) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoPickle:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise StateError(
-            "this model holds only this rank's part of its tensor-parallel layers, so it cannot be pickled. Save its "
+            "this model holds only this rank's shards of its tensor-parallel layers, so it cannot be pickled. Save its "
             "state with trainer.save_checkpoint(path), and load that into a new model."
         )
 
 
 def change_first(args: Any, kwargs: Any, change: Map, names: Iterable[str] = ("input", "x")) -> tuple[Any, Any]:
-    """Arguments of a call with ``change`` applied to the first tensor: positional, else the first named one."""
+    """Apply ``change`` to the first positional tensor of a call, or else to the first tensor among ``names``."""
     for i, value in enumerate(args):
         if isinstance(value, Tensor):
             return (*args[:i], change(value), *args[i + 1 :]), kwargs
@@ -80,12 +66,12 @@ def change_first(args: Any, kwargs: Any, change: Map, names: Iterable[str] = ("i
             return args, {**kwargs, name: change(kwargs[name])}
     raise StateError(
         f"a tensor-parallel module was called without a tensor among its positional arguments or {list(names)}. "
-        "Call it with its input first."
+        "Pass its input as the first argument."
     )
 
 
 def change_output(output: Any, change: Map) -> Any:
-    """What a module returned, a tensor or a tuple or list of some, with ``change`` applied to the first tensor."""
+    """Apply ``change`` to the first tensor of a module's output: a tensor, or a tuple or list with tensors."""
     if isinstance(output, Tensor):
         return change(output)
     if isinstance(output, tuple | list):
@@ -94,30 +80,26 @@ def change_output(output: Any, change: Map) -> Any:
                 values = [*output[:i], change(value), *output[i + 1 :]]
                 return type(output)(*values) if hasattr(output, "_fields") else type(output)(values)
     raise StateError(
-        f"a block that is divided along the tokens returned {type(output).__name__}. Return the hidden states, or a "
+        f"a block that is sharded along the tokens returned {type(output).__name__}. Return the hidden states, or a "
         "tuple that begins with them."
     )
 
 
 class GradientSums:
-    """Gradients that are summed over ranks as soon as backward has them, before anything else sees them.
+    """Sum gradients over ranks as soon as backward has computed them, before any other code sees them.
 
-    By a hook on the parameter: one sum per backward, however often the parameter was used. Parameters on meta get
-    theirs when their module first runs with values, since giving them memory drops hooks.
+    A hook on the parameter does this once per backward, however often the parameter was used. Allocating memory for a
+    parameter on meta drops its hooks, so such a parameter gets its hook when its module first runs with values.
     """
 
     def __init__(self, hooks: Hooks) -> None:
-        """Nothing is summed yet."""
         self._hooks = hooks
         self._summed: dict[int, nn.Parameter] = {}
 
     def add(self, owned: Owned, reduce: Map, caller: nn.Module | None = None) -> None:
-        """Sum the gradient of a parameter by ``reduce``; a parameter that was added before stays as it is.
+        """Sum the gradient of a parameter by ``reduce``. Adding a parameter again has no effect.
 
-        Args:
-            owned: the parameter.
-            reduce: sums a gradient over ranks.
-            caller: a module that runs whenever the parameter is used, if its own may not be called.
+        ``caller`` is a module that runs whenever the parameter is used, if the owner itself may not be called.
         """
         if not owned.parameter.is_meta:
             self._attach(owned.parameter, reduce)
@@ -133,8 +115,8 @@ class GradientSums:
         if id(parameter) in self._summed:
             return
         self._summed[id(parameter)] = parameter
-        # It may be frozen for now; only what requires a gradient takes a hook.
+        # The parameter may be frozen for now, but only a tensor that requires a gradient accepts a hook.
         required = parameter.requires_grad
         parameter.requires_grad_(True)
-        self._hooks.keep(parameter.register_hook(untraced(lambda grad: reduce(grad.contiguous()))))
+        self._hooks.on_remove(parameter.register_hook(untraced(lambda grad: reduce(grad.contiguous()))).remove)
         parameter.requires_grad_(required)

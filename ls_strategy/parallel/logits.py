@@ -1,15 +1,15 @@
-"""Logits of which every rank has a part, in a tensor that looks whole, so that a loss is written as ever.
+"""Sharded logits: a tensor that has the full shape, but holds this rank's shard, so that losses need no change.
 
 ::
 
-    logits = model(tokens)                         (B, T, V) to the eye; this rank has V / 4 of the columns, say
-    logits.float().flatten(0, 1)                   acts on the part, and stays divided
-    functional.cross_entropy(..., targets)         works on the parts: see `cross_entropy`
-    logits.softmax(-1), logits[mask], ...          anything else gathers the whole first, and goes on with that
+    logits = model(tokens)                         its shape is (B, T, V); this rank holds V / 4 columns, say
+    logits.float().flatten(0, 1)                   works on the shard and stays sharded
+    functional.cross_entropy(..., targets)         works on the shards: see `cross_entropy`
+    logits.softmax(-1), logits[mask], ...          anything else gathers the full tensor first
 
-Two kinds of division, alone or together: by vocabulary, over ranks that see the same tokens, and along the tokens. What
-follows on a whole tensor is the same on every rank. Gradients: over the vocabulary a rank takes its own part of the
-gradient; along the tokens ``size`` times its own part, because parameters' gradients are averaged over these ranks.
+Logits are sharded along the vocabulary, over ranks with the same tokens, along the tokens, or both. A gathered tensor
+is the same on all ranks. In backward a rank takes its shard of the gradient along the vocabulary, and ``size`` times
+its shard along the tokens, because gradients of parameters are averaged over those ranks.
 """
 
 from __future__ import annotations
@@ -28,59 +28,58 @@ from ls_strategy._compat import make_wrapper, tree_map
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import StateError
 from ls_strategy.parallel.cross_entropy import Options, cross_entropy
-from ls_strategy.parallel.dim_shard import DimShard, own_part, slice_shard, spelled_out, unsharded
+from ls_strategy.parallel.dim_shard import DimShard, expand_index, local_gradient, slice_shard, unshard
 from ls_strategy.parallel.regions import untraced
 
 
 def wrap_vocabulary(local: Tensor, axis: Axis, full_size: int, start: int) -> Tensor:
-    """Logits ``(..., full_size)`` of which this rank has the columns from ``start`` on. Not collective.
+    """Wrap this rank's columns of vocabulary-parallel logits ``(..., full_size)``. Not collective.
 
-    The parts must be as `TensorPart.cut` makes them: as equal as can be, the longer ones first.
+    The shards must be those of `TensorPart.cut`: of equal length, up to one column more on the first ranks.
 
     Args:
-        local: ``(..., columns)``; may be divided along the tokens already.
-        axis: ranks that see the same tokens.
-        full_size: columns of all ranks.
-        start: this rank's first one.
+        local: ``(..., columns)``; may be sharded along the tokens already.
+        axis: ranks with the same tokens.
+        full_size: number of columns on all ranks.
+        start: index of this rank's first column.
     """
     low, more = divmod(full_size, axis.size)
-    cut = DimShard(axis, local.dim() - 1, tuple(low + (r < more) for r in range(axis.size)), averaged=False)
-    if (cut.start, cut.mine) != (start, local.shape[-1]):
+    shard = DimShard(axis, local.dim() - 1, tuple(low + (r < more) for r in range(axis.size)), averaged=False)
+    if (shard.start, shard.local_size) != (start, local.shape[-1]):
         raise ValueError(
-            f"rank {axis.rank} of {axis.size} has {local.shape[-1]} of {full_size} columns from {start} on, where "
-            f"equal parts give it {cut.mine} from {cut.start} on."
+            f"rank {axis.rank} of {axis.size} has {local.shape[-1]} of {full_size} columns from {start} on, but equal "
+            f"shards give it {shard.local_size} from {shard.start} on."
         )
-    return _wrap(local, cut)
+    return _wrap(local, shard)
 
 
-def wrap_sequence(local: Tensor, axis: Axis, full_length: int, dim: int = 1) -> Tensor:
-    """Logits that are ``full_length`` long along ``dim``, of which this rank has an equal part. Not collective.
+def wrap_sequence(local: Tensor, axis: Axis, full_length: int) -> Tensor:
+    """Wrap this rank's tokens of logits ``(B, full_length, V)``. Not collective.
 
     Args:
-        local: ``(B, full_length / axis.size, V)``; may be divided by vocabulary already.
-        axis: ranks that see the same batch, and over which gradients of parameters are averaged.
-        full_length: tokens of all ranks.
-        dim: of the tokens.
+        local: ``(B, full_length / axis.size, V)``; may be sharded along the vocabulary already.
+        axis: ranks with the same batch, over which gradients of parameters are averaged.
+        full_length: number of tokens on all ranks.
     """
-    if local.shape[dim] * axis.size != full_length:
+    if local.shape[1] * axis.size != full_length:
         raise ValueError(
-            f"dimension {dim} of {tuple(local.shape)} is not a {axis.size}th of {full_length} tokens: every rank must "
-            "have equally many."
+            f"dimension 1 of {tuple(local.shape)} is not 1/{axis.size} of {full_length} tokens: every rank must hold "
+            "the same number."
         )
-    return _wrap(local, DimShard(axis, dim % local.dim(), (local.shape[dim],) * axis.size, averaged=True))
+    return _wrap(local, DimShard(axis, 1, (local.shape[1],) * axis.size, averaged=True))
 
 
 def gather(tree: Any) -> Any:
-    """``tree`` with every divided tensor in it replaced by the whole one: plain, with its gradient. Collective.
+    """Replace every sharded tensor in ``tree`` by the full, plain tensor, which keeps its gradient. Collective.
 
-    Looks into lists, tuples, dicts and dataclasses.
+    ``tree`` may consist of lists, tuples, dicts and dataclasses.
     """
     return tree_map(_gather_leaf, tree)
 
 
 def _gather_leaf(leaf: Any) -> Any:
     if isinstance(leaf, ShardedLogits):
-        return unsharded(leaf.part, leaf.cuts)
+        return unshard(leaf.local, leaf.shards)
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
         before = {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf)}
         after = {name: gather(value) for name, value in before.items()}
@@ -92,57 +91,57 @@ def _gather_leaf(leaf: Any) -> Any:
 
 
 @untraced
-def _wrap(local: Tensor, cut: DimShard) -> Tensor:
+def _wrap(local: Tensor, shard: DimShard) -> Tensor:
     if isinstance(local, ShardedLogits):
-        return _divided(local.part, (*local.cuts, cut))
-    return _divided(local, (cut,)) if cut.axis.size > 1 else local
+        return _sharded(local.local, (*local.shards, shard))
+    return _sharded(local, (shard,)) if shard.axis.size > 1 else local
 
 
-def _divided(part: Tensor, cuts: tuple[DimShard, ...]) -> ShardedLogits:
-    result = _Sharded.apply(part, cuts)
+def _sharded(local: Tensor, shards: tuple[DimShard, ...]) -> ShardedLogits:
+    result = _Wrap.apply(local, shards)
     assert isinstance(result, ShardedLogits)
-    result.part, result.cuts = part, cuts
+    result.local, result.shards = local, shards
     return result
 
 
-class _Sharded(torch.autograd.Function):
-    """From a part to what looks whole; nothing is computed. For code that reaches the tensor past Python's level."""
+class _Wrap(torch.autograd.Function):
+    """Wrap a shard, without computing anything. Backward serves code that reaches the tensor below Python."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, cuts: tuple[DimShard, ...]) -> Tensor:
-        ctx.cuts = cuts
-        shape = list(part.shape)
-        for cut in cuts:
-            shape[cut.dim] = cut.outer * cut.full * cut.inner
-        result = make_wrapper(ShardedLogits, part, tuple(shape))
-        result.part, result.cuts = part.detach(), cuts
+    def forward(ctx: Any, local: Tensor, shards: tuple[DimShard, ...]) -> Tensor:
+        ctx.shards = shards
+        shape = list(local.shape)
+        for shard in shards:
+            shape[shard.dim] = shard.outer * shard.full_size * shard.inner
+        result = make_wrapper(ShardedLogits, local, tuple(shape))
+        result.local, result.shards = local.detach(), shards
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return own_part(grad, ctx.cuts), None
+        return local_gradient(grad, ctx.shards), None
 
 
 class ShardedLogits(Tensor):
-    """Has the metadata of the whole tensor, and in memory this rank's part of it.
+    """A tensor with the metadata of the full logits that holds this rank's shard.
 
-    In-place operations, pickling and ``retain_grad`` are refused. A hook of ``register_hook`` sees the gradient of this
-    rank's part.
+    In-place operations, pickling and ``retain_grad`` raise an error. A hook of ``register_hook`` gets the gradient of
+    the shard.
     """
 
-    part: Tensor
-    cuts: tuple[DimShard, ...]
+    local: Tensor
+    shards: tuple[DimShard, ...]
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Metadata from here, some operations on the part, all others on the unsharded."""
+        """Answer metadata, run some operations on the shard, and gather for all others."""
         kwargs = kwargs or {}
         if func in _METADATA:
             return super().__torch_function__(func, types, args, kwargs)
         _refuse_changes(func, args, kwargs)
-        act = _ON_PARTS.get(func)
+        act = _ON_SHARDS.get(func)
         if act is not None and args and isinstance(args[0], ShardedLogits):
             result = act(func, *args, **kwargs)
             if result is not NotImplemented:
@@ -153,43 +152,43 @@ class ShardedLogits(Tensor):
     def __torch_dispatch__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Below Python's level: the unsharded. Its gradient comes back through `_Sharded`."""
+        """Gather for operations that are called below Python. The gradient comes back through `_Wrap`."""
         if func is torch.ops.aten.detach.default:
-            return _divided(args[0].part.detach(), args[0].cuts)
+            return _sharded(args[0].local.detach(), args[0].shards)
         if str(func).split(".")[1].endswith("_"):
             raise _refusal(str(func))
         return func(*gather(args), **gather(kwargs or {}))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        """No values: to print them would take all ranks."""
-        parts = ", ".join(
-            f"{c.axis.name} rank {c.axis.rank} of {c.axis.size} along dimension {c.dim}" for c in self.cuts
+        """Describe the tensor without its values: printing these would be collective."""
+        shards = ", ".join(
+            f"{s.axis.name} rank {s.axis.rank} of {s.axis.size} along dimension {s.dim}" for s in self.shards
         )
-        return f"ShardedLogits(shape={tuple(self.shape)}, dtype={self.dtype}, part of {parts})"
+        return f"ShardedLogits(shape={tuple(self.shape)}, dtype={self.dtype}, shard of {shards})"
 
     __str__ = __repr__
 
     def __format__(self, format_spec: str) -> str:
-        """As `__repr__`."""
+        """Format the result of `__repr__`."""
         return format(repr(self), format_spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedLogits:
-        """A copy of the part. The axis is the same."""
-        return _divided(copy.deepcopy(self.part, memo), self.cuts)
+        """Copy the shard; the axis stays the same object."""
+        return _sharded(copy.deepcopy(self.local, memo), self.shards)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse: each rank would write a part that nobody could read alone."""
+        """Raise an error: the shard of one rank alone would be useless."""
         raise StateError(
-            "these logits are divided over ranks and cannot be pickled or saved. Make a whole tensor first, on all "
-            "ranks: ls_strategy.parallel.logits.gather(logits)."
+            "these logits are sharded over ranks and cannot be pickled or saved. Gather them first, on all ranks: "
+            "ls_strategy.parallel.logits.gather(logits)."
         )
 
     def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
-        """Call ``hook`` with the gradient of this rank's part."""
-        return self.part.register_hook(hook)
+        """Call ``hook`` with the gradient of this rank's shard."""
+        return self.local.register_hook(hook)
 
 
-# --- what must not be called ------------------------------------------------------------------------------------------
+# --- operations that raise an error -----------------------------------------------------------------------------------
 
 _CHANGES = {"__setitem__", "__set__", "__delete__", "retain_grad", "register_post_accumulate_grad_hook"}
 _CHANGES |= {"data_ptr", "storage", "untyped_storage", "set_data", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
@@ -197,14 +196,14 @@ _CHANGES |= {"data_ptr", "storage", "untyped_storage", "set_data", "__iadd__", "
 
 def _refusal(name: str) -> StateError:
     return StateError(
-        f"{name} on logits that are divided over ranks would act on a part, or on a copy. Write it out of place "
-        "(logits = logits / 2, torch.where, masked_fill without the underscore), or make a whole, plain tensor of them "
+        f"{name} on logits that are sharded over ranks would act on a shard, or on a copy. Write it out of place "
+        "(logits = logits / 2, torch.where, masked_fill without the underscore), or gather them into a plain tensor "
         "first, on all ranks: ls_strategy.parallel.logits.gather(logits)."
     )
 
 
 def _refuse_changes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """What changes its first argument, or ``out``, would be lost with the whole tensor that was made for it."""
+    """Refuse operations that write to their first argument or to ``out``: they would change a gathered copy."""
     name = getattr(func, "__name__", "")
     in_place = name in _CHANGES or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace") is True
     changes_first = in_place and args and isinstance(args[0], ShardedLogits)
@@ -212,17 +211,17 @@ def _refuse_changes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
         raise _refusal(name)
 
 
-# --- operations on the parts ------------------------------------------------------------------------------------------
+# --- operations on the shards -----------------------------------------------------------------------------------------
 
 
 def _element_wise(func: Callable[..., Any], logits: ShardedLogits, *args: Any, **kwargs: Any) -> Any:
-    """Ops between a tensor and numbers: any part stays what it is."""
+    """Run an operation between the logits and scalars."""
     if not all(_is_plain(value) for value in (*args, *kwargs.values())):
         return NotImplemented
-    result = func(logits.part, *args, **kwargs)
-    if not isinstance(result, Tensor) or (result.shape, result.device) != (logits.part.shape, logits.part.device):
+    result = func(logits.local, *args, **kwargs)
+    if not isinstance(result, Tensor) or (result.shape, result.device) != (logits.local.shape, logits.local.device):
         return NotImplemented
-    return _divided(result, logits.cuts)
+    return _sharded(result, logits.shards)
 
 
 def _is_plain(value: Any) -> bool:
@@ -232,106 +231,102 @@ def _is_plain(value: Any) -> bool:
 
 
 def _reshape(func: Callable[..., Any], logits: ShardedLogits, *args: Any, **kwargs: Any) -> Any:
-    """Other dimensions of the same elements in the same order."""
+    """Change the shape, with the same elements in the same order."""
     old = tuple(logits.shape)
     outcome = func(torch.empty(old, dtype=logits.dtype, device="meta"), *args, **kwargs)
     new = tuple(outcome.shape)
     if outcome.dtype != logits.dtype or not math.prod(old):
         return NotImplemented
-    return _with_shape(logits, old, new)
-
-
-def _with_shape(logits: ShardedLogits, old: tuple[int, ...], new: tuple[int, ...]) -> Any:
-    cuts = [cut.reshaped(old, new) for cut in logits.cuts]
-    found = tuple(cut for cut in cuts if cut is not None)
-    if len(found) < len(cuts) or len({cut.dim for cut in found}) < len(found):
+    shards = [shard.reshaped(old, new) for shard in logits.shards]
+    found = tuple(shard for shard in shards if shard is not None)
+    if len(found) < len(shards) or len({shard.dim for shard in found}) < len(found):
         return NotImplemented
     shape = list(new)
-    for cut in found:
-        shape[cut.dim] = cut.local_length()
-    return _divided(logits.part.reshape(shape), found)
+    for shard in found:
+        shape[shard.dim] = shard.local_length()
+    return _sharded(logits.local.reshape(shape), found)
 
 
 def _permute(func: Callable[..., Any], logits: ShardedLogits, *args: Any, **kwargs: Any) -> Any:
-    """The dimensions in another order, which the strides of a stand-in tell."""
+    """Permute the dimensions. The strides of a meta tensor show their new order."""
     n = logits.dim()
     strides = func(torch.empty_strided(logits.shape, tuple(range(1, n + 1)), device="meta"), *args, **kwargs).stride()
     if len(strides) != n:
         return NotImplemented
     order = [stride - 1 for stride in strides]
-    return _divided(logits.part.permute(order), tuple(cut.moved(order.index(cut.dim)) for cut in logits.cuts))
+    return _sharded(logits.local.permute(order), tuple(s.with_dim(order.index(s.dim)) for s in logits.shards))
 
 
 def _index(func: Callable[..., Any], logits: ShardedLogits, index: Any) -> Any:
-    """Numbers, slices, None and an ellipsis; of a divided dimension, slices without a step."""
-    items = spelled_out(index if isinstance(index, tuple) else (index,), logits.dim())
+    """Index by numbers, slices, None and an ellipsis; a sharded dimension only by slices without a step."""
+    items = expand_index(index if isinstance(index, tuple) else (index,), logits.dim())
     if items is None:
         return NotImplemented
-    divided = {cut.dim: cut for cut in logits.cuts}
-    cuts: list[DimShard] = []
+    by_dim = {shard.dim: shard for shard in logits.shards}
+    shards: list[DimShard] = []
     local: list[Any] = []
     dim = new_dim = 0
     for item in items:
-        cut = divided.get(dim) if item is not None else None
-        if cut is not None:
-            item, cut = slice_shard(item, cut)
-            if cut is None:
+        shard = by_dim.get(dim) if item is not None else None
+        if shard is not None:
+            item, shard = slice_shard(item, shard)
+            if shard is None:
                 return NotImplemented
-            cuts.append(cut.moved(new_dim))
+            shards.append(shard.with_dim(new_dim))
         local.append(item)
         dim += item is not None
         new_dim += item is None or isinstance(item, slice)
-    return _divided(logits.part[tuple(local)], tuple(cuts))
+    return _sharded(logits.local[tuple(local)], tuple(shards))
 
 
 def _argmax(func: Callable[..., Any], input: ShardedLogits, dim: Any = None, keepdim: bool = False) -> Any:
-    """Along one dimension: each rank's best, then the best of these. A plain tensor."""
+    """Take the best of every rank along one dimension, then the best of these. Return a plain tensor."""
     if not isinstance(dim, int):
         return NotImplemented
     dim %= input.dim()
-    part = input.part.detach()
-    best = part.argmax(dim, keepdim=True) if part.shape[dim] else None
-    for cut in input.cuts:
-        if cut.dim == dim:
-            if not cut.plain:
+    local = input.local.detach()
+    best = local.argmax(dim, keepdim=True) if local.shape[dim] else None
+    for shard in input.shards:
+        if shard.dim == dim:
+            if not shard.plain:
                 return NotImplemented
-            best = _best_of_ranks(part, best, cut)
-    if best is None:  # nothing to choose from
+            best = _best_of_ranks(local, best, shard)
+    if best is None:  # the dimension is empty
         return NotImplemented
-    for cut in input.cuts:
-        if cut.dim != dim:
-            best = cut.join(best)
+    for shard in input.shards:
+        if shard.dim != dim:
+            best = shard.gather(best)
     return best if keepdim else best.squeeze(dim)
 
 
-def _best_of_ranks(part: Tensor, best: Tensor | None, cut: DimShard) -> Tensor:
-    shape = [1 if d == cut.dim else n for d, n in enumerate(part.shape)]
-    value = part.new_full(shape, -torch.inf) if best is None else part.gather(cut.dim, best)
-    index = torch.zeros(shape, dtype=torch.long, device=part.device) if best is None else best + cut.start
-    values, indices = (cut.axis.all_gather(t, cut.dim) for t in (value, index))
-    return indices.gather(cut.dim, values.argmax(cut.dim, keepdim=True))
+def _best_of_ranks(local: Tensor, best: Tensor | None, shard: DimShard) -> Tensor:
+    shape = [1 if d == shard.dim else n for d, n in enumerate(local.shape)]
+    value = local.new_full(shape, -torch.inf) if best is None else local.gather(shard.dim, best)
+    index = torch.zeros(shape, dtype=torch.long, device=local.device) if best is None else best + shard.start
+    values, indices = (shard.axis.all_gather(t, shard.dim) for t in (value, index))
+    return indices.gather(shard.dim, values.argmax(shard.dim, keepdim=True))
 
 
 def _cross_entropy(func: Callable[..., Any], input: Any, target: Any, weight: Any = None, **options: Any) -> Any:
-    return cross_entropy(input, input.part, input.cuts, target, weight, Options(**options))
+    return cross_entropy(input, input.local, input.shards, target, weight, Options(**options))
 
 
-# --- which operation is which -----------------------------------------------------------------------------------------
+# --- tables of operations ---------------------------------------------------------------------------------------------
 
 
 def _named(names: str) -> list[Any]:
-    """All spellings of functions: ``torch.f``, ``Tensor.f``."""
+    """Return ``torch.f`` and ``Tensor.f`` for every name that exists."""
     found = (getattr(owner, name, None) for name in names.split() for owner in (torch, Tensor))
     return [func for func in found if callable(func)]
 
 
 def _getters(names: str) -> list[Any]:
-    """Attributes of tensors, as ``__torch_function__`` is told of them."""
+    """Return attributes of tensors in the form that ``__torch_function__`` gets."""
     attributes: list[Any] = [getattr(Tensor, name) for name in names.split()]
     return [attribute.__get__ for attribute in attributes]
 
 
-_ON_PARTS: dict[Any, Callable[..., Any]] = {
+_ON_SHARDS: dict[Any, Callable[..., Any]] = {
     functional.cross_entropy: _cross_entropy,
     Tensor.__getitem__: _index,
     **dict.fromkeys(
@@ -345,7 +340,7 @@ _ON_PARTS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(_named("view reshape flatten unflatten squeeze unsqueeze ravel"), _reshape),
     **dict.fromkeys(_named("transpose permute movedim moveaxis swapaxes swapdims t"), _permute),
     **dict.fromkeys(_getters("T mT"), _permute),
-    **dict.fromkeys(_getters("data"), lambda _, logits: _divided(logits.part.detach(), logits.cuts)),
+    **dict.fromkeys(_getters("data"), lambda _, logits: _sharded(logits.local.detach(), logits.shards)),
     **dict.fromkeys(_named("argmax"), _argmax),
 }
 

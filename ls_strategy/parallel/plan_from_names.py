@@ -1,8 +1,8 @@
-"""A tensor-parallel plan from the names and shapes of a model's layers, for the common blocks of transformers.
+"""Derive a tensor-parallel plan from the names and shapes of a model's layers, for common transformer blocks.
 
-Of every repeated block all is understood, or the model is refused: each linear layer is one of query, key, value (or
-all fused), out, up and down; whatever else has parameters is a norm of the model's width, or known by name. Every
-first layer is paired with the layer that closes its group, and their widths must agree.
+Every layer of a repeated block must be recognised, or the model is refused. Each linear layer is a query, key, value
+(or fused), out, up or down layer. Any other module with parameters is a norm of the model's width, or known by name.
+Every column-parallel layer is paired with the row-parallel layer that follows it, and their widths must agree.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ from ls_strategy.parallel.resolved_plan import is_conv1d, plain_name
 from ls_strategy.parallel.styles import Column, Features, PartialGradient, Row, Style
 
 Found: TypeAlias = dict[str, Style]
-"""By full name of the module."""
+"""Styles by full name of the module."""
 
+SEPARATE: tuple[Role, ...] = ("query", "key", "value")
+"""Roles of the layers of an attention without a fused layer."""
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 _FUSED_TORCH = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
 def uniform_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The children of the outermost lists of modules of one class, by name: the layers of the network."""
+    """Return ``(name, block)`` of the repeated blocks: the children of the outermost lists of modules of one class."""
     return [
         (plain_name(f"{name}.{key}" if name else key), child)
         for name, module in outermost(model, _looks_repeated)
@@ -47,30 +49,33 @@ def _looks_repeated(module: nn.Module) -> bool:
         return False
     classes = {type(child) for child in children}
     several = len(children) > 1 or isinstance(module, nn.ModuleList)
-    return several and len(classes) == 1 and any(_is_linear(m) for c in children for m in list(c.modules())[1:])
+    return several and len(classes) == 1 and any(is_linear(m) for c in children for m in list(c.modules())[1:])
 
 
-def _is_linear(module: nn.Module) -> bool:
+def is_linear(module: nn.Module) -> bool:
+    """Whether this is an `nn.Linear` or transformers' Conv1D."""
     return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
-def infer(model: nn.Module, size: int) -> Found:
-    """Styles of all repeated blocks.
+def outside_experts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the named modules outside MoE layers: only expert parallelism shards these."""
+    skipped = tuple(f"{name}." for name, m in module.named_modules() if isinstance(m, SparseLayer))
+    return ((name, m) for name, m in module.named_modules() if not f"{name}.".startswith(skipped))
 
-    Args:
-        model: with full parameters, on meta or not.
-        size: ranks.
+
+def infer(model: nn.Module, size: int) -> Found:
+    """Return the styles of all repeated blocks on ``size`` ranks.
 
     Raises:
-        PlanError: something in a block is not understood, or does not divide.
+        PlanError: A layer of a block is not recognised, or cannot be sharded over the ranks.
     """
     blocks = uniform_blocks(model)
     if not blocks:
         raise PlanError(
             'tensor parallelism with plan "auto": the model has no list of repeated blocks (nn.ModuleList or '
-            "nn.Sequential of modules of one class with linear layers), and no plan of its own. Give "
-            'parallel.tensor.plan={"pattern.of.modules.*": "column", ...}, or a method tensor_parallel_plan() on the '
-            "module."
+            "nn.Sequential of modules of one class with linear layers), and does not define a plan. Set "
+            'parallel.tensor.plan={"pattern.of.modules.*": "column", ...}, or give the module a method '
+            "tensor_parallel_plan()."
         )
     found: Found = {}
     for name, module in blocks:
@@ -85,15 +90,15 @@ class Attention:
     name: str
     module: nn.Module
     layers: dict[Role, str]
-    """Full names."""
+    """Full names of the layers."""
 
     modules: Mapping[str, nn.Module]
 
     def styles(self, size: int) -> Found:
-        """Styles of the layers, and integers of the module.
+        """Return the styles of the layers and of the module's integer attributes.
 
         Raises:
-            PlanError: heads do not divide, or are not known.
+            PlanError: The heads are unknown, or cannot be sharded over the ranks.
         """
         fused = self.layers.get("fused")
         found = self._separate(size) if fused is None else self._fused(fused, size)
@@ -107,14 +112,14 @@ class Attention:
         return found
 
     def _separate(self, size: int) -> Found:
-        missing = [role for role in ("query", "key", "value") if role not in self.layers]
+        missing = [role for role in SEPARATE if role not in self.layers]
         if missing:
-            raise refusal(self.name, self.module, f"has no {missing[0]} layer that is known by name")
-        query, key, value = (self.modules[self.layers[role]] for role in ("query", "key", "value"))
-        heads = self._heads(width_out(query), width_out(key))
+            raise refusal(self.name, self.module, f"has no {missing[0]} layer with a known name")
+        query, key, value = (self.modules[self.layers[role]] for role in SEPARATE)
+        heads = Heads.of(self.name, self.module, width_out(query), width_out(key))
         heads.check(self.name, self.module, size)
-        value_size, rest = divmod(width_out(value), heads.key)
-        if rest:
+        value_size, remainder = divmod(width_out(value), heads.key)
+        if remainder:
             raise refusal(self.layers["value"], value, f"has {width_out(value)} features for {heads.key} heads")
         copies = heads.copies(size)
         found: Found = {
@@ -130,18 +135,13 @@ class Attention:
             raise refusal(self.name, self.module, "is cross attention with a fused key and value")
         return self._close(heads, heads.size, size) | {fused: style}
 
-    def _heads(self, query: int, key: int) -> Heads:
-        return Heads.of(self.name, self.module, query, key)
-
     def _close(self, heads: Heads, value_size: int, size: int) -> Found:
-        """The out layer, and the module's integers."""
+        """Return the styles of the out layer and of the module's integer attributes."""
         out = self.layers["out"]
-        if width_in(self.modules[out]) != heads.query * value_size:
-            raise refusal(
-                out,
-                self.modules[out],
-                f"takes {width_in(self.modules[out])} features, but {heads.query} heads of {value_size} come in",
-            )
+        width = width_in(self.modules[out])
+        if width != heads.query * value_size:
+            why = f"takes {width} features, but gets {heads.query} heads of {value_size}"
+            raise refusal(out, self.modules[out], why)
         found: Found = {out: Row(granule=value_size)}
         attributes = heads.attributes(self.name, self.module, size)
         if attributes is not None:
@@ -149,20 +149,18 @@ class Attention:
         return found
 
     def _check_norm(self, name: str, norm: nn.Module) -> None:
-        reference = self.modules[self.layers.get("query") or self.layers["fused"]]
-        heads = self._heads(width_out(reference), width_out(self.modules.get(self.layers.get("key", ""), reference)))
+        query = self.modules[self.layers.get("query") or self.layers["fused"]]
+        key = self.modules.get(self.layers.get("key", ""), query)
+        heads = Heads.of(self.name, self.module, width_out(query), width_out(key))
         for parameter in norm.parameters():
             if parameter.numel() != heads.size:
-                raise refusal(
-                    name,
-                    norm,
-                    f"has {parameter.numel()} features: a norm over all heads, of which a rank has some only",
-                )
+                why = f"has {parameter.numel()} features: it is a norm over all heads, but a rank holds only some"
+                raise refusal(name, norm, why)
 
 
 @dataclass
 class _Block:
-    """One block, while its layers are sorted out."""
+    """One repeated block, and the roles of its layers."""
 
     name: str
     module: nn.Module
@@ -170,55 +168,46 @@ class _Block:
     roles: dict[str, Role] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        # Experts are divided by expert parallelism, or not at all.
-        whole = tuple(f"{name}." for name, m in self.module.named_modules() if isinstance(m, SparseLayer))
-        named = ((name, m) for name, m in self.module.named_modules() if not f"{name}.".startswith(whole))
-        self.modules = {self._full(name): m for name, m in named}
-
-    def _full(self, name: str) -> str:
-        return plain_name(f"{self.name}.{name}" if name else self.name)
+        self.modules = {
+            plain_name(f"{self.name}.{name}" if name else self.name): m for name, m in outside_experts(self.module)
+        }
 
     def styles(self, size: int) -> Found:
-        """Styles of everything in the block that is not whole."""
-        linears = {name: m for name, m in self.modules.items() if _is_linear(m)}
+        """Return the styles of everything in the block that is not replicated."""
+        linears = {name: m for name, m in self.modules.items() if is_linear(m)}
         self._refuse_special()
         for name, linear in linears.items():
             self.roles[name] = self._role(name, linear, linears)
         found: Found = {}
-        divided: set[int] = set()
+        sharded_widths: set[int] = set()
         for attention in self._attentions():
             found |= attention.styles(size)
         for down, ups in self._feed_forwards():
             found |= self._pair(down, ups)
-            divided.add(width_in(self.modules[down]))
-        self._check_rest(linears, found, divided)
+            sharded_widths.add(width_in(self.modules[down]))
+        self._check_others(linears, found, sharded_widths)
         return found
 
     def _refuse_special(self) -> None:
-        """What is no plain module: torch's fused layers, experts, quantised layers."""
+        """Refuse torch's fused layers, experts and quantised layers."""
         for name, module in self.modules.items():
             if isinstance(module, _FUSED_TORCH):
-                raise refusal(
-                    name,
-                    module,
-                    "uses its fused weights inside one function, where they cannot be divided from outside",
-                )
+                raise self._refusal(name, "uses its fused weights inside one function, so hooks cannot shard them")
             if "expert" in type(module).__name__.lower() or name.endswith(".experts"):
-                raise refusal(name, module, "is a mixture of experts, which tensor parallelism does not divide here")
+                raise self._refusal(name, "is a mixture of experts, which this plan does not shard")
             for parameter in module.parameters(recurse=False):
                 if not parameter.is_floating_point():
-                    raise refusal(name, module, f"is quantised ({parameter.dtype} weights), and cannot be divided")
+                    raise self._refusal(name, f"is quantised ({parameter.dtype} weights), and cannot be sharded")
 
     def _role(self, name: str, linear: nn.Module, linears: Mapping[str, nn.Module]) -> Role:
         parent = name.rpartition(".")[0]
         siblings = [n.rpartition(".")[2] for n in linears if n != name and n.rpartition(".")[0] == parent]
         role = families.role_of(name[len(self.name) + 1 :], siblings)
         if role is None:
-            raise refusal(
+            raise self._refusal(
                 name,
-                linear,
-                f"({width_in(linear)} -> {width_out(linear)}) is a linear layer of a repeated block that no known name "
-                "tells whether it is divided by its output (column) or its input (row)",
+                f"({width_in(linear)} -> {width_out(linear)}) is a linear layer of a repeated block whose name does "
+                "not show whether it is column- or row-parallel",
             )
         return role
 
@@ -230,67 +219,64 @@ class _Block:
         for name in self._with("query", "key", "value", "fused"):
             layers = owners[name.rpartition(".")[0]]
             if self.roles[name] in layers:
-                raise refusal(name, self.modules[name], f"is a second {self.roles[name]} layer of one attention")
+                raise self._refusal(name, f"is a second {self.roles[name]} layer of one attention")
             layers[self.roles[name]] = name
-        closing = self._with("out")
+        outs = self._with("out")
         for owner, layers in owners.items():
-            layers["out"] = self._closest(owner, closing, self.modules[owner])
-            closing.remove(layers["out"])
+            layers["out"] = self._closest(owner, outs)
+            outs.remove(layers["out"])
             yield Attention(owner, self.modules[owner], layers, self.modules)
-        if closing:
-            raise refusal(closing[0], self.modules[closing[0]], "closes an attention whose query layer is not known")
+        if outs:
+            raise self._refusal(outs[0], "is the last layer of an attention without a query layer")
 
     def _feed_forwards(self) -> Iterator[tuple[str, list[str]]]:
         groups: dict[str, list[str]] = {name: [] for name in self._with("down")}
         for up in self._with("up"):
-            groups[self._closest(up, list(groups), self.modules[up])].append(up)
+            groups[self._closest(up, list(groups))].append(up)
         for down, ups in groups.items():
             if not ups:
-                raise refusal(down, self.modules[down], "closes a feed-forward whose first layer is not known")
+                raise self._refusal(down, "is the last layer of a feed-forward without a first layer")
             yield down, ups
 
-    def _closest(self, name: str, candidates: list[str], module: nn.Module) -> str:
-        """Of ``candidates`` the one that shares the longest beginning of its name with ``name``."""
+    def _closest(self, name: str, candidates: list[str]) -> str:
+        """Return the candidate that shares the longest prefix of its name with ``name``."""
         if not candidates:
-            raise refusal(name, module, "has no closing (row) layer that is known by name")
-        return max(candidates, key=lambda candidate: shared_beginning(name, candidate))
+            raise self._refusal(name, "is followed by no row-parallel layer with a known name")
+        return max(candidates, key=lambda candidate: shared_prefix(name, candidate))
 
     def _pair(self, down: str, ups: list[str]) -> Found:
+        taken = width_in(self.modules[down])
         for up in ups:
-            if width_out(self.modules[up]) != width_in(self.modules[down]):
-                raise refusal(
-                    up,
-                    self.modules[up],
-                    f"makes {width_out(self.modules[up])} features, but {down!r}, which should take them, takes "
-                    f"{width_in(self.modules[down])}",
-                )
-        found: Found = {down: Row()}
-        found.update((up, Column()) for up in ups)
-        return found
+            width = width_out(self.modules[up])
+            if width != taken:
+                raise self._refusal(up, f"computes {width} features, but {down!r}, which follows it, takes {taken}")
+        return {down: Row(), **dict.fromkeys(ups, Column())}
 
-    def _check_rest(self, linears: Mapping[str, nn.Module], found: Found, divided: set[int]) -> None:
-        """What is no linear layer must be a norm of the model's width, or known by name."""
+    def _check_others(self, linears: Mapping[str, nn.Module], found: Found, sharded_widths: set[int]) -> None:
+        """Check that every module besides linear layers is a norm of the model's width, or known by name."""
         model_widths = {width_out(self.modules[name]) for name in self._with("out", "down")}
         for name, module in self.modules.items():
             if name in linears or (name in found and name != self.name and not list(module.children())):
                 continue
             for key, parameter in module.named_parameters(recurse=False):
-                whole = parameter.numel() in model_widths or parameter.numel() == 1
+                replicated = parameter.numel() in model_widths or parameter.numel() == 1
                 is_norm = isinstance(module, _NORMS) or "norm" in type(module).__name__.lower()
-                if not whole or (not is_norm and parameter.dim() > 1):
-                    between = " between layers that are divided" if parameter.numel() in divided else ""
-                    raise refusal(
-                        name,
-                        module,
-                        f"has a parameter {key!r} of shape {tuple(parameter.shape)}{between} that is not understood",
+                if not replicated or (not is_norm and parameter.dim() > 1):
+                    between = " between sharded layers" if parameter.numel() in sharded_widths else ""
+                    shape = tuple(parameter.shape)
+                    raise self._refusal(
+                        name, f"has a parameter {key!r} of shape {shape}{between} that is not recognised"
                     )
 
+    def _refusal(self, name: str, why: str) -> PlanError:
+        return refusal(name, self.modules[name], why)
 
-def shared_beginning(one: str, other: str) -> int:
-    """Components that two names have in common at their beginning."""
+
+def shared_prefix(one: str, other: str) -> int:
+    """Return the number of leading components that two names have in common."""
     count = 0
-    for mine, its in zip(one.split("."), other.split("."), strict=False):
-        if mine != its:
+    for a, b in zip(one.split("."), other.split("."), strict=False):
+        if a != b:
             break
         count += 1
     return count

@@ -1,12 +1,12 @@
-"""Where a tensor-parallel plan comes from.
+"""Find the tensor-parallel plan of a model.
 
-With ``"auto"``, the first of:
+``"auto"`` takes the first of:
 
-1. a method ``tensor_parallel_plan()`` of the model or of its parts: patterns of names relative to that part;
-2. Hugging Face's own plan, which some of its models carry;
-3. names and shapes of the layers of the repeated blocks (`plan_from_names`).
+1. the method ``tensor_parallel_plan()`` of the model or of its submodules, with patterns relative to that submodule;
+2. Hugging Face's plan, which some of its models hold;
+3. a plan from the names and shapes of the layers in the repeated blocks (`plan_from_names`).
 
-Whatever its source, a plan is checked as a whole against the model before anything is divided.
+Every plan is checked against the model before anything is sharded.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from ls_strategy.errors import PlanError
 from ls_strategy.parallel import huggingface
+from ls_strategy.parallel.heads import starred
 from ls_strategy.parallel.plan_from_names import infer, uniform_blocks
 from ls_strategy.parallel.resolved_plan import Resolved, plain_name, resolve
 from ls_strategy.parallel.styles import Experts, Style, parse_all
@@ -34,47 +35,47 @@ class ResolvedPlan:
     """A plan that fits the model."""
 
     source: str
-    """Where it came from, in words."""
+    """Where the plan came from, for messages."""
 
     styles: dict[str, Style | list[Style]] = field(default_factory=dict)
-    """By pattern of module names; what `apply_tensor_parallel` takes."""
+    """By pattern of module names, for `apply_tensor_parallel`."""
 
     torch_styles: dict[str, ParallelStyle] = field(default_factory=dict)
-    """What goes through torch's own ``parallelize_module`` instead: see `dtensor.parallelize`."""
+    """For torch's ``parallelize_module`` instead: see `dtensor.parallelize`."""
 
     blocks: list[nn.Module] = field(default_factory=list)
     """The repeated blocks of the model, in order."""
 
     rows: list[tuple[str, str, str, str, int]] = field(default_factory=list)
-    """Of the table: names, class, style, shapes, and how many modules."""
+    """Rows of the table: names, class, style, shapes, and the number of modules."""
 
     def describe(self) -> str:
-        """A table of what is divided: read it once when a plan was found automatically."""
+        """Return a table of what is sharded. Read it once when a plan was found automatically."""
         heading = ("module", "class", "style", "weight -> on each rank", "modules")
         lines = [heading, *((*row[:4], str(row[4])) for row in self.rows)]
         widths = [max(len(line[i]) for line in lines) for i in range(len(heading))]
         table = [
             "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in lines
         ]
-        return "\n".join([f"Tensor-parallel plan from {self.source}; what is not listed stays whole:", *table])
+        return "\n".join([f"Tensor-parallel plan from {self.source}; modules not listed are replicated:", *table])
 
 
 def resolve_tensor_plan(model: nn.Module, given: Given, size: int) -> ResolvedPlan:
     """Find the plan for ``model``, and check it. Not collective; the same result or error on every rank.
 
     Args:
-        model: whole: nothing of it is divided yet. On meta or not.
-        given: ``"auto"``, or a mapping from patterns of module names to styles, to their names, or to torch's own
-            ``ParallelStyle`` objects (all of them, or none).
-        size: ranks along the tensor-parallel axis.
+        model: unsharded, on meta or not.
+        given: ``"auto"``, or a mapping from patterns of module names to styles or their names, or to torch's
+            ``ParallelStyle`` objects. The two kinds cannot be mixed.
+        size: number of tensor-parallel ranks.
 
     Raises:
-        PlanError: no plan is known, or it does not fit the model.
+        PlanError: No plan was found, or it does not fit the model.
     """
     if isinstance(given, str):
         if given != "auto":
             raise PlanError(
-                f'parallel.tensor.plan={given!r}: give "auto", or a mapping from patterns of module names to styles.'
+                f'Got parallel.tensor.plan={given!r}. Set "auto", or a mapping from patterns of module names to styles.'
             )
         source, plan = _automatic(model, size)
     else:
@@ -91,13 +92,13 @@ def resolve_tensor_plan(model: nn.Module, given: Given, size: int) -> ResolvedPl
     if not styles:
         raise PlanError(
             f"the tensor-parallel plan from {source} is empty: every rank would hold and compute the same. Name the "
-            "layers to divide, or set parallel.tensor=1."
+            "layers to shard, or set parallel.tensor=1."
         )
     return ResolvedPlan(source, styles, blocks=blocks, rows=_rows(resolve(model, styles, size), size))
 
 
 def _automatic(model: nn.Module, size: int) -> tuple[str, dict[str, Any]]:
-    """Source and plan, of what the model itself tells."""
+    """Return ``(source, plan)`` for ``"auto"``."""
     plan: dict[str, Any] = {}
     own = list(_own_plans(model))
     for prefix, module in own:
@@ -112,12 +113,11 @@ def _automatic(model: nn.Module, size: int) -> tuple[str, dict[str, Any]]:
     source = ", ".join(sorted({f"Hugging Face's {type(module).__name__}" for _, module, _ in carried}))
     if not carried:
         source, plan = "names and shapes of the layers", dict(infer(model, size))
-    inside = {id(m) for _, block in uniform_blocks(model) for m in block.modules()}
-    return source, plan | vocabulary(model, inside, size)
+    return source, plan | vocabulary(model, size)
 
 
 def _own_plans(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The outermost modules with a ``tensor_parallel_plan`` method."""
+    """Yield ``(name, module)`` of the outermost modules with a ``tensor_parallel_plan`` method."""
     if callable(getattr(model, "tensor_parallel_plan", None)):
         yield plain_name(prefix), model
         return
@@ -130,9 +130,8 @@ def _call(prefix: str, module: nn.Module) -> Mapping[str, Any]:
     if not isinstance(plan, Mapping):
         raise PlanError(
             f"{type(module).__name__}.tensor_parallel_plan() of {prefix or 'the model'} returned "
-            f"{type(plan).__name__}. "
-            'Return a mapping from patterns of module names, relative to the module, to styles: {"blocks.*.up": '
-            '"column", ...}.'
+            f"{type(plan).__name__}. Return a mapping from patterns of module names, relative to the module, to "
+            'styles: {"blocks.*.up": "column", ...}.'
         )
     return plan
 
@@ -142,36 +141,37 @@ def _check_torch_styles(model: nn.Module, plan: Mapping[str, Any], torch_styles:
     if others:
         raise PlanError(
             f"the tensor-parallel plan mixes torch's ParallelStyle objects with other styles ({others[0]!r}: "
-            f"{plan[others[0]]!r}). Use one kind for the whole plan."
+            f"{plan[others[0]]!r}). Use one kind in the entire plan."
         )
     names = [name.split(".") for name, _ in model.named_modules()]
     for pattern in torch_styles:
         tokens = pattern.split(".")
         if not any(len(n) == len(tokens) and all(map(fnmatchcase, n, tokens)) for n in names):
             raise PlanError(
-                f"pattern {pattern!r} of the tensor-parallel plan matches no module of the model. For torch's styles "
-                "every component between dots is matched by itself."
+                f"pattern {pattern!r} of the tensor-parallel plan matches no module of the model. With torch's styles "
+                "every component between dots is matched separately. Correct the pattern."
             )
 
 
 def _rows(resolved: Resolved, size: int) -> list[tuple[str, str, str, str, int]]:
-    """The table, layers of the same name but for numbers together."""
+    """Return the rows of the table, one for all modules that differ only in layer numbers."""
     counts: dict[tuple[str, str, str, str], int] = {}
 
     def add(name: str, cls: str, style: str, shapes: str) -> None:
-        row = (".".join("*" if part.isdigit() else part for part in name.split(".")), cls, style, shapes)
+        row = (starred(name), cls, style, shapes)
         counts[row] = counts.get(row, 0) + 1
 
     for layer in resolved.layers:
         key = "down_proj" if isinstance(layer.style, Experts) else "weight"
-        weight, cut = getattr(layer.module, key, None), layer.cuts.get(key)
-        shapes = "whole"
-        if isinstance(weight, nn.Parameter) and cut is not None:
-            shapes = f"{tuple(weight.shape)} -> {cut.part(weight.shape, 0, size).shape}"
+        weight, shard = getattr(layer.module, key, None), layer.shards.get(key)
+        shapes = "replicated"
+        if isinstance(weight, nn.Parameter) and shard is not None:
+            shapes = f"{tuple(weight.shape)} -> {shard.part(weight.shape, 0, size).shape}"
         add(layer.name, type(layer.module).__name__, _short(layer.style), shapes)
-    for owned, style, cuts in resolved.parameters:
-        cut, shape = cuts.get(owned.key), tuple(owned.parameter.shape)
-        add(owned.name, "Parameter", _short(style), f"{shape} -> {cut.part(shape, 0, size).shape}" if cut else "whole")
+    for owned, style, shards in resolved.parameters:
+        shard, shape = shards.get(owned.key), tuple(owned.parameter.shape)
+        shapes = f"{shape} -> {shard.part(shape, 0, size).shape}" if shard else "replicated"
+        add(owned.name, "Parameter", _short(style), shapes)
     for module, attribute, value in resolved.attributes.values():
         name = resolved.names[id(module)]
         add(f"{name}.{attribute}", type(module).__name__, "attribute", f"{getattr(module, attribute)} -> {value}")
@@ -179,7 +179,7 @@ def _rows(resolved: Resolved, size: int) -> list[tuple[str, str, str, str, int]]
 
 
 def _short(style: Style) -> str:
-    """The style with what differs from its defaults."""
+    """Return the class of the style with the fields that differ from their defaults."""
     values = {f.name: (getattr(style, f.name), f.default) for f in fields(style)}
     changed = [f"{key}={value!r}" for key, (value, default) in values.items() if value != default]
     return type(style).__name__ + (f"({', '.join(changed)})" if changed else "")

@@ -1,14 +1,14 @@
-"""DeepSpeed's explicit form of a tensor-parallel plan: of each class of blocks, the linear layers that are summed.
+"""DeepSpeed's ``injection_policy``: a tensor-parallel plan that names the row-parallel layers of each class of blocks.
 
 ::
 
     {T5Block: ("SelfAttention.o", "EncDecAttention.o", "DenseReluDense.wo")}
 
-What is named is divided by its input (row), and its outputs are summed over the ranks; every other linear layer of
-such a block is divided by its output (column). Keys are classes, or their names. A name may leave out the beginning.
+The named layers are row-parallel, every other linear layer of these blocks is column-parallel. Keys are classes or
+their names. A layer's name may omit leading components.
 
-Unlike DeepSpeed, heads stay whole whatever the widths are, a fused layer whose layout is not known is refused instead
-of guessed, and so is a column layer that no row layer closes.
+Unlike in DeepSpeed, heads are never split. A fused layer of unknown layout raises an error, as does a column-parallel
+layer without a row-parallel layer after it.
 """
 
 from __future__ import annotations
@@ -21,52 +21,53 @@ from typing import TypeAlias
 from torch import nn
 
 from ls_strategy.errors import PlanError
-from ls_strategy.moe.sparse import SparseLayer
 from ls_strategy.parallel import families
 from ls_strategy.parallel.families import Role
 from ls_strategy.parallel.heads import width_in, width_out
-from ls_strategy.parallel.plan_from_names import Attention, Found, shared_beginning, uniform_blocks
-from ls_strategy.parallel.resolved_plan import is_conv1d, plain_name
+from ls_strategy.parallel.plan_from_names import (
+    SEPARATE,
+    Attention,
+    Found,
+    is_linear,
+    outside_experts,
+    shared_prefix,
+    uniform_blocks,
+)
+from ls_strategy.parallel.resolved_plan import plain_name
 from ls_strategy.parallel.styles import Column, Row
 from ls_strategy.parallel.vocabulary import vocabulary
 
 Policy: TypeAlias = Mapping[type[nn.Module] | str, Sequence[str] | str]
-
-_SEPARATE: tuple[Role, ...] = ("query", "key", "value")
+"""Class of a block, or its name -> names of its row-parallel layers."""
 
 
 def is_policy(model: nn.Module, given: Mapping[object, object]) -> bool:
-    """Whether the keys are classes, or names of classes of the model's modules; patterns of names are neither."""
+    """Whether every key is a class, or the name of a class of the model's modules, rather than a pattern of names."""
     classes = {cls.__name__ for m in model.modules() for cls in type(m).__mro__}
     return all(isinstance(key, type) or key in classes for key in given)
 
 
 def styles_of_policy(model: nn.Module, policy: Policy, size: int) -> Found:
-    """Styles of the blocks, by full name, and of the vocabulary.
-
-    Args:
-        model: whole; on meta or not.
-        policy: class of a block, or its name -> names of the linear layers whose outputs are summed.
-        size: ranks.
+    """Return the styles of the blocks and of the vocabulary on ``size`` ranks, by full name.
 
     Raises:
-        PlanError: a class or a name is not there, or a block cannot be divided in this way.
+        PlanError: The model has no such class or layer, or a block cannot be sharded in this way.
     """
     found: Found = {}
     for key, given in policy.items():
+        cls = key if isinstance(key, str) else key.__name__
         names = [given] if isinstance(given, str) else list(given)
         blocks = {plain_name(name): m for name, m in model.named_modules() if _is_a(m, key)}
         if not blocks:
             classes = sorted({type(m).__name__ for _, m in uniform_blocks(model)})
             raise PlanError(
-                f"injection_policy names the class {_class_name(key)!r}, of which the model has no module. "
-                f"The classes of its repeated blocks: {', '.join(classes) or 'none'}."
+                f"injection_policy names the class {cls!r}, but the model has no module of that class. "
+                f"Use one of the classes of its repeated blocks: {', '.join(classes) or 'none'}."
             )
-        _check_names(_class_name(key), names, blocks)
+        _check_names(cls, names, blocks)
         for name, block in blocks.items():
             found |= _Block(name, block, names).styles(size)
-    inside = {id(m) for _, block in uniform_blocks(model) for m in block.modules()}
-    return found | vocabulary(model, inside, size)
+    return found | vocabulary(model, size)
 
 
 def _is_a(module: nn.Module, key: type[nn.Module] | str) -> bool:
@@ -75,33 +76,23 @@ def _is_a(module: nn.Module, key: type[nn.Module] | str) -> bool:
     return isinstance(module, key)
 
 
-def _class_name(key: type[nn.Module] | str) -> str:
-    return key if isinstance(key, str) else key.__name__
-
-
 def _check_names(cls: str, names: Sequence[str], blocks: Mapping[str, nn.Module]) -> None:
-    """Each must be a linear layer of some of the blocks: of T5's, only those of the decoder have cross attention."""
+    """Check that each name is a linear layer of at least one block: only T5's decoder blocks have cross-attention."""
     linears = sorted({name for block in blocks.values() for name in _linears(block)})
     if not names:
         raise PlanError(
-            f"injection_policy names no layer of {cls}. Name those whose outputs are summed over the ranks, among "
-            f"{', '.join(linears)}."
+            f"injection_policy names no layer of {cls}. Name the row-parallel layers, among {', '.join(linears)}."
         )
     for name in names:
         if not any(_matches(linear, [name]) for linear in linears):
             raise PlanError(
-                f"injection_policy names {name!r}, but {cls} has no such linear layer. It has {', '.join(linears)}."
+                f"injection_policy names {name!r}, but {cls} has no such linear layer. Use one of {', '.join(linears)}."
             )
 
 
 def _linears(block: nn.Module) -> dict[str, nn.Module]:
-    """The block's linear layers by name in it; experts are divided by expert parallelism, or not at all."""
-    whole = tuple(f"{name}." for name, m in block.named_modules() if isinstance(m, SparseLayer))
-    return {
-        plain_name(name): m
-        for name, m in block.named_modules()
-        if (isinstance(m, nn.Linear) or is_conv1d(m)) and not f"{name}.".startswith(whole)
-    }
+    """Return the block's linear layers by relative name."""
+    return {plain_name(name): m for name, m in outside_experts(block) if is_linear(m)}
 
 
 def _matches(linear: str, names: Sequence[str]) -> bool:
@@ -111,13 +102,13 @@ def _matches(linear: str, names: Sequence[str]) -> bool:
 
 @dataclass
 class _Block:
-    """One block of a class that the policy names."""
+    """One block, of a class that the policy names."""
 
     name: str
     module: nn.Module
-    summed: Sequence[str]
+    row_names: Sequence[str]
     modules: dict[str, nn.Module] = field(init=False)
-    """All of it, by full name."""
+    """Modules of the block by full name."""
 
     rows: list[str] = field(init=False)
     columns: list[str] = field(init=False)
@@ -125,14 +116,14 @@ class _Block:
     def __post_init__(self) -> None:
         self.modules = {self._full(plain_name(name)): m for name, m in self.module.named_modules()}
         linears = _linears(self.module)
-        self.rows = [self._full(name) for name in linears if _matches(name, self.summed)]
-        self.columns = [self._full(name) for name in linears if not _matches(name, self.summed)]
+        self.rows = [self._full(name) for name in linears if _matches(name, self.row_names)]
+        self.columns = [self._full(name) for name in linears if not _matches(name, self.row_names)]
 
     def _full(self, name: str) -> str:
         return ".".join(part for part in (self.name, name) if part)
 
     def styles(self, size: int) -> Found:
-        """Styles of the linear layers and of what belongs to their attentions."""
+        """Return the styles of the linear layers and of the attentions that own them."""
         found: Found = {}
         by_owner: defaultdict[str, list[str]] = defaultdict(list)
         for column in self.columns:
@@ -140,52 +131,53 @@ class _Block:
         for owner, columns in by_owner.items():
             layers = self._attention(owner, columns)
             if layers:
-                layers["out"] = self._closing(owner, columns[0])
+                layers["out"] = self._out_layer(owner, columns[0])
                 found |= Attention(owner, self.modules[owner], layers, self.modules).styles(size)
         rows = [row for row in self.rows if row not in found]
         found |= {name: self._up(name, rows) for name in self.columns if name not in found}
         return found | {name: Row() for name in self.rows if name not in found}
 
     def _attention(self, owner: str, columns: list[str]) -> dict[Role, str]:
-        """Query, key and value layers among those of one module, by name or, with a number of heads, by width."""
+        """Return the query, key and value layers of one module: by name, or by width if the module counts heads."""
         named = {families.ROLES.get(column.rpartition(".")[2]): column for column in columns}
         if "fused" in named:
             return {"fused": named["fused"]}
-        if set(_SEPARATE) <= set(named):
-            return {role: named[role] for role in _SEPARATE}
+        if set(SEPARATE) <= set(named):
+            return {role: named[role] for role in SEPARATE}
         counts = families.HEAD_COUNTS | families.KEY_HEAD_COUNTS
         if not any(isinstance(getattr(self.modules[owner], key, None), int) for key in counts):
             return {}
         if len(columns) != 3:
             raise PlanError(
-                f"injection_policy: {owner!r} ({type(self.modules[owner]).__name__}) counts heads, but makes query, "
-                f"key and value in {len(columns)} layers ({', '.join(columns)}), whose layout is not known. Give a "
-                'plan by names instead, {"pattern.of.modules.*": "column", ...}, with sections and granule.'
+                f"injection_policy: {owner!r} ({type(self.modules[owner]).__name__}) counts heads, but computes query, "
+                f"key and value by {len(columns)} layers ({', '.join(columns)}) of unknown layout. Set a plan by names "
+                'instead, {"pattern.of.modules.*": "column", ...}, with sections and granule.'
             )
         widest_first = sorted(columns, key=lambda column: -width_out(self.modules[column]))
-        return dict(zip(_SEPARATE, widest_first, strict=True))
+        return dict(zip(SEPARATE, widest_first, strict=True))
 
-    def _closing(self, owner: str, column: str) -> str:
-        """The row layer that takes what the module's heads make: the one with the most similar name."""
+    def _out_layer(self, owner: str, column: str) -> str:
+        """Return the row-parallel layer of an attention: the one that shares the longest prefix with its name."""
         if not self.rows:
-            raise self._unclosed(column, "has no layer that is summed behind it")
-        return max(self.rows, key=lambda row: shared_beginning(owner, row))
+            raise self._unpaired(column, "has no row-parallel layer after it")
+        return max(self.rows, key=lambda row: shared_prefix(owner, row))
 
     def _up(self, column: str, rows: list[str]) -> Column:
-        """The style of a first layer of a feed-forward, by those summed layers that close no attention."""
-        made = width_out(self.modules[column])
-        close = max((shared_beginning(column, row) for row in rows), default=0)
-        taken = {width_in(self.modules[row]) for row in rows if shared_beginning(column, row) == close}
-        if made in taken:
+        """Return the style of the first layer of a feed-forward, given the row-parallel layers outside attentions."""
+        width = width_out(self.modules[column])
+        nearest = max((shared_prefix(column, row) for row in rows), default=0)
+        taken = {width_in(self.modules[row]) for row in rows if shared_prefix(column, row) == nearest}
+        if width in taken:
             return Column()
-        if made in {2 * width for width in taken}:  # gate and up in one matrix, one after the other
+        if width in {2 * w for w in taken}:  # gate and up in one matrix, one after the other
             return Column(sections=(-1, -1))
-        raise self._unclosed(column, f"makes {made} features, which no layer that is summed takes")
+        raise self._unpaired(column, f"computes {width} features, which no row-parallel layer takes")
 
-    def _unclosed(self, column: str, why: str) -> PlanError:
+    def _unpaired(self, column: str, why: str) -> PlanError:
         cls = type(self.module).__name__
         rows = [row[len(self.name) :].strip(".") for row in self.rows]
         return PlanError(
-            f"injection_policy for {cls}: {column!r} {why} (summed are {', '.join(rows) or 'none'} of {self.name!r}). "
-            "Name the layer that closes it, too, or give a plan by names, which leaves whole what it does not name."
+            f"injection_policy for {cls}: {column!r} {why} (named are {', '.join(rows) or 'none'} of {self.name!r}). "
+            "Name the row-parallel layer that follows it as well, or set a plan by names, which replicates what it "
+            "does not name."
         )

@@ -1,16 +1,15 @@
-"""Random numbers of tensor-parallel ranks: the same where activations are whole, different where they are divided.
+"""Random numbers of tensor-parallel ranks: equal for replicated activations, different for sharded ones.
 
-Outside of any region all ranks draw the same numbers from the default generator of the device. A region forks it::
+Outside regions all ranks draw the same numbers from the default generator of the device. A region forks it::
 
-    outer stream   ──●──────────────────────●──▶      ● one number n, the same on all ranks, is drawn
-                     └─ seed(n, 0, rank) ───┘           the region's own stream; then the outer one goes on after n
-                           └ seed(n, 1) ┘               inside, for a while, numbers that all ranks share again
+    outer stream   ──●──────────────────────●──▶      ● draw one number n, the same on all ranks
+                     └─ seed(n, 0, rank) ───┘           stream of the region; the outer stream goes on after n
+                           └ seed(n, 1) ┘               common phase inside it: all ranks draw the same numbers
 
-The seed of a fork says itself that it is one, and which: ``n`` in the upper 32 bits, and in the lower ones a scrambled
-code. So whatever restores a generator's state, as recomputation in backward does, restores the region with it, and the
-same numbers are drawn again.
+The seed of a fork identifies it: the upper 32 bits hold ``n``, the lower ones a scrambled code. Code that restores a
+generator's state, such as recomputation in backward, therefore restores the region too, and draws the same numbers.
 
-Source: Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3 (different dropout inside, same outside).
+Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3 (different dropout inside, same outside).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _PHASES = 64
 
 
 def hash64(value: int) -> int:
-    """A well-mixed 64-bit number (splitmix64)."""
+    """Hash a 64-bit number (splitmix64)."""
     value = (value + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
     value = (value ^ value >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
@@ -37,19 +36,16 @@ def hash64(value: int) -> int:
 
 
 def fork_seed(number: int, phase: int, rank: int) -> int:
-    """Seed of one phase of a fork.
+    """Return the seed of one phase of a fork from the ``number`` that was drawn: 31 bits, not 0.
 
-    Args:
-        number: what was drawn, 31 bits, not 0.
-        phase: 0 and even ones differ by rank; odd ones are the same on all ranks.
-        rank: along the axis.
+    Seeds of even phases differ between ranks; those of odd phases are equal.
     """
     code = _MAGIC << 16 | phase << 10 | (rank % 1024 if phase % 2 == 0 else 0)
     return number << 32 | (code * _ODD & _MASK) ^ (hash64(number) & _MASK)
 
 
 def forked(seed: int) -> tuple[int, int] | None:
-    """``(number, phase)`` of a seed made by `fork_seed`; None for any other (but for one in 65536 above 2**32).
+    """Return ``(number, phase)`` of a seed from `fork_seed`; None for other seeds (except 1 in 65536 above 2**32).
 
     >>> forked(fork_seed(7, 3, 0)), forked(42)
     ((7, 3), None)
@@ -62,7 +58,7 @@ def forked(seed: int) -> tuple[int, int] | None:
 
 
 def generator_of(device: torch.device) -> torch.Generator:
-    """The default generator of a device."""
+    """Return the default generator of a device."""
     if device.type == "cpu":
         return torch.random.default_generator
     module: Any = torch.get_device_module(device)
@@ -71,10 +67,9 @@ def generator_of(device: torch.device) -> torch.Generator:
 
 
 class Streams:
-    """The forks of this rank's default generators. No call waits for a device."""
+    """The forks of this rank's default generators. No method synchronises with a device."""
 
     def __init__(self, rank: int) -> None:
-        """``rank``: along the axis."""
         self._rank = rank
         self._outer: dict[torch.device, tuple[int, Any]] = {}
 
@@ -83,7 +78,7 @@ class Streams:
         return forked(generator_of(device).initial_seed()) is not None
 
     def open(self, device: torch.device) -> bool:
-        """Begin a region; inside of one, make sure that this rank draws its own numbers.
+        """Begin a region. Inside one, start a phase in which every rank draws different numbers.
 
         Returns:
             Whether a region was begun.
@@ -98,7 +93,7 @@ class Streams:
         return True
 
     def close(self, device: torch.device) -> None:
-        """End a region: the outer stream goes on. Outside of one, nothing."""
+        """End the region and continue the outer stream. Outside a region, do nothing."""
         generator = generator_of(device)
         fork = forked(generator.initial_seed())
         number, state = self._outer.pop(device, (0, None))
@@ -106,20 +101,20 @@ class Streams:
             return
         if number == fork[0]:
             set_state(generator, state)
-        else:  # begun before what is recomputed now: there is no way back, but all ranks can go on alike
+        else:  # recomputation restored a fork whose outer state is unknown; at least all ranks draw the same
             self.common(device)
 
     def close_all(self) -> None:
-        """`close` for every device with a region that was begun here."""
+        """Call `close` for every device with an open region."""
         for device in list(self._outer):
             self.close(device)
 
     def common(self, device: torch.device) -> None:
-        """From here on all ranks draw the same, though inside a region. Outside of one, nothing."""
+        """Make all ranks draw the same numbers from now on. Outside a region, do nothing."""
         self._enter_phase(device, 1)
 
     def own(self, device: torch.device) -> None:
-        """From here on every rank of the region draws its own numbers again. Outside of one, nothing."""
+        """Make every rank draw different numbers from now on. Outside a region, do nothing."""
         self._enter_phase(device, 0)
 
     def _enter_phase(self, device: torch.device, parity: int) -> None:
@@ -131,31 +126,31 @@ class Streams:
 
 
 def draw(generator: torch.Generator) -> tuple[int, Any]:
-    """A number of 31 bits that only the generator's state decides, and the state that follows."""
+    """Return a number of 31 bits that depends on the generator's state alone, and the state after it."""
     if generator.device.type == "cpu":
         number = int(torch.randint(1, 1 << 31, (), generator=generator, device="cpu"))
         return number, generator.get_state()
-    # Philox is a function of seed and offset, which the host holds; a kernel that draws would have to be waited for.
+    # Philox is a function of seed and offset, which the host knows. Drawing by a kernel would synchronise.
     seed, offset = generator.initial_seed(), generator.get_offset()
     number = hash64(hash64(seed) ^ offset) >> 33 or 1
     return number, (seed, offset + 4)  # offsets are multiples of 4
 
 
 def position(generator: torch.Generator) -> Any:
-    """The state, for `set_state`. Waits for no device."""
+    """Return the state, for `set_state`, without synchronising with a device."""
     if generator.device.type == "cpu":
         return generator.get_state()
     return generator.initial_seed(), generator.get_offset()
 
 
 def has_drawn(generator: torch.Generator, since: Any) -> bool:
-    """Whether a generator has left a `position`."""
+    """Whether a generator has drawn numbers since a `position`."""
     now = position(generator)
     return not torch.equal(now, since) if isinstance(now, torch.Tensor) else now != since
 
 
 def set_state(generator: torch.Generator, state: Any) -> None:
-    """Go on from a state that `draw` or `position` returned."""
+    """Set the generator to a state that `draw` or `position` returned."""
     if isinstance(state, torch.Tensor):
         generator.set_state(state)
     else:
@@ -165,12 +160,12 @@ def set_state(generator: torch.Generator, state: Any) -> None:
 
 
 def wire_device(axis: Axis, device: torch.device) -> torch.device:
-    """Where a tensor of ``device`` must be to be sent along the axis: NCCL sends from GPUs only."""
+    """Return the device from which the axis can send a tensor of ``device``: with NCCL, the GPU."""
     return torch.device("cuda", torch.cuda.current_device()) if axis.comm.native else device
 
 
 def share_random_state(axis: Axis, device: torch.device) -> None:
-    """Give the ranks of the axis the default random state of its rank 0. Collective."""
+    """Copy the state of rank 0's default generator to all ranks of the axis. Collective."""
     if axis.size == 1:
         return
     generator = generator_of(device)

@@ -1,30 +1,29 @@
-"""Where activations change from whole to divided over an axis: a collective forward, and its adjoint backward.
+"""Differentiable collectives between replicated and sharded activations: one forward, its adjoint in backward.
 
-======================  ======================  ======================
-function                forward                 backward
-======================  ======================  ======================
-`copy_to`               nothing                 sum over the ranks
-`reduce_from`           sum over the ranks      nothing
-`gather_from`           join the parts          take this rank's part
-`scatter_to`            take this rank's part   join the parts
-`gather_sequence`       join the parts          sum, take one's part
-`scatter_sequence`      sum, take one's part    join the parts
-`slice_sequence`        take this rank's part   join the parts
-`join_sequence`         join the parts          take this rank's part
-`exchange`              swap divided dimension  swap it back
-======================  ======================  ======================
+======================  =======================  =======================
+function                forward                  backward
+======================  =======================  =======================
+`copy_to`               identity                 all-reduce
+`reduce_from`           all-reduce               identity
+`gather_from`           all-gather               take the local shard
+`scatter_to`            take the local shard     all-gather
+`gather_sequence`       all-gather               reduce-scatter
+`scatter_sequence`      reduce-scatter           all-gather
 
-The first two: Shoeybi et al., arXiv:1909.08053, figure 3 (f and g). Those of the sequence: Korthikanti et al.,
-arXiv:2205.05198, section 4.2.2. `exchange`: Jacobs et al., arXiv:2309.14509.
+`exchange`              all-to-all               all-to-all
+======================  =======================  =======================
 
-All are collective over the axis, forward and backward. They save nothing for backward, so that recomputing them costs
-no memory, and backward can itself be differentiated. `torch.compile` does not look inside: it breaks the graph there.
+The first two are f and g of Shoeybi et al., arXiv:1909.08053, figure 3. Those of the sequence follow Korthikanti et
+al., arXiv:2205.05198, section 4.2.2, `exchange` follows Jacobs et al., arXiv:2309.14509.
+
+All are collective over the axis, forward and backward. They save nothing for backward, and backward is differentiable.
+`torch.compile` breaks its graph at each of them.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -38,17 +37,17 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def untraced(function: F) -> F:
-    """`torch.compiler.disable`, with the function's type."""
+    """Apply `torch.compiler.disable`, and keep the function's type."""
     return torch.compiler.disable(function)  # type: ignore[return-value]
 
 
 class _Region(torch.autograd.Function):
-    """``ahead`` forward, its adjoint ``back`` backward."""
+    """Apply ``ahead`` in forward and its adjoint ``back`` in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ahead: Map, back: Map) -> Tensor:
         ctx.ahead, ctx.back = ahead, back
-        return ahead(x if ahead is _same else x.contiguous())  # the gradient of a sum is expanded, for one
+        return ahead(x if ahead is _identity else x.contiguous())  # the gradient of a sum is expanded, for example
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -59,118 +58,98 @@ def _run(x: Tensor, axis: Axis, ahead: Map, back: Map) -> Tensor:
     return x if axis.size == 1 else _Region.apply(x, ahead, back)  # type: ignore[no-any-return]
 
 
-def _same(x: Tensor) -> Tensor:
-    # An alias rather than x itself, of which autograd would make a view, whose base it keeps.
+def _identity(x: Tensor) -> Tensor:
+    # An alias instead of x itself, which autograd would turn into a view that keeps its base alive.
     return x.detach()
 
 
-def _part(axis: Axis, dim: int, sizes: Sequence[int] | None) -> Map:
-    def part(x: Tensor) -> Tensor:
-        lengths = sizes or [divided(x, dim, axis)] * axis.size
-        # A copy, so that the whole tensor can be freed.
-        return x.narrow(dim, sum(lengths[: axis.rank]), lengths[axis.rank]).clone(memory_format=torch.contiguous_format)
+def _slice(axis: Axis, dim: int) -> Map:
+    def local(x: Tensor) -> Tensor:
+        length = shard_length(x, dim, axis)
+        # A copy, so that the full tensor can be freed.
+        return x.narrow(dim, axis.rank * length, length).clone(memory_format=torch.contiguous_format)
 
-    return part
-
-
-def _join(axis: Axis, dim: int, sizes: Sequence[int] | None) -> Map:
-    return lambda x: axis.all_gather(x, dim, sizes)
+    return local
 
 
-def divided(x: Tensor, dim: int, axis: Axis) -> int:
-    """Length of one rank's part along ``dim``.
+def _gather(axis: Axis, dim: int) -> Map:
+    return lambda x: axis.all_gather(x, dim)
+
+
+def shard_length(x: Tensor, dim: int, axis: Axis) -> int:
+    """Return the length of one rank's shard along ``dim``.
 
     Raises:
-        PlanError: it does not divide.
+        PlanError: The length is not divisible by the number of ranks.
     """
     length = x.shape[dim]
     if length % axis.size:
         raise PlanError(
-            f"dimension {dim} of activations {tuple(x.shape)} is divided over the {axis.size} ranks of the "
-            f"{axis.name!r} axis, but {length} does not divide by {axis.size}. Pad it to a multiple of {axis.size}."
+            f"dimension {dim} of activations {tuple(x.shape)} is sharded over the {axis.size} ranks of the "
+            f"{axis.name!r} axis, but {length} is not divisible by {axis.size}. Pad it to a multiple of {axis.size}."
         )
     return length // axis.size
 
 
 @untraced
 def copy_to(x: Tensor, axis: Axis) -> Tensor:
-    """What is whole on every rank enters layers that each have a part of."""
-    return _run(x, axis, _same, axis.all_reduce)
+    """Pass a replicated tensor into layers that are sharded over the ranks."""
+    return _run(x, axis, _identity, axis.all_reduce)
 
 
 @untraced
 def reduce_from(x: Tensor, axis: Axis) -> Tensor:
-    """Sum of the ranks' partial results, whole on every rank."""
-    return _run(x, axis, axis.all_reduce, _same)
+    """Sum the ranks' partial results into a replicated tensor."""
+    return _run(x, axis, axis.all_reduce, _identity)
 
 
 @untraced
-def gather_from(x: Tensor, axis: Axis, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensor:
-    """The ranks' parts along ``dim`` as one, for what all ranks compute alike.
-
-    Args:
-        x: this rank's part.
-        axis: over which it is divided.
-        dim: that is divided.
-        sizes: length of every rank's part along ``dim``; all the same without.
-    """
+def gather_from(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
+    """Concatenate the ranks' shards along ``dim`` into a replicated tensor."""
     dim %= x.ndim
-    return _run(x, axis, _join(axis, dim, sizes), _part(axis, dim, sizes))
+    return _run(x, axis, _gather(axis, dim), _slice(axis, dim))
 
 
 @untraced
-def scatter_to(x: Tensor, axis: Axis, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensor:
-    """This rank's part along ``dim`` of what all ranks computed alike. Arguments as for `gather_from`."""
-    dim %= x.ndim
-    return _run(x, axis, _part(axis, dim, sizes), _join(axis, dim, sizes))
-
-
-@untraced
-def gather_sequence(x: Tensor, axis: Axis, dim: int = 1) -> Tensor:
-    """All tokens, ``(B, T / size, ...)`` to ``(B, T, ...)``, for layers that each rank has a part of."""
-    return _run(x, axis, _join(axis, dim, None), lambda g: axis.reduce_scatter(g, dim))
-
-
-@untraced
-def scatter_sequence(x: Tensor, axis: Axis, dim: int = 1) -> Tensor:
-    """Sum of the ranks' partial results, of which each keeps its tokens: ``(B, T, ...)`` to ``(B, T / size, ...)``.
+def scatter_to(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
+    """Take this rank's shard along ``dim`` of a replicated tensor.
 
     Raises:
-        PlanError: the tokens do not divide.
+        PlanError: The length of ``dim`` is not divisible by the number of ranks.
     """
-    divided(x, dim, axis)
-    return _run(x, axis, lambda y: axis.reduce_scatter(y, dim), _join(axis, dim, None))
+    dim %= x.ndim
+    return _run(x, axis, _slice(axis, dim), _gather(axis, dim))
 
 
 @untraced
-def slice_sequence(x: Tensor, axis: Axis, dim: int = 1) -> Tensor:
-    """This rank's tokens of what is whole on every rank: ``(B, T, ...)`` to ``(B, T / size, ...)``.
+def gather_sequence(x: Tensor, axis: Axis) -> Tensor:
+    """Gather all tokens, ``(B, T / size, ...)`` to ``(B, T, ...)``, as input of layers sharded over the ranks."""
+    return _run(x, axis, _gather(axis, 1), lambda grad: axis.reduce_scatter(grad, 1))
+
+
+@untraced
+def scatter_sequence(x: Tensor, axis: Axis) -> Tensor:
+    """Sum the ranks' partial results and keep this rank's tokens: ``(B, T, ...)`` to ``(B, T / size, ...)``.
 
     Raises:
-        PlanError: the tokens do not divide.
+        PlanError: The number of tokens is not divisible by the number of ranks.
     """
-    divided(x, dim, axis)
-    return scatter_to(x, axis, dim)
-
-
-@untraced
-def join_sequence(x: Tensor, axis: Axis, dim: int = 1) -> Tensor:
-    """All tokens, ``(B, T / size, ...)`` to ``(B, T, ...)``, for what all ranks compute alike from there on."""
-    return gather_from(x, axis, dim)
+    shard_length(x, 1, axis)
+    return _run(x, axis, lambda partial: axis.reduce_scatter(partial, 1), _gather(axis, 1))
 
 
 @untraced
 def exchange(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
-    """Divide ``split_dim`` in place of ``concat_dim``, which becomes whole: tokens for heads, say.
+    """Shard ``split_dim`` instead of ``concat_dim``, which becomes full: exchange tokens for heads, say.
 
     Traffic:
         ``(size - 1) / size`` of the elements of ``x`` sent per rank, forward and backward.
 
     Raises:
-        PlanError: ``split_dim`` does not divide.
+        PlanError: The length of ``split_dim`` is not divisible by the number of ranks.
     """
     split_dim, concat_dim = split_dim % x.ndim, concat_dim % x.ndim
-    divided(x, split_dim, axis)
+    shard_length(x, split_dim, axis)
     return _run(x, axis, _swap(axis, split_dim, concat_dim), _swap(axis, concat_dim, split_dim))
 
 
@@ -179,7 +158,7 @@ def _swap(axis: Axis, split_dim: int, concat_dim: int) -> Map:
 
 
 def sum_copies(tensor: Tensor, axis: Axis, copies: int) -> Tensor:
-    """Sum over the ``copies`` ranks side by side that this one is among; the same bits on each of them. Collective.
+    """Sum over the ``copies`` adjacent ranks that include this one; bitwise equal on each of them. Collective.
 
     16-bit terms are summed in fp32 and rounded once.
 
@@ -197,7 +176,7 @@ def sum_copies(tensor: Tensor, axis: Axis, copies: int) -> Tensor:
 
 
 def _among(axis: Axis, first: int, sends: list[Tensor], like: list[Tensor]) -> list[Tensor]:
-    """Exchange among ``len(sends)`` ranks from ``first``; ``like`` has the shapes of what arrives."""
+    """Exchange among ``len(sends)`` ranks from ``first`` on; ``like`` has the shapes of the received tensors."""
     nothing = sends[0].new_empty(0)
     members = range(first, first + len(sends))
     parts = [sends[r - first] if r in members else nothing for r in range(axis.size)]
@@ -207,20 +186,19 @@ def _among(axis: Axis, first: int, sends: list[Tensor], like: list[Tensor]) -> l
 
 
 class SharedCopy:
-    """`copy_to` of which layers that get the same tensor share one: query, key and value cost one sum in backward.
+    """Share one `copy_to` among layers with the same input: query, key and value then cost one sum in backward.
 
-    Remembers the last tensor, and no longer than that lives.
+    The last input is remembered by a weak reference.
     """
 
     def __init__(self, axis: Axis) -> None:
-        """Start empty."""
         self._axis = axis
         self._source: weakref.ref[Tensor] | None = None
         self._version = 0
         self._copy: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The copy of ``x``, made now or, if ``x`` was the last tensor and has not changed since, before."""
+        """Return the previous copy if ``x`` is the previous input and has not been modified, else a new copy."""
         if not (torch.is_grad_enabled() and x.requires_grad) or self._axis.size == 1:
             return x  # no backward
         source = self._source() if self._source is not None else None
@@ -232,7 +210,7 @@ class SharedCopy:
         return copy
 
     def clear(self) -> None:
-        """Forget: the layers that share are through."""
+        """Drop the copy, once the layers that share it have run."""
         self._source = self._copy = None
 
     def _forget(self, source: weakref.ref[Tensor]) -> None:

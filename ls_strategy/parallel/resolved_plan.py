@@ -1,6 +1,6 @@
-"""A plan, checked against a model: which module is divided how, and which parameter is cut where. Shapes only.
+"""Check a plan against a model, and resolve it into the shards of every parameter. Works on shapes alone.
 
-Nothing is changed here, nothing is sent, and every rank comes to the same result or the same error.
+Nothing is changed and nothing is sent. Every rank gets the same result or raises the same error.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LayerStyle: TypeAlias = Column | Row | Vocab | Features | Experts | Replicate | 
 
 @dataclass(frozen=True)
 class ParamShard:
-    """How one parameter is divided."""
+    """How one parameter is sharded."""
 
     dim: int
     sections: tuple[int, ...]
@@ -47,11 +47,11 @@ class ParamShard:
 
     @property
     def sections_differ(self) -> bool:
-        """Whether some sections are held by more ranks than others."""
+        """Whether some sections are held by more ranks than other sections."""
         return not isinstance(self.copies, int) and len(set(self.copies)) > 1
 
     def part(self, shape: Iterable[int], rank: int, size: int) -> TensorPart:
-        """What of a parameter of this shape ``rank`` of ``size`` holds."""
+        """Return what ``rank`` of ``size`` holds of a parameter of this shape."""
         return TensorPart.cut(
             shape, self.dim, rank, size, sections=self.sections, granule=self.granule, copies=self.copies
         )
@@ -59,7 +59,7 @@ class ParamShard:
 
 @dataclass(frozen=True)
 class Owned:
-    """A parameter, by the module that owns it."""
+    """A parameter as an attribute of a module."""
 
     name: str
     module: nn.Module
@@ -67,7 +67,7 @@ class Owned:
 
     @property
     def parameter(self) -> nn.Parameter:
-        """What the module holds at this moment."""
+        """The parameter that the module holds now."""
         parameter = self.module._parameters[self.key]
         assert parameter is not None
         return parameter
@@ -75,59 +75,56 @@ class Owned:
 
 @dataclass(frozen=True)
 class Layer:
-    """A module that a style was given to."""
+    """A module with a style."""
 
     name: str
     module: nn.Module
     style: LayerStyle
-    cuts: Mapping[str, ParamShard]
-    """By key of the module's own parameters."""
+    shards: Mapping[str, ParamShard]
+    """Shards of the module's direct parameters, by key."""
 
 
 @dataclass
 class Resolved:
-    """What a plan means for a model."""
+    """A plan, resolved for one model."""
 
     layers: list[Layer] = field(default_factory=list)
     attributes: dict[tuple[int, str], tuple[nn.Module, str, int]] = field(default_factory=dict)
-    """``(module, attribute, value)`` to be set, by id and name."""
+    """``(module, attribute, value)`` to set, by the module's id and the attribute."""
 
     parameters: list[tuple[Owned, LayerStyle, Mapping[str, ParamShard]]] = field(default_factory=list)
-    """Bare parameters that a style was given to."""
+    """Bare parameters with a style, and their shards by key."""
 
     names: dict[int, str] = field(default_factory=dict)
-    """Of all modules, by id."""
+    """Names of all modules, by id."""
 
-    def cuts(self) -> list[tuple[Owned, ParamShard]]:
-        """Every cut, once per owner of the parameter."""
+    def shards(self) -> list[tuple[Owned, ParamShard]]:
+        """Return every sharded parameter, once per module that owns it."""
         result = [
-            (Owned(f"{layer.name}.{key}".lstrip("."), layer.module, key), cut)
+            (Owned(f"{layer.name}.{key}".lstrip("."), layer.module, key), shard)
             for layer in self.layers
-            for key, cut in layer.cuts.items()
+            for key, shard in layer.shards.items()
         ]
-        return result + [(owned, cuts[owned.key]) for owned, _, cuts in self.parameters if owned.key in cuts]
+        return result + [(owned, shards[owned.key]) for owned, _, shards in self.parameters if owned.key in shards]
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether this is transformers' Conv1D, a linear layer whose weight is ``(in, out)``. Told by its name."""
+    """Whether this is, by its name, transformers' Conv1D: a linear layer with a weight ``(in, out)``."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def plain_name(name: str) -> str:
-    """A module's name without what `torch.compile` adds."""
+    """Return a module's name without the components that `torch.compile` inserts."""
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def resolve(model: nn.Module, plan: Plan, size: int) -> Resolved:
-    """Find the modules of every pattern, and check each against its style.
+    """Find the modules of every pattern, and check that their styles are possible on ``size`` ranks.
 
-    Args:
-        model: with full parameters, on meta or not.
-        plan: see `ls_strategy.parallel.styles`.
-        size: ranks along the axis.
+    ``model`` has full parameters, on meta or not.
 
     Raises:
-        PlanError: a pattern matches nothing, a style does not fit its module, or lengths do not divide.
+        PlanError: A pattern matches nothing, a style does not fit its module, or a length is not divisible.
     """
     result = Resolved()
     modules: dict[str, nn.Module] = {}
@@ -165,8 +162,8 @@ def _add_style(
         result.layers.append(Layer(name, module, style, _check_layer(name, module, style, size)))
     elif before[1] != style:
         raise PlanError(
-            f"module {name!r} is {before[1]} by pattern {before[0]!r} and {style} by {pattern!r}. "
-            "Make the patterns narrower, so that one of them matches it."
+            f"module {name!r} is {before[1]} by pattern {before[0]!r}, but {style} by {pattern!r}. "
+            "Make the patterns narrower, so that only one of them matches it."
         )
 
 
@@ -176,8 +173,8 @@ def _add_attributes(result: Resolved, name: str, module: nn.Module, style: Attri
         if not hasattr(module, key):
             integers = sorted(k for k, v in vars(module).items() if isinstance(v, int) and not k.startswith("_"))
             raise PlanError(
-                f"{style} of module {name!r} ({type(module).__name__}): it has no attribute {key!r}. "
-                f"Its integers are {', '.join(i for i in integers if i != 'training') or 'none'}."
+                f"module {name!r} ({type(module).__name__}) is {style}, but has no attribute {key!r}. Use one of its "
+                f"integers: {', '.join(i for i in integers if i != 'training') or 'none'}."
             )
     if isinstance(style, Attributes):
         values = dict(style.values)
@@ -186,7 +183,7 @@ def _add_attributes(result: Resolved, name: str, module: nn.Module, style: Attri
     for key, value in values.items():
         before = result.attributes.setdefault((id(module), key), (module, key, value))
         if before[2] != value:
-            raise PlanError(f"the plan sets {name}.{key} to {before[2]} and to {value}. Name it once.")
+            raise PlanError(f"the plan sets {name}.{key} to {before[2]} and to {value}. Name the attribute once.")
 
 
 def _add_parameters(
@@ -201,20 +198,20 @@ def _add_parameters(
     if not matched:
         listed = ", ".join(name for name in list(modules)[1:12])
         raise PlanError(
-            f"pattern {pattern!r} of the tensor-parallel plan matches no module of the model, nor a parameter. "
-            f"Its modules begin with {listed}{', ...' if len(modules) > 12 else ''}."
+            f"pattern {pattern!r} of the tensor-parallel plan matches no module of the model and no parameter. Correct "
+            f"it. The first modules are {listed}{', ...' if len(modules) > 12 else ''}."
         )
     for owned in matched.values():
         for style in styles:
             if not isinstance(style, Features | Vocab | PartialGradient | Replicate):
                 raise PlanError(
-                    f"pattern {pattern!r} matches parameter {owned.name!r}, not a module, so it cannot be {style}. "
-                    "Parameters can be Features, Vocab, PartialGradient or Replicate; name the module otherwise."
+                    f"pattern {pattern!r} matches parameter {owned.name!r}, not a module, so it cannot be {style}. Use "
+                    "Features, Vocab, PartialGradient or Replicate, or name the module."
                 )
-            cuts = {owned.key: _features_shard(owned, style, size)} if isinstance(style, Features) else {}
-            if isinstance(style, Vocab):  # one row per word, as the layers that are divided by words
-                cuts = {owned.key: ParamShard(0, (owned.parameter.shape[0],))}
-            result.parameters.append((owned, style, cuts))
+            shards = {owned.key: _features_shard(owned, style, size)} if isinstance(style, Features) else {}
+            if isinstance(style, Vocab):  # one row per token of the vocabulary
+                shards = {owned.key: ParamShard(0, (owned.parameter.shape[0],))}
+            result.parameters.append((owned, style, shards))
 
 
 # --- one layer -------------------------------------------------------------------------------------------------------
@@ -225,16 +222,16 @@ def _check_layer(name: str, module: nn.Module, style: LayerStyle, size: int) -> 
         if isinstance(parameter, UninitializedParameter):
             raise PlanError(
                 f"parameter {name}.{key} has no shape yet ({type(module).__name__}). Run a batch through the model "
-                "before, or build the layer with its sizes."
+                "first, or build the layer with its sizes."
             )
     check = _CHECKS.get(type(style))
     return {} if check is None else check(name, module, style, size)  # type: ignore[arg-type]
 
 
-def _misfit(name: str, module: nn.Module, style: LayerStyle, wanted: str) -> PlanError:
+def _misfit(name: str, module: nn.Module, style: LayerStyle, required: str) -> PlanError:
     return PlanError(
-        f"module {name!r} is {style} in the tensor-parallel plan, which takes {wanted}, but it is "
-        f"{type(module).__name__}. Correct the pattern, or leave the module whole."
+        f"module {name!r} is {style} in the tensor-parallel plan, which requires {required}, but it is "
+        f"{type(module).__name__}. Correct the pattern, or replicate the module."
     )
 
 
@@ -242,7 +239,7 @@ def _require_linear(name: str, module: nn.Module, style: LayerStyle) -> None:
     if isinstance(module, NonDynamicallyQuantizableLinear):
         raise PlanError(
             f"module {name!r} ({type(module).__name__}) is part of nn.MultiheadAttention, which uses its weights "
-            "without calling it. Write the attention with nn.Linear layers, or leave it whole."
+            "without calling it. Write the attention with nn.Linear layers, or replicate it."
         )
     if not isinstance(module, nn.Linear) and not is_conv1d(module):
         raise _misfit(name, module, style, "nn.Linear (or transformers' Conv1D)")
@@ -253,17 +250,17 @@ def _column(name: str, module: nn.Module, style: Column, size: int) -> Mapping[s
     each = (style.copies,) if isinstance(style.copies, int) else style.copies
     if any(c < 1 or size % c for c in each) or (each != (style.copies,) and len(each) != len(style.sections)):
         raise PlanError(
-            f"module {name!r} is {style}, but copies={style.copies} does not divide the {size} tensor-parallel ranks, "
-            "or is not one number per section."
+            f"module {name!r} is {style}, but copies must divide the number of tensor-parallel ranks, {size}, and be "
+            "one number, or one per section. Change copies."
         )
     if style.gather and max(each) > 1:
-        raise PlanError(f"module {name!r} is {style}: gather=True has no meaning with copies. Leave copies out.")
+        raise PlanError(f"module {name!r} is {style}, but gather=True cannot be combined with copies. Remove one.")
     dim = 1 if is_conv1d(module) else 0
     sections = _sections(name, module, style, dim, [size // c for c in each])
-    cuts = {"weight": ParamShard(dim, sections, style.granule, style.copies)}
+    shards = {"weight": ParamShard(dim, sections, style.granule, style.copies)}
     if module.bias is not None:
-        cuts["bias"] = ParamShard(0, sections, style.granule, style.copies)
-    return cuts
+        shards["bias"] = ParamShard(0, sections, style.granule, style.copies)
+    return shards
 
 
 def _row(name: str, module: nn.Module, style: Row, size: int) -> Mapping[str, ParamShard]:
@@ -271,8 +268,8 @@ def _row(name: str, module: nn.Module, style: Row, size: int) -> Mapping[str, Pa
     known = type(module).forward is nn.Linear.forward or type(module).__name__ in families.PLAIN_LINEARS
     if not known and not is_conv1d(module) and module.bias is not None:
         raise PlanError(
-            f"module {name!r} ({type(module).__name__}) is {style}, but has a forward of its own and a bias, which is "
-            "to be added once, after the sum over the ranks. Use nn.Linear, or bias=False."
+            f"module {name!r} ({type(module).__name__}) is {style}, but overrides forward and has a bias, which must "
+            "be added once, after the sum over the ranks. Use nn.Linear, or bias=False."
         )
     dim = 0 if is_conv1d(module) else 1
     return {"weight": ParamShard(dim, _sections(name, module, style, dim, [size]), style.granule)}
@@ -286,15 +283,15 @@ def _sections(name: str, module: nn.Module, style: Column | Row, dim: int, parts
     for section, parts in zip(sections, parts_of if len(parts_of) > 1 else [*parts_of] * len(sections), strict=True):
         if style.granule < 1 or section % style.granule:
             raise PlanError(
-                f"module {name!r}: {section} {what} are no whole number of granules of {style.granule}. Set granule to "
-                "the features of one head."
+                f"module {name!r}: {section} {what} are not a multiple of granule={style.granule}. Set granule to the "
+                "number of features of one head."
             )
         if section // style.granule % parts:
             of = f" in granules of {style.granule} ({section // style.granule})" if style.granule > 1 else ""
             raise PlanError(
-                f"module {name!r}: {section} {what}{of} do not divide into {parts} parts. Use a number of "
-                "tensor-parallel ranks that shards them"
-                + (" (or `copies`, for fewer heads than ranks)." if isinstance(style, Column) else ".")
+                f"module {name!r}: {section} {what}{of} cannot be split into {parts} equal shards. Use a number of "
+                "tensor-parallel ranks that divides them"
+                + (", or `copies` for fewer heads than ranks." if isinstance(style, Column) else ".")
             )
     return sections
 
@@ -304,27 +301,27 @@ def _vocab(name: str, module: nn.Module, style: Vocab, size: int) -> Mapping[str
         raise _misfit(name, module, style, "nn.Embedding or nn.Linear")
     rows = module.weight.shape[0]
     if rows < size:
-        raise PlanError(
-            f"module {name!r} has {rows} rows, fewer than the {size} tensor-parallel ranks. Leave it whole."
-        )
-    cuts = {"weight": ParamShard(0, (rows,))}
+        raise PlanError(f"module {name!r} has {rows} rows, fewer than the {size} tensor-parallel ranks. Replicate it.")
+    shards = {"weight": ParamShard(0, (rows,))}
     if isinstance(module, nn.Embedding):
         for option in ("max_norm", "sparse", "scale_grad_by_freq"):
             if getattr(module, option):
                 raise PlanError(
-                    f"module {name!r} has {option}={getattr(module, option)!r}, which looks at rows that other ranks "
-                    f"hold. Build it without {option}, or leave it whole."
+                    f"module {name!r} has {option}={getattr(module, option)!r}, which needs the rows of other ranks. "
+                    f"Build it without {option}, or replicate it."
                 )
     elif module.bias is not None:
-        cuts["bias"] = ParamShard(0, (rows,))
-    return cuts
+        shards["bias"] = ParamShard(0, (rows,))
+    return shards
 
 
 def _features(name: str, module: nn.Module, style: Features, size: int) -> Mapping[str, ParamShard]:
     if not isinstance(module, nn.Embedding) or style.dim != 1:
         raise _misfit(name, module, style, "nn.Embedding, along dim=1 (or a bare parameter)")
     if module.max_norm:
-        raise PlanError(f"module {name!r} has max_norm={module.max_norm}, the norm of whole rows. Leave it whole.")
+        raise PlanError(
+            f"module {name!r} has max_norm={module.max_norm}, which needs the norm of full rows. Replicate it."
+        )
     return {"weight": _features_shard(Owned(f"{name}.weight", module, "weight"), style, size)}
 
 
@@ -332,17 +329,17 @@ def _features_shard(owned: Owned, style: Features, size: int) -> ParamShard:
     shape = tuple(owned.parameter.shape)
     if not 0 <= style.dim < len(shape) or shape[style.dim] % size:
         raise PlanError(
-            f"parameter {owned.name!r} of shape {shape} is {style}, but dimension {style.dim} does not divide by the "
-            f"{size} tensor-parallel ranks. Leave it whole, or use a number of ranks that shards it."
+            f"parameter {owned.name!r} of shape {shape} is {style}, but dimension {style.dim} is not divisible by the "
+            f"{size} tensor-parallel ranks. Replicate it, or use a number of ranks that divides it."
         )
     return ParamShard(style.dim, (shape[style.dim],))
 
 
 def _experts(name: str, module: nn.Module, style: Experts, size: int) -> Mapping[str, ParamShard]:
-    """Gate and up are cut by rows, down by columns.
+    """Shard gate and up by rows, down by columns.
 
     Raises:
-        PlanError: the module holds its weights otherwise, or they do not divide.
+        PlanError: The module's weights have another layout, or cannot be sharded over the ranks.
     """
     gate_up, down = (getattr(module, key, None) for key in families.EXPERT_WEIGHTS)
     plain = {key for key, _ in module.named_parameters()} == set(families.EXPERT_WEIGHTS)
@@ -357,14 +354,13 @@ def _experts(name: str, module: nn.Module, style: Experts, size: int) -> Mapping
     inner = down.shape[-1]
     if tuple(gate_up.shape) != (down.shape[0], 2 * inner, down.shape[1]):
         raise PlanError(
-            f"module {name!r} is {style}: gate_up_proj of shape {tuple(gate_up.shape)} does not belong to down_proj of "
-            f"shape {tuple(down.shape)}, for which it would be {(down.shape[0], 2 * inner, down.shape[1])}. Leave the "
-            "module whole."
+            f"module {name!r} is {style}, but gate_up_proj has the shape {tuple(gate_up.shape)}, where down_proj of "
+            f"shape {tuple(down.shape)} requires {(down.shape[0], 2 * inner, down.shape[1])}. Replicate the module."
         )
     if inner % size:
         raise PlanError(
-            f"module {name!r}: the {inner} inner features of an expert do not divide by the {size} tensor-parallel "
-            f"ranks. Use a number of ranks that shards {inner}."
+            f"module {name!r}: the {inner} inner features of an expert are not divisible by the {size} tensor-parallel "
+            f"ranks. Use a number of ranks that divides {inner}."
         )
     return {"gate_up_proj": ParamShard(1, (inner, inner)), "down_proj": ParamShard(2, (inner,))}
 
@@ -382,22 +378,22 @@ _CHECKS: dict[type, Callable[..., Mapping[str, ParamShard]]] = {
 
 
 def _check_shared(result: Resolved, modules: Mapping[str, nn.Module]) -> None:
-    """A parameter of several modules must be cut the same way in each."""
-    cuts: dict[int, tuple[Owned, ParamShard]] = {}
-    cut_owners: set[tuple[int, str]] = set()
-    for owned, cut in result.cuts():
-        first, before = cuts.setdefault(id(owned.parameter), (owned, cut))
-        cut_owners.add((id(owned.module), owned.key))
-        if before != cut:
+    """Check that a shared parameter is sharded in the same way by every module that owns it."""
+    shards: dict[int, tuple[Owned, ParamShard]] = {}
+    owners: set[tuple[int, str]] = set()
+    for owned, shard in result.shards():
+        first, before = shards.setdefault(id(owned.parameter), (owned, shard))
+        owners.add((id(owned.module), owned.key))
+        if before != shard:
             raise PlanError(
-                f"{first.name} and {owned.name} are one parameter, but the plan cuts it as {before} and as {cut}. "
-                "Give both modules styles that cut it the same way (an embedding and its output head: 'vocab')."
+                f"{first.name} and {owned.name} are one parameter, but the plan shards it as {before} and as {shard}. "
+                "Give both modules styles that shard it in the same way (an embedding and its output head: 'vocab')."
             )
     for name, module in modules.items():
         for key, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in cuts and (id(module), key) not in cut_owners:
+            if id(parameter) in shards and (id(module), key) not in owners:
                 raise PlanError(
-                    f"{f'{name}.{key}'.lstrip('.')} and {cuts[id(parameter)][0].name} are one parameter, which is cut "
-                    "in the latter only. Give both modules styles that cut it the same way (an embedding and its "
-                    "output head: 'vocab')."
+                    f"{f'{name}.{key}'.lstrip('.')} and {shards[id(parameter)][0].name} are one parameter, but the "
+                    "plan shards only the latter. Give both modules styles that shard it in the same way (an embedding "
+                    "and its output head: 'vocab')."
                 )

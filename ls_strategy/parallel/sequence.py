@@ -1,13 +1,13 @@
-"""Sequence parallelism: between the divided layers of a block, every rank works on its own tokens.
+"""Megatron-style sequence parallelism: between the tensor-parallel layers of a block, every rank has its own tokens.
 
 ::
 
     (B, T, D) ─slice─► block: x ──────────────────────────────────── + ─► ... last block ─join─► (B, T, D)
               T/size          └─ norm ─►│gather│ q k v ─ attention ─ o │reduce-scatter│─┘
-                                  T/size     T       divided by heads              T/size
+                                  T/size     T       sharded by heads              T/size
 
-Gather and reduce-scatter together send as many bytes as the all-reduce they replace, and norms, dropouts and what they
-save for backward shrink by the number of ranks.
+Gather and reduce-scatter together send as many bytes as the all-reduce that they replace. Norms, dropouts and their
+saved activations shrink by the number of ranks.
 
 Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", arXiv:2205.05198, section 4.2.2.
 """
@@ -23,34 +23,34 @@ from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import PlanError
 from ls_strategy.parallel.hooks import Hooks, change_first, change_output
 from ls_strategy.parallel.random import Streams
-from ls_strategy.parallel.regions import copy_to, gather_sequence, join_sequence, slice_sequence
+from ls_strategy.parallel.regions import copy_to, gather_from, gather_sequence, scatter_to
 from ls_strategy.parallel.resolved_plan import Layer, Owned, Resolved
 from ls_strategy.parallel.styles import Column, Features, Replicate, Row, Vocab
 
 NAMES = ("hidden_states", "input", "x", "src", "tgt")
-"""What blocks and their parts call their input, when it is not positional."""
+"""Names of the input of blocks and their submodules, if it is not positional."""
 
 
 class TokenBlocks:
-    """The blocks of a model whose activations are divided along the tokens, and the modules in them that gather."""
+    """The blocks of a model whose activations are sharded along the tokens, and the modules in them that gather."""
 
     def __init__(
         self, model: nn.Module, blocks: Sequence[nn.Module], resolved: Resolved, elsewhere: Collection[int] = ()
     ) -> None:
-        """Check that it can be done.
+        """Check that the plan permits it.
 
         Args:
-            model: all of it.
-            blocks: in the order of their calls; those of one ``nn.ModuleList`` are a stack with its own entry and exit.
+            model: the complete model.
+            blocks: in the order of their calls. Those of one ``nn.ModuleList`` are a stack with its own entry and exit.
             resolved: the plan, checked against the model.
-            elsewhere: ``id`` of parameters that are no rank's of this axis alone, and are left alone.
+            elsewhere: ``id`` of parameters that another kind of parallelism shards.
 
         Raises:
-            PlanError: there are no blocks, or the plan does not suit.
+            PlanError: There are no blocks, or the plan does not permit it.
         """
         if not blocks:
             raise PlanError(
-                "sequence=True needs the blocks between which activations are divided along the tokens, but none were "
+                "sequence=True needs the blocks between which activations are sharded along the tokens, but none were "
                 "given. Name the repeated blocks of the model."
             )
         self.blocks = list(blocks)
@@ -67,7 +67,7 @@ class TokenBlocks:
         return id(module) in self._inside
 
     def stacks(self, model: nn.Module) -> list[list[nn.Module]]:
-        """The blocks, by the module that holds them."""
+        """Group the blocks by the module that holds them."""
         holder = {id(child): id(m) for m in model.modules() for child in m.children()}
         stacks: dict[int, list[nn.Module]] = {}
         for block in self.blocks:
@@ -75,7 +75,7 @@ class TokenBlocks:
         return list(stacks.values())
 
     def _find_parents(self, model: nn.Module) -> list[nn.Module]:
-        """Modules that own column layers: what they get is gathered."""
+        """Return the modules that own column-parallel layers: their input is gathered."""
         columns = {id(layer.module): layer for layer in self.layers if isinstance(layer.style, Column)}
         blocks = {id(b) for b in self.blocks}
         parents: dict[int, nn.Module] = {}
@@ -84,9 +84,9 @@ class TokenBlocks:
                 continue
             if id(parent) in blocks or id(parent) not in self._inside:
                 raise PlanError(
-                    f"sequence=True: column layer {columns[id(child)].name!r} belongs to block "
-                    f"{self.names[id(parent)]!r} itself. What gets all tokens is the input of the module that owns the "
-                    "column layers: put attention and MLP into modules of their own, or set sequence=False."
+                    f"sequence=True gathers the tokens at the input of the module that owns a column-parallel layer, "
+                    f"but {columns[id(child)].name!r} belongs to block {self.names[id(parent)]!r} itself. Move "
+                    "attention and MLP into submodules, or set sequence=False."
                 )
             parents[id(parent)] = parent
         return list(parents.values())
@@ -94,10 +94,10 @@ class TokenBlocks:
     def _find_partial(
         self, model: nn.Module, resolved: Resolved, elsewhere: Collection[int]
     ) -> list[tuple[Owned, nn.Module]]:
-        """Parameters in the blocks, and their blocks, that are whole on every rank but see only some tokens."""
+        """Return the replicated parameters in the blocks, each with its block: every rank uses them on its tokens."""
         block_of = {id(m): block for block in self.blocks for m in block.modules()}
         kept = {id(layer.module) for layer in self.layers if isinstance(layer.style, Replicate)}
-        done = {id(owned.parameter) for owned, _ in resolved.cuts()}
+        done = {id(owned.parameter) for owned, _ in resolved.shards()}
         done |= {id(owned.parameter) for owned, style, _ in resolved.parameters if isinstance(style, Replicate)}
         done |= set(elsewhere)
         found: dict[int, Owned] = {}
@@ -105,50 +105,35 @@ class TokenBlocks:
             for key, parameter in module.named_parameters(recurse=False):
                 if self.holds(module) and id(module) not in kept and id(parameter) not in done:
                     found.setdefault(id(parameter), Owned(f"{self.names[id(module)]}.{key}", module, key))
-        outside = self._outside(model)
+        outside = {
+            id(parameter): f"{name}.{key}".lstrip(".")
+            for name, module in model.named_modules(memo=set(self.blocks))  # does not enter the blocks
+            for key, parameter in module.named_parameters(recurse=False)
+        }
         for ident, owned in found.items():
             if ident in outside:
                 raise PlanError(
-                    f"sequence=True: {owned.name} in a block and {outside[ident]} outside of the blocks are one "
-                    "parameter, which would get its gradient from some tokens and from all of them. Set sequence=False."
+                    f"sequence=True: {owned.name} in a block and {outside[ident]} outside the blocks are one "
+                    "parameter, whose gradient would mix some tokens with all of them. Set sequence=False."
                 )
         return [(owned, block_of[id(owned.module)]) for owned in found.values()]
 
-    def _outside(self, model: nn.Module) -> dict[int, str]:
-        """Parameters that are reached without entering a block, by id."""
-        found: dict[int, str] = {}
-        blocks = {id(block) for block in self.blocks}
-        waiting = [("", model)]
-        while waiting:
-            name, module = waiting.pop()
-            for key, parameter in module.named_parameters(recurse=False):
-                found.setdefault(id(parameter), f"{name}.{key}".lstrip("."))
-            for key, child in module.named_children():
-                if id(child) not in blocks:
-                    waiting.append((f"{name}.{key}".lstrip("."), child))
-        return found
-
     def attach(self, model: nn.Module, axis: Axis, hooks: Hooks, streams: Streams, draws: Callable[[], bool]) -> None:
-        """Cut on entry, gather inside, join on exit.
+        """Slice the tokens on entry of a stack, gather them inside the blocks and on exit.
 
-        Args:
-            model: all of it.
-            axis: the ranks.
-            hooks: where hooks go.
-            streams: random numbers.
-            draws: whether the model draws any.
+        ``draws()`` says whether the model draws random numbers now.
         """
         for block in self.blocks:
-            _fork_block(block, hooks, streams, draws)
+            fork_streams(block, hooks, streams, draws)
         for parent in self.parents:
             _attach_parent(parent, axis, hooks, streams)
         for stack in self.stacks(model):
             hooks.before(stack[0], lambda _m, args, kwargs: change_first(args, kwargs, _slicer(axis), NAMES))
-            hooks.after(stack[-1], lambda _m, _args, out: change_output(out, lambda x: join_sequence(x, axis)))
+            hooks.after(stack[-1], lambda _m, _args, out: change_output(out, lambda x: gather_from(x, axis, 1)))
 
 
 def owners(model: nn.Module) -> Iterable[tuple[nn.Module, nn.Module]]:
-    """``(module, module inside that it calls)``, where lists and dicts of modules count as their owner."""
+    """Yield ``(module, child that it calls)``. The children of lists and dicts of modules count as their owner's."""
 
     def below(owner: nn.Module, module: nn.Module) -> Iterable[tuple[nn.Module, nn.Module]]:
         for child in module.children():
@@ -163,19 +148,19 @@ def owners(model: nn.Module) -> Iterable[tuple[nn.Module, nn.Module]]:
 
 
 def _slicer(axis: Axis) -> Callable[[Tensor], Tensor]:
-    def cut(x: Tensor) -> Tensor:
+    def slice_tokens(x: Tensor) -> Tensor:
         if x.dim() < 3 or x.shape[1] % axis.size:
             raise PlanError(
                 f"sequence=True shards the tokens of hidden states (B, T, D) over {axis.size} ranks, but the first "
                 f"block got {tuple(x.shape)}. Pad T to a multiple of {axis.size}, or set sequence=False."
             )
-        return slice_sequence(x, axis)
+        return scatter_to(x, axis, 1)
 
-    return cut
+    return slice_tokens
 
 
-def _fork_block(block: nn.Module, hooks: Hooks, streams: Streams, draws: Callable[[], bool]) -> None:
-    """All of the block draws this rank's own numbers, but where `_attach_parent` says otherwise."""
+def fork_streams(module: nn.Module, hooks: Hooks, streams: Streams, draws: Callable[[], bool]) -> None:
+    """Make every rank draw different random numbers in the module's forward, where ``draws()`` is true."""
     opened: list[Any] = []
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -188,13 +173,13 @@ def _fork_block(block: nn.Module, hooks: Hooks, streams: Streams, draws: Callabl
         while opened:
             streams.close(opened.pop())
 
-    hooks.before(block, enter)
-    hooks.after(block, leave, always=True)
+    hooks.before(module, enter)
+    hooks.after(module, leave, always=True)
 
 
 def _attach_parent(parent: nn.Module, axis: Axis, hooks: Hooks, streams: Streams) -> None:
     def enter(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """All tokens of the input; other hidden states (an encoder's) are whole, but their gradients are partial."""
+        """Gather the input. Other hidden states (an encoder's) are replicated, but their gradients are partial."""
         gathered: list[Tensor] = []
 
         def gather(x: Tensor) -> Tensor:
@@ -205,8 +190,10 @@ def _attach_parent(parent: nn.Module, axis: Axis, hooks: Hooks, streams: Streams
         args, kwargs = change_first(args, kwargs, gather, NAMES)
 
         def other(value: Any) -> Any:
-            whole = isinstance(value, Tensor) and value.dim() == 3 and value.requires_grad and value is not gathered[0]
-            return copy_to(value, axis) if whole else value
+            is_other = (
+                isinstance(value, Tensor) and value.dim() == 3 and value.requires_grad and value is not gathered[0]
+            )
+            return copy_to(value, axis) if is_other else value
 
         return tuple(other(v) for v in args), {name: other(v) for name, v in kwargs.items()}
 
@@ -221,11 +208,13 @@ def _attach_parent(parent: nn.Module, axis: Axis, hooks: Hooks, streams: Streams
 
 def _check(layer: Layer) -> None:
     style = layer.style
-    whole = (isinstance(style, Column | Features) and style.gather) or (isinstance(style, Row) and style.split)
-    if whole:
+    if (isinstance(style, Column | Features) and style.gather) or (isinstance(style, Row) and style.split):
         raise PlanError(
-            f"sequence=True: layer {layer.name!r} is {style}, whose neighbours compute on whole features. Divide it by "
+            f"sequence=True: layer {layer.name!r} is {style}, which needs the full features next to it. Shard it by "
             "`sections`, or set sequence=False."
         )
     if isinstance(style, Vocab):
-        raise PlanError(f"sequence=True: layer {layer.name!r} in a block is {style}. Divide the vocabulary outside.")
+        raise PlanError(
+            f"sequence=True: layer {layer.name!r} in a block is {style}, but a vocabulary can only be sharded outside "
+            "the blocks. Replicate the layer, or set sequence=False."
+        )

@@ -1,6 +1,6 @@
-"""How a module is divided over the ranks of the tensor-parallel axis: the words a plan is written in.
+"""Styles of a tensor-parallel plan: how a module is sharded over the ranks.
 
-A plan maps patterns of module names (`fnmatch`, so that ``*`` crosses dots too) to styles, their names, or lists::
+A plan maps patterns of module names (`fnmatch`: ``*`` also matches dots) to styles, their names, or lists of these::
 
     {
         "blocks.*.attention": Divide(("heads", "kv_heads")),
@@ -11,7 +11,7 @@ A plan maps patterns of module names (`fnmatch`, so that ``*`` crosses dots too)
         "embedding": "vocab",
     }
 
-A pattern that matches no module may match parameters instead, for `Features`, `PartialGradient` and `Replicate`.
+A pattern that matches no module may match parameters, for `Features`, `Vocab`, `PartialGradient` and `Replicate`.
 
 Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3: a column layer, then a row layer, and one sum.
 """
@@ -26,15 +26,12 @@ from ls_strategy.errors import PlanError
 
 
 def resolve_sections(sections: Sequence[int], length: int, what: str) -> tuple[int, ...]:
-    """Lengths that add up to ``length``; those given as -1 share equally what the others leave.
+    """Return section lengths that add up to ``length``; each -1 becomes an equal share of the remainder.
 
-    Args:
-        sections: as given in the style; none stands for one of full length.
-        length: of the dimension.
-        what: names the layer and the dimension in errors.
+    No sections mean one of full length. ``what`` names the layer and the dimension in errors.
 
     Raises:
-        PlanError: they cannot add up.
+        PlanError: The lengths cannot add up.
 
     >>> resolve_sections((4, -1, -1), 10, "rows"), resolve_sections((), 10, "rows")
     ((4, 3, 3), (10,))
@@ -42,91 +39,92 @@ def resolve_sections(sections: Sequence[int], length: int, what: str) -> tuple[i
     if not sections:
         return (length,)
     shares = sum(s == -1 for s in sections)
-    rest = length - sum(s for s in sections if s != -1)
-    if any(s < 1 and s != -1 for s in sections) or (rest % shares if shares else rest) or (shares and rest <= 0):
+    left = length - sum(s for s in sections if s != -1)
+    if any(s < 1 and s != -1 for s in sections) or (left % shares if shares else left) or (shares and left <= 0):
         raise PlanError(
-            f"{what}: sections={tuple(sections)} do not add up to {length}. Give the length of every fused part "
-            "(-1: an equal share of what the others leave)."
+            f"{what}: sections={tuple(sections)} do not add up to {length}. Set the length of every fused part "
+            "(-1: an equal share of the remainder)."
         )
-    return tuple(rest // shares if s == -1 else s for s in sections)
+    return tuple(left // shares if s == -1 else s for s in sections)
 
 
 @dataclass(frozen=True)
 class Column:
-    """Linear layer, output features divided: rows of the weight, and the bias. The input is whole on every rank."""
+    """Column-parallel linear layer: output features (weight rows and bias) are sharded, the input is replicated."""
 
     sections: tuple[int, ...] = ()
-    """Lengths of fused parts (query, key and value, say), each divided by itself; -1: an equal share of the rest."""
+    """Lengths of fused parts (query, key and value, say), each sharded separately; -1: an equal share of the
+    remainder."""
 
     granule: int = 1
-    """Output features that stay together: those of one head."""
+    """Number of output features that stay together: those of one head."""
 
     copies: int | tuple[int, ...] = 1
-    """Ranks side by side that hold the same part, where there are fewer heads than ranks; or one number per section,
-    which only inference takes: a parameter that is trained is divided or held by several ranks as one."""
+    """Number of adjacent ranks that hold the same shard, if there are fewer heads than ranks. One number per section
+    is possible for inference only."""
 
     gather: bool = False
-    """Whether every rank gets the whole output."""
+    """Whether every rank gets the full output."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """Linear layer, input features divided; the ranks' outputs are summed, the bias is added once, after the sum."""
+    """Row-parallel linear layer: input features are sharded, outputs are summed over the ranks, then the bias added."""
 
     sections: tuple[int, ...] = ()
     """As in `Column`, along the input features."""
 
     granule: int = 1
-    """Input features that stay together."""
+    """Number of input features that stay together."""
 
     split: bool = False
-    """Whether the input is whole, and this rank's part of it is to be taken first."""
+    """Whether the input is replicated, so that each rank takes its shard of it first."""
 
 
 @dataclass(frozen=True)
 class Vocab:
-    """Embedding, or linear output head, divided by tokens of the vocabulary; parts may differ by one token.
+    """Vocabulary-parallel embedding, or linear output head; shards may differ by one token.
 
-    The head's output looks like whole logits; a cross-entropy of it is computed where the parts are.
+    The head returns `logits.ShardedLogits`, whose cross-entropy is computed from the shards.
     """
 
 
 @dataclass(frozen=True)
 class Features:
-    """Embedding, or bare parameter, divided along ``dim``: a table of one column per head, say."""
+    """Embedding, or bare parameter, that is sharded along ``dim``: a table with one column per head, say."""
 
     dim: int = 1
-    """What is divided; always 1 for an embedding."""
+    """The sharded dimension; always 1 for an embedding."""
 
     gather: bool = False
-    """Whether every rank gets the whole output (embedding)."""
+    """Whether every rank gets the full output of the embedding."""
 
 
 @dataclass(frozen=True)
 class Attributes:
-    """Sets integers on the module, its local number of heads, say."""
+    """Set integer attributes of the module, such as its local number of heads."""
 
     values: tuple[tuple[str, int], ...]
-    """``(name, value)``."""
+    """``(name, value)`` of every attribute."""
 
 
 @dataclass(frozen=True)
 class Divide:
-    """Divides integer attributes of the module by the ranks; one that is smaller and shards their number becomes 1."""
+    """Divide integer attributes of the module by the number of ranks; a divisor of that number becomes 1."""
 
     names: tuple[str, ...]
-    """Of the attributes."""
+    """Names of the attributes."""
 
     def local(self, module_name: str, name: str, value: object, size: int) -> int:
-        """What becomes of one attribute.
+        """Return the local value of one attribute.
 
         Raises:
-            PlanError: it is no positive integer, or does not divide.
+            PlanError: It is not a positive integer, or neither a multiple nor a divisor of the number of ranks.
         """
         where = f"{module_name}.{name}={value!r}"
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise PlanError(
-                f"{where} is to be divided over {size} tensor-parallel ranks, but is no positive integer. Name the "
+                f"{where} must be a positive integer, to be divided by the {size} tensor-parallel ranks. Name the "
                 "attribute that holds the number of heads."
             )
         if value % size == 0:
@@ -134,28 +132,28 @@ class Divide:
         if size % value == 0:
             return 1
         raise PlanError(
-            f"{where} does not divide by the {size} tensor-parallel ranks. Use a number of ranks that shards "
-            f"{value} (or one that {value} shards, with `copies` on the layers that make them)."
+            f"{where} is not divisible by the {size} tensor-parallel ranks. Use a number of ranks that divides "
+            f"{value}, or a multiple of it with `copies` on the layers that compute these heads."
         )
 
 
 @dataclass(frozen=True)
 class Experts:
-    """Module of experts of transformers: of every expert some rows of gate and up, and columns of down, on each rank.
+    """Expert module of transformers: every rank holds some inner features of every expert.
 
-    Its parameters are ``gate_up_proj`` of ``(E, 2 * inner, D)`` and ``down_proj`` of ``(E, D, inner)``; its outputs are
-    summed. All ranks choose the same experts, since the router is whole on each.
+    Its parameters are ``gate_up_proj``, ``(E, 2 * inner, D)``, and ``down_proj``, ``(E, D, inner)``. Its outputs are
+    summed over the ranks. The router is replicated, so all ranks choose the same experts.
     """
 
 
 @dataclass(frozen=True)
 class Replicate:
-    """Whole on every rank: what a module that no pattern names is anyway."""
+    """Replicate the module on every rank. This is the default for modules that no pattern matches."""
 
 
 @dataclass(frozen=True)
 class PartialGradient:
-    """Whole on every rank, but each sees only some tokens or heads: gradients of its parameters are summed."""
+    """Replicate the module, but sum the gradients of its parameters, since each rank sees some tokens or heads."""
 
 
 Style: TypeAlias = Column | Row | Vocab | Features | Experts | Attributes | Divide | Replicate | PartialGradient
@@ -171,7 +169,7 @@ NAMES: dict[str, Style] = {
     "replicate": Replicate(),
     "partial_gradient": PartialGradient(),
     "experts": Experts(),
-    # Those of Hugging Face transformers (`base_model_tp_plan`), where they say the same.
+    # Names of Hugging Face transformers (`base_model_tp_plan`) with the same meaning.
     "colwise": Column(),
     "colwise_rep": Column(gather=True),
     "colwise_gather_output": Column(gather=True),
@@ -188,48 +186,48 @@ NAMES: dict[str, Style] = {
 """Styles by name."""
 
 REFUSED: dict[str, str] = {
-    "sequence_parallel": "the whole block is divided along the tokens, or none of it: set sequence=True instead",
-    "all_reduce": "its module sums partial outputs that this package sums in the row layer",
-    "mla_kv_a_proj": "its output is used whole and in parts at once",
-    "moe_identity_expert": "experts are not divided by tensor parallelism here",
-    "local_params": "parameters are plain local tensors here, so there is nothing to unwrap",
-    "ep_dispatch_experts": "experts are not divided by tensor parallelism here",
-    "ep_router": "experts are not divided by tensor parallelism here",
-    "grouped_gemm": "experts are not divided by tensor parallelism here",
+    "sequence_parallel": "sequence parallelism applies to entire blocks: set sequence=True instead",
+    "all_reduce": "its module sums partial outputs, which this package sums in the row layer",
+    "mla_kv_a_proj": "its output is used both sharded and in full",
+    "moe_identity_expert": "tensor parallelism does not shard these experts",
+    "local_params": "parameters are plain local tensors, so there is nothing to unwrap",
+    "ep_dispatch_experts": "tensor parallelism does not shard these experts",
+    "ep_router": "tensor parallelism does not shard these experts",
+    "grouped_gemm": "tensor parallelism does not shard these experts",
 }
-"""Hugging Face's names that have no exact counterpart, and why."""
+"""Hugging Face's names without an exact equivalent, and why."""
 
 
 def parse(text: str) -> Style:
-    """The style of a name; ``"divide:heads,kv_heads"`` is a `Divide`.
+    """Return the style of a name; ``"divide:heads,kv_heads"`` is a `Divide`.
 
     Raises:
-        PlanError: the name is unknown, or one of Hugging Face's without an exact counterpart.
+        PlanError: The name is unknown, or one of Hugging Face's without an exact equivalent.
 
     >>> parse("colwise"), parse("divide:heads, kv_heads")
     (Column(sections=(), granule=1, copies=1, gather=False), Divide(names=('heads', 'kv_heads')))
     """
-    name, colon, rest = text.partition(":")
-    names = tuple(part.strip() for part in rest.split(",") if part.strip())
+    name, colon, attributes = text.partition(":")
+    names = tuple(part.strip() for part in attributes.split(",") if part.strip())
     if colon and name.strip() == "divide" and names:
         return Divide(names)
     if text in NAMES:
         return NAMES[text]
     if text in REFUSED:
         raise PlanError(
-            f"tensor-parallel style {text!r} of Hugging Face is not supported: {REFUSED[text]}. Leave its entries out "
-            "of the plan (their modules stay whole on every rank), or name another style."
+            f"tensor-parallel style {text!r} of Hugging Face is not supported: {REFUSED[text]}. Remove its entries "
+            "from the plan, so that their modules are replicated, or use another style."
         )
     raise PlanError(
-        f"unknown tensor-parallel style {text!r}. Known are {', '.join(NAMES)}, and 'divide:<attribute>,...'."
+        f"unknown tensor-parallel style {text!r}. Use one of {', '.join(NAMES)}, or 'divide:<attribute>,...'."
     )
 
 
 def parse_all(value: Style | str | Sequence[Style | str]) -> tuple[Style, ...]:
-    """What a plan may hold for one pattern, as styles.
+    """Return the styles of one entry of a plan.
 
     Raises:
-        PlanError: see `parse`; or it is neither a style nor a name.
+        PlanError: See `parse`; or the value is neither a style nor a name.
     """
     if isinstance(value, str):
         return (parse(value),)
@@ -237,7 +235,7 @@ def parse_all(value: Style | str | Sequence[Style | str]) -> tuple[Style, ...]:
         return tuple(style for entry in value for style in parse_all(entry))
     if not isinstance(value, Style):
         raise PlanError(
-            f"{value!r} ({type(value).__name__}) is no tensor-parallel style. Give one of ls_strategy.parallel.styles, "
-            f"or its name: {', '.join(NAMES)}."
+            f"Got {value!r} ({type(value).__name__}) as a tensor-parallel style. Use a style of "
+            f"ls_strategy.parallel.styles, or its name: {', '.join(NAMES)}."
         )
     return (value,)

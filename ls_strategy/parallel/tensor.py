@@ -1,12 +1,12 @@
-"""Tensor parallelism: parameters are cut in place, and hooks put the collectives around their modules.
+"""Tensor parallelism: shard parameters in place, and add the collectives by hooks on their modules.
 
 ::
 
     x ──copy──► column (q, k, v) ──► attention, by heads ──► row (o) ──sum──► y
-       backward: one sum for all     own random numbers       bias after the sum
+       backward: one sum for all     random numbers by rank   bias after the sum
 
-Modules and parameters keep their names and identities. A block of attention and MLP costs two sums of its activations
-forward and two backward. Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3.
+Modules and parameters keep their names and identities. A block of attention and MLP costs two all-reduces of its
+activations in forward and two in backward. Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import types
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,8 +25,8 @@ from torch.nn import functional
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import PlanError
 from ls_strategy.layout import TensorPart
-from ls_strategy.parallel.alibi import cut_head_biases
-from ls_strategy.parallel.hooks import GradientSums, Hooks, NoPickle, Undo, change_first
+from ls_strategy.parallel.alibi import slice_head_biases
+from ls_strategy.parallel.hooks import GradientSums, Hooks, NoPickle, change_first
 from ls_strategy.parallel.logits import wrap_vocabulary
 from ls_strategy.parallel.random import Streams, share_random_state, wire_device
 from ls_strategy.parallel.regions import (
@@ -38,7 +39,7 @@ from ls_strategy.parallel.regions import (
     sum_copies,
 )
 from ls_strategy.parallel.resolved_plan import Layer, Owned, Resolved, is_conv1d, resolve
-from ls_strategy.parallel.sequence import TokenBlocks, owners
+from ls_strategy.parallel.sequence import TokenBlocks, fork_streams, owners
 from ls_strategy.parallel.styles import Column, Experts, Features, PartialGradient, Plan, Row, Vocab
 
 
@@ -52,22 +53,22 @@ def apply_tensor_parallel(
     elsewhere: Collection[int] = (),
     trains: bool = True,
 ) -> TensorParallel:
-    """Divide a model over the ranks of ``axis``, in place. Collective.
+    """Shard a model over the ranks of ``axis``, in place. Collective.
 
-    Parameters keep their identity; those that are cut get the local shape. What has values (is not on the meta device)
-    becomes rank 0's, buffers too. Of parameters on meta the caller fills the part that `TensorParallel.parts` names.
+    Parameters keep their identity, and sharded ones get the local shape. Parameters and buffers with values get those
+    of rank 0. For parameters on the meta device the caller fills in the part given by `TensorParallel.parts`.
 
     Args:
-        model: whole, the same on every rank in structure.
+        model: unsharded, with the same structure on every rank.
         plan: see `ls_strategy.parallel.styles`.
-        axis: the ranks. With a single one everything is checked, and nothing but attributes is changed.
-        sequence: divide activations between ``blocks`` along the tokens, dimension 1 of ``(B, T, D)``.
-        blocks: with ``sequence``, the repeated blocks. All that mixes tokens in them must have column and row layers.
-        elsewhere: ``id`` of parameters that another kind of parallelism shards over these ranks and others: experts.
-        trains: whether parameters are trained and saved, not only read: what only inference can divide is refused.
+        axis: the ranks. With a single rank everything is checked, and only attributes are set.
+        sequence: shard activations between ``blocks`` along the tokens, dimension 1 of ``(B, T, D)``.
+        blocks: with ``sequence``, the repeated blocks. Modules in them that mix tokens need column and row layers.
+        elsewhere: ``id`` of parameters that another kind of parallelism shards (experts).
+        trains: whether parameters are trained and saved; refuse what only inference supports.
 
     Raises:
-        PlanError: the plan does not fit the model; before anything is changed or sent, on all ranks alike.
+        PlanError: The plan does not fit the model. Raised on all ranks, before anything is changed or sent.
     """
     resolved = resolve(model, plan, axis.size)
     if axis.size > 1:
@@ -79,13 +80,12 @@ def apply_tensor_parallel(
 
 
 class TensorParallel:
-    """A divided model: what this rank holds of it, and the hooks that make it compute as the whole one would."""
+    """A sharded model: this rank's parts of its parameters, and the hooks that make it compute the full model."""
 
     def __init__(self, model: nn.Module, resolved: Resolved, axis: Axis, tokens: TokenBlocks | None) -> None:
-        """Cut and attach. See `apply_tensor_parallel`."""
         self.axis = axis
         self.parts: dict[int, TensorPart] = {}
-        """What this rank holds of every parameter that was cut, by the parameter's id."""
+        """What this rank holds of every sharded parameter, by the parameter's id."""
 
         self._lines = _describe(resolved, axis, tokens)
         self._hooks = Hooks()
@@ -101,43 +101,40 @@ class TensorParallel:
         device = next((p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")), None)
         if device is not None:
             share_random_state(axis, device)
-        self._cut(resolved)
+        self._shard_parameters(resolved)
         for owned, style, _ in resolved.parameters:
             if isinstance(style, PartialGradient):
                 self._gradients.add(owned, axis.all_reduce)
         for layer in resolved.layers:
             self._attach(layer)
         self._attach_parents(model, resolved)
-        cut_head_biases(model, axis, self._hooks)
+        slice_head_biases(model, axis, self._hooks)
         if tokens is not None:
             for owned, block in tokens.partial:
                 self._gradients.add(owned, axis.all_reduce, block)
             tokens.attach(model, axis, self._hooks, self._streams, self._draws)
-        self._hooks.keep(model.register_forward_pre_hook(NoPickle()))
+        self._hooks.on_remove(model.register_forward_pre_hook(NoPickle()).remove)
 
     def describe(self) -> str:
-        """What is divided, over how many lines."""
+        """Return a summary of what is sharded, in a few lines."""
         return "\n".join(self._lines)
 
     def remove(self) -> None:
-        """Take the hooks off; parameters stay cut. Idempotent."""
+        """Remove the hooks; parameters stay sharded. Idempotent."""
         self._hooks.remove()
 
     # parameters ------------------------------------------------------------------------------------------------------
 
-    def _cut(self, resolved: Resolved) -> None:
-        """Cut every parameter once, whoever shares it, and sum the gradients of parts that several ranks hold."""
-        for owned, cut in resolved.cuts():
+    def _shard_parameters(self, resolved: Resolved) -> None:
+        """Shard every parameter once, however many modules own it, and sum gradients of parts held by several ranks."""
+        for owned, shard in resolved.shards():
             parameter = owned.parameter
             if id(parameter) not in self.parts:
-                part = cut.part(parameter.shape, self.axis.rank, self.axis.size)
-                parameter.data = _take(parameter.data, part)
+                part = shard.part(parameter.shape, self.axis.rank, self.axis.size)
+                parameter.data = _copy_part(parameter.data, part)
                 self.parts[id(parameter)] = part
-            if isinstance(cut.copies, int) and cut.copies > 1:
-                self._gradients.add(owned, self._sum_over(cut.copies))
-
-    def _sum_over(self, copies: int) -> Callable[[Tensor], Tensor]:
-        return lambda grad: sum_copies(grad, self.axis, copies)
+            if isinstance(shard.copies, int) and shard.copies > 1:
+                self._gradients.add(owned, partial(sum_copies, axis=self.axis, copies=shard.copies))
 
     # layers ----------------------------------------------------------------------------------------------------------
 
@@ -160,19 +157,19 @@ class TensorParallel:
             case _:
                 pass
 
-    def _divides_tokens(self, module: nn.Module) -> bool:
+    def _shards_tokens(self, module: nn.Module) -> bool:
         return self._tokens is not None and self._tokens.holds(module)
 
     def _attach_column(self, layer: Layer, style: Column) -> None:
         module = layer.module
         if is_conv1d(module):
-            _set(module, "nf", self._local(module, "weight", 1))
+            self._set_local(module, "nf", "weight", 1)
         else:
-            _set(module, "out_features", self._local(module, "weight", 0))
-        if not self._divides_tokens(module):  # there, the owner's gather has the sum in its backward
+            self._set_local(module, "out_features", "weight", 0)
+        if not self._shards_tokens(module):  # with sharded tokens, the gather at the owner sums in its backward
             self._copy_input(module)
         if style.gather:
-            order = _Order(layer.cuts["weight"].sections, self.axis)
+            order = _SectionOrder(layer.shards["weight"].sections, self.axis)
             self._hooks.after(module, lambda _m, _args, y: order.restore(gather_from(y, self.axis)))
         else:
             self._hooks.after(module, self._enter_region)
@@ -186,21 +183,21 @@ class TensorParallel:
 
     def _attach_row(self, layer: Layer, style: Row) -> None:
         axis, module = self.axis, layer.module
-        order = _Order(layer.cuts["weight"].sections, axis)
-        divides_tokens = self._divides_tokens(module)
+        order = _SectionOrder(layer.shards["weight"].sections, axis)
+        shards_tokens = self._shards_tokens(module)
         if not is_conv1d(module):
-            _set(module, "in_features", self._local(module, "weight", 1))
+            self._set_local(module, "in_features", "weight", 1)
 
         def before(_module: nn.Module, args: Any, kwargs: Any) -> Any:
             self._copy.clear()
             if not style.split:
-                if not divides_tokens:
+                if not shards_tokens:
                     change_first(args, kwargs, self._leave_region)
                 return None
             return change_first(args, kwargs, lambda x: scatter_to(order.sort(x), axis))
 
         def after(module: nn.Module, _args: Any, y: Tensor) -> Tensor:
-            y = scatter_sequence(y, axis) if divides_tokens else reduce_from(y, axis)
+            y = scatter_sequence(y, axis) if shards_tokens else reduce_from(y, axis)
             return y if module.bias is None else y + module.bias.to(y.dtype)  # type: ignore[union-attr, operator]
 
         self._hooks.before(module, before)
@@ -213,7 +210,7 @@ class TensorParallel:
         return x
 
     def _attach_embedding(self, module: nn.Embedding) -> None:
-        """Tokens of other ranks look up any row, and what comes out is set to zero before the sum."""
+        """Look up this rank's tokens. Other tokens look up row 0, and their output is set to zero before the sum."""
         part = self.parts[id(module.weight)]
         (start, length), others = part.runs[0], list[Tensor]()
         module.num_embeddings = length
@@ -237,7 +234,7 @@ class TensorParallel:
     def _attach_head(self, module: nn.Module) -> None:
         part = self.parts[id(module.weight)]
         full, start = part.full_shape[0], part.runs[0][0]
-        _set(module, "out_features", part.shape[0])
+        self._set_local(module, "out_features", "weight", 0)
 
         def after(_module: nn.Module, _args: Any, logits: Tensor) -> Tensor:
             self._copy.clear()
@@ -247,16 +244,16 @@ class TensorParallel:
         self._hooks.after(module, after)
 
     def _attach_features(self, module: nn.Module, style: Features) -> None:
-        _set(module, "embedding_dim", self._local(module, "weight", 1))
+        self._set_local(module, "embedding_dim", "weight", 1)
         if style.gather:
             self._hooks.after(module, lambda _m, _args, y: gather_from(y, self.axis))
 
     def _attach_experts(self, module: nn.Module) -> None:
-        """Tokens and the weights of their experts go in whole; what the experts' parts make of them is summed."""
+        """Pass tokens and router weights in full, and sum the partial outputs over the ranks."""
         axis = self.axis
         for name in ("intermediate_dim", "intermediate_size"):
             if isinstance(getattr(module, name, None), int):
-                _set(module, name, self._local(module, "down_proj", 2))
+                self._set_local(module, name, "down_proj", 2)
 
         def before(_module: nn.Module, args: Any, kwargs: Any) -> Any:
             def enter(value: Any) -> Any:
@@ -268,31 +265,19 @@ class TensorParallel:
         self._hooks.after(module, lambda _m, _args, y: reduce_from(y, axis))
 
     def _attach_partial(self, layer: Layer) -> None:
-        """Sums gradients of all parameters below; and its dropout draws this rank's own numbers."""
+        """Sum gradients of all parameters in the module, and make its dropout draw different numbers on every rank."""
         for name, module in layer.module.named_modules(prefix=layer.name):
             for key, parameter in module.named_parameters(recurse=False):
                 if id(parameter) not in self.parts:
                     self._gradients.add(Owned(f"{name}.{key}", module, key), self.axis.all_reduce)
-        opened: list[torch.device] = []
+        fork_streams(layer.module, self._hooks, self._streams, self._draws)
 
-        def before(module: nn.Module, args: Any, _kwargs: Any) -> None:
-            opened.clear()
-            x = next((v for v in args if isinstance(v, Tensor)), None)
-            if x is not None and module.training and self._draws() and self._streams.open(x.device):
-                opened.append(x.device)
-
-        def after(_module: nn.Module, _args: Any, _output: Any) -> None:
-            while opened:
-                self._streams.close(opened.pop())
-
-        self._hooks.before(layer.module, before)
-        self._hooks.after(layer.module, after, always=True)
-
-    def _local(self, module: nn.Module, key: str, dim: int) -> int:
-        return self.parts[id(getattr(module, key))].shape[dim]
+    def _set_local(self, module: nn.Module, attribute: str, key: str, dim: int) -> None:
+        """Set an attribute to the local length of dimension ``dim`` of the parameter ``key``."""
+        setattr(module, attribute, self.parts[id(getattr(module, key))].shape[dim])
 
     def _attach_parents(self, model: nn.Module, resolved: Resolved) -> None:
-        """A region of own random numbers ends with the module that owns its column layer, at the latest."""
+        """End a region of random numbers at the latest with the module that owns its column layer."""
         columns = {id(layer.module) for layer in resolved.layers if isinstance(layer.style, Column)}
         parents = {id(parent): parent for parent, child in owners(model) if id(child) in columns}
 
@@ -300,26 +285,26 @@ class TensorParallel:
             self._streams.close_all()
 
         for parent in parents.values():
-            if not self._divides_tokens(parent):
+            if not self._shards_tokens(parent):
                 self._hooks.after(parent, leave, always=True)
 
 
-class _Order:
-    """Between the order of whole features and that in which ranks' parts follow each other, with sections."""
+class _SectionOrder:
+    """Conversion between features ordered by section, and features ordered by rank."""
 
     def __init__(self, sections: Sequence[int], axis: Axis) -> None:
         self._sections = sections
         self._size = axis.size
 
     def restore(self, x: Tensor) -> Tensor:
-        """From parts one after the other, to sections one after the other; the last dimension."""
+        """Reorder the last dimension from rank by rank to section by section."""
         if len(self._sections) == 1:
             return x
         parts = [p.split([s // self._size for s in self._sections], -1) for p in x.chunk(self._size, -1)]
         return torch.cat([part[i] for i in range(len(self._sections)) for part in parts], -1)
 
     def sort(self, x: Tensor) -> Tensor:
-        """The inverse of `restore`."""
+        """Invert `restore`."""
         if len(self._sections) == 1:
             return x
         sections = [s.chunk(self._size, -1) for s in x.split(list(self._sections), -1)]
@@ -327,7 +312,7 @@ class _Order:
 
 
 class _DropoutSources:
-    """Whether a model draws random numbers in training, as far as its attributes tell."""
+    """Whether a model has dropout, according to its modules and its float attributes with "drop" in their names."""
 
     def __init__(self, model: nn.Module) -> None:
         found: dict[tuple[int, str], Any] = {}
@@ -348,43 +333,39 @@ class _DropoutSources:
 
 
 def _check_use(resolved: Resolved, trains: bool, sequence: bool) -> None:
-    """Refuse what cannot be divided for training, or where tokens are divided, too."""
+    """Refuse layers that cannot be sharded for training, or with sharded tokens."""
     for layer in resolved.layers:
-        if trains and any(cut.sections_differ for cut in layer.cuts.values()):
+        if trains and any(shard.sections_differ for shard in layer.shards.values()):
             raise PlanError(
-                f"module {layer.name!r} ({type(layer.module).__name__}) makes the queries of all heads and one key and "
-                "value head, which all ranks need, in one matrix: it is divided for inference (init_inference), not "
-                "for training. Train with parallel.tensor=1; stage 3 shards its weights."
+                f"module {layer.name!r} ({type(layer.module).__name__}) computes the queries of all heads and a single "
+                "key and value head, which all ranks need, by one matrix. Only inference (init_inference) can shard "
+                "it. Train with parallel.tensor=1; stage 3 shards its weights."
             )
         if sequence and isinstance(layer.style, Experts):
             raise PlanError(
                 f"parallel.tensor.sequence_parallel=True: module {layer.name!r} ({type(layer.module).__name__}) "
-                "shards every expert over ranks that would hold other tokens. Set "
+                "shards every expert over ranks that would hold different tokens. Set "
                 "parallel.tensor.sequence_parallel=False, or convert the experts (ls_strategy.moe.convert_moe)."
             )
 
 
 def _linear_product(module: nn.Module, input: Tensor) -> Tensor:
-    """`nn.Linear` without its bias."""
+    """Run `nn.Linear` without its bias."""
     return functional.linear(input, module.weight)  # type: ignore[arg-type]
 
 
 def _conv1d_product(module: nn.Module, x: Tensor) -> Tensor:
-    """Conv1D of transformers without its bias."""
+    """Run Conv1D of transformers without its bias."""
     return x @ module.weight  # type: ignore[operator]
-
-
-def _set(module: nn.Module, name: str, value: int) -> None:
-    setattr(module, name, value)
 
 
 def _replace_forward(module: nn.Module, forward: Callable[..., Tensor], hooks: Hooks) -> None:
     module.forward = types.MethodType(forward, module)
-    hooks.keep(Undo(lambda: vars(module).pop("forward", None)))
+    hooks.on_remove(lambda: vars(module).pop("forward", None))
 
 
-def _take(full: Tensor, part: TensorPart) -> Tensor:
-    """The part, in memory of its own."""
+def _copy_part(full: Tensor, part: TensorPart) -> Tensor:
+    """Return a copy of the part, so that the full tensor can be freed."""
     if full.is_meta:
         return full.new_empty(part.shape)
     pieces = [full.narrow(part.dim, first, length) for first, length in part.runs]
@@ -395,16 +376,16 @@ def _take(full: Tensor, part: TensorPart) -> Tensor:
 
 @torch.no_grad()
 def broadcast_values(model: nn.Module, axis: Axis) -> None:
-    """Give all ranks of the axis the parameters and buffers of its rank 0. Collective.
+    """Copy the parameters and buffers of rank 0 to all ranks of the axis. Collective.
 
-    What is on meta has no values, and the shards of DTensors differ: both are left out. All ranks must have the same
+    Tensors on meta have no values, and shards of DTensors differ: both are skipped. All ranks must have the same
     tensors in the same order.
     """
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_meta or isinstance(tensor, DTensor):
             continue
         wire = tensor.detach().to(wire_device(axis, tensor.device)).contiguous()
-        axis.broadcast_(wire.reshape(-1).view(torch.uint8))  # also dtypes that the transport does not know
+        axis.broadcast_(wire.reshape(-1).view(torch.uint8))  # the transport does not know all dtypes
         if wire.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(wire)
 
@@ -412,18 +393,18 @@ def broadcast_values(model: nn.Module, axis: Axis) -> None:
 def _describe(resolved: Resolved, axis: Axis, tokens: TokenBlocks | None) -> list[str]:
     counts = Counter(type(layer.style).__name__ for layer in resolved.layers)
     counts.update(type(style).__name__ for _, style, _ in resolved.parameters)
-    whole: dict[int, tuple[int, int]] = {}
-    for owned, cut in resolved.cuts():
+    sizes: dict[int, tuple[int, int]] = {}
+    for owned, shard in resolved.shards():
         shape = tuple(owned.parameter.shape)
-        part = cut.part(shape, axis.rank, axis.size)
+        part = shard.part(shape, axis.rank, axis.size)
         full = owned.parameter.numel()
-        whole[id(owned.parameter)] = (full, full // shape[cut.dim] * part.shape[cut.dim])
+        sizes[id(owned.parameter)] = (full, full // shape[shard.dim] * part.shape[shard.dim])
     lines = [
         f"tensor parallelism over {axis.size} ranks: "
-        + (", ".join(f"{n} {style}" for style, n in sorted(counts.items())) or "nothing divided"),
-        f"parameters cut: {len(whole)}, {sum(f for f, _ in whole.values()):,} elements, of which this rank holds "
-        f"{sum(p for _, p in whole.values()):,}",
+        + (", ".join(f"{n} {style}" for style, n in sorted(counts.items())) or "nothing sharded"),
+        f"sharded parameters: {len(sizes)}, {sum(f for f, _ in sizes.values()):,} elements, of which this rank holds "
+        f"{sum(p for _, p in sizes.values()):,}",
     ]
     if tokens is not None:
-        lines.append(f"activations between {len(tokens.blocks)} blocks are divided along the tokens")
+        lines.append(f"activations between {len(tokens.blocks)} blocks are sharded along the tokens")
     return lines

@@ -1,7 +1,7 @@
-"""Whether a block computes from its own tokens what it computes from all of them: asked once, before training.
+"""Check once, before training, that a block computes the same from this rank's tokens as from all of them.
 
 A block that derives positions from the length of its input would take the first token of every rank for the first of
-the sequence, and train on, badly.
+the sequence. It would still train, but compute something else.
 """
 
 from __future__ import annotations
@@ -23,26 +23,19 @@ from ls_strategy.parallel.random import generator_of
 from ls_strategy.parallel.tokens import Call, crop, hidden_states, map_tensors, narrow
 
 CHECKED = 1024
-"""Tokens that are compared at most: attention over all of them would take this one rank too long."""
+"""Maximum number of tokens to compare: a single rank would take long for attention over all of them."""
 
 
-def compare_with_whole(
+def compare_with_full(
     block: nn.Module, forward: Callable[..., Any], call: Call, tokens: int, axis: Axis, name: str
 ) -> None:
-    """Run ``forward`` on all tokens and on this rank's, and compare. Collective.
+    """Run ``forward``, that of ``block``, on all tokens of ``call`` and on this rank's, and compare. Collective.
 
-    Without gradients and dropout; random numbers and buffers are afterwards as before.
-
-    Args:
-        block: whose forward it is; its parameters must be there.
-        forward: what would run.
-        call: its arguments, whole.
-        tokens: of the call.
-        axis: over which they are divided.
-        name: of the block, for the error.
+    The block's parameters must be unsharded. This runs without gradients and dropout, and restores random states and
+    buffers.
 
     Raises:
-        PlanError: they differ on some rank. On all ranks.
+        PlanError: The results differ on some rank. Raised on all ranks.
     """
     limit = CHECKED - CHECKED % (2 * axis.size)
     length = min(tokens, max(limit, 2 * axis.size))
@@ -66,55 +59,53 @@ def compare_with_whole(
 
 def _refusal(name: str, share: int, length: int, what: str) -> PlanError:
     return PlanError(
-        f"sequence parallelism: block {name!r} computes something else from {share} of {length} tokens than from all "
-        f"of them ({what}). It depends on how many tokens it gets, most likely by deriving positions from the length "
-        "of its input: compute positions (rotary tables, position ids) before the blocks and pass them in as arguments "
-        "of shape (tokens, ...) or (batch, tokens, ...). If it is random even in evaluation, switch this check off "
-        "(check=False)."
+        f"sequence parallelism: block {name!r} gives another result for {share} of {length} tokens than for all of "
+        f"them ({what}). It depends on the number of its tokens, most likely because it derives positions from the "
+        "length of its input. Compute positions (rotary tables, position ids) before the blocks and pass them in as "
+        "arguments of shape (tokens, ...) or (batch, tokens, ...). If the block is random even in evaluation, disable "
+        "this check (check=False)."
     )
 
 
 def _expected(
     forward: Callable[..., Any], call: Call, device: torch.device
 ) -> tuple[Tensor, Callable[[], AbstractContextManager[Any]], float]:
-    """The result on all tokens, what to compare under, and the largest relative difference that rounding explains.
+    """Return the result on all tokens, the context for the comparison, and the bound of the relative difference.
 
-    In fp32, where even the small part that positions have in the first block of an untrained model stands out; as it
-    is, if that cannot be.
+    The comparison runs in fp32, which shows even the small effect of positions in the first block of an untrained
+    model. If that fails, it runs in the block's dtype.
     """
     try:
-        # Products on GPUs may be rounded to TF32.
+        # GPUs may round products to TF32.
         bound = 1e-5 if device.type == "cpu" else 1e-4
-        with InFloat32(device):
-            return _run(forward, call), lambda: InFloat32(device), bound
+        with _InFloat32(device):
+            return _run(forward, call), lambda: _InFloat32(device), bound
     except LSError:
         raise
-    except Exception:  # a kernel for 16 bit only, say; what is wrong with the model itself comes up again
+    except Exception:  # a kernel that only supports 16 bit, for example; errors of the model itself are raised again
         return _run(forward, call), nullcontext, 5e-3
 
 
-class InFloat32(TorchFunctionMode):
-    """Inside, functions of torch get fp32 for every 16-bit tensor, and nothing is cast to 16 bit by autocast."""
+class _InFloat32(TorchFunctionMode):
+    """Pass fp32 instead of 16-bit tensors to torch's functions, and disable autocast."""
 
     def __init__(self, device: torch.device) -> None:
-        """For tensors of one type of device."""
         super().__init__()
         self._autocast = torch.autocast(device.type, enabled=False)
 
-    def __enter__(self) -> InFloat32:
-        """Switch autocast off, too."""
+    def __enter__(self) -> _InFloat32:
         self._autocast.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        """As before."""
+
         super().__exit__(*error)
         self._autocast.__exit__(*error)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Cast and call."""
+
         return func(*map_tensors(args, _float32), **map_tensors(kwargs or {}, _float32))
 
 
@@ -123,7 +114,7 @@ def _float32(tensor: Tensor) -> Tensor:
 
 
 def _run(forward: Callable[..., Any], call: Call) -> Tensor:
-    """The first tensor of the result. A cache gets keys in a copy only."""
+    """Run ``forward`` on copies of its caches, and return the first tensor of the result."""
     args, kwargs = map_tensors(call, Tensor.detach, _copied)
     output = forward(*args, **kwargs)
     return next(v for v in ([output] if isinstance(output, Tensor) else output) if isinstance(v, Tensor))
@@ -132,29 +123,29 @@ def _run(forward: Callable[..., Any], call: Call) -> Tensor:
 def _copied(leaf: Any) -> Any:
     try:
         return copy.deepcopy(leaf)
-    except Exception:  # what cannot be copied is rarely a cache
+    except Exception:  # an object that cannot be copied is rarely a cache
         return leaf
 
 
 def _difference(actual: Tensor, expected: Tensor) -> Tensor:
-    """Root mean square of the difference, relative to that of what is expected; a scalar, fp32."""
+    """Return the norm of the difference relative to that of ``expected``: a scalar, fp32."""
     if actual.shape != expected.shape:
         return torch.full((), torch.inf, device=actual.device)
-    # Padded tokens may well be NaN, on both sides.
-    mine, must = (torch.nan_to_num(t.float(), 0, 0, 0) for t in (actual, expected))
-    return (mine - must).norm() / must.norm().clamp(min=torch.finfo(torch.float32).tiny)
+    # Padded tokens may be NaN in both.
+    actual, expected = (torch.nan_to_num(t.float(), 0, 0, 0) for t in (actual, expected))
+    return (actual - expected).norm() / expected.norm().clamp(min=torch.finfo(torch.float32).tiny)
 
 
 @contextmanager
 def _undisturbed(block: nn.Module, device: torch.device) -> Generator[None, None, None]:
-    """Inside: evaluation, no gradients, nothing recorded. After: modes, buffers and random states as before."""
+    """Run in evaluation mode, without gradients and dispatch modes; restore modes, buffers and random states."""
     modes = [(module, module.training) for module in block.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in block.buffers()]
     generators = [generator_of(d) for d in {torch.device("cpu"), device}]
     states = [generator.get_state() for generator in generators]
     caching = torch.is_autocast_cache_enabled()
     try:
-        # What autocast caches without gradients would have none in the forward that follows, either.
+        # Weights that autocast caches without gradients would have none in the next forward either.
         torch.set_autocast_cache_enabled(False)
         block.eval()
         with torch.no_grad(), without_dispatch_modes(), unfused():

@@ -1,4 +1,4 @@
-"""Which arguments of a transformer block run along the tokens, and this rank's part of them.
+"""Slice the arguments of a transformer block that have a token dimension to this rank's tokens.
 
 =====================================================  ==========================================================
 argument (T tokens)                                    what a rank gets
@@ -7,8 +7,8 @@ first floating tensor ``(B, T, ...)``: hidden states   its tokens
 floating or complex ``(..., T, N)``: rotary tables     its tokens
 4-d ``(B, T, H, N)``: rotary tables with heads         its tokens
 integers ``(..., T)``: position ids                    its tokens
-bool, or 4-d ``(..., T or 1, T)``: attention masks     all of it: attention sees all tokens
-anything else                                          all of it
+bool, or 4-d ``(..., T or 1, T)``: attention masks     all tokens, as attention runs over all of them
+anything else                                          the argument unchanged
 =====================================================  ==========================================================
 """
 
@@ -23,11 +23,11 @@ from torch import Tensor
 from ls_strategy.errors import PlanError
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and named arguments."""
+"""Positional and keyword arguments."""
 
 
 def map_tensors(tree: Any, change: Callable[[Tensor], Any], other: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
-    """``change`` applied to the tensors in lists, tuples and dicts, and ``other`` to all other leaves."""
+    """Apply ``change`` to the tensors in lists, tuples and dicts, and ``other`` to all other leaves."""
     if isinstance(tree, Tensor):
         return change(tree)
     if isinstance(tree, dict):
@@ -39,22 +39,22 @@ def map_tensors(tree: Any, change: Callable[[Tensor], Any], other: Callable[[Any
 
 
 def hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The first floating tensor of at least three dimensions: ``(B, T, ...)``.
+    """Return the first floating tensor with at least three dimensions: ``(B, T, ...)``.
 
     Raises:
-        PlanError: there is none.
+        PlanError: There is none.
     """
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor) and value.is_floating_point() and value.dim() >= 3:
             return value
     raise PlanError(
         "sequence parallelism: a block was called without a floating tensor (batch, tokens, width) among its "
-        "arguments. Divide modules that take one, and not inside of lists."
+        "arguments. Choose blocks that take such a tensor, outside lists."
     )
 
 
 def token_dim(tensor: Tensor, tokens: int) -> int | None:
-    """The dimension of an argument that runs along the tokens; None if none does, and for masks."""
+    """Return the token dimension of an argument; None for masks and if there is none."""
     shape = tensor.shape
     if tensor.dtype == torch.bool:
         return None
@@ -68,7 +68,7 @@ def token_dim(tensor: Tensor, tokens: int) -> int | None:
 
 
 def narrow(call: Call, tokens: int, start: int, length: int) -> Call:
-    """A call's arguments with the tokens ``[start, start + length)`` of those that have ``tokens``; masks stay."""
+    """Slice the arguments that have ``tokens`` tokens to ``[start, start + length)``. Masks stay unchanged."""
     args, kwargs = call
     hidden = hidden_states(args, kwargs)
 
@@ -76,14 +76,14 @@ def narrow(call: Call, tokens: int, start: int, length: int) -> Call:
         dim = 1 if tensor is hidden else token_dim(tensor, tokens)
         if dim is None or tensor.shape[dim] != tokens:
             return tensor
-        # A copy, so that the whole can be freed, and that view() works.
+        # A copy, so that the full tensor can be freed, and view() works.
         return tensor.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
 
     return map_tensors(args, part), map_tensors(kwargs, part)
 
 
 def crop(call: Call, tokens: int, length: int) -> Call:
-    """A call on the first ``length`` tokens alone, masks too."""
+    """Slice all arguments, masks too, to the first ``length`` tokens."""
     args, kwargs = narrow(call, tokens, 0, length)
 
     def part(tensor: Tensor) -> Tensor:

@@ -1,14 +1,14 @@
-"""Sequence parallelism over whole blocks: every rank has all parameters, and a part of the tokens.
+"""Context parallelism by Ulysses: every rank runs the blocks with full parameters on its own tokens.
 
 ::
 
     tokens (B, T) ─► embedding, positions, masks ─► (B, T, D)        the same on every rank
-                        blocks: cut on entry     ─► (B, T/size, D)   attention exchanges tokens for heads
+                        blocks: slice on entry   ─► (B, T/size, D)   attention exchanges tokens for heads
                         final norm, head         ─► (B, T/size, V)   token by token
-                        logits look like            (B, T, V)        see `logits`
+                        logits with the shape       (B, T, V)        see `logits`
 
-Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509. Every rank's gradients are ``size`` times what its own tokens
-give, so that the average over the ranks, which data parallelism takes anyway, is the gradient of the whole batch.
+Every rank computes ``size`` times the gradient of its tokens. Data parallelism averages gradients over the ranks, which
+gives the gradient of the full batch. Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509.
 """
 
 from __future__ import annotations
@@ -25,54 +25,49 @@ from ls_strategy._compat import current_backward_pass
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import PlanError
 from ls_strategy.parallel.attention import Interception, attention_over, leave, reenter
-from ls_strategy.parallel.dim_shard import DimShard, unsharded
+from ls_strategy.parallel.dim_shard import DimShard, unshard
 from ls_strategy.parallel.hooks import Hooks, change_output
 from ls_strategy.parallel.logits import wrap_sequence
 from ls_strategy.parallel.random import draw, generator_of, has_drawn, hash64, position, set_state
-from ls_strategy.parallel.token_check import compare_with_whole
+from ls_strategy.parallel.token_check import compare_with_full
 from ls_strategy.parallel.tokens import Call, hidden_states, narrow
 
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache")
 _MARK = "_ls_strategy_tokens"
-"""Attribute of hidden states that are cut: tokens of all ranks."""
+"""Attribute of sharded hidden states: the number of tokens on all ranks."""
 
 
 class SequenceParallel:
-    """Blocks that work on a part of the tokens, until `remove`. Made by `apply_sequence_parallel`."""
+    """Blocks that run on this rank's tokens until `remove`. Built by `apply_sequence_parallel`."""
 
     def __init__(
         self, model: nn.Module, axis: Axis, blocks: Sequence[nn.Module], head: nn.Module | None, *, check: bool
     ) -> None:
-        """Attach everything."""
         self.axis = axis
         self.blocks = list(blocks)
         self.head = head
         names = {id(module): name for name, module in model.named_modules()}
         self._names = {id(module): names.get(id(module), type(module).__name__) for module in (*blocks, head)}
         self._tokens: int | None = None
-        """Of the sequence that is on its way through the blocks; None before the first of them."""
-        self._cut = False
-        """Whether it is cut."""
+        """Number of tokens, on all ranks, of the present sequence; None before the first block."""
+        self._sharded = False
+        """Whether the present sequence is sharded."""
         self._unchecked: Call | None = None
         self._check = check
         self._inside: dict[int, nn.Module] = {}
         self._hooks = Hooks()
-        self._forwards: list[_Forward] = []
         if axis.size > 1:
             self._attach(model)
 
     def describe(self) -> str:
-        """One line for the log."""
+        """Return one line for the log."""
         kinds = ", ".join(sorted({type(block).__name__ for block in self.blocks}))
-        head = "joined after the last" if self.head is None else f"joined in the loss of {self._names[id(self.head)]!r}"
-        return f"tokens divided over {self.axis.size} ranks in {len(self.blocks)} blocks ({kinds}), {head}"
+        head = "after the last" if self.head is None else f"in the loss of {self._names[id(self.head)]!r}"
+        return f"tokens sharded over {self.axis.size} ranks in {len(self.blocks)} blocks ({kinds}), gathered {head}"
 
     def remove(self) -> None:
-        """Give blocks, head and torch's attention back as they were. Idempotent."""
+        """Restore blocks, head and torch's attention. Idempotent."""
         self._hooks.remove()
-        for forward in self._forwards:
-            forward.remove()
-        self._forwards.clear()
 
     def _attach(self, model: nn.Module) -> None:
         for module in model.modules():
@@ -82,7 +77,7 @@ class SequenceParallel:
         for block in self.blocks:
             self._hooks.before(block, self._enter)
             self._hooks.after(block, self._leave)
-            self._forwards.append(_Forward(self, block))
+            self._hooks.on_remove(_Forward(self, block).remove)
             for module in block.modules():
                 if module is not block and _may_attend(module):
                     self._inside[id(module)] = module
@@ -90,22 +85,22 @@ class SequenceParallel:
                     self._hooks.after(module, self._pause, always=True)
         if self.head is not None:
             self._hooks.after(self.head, self._wrap)
-        self._hooks.keep(Interception())
+        self._hooks.on_remove(Interception().remove)
 
     # hooks -----------------------------------------------------------------------------------------------------------
 
     def _begin(self, _module: nn.Module, _args: Any, _kwargs: Any) -> None:
-        """A module that contains the blocks was called: what reaches the first block is unsharded."""
+        """Start a new, unsharded sequence when a module that contains the blocks is called."""
         self._tokens = None
 
     def _enter(self, block: nn.Module, args: Any, kwargs: Any) -> Call | None:
-        """Before a block: its arguments, cut."""
-        if not self._is_mine(block):
+        """Slice the arguments of a block."""
+        if not self._is_block(block):
             return None
         hidden = hidden_states(args, kwargs)
         tokens = self._tokens = self._count(block, hidden)
-        self._cut = self._must_cut(tokens, kwargs)
-        if not self._cut:
+        self._sharded = self._should_shard(tokens, kwargs)
+        if not self._sharded:
             return None
         if self._check and block.training and hidden.shape[1] == tokens:
             self._unchecked = (args, kwargs)
@@ -113,12 +108,12 @@ class SequenceParallel:
         return narrow((args, kwargs), tokens, self.axis.rank * share, share)
 
     def _leave(self, block: nn.Module, _args: Any, output: Any) -> Any:
-        """After a block: its tokens stay cut, but after the last of a model without a head."""
-        if not self._cut or not self._is_mine(block):
+        """Keep the output of a block sharded, or gather it after the last block of a model without a head."""
+        if not self._sharded or not self._is_block(block):
             return None
-        return change_output(output, lambda hidden: self._close(block, hidden))
+        return change_output(output, lambda hidden: self._block_output(block, hidden))
 
-    def _close(self, block: nn.Module, hidden: Tensor) -> Tensor:
+    def _block_output(self, block: nn.Module, hidden: Tensor) -> Tensor:
         assert self._tokens is not None
         share = self._tokens // self.axis.size
         if hidden.dim() < 3 or hidden.shape[1] != share:
@@ -127,96 +122,107 @@ class SequenceParallel:
                 f"{tuple(hidden.shape)}. A block must return (batch, tokens, width) with as many tokens as it got."
             )
         if self.head is None and block is self.blocks[-1]:
-            return unsharded(hidden, [DimShard(self.axis, 1, (share,) * self.axis.size, averaged=True)])
+            return unshard(hidden, [DimShard(self.axis, 1, (share,) * self.axis.size, averaged=True)])
         setattr(hidden, _MARK, self._tokens)
         return hidden
 
     def _wrap(self, head: nn.Module, _args: Any, output: Any) -> Any:
-        """After the head: logits that look unsharded."""
-        if not self._cut or self._tokens is None or head is not self.head:
+        """Wrap the output of the head as sharded logits."""
+        if not self._sharded or self._tokens is None or head is not self.head:
             return None
         share = self._tokens // self.axis.size
         if not isinstance(output, Tensor) or output.dim() < 3 or output.shape[1] != share:
             got = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
             raise PlanError(
-                f"head {self._names[id(head)]!r} returned {got} where each of {self.axis.size} ranks has {share} of "
-                f"{self._tokens} tokens. It must see all of them, (batch, tokens, width): drop what picks single "
-                "tokens before it (logits_to_keep, hidden[:, -1]), or name no head, so that tokens are joined after "
-                "the last block."
+                f"head {self._names[id(head)]!r} returned {got}, but each of {self.axis.size} ranks has {share} of "
+                f"{self._tokens} tokens. The head must get all of them, (batch, tokens, width). Remove code that "
+                "selects tokens before it (logits_to_keep, hidden[:, -1]), or pass head=None, which gathers the tokens "
+                "after the last block."
             )
         return wrap_sequence(output, self.axis, self._tokens)
 
     def _resume(self, module: nn.Module, _args: Any, _kwargs: Any) -> None:
-        """Backward recomputes what was checkpointed inside of a block, past the block's own forward."""
+        """Reenter the region where backward recomputes a module inside a block without calling the block."""
         if current_backward_pass() != -1 and self._inside.get(id(module)) is module:
             reenter(self.axis, module)
 
     def _pause(self, module: nn.Module, _args: Any, _output: Any) -> None:
         leave(module)
 
-    def _is_mine(self, block: nn.Module) -> bool:
-        """Copies of a block have its hooks, too, but run as ever."""
+    def _is_block(self, block: nn.Module) -> bool:
+        """Whether this is one of the blocks, rather than a deep copy, which has the hooks too but runs unsharded."""
         return any(block is b for b in self.blocks)
 
     def _count(self, block: nn.Module, hidden: Tensor) -> int:
-        """Tokens of all ranks."""
+        """Return the number of tokens on all ranks."""
         known, length = getattr(hidden, _MARK, self._tokens), hidden.shape[1]
         may_begin = block is self.blocks[0] and not hasattr(hidden, _MARK)
         if known is None or (may_begin and length * self.axis.size != known):
             return length
         if length != known and length * self.axis.size != known:
             raise PlanError(
-                f"block {self._names[id(block)]!r} got {length} tokens where the sequence has {known}, of which each "
-                f"of {self.axis.size} ranks has {known // self.axis.size}. Blocks must pass on all tokens they get."
+                f"block {self._names[id(block)]!r} got {length} tokens, but the sequence has {known}, of which each of "
+                f"{self.axis.size} ranks holds {known // self.axis.size}. Blocks must return all tokens that they get."
             )
         if may_begin:
             raise PlanError(
-                f"block {self._names[id(block)]!r}, the first one, got {length} tokens after {known} before, and this "
-                f"may be a part of these or another sequence. Call the blocks inside the forward of a module."
+                f"the first block, {self._names[id(block)]!r}, got {length} tokens after a sequence of {known}. They "
+                "may be a shard of it or another sequence. Call the blocks inside the forward of a module."
             )
         return known
 
-    def _must_cut(self, tokens: int, kwargs: dict[str, Any]) -> bool:
-        """Without gradients, what cannot be divided runs whole on every rank: generation, odd lengths."""
+    def _should_shard(self, tokens: int, kwargs: dict[str, Any]) -> bool:
+        """Whether to shard a sequence. Without gradients, others run unsharded on every rank: generation, odd lengths.
+
+        Raises:
+            PlanError: In training, the number of tokens does not permit it.
+        """
         fits = tokens % self.axis.size == 0 and tokens >= 2 * self.axis.size
         if not torch.is_grad_enabled():
             return fits and all(kwargs.get(name) is None for name in _CACHES)
         if not fits:
             raise PlanError(
-                f"{tokens} tokens cannot be divided over the {self.axis.size} ranks of the {self.axis.name!r} axis, at "
-                f"least two to each. Pad the batch to a multiple of {self.axis.size} tokens, or change the size."
+                f"{tokens} tokens cannot be sharded over the {self.axis.size} ranks of the {self.axis.name!r} axis, "
+                f"with at least two on each. Pad the batch to a multiple of {self.axis.size} tokens, or change the "
+                "size."
             )
         return True
 
     # forward of a block ----------------------------------------------------------------------------------------------
 
     def run(self, block: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        """A block's forward, on this rank's tokens. Again in backward where activations are recomputed."""
-        if not (torch.is_grad_enabled() or self._cut):
+        """Run a block's forward on this rank's tokens. Recomputation in backward runs it again."""
+        if not (torch.is_grad_enabled() or self._sharded):
             return forward(*args, **kwargs)
         name, unchecked = self._names[id(block)], self._unchecked
         if unchecked is not None:
             assert self._tokens is not None
             self._check, self._unchecked = False, None
-            compare_with_whole(block, forward, unchecked, self._tokens, self.axis, name)
+            compare_with_full(block, forward, unchecked, self._tokens, self.axis, name)
         device = hidden_states(args, kwargs).device
         with _own_stream(self.axis, device) if block.training else nullcontext(), attention_over(self.axis) as region:
             output = forward(*args, **kwargs)
         if not region.calls:
-            raise attention_unseen(name)
+            raise PlanError(
+                f"block {name!r} is sharded along the tokens, but never called torch.nn.functional."
+                "scaled_dot_product_attention by that name, so tokens of different ranks would not attend to each "
+                'other. Use it for the attention (in transformers: attn_implementation="sdpa"; in '
+                "nn.MultiheadAttention: need_weights=False), or remove modules without attention from the blocks."
+            )
         return output
 
 
 @contextmanager
 def _own_stream(axis: Axis, device: torch.device) -> Generator[None, None, None]:
-    """Inside, every rank draws its own numbers; afterwards all go on alike, from where they were if none was drawn.
+    """Draw different numbers on every rank inside, and the same ones afterwards.
 
-    The numbers follow from the generator's state alone, so that recomputation in backward draws the same.
+    The numbers depend on the generator's state alone, so that recomputation in backward draws the same. If none was
+    drawn inside, the state stays as it was.
     """
     generator = generator_of(device)
     before = position(generator)
     number, after = draw(generator)
-    # Seeds of 32 bits are none that `random.forked` could take for its own: regions inside work as ever.
+    # `random.forked` recognises no seed of 32 bits, so regions inside work as usual.
     generator.manual_seed(hash64(number << 16 | axis.rank) >> 32)
     own = position(generator)
     try:
@@ -226,7 +232,7 @@ def _own_stream(axis: Axis, device: torch.device) -> Generator[None, None, None]
 
 
 class _Forward:
-    """Stands in for the forward of a block."""
+    """The replacement of a block's forward."""
 
     def __init__(self, owner: SequenceParallel, block: nn.Module) -> None:
         self._owner, self._block = owner, block
@@ -239,7 +245,7 @@ class _Forward:
         return self._owner.run(self._block, self._forward, args, kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of the block runs on all tokens.
+        # A deep copy of the block runs on all tokens.
         return getattr, (self._block, "forward")
 
     def remove(self) -> None:
@@ -250,43 +256,34 @@ class _Forward:
 
 
 def _may_attend(module: nn.Module) -> bool:
-    """Whether attention may be called in the module's forward: in none of torch's elementary layers."""
+    """Whether the module's forward may call attention: torch's layers without children never do."""
     elementary = type(module).__module__.startswith("torch.nn.modules")
     return not elementary or any(True for _ in module.children())
-
-
-def attention_unseen(name: str) -> PlanError:
-    """The error for a block whose attention stays among this rank's tokens."""
-    return PlanError(
-        f"block {name!r} is divided along the tokens, but never called torch.nn.functional."
-        "scaled_dot_product_attention by that name: tokens of different ranks would not see each other. Use it for the "
-        'attention (in transformers: attn_implementation="sdpa"; in nn.MultiheadAttention: need_weights=False), or '
-        "leave modules without attention out of the blocks."
-    )
 
 
 def apply_sequence_parallel(
     model: nn.Module, axis: Axis, *, blocks: Sequence[nn.Module], head: nn.Module | None, check: bool = True
 ) -> SequenceParallel:
-    """Divide the tokens over the ranks of ``axis`` between the first block's input and the loss.
+    """Shard the tokens over the ranks of ``axis`` between the first block's input and the loss. Not collective.
 
-    All ranks of the axis must see the same batches, and their gradients must be averaged. Arguments of the blocks are
-    cut as in `tokens`; a block's attention must be `torch.nn.functional.scaled_dot_product_attention` over heads that
-    the size of the axis shards. Modules after the blocks must work token by token. Dropout in the blocks draws other
-    numbers on every rank, everything else the same.
+    All ranks of the axis must get the same batches, and their gradients must be averaged. Arguments of the blocks are
+    sliced as in `tokens`. Attention must be `torch.nn.functional.scaled_dot_product_attention`, with a number of heads
+    that the axis size divides. Modules after the blocks must work token by token. Dropout in the blocks draws different
+    numbers on every rank; everywhere else all ranks draw the same.
 
-    The first training forward compares a block on its own tokens with the block on all of them.
+    The first training forward compares a block on this rank's tokens with the same block on all tokens.
 
     Args:
         model: its parameters may be sharded later.
         axis: the ranks.
         blocks: the transformer blocks, in the order of their calls.
-        head: makes logits ``(B, T, V)``, which then look whole; without, tokens are joined after the last block.
-        check: whether to compare. Without, a block that derives positions from the length of its input goes unnoticed.
+        head: computes logits ``(B, T, V)``, which become `logits.ShardedLogits`. None gathers the tokens after the last
+            block.
+        check: whether to compare. Without it, a block that derives positions from the length of its input is not found.
 
     Raises:
-        PlanError: there are no blocks, or their attention is known not to go through torch's function. Later, by a
-            forward: heads or tokens do not divide, or the comparison failed.
+        PlanError: There are no blocks, or their attention is known not to call torch's function. In a later forward:
+            heads or tokens cannot be sharded over the ranks, or the comparison failed.
     """
     if not blocks:
         raise PlanError(

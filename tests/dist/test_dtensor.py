@@ -1,4 +1,4 @@
-"""Modules divided by torch's `parallelize_module`, against the same module in one process."""
+"""Modules sharded by torch's `parallelize_module`, against the same module in one process."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Decoder(nn.Module):
         return self.output(self.norm(x))
 
 
-# --- ways to divide it ------------------------------------------------------------------------------------------------
+# --- ways to shard it -------------------------------------------------------------------------------------------------
 
 
 def column_row(model: Decoder, mesh: DeviceMesh) -> None:
@@ -112,7 +112,7 @@ def column_row(model: Decoder, mesh: DeviceMesh) -> None:
 
 
 def sequence(model: Decoder, mesh: DeviceMesh) -> None:
-    """Everything is a DTensor, norms work on parts of the sequence, and the logits stay divided."""
+    """Everything is a DTensor, norms work on parts of the sequence, and the logits stay sharded."""
     plan: dict[str, ParallelStyle] = {
         "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),
@@ -139,7 +139,7 @@ def sequence(model: Decoder, mesh: DeviceMesh) -> None:
 
 
 def uneven(model: Decoder, mesh: DeviceMesh) -> None:
-    """Rows that do not divide by the ranks."""
+    """Rows whose number is not divisible by the ranks."""
     for layer in model.layers:
         parallelize_module(
             layer.get_submodule("feed_forward"),

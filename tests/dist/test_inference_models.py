@@ -123,22 +123,27 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 FIRST = tuple(MODELS)[:5]
 
 REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
-    "bigbird-pegasus": ("BigBirdPegasus", "ForConditionalGeneration", BART, "self_attn.output.*no known name tells"),
+    "bigbird-pegasus": (
+        "BigBirdPegasus",
+        "ForConditionalGeneration",
+        BART,
+        "self_attn.output.*column- or row-parallel",
+    ),
     "codegen": ("CodeGen", "ForCausalLM", {**EMBD, "rotary_dim": 8}, "interleaved"),
     "deberta": ("Deberta", "ForMaskedLM", SIZES, "relative positions"),
     "deberta-v2": ("DebertaV2", "ForMaskedLM", SIZES, "relative positions"),
-    "deepseek v2": ("DeepseekV2", "ForCausalLM", {**MLA, "q_lora_rank": None}, "whole and in parts at once"),
+    "deepseek v2": ("DeepseekV2", "ForCausalLM", {**MLA, "q_lora_rank": None}, "both sharded and in full"),
     "falcon, more ranks than groups": (
         "Falcon",
         "ForCausalLM",
         {**HIDDEN, "new_decoder_architecture": True, "num_kv_heads": 1},
-        "1 groups of query heads.*do not divide by parallel.tensor=2",
+        "1 groups of query heads.*not divisible by parallel.tensor=2",
     ),
     "falcon, odd heads": (
         "Falcon",
         "ForCausalLM",
         {**HIDDEN, "hidden_size": 48, "num_attention_heads": 3},
-        "3 attention heads, which do not divide by parallel.tensor=2",
+        "3 attention heads, which is not divisible by parallel.tensor=2",
     ),
     "flaubert": ("Flaubert", "WithLMHeadModel", XLM, "separate lists"),
     "fsmt": (
@@ -151,7 +156,7 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "longformer": ("Longformer", "ForMaskedLM", {**SIZES, "attention_window": 4}, "over windows"),
     "luke": ("Luke", "ForMaskedLM", {**SIZES, "entity_vocab_size": 50, "entity_emb_size": 16}, "w2e_query"),
     "pegasus-x": ("PegasusX", "ForConditionalGeneration", BART, "blocks of tokens"),
-    "perceiver": ("Perceiver", "ForMaskedLM", {"vocab_size": 96, "num_blocks": 1}, "no known name tells"),
+    "perceiver": ("Perceiver", "ForMaskedLM", {"vocab_size": 96, "num_blocks": 1}, "column- or row-parallel"),
     "reformer": ("Reformer", "ModelWithLMHead", {"is_decoder": True}, "hashes tokens"),
     "xlm": ("XLM", "WithLMHeadModel", XLM, "separate lists"),
     "xlnet": ("XLNet", "LMHeadModel", {"vocab_size": 96, "d_model": 64, "n_layer": 2, "n_head": 4}, "einsum"),

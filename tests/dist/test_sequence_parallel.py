@@ -1,4 +1,4 @@
-"""Sequences divided over ranks: the numbers are those of one process, at every stage, with every number of replicas."""
+"""Sequences sharded over ranks: the numbers are those of one process, at every stage, with every number of replicas."""
 
 from __future__ import annotations
 

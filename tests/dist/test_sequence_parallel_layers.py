@@ -89,7 +89,7 @@ def padded_llama_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 class Encoder(nn.Module):
-    """torch's own layers, without a head: no causality, a loss over whole hidden states."""
+    """torch's own layers, without a head: no causality, a loss over full hidden states."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -311,11 +311,11 @@ def test_what_cannot_work_is_refused_on_all_ranks() -> None:
         heads, odd, short, *lengths, eager = messages
         assert len(lengths) == 4
         assert heads.startswith("{} attention in a block")
-        assert "Its 1 heads must be a multiple of the 2 ranks" in heads
-        assert odd.startswith("{} 15 tokens cannot be divided over the 2 ranks")
-        assert short.startswith("{} 2 tokens cannot be divided")
+        assert "The number of heads, 1, must be a multiple of the 2 ranks" in heads
+        assert odd.startswith("{} 15 tokens cannot be sharded over the 2 ranks")
+        assert short.startswith("{} 2 tokens cannot be sharded")
         for message in lengths:
-            assert "block 'blocks.0' computes something else from 8 of 16 tokens" in message
+            assert "block 'blocks.0' gives another result for 8 of 16 tokens" in message
             assert "pass them in as arguments" in message
         assert "never called torch.nn.functional.scaled_dot_product_attention" in eager
 
@@ -388,7 +388,7 @@ def test_dropout_differs_by_rank_and_the_comparison_leaves_no_trace() -> None:
             assert torch.equal(a, b)
     seen = first["checked True"]["seen"]
     assert len(seen) == 4  # two blocks, each computed twice
-    assert torch.equal(seen[0], seen[1])  # recomputed alike
+    assert torch.equal(seen[0], seen[1])  # recomputed in the same way
     assert torch.equal(seen[2], seen[3])
     assert not torch.equal(seen[0], seen[2])
     assert not torch.equal(seen[0], second["checked True"]["seen"][0])
@@ -400,12 +400,12 @@ def evaluation(rank: int, world_size: int) -> None:
     axis = Axis("sequence", make_comm())
     plain, model = gpt().eval(), gpt().eval()
     parallel = apply_sequence_parallel(model, axis, blocks=model.blocks, head=model.head)
-    assert parallel.describe() == "tokens divided over 2 ranks in 2 blocks (Block), joined in the loss of 'head'"
+    assert parallel.describe() == "tokens sharded over 2 ranks in 2 blocks (Block), gathered in the loss of 'head'"
     with torch.no_grad():
         logits = model(tokens())
         assert isinstance(logits, ShardedLogits)
         torch.testing.assert_close(gather(logits), plain(tokens()), rtol=1e-5, atol=1e-5)
-        for length in (15, 2, 1):  # whole on every rank
+        for length in (15, 2, 1):  # unsharded on every rank
             torch.testing.assert_close(model(tokens()[:, :length]), plain(tokens()[:, :length]), rtol=1e-6, atol=1e-6)
     assert torch.equal(
         model.generate(tokens()[:1, :3], 6, temperature=0), plain.generate(tokens()[:1, :3], 6, temperature=0)
@@ -431,17 +431,17 @@ def lengths_interleave(rank: int, world_size: int) -> None:
     """Two sequences, the second as long as a part of the first, before one backward through recomputed blocks."""
     axis = Axis("sequence", make_comm())
     grads = []
-    for divided in (False, True):
+    for sharded in (False, True):
         model = gpt(CheckpointedGPT).train()
-        if divided:
+        if sharded:
             apply_sequence_parallel(model, axis, blocks=model.blocks, head=model.head)
         loss = gpt_loss(model, tokens(1), tokens(2)) + gpt_loss(model, tokens(3, T // 2), tokens(4, T // 2))
         with torch.no_grad():
             model(tokens()[:, :3])
         loss.backward()
         grads.append([p.grad for p in model.parameters()])
-    for whole, mine in zip(*grads, strict=True):
-        torch.testing.assert_close(axis.all_reduce(mine) / axis.size, whole, rtol=1e-5, atol=1e-5)
+    for full, mine in zip(*grads, strict=True):
+        torch.testing.assert_close(axis.all_reduce(mine) / axis.size, full, rtol=1e-5, atol=1e-5)
 
 
 def autocast_keeps_gradients(rank: int, world_size: int) -> None:

@@ -1,4 +1,4 @@
-"""Losses and gradients of divided logits against those of the whole ones on one process."""
+"""Losses and gradients of sharded logits against those of full logits on one process."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ class Where:
         local = mine @ weight[start : start + length].T
         return wrap_sequence(wrap_vocabulary(local, self.tensor, V, start), self.sequence, T)
 
-    def whole_grads(self, grads: list[Tensor]) -> list[Tensor]:
+    def full_grads(self, grads: list[Tensor]) -> list[Tensor]:
         """Sum what the tensor ranks add, average over the sequence ranks."""
         summed = [self.tensor.all_reduce(g) for g in grads]
         return [self.sequence.all_reduce(g) / self.sequence.size for g in summed]
@@ -183,7 +183,7 @@ def run(where: Where | None, loss: Callable[[Tensor], Tensor], dtype: torch.dtyp
     value = loss(logits)
     assert type(value) is Tensor
     grads = list(torch.autograd.grad(value, (x, weight)))
-    return [value.detach(), *(grads if where is None else where.whole_grads(grads))]
+    return [value.detach(), *(grads if where is None else where.full_grads(grads))]
 
 
 def all_losses(rank: int, world_size: int, how: str) -> dict[str, list[Tensor]]:
@@ -284,7 +284,7 @@ def test_no_rank_holds_all_logits() -> None:
 
 def looks_whole(rank: int, world_size: int) -> None:
     where = Where.of(world_size, "tensor")
-    whole = hidden() @ head().T
+    full = hidden() @ head().T
     logits = where.logits(hidden(), head().requires_grad_())
     assert isinstance(logits, ShardedLogits)
     assert (tuple(logits.shape), logits.size(-1), logits.dim(), len(logits), logits.numel()) == (
@@ -317,10 +317,10 @@ def looks_whole(rank: int, world_size: int) -> None:
     ):  # fmt: skip
         actual = gather(f(logits))
         assert type(actual) is Tensor
-        close(actual, f(whole))
-    close(torch.as_tensor(logits.detach().numpy()), whole)
-    close(torch.tensor(logits.detach().tolist()), whole)
-    assert logits[0, 0, 3].item() == pytest.approx(whole[0, 0, 3].item(), rel=1e-5)
+        close(actual, f(full))
+    close(torch.as_tensor(logits.detach().numpy()), full)
+    close(torch.tensor(logits.detach().tolist()), full)
+    assert logits[0, 0, 3].item() == pytest.approx(full[0, 0, 3].item(), rel=1e-5)
 
 
 def leaves_no_trap(rank: int, world_size: int) -> None:
@@ -337,7 +337,7 @@ def leaves_no_trap(rank: int, world_size: int) -> None:
             lambda: functional.relu(logits, inplace=True), lambda: torch.mul(logits, 2, out=logits),
             lambda: logits.data_ptr(), lambda: torch.autograd.grad(torch.zeros(()), logits),
         ):  # fmt: skip
-            with pytest.raises(StateError, match=r"divided over ranks"):
+            with pytest.raises(StateError, match=r"sharded over ranks"):
                 bad()
         x = logits.detach()
         with pytest.raises(StateError, match="out of place"):
@@ -382,11 +382,11 @@ def odd_surroundings(rank: int, world_size: int) -> None:
         assert torch.allclose(recipe(where.logits(hidden(), head())), expected[0])
     x, weight = hidden().requires_grad_(), head().requires_grad_()
     loss = recipe(where.logits(checkpoint(lambda h: (h * 2).div(2), x, use_reentrant=False), weight))
-    grads = where.whole_grads(list(torch.autograd.grad(loss, (x, weight))))
+    grads = where.full_grads(list(torch.autograd.grad(loss, (x, weight))))
     assert worst([loss.detach(), *grads], expected) <= 1e-6
     x, weight = hidden().requires_grad_(), head().requires_grad_()
     loss = checkpoint(lambda h: recipe(where.logits(h, weight)), x, use_reentrant=False)
-    grads = where.whole_grads(list(torch.autograd.grad(loss, (x, weight))))
+    grads = where.full_grads(list(torch.autograd.grad(loss, (x, weight))))
     assert worst([loss.detach(), *grads], expected) <= 1e-6
 
 

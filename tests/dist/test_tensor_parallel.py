@@ -1,4 +1,4 @@
-"""Layers divided over ranks: the numbers are those of one process, at every stage, with every number of replicas."""
+"""Tensor-parallel layers: the numbers are those of one process, at every stage, with every number of replicas."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Divided layers compute what whole ones do: forward, gradients, traffic, dropout.
 
-Trusted run: the same model, whole, in the process of the test.
+Trusted run: the same model, unsharded, in the process of the test.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ls_strategy.testing import spawn
 pytestmark = pytest.mark.dist
 
 B, T, D, HEADS, VOCAB = 2, 8, 16, 4, 13
-EXACT = {torch.float64: 1e-13, torch.float32: 1e-6}  # of the norm of the whole gradient: sums in another order
+EXACT = {torch.float64: 1e-13, torch.float32: 1e-6}  # of the norm of the full gradient: sums in another order
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def gradients(model: nn.Module, tp: TensorParallel) -> Gradients:
     return {n: (tp.parts.get(id(p)), p.grad.clone()) for n, p in model.named_parameters() if p.grad is not None}
 
 
-def whole(ranks: list[Gradients], name: str) -> Tensor:
+def full_gradient(ranks: list[Gradients], name: str) -> Tensor:
     """The full gradient from the ranks' parts; copies, and what is replicated, must be equal to the last bit."""
     part, first = ranks[0][name]
     if part is None:
@@ -196,7 +196,7 @@ def errors_of(model: nn.Module, ranks: list[Gradients]) -> dict[str, float]:
     result = {}
     for name, p in model.named_parameters():
         assert p.grad is not None
-        result[name] = float((whole(ranks, name) - p.grad).norm() / torch.maximum(p.grad.norm(), total / 1000))
+        result[name] = float((full_gradient(ranks, name) - p.grad).norm() / torch.maximum(p.grad.norm(), total / 1000))
     return result
 
 
@@ -256,18 +256,18 @@ def _traffic(rank: int, size: int) -> dict[str, Any]:
     block = nn.Sequential(build(shape).blocks[0])
     x = torch.randn(B, T, D, dtype=shape.dtype, requires_grad=True)
     block_plan = {f"{k}": v for k, v in plan(shape, size).items() if k.startswith("*.")}
-    whole_plan = {"*.attention": "divide:heads,kv_heads", **block_plan}
+    full_plan = {"*.attention": "divide:heads,kv_heads", **block_plan}
     result: dict[str, Any] = {}
     for recompute in (False, True):
         model = copy.deepcopy(block)
-        apply_tensor_parallel(model, whole_plan, axis)
+        apply_tensor_parallel(model, full_plan, axis)
         axis.traffic.reset()
         y = checkpoint(model[0], x, use_reentrant=False) if recompute else model(x)
         forward = axis.traffic.elements["all_reduce"]
         y.sum().backward()
         result[f"recompute={recompute}"] = (forward, dict(axis.traffic.elements))
     model = copy.deepcopy(block)
-    apply_tensor_parallel(model, whole_plan, axis, sequence=True, blocks=[model[0]])
+    apply_tensor_parallel(model, full_plan, axis, sequence=True, blocks=[model[0]])
     axis.traffic.reset()
     model(x).sum().backward()
     result["sequence"] = dict(axis.traffic.elements)
@@ -358,15 +358,13 @@ def dropped() -> Any:
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-def test_dropout_is_the_same_where_activations_are_whole_and_differs_where_they_are_divided(
-    sequence: bool, dropped: Any
-) -> None:
+def test_dropout_is_equal_for_replicated_activations_and_differs_for_sharded_ones(sequence: bool, dropped: Any) -> None:
     first, second = (rank[sequence, ""] for rank in dropped)
     for step in ("step 0", "step 1"):
         for name, masks in first[step][1].items():
             same = all(torch.equal(a, b) for a, b in zip(masks, second[step][1][name], strict=True))
-            divided = name.endswith("inner") or (sequence and name != "start")
-            assert same != divided, f"{name}: {'the same' if same else 'different'} in {step}"
+            sharded = name.endswith("inner") or (sequence and name != "start")
+            assert same != sharded, f"{name}: {'the same' if same else 'different'} in {step}"
     assert not torch.equal(first["step 0"][1]["start"][0], first["step 1"][1]["start"][0])
     assert torch.equal(first["state"], second["state"]), "the ranks' generators are apart after the step"
     assert first["evaluation draws nothing"]
@@ -471,7 +469,7 @@ class Embedded(nn.Module):
 
 
 class Reversed(nn.Module):
-    """Row before column, whole in between: the input is split, the output gathered; fused parts on both sides."""
+    """Row before column, full in between: the input is split, the output gathered; fused parts on both sides."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -498,7 +496,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Plan]] = {
     "vocab": (lambda: Embedded(nn.Embedding(5, D)), {"embedding": "vocab"}),
     "scaled": (lambda: Embedded(Scaled(5, D)), {"embedding": "embedding_rowwise"}),
     "columns of an embedding": (lambda: Embedded(nn.Embedding(5, D)), {"embedding": "embedding_colwise"}),
-    "whole in between": (
+    "full in between": (
         Reversed,
         {"first": Row(split=True, sections=(4, 12)), "second": Column(gather=True, sections=(8, 8, 32))},
     ),
@@ -593,7 +591,7 @@ def _surface(rank: int, size: int) -> None:
     assert names == ([name for name, _ in model.named_modules()], [name for name, _ in model.named_parameters()])
     assert model.blocks[0].attention.heads == HEADS // size  # type: ignore[union-attr]
 
-    # A copy is divided too, and does not share parameters.
+    # A copy is sharded too, and does not share parameters.
     twin = copy.deepcopy(model)
     loss = loss_of(model)
     assert torch.equal(loss, loss_of(twin))
@@ -622,12 +620,12 @@ def _surface(rank: int, size: int) -> None:
     assert apply_tensor_parallel(alone, plan(shape, 1), Axis("tensor")).parts == {}
     assert torch.equal(loss_of(alone), loss_of(copied))
 
-    # What does not divide is refused on every rank before anything is sent.
-    divided = build(shape)
-    apply_tensor_parallel(divided, plan(shape, size), axis, sequence=True, blocks=list(divided.blocks))
+    # Tokens that are not divisible are refused on every rank before anything is sent.
+    model = build(shape)
+    apply_tensor_parallel(model, plan(shape, size), axis, sequence=True, blocks=list(model.blocks))
     axis.traffic.reset()
     with pytest.raises(PlanError, match=r"first block got \(2, 7, 16\)"):
-        divided.blocks[0](torch.randn(2, 7, 16).double())
+        model.blocks[0](torch.randn(2, 7, 16).double())
     assert not axis.traffic.elements
 
 
@@ -641,12 +639,12 @@ def _regions(rank: int, size: int) -> None:
     x = torch.randn(4, 8, 4, 3, dtype=torch.float64, requires_grad=True)
     everyone = axis.all_gather(x.detach().unsqueeze(0), 0)
 
-    # Tokens are divided, then heads: rank r has head r of all tokens, in order.
+    # Tokens are sharded, then heads: rank r has head r of all tokens, in order.
     y = regions.exchange(x, axis, 2, 1)
     assert y.shape == (4, 8 * size, 4 // size, 3)
     assert torch.equal(y, torch.cat(list(everyone), 1).chunk(size, 2)[rank])
     assert torch.equal(regions.exchange(y, axis, 1, 2), x)
-    with pytest.raises(PlanError, match="does not divide"):
+    with pytest.raises(PlanError, match="is not divisible"):
         regions.exchange(x, axis, 3, 1)
 
     # <ahead(x), y> summed over the ranks equals <x, back(y)> summed: true for maps whose inputs differ by rank.
@@ -662,7 +660,7 @@ def _regions(rank: int, size: int) -> None:
         assert torch.allclose(both[0], both[1], rtol=1e-12)
 
     # An expanded gradient, as that of a sum is; and a second derivative.
-    for region in (regions.copy_to, regions.reduce_from, regions.gather_from, regions.join_sequence):
+    for region in (regions.copy_to, regions.reduce_from, regions.gather_from):
         (grad,) = torch.autograd.grad(region(x, axis).sum(), x)
         assert torch.equal(grad, torch.full_like(x, size if region is regions.copy_to else 1))
     (grad,) = torch.autograd.grad((regions.copy_to(x, axis) ** 3).sum(), x, create_graph=True)
@@ -673,7 +671,7 @@ def _regions(rank: int, size: int) -> None:
         assert torch.equal(regions.copy_to(x, axis), x)
         assert not regions.reduce_from(x, axis).requires_grad
 
-    # Two copies side by side sum among themselves, in 16 bits too; 7 elements do not divide.
+    # Two adjacent copies sum among themselves, in 16 bits too; 7 is not divisible by 2.
     for dtype in (torch.float64, torch.bfloat16):
         axis.traffic.reset()
         summed = regions.sum_copies(torch.full((7,), rank + 1.0, dtype=dtype), axis, 2)

@@ -19,7 +19,7 @@ from ls_strategy.parallel.plans import resolve_tensor_plan
 from ls_strategy.parallel.tensor import apply_tensor_parallel
 from ls_strategy.testing import spawn
 from ls_strategy.zero.parts import whole_of
-from tests.unit.test_tensor_plans import Attention, Decoder, JointOnly
+from tests.unit.test_parallel_plan_from_names import Attention, Decoder, JointOnly
 
 LENGTH, TOKENS = 8, 32
 

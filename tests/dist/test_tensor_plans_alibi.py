@@ -1,4 +1,4 @@
-"""Models with biases of attention scores for all heads, divided: loss and gradients of one process."""
+"""Sharded models with biases of attention scores for all heads: loss and gradients of one process."""
 
 from __future__ import annotations
 

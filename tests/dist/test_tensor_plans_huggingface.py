@@ -152,7 +152,7 @@ def compare(rank: int, world_size: int, cases: list[tuple[str, str]]) -> dict[st
         expected = reference(**batch(name)).loss
         expected.backward()
         plan = resolve_tensor_plan(ours, "auto", world_size)
-        divided = apply_tensor_parallel(ours, plan.styles, axis)
+        parallel = apply_tensor_parallel(ours, plan.styles, axis)
         loss = ours(**batch(name)).loss
         loss.backward()
         worst = abs(loss.item() - expected.item()) / expected.item()
@@ -162,9 +162,9 @@ def compare(rank: int, world_size: int, cases: list[tuple[str, str]]) -> dict[st
         for key, p in ours.named_parameters():
             assert (p.grad is not None) == (key in gradients), f"{name}: {key}"
             if p.grad is not None:
-                its = error(whole_of(p.grad, divided.parts.get(id(p)), axis), gradients[key], scale)
+                its = error(whole_of(p.grad, parallel.parts.get(id(p)), axis), gradients[key], scale)
                 worst, where = max((worst, where), (its, key))
-        assert len(divided.parts) > 7
+        assert len(parallel.parts) > 7
         found[f"{name}, {attention}: {where}"] = worst
     return found
 

@@ -18,11 +18,11 @@ from ls_strategy.parallel.resolved_plan import resolve
 from tests.dist.test_inference import MODELS, POLICIES
 
 
-def cuts(model: nn.Module, styles: Any, size: int) -> tuple[dict[str, Any], dict[tuple[int, str], int]]:
+def shards(model: nn.Module, styles: Any, size: int) -> tuple[dict[str, Any], dict[tuple[int, str], int]]:
     resolved = resolve(model, styles, size)
     attributes = {key: value for key, (_, _, value) in resolved.attributes.items()}
     return {
-        owned.name: (cut.dim, cut.part(owned.parameter.shape, 0, size)) for owned, cut in resolved.cuts()
+        owned.name: (shard.dim, shard.part(owned.parameter.shape, 0, size)) for owned, shard in resolved.shards()
     }, attributes
 
 
@@ -41,7 +41,7 @@ def test_the_examples_of_deepspeed(name: str, by_class: bool) -> None:
     assert is_policy(model, policy)
     for size in (2, 4):
         automatic = resolve_tensor_plan(model, "auto", size)
-        assert cuts(model, styles_of_policy(model, policy, size), size) == cuts(model, automatic.styles, size)
+        assert shards(model, styles_of_policy(model, policy, size), size) == shards(model, automatic.styles, size)
 
 
 class Attention(nn.Module):
@@ -75,7 +75,7 @@ class Net(nn.Module):
 
 def test_layers_of_unknown_names() -> None:
     model = Net()
-    found, _ = cuts(model, styles_of_policy(model, {Block: ("mix.close", ".narrow")}, 2), 2)
+    found, _ = shards(model, styles_of_policy(model, {Block: ("mix.close", ".narrow")}, 2), 2)
     parts = {name: (dim, part.shape) for name, (dim, part) in found.items() if name.startswith("blocks.1")}
     assert parts == {
         "blocks.1.mix.ask.weight": (0, (16, 32)),
@@ -89,18 +89,18 @@ def test_layers_of_unknown_names() -> None:
         "blocks.1.wide.bias": (0, (32,)),
         "blocks.1.narrow.weight": (1, (32, 32)),
     }
-    fused, _ = cuts(model := Net(fused=True), styles_of_policy(model, {"Block": ("close", "narrow")}, 2), 2)
+    fused, _ = shards(model := Net(fused=True), styles_of_policy(model, {"Block": ("close", "narrow")}, 2), 2)
     assert fused["blocks.0.wide.weight"][1].runs == ((0, 32), (64, 32))  # of gate and of up
 
 
 @pytest.mark.parametrize(
     ("policy", "words"),
     [
-        ({nn.Conv2d: ("x",)}, "class 'Conv2d', of which the model has no module.*repeated blocks: Block"),
-        ({"Block": ("mix.close", "shut")}, "names 'shut', but Block has no such linear layer. It has mix.ask"),
+        ({nn.Conv2d: ("x",)}, "class 'Conv2d', but the model has no module of that class.*repeated blocks: Block"),
+        ({"Block": ("mix.close", "shut")}, "names 'shut', but Block has no such linear layer. Use one of mix.ask"),
         ({"Block": ()}, "names no layer of Block"),
-        ({"Block": ("mix.close",)}, "'blocks.0.wide' makes 64 features, which no layer that is summed takes"),
-        ({"Block": ("mix.close", "mix.give", "narrow")}, "makes query, key and value in 2 layers"),
+        ({"Block": ("mix.close",)}, "'blocks.0.wide' computes 64 features, which no row-parallel layer takes"),
+        ({"Block": ("mix.close", "mix.give", "narrow")}, "computes query, key and value by 2 layers"),
     ],
 )
 def test_policies_that_do_not_fit(policy: Any, words: str) -> None:

@@ -1,4 +1,4 @@
-"""Where a tensor-parallel plan comes from: what is understood, what is refused, and in which words."""
+"""Plans from names and shapes of layers: which layers are recognised, and which are refused."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional
 
 from ls_strategy.errors import PlanError
 from ls_strategy.moe.feed_forward import GatedFeedForward
 from ls_strategy.moe.layer import MoE
-from ls_strategy.parallel.families import role_of
 from ls_strategy.parallel.plan_from_names import uniform_blocks
 from ls_strategy.parallel.plans import resolve_tensor_plan
 from ls_strategy.parallel.styles import Attributes, Column, Features, PartialGradient, Row, Vocab
@@ -108,7 +106,7 @@ def test_the_common_block() -> None:
 def test_the_table_says_what_becomes_of_every_layer() -> None:
     lines = resolve_tensor_plan(Decoder(), "auto", 4).describe().splitlines()
     assert "names and shapes" in lines[0]
-    assert "stays whole" in lines[0]
+    assert "not listed are replicated" in lines[0]
     found = {" ".join(line.split()) for line in lines[2:]}
     assert "layers.*.attention.wk Linear Column(granule=4, copies=2) (8, 16) -> (4, 16) 2" in found
     assert "output Linear Vocab (32, 16) -> (8, 16) 1" in found
@@ -130,13 +128,13 @@ def test_head_norms_see_some_heads_only() -> None:
     assert resolve_tensor_plan(Decoder(Normed), "auto", 2).styles["layers.0.attention.q_norm"] == [PartialGradient()]
 
 
-def test_a_head_that_is_no_module_keeps_the_embedding_whole() -> None:
+def test_without_a_head_module_the_embedding_is_replicated() -> None:
     model = Decoder()
     del model.output
     assert "tok_embeddings" not in resolve_tensor_plan(model, "auto", 2).styles
 
 
-def test_tied_parameters_are_cut_alike_or_not_at_all() -> None:
+def test_tied_parameters_are_sharded_in_the_same_way_or_not_at_all() -> None:
     class Tied(Decoder):
         def __init__(self, rows: int) -> None:
             super().__init__()
@@ -164,29 +162,6 @@ def test_blocks_are_the_outermost_lists() -> None:
 
     model = nn.ModuleDict({"a": nn.Sequential(Inner(), Inner()), "heads": nn.ModuleList([nn.Linear(4, 4)])})
     assert [name for name, _ in uniform_blocks(model)] == ["a.0", "a.1"]
-
-
-@pytest.mark.parametrize(
-    ("name", "siblings", "role"),
-    [
-        ("self_attn.o_proj", [], "out"),
-        ("attn.c_proj", ["c_attn"], "out"),
-        ("mlp.c_proj", ["c_fc"], "down"),
-        ("attention.wo", ["wq", "wk", "wv"], "out"),
-        ("layer.1.DenseReluDense.wo", ["wi_0", "wi_1"], "down"),
-        ("attention.dense", ["query_key_value"], "out"),
-        ("attention.output.dense", [], "out"),
-        ("crossattention.output.dense", [], "out"),
-        ("output.dense", [], "down"),
-        ("mlp.down", ["gate", "up"], "down"),
-        ("mlp.gate", ["up", "down"], "up"),
-        ("mlp.gate", [], None),
-        ("dense", [], None),
-        ("adapter", ["q_proj"], None),
-    ],
-)
-def test_roles(name: str, siblings: list[str], role: str | None) -> None:
-    assert role_of(name, siblings) == role
 
 
 # --- refused ----------------------------------------------------------------------------------------------------------
@@ -218,18 +193,18 @@ def test_a_linear_layer_of_unknown_purpose() -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "words"),
+    ("part", "expected"),
     [
         (lambda: nn.MultiheadAttention(WIDTH, HEADS), "fused weights"),
         (lambda: nn.TransformerEncoderLayer(WIDTH, HEADS, HIDDEN), "fused weights"),
         (lambda: nn.Conv1d(WIDTH, WIDTH, 3), "'weight' of shape (16, 16, 3)"),
-        (lambda: nn.LayerNorm(HIDDEN), "between layers that are divided"),
+        (lambda: nn.LayerNorm(HIDDEN), "between sharded layers"),
         (lambda: nn.ParameterList([nn.Parameter(torch.ones(3))]), "'0' of shape (3,)"),
     ],
 )
-def test_parts_of_blocks_that_are_not_understood(part: Callable[[], nn.Module], words: str) -> None:
+def test_parts_of_blocks_that_are_not_recognised(part: Callable[[], nn.Module], expected: str) -> None:
     message = refused(with_part("part", part))
-    assert words in message
+    assert expected in message
     assert "'layers.0.part" in message
 
 
@@ -242,7 +217,7 @@ def test_experts() -> None:
     assert "mixture of experts" in refused(with_part("moe", SparseExperts))
 
 
-def test_layers_of_experts_stay_whole() -> None:
+def test_layers_of_experts_are_replicated() -> None:
     model = Decoder()
     for layer in model.layers:
         layer.feed_forward = MoE(WIDTH, lambda: GatedFeedForward(WIDTH, HIDDEN), 4, use_residual=True)
@@ -261,7 +236,7 @@ def test_quantised_weights() -> None:
 
 
 def test_numbers_of_heads() -> None:
-    assert "has 4 attention heads, which do not divide by parallel.tensor=3" in refused(Decoder(), size=3)
+    assert "has 4 attention heads, which is not divisible by parallel.tensor=3" in refused(Decoder(), size=3)
 
     class ThreeKeys(nn.Module):
         def __init__(self) -> None:
@@ -270,32 +245,32 @@ def test_numbers_of_heads() -> None:
             self.q, self.k, self.v = nn.Linear(WIDTH, 24), nn.Linear(WIDTH, 12), nn.Linear(WIDTH, 12)
             self.o = nn.Linear(24, WIDTH)
 
-    assert "3 key and value heads, which neither divide by" in refused(Decoder(ThreeKeys), size=2)
+    assert "3 key and value heads, which is neither a multiple" in refused(Decoder(ThreeKeys), size=2)
     assert resolve_tensor_plan(Decoder(ThreeKeys), "auto", 3).styles["layers.0.attention.k"] == [Column(granule=4)]
     assert resolve_tensor_plan(Decoder(ThreeKeys), "auto", 6).styles["layers.0.attention.k"] == [
         Column(granule=4, copies=2)
     ]
 
 
-def test_heads_that_are_not_told() -> None:
+def test_unknown_heads() -> None:
     class Silent(Attention):
         def __init__(self) -> None:
             super().__init__()
             del self.n_heads, self.head_dim
 
-    assert "does not tell its number of heads" in refused(Decoder(Silent))
+    assert "has none of the attributes that hold the number of heads" in refused(Decoder(Silent))
 
 
 def test_widths_that_do_not_fit() -> None:
     model = Decoder()
     model.layers[1].feed_forward.w1 = nn.Linear(WIDTH, HIDDEN + 2)  # type: ignore[union-attr]
-    assert "'layers.1.feed_forward.w1' (Linear) makes 26 features" in refused(model)
+    assert "'layers.1.feed_forward.w1' (Linear) computes 26 features" in refused(model)
     model = Decoder()
     model.layers[0].attention.wo = nn.Linear(WIDTH + 4, WIDTH)  # type: ignore[union-attr]
-    assert "takes 20 features, but 4 heads of 4 come in" in refused(model)
+    assert "takes 20 features, but gets 4 heads of 4" in refused(model)
 
 
-def test_feed_forwards_that_do_not_divide() -> None:
+def test_feed_forwards_of_indivisible_width() -> None:
     model = Decoder()
     for layer in model.layers:
         layer.feed_forward.w1 = nn.Linear(WIDTH, 26)  # type: ignore[union-attr]
@@ -324,7 +299,7 @@ class FromInput(nn.Module):
 
 
 class Computed(FromInput):
-    """The size of a head from two numbers, of which one would be divided."""
+    """The size of a head from two numbers, of which one would become local."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -368,7 +343,7 @@ def test_shapes_that_are_wired_into_the_code() -> None:
 def test_source_that_cannot_be_read() -> None:
     scope: dict[str, Any] = {"Attention": Attention}
     exec("class Typed(Attention):\n    pass\n", scope)
-    assert "has no source that could be read" in refused(Decoder(scope["Typed"]))
+    assert "has no readable source" in refused(Decoder(scope["Typed"]))
 
 
 def test_fused_matrices_of_unknown_layout() -> None:
@@ -379,7 +354,7 @@ def test_fused_matrices_of_unknown_layout() -> None:
             self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
 
     message = refused(Decoder(Fused))
-    assert "'layers.0.attention.c_attn' (Linear) makes query, key and value in one matrix" in message
+    assert "'layers.0.attention.c_attn' (Linear) computes query, key and value by one matrix" in message
     assert "Column(sections=(-1, -1, -1)" in message
 
 
@@ -394,99 +369,3 @@ def test_a_norm_over_all_heads() -> None:
 
 def test_a_model_without_blocks() -> None:
     assert "no list of repeated blocks" in refused(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)))
-
-
-# --- given ------------------------------------------------------------------------------------------------------------
-
-
-class WithPlan(nn.Module):
-    """Attention that knows how it is divided, whatever its names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads = HEADS
-        self.first, self.second = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
-
-    def tensor_parallel_plan(self) -> dict[str, Any]:
-        return {"": "divide:heads", "first": "column", "second": "row"}
-
-
-def test_the_model_has_the_first_word() -> None:
-    plan = resolve_tensor_plan(nn.ModuleDict({"net": nn.Sequential(WithPlan(), WithPlan())}), "auto", 2)
-    assert plan.source == "WithPlan.tensor_parallel_plan()"
-    assert plan.styles["net.1.first"] == [Column()]
-    assert set(plan.styles) == {f"net.{i}{part}" for i in (0, 1) for part in ("", ".first", ".second")}
-
-    class Whole(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.ModuleList([WithPlan()])
-
-        def tensor_parallel_plan(self) -> Any:
-            return {"net.*.first": "column", "net.*.second": "row"}
-
-    assert set(resolve_tensor_plan(Whole(), "auto", 2).styles) == {"net.*.first", "net.*.second"}
-
-    class Wrong(Whole):
-        def tensor_parallel_plan(self) -> Any:
-            return ["net.*.first"]
-
-    assert "tensor_parallel_plan() of the model returned list" in refused(Wrong())
-
-
-def test_a_mapping_is_parsed_and_checked() -> None:
-    plan = resolve_tensor_plan(Decoder(), {"layers.*.w1": "column", "layers.*.w3": Column(), "layers.*.w2": "row"}, 2)
-    assert plan.styles == {"layers.*.w1": [Column()], "layers.*.w3": [Column()], "layers.*.w2": [Row()]}
-    assert "matches no module" in refused(Decoder(), {"layers.*.w9": "column"})
-    assert "unknown tensor-parallel style 'columns'" in refused(Decoder(), {"layers.*.w1": "columns"})
-    assert "is empty" in refused(Decoder(), {})
-    assert 'give "auto"' in refused(Decoder(), "automatic")
-
-
-def test_styles_of_torch() -> None:
-    given = {"layers.*.feed_forward.w1": ColwiseParallel(), "layers.*.feed_forward.w2": RowwiseParallel()}
-    plan = resolve_tensor_plan(Decoder(), given, 2)
-    assert plan.torch_styles == given
-    assert plan.styles == {}
-    assert "ColwiseParallel" in plan.describe()
-    assert "mixes torch's ParallelStyle" in refused(Decoder(), {**given, "output": "vocab"})
-    assert "every component between dots" in refused(Decoder(), {"*.w1": ColwiseParallel()})
-
-
-# --- Hugging Face's own plans -----------------------------------------------------------------------------------------
-
-
-def test_plans_that_models_carry() -> None:
-    """The table of the model's own names, layer numbers starred, is made exact by its heads."""
-
-    class Carrying(nn.Module):
-        config: Any = object()
-
-        def __init__(self, **plan: str) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([Named()])
-            self._tp_plan = {f"layers.*.{name}": style for name, style in plan.items()}
-
-    class Named(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head_dim, self.num_key_value_groups = SIZE, HEADS // KEYS
-            self.q_proj, self.k_proj, self.v_proj = (nn.Linear(WIDTH, n * SIZE) for n in (HEADS, KEYS, KEYS))
-            self.o_proj, self.router = nn.Linear(HEADS * SIZE, WIDTH), nn.Linear(WIDTH, 2)
-
-    columns = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "colwise")
-    model = nn.ModuleDict({"model": Carrying(**columns, o_proj="rowwise", missing="colwise", router="replicate")})
-    plan = resolve_tensor_plan(model, "auto", 4)
-    assert plan.source == "Hugging Face's Carrying"
-    assert plan.styles == {
-        "model.layers.0": [Attributes((("num_key_value_groups", 1),))],
-        "model.layers.0.q_proj": [Column(granule=SIZE)],
-        "model.layers.0.k_proj": [Column(granule=SIZE, copies=2)],
-        "model.layers.0.v_proj": [Column(granule=SIZE, copies=2)],
-        "model.layers.0.o_proj": [Row()],
-    }
-    assert "4 attention heads, which do not divide" in refused(model, size=3)
-    message = refused(Carrying(router="ep_router"))
-    assert "plan for 'layers.0.router' (Linear)" in message
-    assert "experts are not divided" in message
-    assert "which takes experts with the parameters gate_up_proj" in refused(Carrying(router="moe_tp_experts"))
