@@ -117,7 +117,7 @@ def buffers(rank: int, size: int) -> None:
     places = []
     for _ in range(3):
         kept = [partition.keep(t) for t in (x, y, x + 1)]
-        places.append([k.mine.data_ptr() for k in kept if k.mine is not None])
+        places.append([k.shard.data_ptr() for k in kept if k.shard is not None])
         for k, t in zip(reversed(kept), (x + 1, y, x), strict=True):
             assert torch.equal(k.load(), t)
             k.drop()
@@ -157,7 +157,7 @@ class Shifted(Net):
 def different(rank: int, size: int) -> None:
     model = Shifted(rank)
     activations = Activations(model, CPU, recompute=RecomputeConfig(), partition=Axis("tensor", make_comm()))
-    with pytest.raises(PlanError, match=r"not the same on the 2 ranks of axis 'tensor'"):
+    with pytest.raises(PlanError, match=r"differs between the 2 ranks of axis 'tensor'"):
         train(activations, model, steps=1)
 
 

@@ -413,7 +413,7 @@ def test_refusals(rank, world_size):
             AlexNetLike,
             {**size, "parallel.pipeline.micro_batches": 3, "parallel.pipeline.schedule": "dualpipe_v"},
         ),
-        (PlanError, r"'net' is compiled as a whole.*block.compile\(\)", CompiledWhole, size),
+        (PlanError, r"'net' is compiled together with its blocks.*block.compile\(\)", CompiledWhole, size),
         (PlanError, r"training_step is compiled.*block.compile\(\)", CompiledStep, size),
     ]
     for error, pattern, module, options in cases:

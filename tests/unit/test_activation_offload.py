@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from ls_strategy.activations.apply import Activations
 from ls_strategy.activations.offload import ActivationOffload
-from ls_strategy.activations.saved import SavedTensors, may_be_taken, region_of
+from ls_strategy.activations.saved import SavedTensors, is_eligible, region_of
 from ls_strategy.activations.storage import FileSpace, NVMeFolder
 from ls_strategy.config import ActivationOffloadConfig, NVMeIOConfig, RecomputeConfig
 from ls_strategy.distributed.axis import Axis
@@ -95,7 +95,7 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for offload in made:
         offload.close()
-        offload.place.close()
+        offload.storage.close()
 
 
 @pytest.fixture(autouse=True)
@@ -229,17 +229,17 @@ def test_a_buffer_that_is_emptied_and_refilled_stays() -> None:
 
 def test_rules() -> None:
     plain = torch.randn(8, 8)
-    assert may_be_taken(plain, CPU, ())
-    assert may_be_taken(plain.t()[2:, ::2], CPU, ())
-    assert not may_be_taken(plain[:1].expand(8, 8), CPU, ())  # repeats elements
-    assert not may_be_taken(plain.as_strided((3, 3), (1, 1), 5), CPU, ())
-    assert not may_be_taken(nn.Parameter(plain), CPU, ())
-    assert not may_be_taken(torch.empty(0), CPU, ())
-    assert not may_be_taken(plain.to_sparse(), CPU, ())
-    assert not may_be_taken(torch.empty(8, device="meta"), CPU, ())
-    assert not may_be_taken(torch.randn(8, dtype=torch.complex64).conj(), CPU, ())
+    assert is_eligible(plain, CPU, ())
+    assert is_eligible(plain.t()[2:, ::2], CPU, ())
+    assert not is_eligible(plain[:1].expand(8, 8), CPU, ())  # repeats elements
+    assert not is_eligible(plain.as_strided((3, 3), (1, 1), 5), CPU, ())
+    assert not is_eligible(nn.Parameter(plain), CPU, ())
+    assert not is_eligible(torch.empty(0), CPU, ())
+    assert not is_eligible(plain.to_sparse(), CPU, ())
+    assert not is_eligible(torch.empty(8, device="meta"), CPU, ())
+    assert not is_eligible(torch.randn(8, dtype=torch.complex64).conj(), CPU, ())
     with torch.inference_mode():
-        assert not may_be_taken(torch.randn(8), CPU, ())
+        assert not is_eligible(torch.randn(8), CPU, ())
 
 
 VIEWS = (
@@ -282,7 +282,7 @@ def test_views_of_one_storage_are_kept_once_and_slices_of_large_ones_alone() -> 
     handles += [saved._pack(rows[10:20]), saved._pack(rows[10:20])]
     assert offload.bytes_out == x.nbytes + 10 * 16 * 4
     del handles
-    assert saved.regions == offload.place.stored_bytes == 0
+    assert saved.regions == offload.storage.stored_bytes == 0
 
 
 def test_a_tensor_that_was_changed_between_two_saves_is_kept_twice() -> None:
@@ -333,11 +333,11 @@ def test_memory_on_the_device_is_freed_in_forward(tier: str, drive: NVMeFolder) 
             alive.append(StorageWeakRef(y.untyped_storage()))
         y = y.sum()
     assert [ref.expired() for ref in alive] == [True] * 8 + [False] * 2
-    assert offload.place.stored_bytes == 8 * ACTIVATION
+    assert offload.storage.stored_bytes == 8 * ACTIVATION
     y.backward()
     gc.collect()
     assert all(ref.expired() for ref in alive)
-    assert offload.place.stored_bytes == 0
+    assert offload.storage.stored_bytes == 0
 
 
 @pytest.mark.parametrize("tier", TIERS)
@@ -373,7 +373,7 @@ def test_steps_use_the_same_memory(tier: str, drive: NVMeFolder) -> None:
     assert activations.metrics()["host_bytes"] <= host * (1 if tier == "cpu" else 2)
     assert activations.offload is not None
     if tier == "nvme":
-        place: Any = activations.offload.place
+        place: Any = activations.offload.storage
         # Where the file must reach: what was away at once, and whole pages.
         assert place._space.end <= activations.metrics()["stored_peak_bytes"] * 1.2
         assert activations.metrics()["host_bytes"] <= 8 * ACTIVATION  # four staged, and the largest on top
@@ -400,14 +400,14 @@ def test_regions_come_back_in_reverse_before_they_are_asked_for() -> None:
     kept = [offload.keep(torch.full((100,), float(i))) for i in range(8)]
     for k in kept:
         k.add_use()
-    assert [k.here is not None for k in kept] == [False] * 5 + [True] * 3  # the last never leave
+    assert [k.on_device is not None for k in kept] == [False] * 5 + [True] * 3  # the last never leave
     assert offload.bytes_out == 5 * 400
     for i in reversed(range(8)):
         assert kept[i].load()[0].item() == i
         kept[i].drop()
         assert offload.in_flight_bytes <= 3 * 400
         if i:
-            assert kept[i - 1].here is not None  # backward does not wait for it
+            assert kept[i - 1].on_device is not None  # backward does not wait for it
     assert offload.bytes_back == 5 * 400
 
 
@@ -461,7 +461,7 @@ def test_a_full_drive_is_named(drive: NVMeFolder, monkeypatch: pytest.MonkeyPatc
     model = Net()
     activations = Activations(model, CPU, offload=options("nvme", in_flight_bytes=0), drive=drive)
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(LSError, match=r"no room for activations.*No space left.*smaller batches"):
+    with pytest.raises(LSError, match=r"no room for the activations.*No space left.*smaller batches"):
         train(model, activations, steps=1)
 
 
@@ -485,7 +485,7 @@ def test_what_was_chosen_is_told(drive: NVMeFolder) -> None:
     assert Activations(Net(), CPU).describe() == "kept on the device"
     chosen = Activations(Net(), CPU, recompute=RecomputeConfig(), offload=options("nvme"), drive=drive)
     assert chosen.describe() == (
-        "recomputed: 4 Block, full; inputs of recomputed modules from 0.000976562 MiB on offloaded to NVMe, "
+        "recomputed: 4 Block, full; inputs of recomputed modules of at least 0.000976562 MiB offloaded to NVMe, "
         "0.046875 MiB in flight"
     )
     assert chosen.metrics()["recomputed_modules"] == 4

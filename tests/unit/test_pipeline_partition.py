@@ -55,7 +55,7 @@ def test_balance_is_the_best_of_all_divisions() -> None:
 def test_balance_of_many_blocks_and_of_too_few() -> None:
     assert balance([1] * 10, 4) in ((0, 3, 6, 8, 10), (0, 2, 4, 7, 10), (0, 2, 5, 8, 10), (0, 3, 5, 7, 10))
     assert len(balance([0.1] * 200, 64)) == 65
-    with pytest.raises(PlanError, match="3 blocks cannot be divided into 4"):
+    with pytest.raises(PlanError, match="Got 3 blocks for 4 stages"):
         balance([1, 1, 1], 4)
 
 
@@ -86,7 +86,7 @@ def test_the_stack_is_the_longest_row_that_is_not_inside_another() -> None:
     model = nn.Sequential(*(nn.Sequential(*(nn.Linear(1, 1) for _ in range(9))) for _ in range(3)))
     assert list(find_row(model, 3)) == ["0", "1", "2"]
     with pytest.raises(
-        PlanError, match=r"'0' and '1' have 9 modules each: name the one to divide \(parallel.pipeline.blocks"
+        PlanError, match=r"'0' and '1' have 9 modules each. Choose the one to partition \(parallel.pipeline.blocks"
     ):
         find_row(model, 4)
     assert next(iter(find_row(model, 4, "1"))) == "1.0"
@@ -115,20 +115,20 @@ def test_layers_of_the_model_come_first() -> None:
 def test_what_cannot_be_cut_is_refused_by_name() -> None:
     with pytest.raises(PlanError, match=r"Linear has no ModuleList or Sequential of 2 modules or more.*to_layers"):
         find_row(nn.Linear(1, 1), 2)
-    with pytest.raises(PlanError, match=r"parallel.pipeline.blocks='blocs'.*There is: 'blocks'"):
+    with pytest.raises(PlanError, match=r"parallel.pipeline.blocks='blocs'.*Choose one of: 'blocks'"):
         find_row(gpt(), 2, "blocs")
     with pytest.raises(PlanError, match="6 blocks are too few for 8 stages"):
         find_row(gpt(), 8, "blocks")
     shared = nn.Linear(1, 1)
     with pytest.raises(PlanError, match="'0' and '2' are one module"):
         find_row(nn.Sequential(shared, nn.Tanh(), shared), 2)
-    with pytest.raises(PlanError, match="method='size': there is uniform"):
+    with pytest.raises(PlanError, match="Got method='size', but it must be uniform"):
         make_cut(gpt(), (0, 1), method="size")
-    with pytest.raises(PlanError, match="matches no class among the blocks: Block"):
+    with pytest.raises(PlanError, match="matches no class of the blocks: Block"):
         make_cut(gpt(), (0, 1), method="type:Decoder")
-    with pytest.raises(PlanError, match="flops' needs a dry run"):
+    with pytest.raises(PlanError, match="flops' requires a dry run"):
         make_cut(gpt(), (0, 1), method="flops")
-    with pytest.raises(PlanError, match=r"bounds=\[0, 6\] must rise from 0 to 6 in 2 steps"):
+    with pytest.raises(PlanError, match=r"bounds=\[0, 6\], but they must increase from 0 to 6 in 2 steps"):
         make_cut(gpt(), (0, 1), bounds=(0, 6))
 
 
@@ -225,10 +225,10 @@ def test_a_stand_in_is_observed_and_the_model_stays_as_it_is() -> None:
 def test_what_is_compiled_with_its_blocks_is_refused() -> None:
     model = Wrapper(gpt())
     model.model.compile(backend="eager")
-    with pytest.raises(PlanError, match=r"'model' is compiled as a whole.*block.compile\(\)"):
+    with pytest.raises(PlanError, match=r"'model' is compiled together with its blocks.*block.compile\(\)"):
         make_cut(model, (0, 1))
     inner = torch.compile(nn.Sequential(*(nn.Linear(1, 1) for _ in range(4))), backend="eager")
-    with pytest.raises(PlanError, match="'model' is compiled as a whole"):
+    with pytest.raises(PlanError, match="'model' is compiled together with its blocks"):
         make_cut(Wrapper(inner), (0, 1))  # type: ignore[arg-type]
     blocks = gpt()
     for block in blocks.blocks:

@@ -78,7 +78,7 @@ def test_functions_of_placeholders_have_shapes_and_no_values() -> None:
         (lambda x: x.tolist(), r"tolist\(\) asks for the value"),
         (
             lambda x: x[x > 0].sum(),
-            r"__getitem__\(\) failed .* on another rank .*must have shapes that do not depend on values",
+            r"__getitem__\(\) failed .* on another rank .*shapes must not depend on values",
         ),
         (lambda x: torch.ones(2, 3).add_(x), r"add_\(\) writes a value"),
         (lambda x: torch.ones(2, 3).__setitem__(0, x[0]), r"__setitem__\(\) writes a value"),
@@ -176,9 +176,9 @@ def test_user_code_cannot_swallow_the_end_of_a_stage() -> None:
 @pytest.mark.parametrize(
     ("step", "words"),
     [
-        (lambda m, x: m.blocks[2](m.stem(x)).sum(), r"'blocks.2' is called where 'blocks.0' must come"),
-        (lambda m, x: m.blocks[0](m.blocks[0](m.stem(x))).sum(), r"'blocks.0' is called where 'blocks.1' must come"),
-        (lambda m, x: m.stem(x).sum(), r"without having called block 'blocks.0'"),
+        (lambda m, x: m.blocks[2](m.stem(x)).sum(), r"'blocks.2' was called, but the next one must be 'blocks.0'"),
+        (lambda m, x: m.blocks[0](m.blocks[0](m.stem(x))).sum(), "'blocks.0' was called, .* must be 'blocks.1'"),
+        (lambda m, x: m.stem(x).sum(), r"without a call of block 'blocks.0'"),
     ],
 )
 def test_blocks_out_of_order_are_refused(step: Any, words: str) -> None:
@@ -262,7 +262,7 @@ def test_one_rank_runs_every_schedule_without_a_process_group() -> None:
 def test_a_cut_for_another_schedule_is_refused() -> None:
     model = Net()
     cut = make_cut(model, (0, 0))
-    with pytest.raises(PlanError, match=r"stages_per_rank=2: gpipe needs 1"):
+    with pytest.raises(PlanError, match=r"stages_per_rank=2, but gpipe requires 1"):
         PipelineRunner(StageRunner(model, cut, CPU), make_links(Comm(None, None), [[0]]), "gpipe")
 
 
