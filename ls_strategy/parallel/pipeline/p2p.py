@@ -244,7 +244,8 @@ def make_links(comm: Comm, pipelines: Sequence[Sequence[int]]) -> Links:
         size = len(ranks)
         pairs = {(i, (i + 1) % size) for i in range(size)} | {((i + 1) % size, i) for i in range(size)}
         for i, j in sorted(pair for pair in pairs if pair[0] != pair[1]):
-            group = process_group("p2p", sorted((ranks[i], ranks[j])))
+            purpose = "p2p up" if i < j else "p2p down"  # groups of one purpose and the same ranks are shared
+            group = process_group(purpose, sorted((ranks[i], ranks[j])))
             if dist.get_rank() in (ranks[i], ranks[j]):
                 assert isinstance(group, dist.ProcessGroup)
                 groups[i, j] = group
@@ -257,7 +258,6 @@ def make_links(comm: Comm, pipelines: Sequence[Sequence[int]]) -> Links:
 class _Receiving:
     """A posted receive."""
 
-    message: Message
     tensors: list[Tensor]
     works: list[Any]
     shapes: Shapes
@@ -291,7 +291,7 @@ class PointToPoint:
         self._coming = {source: messages for (source, to), messages in plan.items() if to == rank}
         self._leaving = {m.source: m for (source, _), messages in plan.items() if source == rank for m in messages}
         self._posted = dict.fromkeys(self._coming, 0)
-        self._waiting: dict[Action, tuple[int, _Receiving]] = {}
+        self._waiting: dict[Action, _Receiving] = {}
         self._by_target = {m.target: (source, m) for source, messages in self._coming.items() for m in messages}
         self._sending: dict[int, list[_Sending]] = {}
         self._headers: list[Any] = []
@@ -317,11 +317,8 @@ class PointToPoint:
         messages = self._coming[source]
         while action not in self._waiting:
             due = messages[self._posted[source]]
-            shapes = self._shapes_of(due)
-            if shapes is None:
-                shapes = self._receive_shapes(source, due)
-            self._post(source, due, shapes)
-        _, receiving = self._waiting.pop(action)
+            self._post(source, due, self._shapes_of(due) or self._receive_shapes(source, due))
+        receiving = self._waiting.pop(action)
         self._links.comm.wait(receiving.works)
         self._forget_sends(source, message.sent_at)
         return receiving.tensors, receiving.shapes
@@ -381,5 +378,5 @@ class PointToPoint:
         wanted = shapes.tensors if message.source.kind == "F" else shapes.differentiable()
         tensors = [torch.empty(t.shape, dtype=t.dtype, device=self._device) for t in wanted]
         works = self._links.receive(tensors, source)
-        self._waiting[message.target] = (source, _Receiving(message, tensors, works, shapes))
+        self._waiting[message.target] = _Receiving(tensors, works, shapes)
         self._posted[source] += 1
