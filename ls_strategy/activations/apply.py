@@ -88,7 +88,11 @@ class Activations:
             if recompute is not None:
                 around_inputs = nullcontext if self.saved is None else self.saved.around
                 self.recompute = apply_recompute(model, recompute, around_inputs)
-            self._check_compiled()
+            if self.partition is not None and self.recompute is not None and self.recompute.compiled:
+                raise PlanError(
+                    "Got activations.partitioning with compiled modules, but compiled code chooses itself what it "
+                    "saves for backward. Remove activations.partitioning or torch.compile."
+                )
         except BaseException:
             self.remove()
             raise
@@ -171,13 +175,6 @@ class Activations:
             protected=self._all_protected,
             floating_only=self.partition is not None,
         )
-
-    def _check_compiled(self) -> None:
-        if self.partition is not None and self.recompute is not None and self.recompute.compiled:
-            raise PlanError(
-                "Got activations.partitioning with compiled modules, but compiled code chooses itself what it saves "
-                "for backward. Remove activations.partitioning or torch.compile."
-            )
 
     def _all_protected(self) -> set[int]:
         return self._own if self._protected is None else self._own.union(self._protected())

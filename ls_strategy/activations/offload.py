@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ls_strategy._compat import version_of
-from ls_strategy.activations.storage import ActivationStorage, FileStorage, HostStorage, NVMeFolder, StoredRegion
+from ls_strategy.activations.storage import NVMeFolder, StoredRegion, make_storage
 from ls_strategy.config import ActivationOffloadConfig
 from ls_strategy.errors import StateError
 from ls_strategy.tiers.link import DONE, Arrival, Link
@@ -27,9 +27,9 @@ _LOOK_BACK = 64
 
 
 class Offloaded:
-    """A region on the device, in storage, or in transfer between the two. A `Kept`."""
+    """A region on the device, in storage, or in transfer between the two."""
 
-    def __init__(self, offload: ActivationOffload, number: int, region: Tensor) -> None:
+    def __init__(self, number: int, region: Tensor) -> None:
         """``region``: ``(n,)``, on the device."""
         self.uses = 0
         """Number of handles."""
@@ -48,28 +48,15 @@ class Offloaded:
         self.is_stored = False
         """Whether storage holds the region, so that device memory may be freed."""
         self.stored = StoredRegion(region.nbytes)
-        self._offload = offload
 
     @property
     def consumed(self) -> bool:
         """Whether every handle has loaded the region."""
         return self.loads >= self.uses
 
-    def add_use(self) -> None:
-        """See `Kept`."""
-        self.uses += 1
-
-    def load(self) -> Tensor:
-        """See `Kept`."""
-        return self._offload.load(self)
-
-    def drop(self) -> None:
-        """See `Kept`."""
-        self._offload.drop(self)
-
 
 class ActivationOffload:
-    """Keeps regions in host memory or in a file. Not thread-safe: callers must serialize their calls."""
+    """A `Keeper` in host memory or in a file. Not thread-safe: callers must serialize their calls."""
 
     def __init__(self, config: ActivationOffloadConfig, device: torch.device, folder: NVMeFolder | None = None) -> None:
         """Create the storage.
@@ -85,12 +72,7 @@ class ActivationOffload:
         self.config = config
         self._link = Link(device)
         self._asynchronous = device.type == "cuda"
-        self.storage: ActivationStorage
-        if config.tier == "nvme":
-            assert folder is not None, "tier='nvme' without a folder"
-            self.storage = FileStorage(self._link, folder, config.staging_bytes)
-        else:
-            self.storage = HostStorage(self._link)
+        self.storage = make_storage(config, self._link, folder)
         self.in_flight_bytes = 0
         """Bytes on the device now: not yet stored, or prefetched."""
         self.in_flight_peak = 0
@@ -118,7 +100,7 @@ class ActivationOffload:
                 "activation offload was removed while a forward that uses it was running. Remove it between steps."
             )
         self._make_room(region.nbytes)
-        kept = Offloaded(self, self._next, region)
+        kept = Offloaded(self._next, region)
         self._next += 1
         self._kept[kept.number] = kept
         self._track(kept)
@@ -131,6 +113,10 @@ class ActivationOffload:
             self.drop(kept)
             raise
         return kept
+
+    def add_use(self, kept: Offloaded) -> None:
+        """See `Keeper`."""
+        kept.uses += 1
 
     def load(self, kept: Offloaded) -> Tensor:
         """Return the region on the device, and prefetch the regions that were kept before it.

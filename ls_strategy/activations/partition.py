@@ -13,10 +13,13 @@ and backward, would fragment memory.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ls_strategy.activations.saved import Keeper, Kept
+from ls_strategy.activations.saved import Keeper
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import PlanError
 
@@ -62,32 +65,22 @@ class ShardBuffer:
                 self._memory = torch.empty(self._wanted, dtype=torch.uint8, device=self._device)
 
 
+@dataclass
 class KeptShard:
-    """This rank's shard of a region. A `Kept`."""
+    """This rank's shard of a region."""
 
-    def __init__(self, partition: ActivationPartition, numel: int, shard: Tensor | None, kept: Kept | None) -> None:
-        """``mine`` is the shard itself; ``kept`` is its handle in another keeper. Exactly one is given."""
-        self.numel = numel
-        self.shard = shard
-        self.kept = kept
-        self._partition = partition
+    numel: int
+    """Elements of the full region."""
 
-    def add_use(self) -> None:
-        """See `Kept`."""
-        if self.kept is not None:
-            self.kept.add_use()
+    shard: Tensor | None
+    """The shard, unless another keeper has it."""
 
-    def load(self) -> Tensor:
-        """See `Kept`. Collective over the axis."""
-        return self._partition.load(self)
-
-    def drop(self) -> None:
-        """See `Kept`."""
-        self._partition.drop(self)
+    kept: Any
+    """What the other keeper returned for the shard."""
 
 
 class ActivationPartition:
-    """Keeps this rank's shard of regions that are replicated over an axis.
+    """A `Keeper` of this rank's shard of regions that are replicated over an axis.
 
     Collective: all ranks must keep and load the same regions in the same order, as they do when they run the same
     modules.
@@ -131,27 +124,32 @@ class ActivationPartition:
         self.bytes_full += region.nbytes
         self.bytes_kept += shard.nbytes
         if self._keeper is None:
-            return KeptShard(self, region.numel(), shard, None)
-        return KeptShard(self, region.numel(), None, self._keeper.keep(shard))
+            return KeptShard(region.numel(), shard, None)
+        return KeptShard(region.numel(), None, self._keeper.keep(shard))
 
-    def load(self, kept_shard: KeptShard) -> Tensor:
+    def add_use(self, kept: KeptShard) -> None:
+        """See `Keeper`."""
+        if self._keeper is not None:
+            self._keeper.add_use(kept.kept)
+
+    def load(self, kept: KeptShard) -> Tensor:
         """Return the full region. The latest one is not gathered twice. Collective."""
         self._checking = False
-        if self._latest is None or self._latest[0] is not kept_shard:
+        if self._latest is None or self._latest[0] is not kept:
             self._latest = None
-            shard = kept_shard.shard if kept_shard.kept is None else kept_shard.kept.load()
+            shard = kept.shard if self._keeper is None else self._keeper.load(kept.kept)
             assert shard is not None
-            self._latest = (kept_shard, self.axis.all_gather(shard, 0)[: kept_shard.numel])
+            self._latest = (kept, self.axis.all_gather(shard, 0)[: kept.numel])
         return self._latest[1]
 
-    def drop(self, kept_shard: KeptShard) -> None:
+    def drop(self, kept: KeptShard) -> None:
         """Forget a shard. Not collective."""
-        if self._latest is not None and self._latest[0] is kept_shard:
+        if self._latest is not None and self._latest[0] is kept:
             self._latest = None
-        if kept_shard.kept is not None:
-            kept_shard.kept.drop()
+        if self._keeper is not None:
+            self._keeper.drop(kept.kept)
         else:
-            kept_shard.shard = None
+            kept.shard = None
             self.buffer.give()
 
     def _check_replicated(self, region: Tensor) -> None:

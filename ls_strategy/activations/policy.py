@@ -29,28 +29,16 @@ def _namespace_and_name(operation: Any) -> tuple[str, str]:
     return namespace, name.split(".")[0]
 
 
-def _is_matmul(namespace: str, name: str) -> bool:
-    return namespace == "aten" and name in _MATMULS
-
-
-def _is_convolution(namespace: str, name: str) -> bool:
-    return namespace == "aten" and name in _CONVOLUTIONS
-
-
 def _is_attention(namespace: str, name: str) -> bool:
     return name.startswith(_ATTENTION) and not name.endswith("_backward")
 
 
-def _is_collective(namespace: str, name: str) -> bool:
-    # Not `c10d`: its operations write into their inputs, which a saved output cannot replace.
-    return namespace in _COLLECTIVES
-
-
 KINDS: dict[str, Callable[[str, str], bool]] = {
-    "matmul": _is_matmul,
+    "matmul": lambda namespace, name: namespace == "aten" and name in _MATMULS,
     "attention": _is_attention,
-    "convolution": _is_convolution,
-    "collective": _is_collective,
+    "convolution": lambda namespace, name: namespace == "aten" and name in _CONVOLUTIONS,
+    # Not `c10d`: its operations write into their inputs, which a saved output cannot replace.
+    "collective": lambda namespace, name: namespace in _COLLECTIVES,
 }
 """Kinds of operations: the name of each, and its predicate on namespace and name of an operation."""
 

@@ -3,8 +3,8 @@
 ::
 
     forward   | pack(tensor)   ─► eligible? ─► its region of memory ─► keeper.keep(region) ─► handle in the graph
-    backward  | unpack(handle) ─► kept.load() ─► the same view of the region
-              | the graph frees the handle ─► kept.drop()
+    backward  | unpack(handle) ─► keeper.load() ─► the same view of the region
+              | the graph frees the handle ─► keeper.drop()
 
 The memory under a tensor is kept once, however many views of it are saved: the same activation may be the input of
 three linear layers, and queries, keys and values may be slices of one product.
@@ -24,27 +24,23 @@ from torch import Tensor
 from ls_strategy._compat import StorageWeakRef, storage_key, version_of
 
 
-class Kept(Protocol):
-    """A region that is kept elsewhere."""
+class Keeper(Protocol):
+    """Keeps regions elsewhere. ``kept`` is what `keep` returned."""
 
-    def add_use(self) -> None:
+    def keep(self, region: Tensor) -> Any:
+        """Keep a region, 1-d, on the device. It is not changed afterwards."""
+        ...
+
+    def add_use(self, kept: Any) -> None:
         """Announce one more `load`."""
         ...
 
-    def load(self) -> Tensor:
+    def load(self, kept: Any) -> Tensor:
         """Return the region on the device, bitwise equal and read-only. Called once per handle or more often."""
         ...
 
-    def drop(self) -> None:
+    def drop(self, kept: Any) -> None:
         """Free the region. Must not raise or wait for long: it runs when autograd frees the graph."""
-        ...
-
-
-class Keeper(Protocol):
-    """Keeps regions elsewhere."""
-
-    def keep(self, region: Tensor) -> Kept:
-        """Keep a region, 1-d, on the device. It is not changed afterwards."""
         ...
 
 
@@ -83,7 +79,7 @@ def region_of(tensor: Tensor) -> tuple[Tensor, int]:
 class _Entry:
     """A kept region and the number of its handles."""
 
-    def __init__(self, key: tuple[Any, ...], kept: Kept, storage: StorageWeakRef) -> None:
+    def __init__(self, key: tuple[Any, ...], kept: Any, storage: StorageWeakRef) -> None:
         self.key = key
         self.kept = kept
         self.storage = storage  # while this exists, no other storage gets the id in the key
@@ -172,7 +168,7 @@ class SavedTensors:
                     self._entries[key] = entry
                     self.bytes_packed += region.nbytes
                 entry.handles += 1
-                entry.kept.add_use()
+                self.keeper.add_use(entry.kept)
                 return _Handle(entry, tensor, offset, self._released)
         finally:
             self._drop_released()
@@ -182,7 +178,7 @@ class SavedTensors:
             return saved
         try:
             with self._lock, torch.no_grad():
-                region = saved.entry.kept.load()
+                region = self.keeper.load(saved.entry.kept)
                 return region.as_strided(saved.size, saved.stride, int(region.storage_offset()) + saved.offset)
         finally:
             self._drop_released()
@@ -201,6 +197,6 @@ class SavedTensors:
                     entry.handles -= 1
                     if entry.handles == 0:
                         del self._entries[entry.key]
-                        entry.kept.drop()
+                        self.keeper.drop(entry.kept)
             finally:
                 self._lock.release()

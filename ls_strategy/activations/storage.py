@@ -14,15 +14,17 @@ from __future__ import annotations
 import errno
 import os
 import time
+from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor
 
-from ls_strategy.config import NVMeIOConfig
+from ls_strategy.config import ActivationOffloadConfig, NVMeIOConfig
 from ls_strategy.errors import PlanError
 from ls_strategy.tiers.buffers import PAGE, AlignedBuffer
 from ls_strategy.tiers.file_io import IOEngine, Transfer
@@ -50,50 +52,6 @@ class StoredRegion:
         """Return the bytes in host memory, ``(nbytes,)`` uint8."""
         assert self.buffer is not None
         return self.buffer.tensor[: self.nbytes]
-
-
-class ActivationStorage(Protocol):
-    """Stores bytes and returns them."""
-
-    name: str
-    stored_bytes: int
-    """Bytes stored now."""
-
-    waited_s: float
-    """Seconds that training has waited for the storage so far."""
-
-    @property
-    def host_bytes(self) -> int:
-        """Host memory that the storage occupies, in use or free."""
-        ...
-
-    def begin(self, region: StoredRegion, source: Tensor) -> None:
-        """Start copying ``source``, ``(nbytes,)`` uint8 on the device, to host memory."""
-        ...
-
-    def finish(self, region: StoredRegion) -> None:
-        """Wait until the source is not needed any more."""
-        ...
-
-    def prepare(self, region: StoredRegion) -> bool:
-        """Start loading the bytes to host memory if there is room. Return whether they are there already."""
-        ...
-
-    def host(self, region: StoredRegion) -> Tensor:
-        """Return the bytes in host memory, ``(nbytes,)`` uint8. Waits for them."""
-        ...
-
-    def arrived(self, region: StoredRegion, arrival: Arrival) -> None:
-        """Note that ``arrival`` copies the bytes from `host` to the device."""
-        ...
-
-    def drop(self, region: StoredRegion) -> None:
-        """Free the bytes. Does not wait."""
-        ...
-
-    def close(self) -> None:
-        """Free all memory and files. Nothing may be stored any more."""
-        ...
 
 
 class _Free(NamedTuple):
@@ -155,49 +113,81 @@ class BufferStock:
             self.total_bytes -= each.nbytes
 
 
-class HostStorage:
-    """Storage in host memory."""
+class ActivationStorage(ABC):
+    """Stores bytes and returns them, through a pool of host buffers."""
 
-    name = "host memory"
+    name: str
 
     def __init__(self, link: Link) -> None:
+        """``link``: to the device."""
         self._link = link
         self._stock = BufferStock(pin=link.device.type == "cuda")
         self.stored_bytes = 0
+        """Bytes stored now."""
         self.waited_s = 0.0
+        """Seconds that training has waited for the storage so far."""
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of all buffers, in use or free."""
+        """Bytes of all host buffers, in use or free."""
         return self._stock.total_bytes
 
+    @abstractmethod
     def begin(self, region: StoredRegion, source: Tensor) -> None:
-        """See `ActivationStorage`."""
+        """Start copying ``source``, ``(nbytes,)`` uint8 on the device, to host memory."""
+
+    @abstractmethod
+    def finish(self, region: StoredRegion) -> None:
+        """Wait until the source is not needed any more."""
+
+    @abstractmethod
+    def prepare(self, region: StoredRegion) -> bool:
+        """Start loading the bytes to host memory if there is room. Return whether they are there already."""
+
+    @abstractmethod
+    def host(self, region: StoredRegion) -> Tensor:
+        """Return the bytes in host memory, ``(nbytes,)`` uint8. Waits for them."""
+
+    @abstractmethod
+    def arrived(self, region: StoredRegion, arrival: Arrival) -> None:
+        """Note that ``arrival`` copies the bytes from `host` to the device."""
+
+    @abstractmethod
+    def drop(self, region: StoredRegion) -> None:
+        """Free the bytes. Does not wait."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free all memory and files. Nothing may be stored any more."""
+
+    def _wait(self, wait: Callable[[], object]) -> None:
+        started = time.perf_counter()
+        wait()
+        self.waited_s += time.perf_counter() - started
+
+
+class _HostStorage(ActivationStorage):
+    name = "host memory"
+
+    def begin(self, region: StoredRegion, source: Tensor) -> None:
         # An earlier copy out of the buffer has ended: the device's current stream has waited for it.
         region.buffer, _ = self._stock.take(region.nbytes)
         self.stored_bytes += region.nbytes
         region.copying = self._link.to_host(region.host(), source)
 
     def finish(self, region: StoredRegion) -> None:
-        """See `ActivationStorage`."""
-        started = time.perf_counter()
-        region.copying.wait_on_host()
-        self.waited_s += time.perf_counter() - started
+        self._wait(region.copying.wait_on_host)
 
     def prepare(self, region: StoredRegion) -> bool:
-        """See `ActivationStorage`."""
         return True
 
     def host(self, region: StoredRegion) -> Tensor:
-        """See `ActivationStorage`."""
         return region.host()
 
     def arrived(self, region: StoredRegion, arrival: Arrival) -> None:
-        """See `ActivationStorage`."""
         region.copying = arrival
 
     def drop(self, region: StoredRegion) -> None:
-        """See `ActivationStorage`."""
         if region.buffer is not None:
             self.stored_bytes -= region.nbytes
             self._stock.give(region.buffer, region.copying)
@@ -206,7 +196,6 @@ class HostStorage:
                 self._stock.trim()
 
     def close(self) -> None:
-        """See `ActivationStorage`."""
         self._stock.close()
 
 
@@ -261,49 +250,29 @@ class FileSpace:
         self._free = merged
 
 
-class FileStorage:
+class _FileStorage(ActivationStorage):
     """Storage in a file on a local NVMe device, with a bounded amount of host memory for staging."""
 
     name = "NVMe"
 
     def __init__(self, link: Link, folder: NVMeFolder, staging_bytes: int) -> None:
-        """Create the file, still empty.
-
-        Args:
-            link: Link to the device.
-            folder: Folder for the file.
-            staging_bytes: Bound on host memory that waits for I/O. Memory that waits for the device is not included.
-
-        Raises:
-            ConfigError: The folder is unsuitable.
-        """
+        super().__init__(link)
         check_path(folder.path, 0, folder.allow_ram)
-        self._link = link
         self._folder = folder
         self._file = open_scratch(Path(folder.path), PAGE, rank=folder.rank, direct=folder.io.direct)
         self._file_bytes = PAGE
         self._space = FileSpace()
         self._engine = IOEngine(folder.io)
-        self._stock = BufferStock(pin=link.device.type == "cuda")
         self._limit = staging_bytes
         self._writing: deque[StoredRegion] = deque()
         self._dropped: deque[StoredRegion] = deque()
-        self.stored_bytes = 0
-        self.waited_s = 0.0
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of all staging buffers, in use or free."""
-        return self._stock.total_bytes
 
     def begin(self, region: StoredRegion, source: Tensor) -> None:
-        """See `ActivationStorage`. Raises `DriveError` if an earlier write failed."""
         self._take_buffer(region)
         self.stored_bytes += region.nbytes
         region.copying = self._link.to_host(region.host(), source)
 
     def finish(self, region: StoredRegion) -> None:
-        """See `ActivationStorage`. Raises `DriveError` for an earlier failed write, `PlanError` for a full device."""
         region.copying.wait_on_host()
         if region.offset is None:
             region.offset = self._space.take(region.nbytes)
@@ -313,7 +282,6 @@ class FileStorage:
             self._writing.append(region)
 
     def prepare(self, region: StoredRegion) -> bool:
-        """See `ActivationStorage`."""
         if region.buffer is None:
             if not self._has_room(region.nbytes):
                 return False
@@ -323,23 +291,20 @@ class FileStorage:
         return region.transfer is None or region.transfer.finished.is_set()
 
     def host(self, region: StoredRegion) -> Tensor:
-        """See `ActivationStorage`. Raises `DriveError`."""
         if region.buffer is None:
             self._read(region)
         transfer = region.transfer
         # A write may still run: its buffer holds the bytes.
         if transfer is not None and (transfer.verb == "read" or transfer.error is not None):
-            self._wait(transfer)
+            self._wait(transfer.wait)
         return region.host()
 
     def arrived(self, region: StoredRegion, arrival: Arrival) -> None:
-        """See `ActivationStorage`."""
         region.copying = arrival
         if region.transfer is not None and region.transfer.verb == "read":
             self._give_buffer(region)
 
     def drop(self, region: StoredRegion) -> None:
-        """See `ActivationStorage`."""
         if region.buffer is not None or region.offset is not None:
             self.stored_bytes -= region.nbytes
             self._dropped.append(region)
@@ -348,7 +313,6 @@ class FileStorage:
             self._stock.trim()
 
     def close(self) -> None:
-        """See `ActivationStorage`."""
         self._engine.close()
         self._sweep()
         self._file.close()
@@ -357,7 +321,7 @@ class FileStorage:
     def _read(self, region: StoredRegion) -> None:
         assert region.offset is not None
         if region.transfer is not None and region.transfer.verb == "write":
-            self._wait(region.transfer)
+            self._wait(region.transfer.wait)
         self._take_buffer(region)
         region.transfer = self._engine.read(self._file, self._pages(region), region.offset)
 
@@ -374,7 +338,7 @@ class FileStorage:
         while not self._has_room(region.nbytes) and self._writing:
             first = self._writing[0]
             assert first.transfer is not None
-            self._wait(first.transfer)
+            self._wait(first.transfer.wait)
             self._sweep()
         region.buffer, busy = self._stock.take(region.nbytes)
         busy.wait_on_host()  # I/O does not wait for the device
@@ -408,11 +372,6 @@ class FileStorage:
         self._stock.give(region.buffer, region.copying)
         region.buffer = None
 
-    def _wait(self, transfer: Transfer) -> None:
-        started = time.perf_counter()
-        transfer.wait()
-        self.waited_s += time.perf_counter() - started
-
     def _grow(self) -> None:
         """Reserve space for the file, so that a full NVMe device raises here."""
         if self._space.end <= self._file_bytes:
@@ -429,3 +388,17 @@ class FileStorage:
                 ) from error
             os.ftruncate(self._file.fd, nbytes)  # not reserved: a full device shows up as a failed write
         self._file_bytes = nbytes
+
+
+def make_storage(config: ActivationOffloadConfig, link: Link, folder: NVMeFolder | None) -> ActivationStorage:
+    """Return the storage of ``config.tier``, still empty.
+
+    Its methods raise `DriveError` for an earlier failed write, and `PlanError` if the NVMe device is full.
+
+    Raises:
+        ConfigError: The folder is unsuitable.
+    """
+    if config.tier == "nvme":
+        assert folder is not None, "tier='nvme' without a folder"
+        return _FileStorage(link, folder, config.staging_bytes)
+    return _HostStorage(link)

@@ -119,24 +119,24 @@ def buffers(rank: int, size: int) -> None:
         kept = [partition.keep(t) for t in (x, y, x + 1)]
         places.append([k.shard.data_ptr() for k in kept if k.shard is not None])
         for k, t in zip(reversed(kept), (x + 1, y, x), strict=True):
-            assert torch.equal(k.load(), t)
-            k.drop()
+            assert torch.equal(partition.load(k), t)
+            partition.drop(k)
     assert places[1] == places[2]
     assert partition.buffer.nbytes == 2048 + 512 + 2048  # 501 fp32, 251 bf16, at multiples of 512 bytes
     begin = places[1][0]
     assert [p - begin for p in places[1]] == [0, 2048, 2560]
     # More than the step before: beside the buffer, which then grows.
     kept = [partition.keep(x) for _ in range(4)]
-    assert all(torch.equal(k.load(), x) for k in kept)
+    assert all(torch.equal(partition.load(k), x) for k in kept)
     for k in kept:
-        k.drop()
+        partition.drop(k)
     assert partition.buffer.nbytes == 4 * 2048
     # The same region twice in a row is gathered once.
     part, before = partition.keep(x), axis.traffic.elements["all_gather"]
-    first, second = part.load(), part.load()
+    first, second = partition.load(part), partition.load(part)
     assert first is second
     assert axis.traffic.elements["all_gather"] - before == 501
-    part.drop()
+    partition.drop(part)
 
 
 def test_parts_lie_in_one_buffer() -> None:

@@ -399,12 +399,12 @@ def test_regions_come_back_in_reverse_before_they_are_asked_for() -> None:
     offload = ActivationOffload(options(in_flight_bytes=3 * 400), CPU)
     kept = [offload.keep(torch.full((100,), float(i))) for i in range(8)]
     for k in kept:
-        k.add_use()
+        offload.add_use(k)
     assert [k.on_device is not None for k in kept] == [False] * 5 + [True] * 3  # the last never leave
     assert offload.bytes_out == 5 * 400
     for i in reversed(range(8)):
-        assert kept[i].load()[0].item() == i
-        kept[i].drop()
+        assert offload.load(kept[i])[0].item() == i
+        offload.drop(kept[i])
         assert offload.in_flight_bytes <= 3 * 400
         if i:
             assert kept[i - 1].on_device is not None  # backward does not wait for it
