@@ -22,12 +22,11 @@ from torch import Tensor, nn
 
 from ls_strategy.checked import at_least, checked
 from ls_strategy.errors import PlanError
-from ls_strategy.moe.capacity import capacity_of, kept_pairs
+from ls_strategy.moe.capacity import kept_pairs
 from ls_strategy.moe.families import FAMILIES, Family
-from ls_strategy.moe.grouped import grouped_linear
+from ls_strategy.moe.grouped import autocast_dtype, grouped_linear
 from ls_strategy.moe.router import Routing, RoutingAccounts, RoutingOptions
 from ls_strategy.moe.sparse import SparseLayer
-from ls_strategy.moe.statistics import MoEStatistics
 
 _STACKS = (("gate_up_proj", "gate_up_proj_bias"), ("up_proj", "up_proj_bias"), ("down_proj", "down_proj_bias"))
 """Names of stacked weights and of their biases."""
@@ -220,10 +219,7 @@ class ConvertedExperts(nn.Module):
 
     def input_dtype(self, x: Tensor) -> torch.dtype:
         """Return the dtype in which rows may be sent: the one to which the first layer casts them."""
-        device = x.device.type
-        if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-            return torch.get_autocast_dtype(device)
-        return x.dtype
+        return autocast_dtype(x)
 
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Run each expert on its rows.
@@ -286,20 +282,13 @@ class ConvertedMoE(RoutingAccounts, SparseLayer):
         x = self._jittered(hidden_states)
         tokens = x.reshape(-1, x.shape[-1])
         routing, weights = self._routed(tokens)
-        shared: list[Tensor] = []
-
-        def meanwhile() -> None:
-            expert = self._part(self.family.shared)
-            if expert is not None:
-                shared.append(self._gated_shared(expert(tokens), tokens))
-
         before, after = (self._part(name) for name in self.family.around or (None, None))
         inner = tokens if before is None else before(tokens)
-        out = self.dispatch(inner, routing, meanwhile, inner.dtype)
+        out, shared = self.dispatch(inner, routing, lambda: self._shared_expert(tokens), inner.dtype)
         out = out if after is None else after(out)
         if self.family.factor is not None:
             out = out * getattr(self, self.family.factor)
-        out = (out + shared[0] if shared else out).view(x.shape)
+        out = (out if shared is None else out + shared).view(x.shape)
         return (out, weights) if self.family.returns_weights else out
 
     def forward_shapes(self, hidden_states: Tensor) -> Tensor | tuple[Tensor, Tensor]:
@@ -309,14 +298,6 @@ class ConvertedMoE(RoutingAccounts, SparseLayer):
             return out
         tokens = hidden_states.numel() // hidden_states.shape[-1]
         return out, hidden_states.new_empty(tokens, self.options.k)
-
-    def statistics(self) -> MoEStatistics:
-        """Return this rank's statistics of training forwards since `reset_statistics`. Does not wait for the device."""
-        return self.counts.statistics(next(self.parameters()).device)
-
-    def reset_statistics(self) -> None:
-        """Start new statistics."""
-        self.counts.reset()
 
     def _part(self, name: str | None) -> Callable[[Tensor], Tensor] | None:
         return None if name is None else getattr(self, name, None)
@@ -330,9 +311,12 @@ class ConvertedMoE(RoutingAccounts, SparseLayer):
             self.parallel.replicas.broadcast_(noise)
         return x * noise
 
-    def _gated_shared(self, shared: Tensor, tokens: Tensor) -> Tensor:
-        gate = self._part(self.family.shared_gate)
-        return shared if gate is None else gate(tokens).sigmoid() * shared
+    def _shared_expert(self, tokens: Tensor) -> Tensor | None:
+        expert, gate = self._part(self.family.shared), self._part(self.family.shared_gate)
+        if expert is None:
+            return None
+        out = expert(tokens)
+        return out if gate is None else gate(tokens).sigmoid() * out
 
     def _routed(self, tokens: Tensor) -> tuple[Routing, Tensor]:
         """Return the router's choices after dropping, and its weights ``(S, k)`` before it."""
@@ -353,7 +337,5 @@ class ConvertedMoE(RoutingAccounts, SparseLayer):
         return logits, scores / scores.sum(-1, keepdim=True)
 
     def _kept(self, experts: Tensor, weights: Tensor) -> Tensor | None:
-        o = self.options
-        factor = o.capacity_factor if self.training else o.eval_capacity_factor
-        capacity = capacity_of(len(experts), o.num_experts, factor * o.k, o.min_capacity)
-        return kept_pairs(experts, o.num_experts, capacity, priority=weights)
+        capacity = self.options.capacity(len(experts), training=self.training)
+        return kept_pairs(experts, self.options.num_experts, capacity, priority=weights)

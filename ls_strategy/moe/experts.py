@@ -13,7 +13,7 @@ from torch.func import functional_call
 from ls_strategy._compat import is_hooked
 from ls_strategy.errors import PlanError
 from ls_strategy.moe.feed_forward import FeedForward, GatedFeedForward
-from ls_strategy.moe.grouped import grouped_linear
+from ls_strategy.moe.grouped import autocast_dtype, grouped_linear
 from ls_strategy.moe.grouped_feed_forward import Layer, grouped_feed_forward
 
 Expert = nn.Module | Callable[[], nn.Module]
@@ -196,10 +196,7 @@ class Experts(StackedParameters):
 
     def input_dtype(self, x: Tensor) -> torch.dtype:
         """Return the dtype in which rows may be sent: the one to which the first layer casts them."""
-        device = x.device.type
-        if self.runs_grouped and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-            return torch.get_autocast_dtype(device)
-        return x.dtype
+        return autocast_dtype(x) if self.runs_grouped else x.dtype
 
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Run each expert on its rows.

@@ -30,17 +30,36 @@ def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, counts: Seque
     Raises:
         ValueError: The number of counts is not G, or their sum is not T.
     """
-    if len(counts) != len(weight) or sum(counts) != len(x):
-        raise ValueError(f"{len(counts)} groups of {sum(counts)} rows in all: got {len(weight)} weights, {len(x)} rows")
+    check_counts(counts, weight, x)
     return _GroupedLinear.apply(*autocast(x, weight, bias), tuple(counts))  # type: ignore[no-any-return]
+
+
+def check_counts(counts: Sequence[int], weight: Tensor, x: Tensor) -> None:
+    """Check that there is one count per group, and that they add up to the number of rows.
+
+    Raises:
+        ValueError: One of the two does not hold.
+    """
+    if len(counts) != len(weight) or sum(counts) != len(x):
+        raise ValueError(
+            f"Got counts for {len(counts)} groups of {sum(counts)} rows in total, but {len(weight)} weights and "
+            f"{len(x)} rows."
+        )
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which ``nn.Linear`` multiplies ``x``."""
+    device = x.device.type
+    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return x.dtype
 
 
 def autocast(x: Tensor, *weights: Tensor | None) -> list[Tensor | None]:
     """Cast rows and weights to the dtype in which ``nn.Linear`` multiplies them."""
-    device = x.device.type
-    if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
+    if not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64:
         return [x, *weights]
-    dtype = torch.get_autocast_dtype(device)
+    dtype = autocast_dtype(x)
     return [None if t is None else t.to(dtype) for t in (x, *weights)]
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ls_strategy.moe.grouped import autocast, multiply, outer, sums
+from ls_strategy.moe.grouped import autocast, check_counts, multiply, outer, sums
 
 PART_NUMEL = 1 << 19
 """Intermediate elements per portion, if experts are small: 2 MiB in fp32."""
@@ -50,9 +50,7 @@ def grouped_feed_forward(
     Returns:
         ``(T, out)``, in the dtype that ``nn.Linear`` would return, also under autocast.
     """
-    if len(counts) != len(last.weight) or sum(counts) != len(x):
-        groups, rows = len(last.weight), len(x)
-        raise ValueError(f"{len(counts)} groups of {sum(counts)} rows in all: got {groups} weights, {rows} rows")
+    check_counts(counts, last.weight, x)
     flat = [t for layer in (last, *first) for t in layer]
     x, *flat = autocast(x, *flat)  # type: ignore[assignment]
     with torch.autocast(x.device.type, enabled=False):

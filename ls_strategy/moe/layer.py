@@ -13,7 +13,6 @@ from ls_strategy.errors import ConfigError
 from ls_strategy.moe.experts import Expert, Experts, StackedParameters
 from ls_strategy.moe.router import Router, Routing, RoutingOptions
 from ls_strategy.moe.sparse import ExpertParallel, SparseLayer
-from ls_strategy.moe.statistics import MoEStatistics
 
 
 class MoE(SparseLayer):
@@ -107,6 +106,7 @@ class MoE(SparseLayer):
         if use_residual:
             self.residual_expert = copy.deepcopy(expert) if isinstance(expert, nn.Module) else expert()
         self.router = Router(hidden_size, options)
+        self.counts = self.router.counts
         self.coefficient = nn.Linear(hidden_size, 2) if use_residual else None
 
     def shard(self, parallel: ExpertParallel) -> None:
@@ -122,27 +122,14 @@ class MoE(SparseLayer):
         """Map ``(..., hidden_size)`` to the same shape. Collective over the ranks of ``parallel``, also in backward."""
         tokens = x.reshape(-1, x.shape[-1])
         routing: Routing = self.router(tokens, None if self.parallel is None else self.parallel.replicas)
-        shared: list[Tensor] = []
-
-        def meanwhile() -> None:
-            expert = self.shared_expert if self.shared_expert is not None else self.residual_expert
-            if expert is not None:
-                shared.append(expert(x))
-
-        out = self.dispatch(tokens, routing, meanwhile).view(x.shape)
+        expert = self.shared_expert if self.shared_expert is not None else self.residual_expert
+        out, shared = self.dispatch(tokens, routing, lambda: None if expert is None else expert(x))
+        out = out.view(x.shape)
         if self.coefficient is not None:
             share = self.coefficient(x).softmax(-1)
-            return out * share[..., :1] + shared[0] * share[..., 1:]
-        return out + shared[0] if shared else out
+            return out * share[..., :1] + shared * share[..., 1:]
+        return out if shared is None else out + shared
 
     def forward_shapes(self, x: Tensor) -> Tensor:
         """Replace `forward` where another pipeline rank computes it. Routing needs values; shapes do not."""
         return torch.empty_like(x)
-
-    def statistics(self) -> MoEStatistics:
-        """Return this rank's statistics of training forwards since `reset_statistics`. Does not wait for the device."""
-        return self.router.counts.statistics(self.router.weight.device)
-
-    def reset_statistics(self) -> None:
-        """Start new statistics."""
-        self.router.counts.reset()

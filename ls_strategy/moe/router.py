@@ -85,6 +85,11 @@ class RoutingOptions:
         """Whether tokens choose by the softmax of their logits and nothing else, as in GShard and Switch."""
         return self.score == "softmax" and self.groups == 1 and self.bias_update_rate == 0
 
+    def capacity(self, tokens: int, *, training: bool) -> int:
+        """Return the capacity of an expert, in pairs."""
+        factor = self.capacity_factor if training else self.eval_capacity_factor
+        return capacity_of(tokens, self.num_experts, factor * self.k, self.min_capacity)
+
 
 @dataclass(frozen=True)
 class Routing:
@@ -239,8 +244,7 @@ class Router(RoutingAccounts, nn.Module):
 
     def _kept(self, experts: Tensor, weights: Tensor, replicas: Axis | None) -> Tensor | None:
         o = self.options
-        factor = o.capacity_factor if self.training else o.eval_capacity_factor
-        capacity = capacity_of(len(experts), o.num_experts, factor * o.k, o.min_capacity)
+        capacity = o.capacity(len(experts), training=self.training)
         priority = None
         if o.k == 1 and o.use_rts and self.training:
             priority = _synchronized(torch.rand_like(weights), replicas)

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ls_strategy.distributed.axis import Axis
-from ls_strategy.moe.dispatch import (
-    Exchange,
-    by_expert,
-    exchange_counts,
-    gather_tokens,
-    shard_tokens,
-)
+from ls_strategy.moe.dispatch import Exchange, by_expert, exchange_counts, gather_tokens, shard_tokens
 from ls_strategy.moe.router import Routing
-from ls_strategy.moe.statistics import MoEStatistics
+from ls_strategy.moe.statistics import Counts, MoEStatistics
 from ls_strategy.ops.permute import combine, permute, sort_by_expert
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -54,21 +50,23 @@ class SparseLayer(nn.Module):
     parallel: ExpertParallel | None = None
     """Ranks that hold the other experts; see `apply_expert_parallel`."""
 
+    counts: Counts
+
     def shard(self, parallel: ExpertParallel) -> None:
         """Set the ranks to communicate with. The caller shards the experts' parameters."""
         self.parallel = parallel
 
     def statistics(self) -> MoEStatistics:
         """Return this rank's statistics of training forwards since `reset_statistics`. Does not wait for the device."""
-        raise NotImplementedError
+        return self.counts.statistics(next(self.parameters()).device)
 
     def reset_statistics(self) -> None:
         """Start new statistics."""
-        raise NotImplementedError
+        self.counts.reset()
 
     def dispatch(
-        self, tokens: Tensor, routing: Routing, meanwhile: Callable[[], None], dtype: torch.dtype | None = None
-    ) -> Tensor:
+        self, tokens: Tensor, routing: Routing, meanwhile: Callable[[], T], dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, T]:
         """Return the weighted sums of the outputs of each token's experts. Collective over the ranks of ``parallel``.
 
         Args:
@@ -78,7 +76,7 @@ class SparseLayer(nn.Module):
             dtype: Dtype of the result. None: that of the experts' output.
 
         Returns:
-            ``(S, hidden)``.
+            ``(S, hidden)``, and the result of ``meanwhile``.
         """
         replicas = None if self.parallel is None else self.parallel.replicas
         if replicas is None:
@@ -88,28 +86,28 @@ class SparseLayer(nn.Module):
             shard_tokens(routing.weights, replicas),
             None if routing.kept is None else shard_tokens(routing.kept, replicas),
         )
-        out = self._dispatch_local(shard_tokens(tokens, replicas), own, meanwhile, dtype)
-        return gather_tokens(out, replicas, len(tokens))
+        out, result = self._dispatch_local(shard_tokens(tokens, replicas), own, meanwhile, dtype)
+        return gather_tokens(out, replicas, len(tokens)), result
 
     def _dispatch_local(
-        self, tokens: Tensor, routing: Routing, meanwhile: Callable[[], None], dtype: torch.dtype | None
-    ) -> Tensor:
+        self, tokens: Tensor, routing: Routing, meanwhile: Callable[[], T], dtype: torch.dtype | None
+    ) -> tuple[Tensor, T]:
         order, counts = sort_by_expert(routing.experts, routing.kept, self.num_experts)
         axis = None if self.parallel is None or self.parallel.experts.size == 1 else self.parallel.experts
         row_dtype = self.experts.input_dtype(tokens)  # type: ignore[operator]
         rows = permute(tokens.to(row_dtype), order, routing.experts.shape[1])
         if axis is None:
             lengths: list[int] = counts.tolist()
-            meanwhile()
+            result = meanwhile()
             out = self.experts(rows, lengths)
-            return combine(out if dtype is None else out.to(dtype), order, routing.weights)
+            return combine(out if dtype is None else out.to(dtype), order, routing.weights), result
         scale = 1.0 if self.parallel is None else self.parallel.gradient_scale
         send, receive = exchange_counts(counts, axis)
         outgoing = Exchange(axis, [sum(n) for n in send], [sum(n) for n in receive])
         started = outgoing.start(rows)
-        meanwhile()
+        result = meanwhile()
         rows, by_rank = by_expert(outgoing.finish(started), receive, scale)
         out = by_rank(self.experts(rows, [sum(n) for n in zip(*receive, strict=True)]))
         returning = outgoing.reversed()
         own = returning.finish(returning.start(out))
-        return combine(own if dtype is None else own.to(dtype), order, routing.weights)
+        return combine(own if dtype is None else own.to(dtype), order, routing.weights), result
