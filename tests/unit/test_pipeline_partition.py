@@ -128,8 +128,6 @@ def test_what_cannot_be_cut_is_refused_by_name() -> None:
         make_cut(gpt(), (0, 1), method="type:Decoder")
     with pytest.raises(PlanError, match="flops' requires a dry run"):
         make_cut(gpt(), (0, 1), method="flops")
-    with pytest.raises(PlanError, match=r"bounds=\[0, 6\], but they must increase from 0 to 6 in 2 steps"):
-        make_cut(gpt(), (0, 1), bounds=(0, 6))
 
 
 # --- division ---------------------------------------------------------------------------------------------------------

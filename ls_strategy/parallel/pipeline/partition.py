@@ -225,11 +225,16 @@ def weigh(
         return [1.0] * len(blocks)
     if method == "parameters":
         weights = [float(sum(p.numel() for p in block.parameters())) for block in blocks.values()]
-        return _add_ends(weights, *outside)
+        weights[0] += outside[0]
+        weights[-1] += outside[1]
+        return weights
     if method == "flops":
         if usage is None:
             raise PlanError("method='flops' requires a dry run. Pass usage=observe(model, blocks, step, micro_batch).")
-        return _add_ends([float(n) for n in usage.flops], usage.flops_before, usage.flops_after)
+        weights = [float(n) for n in usage.flops]
+        weights[0] += usage.flops_before
+        weights[-1] += usage.flops_after
+        return weights
     if method.startswith("type:"):
         pattern = re.compile(method[len("type:") :], re.IGNORECASE)
         weights = [float(bool(pattern.search(type(block).__name__))) for block in blocks.values()]
@@ -238,12 +243,6 @@ def weigh(
             raise PlanError(f"Got method={method!r}, which matches no class of the blocks: {kinds}.")
         return weights
     raise PlanError(f"Got method={method!r}, but it must be uniform, parameters, flops or type:regex.")
-
-
-def _add_ends(weights: list[float], before: float, after: float) -> list[float]:
-    weights[0] += before
-    weights[-1] += after
-    return weights
 
 
 # --- the cut ---------------------------------------------------------------------------------------------------------
@@ -256,7 +255,6 @@ def make_cut(
     method: str = "parameters",
     stack: str | None = None,
     usage: Usage | None = None,
-    bounds: Sequence[int] | None = None,
 ) -> StagePartition:
     """Partition the model into ``len(rank_of)`` stages. Returns the same on every rank.
 
@@ -267,7 +265,6 @@ def make_cut(
         stack: See `find_row`.
         usage: Result of a dry run (`trace.observe`). Without it, parameters registered before the blocks count as used
             before them, and parameters registered after the blocks as used after them.
-        bounds: Bounds of the stages, in blocks. None: balanced by ``method``.
 
     Raises:
         PlanError: The model cannot be partitioned this way.
@@ -279,25 +276,12 @@ def make_cut(
     numel = {name: p.numel() for name, p in model.named_parameters()}
     outside = tuple(float(sum(numel.get(name, 0) for name, end in ends.items() if end == e)) for e in (0, 1))
     weights = weigh(blocks, method, (outside[0], outside[1]), usage)
-    bounds = tuple(bounds) if bounds is not None else balance(weights, stages)
-    if len(bounds) != stages + 1 or bounds[0] or bounds[-1] != len(blocks) or sorted(set(bounds)) != list(bounds):
-        raise PlanError(f"Got bounds={list(bounds)}, but they must increase from 0 to {len(blocks)} in {stages} steps.")
+    bounds = balance(weights, stages)
     stages_of, tied = _stages_of(model, blocks, ends, bounds, rank_of)
-    sizes = {id(p): p.numel() for p in model.parameters()}
-    held: list[dict[int, int]] = [{} for _ in range(stages)]
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        for s in stages_of[name]:
-            held[s][id(parameter)] = sizes[id(parameter)]
+    sizes = tuple(sum(n for name, n in numel.items() if s in stages_of[name]) for s in range(stages))
     return StagePartition(
-        tuple(blocks),
-        bounds,
-        tuple(rank_of),
-        stages_of,
-        tied,
-        tuple(sum(each.values()) for each in held),
-        tuple(weights),
-        method,
-    )
+        tuple(blocks), bounds, tuple(rank_of), stages_of, tied, sizes, tuple(weights), method
+    )  # fmt: skip
 
 
 def _ends(model: nn.Module, blocks: Mapping[str, nn.Module], usage: Usage | None) -> dict[str, int]:
@@ -362,19 +346,12 @@ def keep_own(model: nn.Module, cut: StagePartition, rank: int) -> None:
                 empty = torch.empty_like(parameter, device="meta", requires_grad=False)
                 replaced[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
             module._parameters[child] = replaced[id(parameter)]
-    for name, block in _absent_blocks(model, cut, rank):
-        del name
-        for module in block.modules():
+    absent = (s for s, r in enumerate(cut.rank_of) if r != rank)
+    for name in (name for s in absent for name in cut.blocks[cut.bounds[s] : cut.bounds[s + 1]]):
+        for module in model.get_submodule(name).modules():
             for child, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[child] = torch.empty_like(buffer, device="meta")
-
-
-def _absent_blocks(model: nn.Module, cut: StagePartition, rank: int) -> Iterable[tuple[str, nn.Module]]:
-    for s, r in enumerate(cut.rank_of):
-        if r != rank:
-            for name in cut.blocks[cut.bounds[s] : cut.bounds[s + 1]]:
-                yield name, model.get_submodule(name)
 
 
 Step = Callable[[Any], Any]

@@ -6,10 +6,14 @@ Sends are asynchronous and receives block, as in `runner`. Integers and floats o
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ls_strategy.errors import PlanError
 from ls_strategy.parallel.pipeline.schedules import Action, Table
+
+Span = tuple[Action, float, float]
+"""An action, its start and its end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,19 +28,14 @@ class Costs:
 
     def of(self, action: Action) -> float:
         """Return the duration of one action."""
-        return {
-            "F": self.forward,
-            "I": self.inputs,
-            "W": self.weights,
-            "B": self.inputs + self.weights,
-        }[action.kind]
+        return {"F": self.forward, "I": self.inputs, "W": self.weights, "B": self.inputs + self.weights}[action.kind]
 
 
 @dataclass(frozen=True)
 class Simulation:
     """Result of `simulate`."""
 
-    spans: tuple[tuple[tuple[Action, float, float], ...], ...]
+    spans: tuple[tuple[Span, ...], ...]
     """For every rank, each action with its start and end."""
 
     length: float
@@ -98,9 +97,9 @@ class _Run:
             times.append(self.ended[need] + message)
         return max(times)
 
-    def run(self) -> list[list[tuple[Action, float, float]]]:
+    def run(self) -> list[list[Span]]:
         rows = self.table.rows
-        spans: list[list[tuple[Action, float, float]]] = [[] for _ in rows]
+        spans: list[list[Span]] = [[] for _ in rows]
         progressed = True
         while progressed:
             progressed = False
@@ -131,10 +130,15 @@ def simulate(table: Table, costs: Costs | None = None) -> Simulation:
     costs = costs or Costs()
     spans = _Run(table, costs).run()
     length = max(row[-1][2] for row in spans) - min(row[0][1] for row in spans)
+    return Simulation(tuple(map(tuple, spans)), length, bubble(spans), tuple(map(most_alive, table.rows)))
+
+
+def bubble(spans: Sequence[Sequence[Span]]) -> float:
+    """Return the fraction of time from the first start to the last end in which ranks are idle. ``spans``: by rank."""
     busy = sum(end - start for row in spans for _, start, end in row)
-    return Simulation(
-        tuple(map(tuple, spans)), length, 1 - busy / (len(spans) * length), tuple(map(most_alive, table.rows))
-    )
+    start = min(start for row in spans for _, start, _ in row)
+    end = max(end for row in spans for _, _, end in row)
+    return 1 - busy / (len(spans) * (end - start))
 
 
 def most_alive(row: tuple[Action, ...]) -> int:

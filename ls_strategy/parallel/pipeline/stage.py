@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -39,7 +39,7 @@ from ls_strategy._compat import (
 )
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.parallel.pipeline.partition import StagePartition, Step, names_above
-from ls_strategy.parallel.pipeline.placeholder import Absent, Placeholder, is_meta, placeholder
+from ls_strategy.parallel.pipeline.placeholder import Absent, is_meta, placeholder
 from ls_strategy.parallel.pipeline.transfer import SIDE, SideLoss, StageTransfer, add_side, alias, side_of
 
 
@@ -64,13 +64,6 @@ class _Call:
     """Side loss of earlier stages, see `SideLoss`."""
 
 
-@dataclass
-class _Memory:
-    """Shapes of an absent block's outputs, by those of its inputs."""
-
-    outputs: dict[Any, Any] = field(default_factory=dict)
-
-
 class StageRunner:
     """Runs the stages of one rank. Intercepts the calls of all blocks until `remove`."""
 
@@ -92,7 +85,8 @@ class StageRunner:
         self._blocks = [model.get_submodule(name) for name in cut.blocks]
         self._names = {id(p): name for name, p in model.named_parameters()}
         self._meta_blocks = list(meta_blocks(model, self._blocks))
-        self._memory = [_Memory() for _ in self._blocks]
+        self._outputs: list[dict[Any, Any]] = [{} for _ in self._blocks]
+        """For every block, placeholders for its outputs, by the shapes of its inputs."""
         self._call: _Call | None = None
         self._recomputed_call: _Call | None = None
         self._sent: dict[int, frozenset[int]] = {}
@@ -225,18 +219,18 @@ class StageRunner:
 
     def _on_shapes(self, i: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return placeholders for the output of an absent block."""
-        memory = self._memory[i].outputs
+        memory = self._outputs[i]
         with without_torch_functions():  # their overhead would dominate
             leaves, structure = tree_flatten((args, kwargs))
             key = (structure, torch.is_autocast_enabled(self.device.type), *map(_signature, leaves))
             if key in memory:
-                shapes, container = memory[key]
-                made = [leaf.make(self.device) if isinstance(leaf, _Shape) else leaf for leaf in shapes]
-                return made[0] if container is None else tree_unflatten(made, container)
-        result = self._meta_blocks[i](*args, **kwargs)
-        leaves, structure = tree_flatten(result)
-        memory[key] = ([_shape_of(leaf) for leaf in leaves], None if isinstance(result, Tensor) else structure)
+                return tree_map(self._fresh, memory[key])
+        memory[key] = self._meta_blocks[i](*args, **kwargs)
         return self._on_shapes(i, args, kwargs)
+
+    def _fresh(self, leaf: Any) -> Any:
+        """Return a new placeholder for a tensor: code may change it in place."""
+        return placeholder(leaf.shape, leaf.dtype, self.device) if isinstance(leaf, Tensor) else leaf
 
     def _make_transfer(self, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StageTransfer:
         args, kwargs = self._substitute(call.stop, call, args, kwargs)
@@ -311,21 +305,6 @@ def _require_values(module: nn.Module) -> None:
             f"a {type(module).__name__} of another pipeline rank was called outside of training_step, "
             "validation_step, test_step and predict_step. Call the model only in these steps."
         )
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """Shape and dtype of a tensor."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-    def make(self, device: torch.device) -> Placeholder:
-        return placeholder(self.shape, self.dtype, device)
-
-
-def _shape_of(leaf: Any) -> Any:
-    return _Shape(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
 
 def _signature(leaf: Any) -> Any:

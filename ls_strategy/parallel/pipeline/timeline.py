@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ls_strategy.parallel.pipeline.schedules import Action
+from ls_strategy.parallel.pipeline.simulate import Span, bubble
 from ls_strategy.plots.figure import ROW_GAP, Frame, framed, ticks
 from ls_strategy.spans.chrome_trace import ChromeTrace
 
-Span = tuple[Action, float, float]
-"""An action, its start and its end in seconds."""
+__all__ = ["Span", "TimelineRecorder", "bars", "bubble", "chrome_trace", "draw"]
 
 _COLOURS = {"F": (66, 133, 244), "B": (52, 168, 83), "I": (120, 200, 120), "W": (251, 188, 4)}
 _NAMES = {
@@ -68,14 +68,6 @@ class TimelineRecorder:
             (a, shift + origin.elapsed_time(s.event) / 1000, shift + origin.elapsed_time(e.event) / 1000)
             for a, s, e in marks
         ]
-
-
-def bubble(spans: Sequence[Sequence[Span]]) -> float:
-    """Return the fraction of time from the first start to the last end in which ranks are idle. ``spans``: by rank."""
-    busy = sum(end - start for row in spans for _, start, end in row)
-    start = min(start for row in spans for _, start, _ in row)
-    end = max(end for row in spans for _, _, end in row)
-    return 1 - busy / (len(spans) * (end - start))
 
 
 def chrome_trace(spans: Sequence[Sequence[Span]]) -> str:
