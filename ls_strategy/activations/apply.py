@@ -38,7 +38,26 @@ MIN_PARTITIONED_BYTES = 1 << 16
 
 
 class Activations:
-    """Recompute, offload and partitioning of one model's activations, active until `remove`."""
+    """Recompute, offload and partitioning of one model's activations, from construction until `remove`.
+
+    The constructor is not collective.
+
+    Args:
+        model: The model. Blocks that use ``torch.compile`` must be compiled already.
+        device: Device of the activations.
+        recompute: Selects the modules that are recomputed.
+        offload: Selects the tier that saved tensors move to.
+        partition: Axis over which the inputs of recomputed modules are replicated. An axis of one rank has no
+            effect.
+        protected: Returns the `storage_key` of memory that must stay in place, in addition to the model's
+            parameters and buffers: the buffers that sharded parameters are gathered into. Called at the start of
+            each forward.
+        drive: Folder on the NVMe device, required if ``offload`` uses the ``nvme`` tier.
+
+    Raises:
+        ConfigError: Partitioning without recompute, a missing or unsuitable folder, or an unknown operation.
+        PlanError: The model has no module to recompute, or partitioning was requested for compiled modules.
+    """
 
     def __init__(
         self,
@@ -51,38 +70,33 @@ class Activations:
         protected: Callable[[], Collection[int]] | None = None,
         drive: NVMeFolder | None = None,
     ) -> None:
-        """Apply the configuration to the model. Not collective.
-
-        Args:
-            model: The model. Blocks that use ``torch.compile`` must be compiled already.
-            device: Device of the activations.
-            recompute: Selects the modules that are recomputed.
-            offload: Selects the tier that saved tensors move to.
-            partition: Axis over which the inputs of recomputed modules are replicated. An axis of one rank has no
-                effect.
-            protected: Returns the `storage_key` of memory that must stay in place, in addition to the model's
-                parameters and buffers: the buffers that sharded parameters are gathered into. Called at the start of
-                each forward.
-            drive: Folder on the NVMe device, required if ``offload`` uses the ``nvme`` tier.
-
-        Raises:
-            ConfigError: Partitioning without recompute, a missing or unsuitable folder, or an unknown operation.
-            PlanError: The model has no module to recompute, or partitioning was requested for compiled modules.
-        """
         if partition is not None and recompute is None:
             raise ConfigError(
                 "Got activations.partitioning without activations.checkpointing, but only the inputs of modules that "
                 "are recomputed are the same on all tensor-parallel ranks. Set activations.checkpointing='full' too."
             )
+        if offload is not None and offload.tier == "nvme" and (drive is None or not drive.path):
+            raise ConfigError(
+                "Got activations.offload='nvme' without a folder. Set offload.nvme_path to a folder on a local NVMe "
+                "device."
+            )
         self._model = model
-        self._device = device
         self._protected = protected
         self._own = self._own_storages()
-        self.offload = self._make_offload(offload, drive)
+        self.offload = None if offload is None else ActivationOffload(offload, device, drive)
         self.partition: ActivationPartition | None = None
         if partition is not None and partition.size > 1:
             self.partition = ActivationPartition(partition, device, self.offload)
-        self.saved = self._make_hooks(offload)
+        self.saved: SavedTensors | None = None
+        keeper: Keeper | None = self.partition or self.offload
+        if keeper is not None:
+            self.saved = SavedTensors(
+                keeper,
+                device,
+                min_bytes=MIN_PARTITIONED_BYTES if offload is None else offload.min_bytes,
+                protected=self._all_protected,
+                floating_only=self.partition is not None,
+            )
         self.recompute: Recompute | None = None
         try:
             if recompute is not None:
@@ -151,30 +165,6 @@ class Activations:
                 torch.ones(1, requires_grad=True).sum().backward()
         if self.offload is not None:
             self.offload.close()
-
-    def _make_offload(
-        self, config: ActivationOffloadConfig | None, drive: NVMeFolder | None
-    ) -> ActivationOffload | None:
-        if config is None:
-            return None
-        if config.tier == "nvme" and (drive is None or not drive.path):
-            raise ConfigError(
-                "Got activations.offload='nvme' without a folder. Set offload.nvme_path to a folder on a local NVMe "
-                "device."
-            )
-        return ActivationOffload(config, self._device, drive)
-
-    def _make_hooks(self, config: ActivationOffloadConfig | None) -> SavedTensors | None:
-        keeper: Keeper | None = self.partition or self.offload
-        if keeper is None:
-            return None
-        return SavedTensors(
-            keeper,
-            self._device,
-            min_bytes=MIN_PARTITIONED_BYTES if config is None else config.min_bytes,
-            protected=self._all_protected,
-            floating_only=self.partition is not None,
-        )
 
     def _all_protected(self) -> set[int]:
         return self._own if self._protected is None else self._own.union(self._protected())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import weakref
 from typing import Any
 
 import pytest
@@ -238,6 +239,27 @@ def test_absent_blocks_run_once_per_shape() -> None:
         received = StageTransfer({0: torch.ones(samples, 4)}, 1)
         assert stages.run(1, lambda x: model(x).sum(), torch.ones(samples, 2), received).isfinite()
     assert len(calls) == 2
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return self.linear(pair[0]) * pair[1], pair[1]
+
+
+def test_shapes_of_absent_blocks_keep_no_tensor_of_a_batch() -> None:
+    model = nn.Sequential(Masked(), Masked(), Masked())
+    stages = StageRunner(model, make_cut(model, (0, 1, 2)), CPU)
+    mask = torch.ones(3, 4)
+    alive = weakref.ref(mask)
+    received = StageTransfer({0: torch.ones(3, 4), 1: torch.ones(3, 4)}, 2)
+    stages.run(2, lambda x: model((x[0], x[1]))[0].sum(), (torch.ones(3, 4), mask), received)
+    del mask, received
+    gc.collect()
+    assert alive() is None
 
 
 def test_one_rank_runs_every_schedule_without_a_process_group() -> None:

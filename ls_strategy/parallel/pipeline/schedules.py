@@ -144,27 +144,16 @@ def forward_table(rank_of: tuple[int, ...], micro_batches: int) -> Table:
 # --- in order --------------------------------------------------------------------------------------------------------
 
 
-def _gpipe(rank_of: tuple[int, ...], ranks: int, micro_batches: int) -> list[list[Action]]:
-    del rank_of
-    return [[Action(kind, rank, m) for kind in ("F", "B") for m in range(micro_batches)] for rank in range(ranks)]
-
-
-def _merge(forwards: list[Action], backwards: list[Action], warmup: int) -> list[Action]:
-    """Return ``warmup`` forwards, then one forward and one backward in turn, then the remaining backwards."""
-    row = forwards[:warmup]
-    for forward, backward in zip(forwards[warmup:], backwards, strict=False):
-        row += [forward, backward]
-    return row + backwards[len(forwards) - warmup :]
-
-
-def _1f1b(rank_of: tuple[int, ...], ranks: int, micro_batches: int) -> list[list[Action]]:
-    del rank_of
-    rows: list[list[Action]] = []
+def _passes(
+    rank_of: tuple[int, ...], ranks: int, micro_batches: int
+) -> Iterator[tuple[int, list[Action], list[Action], int]]:
+    """Yield for every rank its forwards and its backwards, and how many more forwards interleaving starts with."""
+    rounds = list(_rounds(ranks, micro_batches))
     for rank in range(ranks):
-        forwards = [Action("F", rank, m) for m in range(micro_batches)]
-        backwards = [Action("B", rank, m) for m in range(micro_batches)]
-        rows.append(_merge(forwards, backwards, min(ranks - rank - 1, micro_batches)))
-    return rows
+        stages = range(rank, len(rank_of), ranks)
+        forwards = [Action("F", s, m) for each in rounds for s in stages for m in each]
+        backwards = [Action("B", s, m) for each in rounds for s in reversed(stages) for m in each]
+        yield rank, forwards, backwards, (len(stages) - 1) * len(rounds[0])
 
 
 def _rounds(ranks: int, micro_batches: int) -> Iterator[range]:
@@ -178,17 +167,26 @@ def _rounds(ranks: int, micro_batches: int) -> Iterator[range]:
         start = stop
 
 
+def _merge(forwards: list[Action], backwards: list[Action], warmup: int) -> list[Action]:
+    """Return ``warmup`` forwards, then one forward and one backward in turn, then the remaining backwards."""
+    row = forwards[:warmup]
+    for forward, backward in zip(forwards[warmup:], backwards, strict=False):
+        row += [forward, backward]
+    return row + backwards[len(forwards[warmup:]) :]
+
+
+def _gpipe(rank_of: tuple[int, ...], ranks: int, micro_batches: int) -> list[list[Action]]:
+    return [forwards + backwards for _, forwards, backwards, _ in _passes(rank_of, ranks, micro_batches)]
+
+
+def _1f1b(rank_of: tuple[int, ...], ranks: int, micro_batches: int) -> list[list[Action]]:
+    passes = _passes(rank_of, ranks, micro_batches)
+    return [_merge(forwards, backwards, ranks - rank - 1) for rank, forwards, backwards, _ in passes]
+
+
 def _interleaved_1f1b(rank_of: tuple[int, ...], ranks: int, micro_batches: int) -> list[list[Action]]:
-    held = len(rank_of) // ranks
-    rounds = list(_rounds(ranks, micro_batches))
-    rows: list[list[Action]] = []
-    for rank in range(ranks):
-        stages = range(rank, len(rank_of), ranks)
-        forwards = [Action("F", s, m) for each in rounds for s in stages for m in each]
-        backwards = [Action("B", s, m) for each in rounds for s in reversed(stages) for m in each]
-        warmup = 2 * (ranks - rank - 1) + (held - 1) * len(rounds[0])
-        rows.append(_merge(forwards, backwards, min(warmup, len(forwards))))
-    return rows
+    passes = _passes(rank_of, ranks, micro_batches)
+    return [_merge(forwards, backwards, 2 * (ranks - rank - 1) + more) for rank, forwards, backwards, more in passes]
 
 
 def _zero_bubble(rank_of: tuple[int, ...], ranks: int, micro_batches: int) -> list[list[Action]]:
@@ -197,15 +195,11 @@ def _zero_bubble(rank_of: tuple[int, ...], ranks: int, micro_batches: int) -> li
     Weight gradients are ``rank`` backwards late and fill the bubble at the end. For equal F, I and W the bubble is
     ``(p - 1) / (3 m v + p - 1)``.
     """
-    held = len(rank_of) // ranks
-    rounds = list(_rounds(ranks, micro_batches))
     rows: list[list[Action]] = []
-    for rank in range(ranks):
-        stages = range(rank, len(rank_of), ranks)
-        forwards = [Action("F", s, m) for each in rounds for s in stages for m in each]
-        inputs = [Action("I", s, m) for each in rounds for s in reversed(stages) for m in each]
-        weights = [action._replace(kind="W") for action in inputs]
-        warmup = min(ranks - rank - 1 + (held - 1) * len(rounds[0]), len(forwards))
+    for rank, forwards, backwards, more in _passes(rank_of, ranks, micro_batches):
+        inputs = [action._replace(kind="I") for action in backwards]
+        weights = [action._replace(kind="W") for action in backwards]
+        warmup = ranks - rank - 1 + more
         row = forwards[:warmup]
         for i, action in enumerate(inputs):
             row += [*forwards[warmup + i : warmup + i + 1], action, *weights[i - rank : i - rank + 1][: i >= rank]]

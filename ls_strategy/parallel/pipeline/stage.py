@@ -225,7 +225,7 @@ class StageRunner:
             key = (structure, torch.is_autocast_enabled(self.device.type), *map(_signature, leaves))
             if key in memory:
                 return tree_map(self._fresh, memory[key])
-        memory[key] = self._meta_blocks[i](*args, **kwargs)
+        memory[key] = tree_map(self._fresh, self._meta_blocks[i](*args, **kwargs))
         return self._on_shapes(i, args, kwargs)
 
     def _fresh(self, leaf: Any) -> Any:
