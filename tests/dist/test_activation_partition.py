@@ -105,7 +105,7 @@ def parts(rank: int, size: int, folder: str) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_no_bit_changes_and_bytes_divide(size: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_no_bit_changes_and_each_rank_keeps_its_share(size: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     spawn(parts, size, str(tmp_path_factory.mktemp("nvme")), timeout_s=100)
 
 
@@ -125,7 +125,7 @@ def buffers(rank: int, size: int) -> None:
     assert partition.buffer.nbytes == 2048 + 512 + 2048  # 501 fp32, 251 bf16, at multiples of 512 bytes
     begin = places[1][0]
     assert [p - begin for p in places[1]] == [0, 2048, 2560]
-    # More than the step before: beside the buffer, which then grows.
+    # More than the step before: outside of the buffer, which then grows.
     kept = [partition.keep(x) for _ in range(4)]
     assert all(torch.equal(partition.load(k), x) for k in kept)
     for k in kept:

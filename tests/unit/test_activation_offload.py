@@ -259,12 +259,12 @@ def test_views_come_back_with_their_layout(tier: str, drive: NVMeFolder) -> None
     offload = ActivationOffload(options(tier, in_flight_bytes=0), CPU, drive)
     saved = SavedTensors(offload, CPU, min_bytes=0, protected=set)
     for dtype, view in itertools.product((torch.float32, torch.bfloat16, torch.bool, torch.int64), VIEWS):
-        whole = (torch.randn(16, 16) * 100).to(dtype)
-        tensor = view(whole)
+        base = (torch.randn(16, 16) * 100).to(dtype)
+        tensor = view(base)
         handle = saved._pack(tensor)
         assert handle is not tensor
         back = saved._unpack(handle)
-        assert back.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
+        assert back.untyped_storage().data_ptr() != base.untyped_storage().data_ptr()
         assert (back.dtype, back.size(), back.stride()) == (tensor.dtype, tensor.size(), tensor.stride())
         assert torch.equal(back, tensor)
         region, offset = region_of(tensor)
@@ -374,7 +374,7 @@ def test_steps_use_the_same_memory(tier: str, drive: NVMeFolder) -> None:
     assert activations.offload is not None
     if tier == "nvme":
         place: Any = activations.offload.storage
-        # Where the file must reach: what was away at once, and whole pages.
+        # Where the file must reach: what was stored at once, in full pages.
         assert place._space.end <= activations.metrics()["stored_peak_bytes"] * 1.2
         assert activations.metrics()["host_bytes"] <= 8 * ACTIVATION  # four staged, and the largest on top
     activations.remove()
@@ -390,7 +390,7 @@ def test_removed_while_a_graph_is_alive(drive: NVMeFolder) -> None:
     activations.remove()
     loss.backward()
     assert all(p.grad is not None for p in model.parameters())
-    assert threading.active_count() == before - 2  # its I/O threads are gone
+    assert threading.active_count() == before - 2  # its I/O threads have ended
     with activations.around_forward(), pytest.raises(StateError, match="was removed"):
         model(torch.randn(4, 16, WIDTH, requires_grad=True))
 
@@ -441,7 +441,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
 
 
 @pytest.mark.parametrize("verb", ["writing", "reading"])
-def test_errors_of_the_drive_are_raised_in_the_step(verb: str, broken: set[str], drive: NVMeFolder) -> None:
+def test_errors_of_the_device_are_raised_in_the_step(verb: str, broken: set[str], drive: NVMeFolder) -> None:
     model = Net()
     activations = Activations(model, CPU, offload=options("nvme", in_flight_bytes=0), drive=drive)
     train(model, activations, steps=1)
@@ -452,7 +452,7 @@ def test_errors_of_the_drive_are_raised_in_the_step(verb: str, broken: set[str],
     activations.remove()
 
 
-def test_a_full_drive_is_named(drive: NVMeFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_device_is_named(drive: NVMeFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     import os
 
     def full(*_: Any) -> None:
@@ -481,7 +481,7 @@ def test_file_space_is_used_again_and_grows_together() -> None:
 # choices -------------------------------------------------------------------------------------------------------------
 
 
-def test_what_was_chosen_is_told(drive: NVMeFolder) -> None:
+def test_the_configuration_is_described(drive: NVMeFolder) -> None:
     assert Activations(Net(), CPU).describe() == "kept on the device"
     chosen = Activations(Net(), CPU, recompute=RecomputeConfig(), offload=options("nvme"), drive=drive)
     assert chosen.describe() == (

@@ -178,7 +178,7 @@ def test_outputs_and_gradients_stay(kind: str, dtype: torch.dtype, limit: float)
     assert_close(run(ours, tokens(dtype)), expected, kind, limit)
 
 
-# --- whole models ----------------------------------------------------------------------------------------------------
+# --- full models -----------------------------------------------------------------------------------------------------
 
 SIZES = {
     "vocab_size": 50,
@@ -447,7 +447,7 @@ def test_meta() -> None:
 
 
 class Other(nn.Module):
-    """A sparse block that nobody knows."""
+    """An unknown sparse block."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""How a model is divided: balance, the stack of blocks, what lies around it, what a rank keeps."""
+"""Partitioning of a model: balance, the stack of blocks, other parameters, and what a rank keeps."""
 
 from __future__ import annotations
 
@@ -209,11 +209,11 @@ def test_a_stand_in_is_observed_and_the_model_stays_as_it_is() -> None:
             return self.norm(self.blocks(x)).sum()
 
     model = Counting()
-    twin = stand_in(model)
-    assert all(p.is_meta for p in twin.parameters())
+    on_meta = stand_in(model)
+    assert all(p.is_meta for p in on_meta.parameters())
     assert not any(p.is_meta for p in model.parameters())
-    observe(twin, find_row(twin, 2), twin, torch.ones(3, 4), CPU)
-    assert (model.calls, twin.calls) == (0, 1)
+    observe(on_meta, find_row(on_meta, 2), on_meta, torch.ones(3, 4), CPU)
+    assert (model.calls, on_meta.calls) == (0, 1)
     assert model.norm.num_batches_tracked == 0
     model.lock = threading.Lock()  # type: ignore[assignment]
     with pytest.raises(PlanError, match=r"Counting cannot be copied.*lock"):
@@ -308,7 +308,7 @@ def test_the_table_names_blocks_and_shares() -> None:
 
 def test_a_rank_keeps_its_own_parameters() -> None:
     for rank_of in ((0, 1), place(2, 2, "loop"), place(2, 2, "v")):
-        whole = {name: p.numel() for name, p in gpt(tied=False).named_parameters()}
+        full = {name: p.numel() for name, p in gpt(tied=False).named_parameters()}
         kept: list[str] = []
         for rank in (0, 1):
             model = gpt(tied=False)
@@ -322,7 +322,7 @@ def test_a_rank_keeps_its_own_parameters() -> None:
             assert all(after[name] is before[name] for name in here)
             assert all(after[name].shape == before[name].shape for name in after)
             kept += here
-        assert sorted(kept) == sorted(whole)
+        assert sorted(kept) == sorted(full)
 
 
 def test_what_is_shared_stays_shared() -> None:

@@ -1,4 +1,4 @@
-"""Placeholders, backward in two parts, headers, and the picture of a run."""
+"""Placeholders, backward in two parts, headers, and the figure of a run."""
 
 from __future__ import annotations
 
@@ -266,19 +266,19 @@ def test_one_rank_runs_every_schedule_without_a_process_group() -> None:
     for schedule in SCHEDULES:
         torch.manual_seed(0)
         model = Net()
-        twin = copy.deepcopy(model)
+        reference = copy.deepcopy(model)
         cut = make_cut(model, place(1, stages_per_rank_of(schedule), placement_of(schedule)))
         runner = PipelineRunner(StageRunner(model, cut, CPU), make_links(Comm(None, None), [[0]]), schedule)
         x = torch.randn(8, 2)
         report = runner.train(lambda x, model=model: model(x).square().sum(), list(x.split(2)))
         for part in x.split(2):
-            (twin(part).square().sum() / 4).backward()
+            (reference(part).square().sum() / 4).backward()
         assert len(report.losses) == 4
-        for parameter, trusted in zip(model.parameters(), twin.parameters(), strict=True):
+        for parameter, trusted in zip(model.parameters(), reference.parameters(), strict=True):
             assert parameter.grad is not None
             assert torch.equal(parameter.grad, trusted.grad), schedule
         with torch.no_grad():
-            assert torch.equal(runner.evaluate(model, [x])[0], twin(x))
+            assert torch.equal(runner.evaluate(model, [x])[0], reference(x))
 
 
 def test_a_cut_for_another_schedule_is_refused() -> None:
@@ -330,7 +330,7 @@ def test_a_side_loss_is_a_scalar(given: Tensor) -> None:
         stages.run(0, lambda x: model(x).sum(), torch.ones(3, 2), None)
 
 
-def test_a_side_loss_that_nobody_takes_is_not_lost_in_silence() -> None:
+def test_a_side_loss_without_a_receiver_is_refused() -> None:
     model = Net()
     stages = second_stage(model)
     received = StageTransfer({0: torch.ones(3, 4), SIDE: torch.ones(())}, 1)
@@ -362,12 +362,12 @@ class Shared(nn.Module):
 def test_backward_in_two_parts_is_backward(with_input: bool) -> None:
     torch.manual_seed(0)
     model = Shared()
-    twin = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     x = torch.randn(3, 4, requires_grad=with_input)
     outputs = model(x)
     gradients = [torch.randn_like(t) for t in outputs]
     trusted_x = x.detach().clone().requires_grad_(with_input)
-    torch.autograd.backward(twin(trusted_x), gradients)
+    torch.autograd.backward(reference(trusted_x), gradients)
     hooked: list[str] = []
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: hooked.append(name))
@@ -377,7 +377,7 @@ def test_backward_in_two_parts_is_backward(with_input: bool) -> None:
     rest.run()
     if with_input:
         torch.testing.assert_close(found[0], trusted_x.grad, rtol=1e-6, atol=1e-6)
-    for (name, parameter), trusted in zip(model.named_parameters(), twin.parameters(), strict=True):
+    for (name, parameter), trusted in zip(model.named_parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, trusted.grad, rtol=1e-5, atol=1e-6, msg=name)
     assert set(hooked) == {name for name, _ in model.named_parameters()}
 
@@ -414,7 +414,7 @@ def test_weights_of_a_function_in_python_wait_for_the_second_part() -> None:
     weight = nn.Parameter(torch.randn(4, 4))
     x = torch.randn(3, 4, requires_grad=True)
 
-    def first() -> Any:  # the outputs are gone when it returns, as they are in a pipeline
+    def first() -> Any:  # the outputs are freed when it returns, as they are in a pipeline
         y = (Product.apply(x * 1, weight) * 2).sum()
         return backward_inputs([get_gradient_edge(y)], [torch.ones(())], [x])
 
@@ -444,7 +444,7 @@ def test_a_header_says_all_about_what_follows() -> None:
 # --- timeline ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_picture_of_a_run() -> None:
+def test_the_figure_of_a_run() -> None:
     spans = simulate(make_table("1f1b", 4, 8)).spans
     assert bubble(spans) == pytest.approx(papers.gpipe_bubble(4, 8))
     trace = json.loads(chrome_trace(spans))["traceEvents"]
