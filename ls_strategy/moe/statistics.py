@@ -41,9 +41,7 @@ class Counts:
 
     def reset(self) -> None:
         """Reset all sums but the loads."""
-        self._routed: Tensor | None = None
-        self._kept: Tensor | None = None
-        self._values: Tensor | None = None
+        self._sums: list[Tensor] = []
         self._calls = 0
 
     def add(self, *, routed: Tensor, kept: Tensor | None, values: Tensor) -> None:
@@ -54,22 +52,22 @@ class Counts:
             kept: ``(E,)`` pairs that are not dropped. None: all.
             values: ``(3,)``: entropy, balance loss, z loss.
         """
-        kept = routed if kept is None else kept
         self._loads = routed.clone() if self._loads is None else self._loads.to(routed.device) + routed
-        self._calls += 1
-        if self._routed is None or self._kept is None or self._values is None or self._routed.device != routed.device:
-            self._routed, self._kept, self._values, self._calls = routed.clone(), kept.clone(), values.clone(), 1
+        call = (routed, routed if kept is None else kept, values)
+        if not self._sums or self._sums[0].device != routed.device:
+            self._sums, self._calls = [tensor.clone() for tensor in call], 1
             return
-        self._routed += routed
-        self._kept += kept
-        self._values += values
+        self._calls += 1
+        for total, tensor in zip(self._sums, call, strict=True):
+            total += tensor
 
     def statistics(self, device: torch.device) -> MoEStatistics:
         """Return the statistics since the last reset; zeros on ``device`` if nothing was counted."""
-        zeros = torch.zeros(self._num_experts, dtype=torch.int64, device=device)
-        routed = zeros if self._routed is None else self._routed.clone()
-        kept = zeros if self._kept is None else self._kept.clone()
-        values = torch.zeros(3, device=device) if self._values is None else self._values / self._calls
+        if self._sums:
+            routed, kept, values = self._sums[0].clone(), self._sums[1].clone(), self._sums[2] / self._calls
+        else:
+            routed = kept = torch.zeros(self._num_experts, dtype=torch.int64, device=device)
+            values = torch.zeros(3, device=device)
         entropy, balance, z = values.unbind()
         return MoEStatistics(routed, kept, entropy, balance, z, self._calls)
 

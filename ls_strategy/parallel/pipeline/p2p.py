@@ -29,18 +29,8 @@ LOOKAHEAD = 2
 """How many actions before its use a receive is posted."""
 
 _TENSORS, _DIMENSIONS = 16, 8
-_DTYPES = (
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float64,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_DTYPES += (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 
 
 @dataclass(frozen=True)

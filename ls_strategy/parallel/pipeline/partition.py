@@ -221,31 +221,32 @@ def weigh(
     Raises:
         PlanError: The method is unknown, or no class matches.
     """
+    kinds = [type(block).__name__ for block in blocks.values()]
+    before, after = outside
     if method == "uniform":
         return [1.0] * len(blocks)
     if method == "parameters":
         weights = [float(sum(p.numel() for p in block.parameters())) for block in blocks.values()]
-        weights[0] += outside[0]
-        weights[-1] += outside[1]
-        return weights
-    if method == "flops":
+    elif method == "flops":
         if usage is None:
             raise PlanError("method='flops' requires a dry run. Pass usage=observe(model, blocks, step, micro_batch).")
-        weights = [float(n) for n in usage.flops]
-        weights[0] += usage.flops_before
-        weights[-1] += usage.flops_after
-        return weights
-    if method.startswith("type:"):
+        weights, before, after = [float(n) for n in usage.flops], usage.flops_before, usage.flops_after
+    elif method.startswith("type:"):
         pattern = re.compile(method[len("type:") :], re.IGNORECASE)
-        weights = [float(bool(pattern.search(type(block).__name__))) for block in blocks.values()]
+        weights = [float(bool(pattern.search(kind))) for kind in kinds]
         if not any(weights):
-            kinds = ", ".join(sorted({type(block).__name__ for block in blocks.values()}))
-            raise PlanError(f"Got method={method!r}, which matches no class of the blocks: {kinds}.")
+            raise PlanError(
+                f"Got method={method!r}, which matches no class of the blocks: {', '.join(sorted(set(kinds)))}."
+            )
         return weights
-    raise PlanError(f"Got method={method!r}, but it must be uniform, parameters, flops or type:regex.")
+    else:
+        raise PlanError(f"Got method={method!r}, but it must be uniform, parameters, flops or type:regex.")
+    weights[0] += before
+    weights[-1] += after
+    return weights
 
 
-# --- the cut ---------------------------------------------------------------------------------------------------------
+# --- the partition ---------------------------------------------------------------------------------------------------
 
 
 def make_cut(

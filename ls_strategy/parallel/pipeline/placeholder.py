@@ -33,18 +33,8 @@ _META = torch.device("meta")
 _FILLED = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "new_tensor")
 _MOVES = ("to", "cpu", "cuda", "pin_memory")
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
-_READS = (
-    "item",
-    "tolist",
-    "numpy",
-    "__bool__",
-    "__int__",
-    "__float__",
-    "__index__",
-    "__complex__",
-    "equal",
-    "allclose",
-)
+_READS = ("item", "tolist", "numpy", "equal", "allclose")
+_READS += ("__bool__", "__int__", "__float__", "__index__", "__complex__")
 _IN_PLACE = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__", "__ixor__")
 
 
