@@ -58,8 +58,7 @@ def convert_moe(
         model: The model, or a module that contains it.
         drop_tokens: Give experts a capacity. A dropped pair contributes 0, and the token's other weights do not change.
             The pairs with the highest weights are kept.
-        capacity_factor: In training an expert takes ``max(ceil(S / E * capacity_factor * k), min_capacity)`` of the
-            pairs that the S tokens of one rank form with it.
+        capacity_factor: Capacity in training, see `MoE`.
         eval_capacity_factor: The same in evaluation.
         min_capacity: Smallest capacity, in pairs.
         balance_loss: Weight of the balance loss for `moe_losses`. The loss is 1 if all E experts get the same number of

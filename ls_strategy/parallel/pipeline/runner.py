@@ -33,6 +33,9 @@ from ls_strategy.parallel.pipeline.stage import StageRunner
 from ls_strategy.parallel.pipeline.timeline import TimelineRecorder
 from ls_strategy.parallel.pipeline.transfer import StageTransfer
 
+_Result = tuple[list[Tensor], Shapes] | None
+"""What an action sends on, and its shapes."""
+
 
 def _no_callback(*_: Any) -> None:
     """Do nothing."""
@@ -226,7 +229,9 @@ class PipelineRunner:
 
     def _run(self, progress: _Progress) -> None:
         row = progress.table.rows[self.rank]
-        final = {action.stage: i for i, action in enumerate(row) if self._gives_weights(action)}
+        actions = {"F": self._forward, "B": self._backward, "I": self._backward_inputs, "W": self._backward_weights}
+        gives_weights = ("B", "W") if self.split_backward else ("B", "I")
+        final = {action.stage: i for i, action in enumerate(row) if action.kind in gives_weights}
         for i, action in enumerate(row):
             progress.p2p.look_ahead(i)
             arrived = self._arrived(progress, action)
@@ -234,7 +239,7 @@ class PipelineRunner:
             if final.get(action.stage) == i:
                 self.callbacks.on_last_backward(action.stage)
             start = self.recorder.mark() if self.recorder else None
-            result = getattr(self, f"_{action.kind}")(progress, action, arrived)
+            result = actions[action.kind](progress, action, arrived)
             if self.recorder:
                 self.recorder.add(action, start, self.recorder.mark())
             if result is not None:
@@ -242,10 +247,7 @@ class PipelineRunner:
             self.callbacks.after(action)
         progress.p2p.drain()
 
-    def _gives_weights(self, action: Action) -> bool:
-        return action.kind in (("B", "W") if self.split_backward else ("B", "I"))
-
-    # from and to neighbours ------------------------------------------------------------------------------------------
+    # from and to neighbors -------------------------------------------------------------------------------------------
 
     def _arrived(self, progress: _Progress, action: Action) -> Any:
         """Return a `StageTransfer` for F, gradients for B and I, or None if the action has no input."""
@@ -263,16 +265,13 @@ class PipelineRunner:
         if kind == "F":
             progress.local[Action("F", s + 1, m)] = _received([t.detach() for t in tensors], shapes)
         else:
-            for each in ("B", "I"):
-                target = Action(each, s - 1, m)
-                if target in progress.table.rows[self.rank]:
-                    progress.local[target] = tensors
+            backward = Action("B", s - 1, m)
+            needed = backward if backward in progress.table.rows[self.rank] else Action("I", s - 1, m)
+            progress.local[needed] = tensors
 
     # actions ---------------------------------------------------------------------------------------------------------
 
-    def _F(  # noqa: N802
-        self, progress: _Progress, action: Action, received: StageTransfer | None
-    ) -> tuple[list[Tensor], Shapes] | None:
+    def _forward(self, progress: _Progress, action: Action, received: StageTransfer | None) -> _Result:
         _, s, m = action
         result = self.stages.run(s, progress.step, progress.micro_batches[m], received)
         shapes = Shapes.of(result) if isinstance(result, StageTransfer) else None
@@ -288,20 +287,16 @@ class PipelineRunner:
             progress.most_alive = max(progress.most_alive, len(progress.kept))
         return (list(result.tensors.values()), shapes) if shapes else None
 
-    def _B(  # noqa: N802
-        self, progress: _Progress, action: Action, gradients: list[Tensor] | None
-    ) -> tuple[list[Tensor], Shapes] | None:
+    def _backward(self, progress: _Progress, action: Action, gradients: list[Tensor] | None) -> _Result:
         _, s, m = action
         kept = progress.kept.pop((s, m))
         with self.stages.recomputing(s, kept.received):
             torch.autograd.backward(kept.roots, kept.seed or gradients)
         return self._input_gradients(progress, action, kept, [t.grad for t in kept.inputs()])
 
-    def _I(  # noqa: N802
-        self, progress: _Progress, action: Action, gradients: list[Tensor] | None
-    ) -> tuple[list[Tensor], Shapes] | None:
+    def _backward_inputs(self, progress: _Progress, action: Action, gradients: list[Tensor] | None) -> _Result:
         if not self.split_backward:
-            return self._B(progress, action, gradients)
+            return self._backward(progress, action, gradients)
         _, s, m = action
         kept = progress.kept[s, m]
         with self.stages.recomputing(s, kept.received):
@@ -310,7 +305,7 @@ class PipelineRunner:
         kept.roots = []
         return result
 
-    def _W(self, progress: _Progress, action: Action, _: Any) -> None:  # noqa: N802
+    def _backward_weights(self, progress: _Progress, action: Action, _: Any) -> None:
         if self.split_backward:
             kept = progress.kept.pop((action.stage, action.micro_batch))
             assert kept.weights is not None
@@ -319,7 +314,7 @@ class PipelineRunner:
 
     def _input_gradients(
         self, progress: _Progress, action: Action, kept: _Kept, found: Sequence[Tensor | None]
-    ) -> tuple[list[Tensor], Shapes] | None:
+    ) -> _Result:
         if kept.received is None:
             return None
         full = [torch.zeros_like(t) if g is None else g for t, g in zip(kept.inputs(), found, strict=True)]

@@ -15,8 +15,6 @@ from ls_strategy.parallel.pipeline.simulate import Span, bubble
 from ls_strategy.plots.figure import ROW_GAP, Frame, framed, ticks
 from ls_strategy.spans.chrome_trace import ChromeTrace
 
-__all__ = ["Span", "TimelineRecorder", "bars", "bubble", "chrome_trace", "draw"]
-
 _COLOURS = {"F": (66, 133, 244), "B": (52, 168, 83), "I": (120, 200, 120), "W": (251, 188, 4)}
 _NAMES = {
     "F": "F: forward", "B": "B: backward", "I": "I: backward, gradients of inputs", "W": "W: backward, of weights"
