@@ -1,1 +1,1 @@
-"""Memory of activations, chosen in the strategy and not in the model: recompute, offload, partition."""
+"""Memory of activations: recompute, offload and partitioning, configured in the strategy and not in the model."""

@@ -1,14 +1,14 @@
-"""Offload: what backward will need leaves the device during forward, and is back when backward asks.
+"""Activation offload: saved tensors leave the device during forward and return before backward needs them.
 
 ::
 
-    forward   | keep 1, 2, 3, 4, 5 ...      on its way: at most `in_flight_bytes`; 1 has left when 4 is kept
-    between   |                             the last ones never leave: backward needs them first
-    backward  | 5, 4, 3, 2, 1               while backward works with 4, 3 and 2 come, within the same bound
+    forward   | keep 1, 2, 3, 4, 5 ...      at most `in_flight_bytes` wait for their copy; 1 is stored when 4 is kept
+    between   |                             the last ones stay on the device: backward needs them first
+    backward  | 5, 4, 3, 2, 1               4, 3 and 2 are prefetched within the same bound
 
-On CUDA copies run on streams of their own, from and to pinned memory, and the device waits for them by events; the host
-waits only for a copy that must have ended before the next may begin. On a CPU, ``tier="cpu"`` copies within memory: it
-saves nothing, and is there to test with; ``tier="nvme"`` frees memory there too.
+On CUDA, copies use pinned memory and their own streams, and the device waits for them by events. The host waits only if
+a copy must have ended before the next one starts. On a CPU, ``tier="cpu"`` copies within memory, saves nothing and
+exists for tests; ``tier="nvme"`` does free memory.
 """
 
 from __future__ import annotations
@@ -17,109 +17,93 @@ import torch
 from torch import Tensor
 
 from ls_strategy._compat import version_of
-from ls_strategy.activations.storage import ActivationStorage, FileStorage, HostStorage, NVMeFolder, Stowed
+from ls_strategy.activations.storage import NVMeFolder, StoredRegion, make_storage
 from ls_strategy.config import ActivationOffloadConfig
 from ls_strategy.errors import StateError
 from ls_strategy.tiers.link import DONE, Arrival, Link
 
 _LOOK_BACK = 64
-"""How many regions before the one that is used are considered for coming next."""
+"""How many regions before the loaded one are considered for prefetch."""
 
 
 class Offloaded:
-    """A region that is on its way to a place, there, or on its way back. A `Kept`."""
+    """A region on the device, in storage, or in transfer between the two."""
 
-    def __init__(self, offload: ActivationOffload, number: int, region: Tensor) -> None:
+    def __init__(self, number: int, region: Tensor) -> None:
         """``region``: ``(n,)``, on the device."""
         self.uses = 0
-        """Handles on it."""
-        self.brought = 0
-        """How often it was brought."""
+        """Number of handles."""
+        self.loads = 0
+        """Number of loads so far."""
         self.number = number
-        """In the order of keeping."""
+        """Position in the order of `ActivationOffload.keep`."""
         self.nbytes = region.nbytes
         self.numel, self.dtype = region.numel(), region.dtype
-        self.here: Tensor | None = region
-        """The region on the device: before it has left, or since it is on its way back."""
+        self.on_device: Tensor | None = region
+        """The region on the device; None while only storage holds it."""
         self.version = version_of(region)
         self.changed = False
-        """Whether it was changed in place before it had left."""
+        """Whether the region was changed in place before it was stored."""
         self.arriving: Arrival = DONE
-        self.has_left = False
-        """Whether the place has it, so that the device need not."""
-        self.stowed = Stowed(region.nbytes)
-        self._offload = offload
+        self.is_stored = False
+        """Whether storage holds the region, so that device memory may be freed."""
+        self.stored = StoredRegion(region.nbytes)
 
     @property
-    def spent(self) -> bool:
-        """Whether every handle was served."""
-        return self.brought >= self.uses
-
-    def add_use(self) -> None:
-        """See `Kept`."""
-        self.uses += 1
-
-    def load(self) -> Tensor:
-        """See `Kept`."""
-        return self._offload.load(self)
-
-    def drop(self) -> None:
-        """See `Kept`."""
-        self._offload.drop(self)
+    def consumed(self) -> bool:
+        """Whether every handle has loaded the region."""
+        return self.loads >= self.uses
 
 
 class ActivationOffload:
-    """A keeper of regions in host memory or on a drive. Not thread-safe: its caller lets in one thread at a time."""
+    """A `Keeper` in host memory or in a file. Not thread-safe: callers must serialize their calls."""
 
-    def __init__(self, config: ActivationOffloadConfig, device: torch.device, drive: NVMeFolder | None = None) -> None:
-        """Make the place.
+    def __init__(self, config: ActivationOffloadConfig, device: torch.device, folder: NVMeFolder | None = None) -> None:
+        """Create the storage.
 
         Args:
-            config: which place, and how much may be on its way.
-            device: where activations are computed.
-            drive: for ``tier="nvme"``: the folder.
+            config: The tier and the bound on bytes in flight.
+            device: Device of the activations.
+            folder: Folder on the NVMe device, for ``tier="nvme"``.
 
         Raises:
-            ConfigError: the folder is unfit for it.
+            ConfigError: The folder is unsuitable.
         """
         self.config = config
         self._link = Link(device)
         self._asynchronous = device.type == "cuda"
-        self.place: ActivationStorage
-        if config.tier == "nvme":
-            assert drive is not None, "tier='nvme' without a folder"
-            self.place = FileStorage(self._link, drive, config.staging_bytes)
-        else:
-            self.place = HostStorage(self._link)
+        self.storage = make_storage(config, self._link, folder)
         self.in_flight_bytes = 0
-        """On the device now: on its way out, not yet sent, or back before its time."""
+        """Bytes on the device now: not yet stored, or prefetched."""
         self.in_flight_peak = 0
         self.stored_peak = 0
-        """The most bytes that were at the place."""
+        """Peak of the bytes in storage."""
         self.bytes_out = 0
-        """Sent from the device so far."""
+        """Bytes copied from the device so far."""
         self.bytes_back = 0
-        """Brought back so far."""
+        """Bytes copied back so far."""
         self._kept: dict[int, Offloaded] = {}
-        self._here: dict[Offloaded, None] = {}
+        self._on_device: dict[Offloaded, None] = {}
         self._next = 0
         self._closed = False
 
     def keep(self, region: Tensor) -> Offloaded:
-        """Take a region. Waits while what is on its way would exceed the bound.
+        """Keep a region. Waits while the bytes in flight would exceed the bound.
 
         Raises:
-            DriveError: an earlier write to the drive failed.
-            PlanError: the drive is full.
-            StateError: it is closed.
+            DriveError: An earlier write failed.
+            PlanError: The NVMe device is full.
+            StateError: The offload was closed.
         """
         if self._closed:
-            raise StateError("activation offload was removed, and a forward that began before still runs.")
+            raise StateError(
+                "activation offload was removed while a forward that uses it was running. Remove it between steps."
+            )
         self._make_room(region.nbytes)
-        kept = Offloaded(self, self._next, region)
+        kept = Offloaded(self._next, region)
         self._next += 1
         self._kept[kept.number] = kept
-        self._hold(kept)
+        self._track(kept)
         try:
             if self._asynchronous:
                 self._begin(kept)
@@ -130,118 +114,122 @@ class ActivationOffload:
             raise
         return kept
 
+    def add_use(self, kept: Offloaded) -> None:
+        """See `Keeper`."""
+        kept.uses += 1
+
     def load(self, kept: Offloaded) -> Tensor:
-        """The region; then those that were kept before it begin to come.
+        """Return the region on the device, and prefetch the regions that were kept before it.
 
         Raises:
-            DriveError: it could not be written, or not be read.
-            StateError: a tensor that backward needs was changed in place.
+            DriveError: A write or read failed.
+            StateError: A tensor that backward needs was changed in place.
         """
-        kept.brought += 1
-        if kept.here is None:
+        kept.loads += 1
+        if kept.on_device is None:
             self._make_room(kept.nbytes)
             self._fetch(kept)
-        self._note_change(kept)
+        self._detect_change(kept)
         if kept.changed:
             raise StateError(
                 f"a tensor of {kept.numel} elements ({kept.dtype}) that backward needs was changed in place after it "
-                "was saved. Without offload, backward would refuse it too; torch.autograd.set_detect_anomaly(True) "
-                "finds the operation."
+                "was saved. Backward raises for it without offload too; torch.autograd.set_detect_anomaly(True) finds "
+                "the operation."
             )
         kept.arriving.wait_on_device()
-        region = kept.here
+        region = kept.on_device
         assert region is not None
         self._fetch_before(kept)
-        if kept.nbytes > self.config.in_flight_bytes and kept.has_left:
-            self._let_go(kept)
+        if kept.nbytes > self.config.in_flight_bytes and kept.is_stored:
+            self._release(kept)
         return region
 
     def drop(self, kept: Offloaded) -> None:
         """Forget a region. Does not raise."""
         del self._kept[kept.number]
-        if kept.here is not None:
-            if kept.brought == 0:
-                kept.arriving.wait_on_host()  # the device was not told to wait, and the memory is about to be reused
-            self._let_go(kept)
-        self.place.drop(kept.stowed)
+        if kept.on_device is not None:
+            if kept.loads == 0:
+                kept.arriving.wait_on_host()  # the device does not wait for it, and the memory is about to be reused
+            self._release(kept)
+        self.storage.drop(kept.stored)
         if self._closed and not self._kept:
-            self.place.close()
+            self.storage.close()
 
     def close(self) -> None:
-        """Take nothing more; give host memory and the file back when nothing is kept any more. Idempotent."""
+        """Refuse further regions, and free host memory and the file once no region is kept. Idempotent."""
         if not self._closed:
             self._closed = True
             if not self._kept:
-                self.place.close()
+                self.storage.close()
 
     def metrics(self) -> dict[str, float]:
-        """Bytes moved and seconds waited since the start, peaks, and what is away now."""
+        """Return total bytes copied and seconds waited, peaks, and bytes stored now."""
         return {
             "in_flight_peak_bytes": self.in_flight_peak,
             "out_bytes": self.bytes_out,
             "back_bytes": self.bytes_back,
-            "stored_bytes": self.place.stored_bytes,
+            "stored_bytes": self.storage.stored_bytes,
             "stored_peak_bytes": self.stored_peak,
-            "host_bytes": self.place.host_bytes,
-            "waited_s": self.place.waited_s,
+            "host_bytes": self.storage.host_bytes,
+            "waited_s": self.storage.waited_s,
         }
 
     # on the device ---------------------------------------------------------------------------------------------------
 
-    def _hold(self, kept: Offloaded) -> None:
-        self._here[kept] = None
+    def _track(self, kept: Offloaded) -> None:
+        self._on_device[kept] = None
         self.in_flight_bytes += kept.nbytes
         self.in_flight_peak = max(self.in_flight_peak, self.in_flight_bytes)
 
-    def _let_go(self, kept: Offloaded) -> None:
-        kept.here = None
+    def _release(self, kept: Offloaded) -> None:
+        kept.on_device = None
         kept.arriving = DONE
-        del self._here[kept]
+        del self._on_device[kept]
         self.in_flight_bytes -= kept.nbytes
 
     def _make_room(self, nbytes: int) -> None:
-        """Let regions go until ``nbytes`` more fit: first those that backward is done with, then the oldest."""
-        spent = [kept for kept in self._here if kept.spent and kept.brought]
-        for kept in [*spent, *(k for k in self._here if k not in spent)]:
+        """Release regions until ``nbytes`` more fit: first those that backward has consumed, then the oldest."""
+        consumed = [kept for kept in self._on_device if kept.consumed and kept.loads]
+        for kept in [*consumed, *(k for k in self._on_device if k not in consumed)]:
             if self.in_flight_bytes + nbytes <= self.config.in_flight_bytes:
                 return
             self._send(kept)
 
     def _send(self, kept: Offloaded) -> None:
-        """Take a region off the device; returns when its memory is free."""
-        if not kept.has_left:
+        """Store a region and return when its device memory is free."""
+        if not kept.is_stored:
             if not self._asynchronous:
                 self._begin(kept)
-            self.place.finish(kept.stowed)
-            self._note_change(kept)
-            kept.has_left = True
-        elif not kept.brought:
+            self.storage.finish(kept.stored)
+            self._detect_change(kept)
+            kept.is_stored = True
+        elif not kept.loads:
             kept.arriving.wait_on_host()
-        self._let_go(kept)
+        self._release(kept)
 
     def _begin(self, kept: Offloaded) -> None:
-        assert kept.here is not None
-        self.place.begin(kept.stowed, kept.here.view(torch.uint8))
+        assert kept.on_device is not None
+        self.storage.begin(kept.stored, kept.on_device.view(torch.uint8))
         self.bytes_out += kept.nbytes
-        self.stored_peak = max(self.stored_peak, self.place.stored_bytes)
+        self.stored_peak = max(self.stored_peak, self.storage.stored_bytes)
 
     def _fetch(self, kept: Offloaded) -> None:
-        """Start copying a region to the device; waits until the host has it."""
-        source = self.place.host(kept.stowed)
-        kept.here = torch.empty(kept.numel, dtype=kept.dtype, device=self._link.device)
-        kept.arriving = self._link.to_device(kept.here.view(torch.uint8), source)
-        self.place.arrived(kept.stowed, kept.arriving)
+        """Start copying a region to the device. Waits until host memory holds it."""
+        source = self.storage.host(kept.stored)
+        kept.on_device = torch.empty(kept.numel, dtype=kept.dtype, device=self._link.device)
+        kept.arriving = self._link.to_device(kept.on_device.view(torch.uint8), source)
+        self.storage.arrived(kept.stored, kept.arriving)
         self.bytes_back += kept.nbytes
-        self._hold(kept)
+        self._track(kept)
 
     def _fetch_before(self, kept: Offloaded) -> None:
-        """Let those that were kept before ``kept`` come, the nearest first, as far as there is room."""
+        """Prefetch the regions kept before ``kept``, the nearest first, as far as there is room."""
         room = self.config.in_flight_bytes - self.in_flight_bytes
         for number in range(kept.number - 1, max(kept.number - _LOOK_BACK, 0) - 1, -1):
             before = self._kept.get(number)
-            if before is None or before.here is not None or before.spent:
+            if before is None or before.on_device is not None or before.consumed:
                 continue
-            ready = self.place.prepare(before.stowed)
+            ready = self.storage.prepare(before.stored)
             if before.nbytes > room:
                 return
             room -= before.nbytes
@@ -249,7 +237,7 @@ class ActivationOffload:
                 self._fetch(before)
 
     @staticmethod
-    def _note_change(kept: Offloaded) -> None:
-        """What autograd checks of a tensor that it holds itself: the region is what it was when it was saved."""
-        if kept.here is not None and not kept.has_left:
-            kept.changed = kept.changed or version_of(kept.here) != kept.version
+    def _detect_change(kept: Offloaded) -> None:
+        """Detect changes in place, as autograd does for the tensors that it saves itself."""
+        if kept.on_device is not None and not kept.is_stored:
+            kept.changed = kept.changed or version_of(kept.on_device) != kept.version

@@ -1,36 +1,38 @@
-"""Partitioned activations: what all ranks of a tensor-parallel axis hold alike is kept by each in part.
+"""Partitioned activations: each rank of a tensor-parallel axis keeps a shard of what is replicated over the axis.
 
 The input of a block is replicated over the axis. Each rank keeps ``1 / size`` of it, and backward gathers it before the
 block runs again (Rajbhandari et al., arXiv:1910.02054, section 6.1, "partitioned activation checkpointing")::
 
     x       | a | b | c | d | e | f | g |       (7,), the same on every rank
     rank 0  | a | b | c | d |
-    rank 1                  | e | f | g | 0 |   padded, so that all parts are as long
+    rank 1                  | e | f | g | 0 |   padded to equal length
 
-Parts lie one behind the other in a buffer that is allocated once: between forwards and backwards of other things, they
-would leave holes in memory that nothing fits into.
+Shards lie one after the other in a buffer that is allocated once. Separate allocations, made between those of forward
+and backward, would fragment memory.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ls_strategy.activations.saved import Keeper, Kept
+from ls_strategy.activations.saved import Keeper
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import PlanError
 
 _ALIGNMENT = 512
-"""Bytes. Where the caching allocator of CUDA would begin a tensor, too."""
+"""Bytes; the alignment of the CUDA caching allocator."""
 
 
-class PartBuffer:
-    """Memory for parts, used from the front to the back, and from the front again when nothing is in it."""
+class ShardBuffer:
+    """A linear allocator for shards, which starts again at the front when it is empty."""
 
     def __init__(self, device: torch.device) -> None:
-        """Nothing is allocated before the first step is over, which tells how much is needed."""
         self._device = device
-        self._memory: Tensor | None = None
+        self._memory: Tensor | None = None  # allocated after the first step, which shows how much is needed
         self._used = 0
         self._wanted = 0
         self._alive = 0
@@ -41,9 +43,9 @@ class PartBuffer:
         return 0 if self._memory is None else self._memory.nbytes
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """``(numel,)``, any contents: in the buffer, or beside it where it is too small; then it grows after the step.
+        """Return an uninitialized tensor ``(numel,)``. Each call must be matched by one of `give`.
 
-        `give` must follow.
+        If the buffer is too small, the tensor is allocated separately, and the buffer grows once it is empty.
         """
         nbytes = -(-numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         begin, self._used = self._used, self._used + nbytes
@@ -54,116 +56,112 @@ class PartBuffer:
         return self._memory[begin : begin + numel * dtype.itemsize].view(dtype)
 
     def give(self) -> None:
-        """One part is not needed any more; when none is, the next begins at the front."""
+        """Free one shard. When none is left, the next one starts at the front."""
         self._alive -= 1
         if self._alive == 0:
             self._used = 0
             if self._wanted > self.nbytes:
-                self._memory = None  # first, so that the two are never there together
+                self._memory = None  # free the old buffer before the new one is allocated
                 self._memory = torch.empty(self._wanted, dtype=torch.uint8, device=self._device)
 
 
-class KeptPart:
-    """This rank's part of a region. A `Kept`."""
+@dataclass
+class KeptShard:
+    """This rank's shard of a region."""
 
-    def __init__(self, partition: ActivationPartition, numel: int, mine: Tensor | None, kept: Kept | None) -> None:
-        """``mine``: the part itself; or ``kept``: where it is."""
-        self.numel = numel
-        self.mine = mine
-        self.kept = kept
-        self._partition = partition
+    numel: int
+    """Elements of the full region."""
 
-    def add_use(self) -> None:
-        """See `Kept`."""
-        if self.kept is not None:
-            self.kept.add_use()
+    shard: Tensor | None
+    """The shard, unless another keeper has it."""
 
-    def load(self) -> Tensor:
-        """See `Kept`. Collective over the axis."""
-        return self._partition.load(self)
-
-    def drop(self) -> None:
-        """See `Kept`."""
-        self._partition.drop(self)
+    kept: Any
+    """What the other keeper returned for the shard."""
 
 
 class ActivationPartition:
-    """A keeper of this rank's part of regions that are the same on all ranks of an axis.
+    """A `Keeper` of this rank's shard of regions that are replicated over an axis.
 
-    Collective: all ranks keep and bring the same regions in the same order, as they do when they run the same modules.
+    Collective: all ranks must keep and load the same regions in the same order, as they do when they run the same
+    modules.
     """
 
     def __init__(self, axis: Axis, device: torch.device, keeper: Keeper | None = None) -> None:
-        """Keep parts.
+        """Create the keeper.
 
         Args:
-            axis: the ranks that hold the same activations.
-            device: of the activations.
-            keeper: where this rank's parts go; they stay on the device without.
+            axis: Ranks that hold the same activations.
+            device: Device of the activations.
+            keeper: Takes this rank's shards. None: they stay on the device.
         """
         self.axis = axis
-        self.buffer = PartBuffer(device)
-        self.bytes_whole = 0
-        """Of the regions so far."""
+        self.buffer = ShardBuffer(device)
+        self.bytes_full = 0
+        """Bytes of the full regions so far."""
         self.bytes_kept = 0
-        """Of this rank's parts of them."""
+        """Bytes of this rank's shards so far."""
         self._keeper = keeper
         self._checking = True
-        self._latest: tuple[KeptPart, Tensor] | None = None
+        self._latest: tuple[KeptShard, Tensor] | None = None
 
-    def keep(self, region: Tensor) -> KeptPart:
-        """Keep this rank's part. The regions of the first forward are compared between the ranks: collective then.
+    def keep(self, region: Tensor) -> KeptShard:
+        """Keep this rank's shard. Collective in the first forward, which compares the regions between the ranks.
 
         Raises:
-            PlanError: the region is not the same on all ranks of the axis.
+            PlanError: The region differs between the ranks of the axis.
         """
         if self._checking:
             self._check_replicated(region)
         numel = -(-region.numel() // self.axis.size)
         if self._keeper is None:
-            mine = self.buffer.take(numel, region.dtype)
+            shard = self.buffer.take(numel, region.dtype)
         else:
-            mine = torch.empty(numel, dtype=region.dtype, device=region.device)
+            shard = torch.empty(numel, dtype=region.dtype, device=region.device)
         begin = self.axis.rank * numel
         piece = region[begin : begin + numel]
-        mine[: piece.numel()].copy_(piece)
-        mine[piece.numel() :].zero_()
-        self.bytes_whole += region.nbytes
-        self.bytes_kept += mine.nbytes
+        shard[: piece.numel()].copy_(piece)
+        shard[piece.numel() :].zero_()
+        self.bytes_full += region.nbytes
+        self.bytes_kept += shard.nbytes
         if self._keeper is None:
-            return KeptPart(self, region.numel(), mine, None)
-        return KeptPart(self, region.numel(), None, self._keeper.keep(mine))
+            return KeptShard(region.numel(), shard, None)
+        return KeptShard(region.numel(), None, self._keeper.keep(shard))
 
-    def load(self, part: KeptPart) -> Tensor:
-        """Gather a region; the latest one is not gathered twice. Collective."""
+    def add_use(self, kept: KeptShard) -> None:
+        """See `Keeper`."""
+        if self._keeper is not None:
+            self._keeper.add_use(kept.kept)
+
+    def load(self, kept: KeptShard) -> Tensor:
+        """Return the full region. The latest one is not gathered twice. Collective."""
         self._checking = False
-        if self._latest is None or self._latest[0] is not part:
+        if self._latest is None or self._latest[0] is not kept:
             self._latest = None
-            mine = part.mine if part.kept is None else part.kept.load()
-            assert mine is not None
-            self._latest = (part, self.axis.all_gather(mine, 0)[: part.numel])
+            shard = kept.shard if self._keeper is None else self._keeper.load(kept.kept)
+            assert shard is not None
+            self._latest = (kept, self.axis.all_gather(shard, 0)[: kept.numel])
         return self._latest[1]
 
-    def drop(self, part: KeptPart) -> None:
-        """Forget a part. Not collective."""
-        if self._latest is not None and self._latest[0] is part:
+    def drop(self, kept: KeptShard) -> None:
+        """Forget a shard. Not collective."""
+        if self._latest is not None and self._latest[0] is kept:
             self._latest = None
-        if part.kept is not None:
-            part.kept.drop()
+        if self._keeper is not None:
+            self._keeper.drop(kept.kept)
         else:
-            part.mine = None
+            kept.shard = None
             self.buffer.give()
 
     def _check_replicated(self, region: Tensor) -> None:
-        """Compare sums over the bits: of all elements, and weighted by position, so that an exchange shows."""
+        """Compare two sums over the bits: a plain one, and one weighted by position, which detects permutations."""
         flat = region.view(torch.uint8).to(torch.int64)
         weights = torch.arange(flat.numel(), device=flat.device) % 8191 + 1
-        mine = torch.stack((flat.sum(), (flat * weights).sum(), torch.tensor(flat.numel(), device=flat.device)))
-        sums = self.axis.all_gather(mine, 0).view(self.axis.size, 3)
+        shard = torch.stack((flat.sum(), (flat * weights).sum(), torch.tensor(flat.numel(), device=flat.device)))
+        sums = self.axis.all_gather(shard, 0).view(self.axis.size, 3)
         if not bool((sums == sums[0]).all()):
             raise PlanError(
                 f"activation partitioning: an input of a recomputed module ({region.numel()} elements, {region.dtype}) "
-                f"is not the same on the {self.axis.size} ranks of axis {self.axis.name!r}, so that no rank may keep a "
-                "part of it for the others. Recompute modules whose inputs are replicated over the axis "
-                "(RecomputeConfig(block_classes=...)), or leave activations.partitioning out."
+                f"differs between the {self.axis.size} ranks of axis {self.axis.name!r}, but only replicated inputs "
+                "can be partitioned. Recompute modules whose inputs are replicated over the axis "
+                "(RecomputeConfig(block_classes=...)), or remove activations.partitioning."
             )

@@ -1,6 +1,7 @@
-"""What a selective policy keeps: the outputs of operations that are expensive to compute, or to send, a second time.
+"""Selective recompute: which operations of a recomputed module save their outputs.
 
-The rest of a module is cheap next to them and large (Korthikanti et al., arXiv:2205.05198, section 5).
+These are operations that are expensive to compute, or to communicate, a second time. The others are inexpensive, and
+their outputs are large (Korthikanti et al., arXiv:2205.05198, section 5).
 """
 
 from __future__ import annotations
@@ -22,76 +23,65 @@ _COLLECTIVES = ("_c10d_functional", "c10d_functional", "_c10d_functional_autogra
 
 
 def _namespace_and_name(operation: Any) -> tuple[str, str]:
-    """``("aten", "mm")`` of ``aten.mm.default``. Higher-order operations (``flex_attention``) have no overload."""
+    """Return ``("aten", "mm")`` for ``aten.mm.default``. Higher-order operations have no overload."""
     qualified = str(operation.name() if callable(operation.name) else operation.name)
     namespace, _, name = qualified.rpartition("::")
     return namespace, name.split(".")[0]
-
-
-def _is_matmul(namespace: str, name: str) -> bool:
-    return namespace == "aten" and name in _MATMULS
-
-
-def _is_convolution(namespace: str, name: str) -> bool:
-    return namespace == "aten" and name in _CONVOLUTIONS
 
 
 def _is_attention(namespace: str, name: str) -> bool:
     return name.startswith(_ATTENTION) and not name.endswith("_backward")
 
 
-def _is_collective(namespace: str, name: str) -> bool:
-    # Not `c10d`: those write into their inputs, and what they return is no value that could stand for that.
-    return namespace in _COLLECTIVES
-
-
 KINDS: dict[str, Callable[[str, str], bool]] = {
-    "matmul": _is_matmul,
+    "matmul": lambda namespace, name: namespace == "aten" and name in _MATMULS,
     "attention": _is_attention,
-    "convolution": _is_convolution,
-    "collective": _is_collective,
+    "convolution": lambda namespace, name: namespace == "aten" and name in _CONVOLUTIONS,
+    # Not `c10d`: its operations write into their inputs, which a saved output cannot replace.
+    "collective": lambda namespace, name: namespace in _COLLECTIVES,
 }
-"""Names of kinds of operations, and whether an operation is of that kind."""
+"""Kinds of operations: the name of each, and its predicate on namespace and name of an operation."""
 
 
 class SelectivePolicy:
-    """Says of each operation in a recomputed module whether its output is kept."""
+    """Decides for each operation in a recomputed module whether its output is saved."""
 
     def __init__(self, keep: Sequence[str]) -> None:
         """Resolve names of kinds and of operations.
 
         Args:
-            keep: keys of `KINDS`, or ``namespace.operation`` with or without its overload (``aten.gelu``).
+            keep: Keys of `KINDS`, or ``namespace.operation`` with or without its overload (``aten.gelu``).
 
         Raises:
-            ConfigError: a name is neither.
+            ConfigError: A name is neither.
         """
         self.keep = tuple(keep)
         for name in self.keep:
             if name not in KINDS and not _exists(name):
                 raise ConfigError(
-                    f"keep={list(self.keep)}: {name!r} is neither a kind of operation ({', '.join(sorted(KINDS))}) nor "
-                    "an operation of torch by its name, such as 'aten.gelu' or 'aten.convolution.default'."
+                    f"Got keep={list(self.keep)}, but {name!r} is neither a kind of operation "
+                    f"({', '.join(sorted(KINDS))}) nor the name of a torch operation, such as 'aten.gelu' or "
+                    "'aten.convolution.default'."
                 )
         self._kinds = tuple(KINDS[name] for name in self.keep if name in KINDS)
         self._operations = frozenset(name for name in self.keep if name not in KINDS)
 
     def __call__(self, _context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-        """Called by torch for each operation."""
+        """Return torch's policy for one operation."""
         return CheckpointPolicy.MUST_SAVE if self.keeps(operation) else CheckpointPolicy.PREFER_RECOMPUTE
 
     def keeps(self, operation: Any) -> bool:
-        """Whether the output of ``operation`` (an ``OpOverload``, or a higher-order operation) is kept."""
+        """Return whether the output of ``operation`` (an ``OpOverload`` or a higher-order operation) is saved."""
         schema = getattr(operation, "_schema", None)
         if schema is not None and schema.is_mutable:
-            return False  # it writes into a tensor that others write into as well (``mm.out`` into rows of a result)
+            return False  # it may write only part of a tensor (``mm.out`` into rows of a result)
         if self._operations and ({str(operation), str(operation).rpartition(".")[0]} & self._operations):
             return True
         names = _namespace_and_name(operation)
         return any(is_of_kind(*names) for is_of_kind in self._kinds)
 
     def contexts(self) -> Callable[[], Any]:
-        """The ``context_fn`` of ``torch.utils.checkpoint``."""
+        """Return the ``context_fn`` for ``torch.utils.checkpoint``."""
         return partial(create_selective_checkpoint_contexts, self.__call__)
 
 

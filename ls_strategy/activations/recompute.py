@@ -1,15 +1,15 @@
-"""Recomputation of activations: modules that keep their inputs and run their forward again in backward.
+"""Activation recompute: modules save their inputs and run their forward again in backward.
 
-The module's ``forward`` is replaced, not the module: names in ``state_dict`` and ``named_parameters`` stay, and hooks
-on the module run once, around the whole::
+The module's ``forward`` is replaced, not the module. Names in ``state_dict`` and ``named_parameters`` do not change,
+and hooks on the module run once, around the replaced forward::
 
-    module(x) ─► hooks before ─► forward: keep x, compute, forget the rest ─► hooks after
-    backward  ─► hook on the output's gradient ─► bring x, compute again, backward of that ─► hook on x's gradient
+    module(x) ─► pre-hooks ─► forward: save x, compute, discard intermediates ─► hooks
+    backward  ─► hook on the output's gradient ─► load x, compute again, run backward ─► hook on x's gradient
 
-So a unit whose parameters are sharded is gathered by its hooks before its forward runs again, and not a third time.
+So the hooks of a unit with sharded parameters gather it before its forward runs again, and no third time.
 
-Losses and gradients do not change by a bit: random numbers and autocast are replayed (``torch.utils.checkpoint``), and
-buffers that a forward updates (running statistics) are updated once.
+Losses and gradients are bitwise equal: ``torch.utils.checkpoint`` replays random numbers and autocast, and buffers that
+a forward updates (running statistics) are updated once.
 """
 
 from __future__ import annotations
@@ -40,72 +40,73 @@ from ls_strategy.errors import PlanError
 from ls_strategy.transient import Transient
 
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
-"""Arguments in which models of transformers hand keys and values from one call to the next."""
+"""Arguments in which transformers models pass keys and values from one call to the next."""
 _STATISTICS = ("running_mean", "running_var")
-"""Buffers of norms, which their kernels change without telling autograd."""
+"""Buffers of norms, which their kernels change without a new version for autograd."""
 
 AroundInputs = Callable[[], AbstractContextManager[None]]
 _Place = tuple[nn.Module, str]
-"""A module and the name of a buffer of its own."""
+"""A module and the name of one of its own buffers."""
 
 
 class Recompute:
-    """Modules whose forward is recomputed, until `remove`."""
+    """The modules whose forward is recomputed, until `remove`."""
 
     def __init__(self, modules: list[nn.Module], config: RecomputeConfig, around_inputs: AroundInputs) -> None:
         """Replace the forwards. See `apply_recompute`."""
         self.modules = modules
         self.config = config
         self.compiled = any(is_compiled(m) for m in modules)
-        """Whether some were compiled: what they keep is then chosen inside the compiled code."""
+        """Whether some modules are compiled. Compiled code chooses itself what it saves."""
         options: dict[str, Any] = {"use_reentrant": False}
         if config.policy == "selective":
-            # One for all: torch.compile compiles again for another.
+            # One object for all modules: torch.compile would recompile for another one.
             options["context_fn"] = SelectivePolicy(config.keep).contexts()
         self._forwards = [_RecomputedForward(uncompiled(m), options, around_inputs) for m in modules]
 
     def describe(self) -> str:
-        """``12 Block, full`` for the log."""
+        """Return ``12 Block, full`` or similar for the log."""
         counts = Counter(type(uncompiled(m)).__name__ for m in self.modules)
         classes = ", ".join(f"{n} {name}" for name, n in counts.items())
         kept = f" (keeps {', '.join(self.config.keep)})" if self.config.policy == "selective" else ""
         return f"{classes}, {self.config.policy}{kept}"
 
     def remove(self) -> None:
-        """Give every module its forward back. Idempotent."""
+        """Restore every module's forward. Idempotent."""
         for forward in self._forwards:
             forward.remove()
         self._forwards.clear()
 
 
 def apply_recompute(model: nn.Module, config: RecomputeConfig, around_inputs: AroundInputs = nullcontext) -> Recompute:
-    """Let modules of ``model`` keep their inputs instead of what their forward computes.
+    """Recompute the forwards of modules of ``model`` in backward.
 
-    Forwards without gradients, and in evaluation with a key-value cache, run as they are. In training a cache is left
-    out: the second run of the forward would append to it again.
+    Forwards without gradients, and in evaluation with a key-value cache, run as usual. In training the cache is
+    disabled: the second run of the forward would append to it again.
 
     Args:
-        model: before or after its parameters were sharded, and after ``block.compile()`` where that is used.
-        config: which modules, and what they keep beside their inputs.
-        around_inputs: entered around each call; hooks on saved tensors in it see a module's inputs and nothing else.
+        model: The model, before or after its parameters are sharded, and after ``block.compile()`` if that is used.
+        config: Selects the modules and what they save in addition to their inputs.
+        around_inputs: Context manager that is entered around each call. Saved-tensor hooks in it see the module's
+            inputs and nothing else.
 
     Raises:
-        ConfigError: a name in ``config.keep`` is unknown.
-        PlanError: the model has no such modules.
+        ConfigError: A name in ``config.keep`` is unknown.
+        PlanError: The model has no such module.
     """
     modules = list(dict(_chosen(model, config.block_classes)).values())[:: config.every]
     if not modules:
         present = sorted({type(uncompiled(m)).__name__ for m in model.modules()})
         raise PlanError(
             "activation checkpointing: the model has no ModuleList or Sequential whose children are blocks (modules "
-            f"with parameters and with modules in them). Its classes are {', '.join(present)}. Name the classes to "
-            'recompute: RecomputeConfig(block_classes=["Block"]).'
+            f"with parameters and submodules). Its classes are {', '.join(present)}. Name the classes to recompute: "
+            'RecomputeConfig(block_classes=["Block"]).'
         )
     return Recompute(modules, config, around_inputs)
 
 
 def _chosen(model: nn.Module, classes: tuple[str, ...]) -> Iterator[tuple[int, nn.Module]]:
-    """The modules to recompute, each with its id, in order of registration."""
+    """Yield the modules to recompute with their ids, in order of registration."""
 
     def class_of(module: nn.Module) -> type:
         return type(uncompiled(module))
@@ -118,7 +119,7 @@ def _chosen(model: nn.Module, classes: tuple[str, ...]) -> Iterator[tuple[int, n
 
 
 class _RecomputedForward(Transient):
-    """Stands in for ``module.forward``. Not in copies and pickles of the module, which compute as its class says."""
+    """Replaces ``module.forward``. Copies and pickles of the module get the forward of its class instead."""
 
     def __init__(self, module: nn.Module, options: dict[str, Any], around_inputs: AroundInputs) -> None:
         self.__wrapped__ = module.forward  # where `inspect.signature` looks
@@ -130,7 +131,7 @@ class _RecomputedForward(Transient):
         module.forward = self
 
     def plain(self) -> Any:
-        """The forward that the module had of its own, if any."""
+        """Return the forward that was set on the module itself, or None."""
         return self.__wrapped__ if self._had_own else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -142,16 +143,16 @@ class _RecomputedForward(Transient):
         return (_PlainForward, (self._module,))
 
     def remove(self) -> None:
-        """Give the module its own forward back."""
+        """Restore the module's own forward."""
         if vars(self._module).get("forward") is not self:
-            return  # replaced by somebody else, who calls this one
+            return  # other code replaced it in turn, and calls this one
         if self._had_own:
             self._module.forward = self.__wrapped__
         else:
             del self._module.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward, on the same arguments, with the same results."""
+        """Run the module's forward on the same arguments, with the same results."""
         forward = self.__wrapped__
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
@@ -180,11 +181,11 @@ class _PlainForward:
 
 
 class _Call:
-    """One call of a forward: the first time with the caller's own arguments, then with tensors in their places.
+    """One call of a forward. It runs first with the caller's own arguments, then with tensors in their places.
 
-    All tensors in the arguments become arguments of ``checkpoint``, which holds them by way of the hooks on saved
-    tensors: also keyword arguments, and what lies in tuples, lists and dicts. One that is passed twice is one in the
-    second run too, as forwards that ask ``query is key`` expect.
+    All tensors in the arguments become arguments of ``checkpoint``, which saves them through the saved-tensor hooks.
+    This includes keyword arguments and the contents of tuples, lists and dicts. A tensor that is passed twice is one
+    object in the second run too, as forwards that test ``query is key`` expect.
     """
 
     def __init__(
@@ -201,7 +202,6 @@ class _Call:
             if isinstance(leaf, Tensor) and id(leaf) not in places:
                 places[id(leaf)] = len(self.tensors)
                 self.tensors.append(leaf)
-        # The others are kept as they are.
         self._leaves = [_At(places[id(leaf)]) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     def __call__(self, *tensors: Tensor) -> Any:
@@ -222,7 +222,7 @@ class _Call:
 
 
 class _At:
-    """Where in the list of tensors an argument is."""
+    """The position of an argument in the list of tensors."""
 
     def __init__(self, position: int) -> None:
         self.position = position
@@ -235,8 +235,8 @@ def _state_of(place: _Place) -> tuple[int, int]:
 
 @contextmanager
 def _unchanged(buffers: list[_Place]) -> Generator[None, None, None]:
-    """Give buffers the values back that they have now: the first run has updated them already."""
-    with without_dispatch_modes():  # a selective policy would take these copies for the forward's own
+    """Restore the current values of buffers afterwards: the first run has updated them already."""
+    with without_dispatch_modes():  # hide these copies from a selective policy
         saved = [(place, getattr(*place), getattr(*place).clone()) for place in buffers]
     try:
         yield

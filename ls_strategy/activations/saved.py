@@ -1,13 +1,13 @@
-"""Tensors that autograd saves for backward: which of them may be kept elsewhere, and the hooks that do it.
+"""Saved-tensor hooks: which tensors saved for backward are kept elsewhere, and how they return.
 
 ::
 
-    forward   | pack(tensor)   ─► may it be taken? ─► its region of memory ─► keeper.keep(region) ─► handle in the graph
-    backward  | unpack(handle) ─► kept.load() ─► the same view of the region
-              | the graph lets the handle go ─► kept.drop()
+    forward   | pack(tensor)   ─► eligible? ─► its region of memory ─► keeper.keep(region) ─► handle in the graph
+    backward  | unpack(handle) ─► keeper.load() ─► the same view of the region
+              | the graph frees the handle ─► keeper.drop()
 
-What is kept is the memory under a tensor, once, however many views of it are saved: the same activation as the input of
-three linear layers, or queries, keys and values that are slices of one product.
+The memory under a tensor is kept once, however many views of it are saved: the same activation may be the input of
+three linear layers, and queries, keys and values may be slices of one product.
 """
 
 from __future__ import annotations
@@ -24,35 +24,31 @@ from torch import Tensor
 from ls_strategy._compat import StorageWeakRef, storage_key, version_of
 
 
-class Kept(Protocol):
-    """A region that is kept elsewhere."""
-
-    def add_use(self) -> None:
-        """It will be brought once more."""
-        ...
-
-    def load(self) -> Tensor:
-        """The region, on the device, the same bits; read-only. Once per handle, or more often."""
-        ...
-
-    def drop(self) -> None:
-        """It will not be brought again. Must not raise, nor wait for long: it runs when autograd frees the graph."""
-        ...
-
-
 class Keeper(Protocol):
-    """Keeps regions elsewhere."""
+    """Keeps regions elsewhere. ``kept`` is what `keep` returned."""
 
-    def keep(self, region: Tensor) -> Kept:
-        """Take a region, 1-d, on the device; it is not changed afterwards."""
+    def keep(self, region: Tensor) -> Any:
+        """Keep a region, 1-d, on the device. It is not changed afterwards."""
+        ...
+
+    def add_use(self, kept: Any) -> None:
+        """Announce one more `load`."""
+        ...
+
+    def load(self, kept: Any) -> Tensor:
+        """Return the region on the device, bitwise equal and read-only. Called once per handle or more often."""
+        ...
+
+    def drop(self, kept: Any) -> None:
+        """Free the region. Must not raise or wait for long: it runs when autograd frees the graph."""
         ...
 
 
-def may_be_taken(tensor: Tensor, device: torch.device, protected: Collection[int]) -> bool:
-    """Whether a saved tensor is an activation in plain memory of ``device``.
+def is_eligible(tensor: Tensor, device: torch.device, protected: Collection[int]) -> bool:
+    """Return whether a saved tensor is an activation in plain memory of ``device``.
 
-    Not parameters and buffers, whose memory stays where it is and is refilled under the same storage; not subclasses
-    (DTensor), other layouts, other devices, and tensors that repeat elements (expanded ones).
+    Parameters and buffers are excluded: their memory stays in place and is refilled under the same storage. So are
+    subclasses (DTensor), other layouts and devices, and tensors that repeat elements (expanded ones).
     """
     if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.device != device:
         return False
@@ -62,51 +58,51 @@ def may_be_taken(tensor: Tensor, device: torch.device, protected: Collection[int
 
 
 def span(tensor: Tensor) -> int:
-    """Elements from the first to the last in memory, with the gaps between them."""
+    """Return the number of elements from the first to the last in memory, gaps included."""
     return 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def region_of(tensor: Tensor) -> tuple[Tensor, int]:
-    """The memory to keep for a tensor, 1-d of its dtype, and where in it the tensor begins.
+    """Return the memory to keep for a tensor, 1-d of its dtype, and the tensor's offset in it.
 
-    That is its whole storage if it takes half of it or more, so that views of one storage are kept together; else its
-    own span, so that a batch which is a slice of the whole data set takes no more than itself.
+    The region is the full storage if the tensor spans at least half of it, so that views of one storage are kept
+    together. Otherwise it is the tensor's span: a batch that is a slice of the data set must not keep the data set.
     """
     begin = start = int(tensor.storage_offset())
     length = span(tensor)
-    whole = tensor.untyped_storage().nbytes() // tensor.element_size()
-    if 2 * length >= whole:
-        start, length = 0, whole
+    total = tensor.untyped_storage().nbytes() // tensor.element_size()
+    if 2 * length >= total:
+        start, length = 0, total
     return tensor.detach().as_strided((length,), (1,), start), begin - start
 
 
 class _Entry:
-    """A region that is kept, and the handles on it."""
+    """A kept region and the number of its handles."""
 
-    def __init__(self, key: tuple[Any, ...], kept: Kept, storage: StorageWeakRef) -> None:
+    def __init__(self, key: tuple[Any, ...], kept: Any, storage: StorageWeakRef) -> None:
         self.key = key
         self.kept = kept
-        self.storage = storage  # as long as this lives, the number in the key is given to no other storage
+        self.storage = storage  # while this exists, no other storage gets the id in the key
         self.handles = 0
 
 
 class _Handle:
-    """What the graph holds instead of a tensor."""
+    """Replaces a saved tensor in the graph."""
 
-    __slots__ = ("_let_go", "entry", "offset", "size", "stride")
+    __slots__ = ("_on_release", "entry", "offset", "size", "stride")
 
-    def __init__(self, entry: _Entry, tensor: Tensor, offset: int, let_go: Callable[[_Entry], None]) -> None:
+    def __init__(self, entry: _Entry, tensor: Tensor, offset: int, on_release: Callable[[_Entry], None]) -> None:
         self.entry = entry
         self.offset = offset
         self.size, self.stride = tensor.size(), tensor.stride()
-        self._let_go = let_go
+        self._on_release = on_release
 
     def __del__(self) -> None:
-        self._let_go(self.entry)
+        self._on_release(self.entry)
 
 
 class SavedTensors:
-    """Hooks that hand what autograd saves to a keeper."""
+    """Hooks that pass the tensors that autograd saves to a keeper."""
 
     def __init__(
         self,
@@ -117,37 +113,38 @@ class SavedTensors:
         protected: Callable[[], Collection[int]],
         floating_only: bool = False,
     ) -> None:
-        """Make the hooks; `around` puts them in force.
+        """Create the hooks; `around` installs them.
 
         Args:
-            keeper: where regions go.
-            device: of the activations.
-            min_bytes: smaller tensors are saved as ever.
-            protected: `storage_key` of all memory of parameters, buffers and gradients. Asked when a forward begins.
-            floating_only: leave integers and booleans alone.
+            keeper: Takes the regions.
+            device: Device of the activations.
+            min_bytes: Smaller tensors stay in the graph.
+            protected: Returns the `storage_key` of all memory of parameters, buffers and gradients. Called at the start
+                of each forward.
+            floating_only: Leave integer and boolean tensors in the graph.
         """
         self.keeper = keeper
         self.device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
         self.bytes_packed = 0
-        """Handed to the keeper so far, each region once."""
+        """Bytes passed to the keeper so far, each region once."""
         self.bytes_left = 0
-        """Of tensors that were saved as ever so far, parameters among them."""
+        """Bytes of tensors left in the graph so far, parameters included."""
         self._min_bytes = min_bytes
         self._floating_only = floating_only
         self._find_protected = protected
         self._protected: Collection[int] = ()
         self._entries: dict[tuple[Any, ...], _Entry] = {}
-        self._let_go: deque[_Entry] = deque()
+        self._queue: deque[_Entry] = deque()
         self._lock = threading.Lock()
 
     @property
     def regions(self) -> int:
-        """Regions kept now."""
+        """Number of regions kept now."""
         return len(self._entries)
 
     @contextmanager
     def around(self) -> Generator[None, None, None]:
-        """Inside, saved tensors are taken."""
+        """Install the hooks."""
         if not self._entries:
             self._protected = self._find_protected()
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
@@ -157,7 +154,7 @@ class SavedTensors:
         if (
             tensor.nbytes < self._min_bytes
             or (self._floating_only and not tensor.is_floating_point())
-            or not may_be_taken(tensor, self.device, self._protected)
+            or not is_eligible(tensor, self.device, self._protected)
         ):
             self.bytes_left += tensor.nbytes
             return tensor
@@ -171,7 +168,7 @@ class SavedTensors:
                     self._entries[key] = entry
                     self.bytes_packed += region.nbytes
                 entry.handles += 1
-                entry.kept.add_use()
+                self.keeper.add_use(entry.kept)
                 return _Handle(entry, tensor, offset, self._released)
         finally:
             self._drop_released()
@@ -181,25 +178,25 @@ class SavedTensors:
             return saved
         try:
             with self._lock, torch.no_grad():
-                region = saved.entry.kept.load()
+                region = self.keeper.load(saved.entry.kept)
                 return region.as_strided(saved.size, saved.stride, int(region.storage_offset()) + saved.offset)
         finally:
             self._drop_released()
 
     def _released(self, entry: _Entry) -> None:
-        """A handle is gone: on any thread, at any moment, also inside `_pack` by way of the garbage collector."""
-        self._let_go.append(entry)
+        """Note a freed handle. Runs on any thread at any moment, even inside `_pack` through the garbage collector."""
+        self._queue.append(entry)
         self._drop_released()
 
     def _drop_released(self) -> None:
-        # Whoever holds the lock comes by here when it has let go.
-        while self._let_go and self._lock.acquire(blocking=False):
+        # A thread that holds the lock calls this after it has released the lock.
+        while self._queue and self._lock.acquire(blocking=False):
             try:
-                while self._let_go:
-                    entry = self._let_go.popleft()
+                while self._queue:
+                    entry = self._queue.popleft()
                     entry.handles -= 1
                     if entry.handles == 0:
                         del self._entries[entry.key]
-                        entry.kept.drop()
+                        self.keeper.drop(entry.kept)
             finally:
                 self._lock.release()

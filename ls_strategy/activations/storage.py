@@ -1,12 +1,12 @@
-"""Where activations rest away from the device: in host memory, or in a file on a local drive.
+"""Storage of activations away from the device: host memory, or a file on a local NVMe device.
 
 ::
 
     host   | device ─► pinned buffer ........................................................ ─► device
-    drive  | device ─► staging buffer ─► pwritev ─► file ─► preadv ─► staging buffer ─► device
+    file   | device ─► staging buffer ─► pwritev ─► file ─► preadv ─► staging buffer ─► device
 
-Host buffers are pinned where there is CUDA, and used again: a step asks for the sizes of the step before. The file has
-no name and vanishes with the process; its space is used again in every step.
+Host buffers are pinned if CUDA is available, and reused: each step needs the same sizes as the one before. The file has
+no name, disappears with the process, and its space is reused in every step.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ from __future__ import annotations
 import errno
 import os
 import time
+from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor
 
-from ls_strategy.config import NVMeIOConfig
+from ls_strategy.config import ActivationOffloadConfig, NVMeIOConfig
 from ls_strategy.errors import PlanError
 from ls_strategy.tiers.buffers import PAGE, AlignedBuffer
 from ls_strategy.tiers.file_io import IOEngine, Transfer
@@ -32,68 +34,24 @@ from ls_strategy.tiers.nvme_folder import check_path, open_scratch
 _GROWTH = 64 << 20
 
 
-class Stowed:
-    """A region's bytes on their way to a place, there, or on their way back."""
+class StoredRegion:
+    """A region's bytes in storage, or in transfer to or from it."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.buffer: AlignedBuffer | None = None
-        """Host memory that holds them, or will."""
+        """Host memory that holds the bytes, or will."""
         self.copying: Arrival = DONE
-        """The copy into that buffer."""
+        """The copy into ``buffer``, or from it to the device."""
         self.transfer: Transfer | None = None
-        """The write from that buffer, or the read into it."""
+        """The write from ``buffer``, or the read into it."""
         self.offset: int | None = None
-        """Place in the file."""
+        """Position in the file."""
 
     def host(self) -> Tensor:
-        """The bytes in host memory, ``(nbytes,)`` uint8."""
+        """Return the bytes in host memory, ``(nbytes,)`` uint8."""
         assert self.buffer is not None
         return self.buffer.tensor[: self.nbytes]
-
-
-class ActivationStorage(Protocol):
-    """Takes bytes and gives them back."""
-
-    name: str
-    stored_bytes: int
-    """In it now."""
-
-    waited_s: float
-    """Seconds so far that training has waited for it."""
-
-    @property
-    def host_bytes(self) -> int:
-        """Host memory that it holds, in use or free."""
-        ...
-
-    def begin(self, stowed: Stowed, source: Tensor) -> None:
-        """Start copying ``source``, ``(nbytes,)`` uint8 on the device, to host memory."""
-        ...
-
-    def finish(self, stowed: Stowed) -> None:
-        """Return when the source is not needed any more."""
-        ...
-
-    def prepare(self, stowed: Stowed) -> bool:
-        """Start bringing the bytes to host memory, if there is room; returns whether they are there already."""
-        ...
-
-    def host(self, stowed: Stowed) -> Tensor:
-        """The bytes, in host memory; waits for them. ``(nbytes,)`` uint8."""
-        ...
-
-    def arrived(self, stowed: Stowed, arrival: Arrival) -> None:
-        """The bytes are on their way from `host` to the device."""
-        ...
-
-    def drop(self, stowed: Stowed) -> None:
-        """The bytes are not needed any more. Does not wait."""
-        ...
-
-    def close(self) -> None:
-        """Give everything back; nothing is in it any more."""
-        ...
 
 
 class _Free(NamedTuple):
@@ -105,22 +63,22 @@ class _Free(NamedTuple):
 
 
 class BufferStock:
-    """Host buffers that are used again: the smallest that is large enough, and no more than twice too large."""
+    """A pool of host buffers. A request gets the smallest free one that fits and is at most twice too large."""
 
     rounds_kept = 8
-    """Calls of `trim` after which a buffer that nobody took is freed."""
+    """Calls of `trim` after which an unused buffer is freed."""
 
     def __init__(self, *, pin: bool) -> None:
-        """``pin``: register buffers with CUDA."""
+        """``pin``: register the buffers with CUDA."""
         self._pin = pin
         self._free: list[_Free] = []
         self._round = 0
         self.total_bytes = 0
-        """Of all buffers, taken or free."""
+        """Bytes of all buffers, taken or free."""
         self.taken_bytes = 0
 
     def take(self, nbytes: int) -> tuple[AlignedBuffer, Arrival]:
-        """A buffer, and a copy that may still be reading it."""
+        """Return a buffer, and a copy that may still read it."""
         i = bisect_left(self._free, (nbytes, 0))
         if i < len(self._free) and self._free[i].nbytes <= max(2 * nbytes, PAGE):
             free = self._free.pop(i)
@@ -132,12 +90,12 @@ class BufferStock:
         return buffer, busy
 
     def give(self, buffer: AlignedBuffer, busy: Arrival = DONE) -> None:
-        """Give a buffer back that is read by nothing but ``busy``."""
+        """Return a buffer to the pool. Only ``busy`` may still read it."""
         self.taken_bytes -= buffer.nbytes
         insort(self._free, _Free(buffer.nbytes, id(buffer), buffer, busy, self._round))
 
     def trim(self) -> None:
-        """A step is over: free what the last few did not need."""
+        """Free the buffers that the last few steps did not need. Called once per step."""
         self._round += 1
         old = [free for free in self._free if free.round < self._round - self.rounds_kept]
         self._free = [free for free in self._free if free not in old]
@@ -155,77 +113,107 @@ class BufferStock:
             self.total_bytes -= each.nbytes
 
 
-class HostStorage:
-    """Host memory."""
+class ActivationStorage(ABC):
+    """Stores bytes and returns them, through a pool of host buffers."""
 
-    name = "host memory"
+    name: str
 
     def __init__(self, link: Link) -> None:
-        """Of the host at the end of ``link``."""
+        """``link``: to the device."""
         self._link = link
         self._stock = BufferStock(pin=link.device.type == "cuda")
         self.stored_bytes = 0
+        """Bytes stored now."""
         self.waited_s = 0.0
+        """Seconds that training has waited for the storage so far."""
 
     @property
     def host_bytes(self) -> int:
-        """Of its buffers, in use or free."""
+        """Bytes of all host buffers, in use or free."""
         return self._stock.total_bytes
 
-    def begin(self, stowed: Stowed, source: Tensor) -> None:
-        """See `ActivationStorage`."""
-        # What was copied out of the buffer before is done first: the device's current stream has waited for that.
-        stowed.buffer, _ = self._stock.take(stowed.nbytes)
-        self.stored_bytes += stowed.nbytes
-        stowed.copying = self._link.to_host(stowed.host(), source)
+    @abstractmethod
+    def begin(self, region: StoredRegion, source: Tensor) -> None:
+        """Start copying ``source``, ``(nbytes,)`` uint8 on the device, to host memory."""
 
-    def finish(self, stowed: Stowed) -> None:
-        """See `ActivationStorage`."""
+    @abstractmethod
+    def finish(self, region: StoredRegion) -> None:
+        """Wait until the source is not needed any more."""
+
+    @abstractmethod
+    def prepare(self, region: StoredRegion) -> bool:
+        """Start loading the bytes to host memory if there is room. Return whether they are there already."""
+
+    @abstractmethod
+    def host(self, region: StoredRegion) -> Tensor:
+        """Return the bytes in host memory, ``(nbytes,)`` uint8. Waits for them."""
+
+    @abstractmethod
+    def arrived(self, region: StoredRegion, arrival: Arrival) -> None:
+        """Note that ``arrival`` copies the bytes from `host` to the device."""
+
+    @abstractmethod
+    def drop(self, region: StoredRegion) -> None:
+        """Free the bytes. Does not wait."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free all memory and files. Nothing may be stored any more."""
+
+    def _wait(self, wait: Callable[[], object]) -> None:
         started = time.perf_counter()
-        stowed.copying.wait_on_host()
+        wait()
         self.waited_s += time.perf_counter() - started
 
-    def prepare(self, stowed: Stowed) -> bool:
-        """See `ActivationStorage`."""
+
+class _HostStorage(ActivationStorage):
+    name = "host memory"
+
+    def begin(self, region: StoredRegion, source: Tensor) -> None:
+        # An earlier copy out of the buffer has ended: the device's current stream has waited for it.
+        region.buffer, _ = self._stock.take(region.nbytes)
+        self.stored_bytes += region.nbytes
+        region.copying = self._link.to_host(region.host(), source)
+
+    def finish(self, region: StoredRegion) -> None:
+        self._wait(region.copying.wait_on_host)
+
+    def prepare(self, region: StoredRegion) -> bool:
         return True
 
-    def host(self, stowed: Stowed) -> Tensor:
-        """See `ActivationStorage`."""
-        return stowed.host()
+    def host(self, region: StoredRegion) -> Tensor:
+        return region.host()
 
-    def arrived(self, stowed: Stowed, arrival: Arrival) -> None:
-        """See `ActivationStorage`."""
-        stowed.copying = arrival
+    def arrived(self, region: StoredRegion, arrival: Arrival) -> None:
+        region.copying = arrival
 
-    def drop(self, stowed: Stowed) -> None:
-        """See `ActivationStorage`."""
-        if stowed.buffer is not None:
-            self.stored_bytes -= stowed.nbytes
-            self._stock.give(stowed.buffer, stowed.copying)
-            stowed.buffer = None
+    def drop(self, region: StoredRegion) -> None:
+        if region.buffer is not None:
+            self.stored_bytes -= region.nbytes
+            self._stock.give(region.buffer, region.copying)
+            region.buffer = None
             if self.stored_bytes == 0:
                 self._stock.trim()
 
     def close(self) -> None:
-        """See `ActivationStorage`."""
         self._stock.close()
 
 
 @dataclass(frozen=True)
 class NVMeFolder:
-    """The folder of the NVMe tier, and how files in it are read and written."""
+    """The folder of the NVMe tier, and the options for I/O in it."""
 
     path: str
     io: NVMeIOConfig = field(default_factory=NVMeIOConfig)
     rank: int = 0
-    """Of this process, for messages."""
+    """Rank of this process, for messages."""
 
     allow_ram: bool = False
-    """Accept a folder that is in memory itself, for tests."""
+    """Accept a folder on a RAM file system, for tests."""
 
 
 class FileSpace:
-    """Free stretches of a file, in whole pages. Integers only.
+    """Allocates ranges of a file in multiples of a page.
 
     >>> space = FileSpace()
     >>> space.take(5000), space.take(100), space.end
@@ -236,13 +224,12 @@ class FileSpace:
     """
 
     def __init__(self) -> None:
-        """Nothing is taken."""
         self.end = 0
-        """Where the file must reach."""
+        """Size that the file needs."""
         self._free: list[tuple[int, int]] = []  # (begin, end), sorted, never touching each other
 
     def take(self, nbytes: int) -> int:
-        """Where ``nbytes`` may go: the first stretch that is long enough, else behind all others."""
+        """Return the offset of the first free range of ``nbytes``, or the end of all ranges."""
         need = -(-nbytes // PAGE) * PAGE
         for i, (begin, end) in enumerate(self._free):
             if end - begin >= need:
@@ -252,7 +239,7 @@ class FileSpace:
         return self.end - need
 
     def give(self, offset: int, nbytes: int) -> None:
-        """Free what `take` gave."""
+        """Free a range that `take` returned."""
         insort(self._free, (offset, offset + -(-nbytes // PAGE) * PAGE))
         merged: list[tuple[int, int]] = []
         for begin, end in self._free:
@@ -263,160 +250,130 @@ class FileSpace:
         self._free = merged
 
 
-class FileStorage:
-    """A file on a local drive, behind a bounded number of bytes of host memory."""
+class _FileStorage(ActivationStorage):
+    """Storage in a file on a local NVMe device, with a bounded amount of host memory for staging."""
 
     name = "NVMe"
 
-    def __init__(self, link: Link, drive: NVMeFolder, staging_bytes: int) -> None:
-        """Make the file, still empty.
-
-        Args:
-            link: to the device.
-            drive: where.
-            staging_bytes: bound of the host memory that waits for the drive; what waits for the device comes on top.
-
-        Raises:
-            ConfigError: the folder is unfit for it.
-        """
-        check_path(drive.path, 0, drive.allow_ram)
-        self._link = link
-        self._drive = drive
-        self._file = open_scratch(Path(drive.path), PAGE, rank=drive.rank, direct=drive.io.direct)
+    def __init__(self, link: Link, folder: NVMeFolder, staging_bytes: int) -> None:
+        super().__init__(link)
+        check_path(folder.path, 0, folder.allow_ram)
+        self._folder = folder
+        self._file = open_scratch(Path(folder.path), PAGE, rank=folder.rank, direct=folder.io.direct)
         self._file_bytes = PAGE
         self._space = FileSpace()
-        self._engine = IOEngine(drive.io)
-        self._stock = BufferStock(pin=link.device.type == "cuda")
+        self._engine = IOEngine(folder.io)
         self._limit = staging_bytes
-        self._writing: deque[Stowed] = deque()
-        self._dropped: deque[Stowed] = deque()
-        self.stored_bytes = 0
-        self.waited_s = 0.0
+        self._writing: deque[StoredRegion] = deque()
+        self._dropped: deque[StoredRegion] = deque()
 
-    @property
-    def host_bytes(self) -> int:
-        """Of its staging buffers, in use or free."""
-        return self._stock.total_bytes
+    def begin(self, region: StoredRegion, source: Tensor) -> None:
+        self._take_buffer(region)
+        self.stored_bytes += region.nbytes
+        region.copying = self._link.to_host(region.host(), source)
 
-    def begin(self, stowed: Stowed, source: Tensor) -> None:
-        """See `ActivationStorage`. Raises `DriveError` of an earlier write."""
-        self._take_buffer(stowed)
-        self.stored_bytes += stowed.nbytes
-        stowed.copying = self._link.to_host(stowed.host(), source)
-
-    def finish(self, stowed: Stowed) -> None:
-        """See `ActivationStorage`. Raises `DriveError` of an earlier write, `PlanError` where the file cannot grow."""
-        stowed.copying.wait_on_host()
-        if stowed.offset is None:
-            stowed.offset = self._space.take(stowed.nbytes)
+    def finish(self, region: StoredRegion) -> None:
+        region.copying.wait_on_host()
+        if region.offset is None:
+            region.offset = self._space.take(region.nbytes)
             self._grow()
-            assert stowed.buffer is not None
-            stowed.transfer = self._engine.write(self._file, self._pages(stowed), stowed.offset)
-            self._writing.append(stowed)
+            assert region.buffer is not None
+            region.transfer = self._engine.write(self._file, self._pages(region), region.offset)
+            self._writing.append(region)
 
-    def prepare(self, stowed: Stowed) -> bool:
-        """See `ActivationStorage`."""
-        if stowed.buffer is None:
-            if not self._has_room(stowed.nbytes):
+    def prepare(self, region: StoredRegion) -> bool:
+        if region.buffer is None:
+            if not self._has_room(region.nbytes):
                 return False
-            self._read(stowed)
-        elif stowed.offset is not None and stowed in self._writing:
-            return True  # still in the buffer that it is written from
-        return stowed.transfer is None or stowed.transfer.finished.is_set()
+            self._read(region)
+        elif region.offset is not None and region in self._writing:
+            return True  # the buffer of the write still holds the bytes
+        return region.transfer is None or region.transfer.finished.is_set()
 
-    def host(self, stowed: Stowed) -> Tensor:
-        """See `ActivationStorage`. Raises `DriveError`."""
-        if stowed.buffer is None:
-            self._read(stowed)
-        transfer = stowed.transfer
-        # A write need not be over: what it takes to the drive is here.
+    def host(self, region: StoredRegion) -> Tensor:
+        if region.buffer is None:
+            self._read(region)
+        transfer = region.transfer
+        # A write may still run: its buffer holds the bytes.
         if transfer is not None and (transfer.verb == "read" or transfer.error is not None):
-            self._wait(transfer)
-        return stowed.host()
+            self._wait(transfer.wait)
+        return region.host()
 
-    def arrived(self, stowed: Stowed, arrival: Arrival) -> None:
-        """See `ActivationStorage`."""
-        stowed.copying = arrival
-        if stowed.transfer is not None and stowed.transfer.verb == "read":
-            self._give_buffer(stowed)
+    def arrived(self, region: StoredRegion, arrival: Arrival) -> None:
+        region.copying = arrival
+        if region.transfer is not None and region.transfer.verb == "read":
+            self._give_buffer(region)
 
-    def drop(self, stowed: Stowed) -> None:
-        """See `ActivationStorage`."""
-        if stowed.buffer is not None or stowed.offset is not None:
-            self.stored_bytes -= stowed.nbytes
-            self._dropped.append(stowed)
+    def drop(self, region: StoredRegion) -> None:
+        if region.buffer is not None or region.offset is not None:
+            self.stored_bytes -= region.nbytes
+            self._dropped.append(region)
         self._sweep()
         if self.stored_bytes == 0:
             self._stock.trim()
 
     def close(self) -> None:
-        """See `ActivationStorage`."""
         self._engine.close()
         self._sweep()
         self._file.close()
         self._stock.close()
 
-    def _read(self, stowed: Stowed) -> None:
-        assert stowed.offset is not None
-        if stowed.transfer is not None and stowed.transfer.verb == "write":
-            self._wait(stowed.transfer)
-        self._take_buffer(stowed)
-        stowed.transfer = self._engine.read(self._file, self._pages(stowed), stowed.offset)
+    def _read(self, region: StoredRegion) -> None:
+        assert region.offset is not None
+        if region.transfer is not None and region.transfer.verb == "write":
+            self._wait(region.transfer.wait)
+        self._take_buffer(region)
+        region.transfer = self._engine.read(self._file, self._pages(region), region.offset)
 
-    def _pages(self, stowed: Stowed) -> memoryview:
-        assert stowed.buffer is not None
-        return stowed.buffer.view[: -(-stowed.nbytes // PAGE) * PAGE]
+    def _pages(self, region: StoredRegion) -> memoryview:
+        assert region.buffer is not None
+        return region.buffer.view[: -(-region.nbytes // PAGE) * PAGE]
 
     def _has_room(self, nbytes: int) -> bool:
         self._sweep()
         return self._stock.taken_bytes + nbytes <= self._limit
 
-    def _take_buffer(self, stowed: Stowed) -> None:
-        """Wait for writes until there is room; what the device still holds back is beyond the bound."""
-        while not self._has_room(stowed.nbytes) and self._writing:
+    def _take_buffer(self, region: StoredRegion) -> None:
+        """Wait for writes until there is room. Buffers that the device still uses may exceed the bound."""
+        while not self._has_room(region.nbytes) and self._writing:
             first = self._writing[0]
             assert first.transfer is not None
-            self._wait(first.transfer)
+            self._wait(first.transfer.wait)
             self._sweep()
-        stowed.buffer, busy = self._stock.take(stowed.nbytes)
-        busy.wait_on_host()  # the drive does not wait for the device
+        region.buffer, busy = self._stock.take(region.nbytes)
+        busy.wait_on_host()  # I/O does not wait for the device
 
     def _sweep(self) -> None:
-        """Take buffers and space back that the drive is done with; those of failed writes stay, for `_wait` to tell."""
+        """Free buffers and file ranges after their transfers. Those of failed writes stay, so that `_wait` raises."""
         while self._writing and self._finished_well(self._writing[0]):
-            stowed = self._writing.popleft()
-            if stowed.buffer is not None:
-                self._give_buffer(stowed)
+            region = self._writing.popleft()
+            if region.buffer is not None:
+                self._give_buffer(region)
         for _ in range(len(self._dropped)):
-            stowed = self._dropped.popleft()
-            if stowed.transfer is not None and not stowed.transfer.finished.is_set():
-                self._dropped.append(stowed)
+            region = self._dropped.popleft()
+            if region.transfer is not None and not region.transfer.finished.is_set():
+                self._dropped.append(region)
                 continue
-            if stowed in self._writing:
-                self._writing.remove(stowed)
-            if stowed.buffer is not None:
-                self._give_buffer(stowed)
-            if stowed.offset is not None:
-                self._space.give(stowed.offset, stowed.nbytes)
-                stowed.offset = None
+            if region in self._writing:
+                self._writing.remove(region)
+            if region.buffer is not None:
+                self._give_buffer(region)
+            if region.offset is not None:
+                self._space.give(region.offset, region.nbytes)
+                region.offset = None
 
     @staticmethod
-    def _finished_well(stowed: Stowed) -> bool:
-        transfer = stowed.transfer
+    def _finished_well(region: StoredRegion) -> bool:
+        transfer = region.transfer
         return transfer is not None and transfer.finished.is_set() and transfer.error is None
 
-    def _give_buffer(self, stowed: Stowed) -> None:
-        assert stowed.buffer is not None
-        self._stock.give(stowed.buffer, stowed.copying)
-        stowed.buffer = None
-
-    def _wait(self, transfer: Transfer) -> None:
-        started = time.perf_counter()
-        transfer.wait()
-        self.waited_s += time.perf_counter() - started
+    def _give_buffer(self, region: StoredRegion) -> None:
+        assert region.buffer is not None
+        self._stock.give(region.buffer, region.copying)
+        region.buffer = None
 
     def _grow(self) -> None:
-        """Reserve space for the file, so that a full drive is an error here."""
+        """Reserve space for the file, so that a full NVMe device raises here."""
         if self._space.end <= self._file_bytes:
             return
         nbytes = -(-self._space.end // _GROWTH) * _GROWTH
@@ -425,9 +382,23 @@ class FileStorage:
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                 raise PlanError(
-                    f"offload.nvme_path={self._drive.path!r} has no room for activations, of which there are "
-                    f"{self._space.end / 2**30:.2f} GiB so far: {error.strerror}. Free space, use another drive, "
-                    "smaller batches, or recompute more."
+                    f"offload.nvme_path={self._folder.path!r} has no room for the activations, which take "
+                    f"{self._space.end / 2**30:.2f} GiB so far: {error.strerror}. Free space, use another NVMe device, "
+                    "smaller batches, or more recompute."
                 ) from error
-            os.ftruncate(self._file.fd, nbytes)  # not reserved: a full drive shows when it is written
+            os.ftruncate(self._file.fd, nbytes)  # not reserved: a full device shows up as a failed write
         self._file_bytes = nbytes
+
+
+def make_storage(config: ActivationOffloadConfig, link: Link, folder: NVMeFolder | None) -> ActivationStorage:
+    """Return the storage of ``config.tier``, still empty.
+
+    Its methods raise `DriveError` for an earlier failed write, and `PlanError` if the NVMe device is full.
+
+    Raises:
+        ConfigError: The folder is unsuitable.
+    """
+    if config.tier == "nvme":
+        assert folder is not None, "tier='nvme' without a folder"
+        return _FileStorage(link, folder, config.staging_bytes)
+    return _HostStorage(link)

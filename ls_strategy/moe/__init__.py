@@ -1,11 +1,11 @@
-"""Mixture of Experts: a feed-forward layer of which every token uses a few parts.
+"""Mixture of Experts: feed-forward layers in which a router selects a few experts for each token.
 
 ::
 
-    x ─► router: which experts, with what weight ─► capacity: who is dropped
+    x ─► router: experts and weights ─► capacity: which pairs are dropped
     │                                                     │ (token, expert) pairs
     └─► dispatch: by expert ─► to the experts' ranks ─► grouped products ─► back ─► weighted sum per token
 
-``layer`` is what a model uses, ``parallel`` shards its experts over ranks. ``losses`` and ``balance`` keep the experts
-equally busy: by a loss, or by a bias of the router that follows the loads.
+Models use ``layer``; ``parallel`` shards its experts over ranks. ``losses`` and ``balance`` balance the load of the
+experts: by a loss, or by a bias of the router that follows the loads.
 """

@@ -1,13 +1,13 @@
-"""Sparse blocks of transformers models, made to compute with this package's dispatch and grouped products.
+"""Converts the sparse blocks of transformers models to this package's dispatch and grouped products.
 
 ::
 
     model = AutoModelForCausalLM.from_pretrained("mistralai/Mixtral-8x7B-v0.1")
     convert_moe(model)
 
-A block and its experts change their classes, in place, to subclasses of their own; parameters, buffers, submodules and
-all names stay. So files are read and written as before, and whatever looks for the old classes finds them. The block's
-router is called as before, too, so that the model's own balance loss and its router logits go on working.
+A block and its experts change their classes in place, to subclasses of the original ones. Parameters, buffers,
+submodules and all names stay, so checkpoint files do not change, and code that looks for the original classes finds
+them. The block's own router is still called, so the model's balance loss and router logits keep working.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ from torch import Tensor, nn
 
 from ls_strategy.checked import at_least, checked
 from ls_strategy.errors import PlanError
-from ls_strategy.moe.capacity import capacity_of, kept_pairs
+from ls_strategy.moe.capacity import kept_pairs
 from ls_strategy.moe.families import FAMILIES, Family
-from ls_strategy.moe.grouped import grouped_linear
+from ls_strategy.moe.grouped import autocast_dtype, grouped_linear
 from ls_strategy.moe.router import Routing, RoutingAccounts, RoutingOptions
 from ls_strategy.moe.sparse import SparseLayer
-from ls_strategy.moe.statistics import MoEStatistics
 
 _STACKS = (("gate_up_proj", "gate_up_proj_bias"), ("up_proj", "up_proj_bias"), ("down_proj", "down_proj_bias"))
-"""Names of stacked weights, each with that of its bias."""
+"""Names of stacked weights and of their biases."""
 
 
 @checked(
@@ -50,37 +49,36 @@ def convert_moe(
     balance_loss: float = 0.0,
     z_loss: float = 0.0,
 ) -> dict[str, str]:
-    """Let every sparse block of a transformers model compute as `MoE` does, so that its experts can be divided.
+    """Convert every sparse block of a transformers model to compute as `MoE` does, so that its experts can be sharded.
 
-    Without dropping, outputs and gradients are the same as before, up to rounding. Call it before the model gets to a
-    Trainer, or in ``configure_model``; a model on meta is fine. All ranks alike.
+    Without dropping, outputs and gradients are the same as before up to rounding. Call it before the Trainer gets the
+    model, or in ``configure_model``; the model may be on meta. Call it on all ranks with the same arguments.
 
     Args:
-        model: or a module that contains it.
-        drop_tokens: give experts a capacity. What a dropped pair would add is 0, and the token's other weights stay as
-            they are. Those with the highest weights are kept.
-        capacity_factor: in training an expert takes ``max(ceil(S / E * capacity_factor * k), min_capacity)`` of the
-            pairs that the S tokens of one rank make with it.
-        eval_capacity_factor: the same in evaluation.
-        min_capacity: pairs.
-        balance_loss: weight of a loss, for `moe_losses`, that is 1 where all E experts get as many pairs: ``E / k``
-            times the sum over experts of mean probability times pairs per token (Switch, arXiv:2101.03961, equation 4,
-            here with all k choices). 0 for none.
-        z_loss: weight of the loss that keeps logits small (ST-MoE, arXiv:2202.08906). 0 for none.
+        model: The model, or a module that contains it.
+        drop_tokens: Give experts a capacity. A dropped pair contributes 0, and the token's other weights do not change.
+            The pairs with the highest weights are kept.
+        capacity_factor: Capacity in training, see `MoE`.
+        eval_capacity_factor: The same in evaluation.
+        min_capacity: Smallest capacity, in pairs.
+        balance_loss: Weight of the balance loss for `moe_losses`. The loss is 1 if all E experts get the same number of
+            pairs: ``E / k`` times the sum over experts of mean probability times pairs per token (Switch,
+            arXiv:2101.03961, equation 4, here with all k choices). 0 disables it.
+        z_loss: Weight of the loss that keeps logits small (ST-MoE, arXiv:2202.08906). 0 disables it.
 
     Returns:
-        Names of the blocks that were converted, with the names of their former classes.
+        The original class name of each converted block, by the block's name.
 
     Raises:
-        ConfigError: an option is wrong.
-        PlanError: a block is not known or cannot be converted; there is none; or the model already adds a balance loss
-            of its own. The model is then as it was.
+        ConfigError: An option is invalid.
+        PlanError: The model has no such block, a block is unknown or cannot be converted, or the model already adds its
+            own balance loss. The model is unchanged then.
     """
     blocks = dict(_sparse_blocks(model))
     if not blocks:
         raise PlanError(
-            "convert_moe: the model has no sparse block that is not converted yet. Such blocks have a submodule "
-            f"'experts'; known are {_known()}."
+            "convert_moe: the model has no sparse block that is not converted yet. A sparse block has a submodule "
+            f"'experts'; supported classes are {_known()}."
         )
     if balance_loss:
         _refuse_second_loss(model, balance_loss)
@@ -104,7 +102,7 @@ def _known() -> str:
 
 
 def _sparse_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every module that has experts and is none of this package's, outermost first."""
+    """Yield every module with experts that is not a `SparseLayer` yet, outermost first."""
     for name, module in model.named_modules():
         if isinstance(getattr(module, "experts", None), nn.Module) and not isinstance(module, SparseLayer):
             yield name, module
@@ -116,32 +114,32 @@ def _refuse_second_loss(model: nn.Module, weight: float) -> None:
         own = getattr(config, "router_aux_loss_coef", 0)
         if getattr(config, "output_router_logits", False) and own:
             raise PlanError(
-                f"convert_moe: balance_loss={weight}, and the model's config has output_router_logits=True with "
-                f"router_aux_loss_coef={own}, so that the model adds a balance loss of its own. Set "
+                f"convert_moe: got balance_loss={weight}, but the model's config has output_router_logits=True with "
+                f"router_aux_loss_coef={own}, so the model already adds its own balance loss. Set "
                 "config.output_router_logits=False, or balance_loss=0."
             )
 
 
 def _check_experts(name: str, block: nn.Module) -> int:
-    """The number of the block's experts.
+    """Return the number of the block's experts.
 
     Raises:
-        PlanError: it is of no known kind, or not as its kind should be.
+        PlanError: The class of the block is unknown, or its experts differ from what the class should have.
     """
     kind = type(block).__name__
     what = f"convert_moe: {name or 'the model'!r} is a {kind}"
     if kind not in FAMILIES:
-        raise PlanError(f"{what}, which is not known. Known are {_known()}.")
+        raise PlanError(f"{what}, which is not supported. Supported classes are {_known()}.")
     experts = block.get_submodule("experts")
     if isinstance(experts, (nn.ModuleList, nn.ModuleDict)):
         raise PlanError(
-            f"{what} whose experts are modules of their own, as before transformers 5. To stack their parameters would "
-            "change names, and so checkpoints. Use transformers >= 5, which reads the same files into stacked ones."
+            f"{what} with one module per expert, as before transformers 5. Stacking their parameters would change the "
+            "names in checkpoints. Use transformers >= 5, which loads the same files into stacked parameters."
         )
     if "forward" in vars(block) or "forward" in vars(experts):
         raise PlanError(
-            f"{what} whose forward was replaced (by accelerate's device_map or by a kernel?), which conversion would "
-            "undo. Load the model without that."
+            f"{what} with a replaced forward (by accelerate's device_map or by a kernel?), which the conversion would "
+            "undo. Load the model without the replacement."
         )
     stacked = dict(experts.named_parameters())
     allowed = {each for pair in _STACKS for each in pair}
@@ -149,17 +147,17 @@ def _check_experts(name: str, block: nn.Module) -> int:
     if not set(stacked) <= allowed or len(weights) != 2 or not all(p.is_floating_point() for p in weights):
         shapes = ", ".join(f"{key} {tuple(p.shape)} {p.dtype}" for key, p in stacked.items())
         raise PlanError(
-            f"{what} with experts of {shapes or 'no parameters'}: wanted are gate_up_proj or up_proj, and down_proj, "
-            "floating point, of shape (experts, ...). Load the model without quantization."
+            f"{what} with experts of {shapes or 'no parameters'}, but the conversion requires gate_up_proj or up_proj, "
+            "and down_proj, in floating point, of shape (experts, ...). Load the model without quantization."
         )
     return len(weights[0])
 
 
 def _check_router(name: str, block: nn.Module) -> int:
-    """Experts per token.
+    """Return the number of experts per token.
 
     Raises:
-        PlanError: the router does not return what `FAMILIES` is written for.
+        PlanError: The router does not return what `FAMILIES` expects.
     """
     family = FAMILIES[type(block).__name__]
     router = block.get_submodule(family.router)
@@ -167,14 +165,14 @@ def _check_router(name: str, block: nn.Module) -> int:
     if not isinstance(k, int) or not _routes(router, k, block, family):
         raise PlanError(
             f"convert_moe: the router of {name!r} ({type(router).__name__}) does not return (logits, weights, experts) "
-            "with top_k columns in the last two. Routers of all supported blocks do from transformers 5.21 on, which "
-            "needs Python 3.11. Upgrade transformers."
+            "with top_k columns in the last two. The routers of all supported blocks do from transformers 5.21 on, "
+            "which requires Python 3.11. Upgrade transformers."
         )
     return k
 
 
 def _routes(router: nn.Module, k: int, block: nn.Module, family: Family) -> bool:
-    """Try a copy of the router, with other values, on two tokens."""
+    """Run a zero-filled copy of the router on two tokens and check what it returns."""
     probe = copy.deepcopy(router).to_empty(device="cpu").float().eval()
     more = [getattr(block, each, None) for each in family.router_reads]
     with torch.no_grad():
@@ -195,23 +193,23 @@ def _convert(block: nn.Module, options: RoutingOptions) -> None:
     family = FAMILIES[type(block).__name__]
     block.__class__ = _subclass(ConvertedMoE, type(block))
     assert isinstance(block, ConvertedMoE)
-    block.become(family, options)
+    block.initialize(family, options)
 
 
 @functools.cache
 def _subclass(converted: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
-    """A class that is both, and computes as ``converted`` does."""
+    """Return a subclass of both classes that computes as ``converted`` does."""
     return type(f"Converted{original.__name__}", (converted, original), {"original": original})
 
 
 def _empty(converted: type[nn.Module], original: type[nn.Module]) -> nn.Module:
-    """What a copy or a pickle starts from: these classes have no name under which a module holds them."""
+    """Return the start of a copy or an unpickled object: the generated classes cannot be imported by name."""
     cls = _subclass(converted, original)
     return cls.__new__(cls)
 
 
 class ConvertedExperts(nn.Module):
-    """Stacked experts of transformers, on rows that are ordered by expert. ``original`` is the class it was."""
+    """Stacked experts of transformers, called with rows ordered by expert. ``original`` is their former class."""
 
     original: type[nn.Module]
 
@@ -219,18 +217,15 @@ class ConvertedExperts(nn.Module):
         return _empty, (ConvertedExperts, self.original), self.__getstate__()  # type: ignore[attr-defined]
 
     def input_dtype(self, x: Tensor) -> torch.dtype:
-        """In which dtype rows may as well arrive: what the first layer casts them to."""
-        device = x.device.type
-        if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-            return torch.get_autocast_dtype(device)
-        return x.dtype
+        """Return the dtype in which rows may be sent: the one to which the first layer casts them."""
+        return autocast_dtype(x)
 
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Each expert on its own rows.
+        """Run each expert on its rows.
 
         Args:
             rows: ``(T, hidden)``, ordered by expert.
-            counts: rows of each expert that is here.
+            counts: Number of rows of each local expert.
 
         Returns:
             ``(T, hidden)``.
@@ -242,7 +237,7 @@ class ConvertedExperts(nn.Module):
         return self._linear("down_proj", inner, counts)
 
     def _gated(self, both: Tensor) -> Tensor:
-        """``(T, 2 f)`` to ``(T, f)``."""
+        """Apply the gate: ``(T, 2 f)`` to ``(T, f)``."""
         if hasattr(self, "_apply_gate"):
             return self._apply_gate(both)  # type: ignore[operator, no-any-return]
         gate, up = both.chunk(2, -1)
@@ -256,13 +251,13 @@ class ConvertedExperts(nn.Module):
 
 
 class ConvertedMoE(RoutingAccounts, SparseLayer):
-    """A sparse block of transformers. ``original`` is the class it was; ``family`` says how it computes."""
+    """A sparse block of transformers. ``original`` is its former class, and ``family`` describes its computation."""
 
     original: type[nn.Module]
     family: Family
 
-    def become(self, family: Family, options: RoutingOptions) -> None:
-        """Take the place of the constructor, which the block's own class has called."""
+    def initialize(self, family: Family, options: RoutingOptions) -> None:
+        """Initialize what this class adds. The original class has run its constructor."""
         RoutingAccounts.__init__(self, options)
         self.family = family
         self.num_experts = options.num_experts
@@ -272,51 +267,36 @@ class ConvertedMoE(RoutingAccounts, SparseLayer):
         return _empty, (ConvertedMoE, self.original), self.__getstate__()
 
     def extra_repr(self) -> str:
-        """What tells blocks apart."""
+        """Return the number of experts and the routing options."""
         o = self.options
         return f"num_experts={o.num_experts}, k={o.k}, drop_tokens={o.drop_tokens}"
 
-    # A compiled block breaks its graph here: the number of rows of each expert is known only when it runs.
+    # A compiled block has a graph break here: the number of rows of each expert is known only at run time.
     @torch.compiler.disable
     def forward(self, hidden_states: Tensor) -> Tensor | tuple[Tensor, Tensor]:  # type: ignore[override]
-        """``(..., hidden)`` to the same shape; with the weights ``(S, k)`` where the block returned them.
+        """Map ``(..., hidden)`` to the same shape. Some families also return the weights, ``(S, k)``.
 
         Collective over the ranks of ``parallel``, forward and backward.
         """
         x = self._jittered(hidden_states)
         tokens = x.reshape(-1, x.shape[-1])
         routing, weights = self._routed(tokens)
-        dense: list[Tensor] = []
-
-        def meanwhile() -> None:
-            expert = self._part(self.family.shared)
-            if expert is not None:
-                dense.append(self._weighed(expert(tokens), tokens))
-
         before, after = (self._part(name) for name in self.family.around or (None, None))
         inner = tokens if before is None else before(tokens)
-        out = self.spread(inner, routing, meanwhile, inner.dtype)
+        out, shared = self.dispatch(inner, routing, lambda: self._shared_expert(tokens), inner.dtype)
         out = out if after is None else after(out)
         if self.family.factor is not None:
             out = out * getattr(self, self.family.factor)
-        out = (out + dense[0] if dense else out).view(x.shape)
+        out = (out if shared is None else out + shared).view(x.shape)
         return (out, weights) if self.family.returns_weights else out
 
     def forward_shapes(self, hidden_states: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """In place of `forward` where another rank of a pipeline computes it: nothing is routed without values."""
+        """Replace `forward` where another pipeline rank computes it. Routing needs values; shapes do not."""
         out = torch.empty_like(hidden_states)
         if not self.family.returns_weights:
             return out
         tokens = hidden_states.numel() // hidden_states.shape[-1]
         return out, hidden_states.new_empty(tokens, self.options.k)
-
-    def statistics(self) -> MoEStatistics:
-        """Of the forwards in training since `reset_statistics`, on this rank; does not wait for the device."""
-        return self.counts.statistics(next(self.parameters()).device)
-
-    def reset_statistics(self) -> None:
-        """Begin anew."""
-        self.counts.reset()
 
     def _part(self, name: str | None) -> Callable[[Tensor], Tensor] | None:
         return None if name is None else getattr(self, name, None)
@@ -330,12 +310,15 @@ class ConvertedMoE(RoutingAccounts, SparseLayer):
             self.parallel.replicas.broadcast_(noise)
         return x * noise
 
-    def _weighed(self, dense: Tensor, tokens: Tensor) -> Tensor:
-        gate = self._part(self.family.shared_gate)
-        return dense if gate is None else gate(tokens).sigmoid() * dense
+    def _shared_expert(self, tokens: Tensor) -> Tensor | None:
+        expert, gate = self._part(self.family.shared), self._part(self.family.shared_gate)
+        if expert is None:
+            return None
+        out = expert(tokens)
+        return out if gate is None else gate(tokens).sigmoid() * out
 
     def _routed(self, tokens: Tensor) -> tuple[Routing, Tensor]:
-        """The router's choices, less what is dropped; and its weights ``(S, k)`` before that."""
+        """Return the router's choices after dropping, and its weights ``(S, k)`` before it."""
         router = self.get_submodule(self.family.router)
         more = [getattr(self, name, None) for name in self.family.router_reads]
         logits, weights, experts = router(tokens.unsqueeze(0) if self.family.batched_router else tokens, *more)
@@ -345,7 +328,7 @@ class ConvertedMoE(RoutingAccounts, SparseLayer):
         return Routing(experts, weights if kept is None else weights * kept, kept), weights
 
     def _probabilities(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits and probabilities ``(S, E)``, in fp32 or wider."""
+        """Return logits and probabilities ``(S, E)``, in fp32 or wider."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.options.score == "softmax":
             return logits, logits.softmax(-1)
@@ -353,7 +336,5 @@ class ConvertedMoE(RoutingAccounts, SparseLayer):
         return logits, scores / scores.sum(-1, keepdim=True)
 
     def _kept(self, experts: Tensor, weights: Tensor) -> Tensor | None:
-        o = self.options
-        factor = o.capacity_factor if self.training else o.eval_capacity_factor
-        capacity = capacity_of(len(experts), o.num_experts, factor * o.k, o.min_capacity)
-        return kept_pairs(experts, o.num_experts, capacity, priority=weights)
+        capacity = self.options.capacity(len(experts), training=self.training)
+        return kept_pairs(experts, self.options.num_experts, capacity, priority=weights)

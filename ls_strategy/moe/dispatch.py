@@ -1,11 +1,11 @@
-"""Rows of tokens on their way between ranks, to their experts and back.
+"""Exchanges rows of tokens between ranks: to their experts and back.
 
 ::
 
     (S, h) ─gather─► (P, h) ─exchange─► (R, h) ─by expert─► experts ─by rank─► (R, h) ─exchange─► (P, h) ─sum─► (S, h)
 
-P pairs of token and expert leave a rank, R arrive; ranks send each other as many rows as there are, no more. Nothing is
-padded. What happens on one rank is in `ls_strategy.ops.permute`; here is what happens between ranks.
+P pairs of token and expert leave a rank and R arrive. Ranks exchange exactly these rows, without padding.
+`ls_strategy.ops.permute` has the part that happens within a rank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ls_strategy.distributed.axis import Axis, PendingExchange
 
 
 class _Permute(torch.autograd.Function):
-    """Rows in another order; ``inverse`` undoes it. Gradients are multiplied by ``scale`` on the way."""
+    """Permutes rows; ``inverse`` is the inverse of ``index``. Multiplies gradients by ``scale``."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, index: Tensor, inverse: Tensor, scale: float) -> Tensor:
@@ -39,19 +39,19 @@ class _Permute(torch.autograd.Function):
 
 
 class Exchange:
-    """Rows of one forward on their way between ranks, started and finished apart, forward and backward.
+    """An all-to-all of rows with separate start and finish, in forward and in backward.
 
     ::
 
-        forward    start: begin to send ── something else ── finish: wait
-        backward   start: wait          ── its backward   ── finish: begin to send
+        forward    start: begin to send ── other computation ── finish: wait
+        backward   start: wait          ── its backward      ── finish: begin to send
 
-    Autograd runs the nodes that are ready in the reverse order of their creation, so the backward of what was computed
-    between start and finish runs between the two as well.
+    Autograd runs ready nodes in the reverse order of their creation. So the backward of what was computed between start
+    and finish also runs between the two.
     """
 
     def __init__(self, axis: Axis, sends: Sequence[int], receives: Sequence[int]) -> None:
-        """Rows that go to each rank, and that come from each."""
+        """``sends`` and ``receives``: number of rows for and from each rank."""
         self.axis = axis
         self.sends = list(sends)
         self.receives = list(receives)
@@ -62,7 +62,7 @@ class Exchange:
         """Begin to send rows ``(sum(sends), h)``, ordered by rank. Collective.
 
         Returns:
-            For `finish`, and not to be read before.
+            The argument for `finish`; not readable before that.
         """
         return _Start.apply(rows, self)  # type: ignore[no-any-return]
 
@@ -71,18 +71,18 @@ class Exchange:
         return _Finish.apply(started, self)  # type: ignore[no-any-return]
 
     def reversed(self) -> Exchange:
-        """The way back."""
+        """Return the exchange in the opposite direction."""
         return Exchange(self.axis, self.receives, self.sends)
 
     def begin(self, rows: Tensor, sends: list[int], receives: list[int]) -> Tensor:
-        """Begin to send; the buffer that fills up until `wait`."""
+        """Begin to send. Returns the buffer that is filled by the time `wait` returns."""
         rows = rows.contiguous()
         self.arriving = rows.new_empty(sum(receives), rows.shape[-1])
         self.pending = self.axis.start_all_to_all(rows.split(sends), self.arriving.split(receives))
         return self.arriving
 
     def wait(self) -> Tensor:
-        """What arrived."""
+        """Wait for the rows and return them."""
         assert self.pending is not None
         assert self.arriving is not None
         self.pending.wait()
@@ -114,18 +114,18 @@ class _Finish(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         exchange: Exchange = ctx.exchange
         exchange.begin(grad, exchange.receives, exchange.sends)
-        return grad, None  # of the right shape; what start returns is what has arrived by then
+        return grad, None  # only the shape counts: the backward of start returns the rows that arrive
 
 
 def exchange_counts(counts: Tensor, axis: Axis) -> tuple[list[list[int]], list[list[int]]]:
-    """Tell every rank how many rows it gets for each of its experts. Collective; waits for the device, once.
+    """Send every rank the number of rows for each of its experts. Collective; waits for the device once.
 
     Args:
-        counts: ``(E,)`` int64: this rank's pairs per expert.
-        axis: rank r has the experts from ``r * E / size``.
+        counts: ``(E,)`` int64, this rank's pairs per expert.
+        axis: Rank r has the experts from ``r * E / size``.
 
     Returns:
-        Rows to send, by rank and expert of that rank; and to receive, by rank and expert of this rank.
+        The rows to send, by rank and that rank's expert, and the rows to receive, by rank and this rank's expert.
     """
     parts = counts.view(axis.size, -1)
     arrived = torch.empty_like(parts)
@@ -137,13 +137,13 @@ def exchange_counts(counts: Tensor, axis: Axis) -> tuple[list[list[int]], list[l
 def by_expert(
     rows: Tensor, received: list[list[int]], gradient_scale: float = 1.0
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Rows that arrived ordered by rank and then expert, ordered by expert alone, and the way back.
+    """Reorder rows from rank-major to expert-major order. Also returns the function that reverses the order.
 
     Args:
-        rows: ``(R, h)``.
-        received: rows by rank and expert.
-        gradient_scale: factor of all gradients between the two, so of those of the experts' parameters, but not of the
-            rows'.
+        rows: ``(R, h)``, ordered by rank and then by expert.
+        received: Rows by rank and expert.
+        gradient_scale: Factor for all gradients between the two functions, so for the experts' parameters. The
+            gradients of the rows themselves are not scaled.
     """
     owner = torch.tensor([j for counts in received for j in range(len(counts))])
     lengths = torch.tensor([n for counts in received for n in counts])
@@ -157,8 +157,8 @@ def by_expert(
     return _Permute.apply(rows, index, inverse, 1 / gradient_scale), by_rank  # type: ignore[return-value]
 
 
-class _Part(torch.autograd.Function):
-    """This rank's rows of what all ranks of an axis have alike; backward joins."""
+class _Shard(torch.autograd.Function):
+    """Takes this rank's rows of a replicated tensor; backward gathers."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, axis: Axis, sizes: list[int]) -> Tensor:
@@ -167,11 +167,11 @@ class _Part(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return _Join.apply(grad, ctx.axis, ctx.sizes), None, None
+        return _Gather.apply(grad, ctx.axis, ctx.sizes), None, None
 
 
-class _Join(torch.autograd.Function):
-    """All ranks' rows, for what they compute alike; backward takes this rank's."""
+class _Gather(torch.autograd.Function):
+    """Gathers the rows of all ranks; backward takes this rank's rows."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, axis: Axis, sizes: list[int]) -> Tensor:
@@ -180,11 +180,11 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return _Part.apply(grad, ctx.axis, ctx.sizes), None, None
+        return _Shard.apply(grad, ctx.axis, ctx.sizes), None, None
 
 
 def even_sizes(tokens: int, ranks: int) -> list[int]:
-    """Tokens of each rank, as equal as they can be.
+    """Return the number of tokens of each rank, as equal as possible.
 
     >>> even_sizes(5, 3)
     [2, 2, 1]
@@ -193,11 +193,11 @@ def even_sizes(tokens: int, ranks: int) -> list[int]:
     return [low + (r < more) for r in range(ranks)]
 
 
-def take_part(rows: Tensor, axis: Axis) -> Tensor:
-    """This rank's share of rows ``(S, ...)`` that all ranks of the axis have alike. Collective in backward."""
-    return _Part.apply(rows, axis, even_sizes(len(rows), axis.size))  # type: ignore[no-any-return]
+def shard_tokens(rows: Tensor, axis: Axis) -> Tensor:
+    """Return this rank's rows of ``(S, ...)`` that are replicated over the axis. Collective in backward."""
+    return _Shard.apply(rows, axis, even_sizes(len(rows), axis.size))  # type: ignore[no-any-return]
 
 
-def join_parts(rows: Tensor, axis: Axis, tokens: int) -> Tensor:
-    """The ``tokens`` rows of which `take_part` gave each rank a share. Collective."""
-    return _Join.apply(rows, axis, even_sizes(tokens, axis.size))  # type: ignore[no-any-return]
+def gather_tokens(rows: Tensor, axis: Axis, tokens: int) -> Tensor:
+    """Gather the ``tokens`` rows that `shard_tokens` distributed. Collective."""
+    return _Gather.apply(rows, axis, even_sizes(tokens, axis.size))  # type: ignore[no-any-return]

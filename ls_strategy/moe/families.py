@@ -1,11 +1,11 @@
-"""Sparse blocks of transformers, by the name of their class: what their parts are called and how they are combined.
+"""Sparse blocks of transformers, by class name: the names of their submodules and how their outputs are combined.
 
-Since transformers 5 the blocks differ in little. A router takes tokens ``(T, hidden)`` and returns logits ``(T, E)``,
-weights ``(T, k)`` and the numbers of experts ``(T, k)``. Stacked experts take the tokens with both. What is left is
-listed here: names, what else the router reads, the dense expert beside, and a factor.
+Since transformers 5 the blocks differ little. A router takes tokens ``(T, hidden)`` and returns logits ``(T, E)``,
+weights ``(T, k)`` and expert indices ``(T, k)``. Stacked experts take the tokens with both. A `Family` lists the rest:
+names, further inputs of the router, the shared expert, and a factor.
 
-A block's own router goes on deciding, so that its softmax before or after the top k, groups of experts, biases that
-only select, scaling and renormalisation need no description.
+The block's own router is called, so its softmax before or after the top k, groups of experts, selection biases, scaling
+and renormalization need no description.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ Scores = Literal["softmax", "sigmoid"]
 
 @dataclass(frozen=True)
 class Family:
-    """How one kind of block computes ``factor * experts(after router) + dense expert``. All names are attributes."""
+    """How one kind of block computes ``factor * experts(after router) + shared expert``. All names are attributes."""
 
     router: str = "gate"
-    """The module that chooses experts."""
+    """The module that selects experts."""
 
     scores: Scores = "softmax"
-    """What the router makes of its logits, for the loss that balances experts."""
+    """The function that the router applies to its logits, for the balance loss."""
 
     router_reads: tuple[str, ...] = ()
-    """Tensors of the block that the router takes after the tokens; a name the block does not have is None."""
+    """Tensors of the block that the router takes after the tokens. A missing attribute is passed as None."""
 
     batched_router: bool = False
-    """The router wants ``(batch, length, hidden)``."""
+    """The router takes ``(batch, length, hidden)``."""
 
     shared: str | None = None
-    """The dense expert that sees every token; the block may hold None there, or nothing."""
+    """The shared expert, which sees every token. The attribute may be None or absent."""
 
     shared_gate: str | None = None
-    """A linear layer to one feature, whose sigmoid multiplies the dense expert's output."""
+    """A linear layer to one feature. Its sigmoid multiplies the output of the shared expert."""
 
     factor: str | None = None
-    """A number of the block that multiplies what the experts give."""
+    """A number of the block that multiplies the output of the experts."""
 
     jitter: str | None = None
-    """A number of the block: while training, its input is multiplied by random numbers in ``1 -+ jitter``."""
+    """A number of the block. In training the input is multiplied by random numbers in ``1 ± jitter``."""
 
     around: tuple[str, str] | None = None
     """Modules before and after the experts, for experts narrower than the model."""
@@ -57,8 +57,8 @@ def _named(names: Iterable[str], family: Family) -> dict[str, Family]:
 
 
 _PLAIN = Family()
-_BESIDE = Family(shared="shared_experts")
-_BIASED = replace(_BESIDE, scores="sigmoid")
+_SHARED = Family(shared="shared_experts")
+_BIASED = replace(_SHARED, scores="sigmoid")
 _GATED = Family(shared="shared_expert", shared_gate="shared_expert_gate")
 _ROUTER = Family(router="router")
 
@@ -72,7 +72,7 @@ FAMILIES: dict[str, Family] = {
     ),
     **_named(("MixtralSparseMoeBlock", "MiniMaxSparseMoeBlock"), Family(jitter="jitter_noise")),
     **_named(("Qwen2MoeSparseMoeBlock", "Qwen3NextSparseMoeBlock", "Qwen3_5MoeSparseMoeBlock"), _GATED),
-    **_named(("DeepseekV2Moe", "Mistral4MoE", "Ernie4_5_MoeSparseMoeBlock"), _BESIDE),
+    **_named(("DeepseekV2Moe", "Mistral4MoE", "Ernie4_5_MoeSparseMoeBlock"), _SHARED),
     **_named(
         (
             *("DeepseekV3MoE", "DeepseekV32MoE", "Dots1MoE", "Glm4MoeMoE", "Glm4MoeLiteMoE", "Glm4vMoeTextMoE"),
@@ -95,4 +95,4 @@ FAMILIES: dict[str, Family] = {
     ),
     "NemotronHMoE": replace(_BIASED, around=("fc1_latent_proj", "fc2_latent_proj")),
 }
-"""Class of the block -> how it computes."""
+"""How blocks compute, by class name."""

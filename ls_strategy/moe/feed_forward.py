@@ -1,4 +1,4 @@
-"""Experts as most models have them."""
+"""The usual expert networks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class FeedForward(nn.Module):
     def __init__(
         self, hidden_size: int, intermediate_size: int, *, activation: nn.Module | None = None, bias: bool = True
     ) -> None:
-        """Two linear layers.
+        """Build two linear layers.
 
         Args:
-            hidden_size: features that enter and leave.
-            intermediate_size: features in between.
-            activation: works on each row by itself; GELU without.
-            bias: whether both layers have one.
+            hidden_size: Features of input and output.
+            intermediate_size: Features between the layers.
+            activation: Acts on each row separately. None: GELU.
+            bias: Whether both layers have a bias.
         """
         super().__init__()
         self.up = nn.Linear(hidden_size, intermediate_size, bias=bias)
@@ -28,24 +28,24 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``(..., hidden)``."""
+        """Map ``(..., hidden)`` to the same shape."""
         return self.down(self.activation(self.up(x)))
 
 
 class GatedFeedForward(nn.Module):
-    """``down(activation(gate(x)) * up(x))``, SwiGLU with the default (Shazeer 2020, arXiv:2002.05202)."""
+    """``down(activation(gate(x)) * up(x))``; SwiGLU with the default activation (Shazeer 2020, arXiv:2002.05202)."""
 
     @checked(hidden_size=at_least(1), intermediate_size=at_least(1))
     def __init__(
         self, hidden_size: int, intermediate_size: int, *, activation: nn.Module | None = None, bias: bool = False
     ) -> None:
-        """Three linear layers.
+        """Build three linear layers.
 
         Args:
-            hidden_size: features that enter and leave.
-            intermediate_size: features in between.
-            activation: works on each row by itself; SiLU without.
-            bias: whether the layers have one.
+            hidden_size: Features of input and output.
+            intermediate_size: Features between the layers.
+            activation: Acts on each row separately. None: SiLU.
+            bias: Whether the layers have a bias.
         """
         super().__init__()
         self.gate = nn.Linear(hidden_size, intermediate_size, bias=bias)
@@ -54,5 +54,5 @@ class GatedFeedForward(nn.Module):
         self.down = nn.Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``(..., hidden)``."""
+        """Map ``(..., hidden)`` to the same shape."""
         return self.down(self.activation(self.gate(x)) * self.up(x))

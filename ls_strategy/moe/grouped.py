@@ -1,7 +1,7 @@
-"""Products of rows with the weight of their group, one group after the other: ``nn.Linear`` of every expert at once.
+"""Grouped products: ``nn.Linear`` of all experts at once, on rows ordered by expert.
 
-On CUDA one kernel does all groups (``torch.nn.functional.grouped_mm``, bf16); elsewhere, and where its rules on
-strides do not hold, each group's product is written to its place in the result.
+On CUDA one kernel computes all groups (``torch.nn.functional.grouped_mm``, bf16). On other devices, and if the strides
+do not fit the kernel, each group is one product, written into its rows of the result.
 """
 
 from __future__ import annotations
@@ -16,31 +16,50 @@ from torch.nn import functional
 
 
 def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, counts: Sequence[int]) -> Tensor:
-    """``x[i] @ weight[g].T + bias[g]`` for every row i of each group g.
+    """Compute ``x[i] @ weight[g].T + bias[g]`` for every row i of each group g.
 
     Args:
         x: ``(T, in)``, ordered by group.
         weight: ``(G, out, in)``.
         bias: ``(G, out)`` or None.
-        counts: rows of each group; 0 is fine, and then the gradient of the group's weight is 0.
+        counts: Rows of each group. The gradients of a group without rows are 0.
 
     Returns:
-        ``(T, out)``, of the dtype that ``nn.Linear`` would give it, also under autocast.
+        ``(T, out)``, in the dtype that ``nn.Linear`` would return, also under autocast.
 
     Raises:
-        ValueError: the counts are not those of the groups, or do not sum to T.
+        ValueError: The number of counts is not G, or their sum is not T.
     """
-    if len(counts) != len(weight) or sum(counts) != len(x):
-        raise ValueError(f"{len(counts)} groups of {sum(counts)} rows in all: got {len(weight)} weights, {len(x)} rows")
+    check_counts(counts, weight, x)
     return _GroupedLinear.apply(*autocast(x, weight, bias), tuple(counts))  # type: ignore[no-any-return]
 
 
-def autocast(x: Tensor, *weights: Tensor | None) -> list[Tensor | None]:
-    """Rows and weights in the dtype in which ``nn.Linear`` multiplies them."""
+def check_counts(counts: Sequence[int], weight: Tensor, x: Tensor) -> None:
+    """Check that there is one count per group, and that they add up to the number of rows.
+
+    Raises:
+        ValueError: One of the two does not hold.
+    """
+    if len(counts) != len(weight) or sum(counts) != len(x):
+        raise ValueError(
+            f"Got counts for {len(counts)} groups of {sum(counts)} rows in total, but {len(weight)} weights and "
+            f"{len(x)} rows."
+        )
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which ``nn.Linear`` multiplies ``x``."""
     device = x.device.type
-    if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
+    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return x.dtype
+
+
+def autocast(x: Tensor, *weights: Tensor | None) -> list[Tensor | None]:
+    """Cast rows and weights to the dtype in which ``nn.Linear`` multiplies them."""
+    if not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64:
         return [x, *weights]
-    dtype = torch.get_autocast_dtype(device)
+    dtype = autocast_dtype(x)
     return [None if t is None else t.to(dtype) for t in (x, *weights)]
 
 
@@ -56,7 +75,7 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         x, weight = ctx.saved_tensors
         counts: tuple[int, ...] = ctx.counts
-        grad = grad.contiguous()  # that of a sum is expanded, for one
+        grad = grad.contiguous()  # the gradient of a sum is expanded
         d_x = multiply(grad, weight, None, counts) if ctx.needs_input_grad[0] else None
         d_weight = outer(grad, x, counts) if ctx.needs_input_grad[1] else None
         d_bias = sums(grad, counts) if ctx.needs_input_grad[2] else None
@@ -64,9 +83,9 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def _fits_kernel(x: Tensor, other: Tensor) -> bool:
-    """Whether the kernel for all groups takes these: on CUDA, rows of whole 16 bytes, and some.
+    """Return whether the kernel supports these tensors: bf16 on CUDA, rows of a multiple of 16 bytes, at least one row.
 
-    For other dtypes torch loops over the groups itself, and waits for the device to learn their sizes.
+    For other dtypes torch itself loops over the groups, and waits for the device to read their sizes.
     """
     if x.device.type != "cuda" or x.dtype != torch.bfloat16 or not len(x):
         return False
@@ -84,39 +103,39 @@ def _ends(counts: tuple[int, ...], device: torch.device) -> Tensor:
 def multiply(
     x: Tensor, weight: Tensor, bias: Tensor | None, counts: tuple[int, ...], out: Tensor | None = None
 ) -> Tensor:
-    """``(T, n)`` by ``(G, n, m)``, group by group: ``(T, m)``, written to ``out`` if that is given (on a CPU)."""
+    """Multiply ``(T, n)`` by ``(G, n, m)`` group by group: ``(T, m)``, written into ``out`` if given (CPU only)."""
     if out is None and _fits_kernel(x, weight):
         out = functional.grouped_mm(x.contiguous(), weight, offs=_ends(counts, x.device))
         return out if bias is None else out.add_(bias.repeat_interleave(_lengths(counts, x.device), 0))
     if out is None:
         out = x.new_empty(len(x), weight.shape[-1])
-    for group, (rows, place) in enumerate(zip(x.split(counts), out.split(counts), strict=True)):
+    for group, (rows, target) in enumerate(zip(x.split(counts), out.split(counts), strict=True)):
         if not len(rows):
             continue
         if bias is None:
-            torch.mm(rows, weight[group], out=place)
+            torch.mm(rows, weight[group], out=target)
         else:
-            torch.addmm(bias[group], rows, weight[group], out=place)
+            torch.addmm(bias[group], rows, weight[group], out=target)
     return out
 
 
 def outer(grad: Tensor, x: Tensor, counts: tuple[int, ...], out: Tensor | None = None) -> Tensor:
-    """``grad.T @ x`` group by group: ``(G, out, in)``, 0 where a group is empty; ``out`` as for `multiply`."""
+    """Compute ``grad.T @ x`` group by group: ``(G, out, in)``, 0 for empty groups. ``out`` is as in `multiply`."""
     if kernel := out is None and _fits_kernel(x, grad.unsqueeze(0)):
         result = functional.grouped_mm(grad.t(), x.contiguous(), offs=_ends(counts, x.device))
     else:
         result = x.new_empty(len(counts), grad.shape[-1], x.shape[-1]) if out is None else out
-    for place, gradient, rows in zip(result, grad.split(counts), x.split(counts), strict=True):
+    for target, gradient, rows in zip(result, grad.split(counts), x.split(counts), strict=True):
         if not len(rows):
-            place.zero_()
+            target.zero_()
         elif not kernel:
-            torch.mm(gradient.t(), rows, out=place)
+            torch.mm(gradient.t(), rows, out=target)
     return result
 
 
 def sums(grad: Tensor, counts: tuple[int, ...], out: Tensor | None = None) -> Tensor:
-    """``(G, out)``: of each group's rows; ``out`` as for `multiply`."""
+    """Sum the rows of each group: ``(G, out)``, 0 for empty groups. ``out`` is as in `multiply`."""
     result = grad.new_empty(len(counts), grad.shape[-1]) if out is None else out
-    for place, rows in zip(result, grad.split(counts), strict=True):
-        torch.sum(rows, 0, out=place)  # 0 where there is none
+    for target, rows in zip(result, grad.split(counts), strict=True):
+        torch.sum(rows, 0, out=target)
     return result

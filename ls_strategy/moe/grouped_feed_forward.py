@@ -1,9 +1,9 @@
-"""Two linear layers and what is between them, of all experts, on a CPU: a few experts at a time, from end to end.
+"""Feed-forward networks of all experts on a CPU, computed from end to end for a few experts at a time.
 
-What is between the layers is the widest part of the network. Taken whole, each step of it is a tensor of its own that
-leaves the cache and whose memory the kernel hands out page by page: 22 ms for the gradient of a GELU on 4,096 x 1,024
-fp32 elements, where arithmetic takes 4 (measured on one core of an EPYC). Taken in parts, it is made, used and freed in
-the cache. The activation is not kept for backward but computed again, so a block keeps less as well.
+The intermediate activations are the widest tensors of the network. Computed for all experts at once, each of them
+leaves the cache, and the kernel maps its memory page by page: the gradient of a GELU on 4,096 x 1,024 fp32 elements
+takes 22 ms, of which 4 ms are arithmetic (one core of an EPYC). Computed in portions, they stay in the cache. The
+activation is computed again in backward instead of being saved, so a block also saves less.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ls_strategy.moe.grouped import autocast, multiply, outer, sums
+from ls_strategy.moe.grouped import autocast, check_counts, multiply, outer, sums
 
 PART_NUMEL = 1 << 19
-"""Elements between the layers that are worked on at a time, if experts are small: 2 MiB in fp32."""
+"""Intermediate elements per portion, if experts are small: 2 MiB in fp32."""
 
 
 class Layer(NamedTuple):
@@ -32,27 +32,25 @@ class Layer(NamedTuple):
 
 
 Between = Callable[..., Tensor]
-"""From the results of the first layers, ``(rows, f)`` each, to ``(rows, f)``; element by element, nothing random."""
+"""Maps the results of the first layers, ``(rows, f)`` each, to ``(rows, f)``. Elementwise and deterministic."""
 
 
 def grouped_feed_forward(
     x: Tensor, first: Sequence[Layer], between: Between, last: Layer, counts: Sequence[int]
 ) -> Tensor:
-    """``last(between(*(layer(x) for layer in first)))`` with the weights of each row's group.
+    """Compute ``last(between(*(layer(x) for layer in first)))`` with the weights of each row's group.
 
     Args:
         x: ``(T, in)`` on a CPU, ordered by group.
-        first: layers from ``in`` to ``f``: one, or two where the first gates the second.
-        between: see `Between`.
-        last: layer from ``f`` to ``out``.
-        counts: rows of each group; 0 is fine, and then the gradients of the group's weights are 0.
+        first: Layers from ``in`` to ``f``: one, or two if the first gates the second.
+        between: See `Between`.
+        last: Layer from ``f`` to ``out``.
+        counts: Rows of each group. The gradients of a group without rows are 0.
 
     Returns:
-        ``(T, out)``, of the dtype that ``nn.Linear`` would give it, also under autocast.
+        ``(T, out)``, in the dtype that ``nn.Linear`` would return, also under autocast.
     """
-    if len(counts) != len(last.weight) or sum(counts) != len(x):
-        groups, rows = len(last.weight), len(x)
-        raise ValueError(f"{len(counts)} groups of {sum(counts)} rows in all: got {groups} weights, {rows} rows")
+    check_counts(counts, last.weight, x)
     flat = [t for layer in (last, *first) for t in layer]
     x, *flat = autocast(x, *flat)  # type: ignore[assignment]
     with torch.autocast(x.device.type, enabled=False):
@@ -60,7 +58,7 @@ def grouped_feed_forward(
 
 
 class _Part(NamedTuple):
-    """Neighbouring groups that are worked on together."""
+    """Adjacent groups that are computed together."""
 
     groups: slice
     rows: slice
@@ -68,7 +66,7 @@ class _Part(NamedTuple):
 
 
 def _parts(counts: tuple[int, ...], width: int) -> Iterator[_Part]:
-    """All groups, in runs of about `PART_NUMEL` elements."""
+    """Split the groups into portions of about `PART_NUMEL` elements."""
     begin, row, rows = 0, 0, 0
     for group, count in enumerate(counts):
         rows += count
@@ -101,19 +99,19 @@ class _FeedForward(torch.autograd.Function):
         d_x = torch.empty_like(x) if needs_x else None
         d_flat = [torch.empty_like(t) if t is not None and need else None for t, need in zip(flat, needs, strict=True)]
         grads = [tuple(d_flat[i : i + 2]) for i in range(0, len(d_flat), 2)]
-        grad = grad.contiguous()  # that of a sum is expanded, for one
+        grad = grad.contiguous()  # the gradient of a sum is expanded
         for part in _parts(ctx.counts, last.weight.shape[2]):
             inner = [next(hidden).detach().requires_grad_() for _ in first]
             with torch.enable_grad():
                 middle = ctx.between(*inner)
-            _write(grads[0], grad[part.rows], middle.detach(), part)
+            _weight_gradients(grads[0], grad[part.rows], middle.detach(), part)
             d_middle = multiply(grad[part.rows], last.weight[part.groups], None, part.counts)
             d_inner = torch.autograd.grad(middle, inner, d_middle)
             del middle, inner, d_middle
-            for d_rows, place in zip(d_inner, grads[1:], strict=True):
-                _write(place, d_rows, x[part.rows], part)
+            for d_rows, target in zip(d_inner, grads[1:], strict=True):
+                _weight_gradients(target, d_rows, x[part.rows], part)
             if d_x is not None:
-                _back(first, d_inner, part, d_x[part.rows])
+                _input_gradient(first, d_inner, part, d_x[part.rows])
         return None, None, d_x, *d_flat
 
 
@@ -126,19 +124,19 @@ def _apply(layer: Layer, rows: Tensor, part: _Part, out: Tensor | None = None) -
     return multiply(rows, layer.weight[part.groups].transpose(1, 2), bias, part.counts, out)
 
 
-def _back(first: Sequence[Layer], d_inner: Sequence[Tensor], part: _Part, place: Tensor) -> None:
-    """The gradient of the rows that entered: the sum over the first layers."""
+def _input_gradient(first: Sequence[Layer], d_inner: Sequence[Tensor], part: _Part, target: Tensor) -> None:
+    """Write the gradient of the input rows: the sum over the first layers."""
     for index, (layer, d_rows) in enumerate(zip(first, d_inner, strict=True)):
         weight = layer.weight[part.groups]
         if index == 0:
-            multiply(d_rows, weight, None, part.counts, place)
+            multiply(d_rows, weight, None, part.counts, target)
         else:
-            place += multiply(d_rows, weight, None, part.counts)
+            target += multiply(d_rows, weight, None, part.counts)
 
 
-def _write(places: tuple[Tensor | None, ...], grad: Tensor, rows: Tensor, part: _Part) -> None:
-    """The gradients of a layer's weight and bias, from those of its result and what entered it."""
-    weight, bias = places
+def _weight_gradients(targets: tuple[Tensor | None, ...], grad: Tensor, rows: Tensor, part: _Part) -> None:
+    """Write the gradients of a layer's weight and bias, given the gradient of its result and its input."""
+    weight, bias = targets
     if weight is not None:
         outer(grad, rows, part.counts, weight[part.groups])
     if bias is not None:

@@ -1,6 +1,6 @@
-"""Losses of routers, and how they reach the loss of the training step without global state.
+"""Losses of routers, and their way into the loss of the training step without global state.
 
-A layer leaves its weighted losses with its router, and `moe_losses` takes them all::
+A layer stores its weighted losses in its router, and `moe_losses` takes them all::
 
     loss = cross_entropy(self(x), y) + moe_losses(self)
 """
@@ -13,19 +13,19 @@ from torch import Tensor, nn
 from ls_strategy.errors import StateError
 
 MOST_LEFT = 32
-"""Losses of one layer that may wait to be taken: each holds its forward's graph."""
+"""Losses of one layer that may be pending: each keeps its forward's graph alive."""
 
 
 def balance_loss(probabilities: Tensor, chosen: Tensor, k: int = 1) -> Tensor:
-    """``E * sum(me * ce) / k``, which is 1 for even loads; its gradient reaches the probabilities.
+    """Return ``E * sum(me * ce) / k``, which is 1 for even loads. Its gradient reaches the probabilities.
 
-    Switch (arXiv:2101.03961, equation 4) with ``k=1``; GShard (arXiv:2006.16668, section 2.2) counts the first choice
-    of two, DeepSpeed all choices of more.
+    Switch (arXiv:2101.03961, equation 4) has ``k=1``. GShard (arXiv:2006.16668, section 2.2) counts the first choice of
+    two, DeepSpeed all choices if there are more.
 
     Args:
         probabilities: ``(S, E)``; ``me`` is their mean over tokens.
-        chosen: ``(E,)``, the pairs per expert that count; ``ce`` is ``chosen / S``.
-        k: pairs per token that count.
+        chosen: ``(E,)``, counted pairs per expert; ``ce`` is ``chosen / S``.
+        k: Counted pairs per token.
     """
     tokens, num_experts = probabilities.shape
     share = chosen.to(probabilities.dtype) / max(tokens, 1)
@@ -33,45 +33,44 @@ def balance_loss(probabilities: Tensor, chosen: Tensor, k: int = 1) -> Tensor:
 
 
 def z_loss(logits: Tensor) -> Tensor:
-    """``mean(logsumexp(logits) ** 2)`` over ``(S, E)``: keeps logits small (ST-MoE, arXiv:2202.08906, equation 5)."""
+    """Return ``mean(logsumexp(logits) ** 2)`` over ``(S, E)``, to limit logits (ST-MoE, arXiv:2202.08906, eq. 5)."""
     return logits.logsumexp(-1).square().sum() / max(len(logits), 1)
 
 
 class LossKeeper:
-    """What a module that leaves losses for `moe_losses` is beside an ``nn.Module``."""
+    """Mixin for modules that produce losses for `moe_losses`."""
 
     def __init__(self) -> None:
-        """Nothing is left."""
-        self._left: list[Tensor] = []
+        self._pending: list[Tensor] = []
 
     def leave(self, loss: Tensor) -> None:
-        """Keep a loss, ``()``, with its graph.
+        """Store a loss, ``()``, with its graph.
 
         Raises:
-            StateError: nobody takes them.
+            StateError: Too many losses are pending.
         """
-        if len(self._left) >= MOST_LEFT:
+        if len(self._pending) >= MOST_LEFT:
             raise StateError(
-                f"{len(self._left)} losses of one MoE layer wait and none was taken; each keeps the activations of its "
-                "forward alive. Add moe_losses(self) to the loss of every training step, or build the layer with "
-                "balance_loss=0 and z_loss=0."
+                f"{len(self._pending)} losses of one MoE layer are pending and none was taken; each keeps the "
+                "activations of its forward alive. Add moe_losses(self) to the loss of every training step, or build "
+                "the layer with balance_loss=0 and z_loss=0."
             )
-        self._left.append(loss)
+        self._pending.append(loss)
 
     def take(self) -> list[Tensor]:
-        """All losses since the last call."""
-        left, self._left = self._left, []
+        """Return all losses since the last call."""
+        left, self._pending = self._pending, []
         return left
 
 
 def moe_losses(model: nn.Module) -> Tensor:
-    """Sum, ``()``, of the balance and z losses of all forwards in training since the last call; 0 if there are none.
+    """Return the sum, ``()``, of the balance and z losses of all training forwards since the last call, or 0.
 
-    Exact under activation checkpointing, but for ``use_reentrant=True`` of torch, whose forwards have no gradients and
-    leave no loss.
+    Exact under activation checkpointing, except with torch's ``use_reentrant=True``: its forwards have no gradients, so
+    they produce no loss.
 
     Args:
-        model: holds the MoE layers. What other layers left stays.
+        model: The model that holds the MoE layers. Losses of other layers stay pending.
     """
     losses = [loss for m in model.modules() if isinstance(m, LossKeeper) for loss in m.take()]
     if losses:

@@ -1,4 +1,4 @@
-"""Experts divided over ranks: every rank holds some, and tokens travel to them (GShard, arXiv:2006.16668)."""
+"""Expert parallelism: every rank holds some of the experts, and tokens are sent to them (GShard, arXiv:2006.16668)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ls_strategy.moe.sparse import ExpertParallel, SparseLayer
 
 
 def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Stacked parameters of all experts of a model's MoE layers."""
+    """Return the stacked parameters of all experts of a model's MoE layers."""
     return [p for m in model.modules() if isinstance(m, SparseLayer) for p in m.experts.parameters()]
 
 
@@ -27,36 +27,37 @@ def apply_expert_parallel(
     tokens_divided: bool = False,
     gradient_scale: float = 1.0,
 ) -> dict[int, TensorPart]:
-    """Leave every rank its ``E / size`` experts of each MoE layer. Parameters stay the same objects.
+    """Keep only this rank's ``E / size`` experts of each MoE layer. The parameter objects stay the same.
 
     The gradient of an expert is the sum over the tokens of all ranks of ``expert_axis``, times ``gradient_scale``.
 
     Args:
-        model: all ranks' have the same values, or are on meta.
-        expert_axis: ranks that hold different experts.
-        tensor_axis: ranks whose layers get the same tokens; ``expert_axis`` may span them.
-        tokens_divided: the MoE layers get different tokens on the ranks of ``tensor_axis`` (sequence parallelism).
-        gradient_scale: for ranks that average gradients afterwards: over fewer ranks than all whose tokens are summed.
+        model: The model, with equal values on all ranks, or on meta.
+        expert_axis: Ranks that hold different experts.
+        tensor_axis: Ranks whose layers get the same tokens. ``expert_axis`` may span them.
+        tokens_divided: The MoE layers get different tokens on the ranks of ``tensor_axis`` (sequence parallelism).
+        gradient_scale: Corrects a later average of gradients that runs over fewer ranks than the tokens are summed
+            over.
 
     Returns:
-        What is here of each parameter that was divided, by ``id(parameter)``.
+        The local part of each sharded parameter, by ``id(parameter)``.
 
     Raises:
-        PlanError: there is no MoE layer, or one whose experts do not shard.
+        PlanError: The model has no MoE layer, or one whose experts cannot be sharded evenly.
     """
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, SparseLayer)]
     size = expert_axis.size
     if not layers:
         raise PlanError(
-            f"expert parallelism over {size} ranks: the model has no ls_strategy.MoE layer, nothing to shard. "
-            "Use MoE in place of feed-forward layers, convert_moe(model) on a model of transformers, or "
+            f"expert parallelism over {size} ranks: the model has no ls_strategy.MoE layer, so there is nothing to "
+            "shard. Use MoE instead of feed-forward layers, convert_moe(model) on a transformers model, or set "
             "parallel.expert=1."
         )
     for name, layer in layers:
         if layer.num_experts % size:
             raise PlanError(
-                f"expert parallelism over {size} ranks: layer {name!r} has num_experts={layer.num_experts}, which does "
-                f"not divide by {size}. Change its num_experts, or parallel.expert."
+                f"expert parallelism over {size} ranks: layer {name!r} has num_experts={layer.num_experts}, which is "
+                f"not a multiple of {size}. Change its num_experts, or parallel.expert."
             )
     replicas = tensor_axis if tensor_axis is not None and tensor_axis.size > 1 and not tokens_divided else None
     parts: dict[int, TensorPart] = {}

@@ -1,4 +1,4 @@
-"""Which experts a token uses, and with what weight."""
+"""The router: which experts a token uses, and with which weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ JITTER = 1e-2
 
 @dataclass(frozen=True)
 class RoutingOptions:
-    """How tokens choose; the arguments of `MoE` of the same names."""
+    """How tokens choose experts. The fields are the arguments of `MoE` of the same names."""
 
     num_experts: int
     k: int = 1
@@ -47,10 +47,10 @@ class RoutingOptions:
     bias_update_rate: float = 0.0
 
     def __post_init__(self) -> None:
-        """Check what can be checked without tokens.
+        """Check the options.
 
         Raises:
-            ConfigError: an option is wrong, or two do not go together.
+            ConfigError: An option is invalid, or two exclude each other.
         """
         size, factor, weight = at_least(1), at_least(0, 1_000_000), at_least(0)
         check_fields(
@@ -60,24 +60,24 @@ class RoutingOptions:
         )  # fmt: skip
         if self.num_experts % self.groups or not 1 <= self.top_groups <= self.groups:
             raise ConfigError(
-                f"groups={self.groups}, top_groups={self.top_groups}: groups must divide the {self.num_experts} "
-                "experts, and top_groups lie between 1 and groups."
+                f"Got groups={self.groups} and top_groups={self.top_groups}, but groups must divide the "
+                f"{self.num_experts} experts, and top_groups must lie between 1 and groups."
             )
         usable = self.num_experts // self.groups * self.top_groups
         if not 1 <= self.k <= usable:
             raise ConfigError(
-                f"k={self.k}: a token chooses between 1 and {usable} experts (num_experts={self.num_experts}, "
+                f"Got k={self.k}, but a token can use between 1 and {usable} experts (num_experts={self.num_experts}, "
                 f"top_groups={self.top_groups} of groups={self.groups}). Lower k, or raise num_experts."
             )
         if self.noisy_gate_policy == "RSample" and self.k > 1:
             raise ConfigError(
-                f"noisy_gate_policy='RSample' is for k=1, got k={self.k}. With k=2, second_expert_sampling=True draws "
-                "the second expert; 'Jitter' works with any k."
+                f"Got noisy_gate_policy='RSample' with k={self.k}, but it requires k=1. With k=2, "
+                "second_expert_sampling=True samples the second expert; 'Jitter' works with any k."
             )
 
     @property
     def normalizes(self) -> bool:
-        """Whether the weights of a token's experts are made to sum to ``scale``."""
+        """Whether the weights of a token's experts are scaled to the sum ``scale``."""
         return self.k > 1 if self.normalize is None else self.normalize
 
     @property
@@ -85,50 +85,54 @@ class RoutingOptions:
         """Whether tokens choose by the softmax of their logits and nothing else, as in GShard and Switch."""
         return self.score == "softmax" and self.groups == 1 and self.bias_update_rate == 0
 
+    def capacity(self, tokens: int, *, training: bool) -> int:
+        """Return the capacity of an expert, in pairs."""
+        factor = self.capacity_factor if training else self.eval_capacity_factor
+        return capacity_of(tokens, self.num_experts, factor * self.k, self.min_capacity)
+
 
 @dataclass(frozen=True)
 class Routing:
-    """The choices of S tokens."""
+    """The experts that S tokens chose."""
 
     experts: Tensor
-    """``(S, k)`` int64, different ones for each token."""
+    """``(S, k)`` int64, different for each token."""
 
     weights: Tensor
-    """``(S, k)``, fp32 or wider; 0 where the pair is dropped."""
+    """``(S, k)``, fp32 or wider; 0 for dropped pairs."""
 
     kept: Tensor | None
-    """``(S, k)`` bool; None when nothing is dropped."""
+    """``(S, k)`` bool; None if no pair is dropped."""
 
 
 class RoutingAccounts(LossKeeper):
-    """What a module that routes is beside an ``nn.Module``: it leaves losses and counts loads."""
+    """Mixin for modules that route: stores losses and counts loads."""
 
     def __init__(self, options: RoutingOptions) -> None:
-        """Nothing was routed."""
         super().__init__()
         self.options = options
         self.counts = Counts(options.num_experts)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Losses belong to this run's graphs; a copy of the module has none.
-        return {**super().__getstate__(), "_left": []}  # type: ignore[misc, dict-item]
+        # Pending losses belong to the graphs of this module; a copy has none.
+        return {**super().__getstate__(), "_pending": []}  # type: ignore[misc, dict-item]
 
     def account(
         self, logits: Tensor, probabilities: Tensor, experts: Tensor, kept: Tensor | None, *, first_only: bool = False
     ) -> None:
-        """Leave the losses, and count, but not a second time when backward runs the forward again.
+        """Store the losses and count the loads, but not again when backward recomputes the forward.
 
         Args:
             logits: ``(S, E)``, fp32 or wider.
             probabilities: ``(S, E)``, of the experts.
             experts: ``(S, k)``.
-            kept: ``(S, k)`` bool; all without.
-            first_only: the balance loss sees first choices only.
+            kept: ``(S, k)`` bool. None: all pairs.
+            first_only: The balance loss counts first choices only.
         """
         o = self.options
         routed = per_expert(experts, o.num_experts)
         chosen = per_expert(experts[:, :1], o.num_experts) if first_only and experts.shape[1] > 1 else routed
-        # Computed in a recomputation, too, which must save the same tensors.
+        # A recomputed forward computes them too, because it must save the same tensors.
         k = 1 if first_only else experts.shape[1]
         balance = balance_loss(probabilities if o.balance_loss else probabilities.detach(), chosen, k)
         z = z_loss(logits if o.z_loss else logits.detach())
@@ -147,14 +151,14 @@ class RoutingAccounts(LossKeeper):
 
 
 class Router(RoutingAccounts, nn.Module):
-    """A linear map from a token to a score per expert, and the choice by these scores.
+    """A linear map from a token to one score per expert, and the selection by these scores.
 
-    Computed in fp32 (fp64 for fp64 tokens), whatever dtype weights and autocast have: Switch, arXiv:2101.03961, section
-    2.4.
+    Computed in fp32 (fp64 for fp64 tokens), whatever the dtype of weights and autocast: Switch, arXiv:2101.03961,
+    section 2.4.
     """
 
     def __init__(self, hidden_size: int, options: RoutingOptions) -> None:
-        """``weight`` is ``(E, hidden_size)``; ``bias``, ``(E,)`` fp32, is added for the choice alone, or None."""
+        """``weight`` is ``(E, hidden_size)``. ``bias``, ``(E,)`` fp32 or None, affects the selection only."""
         nn.Module.__init__(self)
         RoutingAccounts.__init__(self, options)
         self.weight = nn.Parameter(torch.empty(options.num_experts, hidden_size))
@@ -165,30 +169,30 @@ class Router(RoutingAccounts, nn.Module):
     bias: Tensor | None
 
     def reset_parameters(self) -> None:
-        """As ``nn.Linear`` does; the bias is 0."""
+        """Initialize as ``nn.Linear`` does, with a bias of 0."""
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
     def extra_repr(self) -> str:
-        """What tells routers apart."""
+        """Return sizes and options."""
         o = self.options
         return f"{self.weight.shape[-1]}, num_experts={o.num_experts}, k={o.k}, score={o.score}"
 
     def forward(self, tokens: Tensor, replicas: Axis | None = None) -> Routing:
-        """Choose for tokens.
+        """Choose experts for tokens.
 
         Args:
             tokens: ``(S, hidden)``.
-            replicas: ranks that route the same tokens, and draw the same random numbers. Collective over them where any
-                are drawn.
+            replicas: Ranks that route the same tokens with the same random numbers. Collective over them if random
+                numbers are used.
         """
         o = self.options
         dtype = torch.promote_types(tokens.dtype, torch.float32)
         with torch.autocast(tokens.device.type, enabled=False):
             x = tokens.to(dtype)
             if self.training and o.noisy_gate_policy == "Jitter":
-                x = x * _same(torch.empty_like(x).uniform_(1 - JITTER, 1 + JITTER), replicas)
+                x = x * _synchronized(torch.empty_like(x).uniform_(1 - JITTER, 1 + JITTER), replicas)
             logits = functional.linear(x, self.weight.to(dtype))
             scores = logits.softmax(-1) if o.score == "softmax" else logits.sigmoid()
             experts = self._choose(logits.detach(), scores.detach(), replicas)
@@ -206,30 +210,30 @@ class Router(RoutingAccounts, nn.Module):
         return Routing(experts, weights, kept)
 
     def _choose(self, logits: Tensor, scores: Tensor, replicas: Axis | None) -> Tensor:
-        """``(S, k)``, best first."""
+        """Return the chosen experts, ``(S, k)``, best first."""
         o = self.options
         choice = scores if self.bias is None else scores + self.bias.to(scores.dtype)
         if o.groups > 1:
             choice = self._in_best_groups(choice)
-        if self.training and o.noisy_gate_policy == "RSample":  # Gumbel-max: a draw with the scores' probabilities
-            noise = _same(gumbel(logits), replicas)
+        if self.training and o.noisy_gate_policy == "RSample":  # Gumbel-max: samples with the scores' probabilities
+            noise = _synchronized(gumbel(logits), replicas)
             choice = logits + noise if o.is_plain else choice.clamp(min=0).log() + noise
         if o.k > 2:
-            # The first of equals, on every device; fp64 is for tests.
+            # Ties go to the first expert on every device. Only tests use fp64.
             return stable_topk(choice, o.k)[1] if choice.dtype == torch.float32 else choice.topk(o.k, -1).indices
         first = choice.argmax(-1, keepdim=True)
         if o.k == 1:
             return first
         if o.is_plain:
             samples = self.training and o.second_expert_sampling
-            choice = logits + _same(gumbel(logits), replicas) if samples else logits
+            choice = logits + _synchronized(gumbel(logits), replicas) if samples else logits
         return torch.cat([first, choice.scatter(-1, first, -math.inf).argmax(-1, keepdim=True)], -1)
 
     def _in_best_groups(self, choice: Tensor) -> Tensor:
-        """The scores, -inf outside the token's ``top_groups`` best groups.
+        """Set the scores outside the token's ``top_groups`` best groups to -inf.
 
-        A group's score is its best expert's with softmax (DeepSeek-V2, arXiv:2405.04434, section 2.1.2), and the sum of
-        its two best ones' with sigmoid (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
+        With softmax, the score of a group is that of its best expert (DeepSeek-V2, arXiv:2405.04434, section 2.1.2).
+        With sigmoid it is the sum of its two best ones (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
         """
         o = self.options
         grouped = choice.unflatten(-1, (o.groups, -1))
@@ -240,30 +244,29 @@ class Router(RoutingAccounts, nn.Module):
 
     def _kept(self, experts: Tensor, weights: Tensor, replicas: Axis | None) -> Tensor | None:
         o = self.options
-        factor = o.capacity_factor if self.training else o.eval_capacity_factor
-        capacity = capacity_of(len(experts), o.num_experts, factor * o.k, o.min_capacity)
+        capacity = o.capacity(len(experts), training=self.training)
         priority = None
         if o.k == 1 and o.use_rts and self.training:
-            priority = _same(torch.rand_like(weights), replicas)
+            priority = _synchronized(torch.rand_like(weights), replicas)
         elif o.k > 2 and o.drop_policy == "probs":
             priority = weights
         return kept_pairs(experts, o.num_experts, capacity, priority=priority, ranks_first=o.k == 2)
 
 
 def gumbel(like: Tensor) -> Tensor:
-    """Draws of the standard Gumbel distribution: the largest of logits plus these is a draw with their softmax."""
+    """Sample the standard Gumbel distribution: the argmax of logits plus these is a sample from their softmax."""
     return -torch.empty_like(like).exponential_().log()
 
 
-def _same(noise: Tensor, replicas: Axis | None) -> Tensor:
-    """The first replica's random numbers."""
+def _synchronized(noise: Tensor, replicas: Axis | None) -> Tensor:
+    """Broadcast the random numbers of the first replica."""
     if replicas is not None:
         replicas.broadcast_(noise)
     return noise
 
 
 def per_expert(experts: Tensor, num_experts: int, kept: Tensor | None = None) -> Tensor:
-    """Pairs of each expert, ``(E,)`` int64, without waiting for the device as ``bincount`` does."""
+    """Return the pairs of each expert, ``(E,)`` int64. Unlike ``bincount``, it does not wait for the device."""
     flat = experts.reshape(-1)
     ones = torch.ones_like(flat) if kept is None else kept.reshape(-1).to(flat.dtype)
     return flat.new_zeros(num_experts).scatter_add_(0, flat, ones)

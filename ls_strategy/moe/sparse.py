@@ -1,115 +1,113 @@
-"""What layers with experts have in common, whoever routes: tokens to their experts and back."""
+"""Base of all layers with experts: sends tokens to their experts and back, whatever the router."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ls_strategy.distributed.axis import Axis
-from ls_strategy.moe.dispatch import (
-    Exchange,
-    by_expert,
-    exchange_counts,
-    join_parts,
-    take_part,
-)
+from ls_strategy.moe.dispatch import Exchange, by_expert, exchange_counts, gather_tokens, shard_tokens
 from ls_strategy.moe.router import Routing
-from ls_strategy.moe.statistics import MoEStatistics
+from ls_strategy.moe.statistics import Counts, MoEStatistics
 from ls_strategy.ops.permute import combine, permute, sort_by_expert
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class ExpertParallel:
-    """The ranks that a layer works with."""
+    """The ranks that a layer communicates with."""
 
     experts: Axis
     """Rank r holds the experts from ``r * E / size``."""
 
     replicas: Axis | None = None
-    """Ranks that get the same tokens, of which each dispatches a part."""
+    """Ranks that get the same tokens. Each dispatches a part of them."""
 
     gradient_scale: float = 1.0
-    """Factor of the gradients of the experts' parameters."""
+    """Factor for the gradients of the experts' parameters."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallel:
-        """Itself: process groups cannot be copied."""
+        """Return the same object: process groups cannot be copied."""
         return self
 
 
 class SparseLayer(nn.Module):
-    """A layer of which every token uses some experts.
+    """A layer in which every token uses some of the experts.
 
-    ``experts`` holds parameters whose first dimension is that of the experts here, and is called with rows ordered by
-    expert and the rows of each; see `Experts`.
+    The first dimension of all parameters of ``experts`` is that of the local experts. ``experts`` is called with rows
+    ordered by expert and the number of rows of each; see `Experts`.
     """
 
     experts: nn.Module
     num_experts: int
-    """Over all ranks."""
+    """Number of experts over all ranks."""
 
     parallel: ExpertParallel | None = None
     """Ranks that hold the other experts; see `apply_expert_parallel`."""
 
+    counts: Counts
+
     def shard(self, parallel: ExpertParallel) -> None:
-        """Learn which ranks to work with; the experts' parameters are divided by the caller."""
+        """Set the ranks to communicate with. The caller shards the experts' parameters."""
         self.parallel = parallel
 
     def statistics(self) -> MoEStatistics:
-        """Of the forwards in training since `reset_statistics`, on this rank; does not wait for the device."""
-        raise NotImplementedError
+        """Return this rank's statistics of training forwards since `reset_statistics`. Does not wait for the device."""
+        return self.counts.statistics(next(self.parameters()).device)
 
     def reset_statistics(self) -> None:
-        """Begin anew."""
-        raise NotImplementedError
+        """Start new statistics."""
+        self.counts.reset()
 
-    def spread(
-        self, tokens: Tensor, routing: Routing, meanwhile: Callable[[], None], dtype: torch.dtype | None = None
-    ) -> Tensor:
-        """Weighted sums of what the tokens' experts compute. Collective over the ranks of ``parallel``.
+    def dispatch(
+        self, tokens: Tensor, routing: Routing, meanwhile: Callable[[], T], dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, T]:
+        """Return the weighted sums of the outputs of each token's experts. Collective over the ranks of ``parallel``.
 
         Args:
             tokens: ``(S, hidden)``.
-            routing: of all S.
-            meanwhile: is called while rows travel.
-            dtype: of the result; what the experts return without.
+            routing: Choices of all S tokens.
+            meanwhile: Called while rows are in flight.
+            dtype: Dtype of the result. None: that of the experts' output.
 
         Returns:
-            ``(S, hidden)``.
+            ``(S, hidden)``, and the result of ``meanwhile``.
         """
         replicas = None if self.parallel is None else self.parallel.replicas
         if replicas is None:
-            return self._dispatched(tokens, routing, meanwhile, dtype)
-        mine = Routing(
-            take_part(routing.experts, replicas),
-            take_part(routing.weights, replicas),
-            None if routing.kept is None else take_part(routing.kept, replicas),
+            return self._dispatch_local(tokens, routing, meanwhile, dtype)
+        own = Routing(
+            shard_tokens(routing.experts, replicas),
+            shard_tokens(routing.weights, replicas),
+            None if routing.kept is None else shard_tokens(routing.kept, replicas),
         )
-        out = self._dispatched(take_part(tokens, replicas), mine, meanwhile, dtype)
-        return join_parts(out, replicas, len(tokens))
+        out, result = self._dispatch_local(shard_tokens(tokens, replicas), own, meanwhile, dtype)
+        return gather_tokens(out, replicas, len(tokens)), result
 
-    def _dispatched(
-        self, tokens: Tensor, routing: Routing, meanwhile: Callable[[], None], dtype: torch.dtype | None
-    ) -> Tensor:
+    def _dispatch_local(
+        self, tokens: Tensor, routing: Routing, meanwhile: Callable[[], T], dtype: torch.dtype | None
+    ) -> tuple[Tensor, T]:
         order, counts = sort_by_expert(routing.experts, routing.kept, self.num_experts)
         axis = None if self.parallel is None or self.parallel.experts.size == 1 else self.parallel.experts
-        travels_in = self.experts.input_dtype(tokens)  # type: ignore[operator]
-        rows = permute(tokens.to(travels_in), order, routing.experts.shape[1])
+        row_dtype = self.experts.input_dtype(tokens)  # type: ignore[operator]
+        rows = permute(tokens.to(row_dtype), order, routing.experts.shape[1])
         if axis is None:
             lengths: list[int] = counts.tolist()
-            meanwhile()
+            result = meanwhile()
             out = self.experts(rows, lengths)
-            return combine(out if dtype is None else out.to(dtype), order, routing.weights)
+            return combine(out if dtype is None else out.to(dtype), order, routing.weights), result
         scale = 1.0 if self.parallel is None else self.parallel.gradient_scale
         send, receive = exchange_counts(counts, axis)
-        there = Exchange(axis, [sum(n) for n in send], [sum(n) for n in receive])
-        started = there.start(rows)
-        meanwhile()
-        rows, by_rank = by_expert(there.finish(started), receive, scale)
+        outgoing = Exchange(axis, [sum(n) for n in send], [sum(n) for n in receive])
+        started = outgoing.start(rows)
+        result = meanwhile()
+        rows, by_rank = by_expert(outgoing.finish(started), receive, scale)
         out = by_rank(self.experts(rows, [sum(n) for n in zip(*receive, strict=True)]))
-        back = there.reversed()
-        mine = back.finish(back.start(out))
-        return combine(mine if dtype is None else mine.to(dtype), order, routing.weights)
+        returning = outgoing.reversed()
+        own = returning.finish(returning.start(out))
+        return combine(own if dtype is None else own.to(dtype), order, routing.weights), result

@@ -105,7 +105,7 @@ def parts(rank: int, size: int, folder: str) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_no_bit_changes_and_bytes_divide(size: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_no_bit_changes_and_each_rank_keeps_its_share(size: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     spawn(parts, size, str(tmp_path_factory.mktemp("nvme")), timeout_s=100)
 
 
@@ -117,26 +117,26 @@ def buffers(rank: int, size: int) -> None:
     places = []
     for _ in range(3):
         kept = [partition.keep(t) for t in (x, y, x + 1)]
-        places.append([k.mine.data_ptr() for k in kept if k.mine is not None])
+        places.append([k.shard.data_ptr() for k in kept if k.shard is not None])
         for k, t in zip(reversed(kept), (x + 1, y, x), strict=True):
-            assert torch.equal(k.load(), t)
-            k.drop()
+            assert torch.equal(partition.load(k), t)
+            partition.drop(k)
     assert places[1] == places[2]
     assert partition.buffer.nbytes == 2048 + 512 + 2048  # 501 fp32, 251 bf16, at multiples of 512 bytes
     begin = places[1][0]
     assert [p - begin for p in places[1]] == [0, 2048, 2560]
-    # More than the step before: beside the buffer, which then grows.
+    # More than the step before: outside of the buffer, which then grows.
     kept = [partition.keep(x) for _ in range(4)]
-    assert all(torch.equal(k.load(), x) for k in kept)
+    assert all(torch.equal(partition.load(k), x) for k in kept)
     for k in kept:
-        k.drop()
+        partition.drop(k)
     assert partition.buffer.nbytes == 4 * 2048
     # The same region twice in a row is gathered once.
     part, before = partition.keep(x), axis.traffic.elements["all_gather"]
-    first, second = part.load(), part.load()
+    first, second = partition.load(part), partition.load(part)
     assert first is second
     assert axis.traffic.elements["all_gather"] - before == 501
-    part.drop()
+    partition.drop(part)
 
 
 def test_parts_lie_in_one_buffer() -> None:
@@ -157,7 +157,7 @@ class Shifted(Net):
 def different(rank: int, size: int) -> None:
     model = Shifted(rank)
     activations = Activations(model, CPU, recompute=RecomputeConfig(), partition=Axis("tensor", make_comm()))
-    with pytest.raises(PlanError, match=r"not the same on the 2 ranks of axis 'tensor'"):
+    with pytest.raises(PlanError, match=r"differs between the 2 ranks of axis 'tensor'"):
         train(activations, model, steps=1)
 
 

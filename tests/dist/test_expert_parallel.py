@@ -1,4 +1,4 @@
-"""Experts divided over ranks: losses, gradient norms and weights are those of DDP, where every rank has all experts."""
+"""Experts sharded over ranks: losses, gradient norms and weights are those of DDP, where every rank has all experts."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_with_divided_layers(size):
     assert not [p for e, r, f in zip(expected, runs, found, strict=True) for p in unequal(e, [r], [f])]
 
 
-def test_with_divided_sequences():
+def test_with_sequence_parallelism():
     experts = ROUTINGS["dropless, k=1"] | ALONE
     run = Run({"stage": 2, "parallel.context": 2, "parallel.expert": 2}, experts=experts)
     found = spawn(train_all, 2, [run], init_process_group=False)[0]
@@ -147,7 +147,7 @@ CHECKPOINT_STEPS = 8
 def test_a_checkpoint_goes_on_at_any_size(tmp_path, save_as):
     """Saved after 4 of 8 steps with experts over 2 ranks, resumed over 1, 2 and 4."""
     experts = ROUTINGS["dropless, k=2"] | ALONE
-    whole = spawn(train_all, 1, [Run(experts=experts, steps=CHECKPOINT_STEPS)], init_process_group=False)[0][0]
+    uninterrupted = spawn(train_all, 1, [Run(experts=experts, steps=CHECKPOINT_STEPS)], init_process_group=False)[0][0]
     half, path = CHECKPOINT_STEPS // 2, str(tmp_path / "saved.ckpt")
     run = Run(
         {"stage": 2, "parallel.expert": 2, "checkpoint.format": save_as},
@@ -159,9 +159,9 @@ def test_a_checkpoint_goes_on_at_any_size(tmp_path, save_as):
     ):  # fmt: skip
         run = Run(options, experts=experts, steps=CHECKPOINT_STEPS, resume=path)
         found = spawn(train_all, world, [run], init_process_group=False)[0]
-        found[0].losses = whole.losses[:half] + found[0].losses
-        found[0].norms = whole.norms[:half] + found[0].norms
-        assert not unequal(whole, [run], found)
+        found[0].losses = uninterrupted.losses[:half] + found[0].losses
+        found[0].norms = uninterrupted.norms[:half] + found[0].norms
+        assert not unequal(uninterrupted, [run], found)
 
 
 def test_a_folder_saved_in_parts_consolidates_to_the_single_file(tmp_path):
@@ -179,7 +179,7 @@ def test_a_folder_saved_in_parts_consolidates_to_the_single_file(tmp_path):
 
 
 class Mixtral(Module):
-    """Built whole by every rank, converted unless the run is the trusted one."""
+    """Built with all experts by every rank, converted unless the run is the trusted one."""
 
     def __init__(self, run: Run) -> None:
         from transformers import MixtralConfig, MixtralForCausalLM

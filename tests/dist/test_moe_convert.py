@@ -1,4 +1,4 @@
-"""Converted transformers models whose experts are divided over ranks, against the same model on one."""
+"""Converted transformers models whose experts are sharded over ranks, against the same model on one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def step(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
 
 
 def expert_parallel(model: Any, axis: Axis, *, replicated: bool = False, **options: Any) -> set[str]:
-    """Convert and divide; names of the parameters that are parts."""
+    """Convert and shard; returns the names of the sharded parameters."""
     convert_moe(model, **options)
     parts = apply_expert_parallel(model, axis, tensor_axis=axis if replicated else None)
     blocks = [m for m in model.modules() if isinstance(m, ConvertedMoE)]
@@ -49,7 +49,7 @@ def expert_parallel(model: Any, axis: Axis, *, replicated: bool = False, **optio
     return {name for name, p in model.named_parameters() if id(p) in parts}
 
 
-def whole(result: dict[str, Tensor], parts: set[str], axis: Axis, *, replicated: bool = False) -> dict[str, Tensor]:
+def gathered(result: dict[str, Tensor], parts: set[str], axis: Axis, *, replicated: bool = False) -> dict[str, Tensor]:
     """Results of the ranks, together."""
     together: dict[str, Tensor] = {}
     for key, value in result.items():
@@ -91,7 +91,7 @@ def every_case(axis: Axis) -> list[dict[str, Tensor]]:
         model = make_model(name).to(dtype)
         parts = expert_parallel(model, axis, replicated=replicated)
         ids = samples() if replicated else samples().chunk(axis.size)[axis.rank]
-        results.append(whole(step(model, ids), parts, axis, replicated=replicated))
+        results.append(gathered(step(model, ids), parts, axis, replicated=replicated))
     return results
 
 
@@ -100,7 +100,7 @@ def dropping(axis: Axis) -> dict[str, Tensor]:
     parts = expert_parallel(model, axis, **DROPPING)
     result = step(model, samples().chunk(axis.size)[axis.rank])
     result["losses"] = moe_losses(model).detach()
-    return whole(result, parts, axis)
+    return gathered(result, parts, axis)
 
 
 def generating(axis: Axis) -> dict[str, Tensor]:
@@ -117,7 +117,7 @@ def ranks() -> list[dict[int, list[dict[str, Tensor]]]]:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_divided_experts_compute_the_same(ranks: list[dict[int, list[dict[str, Tensor]]]], size: int) -> None:
+def test_sharded_experts_compute_the_same(ranks: list[dict[int, list[dict[str, Tensor]]]], size: int) -> None:
     for i, (name, dtype, replicated) in enumerate(CASES):
         expected = step(make_model(name).to(dtype), samples())
         for results in ranks:

@@ -1,6 +1,6 @@
-"""Experts divided over ranks compute what one rank with all of them does: values, gradients, bytes, order.
+"""Experts sharded over ranks compute what one rank with all of them does: values, gradients, bytes, order.
 
-Trusted run: the same layer, whole, in the process of the test, on the tokens of each rank.
+Trusted run: the same layer with all experts in the process of the test, on the tokens of each rank.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def run(layer: MoE, case: Case, x: Tensor, upstream: Tensor) -> dict[str, Tensor
     return {name: value.double() for name, value in found.items() if value is not None}
 
 
-def divided(rank: int, world: int, cases: list[Case]) -> list[dict[str, Tensor]]:
+def sharded(rank: int, world: int, cases: list[Case]) -> list[dict[str, Tensor]]:
     axis, results = Axis("expert", make_comm()), []
     for case in cases:
         layer = build(case)
@@ -110,7 +110,7 @@ def divided(rank: int, world: int, cases: list[Case]) -> list[dict[str, Tensor]]
     return results
 
 
-def whole(case: Case, world: int) -> list[dict[str, Tensor]]:
+def one_rank(case: Case, world: int) -> list[dict[str, Tensor]]:
     """What every rank has to find."""
     layer = build(case)
     results = []
@@ -155,9 +155,9 @@ CASES = {
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_experts_over_ranks(world):
-    results = spawn(divided, world, list(CASES.values()))
+    results = spawn(sharded, world, list(CASES.values()))
     for index, (name, case) in enumerate(CASES.items()):
-        for rank, expected in enumerate(whole(case, world)):
+        for rank, expected in enumerate(one_rank(case, world)):
             assert not unequal(results[rank][index], expected, EXACT[case.dtype]), (name, rank)
 
 
@@ -166,7 +166,7 @@ def test_recomputation_draws_the_same(special):
     case = Case(
         {"k": 1, "drop_tokens": True, "use_rts": True, "min_capacity": 1, "capacity_factor": 0.8}, special=special
     )
-    plain, again = zip(*spawn(divided, 2, [case, Case(**vars(case) | {"recompute": True})]), strict=True)
+    plain, again = zip(*spawn(sharded, 2, [case, Case(**vars(case) | {"recompute": True})]), strict=True)
     for one, other in zip(plain, again, strict=True):
         assert one.keys() == other.keys()
         assert all(torch.equal(value, other[name]) for name, value in one.items())
@@ -176,8 +176,8 @@ def test_recomputation_draws_the_same(special):
 def test_autocast_with_a_rank_without_tokens(special):
     """All ranks exchange the same dtype."""
     case = Case(dtype=torch.float32, autocast=True, tokens=(0, 5), special=special)
-    results = spawn(divided, 2, [case])
-    for rank, expected in enumerate(whole(case, 2)):
+    results = spawn(sharded, 2, [case])
+    for rank, expected in enumerate(one_rank(case, 2)):
         assert not unequal(results[rank][0], expected, 2e-2)
 
 
@@ -307,11 +307,11 @@ REPLICATED = {
 
 @pytest.mark.parametrize(("world", "tensor"), [(2, 2), (4, 2), (4, 4)])
 def test_tensor_parallel_ranks_share_the_tokens(world, tensor):
-    """Each dispatches a part; the result and all gradients are those of the whole, on each of them."""
+    """Each dispatches a part; the result and all gradients are those of one rank with all tokens, on each of them."""
     results = spawn(replicated, world, list(REPLICATED.values()), tensor)
     batches = world // tensor
     for index, (name, case) in enumerate(REPLICATED.items()):
-        expected = whole(case, batches)
+        expected = one_rank(case, batches)
         for rank in range(world):
             wanted = dict(expected[rank // tensor])
             for key, value in wanted.items():
@@ -336,15 +336,15 @@ def test_tensor_parallel_ranks_draw_the_same():
             assert torch.equal(one[name], other[name]), name
 
 
-def test_divided_tokens_are_not_divided_again():
+def test_sharded_tokens_are_not_sharded_again():
     """With sequence parallelism every tensor-parallel rank has tokens of its own."""
     case = Case()
-    results = spawn(divided_tokens, 2, case)
-    for rank, expected in enumerate(whole(case, 2)):
+    results = spawn(sharded_tokens, 2, case)
+    for rank, expected in enumerate(one_rank(case, 2)):
         assert not unequal(results[rank], expected, 1e-12)
 
 
-def divided_tokens(rank: int, world: int, case: Case) -> dict[str, Tensor]:
+def sharded_tokens(rank: int, world: int, case: Case) -> dict[str, Tensor]:
     comm, layer = make_comm(), build(case)
     apply_expert_parallel(layer, Axis("expert", comm), tensor_axis=Axis("tensor", comm), tokens_divided=True)
     return run(layer, case, *tokens_of(case, rank))

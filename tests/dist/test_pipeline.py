@@ -1,4 +1,4 @@
-"""Blocks divided over ranks, under real Trainers: the numbers, the logs and the files are those of one process."""
+"""Blocks partitioned over ranks, under real Trainers: the numbers, the logs and the files are those of one process."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_four_stages_and_two_chunks_with_replicas():
     compare(4, [{"stage": stage, **several} for stage in (2, 3)], 2, **FOUR)
 
 
-def test_with_divided_layers_recompute_and_offload():
+def test_with_tensor_parallel_layers_recompute_and_offload():
     tensor = {"parallel.tensor.size": 2}
     choices: list[dict[str, Any]] = [
         {"stage": 1, **tensor},
@@ -125,7 +125,7 @@ def test_losses_of_experts_on_earlier_stages():
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("world", "size"), [(2, 2), (4, 2), (4, 4), (8, 4)])
-def test_the_whole_product(world, size, schedule, accumulate):
+def test_all_combinations_with_a_pipeline(world, size, schedule, accumulate):
     """Pipelines of 2 and 4, 1 and 2 replicas, stages 1 to 3, every schedule, accumulation 1 and 2."""
     shared = {
         "parallel.pipeline.size": size,
@@ -138,7 +138,7 @@ def test_the_whole_product(world, size, schedule, accumulate):
 
 def test_a_checkpoint_goes_on_with_any_pipeline(tmp_path):
     steps, half = 8, 4
-    whole = spawn(train_all, 1, [Run(steps=steps)], init_process_group=False)[0][0]
+    uninterrupted = spawn(train_all, 1, [Run(steps=steps)], init_process_group=False)[0][0]
     two = {"stage": 2, "parallel.pipeline.size": 2}
     sources = {"pp2": (2, two), "dp2": (2, {"stage": 3})}
     path = {name: str(tmp_path / f"{name}.ckpt") for name in sources}
@@ -151,7 +151,7 @@ def test_a_checkpoint_goes_on_with_any_pipeline(tmp_path):
     for world, choices in layouts.items():
         runs = [Run(options, steps=steps, resume=path["pp2"]) for options in choices]
         runs += [Run({**two, "stage": 1}, steps=steps, resume=path["dp2"])]
-        assert_resumed(world, runs, whole, half)
+        assert_resumed(world, runs, uninterrupted, half)
 
 
 # --- what Lightning sees ---------------------------------------------------------------------------------------------
@@ -413,7 +413,7 @@ def test_refusals(rank, world_size):
             AlexNetLike,
             {**size, "parallel.pipeline.micro_batches": 3, "parallel.pipeline.schedule": "dualpipe_v"},
         ),
-        (PlanError, r"'net' is compiled as a whole.*block.compile\(\)", CompiledWhole, size),
+        (PlanError, r"'net' is compiled together with its blocks.*block.compile\(\)", CompiledWhole, size),
         (PlanError, r"training_step is compiled.*block.compile\(\)", CompiledStep, size),
     ]
     for error, pattern, module, options in cases:
@@ -433,9 +433,9 @@ def test_refusals(rank, world_size):
     }.items():
         with pytest.raises(ConfigError, match=pattern):
             ZeROStrategy(1, **nested(options))
-    whole: Any = torch.compile(AlexNetLike(), backend=counting)
+    compiled: Any = torch.compile(AlexNetLike(), backend=counting)
     with pytest.raises(PlanError, match="forward is compiled"):
-        trainer_of(ZeROStrategy(1, **nested(size)), max_epochs=1).fit(whole, images())
+        trainer_of(ZeROStrategy(1, **nested(size)), max_epochs=1).fit(compiled, images())
 
 
 class Measured(AlexNetLike):
@@ -488,7 +488,7 @@ def balance(rank: int, world_size: int, methods: list[str]) -> list[tuple[Any, l
     return found
 
 
-def test_operations_are_balanced_alike_on_all_ranks_and_without_a_trace():
+def test_operations_are_balanced_the_same_on_all_ranks_and_without_a_trace():
     """The batches of one replica have other shapes, for which the other division would be best."""
     found = spawn(balance, 4, ["flops", "parameters"], init_process_group=False)
     for flops, parameters in found:
@@ -499,7 +499,7 @@ def test_operations_are_balanced_alike_on_all_ranks_and_without_a_trace():
 
 
 @on_ranks(2)
-def test_a_picture_and_a_trace_of_the_stages(rank, world_size, tmp_path):
+def test_a_figure_and_a_trace_of_the_stages(rank, world_size, tmp_path):
     logger = TensorBoardLogger(str(tmp_path), name="run", version="")
     strategy = ZeROStrategy(0, parallel={"pipeline": {"size": 2, "micro_batches": 4}})
     callbacks = [PipelineTimeline(every_n_steps=3)]

@@ -1,6 +1,6 @@
-"""A model that is cut into stages computes what the whole one does: losses, gradients, errors, time, memory.
+"""A model that is split into stages computes what the full one does: losses, gradients, errors, time, memory.
 
-Trusted run: the same model, whole, in the process of the test; micro-batch by micro-batch, ``(loss / m).backward()``.
+Trusted run: the full model in the process of the test; micro-batch by micro-batch, ``(loss / m).backward()``.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ def chunks(batch: Any, count: int) -> list[Any]:
     return [tuple(part) for part in zip(*(value.chunk(count) for value in batch), strict=True)]
 
 
-def whole(case: str, micro_batches: int, samples: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+def full_model(case: str, micro_batches: int, samples: int) -> tuple[list[Tensor], dict[str, Tensor]]:
     """The trusted run."""
     model, step, batch = CASES[case.removesuffix("_recomputed")]()
     losses = []
@@ -338,7 +338,7 @@ def train_all(rank: int, world_size: int, case: str, expected: list[Any]) -> dic
     ],
 )
 def test_losses_and_gradients_are_those_of_one_process(case: str, world_size: int) -> None:
-    expected = [((count, samples), whole(case, count, samples)) for count, samples in ((4, 8), (8, 16), (4, 8))]
+    expected = [((count, samples), full_model(case, count, samples)) for count, samples in ((4, 8), (8, 16), (4, 8))]
     worst = spawn(train_all, world_size, case, expected)[0]
     assert len(worst) == 2 * len(SCHEDULES)  # dualpipe_v with 4 micro-batches on 4 ranks: as zbv
     for key, (loss_error, gradient_error) in worst.items():
@@ -468,16 +468,16 @@ class Factors(nn.Module):
 def factors(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     model = Factors()
-    twin = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     x = torch.randn(3, 2)
     runner = build(model, "gpipe", world_size, make_comm())
     scale = [1.0, torch.tensor(2.0), 0.5]
     report = runner.train(lambda part: model.layers(part).sum(), list(x.split(1)), scale)
-    expected = [twin.layers(part).sum() for part in x.split(1)]
+    expected = [reference.layers(part).sum() for part in x.split(1)]
     sum(loss * float(f) for loss, f in zip(expected, scale, strict=True)).backward()  # type: ignore[union-attr]
     if rank == 1:
         assert torch.equal(torch.stack(report.losses), torch.stack(expected).detach())
-    grad, trusted = model.layers[rank].weight.grad, twin.layers[rank].weight.grad
+    grad, trusted = model.layers[rank].weight.grad, reference.layers[rank].weight.grad
     assert grad is not None
     torch.testing.assert_close(grad, trusted, rtol=EXACT, atol=0)
 

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from ls_strategy.activations.apply import Activations
 from ls_strategy.activations.offload import ActivationOffload
-from ls_strategy.activations.saved import SavedTensors, may_be_taken, region_of
+from ls_strategy.activations.saved import SavedTensors, is_eligible, region_of
 from ls_strategy.activations.storage import FileSpace, NVMeFolder
 from ls_strategy.config import ActivationOffloadConfig, NVMeIOConfig, RecomputeConfig
 from ls_strategy.distributed.axis import Axis
@@ -95,7 +95,7 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for offload in made:
         offload.close()
-        offload.place.close()
+        offload.storage.close()
 
 
 @pytest.fixture(autouse=True)
@@ -229,17 +229,17 @@ def test_a_buffer_that_is_emptied_and_refilled_stays() -> None:
 
 def test_rules() -> None:
     plain = torch.randn(8, 8)
-    assert may_be_taken(plain, CPU, ())
-    assert may_be_taken(plain.t()[2:, ::2], CPU, ())
-    assert not may_be_taken(plain[:1].expand(8, 8), CPU, ())  # repeats elements
-    assert not may_be_taken(plain.as_strided((3, 3), (1, 1), 5), CPU, ())
-    assert not may_be_taken(nn.Parameter(plain), CPU, ())
-    assert not may_be_taken(torch.empty(0), CPU, ())
-    assert not may_be_taken(plain.to_sparse(), CPU, ())
-    assert not may_be_taken(torch.empty(8, device="meta"), CPU, ())
-    assert not may_be_taken(torch.randn(8, dtype=torch.complex64).conj(), CPU, ())
+    assert is_eligible(plain, CPU, ())
+    assert is_eligible(plain.t()[2:, ::2], CPU, ())
+    assert not is_eligible(plain[:1].expand(8, 8), CPU, ())  # repeats elements
+    assert not is_eligible(plain.as_strided((3, 3), (1, 1), 5), CPU, ())
+    assert not is_eligible(nn.Parameter(plain), CPU, ())
+    assert not is_eligible(torch.empty(0), CPU, ())
+    assert not is_eligible(plain.to_sparse(), CPU, ())
+    assert not is_eligible(torch.empty(8, device="meta"), CPU, ())
+    assert not is_eligible(torch.randn(8, dtype=torch.complex64).conj(), CPU, ())
     with torch.inference_mode():
-        assert not may_be_taken(torch.randn(8), CPU, ())
+        assert not is_eligible(torch.randn(8), CPU, ())
 
 
 VIEWS = (
@@ -259,12 +259,12 @@ def test_views_come_back_with_their_layout(tier: str, drive: NVMeFolder) -> None
     offload = ActivationOffload(options(tier, in_flight_bytes=0), CPU, drive)
     saved = SavedTensors(offload, CPU, min_bytes=0, protected=set)
     for dtype, view in itertools.product((torch.float32, torch.bfloat16, torch.bool, torch.int64), VIEWS):
-        whole = (torch.randn(16, 16) * 100).to(dtype)
-        tensor = view(whole)
+        base = (torch.randn(16, 16) * 100).to(dtype)
+        tensor = view(base)
         handle = saved._pack(tensor)
         assert handle is not tensor
         back = saved._unpack(handle)
-        assert back.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
+        assert back.untyped_storage().data_ptr() != base.untyped_storage().data_ptr()
         assert (back.dtype, back.size(), back.stride()) == (tensor.dtype, tensor.size(), tensor.stride())
         assert torch.equal(back, tensor)
         region, offset = region_of(tensor)
@@ -282,7 +282,7 @@ def test_views_of_one_storage_are_kept_once_and_slices_of_large_ones_alone() -> 
     handles += [saved._pack(rows[10:20]), saved._pack(rows[10:20])]
     assert offload.bytes_out == x.nbytes + 10 * 16 * 4
     del handles
-    assert saved.regions == offload.place.stored_bytes == 0
+    assert saved.regions == offload.storage.stored_bytes == 0
 
 
 def test_a_tensor_that_was_changed_between_two_saves_is_kept_twice() -> None:
@@ -333,11 +333,11 @@ def test_memory_on_the_device_is_freed_in_forward(tier: str, drive: NVMeFolder) 
             alive.append(StorageWeakRef(y.untyped_storage()))
         y = y.sum()
     assert [ref.expired() for ref in alive] == [True] * 8 + [False] * 2
-    assert offload.place.stored_bytes == 8 * ACTIVATION
+    assert offload.storage.stored_bytes == 8 * ACTIVATION
     y.backward()
     gc.collect()
     assert all(ref.expired() for ref in alive)
-    assert offload.place.stored_bytes == 0
+    assert offload.storage.stored_bytes == 0
 
 
 @pytest.mark.parametrize("tier", TIERS)
@@ -373,8 +373,8 @@ def test_steps_use_the_same_memory(tier: str, drive: NVMeFolder) -> None:
     assert activations.metrics()["host_bytes"] <= host * (1 if tier == "cpu" else 2)
     assert activations.offload is not None
     if tier == "nvme":
-        place: Any = activations.offload.place
-        # Where the file must reach: what was away at once, and whole pages.
+        place: Any = activations.offload.storage
+        # Where the file must reach: what was stored at once, in full pages.
         assert place._space.end <= activations.metrics()["stored_peak_bytes"] * 1.2
         assert activations.metrics()["host_bytes"] <= 8 * ACTIVATION  # four staged, and the largest on top
     activations.remove()
@@ -390,7 +390,7 @@ def test_removed_while_a_graph_is_alive(drive: NVMeFolder) -> None:
     activations.remove()
     loss.backward()
     assert all(p.grad is not None for p in model.parameters())
-    assert threading.active_count() == before - 2  # its I/O threads are gone
+    assert threading.active_count() == before - 2  # its I/O threads have ended
     with activations.around_forward(), pytest.raises(StateError, match="was removed"):
         model(torch.randn(4, 16, WIDTH, requires_grad=True))
 
@@ -399,15 +399,15 @@ def test_regions_come_back_in_reverse_before_they_are_asked_for() -> None:
     offload = ActivationOffload(options(in_flight_bytes=3 * 400), CPU)
     kept = [offload.keep(torch.full((100,), float(i))) for i in range(8)]
     for k in kept:
-        k.add_use()
-    assert [k.here is not None for k in kept] == [False] * 5 + [True] * 3  # the last never leave
+        offload.add_use(k)
+    assert [k.on_device is not None for k in kept] == [False] * 5 + [True] * 3  # the last never leave
     assert offload.bytes_out == 5 * 400
     for i in reversed(range(8)):
-        assert kept[i].load()[0].item() == i
-        kept[i].drop()
+        assert offload.load(kept[i])[0].item() == i
+        offload.drop(kept[i])
         assert offload.in_flight_bytes <= 3 * 400
         if i:
-            assert kept[i - 1].here is not None  # backward does not wait for it
+            assert kept[i - 1].on_device is not None  # backward does not wait for it
     assert offload.bytes_back == 5 * 400
 
 
@@ -441,7 +441,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
 
 
 @pytest.mark.parametrize("verb", ["writing", "reading"])
-def test_errors_of_the_drive_are_raised_in_the_step(verb: str, broken: set[str], drive: NVMeFolder) -> None:
+def test_errors_of_the_device_are_raised_in_the_step(verb: str, broken: set[str], drive: NVMeFolder) -> None:
     model = Net()
     activations = Activations(model, CPU, offload=options("nvme", in_flight_bytes=0), drive=drive)
     train(model, activations, steps=1)
@@ -452,7 +452,7 @@ def test_errors_of_the_drive_are_raised_in_the_step(verb: str, broken: set[str],
     activations.remove()
 
 
-def test_a_full_drive_is_named(drive: NVMeFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_device_is_named(drive: NVMeFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     import os
 
     def full(*_: Any) -> None:
@@ -461,7 +461,7 @@ def test_a_full_drive_is_named(drive: NVMeFolder, monkeypatch: pytest.MonkeyPatc
     model = Net()
     activations = Activations(model, CPU, offload=options("nvme", in_flight_bytes=0), drive=drive)
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(LSError, match=r"no room for activations.*No space left.*smaller batches"):
+    with pytest.raises(LSError, match=r"no room for the activations.*No space left.*smaller batches"):
         train(model, activations, steps=1)
 
 
@@ -481,11 +481,11 @@ def test_file_space_is_used_again_and_grows_together() -> None:
 # choices -------------------------------------------------------------------------------------------------------------
 
 
-def test_what_was_chosen_is_told(drive: NVMeFolder) -> None:
+def test_the_configuration_is_described(drive: NVMeFolder) -> None:
     assert Activations(Net(), CPU).describe() == "kept on the device"
     chosen = Activations(Net(), CPU, recompute=RecomputeConfig(), offload=options("nvme"), drive=drive)
     assert chosen.describe() == (
-        "recomputed: 4 Block, full; inputs of recomputed modules from 0.000976562 MiB on offloaded to NVMe, "
+        "recomputed: 4 Block, full; inputs of recomputed modules of at least 0.000976562 MiB offloaded to NVMe, "
         "0.046875 MiB in flight"
     )
     assert chosen.metrics()["recomputed_modules"] == 4

@@ -178,7 +178,7 @@ def test_outputs_and_gradients_stay(kind: str, dtype: torch.dtype, limit: float)
     assert_close(run(ours, tokens(dtype)), expected, kind, limit)
 
 
-# --- whole models ----------------------------------------------------------------------------------------------------
+# --- full models -----------------------------------------------------------------------------------------------------
 
 SIZES = {
     "vocab_size": 50,
@@ -447,7 +447,7 @@ def test_meta() -> None:
 
 
 class Other(nn.Module):
-    """A sparse block that nobody knows."""
+    """An unknown sparse block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -484,10 +484,10 @@ def without_k(block: Any) -> nn.Module:
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        (lambda _: Other(), "'1' is a Other, which is not known. Known are AfmoeSparseMoeBlock, .*Qwen3Moe"),
-        (lambda _: MixtralSparseMoeBlock(), "whose experts are modules of their own, as before transformers 5"),
-        (lambda b: with_forward_replaced(b, ""), "whose forward was replaced"),
-        (lambda b: with_forward_replaced(b, "experts"), "whose forward was replaced"),
+        (lambda _: Other(), "a Other, which is not supported. Supported classes are AfmoeSparseMoeBlock, .*Qwen3Moe"),
+        (lambda _: MixtralSparseMoeBlock(), "with one module per expert, as before transformers 5"),
+        (lambda b: with_forward_replaced(b, ""), "with a replaced forward"),
+        (lambda b: with_forward_replaced(b, "experts"), "with a replaced forward"),
         (quantized, "gate_up_proj .4, 48, 16. torch.int8.*without quantization"),
         (lambda b: with_router(b, nn.Linear(HIDDEN, EXPERTS)), r"router of .1. .Linear. does not return"),
         (without_k, r"router of .1. .MixtralTopKRouter. does not return .logits, weights, experts."),

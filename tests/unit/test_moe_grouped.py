@@ -102,7 +102,7 @@ def test_autocast_as_linear(path):
         torch.testing.assert_close(f, e, rtol=1e-2, atol=5e-2)
 
 
-def test_wrong_counts_are_told():
+def test_wrong_counts_are_refused():
     x, weight, bias = inputs((2, 3), torch.float32)
     with pytest.raises(ValueError, match="2 groups of 6 rows"):
         grouped_linear(x, weight, bias, (3, 3))

@@ -48,7 +48,7 @@ def calls(monkeypatch):
 
 @pytest.mark.parametrize("limit", [1, 3 * WIDE, 1 << 19], ids=["each", "several", "all"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_parts_are_the_whole(kind, limit, monkeypatch, calls):
+def test_portions_compute_the_same_as_one_pass(kind, limit, monkeypatch, calls):
     torch.manual_seed(0)
     experts = Experts(KINDS[kind], 4)
     monkeypatch.setattr(parts, "PART_NUMEL", limit)
@@ -79,7 +79,7 @@ def test_gradcheck():
 
 
 @pytest.mark.parametrize("frozen", ["up.weight", "up.bias", "down.weight", "down.bias", "rows"])
-def test_frozen_parts_get_no_gradient_and_the_rest_is_the_same(frozen):
+def test_frozen_layers_get_no_gradient_and_the_others_the_same(frozen):
     torch.manual_seed(0)
     experts = Experts(KINDS["GELU"], 4)
     expected = dict(zip(("out", "rows", *dict(experts.named_parameters())), run(experts, COUNTS[0]), strict=True))

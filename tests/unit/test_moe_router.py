@@ -131,7 +131,7 @@ def test_more_choices(factor, policy):
 @pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize("factor", [0.4, 1.0, 1.1, 2.0])
 @pytest.mark.parametrize("drop", [True, False])
-def test_deepspeed_routes_alike(gating, k, factor, drop, monkeypatch):
+def test_deepspeed_routes_the_same(gating, k, factor, drop, monkeypatch):
     """Its gating functions, with the same random numbers: weights, loss, and the gradient of the router."""
     made, x = router(k=k, capacity_factor=factor, drop_tokens=drop, min_capacity=3)
     noise, priority = torch.randn(S, E), torch.rand(S, 1)
@@ -317,7 +317,7 @@ def test_bias_evens_the_loads_out():
     assert after.max() / after.mean() < 1.1
 
 
-def test_bias_is_healed_to_fp32():
+def test_bias_is_cast_back_to_fp32():
     made, x = router(k=1, bias_update_rate=1e-3, drop_tokens=False)
     made.bias = made.bias.bfloat16()
     for _ in range(3):
@@ -358,7 +358,7 @@ def test_losses_wait_and_are_taken_once():
     assert moe_losses(nn.Identity()) == 0
 
 
-def test_losses_that_nobody_takes_are_an_error():
+def test_losses_that_are_never_taken_are_an_error():
     made, x = router(k=1)
     for _ in range(MOST_LEFT):
         made(x)
@@ -415,6 +415,6 @@ def test_replicas_draw_the_same():
         ({"bias_update_rate": -0.1}, "bias_update_rate"),
     ],
 )
-def test_wrong_options_are_told(options, message):
+def test_wrong_options_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         RoutingOptions(**{"num_experts": E} | options)

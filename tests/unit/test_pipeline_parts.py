@@ -1,10 +1,11 @@
-"""Placeholders, backward in two parts, headers, and the picture of a run."""
+"""Placeholders, backward in two parts, headers, and the figure of a run."""
 
 from __future__ import annotations
 
 import copy
 import gc
 import json
+import weakref
 from typing import Any
 
 import pytest
@@ -78,7 +79,7 @@ def test_functions_of_placeholders_have_shapes_and_no_values() -> None:
         (lambda x: x.tolist(), r"tolist\(\) asks for the value"),
         (
             lambda x: x[x > 0].sum(),
-            r"__getitem__\(\) failed .* on another rank .*must have shapes that do not depend on values",
+            r"__getitem__\(\) failed .* on another rank .*shapes must not depend on values",
         ),
         (lambda x: torch.ones(2, 3).add_(x), r"add_\(\) writes a value"),
         (lambda x: torch.ones(2, 3).__setitem__(0, x[0]), r"__setitem__\(\) writes a value"),
@@ -176,9 +177,9 @@ def test_user_code_cannot_swallow_the_end_of_a_stage() -> None:
 @pytest.mark.parametrize(
     ("step", "words"),
     [
-        (lambda m, x: m.blocks[2](m.stem(x)).sum(), r"'blocks.2' is called where 'blocks.0' must come"),
-        (lambda m, x: m.blocks[0](m.blocks[0](m.stem(x))).sum(), r"'blocks.0' is called where 'blocks.1' must come"),
-        (lambda m, x: m.stem(x).sum(), r"without having called block 'blocks.0'"),
+        (lambda m, x: m.blocks[2](m.stem(x)).sum(), r"'blocks.2' was called, but the next one must be 'blocks.0'"),
+        (lambda m, x: m.blocks[0](m.blocks[0](m.stem(x))).sum(), "'blocks.0' was called, .* must be 'blocks.1'"),
+        (lambda m, x: m.stem(x).sum(), r"without a call of block 'blocks.0'"),
     ],
 )
 def test_blocks_out_of_order_are_refused(step: Any, words: str) -> None:
@@ -240,29 +241,50 @@ def test_absent_blocks_run_once_per_shape() -> None:
     assert len(calls) == 2
 
 
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return self.linear(pair[0]) * pair[1], pair[1]
+
+
+def test_shapes_of_absent_blocks_keep_no_tensor_of_a_batch() -> None:
+    model = nn.Sequential(Masked(), Masked(), Masked())
+    stages = StageRunner(model, make_cut(model, (0, 1, 2)), CPU)
+    mask = torch.ones(3, 4)
+    alive = weakref.ref(mask)
+    received = StageTransfer({0: torch.ones(3, 4), 1: torch.ones(3, 4)}, 2)
+    stages.run(2, lambda x: model((x[0], x[1]))[0].sum(), (torch.ones(3, 4), mask), received)
+    del mask, received
+    gc.collect()
+    assert alive() is None
+
+
 def test_one_rank_runs_every_schedule_without_a_process_group() -> None:
     for schedule in SCHEDULES:
         torch.manual_seed(0)
         model = Net()
-        twin = copy.deepcopy(model)
+        reference = copy.deepcopy(model)
         cut = make_cut(model, place(1, stages_per_rank_of(schedule), placement_of(schedule)))
         runner = PipelineRunner(StageRunner(model, cut, CPU), make_links(Comm(None, None), [[0]]), schedule)
         x = torch.randn(8, 2)
         report = runner.train(lambda x, model=model: model(x).square().sum(), list(x.split(2)))
         for part in x.split(2):
-            (twin(part).square().sum() / 4).backward()
+            (reference(part).square().sum() / 4).backward()
         assert len(report.losses) == 4
-        for parameter, trusted in zip(model.parameters(), twin.parameters(), strict=True):
+        for parameter, trusted in zip(model.parameters(), reference.parameters(), strict=True):
             assert parameter.grad is not None
             assert torch.equal(parameter.grad, trusted.grad), schedule
         with torch.no_grad():
-            assert torch.equal(runner.evaluate(model, [x])[0], twin(x))
+            assert torch.equal(runner.evaluate(model, [x])[0], reference(x))
 
 
 def test_a_cut_for_another_schedule_is_refused() -> None:
     model = Net()
     cut = make_cut(model, (0, 0))
-    with pytest.raises(PlanError, match=r"stages_per_rank=2: gpipe needs 1"):
+    with pytest.raises(PlanError, match=r"stages_per_rank=2, but gpipe requires 1"):
         PipelineRunner(StageRunner(model, cut, CPU), make_links(Comm(None, None), [[0]]), "gpipe")
 
 
@@ -308,7 +330,7 @@ def test_a_side_loss_is_a_scalar(given: Tensor) -> None:
         stages.run(0, lambda x: model(x).sum(), torch.ones(3, 2), None)
 
 
-def test_a_side_loss_that_nobody_takes_is_not_lost_in_silence() -> None:
+def test_a_side_loss_without_a_receiver_is_refused() -> None:
     model = Net()
     stages = second_stage(model)
     received = StageTransfer({0: torch.ones(3, 4), SIDE: torch.ones(())}, 1)
@@ -340,12 +362,12 @@ class Shared(nn.Module):
 def test_backward_in_two_parts_is_backward(with_input: bool) -> None:
     torch.manual_seed(0)
     model = Shared()
-    twin = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     x = torch.randn(3, 4, requires_grad=with_input)
     outputs = model(x)
     gradients = [torch.randn_like(t) for t in outputs]
     trusted_x = x.detach().clone().requires_grad_(with_input)
-    torch.autograd.backward(twin(trusted_x), gradients)
+    torch.autograd.backward(reference(trusted_x), gradients)
     hooked: list[str] = []
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: hooked.append(name))
@@ -355,7 +377,7 @@ def test_backward_in_two_parts_is_backward(with_input: bool) -> None:
     rest.run()
     if with_input:
         torch.testing.assert_close(found[0], trusted_x.grad, rtol=1e-6, atol=1e-6)
-    for (name, parameter), trusted in zip(model.named_parameters(), twin.parameters(), strict=True):
+    for (name, parameter), trusted in zip(model.named_parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, trusted.grad, rtol=1e-5, atol=1e-6, msg=name)
     assert set(hooked) == {name for name, _ in model.named_parameters()}
 
@@ -392,7 +414,7 @@ def test_weights_of_a_function_in_python_wait_for_the_second_part() -> None:
     weight = nn.Parameter(torch.randn(4, 4))
     x = torch.randn(3, 4, requires_grad=True)
 
-    def first() -> Any:  # the outputs are gone when it returns, as they are in a pipeline
+    def first() -> Any:  # the outputs are freed when it returns, as they are in a pipeline
         y = (Product.apply(x * 1, weight) * 2).sum()
         return backward_inputs([get_gradient_edge(y)], [torch.ones(())], [x])
 
@@ -422,7 +444,7 @@ def test_a_header_says_all_about_what_follows() -> None:
 # --- timeline ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_picture_of_a_run() -> None:
+def test_the_figure_of_a_run() -> None:
     spans = simulate(make_table("1f1b", 4, 8)).spans
     assert bubble(spans) == pytest.approx(papers.gpipe_bubble(4, 8))
     trace = json.loads(chrome_trace(spans))["traceEvents"]

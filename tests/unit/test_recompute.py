@@ -327,15 +327,15 @@ def test_names_copies_and_pickles() -> None:
     assert [n for n, _ in model.named_parameters()] == names
     assert list(model.state_dict()) == keys
     assert inspect.signature(model.blocks[0].forward) == inspect.signature(Block().forward)
-    twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()
     model.eval()
     x = torch.randn(2, 8, WIDTH)
     expected = Net().eval()(x)
-    for twin in twins:
-        assert torch.equal(twin.eval()(x), expected)  # its own weights
+    for copied in copies:
+        assert torch.equal(copied.eval()(x), expected)  # its own weights
     applied.remove()
     applied.remove()
     assert "forward" not in vars(model.blocks[0])

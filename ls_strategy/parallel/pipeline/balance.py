@@ -1,4 +1,4 @@
-"""Divides a row of blocks into contiguous parts of about the same weight. Numbers only: no torch."""
+"""Partitions a list of blocks into contiguous parts of about equal weight. Numbers only: no torch."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from ls_strategy.errors import PlanError
 
 
 def balance(weights: Sequence[float], parts: int) -> tuple[int, ...]:
-    """Bounds of the parts: part ``i`` is ``weights[bounds[i]:bounds[i + 1]]``, never empty.
+    """Return the bounds of the parts: part ``i`` is ``weights[bounds[i]:bounds[i + 1]]``, never empty.
 
-    The heaviest part is as light as possible, exactly; among such divisions the sum of squares is the smallest, which
-    evens out the other parts. Dynamic programming, ``parts * len(weights) ** 2`` steps.
+    The weight of the heaviest part is minimal, exactly. Among such partitions the sum of squares is minimal, which
+    evens out the other parts. Dynamic programming in ``parts * len(weights) ** 2`` steps.
 
     >>> balance([1] * 10, 4), balance([4, 1, 1, 1, 1], 2)
     ((0, 3, 6, 8, 10), (0, 1, 5))
 
     Raises:
-        PlanError: there are fewer weights than parts.
+        PlanError: There are fewer weights than parts.
     """
     count = len(weights)
     if not 1 <= parts <= count:
-        raise PlanError(f"{count} blocks cannot be divided into {parts} parts of one block or more.")
+        raise PlanError(f"Got {count} blocks for {parts} stages, but every stage needs a block. Use fewer stages.")
     sums = [0, *accumulate(weights)]
     limit = _smallest_maximum(sums, parts)
     best: list[float] = [0.0] + [math.inf] * count
@@ -46,7 +46,7 @@ def balance(weights: Sequence[float], parts: int) -> tuple[int, ...]:
 
 
 def _smallest_maximum(sums: Sequence[float], parts: int) -> float:
-    """Weight of the heaviest part, at its smallest; one of the differences of ``sums``, so that no rounding enters."""
+    """Return the minimal weight of the heaviest part. It is a difference of two ``sums``, so no rounding occurs."""
     count = len(sums) - 1
     best = [sums[stop] - sums[0] for stop in range(count + 1)]
     for part in range(2, parts + 1):

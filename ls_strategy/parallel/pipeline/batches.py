@@ -1,4 +1,4 @@
-"""A batch into micro-batches, and what their steps gave into what one step would have given."""
+"""Splits a batch into micro-batches and merges the results of their steps."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ls_strategy._compat import tree_iter, tree_map
 
 
 def has_rows(batch: Any, samples: int) -> bool:
-    """Whether some tensor of the batch has a row per sample."""
+    """Return whether some tensor of the batch has one row per sample."""
     return any(isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == samples for leaf in tree_iter(batch))
 
 
 def split(batch: Any, samples: int, count: int) -> tuple[list[Any], list[int]]:
-    """``count`` micro-batches of as equal sizes as can be, and their sizes. Leaves without rows are in each."""
+    """Return ``count`` micro-batches of sizes as equal as possible, and the sizes. Other leaves are copied to each."""
 
     def cut(leaf: Any) -> list[Any]:
         return list(leaf.tensor_split(count)) if has_rows(leaf, samples) else [leaf] * count
@@ -33,9 +33,11 @@ def split(batch: Any, samples: int, count: int) -> tuple[list[Any], list[int]]:
 
 
 def mean_of(values: Sequence[Any], shares: Sequence[float], how: Any) -> Tensor:
-    """What was logged in every micro-batch as one value, on the CPU: the mean by shares of samples, or as ``how`` says
-    (``sum``, ``max`` or ``min``, or the function of torch).
-    """  # noqa: D205
+    """Reduce the values logged in the micro-batches to one, on the CPU.
+
+    ``how`` is ``sum``, ``max`` or ``min``, by name or as the torch function. Anything else is the mean, weighted by the
+    micro-batches' shares of the samples.
+    """
     stacked = torch.stack([torch.as_tensor(v).detach().float().cpu() for v in values])
     how = getattr(how, "__name__", how)
     if how in ("sum", "max", "min"):
@@ -46,12 +48,12 @@ def mean_of(values: Sequence[Any], shares: Sequence[float], how: Any) -> Tensor:
 
 
 def merge(results: Sequence[Any], shares: Sequence[float]) -> Any:
-    """What the micro-batches' steps returned, as one step would have: rows together, numbers averaged. On the CPU."""
+    """Return what one step for the full batch would have returned: rows concatenated, numbers averaged. On the CPU."""
     if not results or results[0] is None:
         return None
     leaves: list[Iterator[Any]] = [iter(tree_iter(result)) for result in results]
 
-    def together(first: Any) -> Any:
+    def combine(first: Any) -> Any:
         column = [next(leaf) for leaf in leaves]
         if not isinstance(first, Tensor):
             return first
@@ -60,4 +62,4 @@ def merge(results: Sequence[Any], shares: Sequence[float]) -> Any:
             return torch.cat(column)
         return sum(t * share for t, share in zip(column, shares, strict=True))
 
-    return tree_map(together, results[0])
+    return tree_map(combine, results[0])

@@ -1,12 +1,12 @@
-"""Messages between the ranks of a pipeline: activations forward, their gradients back.
+"""Point-to-point communication between pipeline ranks: activations forward, gradients backward.
 
-All ranks know all tables, and so every rank knows what each of its peers sends it, in which order. Receives are posted
-in that order, a few actions before they are needed; sends are asynchronous. What must be agreed on is the shapes: the
-first time that micro-batches have new shapes, a header with the shapes of the activation goes ahead of it, over the
-side group (gloo), so that the GPU is not waited for. Gradients have the shapes of what was sent.
+All ranks know the full table, so every rank knows what each peer sends it, and in which order. Receives are posted in
+that order, a few actions before they are needed; sends are asynchronous. Only shapes must be exchanged. The first time
+that micro-batches have new shapes, a header with the shapes of the activation precedes it. It uses the control group
+(gloo), so that the GPU is not synchronized. Gradients have the shapes of the activations.
 
-NCCL runs the operations of one communicator in order, and a receive that waits there would hold up a send behind it. So
-every pair of neighbours has one for each direction (`Links`). gloo needs no more than the group itself.
+NCCL runs the operations of one communicator in order, and a waiting receive would block the sends after it. So every
+pair of neighbors has one communicator per direction (`Links`). gloo uses the group of the pipeline.
 """
 
 from __future__ import annotations
@@ -26,33 +26,23 @@ from ls_strategy.parallel.pipeline.schedules import Action, Table
 from ls_strategy.parallel.pipeline.transfer import StageTransfer
 
 LOOKAHEAD = 2
-"""Actions ahead of its use at which a receive is posted."""
+"""How many actions before its use a receive is posted."""
 
 _TENSORS, _DIMENSIONS = 16, 8
-_DTYPES = (
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float64,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_DTYPES += (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 
 
 @dataclass(frozen=True)
 class Message:
-    """What an action gives an action of another rank."""
+    """The result of an action that an action of another rank needs."""
 
     source: Action
     """F: an activation; B or I: the gradient of one."""
 
     target: Action
     to: int
-    """Rank."""
+    """Receiving rank."""
 
     sent_at: int
     """Index of the source in its rank's row."""
@@ -62,12 +52,12 @@ class Message:
 
     @property
     def boundary(self) -> int:
-        """The stage on the near side of the cut that it crosses."""
+        """The stage before the boundary that the message crosses."""
         return self.source.stage if self.source.kind == "F" else self.source.stage - 1
 
 
 def plan_messages(table: Table) -> dict[tuple[int, int], list[Message]]:
-    """All messages from one rank to another, by the two, in the order in which they are sent."""
+    """Return all messages by sending and receiving rank, in the order in which they are sent."""
     where = {action: (r, i) for r, row in enumerate(table.rows) for i, action in enumerate(row)}
     result: dict[tuple[int, int], list[Message]] = {}
     for action, (rank, i) in where.items():
@@ -81,14 +71,14 @@ def plan_messages(table: Table) -> dict[tuple[int, int], list[Message]]:
 
 
 def _target(action: Action, table: Table, where: dict[Action, tuple[int, int]]) -> Action | None:
-    """The action of the neighbouring stage that needs the result."""
+    """Return the action of the neighboring stage that needs the result."""
     kind, s, m = action
     if kind == "F":
         return Action("F", s + 1, m) if s < table.stages - 1 else None
     if kind == "W" or s == 0:
         return None
-    whole = Action("B", s - 1, m)
-    return whole if whole in where else Action("I", s - 1, m)
+    backward = Action("B", s - 1, m)
+    return backward if backward in where else Action("I", s - 1, m)
 
 
 # --- shapes ----------------------------------------------------------------------------------------------------------
@@ -99,7 +89,7 @@ class TensorShape:
     """One tensor of a message."""
 
     place: int
-    """Among the arguments of the block, see `StageTransfer`."""
+    """Position among the arguments of the block, see `StageTransfer`."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -115,26 +105,27 @@ class Shapes:
 
     @classmethod
     def of(cls, transfer: StageTransfer) -> Shapes:
-        """Describe what is sent."""
+        """Describe a transfer."""
         found = [TensorShape(i, tuple(t.shape), t.dtype, t.requires_grad) for i, t in transfer.tensors.items()]
         return cls(tuple(found), transfer.leaves)
 
     def differentiable(self) -> list[TensorShape]:
-        """The tensors that get a gradient."""
+        """Return the tensors that get a gradient."""
         return [t for t in self.tensors if t.requires_grad]
 
     def encode(self) -> Tensor:
-        """As integers, always as many.
+        """Encode as integers, in a tensor of fixed size.
 
         Raises:
-            PlanError: too many tensors or dimensions, or a dtype that is not sent.
+            PlanError: There are too many tensors or dimensions, or a dtype is not supported.
         """
         numbers = [self.leaves, len(self.tensors)]
         for t in self.tensors:
             if len(t.shape) > _DIMENSIONS or t.dtype not in _DTYPES or len(self.tensors) > _TENSORS:
                 raise PlanError(
-                    f"between two stages pass at most {_TENSORS} tensors of at most {_DIMENSIONS} dimensions, of the "
-                    f"usual dtypes; here are {len(self.tensors)}, one of {t.dtype} and shape {t.shape}. Cut elsewhere."
+                    f"Got {len(self.tensors)} tensors between two stages, one of {t.dtype} and shape {t.shape}, but a "
+                    f"pipeline sends at most {_TENSORS} tensors of at most {_DIMENSIONS} dimensions, of the usual "
+                    "dtypes. Place the boundary between other blocks."
                 )
             padded = [*t.shape, *[0] * (_DIMENSIONS - len(t.shape))]
             numbers += [t.place, _DTYPES.index(t.dtype), int(t.requires_grad), len(t.shape), *padded]
@@ -144,7 +135,7 @@ class Shapes:
 
     @classmethod
     def decode(cls, header: Tensor) -> Shapes:
-        """The inverse of `encode`."""
+        """Invert `encode`."""
         leaves, count, *rest = header.tolist()
         width = 4 + _DIMENSIONS
         tensors: list[TensorShape] = []
@@ -155,7 +146,7 @@ class Shapes:
 
 
 def empty_header() -> Tensor:
-    """Room for one header, int64 on the CPU."""
+    """Return a tensor for one header, int64 on the CPU."""
     return torch.zeros(2 + _TENSORS * (4 + _DIMENSIONS), dtype=torch.int64)
 
 
@@ -163,15 +154,15 @@ def empty_header() -> Tensor:
 
 
 class Links:
-    """Point-to-point connections of one rank of a pipeline. Use `make_links`."""
+    """Point-to-point connections of one pipeline rank. Created by `make_links`."""
 
     def __init__(self, comm: Comm, groups: dict[tuple[int, int], Any]) -> None:
-        """``groups``: by source and target rank of the pipeline; without: that of ``comm``."""
+        """``groups``: by source and target rank of the pipeline. Missing pairs use the group of ``comm``."""
         self.comm = comm
         self._groups = groups
 
     def send(self, tensors: Sequence[Tensor], to: int, kind: str) -> list[Any]:
-        """Start sending; the tensors must stay as they are until the works are waited for."""
+        """Start sending. The tensors must not change until the returned works have been waited for."""
         works: list[Any] = []
         with self.comm.naming_failures():
             for tensor in tensors:
@@ -187,14 +178,14 @@ class Links:
 
     def _start(self, operation: Any, tensor: Tensor, source: int, to: int, peer: int) -> Any:
         group = self._groups.get((source, to), self.comm.group)
-        among = _among(group, self.comm, peer)
+        group_rank = _group_rank(group, self.comm, peer)
         entry = self._enter("activations", source, to)
         if operation is dist.isend:
-            return Started([operation(tensor, group=group, group_dst=among)], entry)
-        return Started([operation(tensor, group=group, group_src=among)], entry)
+            return Started([operation(tensor, group=group, group_dst=group_rank)], entry)
+        return Started([operation(tensor, group=group, group_src=group_rank)], entry)
 
     def _enter(self, what: str, source: int, to: int) -> Entry:
-        """Note a message for who asks where this rank waits: both of its ends have the same number."""
+        """Note a message for reports on where this rank waits. Both ends give it the same number."""
         ranks = self.comm.journal.ranks[source], self.comm.journal.ranks[to]
         name = f"transfer of {what} from rank {ranks[0]} to {ranks[1]}"
         return self.comm.where.journal(name, ranks).enter(name)
@@ -207,7 +198,7 @@ class Links:
             return Started([dist.isend(header, group=self.comm.control, group_dst=to)], entry)
 
     def receive_header(self, source: int) -> Tensor:
-        """The next header from ``source``. Blocking."""
+        """Return the next header from ``source``. Blocking."""
         header = empty_header()
         entry = self._enter("shapes", source, self.comm.rank)
         with self.comm.naming_failures():
@@ -216,13 +207,13 @@ class Links:
         return header
 
     def break_connections(self) -> None:
-        """Make the peers that wait for this rank fail at once, see `Comm.break_connections`."""
+        """Make peers that wait for this rank fail at once, see `Comm.break_connections`."""
         for group in self._groups.values():
             group.abort()
 
 
-def _among(group: Any, comm: Comm, peer: int) -> int:
-    """Rank of ``peer``, a rank of the pipeline, in ``group``."""
+def _group_rank(group: Any, comm: Comm, peer: int) -> int:
+    """Return the rank in ``group`` of the pipeline rank ``peer``."""
     if group is comm.group:
         return peer
     assert comm.group is not None
@@ -230,11 +221,11 @@ def _among(group: Any, comm: Comm, peer: int) -> int:
 
 
 def make_links(comm: Comm, pipelines: Sequence[Sequence[int]]) -> Links:
-    """Connect the ranks of every pipeline with their neighbours in a ring. Collective over all ranks of the run.
+    """Connect the ranks of every pipeline with their neighbors in a ring. Collective over all ranks of the run.
 
     Args:
-        comm: of this rank's pipeline.
-        pipelines: global ranks of all pipelines, in order; the same on every rank.
+        comm: Group of this rank's pipeline.
+        pipelines: Global ranks of all pipelines, in order. The same on every rank.
     """
     groups: dict[tuple[int, int], Any] = {}
     if not comm.native:
@@ -243,20 +234,20 @@ def make_links(comm: Comm, pipelines: Sequence[Sequence[int]]) -> Links:
         size = len(ranks)
         pairs = {(i, (i + 1) % size) for i in range(size)} | {((i + 1) % size, i) for i in range(size)}
         for i, j in sorted(pair for pair in pairs if pair[0] != pair[1]):
-            group = process_group("mail", sorted((ranks[i], ranks[j])))
+            purpose = "p2p up" if i < j else "p2p down"  # groups of one purpose and the same ranks are shared
+            group = process_group(purpose, sorted((ranks[i], ranks[j])))
             if dist.get_rank() in (ranks[i], ranks[j]):
                 assert isinstance(group, dist.ProcessGroup)
                 groups[i, j] = group
-                # NCCL connects at the first use, and waits for the peer there: now, while all do this in one order.
+                # NCCL connects at the first use and waits for the peer there. Here all ranks do so in the same order.
                 dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
     return Links(comm, groups)
 
 
 @dataclass
 class _Receiving:
-    """A receive that was posted."""
+    """A posted receive."""
 
-    message: Message
     tensors: list[Tensor]
     works: list[Any]
     shapes: Shapes
@@ -264,7 +255,7 @@ class _Receiving:
 
 @dataclass
 class _Sending:
-    """A send that was started."""
+    """A started send."""
 
     used_at: int
     works: list[Any]
@@ -272,17 +263,17 @@ class _Sending:
 
 
 class PointToPoint:
-    """The messages of one rank in one run through a table."""
+    """The messages of one rank in one run of a table."""
 
     def __init__(self, links: Links, table: Table, keys: Sequence[Any], known: dict[Any, Shapes], device: Any) -> None:
-        """Start with nothing posted.
+        """Prepare the messages. Nothing is posted yet.
 
         Args:
-            links: of this rank.
-            table: of this run.
-            keys: of every micro-batch: what the shapes of activations depend on.
-            known: shapes by boundary and key, from earlier runs; is added to.
-            device: of received tensors.
+            links: Connections of this rank.
+            table: Table of this run.
+            keys: For every micro-batch, what the shapes of activations depend on.
+            known: Shapes by boundary and key, from earlier runs. New ones are added.
+            device: Device of received tensors.
         """
         self._links, self._keys, self._known, self._device = links, keys, known, device
         rank = links.comm.rank
@@ -290,19 +281,19 @@ class PointToPoint:
         self._coming = {source: messages for (source, to), messages in plan.items() if to == rank}
         self._leaving = {m.source: m for (source, _), messages in plan.items() if source == rank for m in messages}
         self._posted = dict.fromkeys(self._coming, 0)
-        self._waiting: dict[Action, tuple[int, _Receiving]] = {}
+        self._waiting: dict[Action, _Receiving] = {}
         self._by_target = {m.target: (source, m) for source, messages in self._coming.items() for m in messages}
         self._sending: dict[int, list[_Sending]] = {}
         self._headers: list[Any] = []
         self.shapes: dict[tuple[int, int], Shapes] = {}
-        """Of what crossed a boundary for a micro-batch."""
+        """Shapes of the activations by boundary and micro-batch."""
 
     def expects(self, action: Action) -> bool:
-        """Whether ``action`` needs a message from another rank."""
+        """Return whether ``action`` needs a message from another rank."""
         return action in self._by_target
 
     def look_ahead(self, at: int) -> None:
-        """Post what is used soon after action ``at`` and whose shapes are known."""
+        """Post the receives that are needed soon after action ``at`` and have known shapes."""
         for source, messages in self._coming.items():
             while (i := self._posted[source]) < len(messages) and messages[i].used_at <= at + LOOKAHEAD:
                 shapes = self._shapes_of(messages[i])
@@ -311,34 +302,31 @@ class PointToPoint:
                 self._post(source, messages[i], shapes)
 
     def take(self, action: Action) -> tuple[list[Tensor], Shapes]:
-        """The message that ``action`` needs. Blocking: on NCCL only the current stream waits."""
+        """Return the message that ``action`` needs. Blocking; with NCCL only the current stream waits."""
         source, message = self._by_target[action]
         messages = self._coming[source]
         while action not in self._waiting:
             due = messages[self._posted[source]]
-            shapes = self._shapes_of(due)
-            if shapes is None:
-                shapes = self._learn(source, due)
-            self._post(source, due, shapes)
-        _, receiving = self._waiting.pop(action)
+            self._post(source, due, self._shapes_of(due) or self._receive_shapes(source, due))
+        receiving = self._waiting.pop(action)
         self._links.comm.wait(receiving.works)
         self._forget_sends(source, message.sent_at)
         return receiving.tensors, receiving.shapes
 
     def give(self, action: Action, tensors: Sequence[Tensor], shapes: Shapes) -> bool:
-        """Send the result of ``action`` on. False: nobody of another rank needs it."""
+        """Send the result of ``action``. Returns False if no other rank needs it."""
         message = self._leaving.get(action)
         if message is None:
             return False
         if action.kind == "F":
-            self._announce(message, shapes)
+            self._send_shapes(message, shapes)
         tensors = [t.detach().contiguous() for t in tensors]
         works = self._links.send(tensors, message.to, "pipeline")
         self._sending.setdefault(message.to, []).append(_Sending(message.used_at, works, tensors))
         return True
 
     def drain(self) -> None:
-        """Wait until all sends are done."""
+        """Wait for all sends."""
         for sends in self._sending.values():
             for sending in sends:
                 self._links.comm.wait(sending.works)
@@ -346,7 +334,7 @@ class PointToPoint:
         self._sending, self._headers = {}, []
 
     def _forget_sends(self, peer: int, at: int) -> None:
-        """What ``peer`` used up to its action ``at``, of which a result is here, has arrived there: let go of it."""
+        """Release sends to ``peer`` that it has used up to its action ``at``: a result of that action is here."""
         sends = self._sending.get(peer, [])
         for sending in [s for s in sends if s.used_at <= at]:
             self._links.comm.wait(sending.works)
@@ -358,27 +346,27 @@ class PointToPoint:
             return self._known.get((message.boundary, self._keys[m]))
         return self.shapes.get((message.boundary, m))
 
-    def _learn(self, source: int, message: Message) -> Shapes:
+    def _receive_shapes(self, source: int, message: Message) -> Shapes:
         assert message.source.kind == "F"
         shapes = Shapes.decode(self._links.receive_header(source))
         self._known[message.boundary, self._keys[message.source.micro_batch]] = shapes
         return shapes
 
-    def _announce(self, message: Message, shapes: Shapes) -> None:
-        """Send a header if these shapes are new, and see to it that what is known holds."""
+    def _send_shapes(self, message: Message, shapes: Shapes) -> None:
+        """Send a header if the shapes are new. Otherwise check that they are the known ones."""
         key = (message.boundary, self._keys[message.source.micro_batch])
         if key not in self._known:
             self._headers.append(self._links.send_header(shapes.encode(), message.to))
             self._known[key] = shapes
         elif self._known[key] != shapes:
             raise StateError(
-                f"stage {message.boundary} hands on {shapes}, but for another micro-batch of the same shapes it was "
-                f"{self._known[key]}. In a pipeline the shapes between stages must follow from those of the batch."
+                f"stage {message.boundary} sends {shapes}, but for another micro-batch of the same shapes it sent "
+                f"{self._known[key]}. In a pipeline the shapes of the batch must determine those between stages."
             )
 
     def _post(self, source: int, message: Message, shapes: Shapes) -> None:
         wanted = shapes.tensors if message.source.kind == "F" else shapes.differentiable()
         tensors = [torch.empty(t.shape, dtype=t.dtype, device=self._device) for t in wanted]
         works = self._links.receive(tensors, source)
-        self._waiting[message.target] = (source, _Receiving(message, tensors, works, shapes))
+        self._waiting[message.target] = _Receiving(tensors, works, shapes)
         self._posted[source] += 1

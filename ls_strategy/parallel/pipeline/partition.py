@@ -1,13 +1,13 @@
-"""Which rank holds what of a model: the stack of blocks, its division into stages, and what lies around it.
+"""Model partitioning: the stack of blocks, its split into stages, and which rank holds each parameter.
 
 ::
 
     embedding ─ block 0 ─ block 1 ─ ... ─ block 11 ─ norm ─ head
     └──── stage 0 ────────────┘ └─ 1 ─┘ └──── stage 2 ─────────┘
 
-Parameters that are in no block belong to the first stage if they are used before the blocks, and to the last if after.
-A parameter that is used on several stages (tied embeddings) exists on each of them: `StagePartition.tied` names it, and
-its gradients must be summed over those ranks once per step.
+Parameters outside of the blocks belong to the first stage if they are used before the blocks, and to the last stage if
+they are used after them. A parameter that several stages use (tied embeddings) exists on each of them:
+`StagePartition.tied` lists it, and its gradients must be summed over those ranks once per step.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Tied:
 
 @dataclass(frozen=True)
 class Usage:
-    """What a dry run of the user's function saw, see `trace.observe`."""
+    """What a dry run of the user's function observed, see `trace.observe`."""
 
     flops: tuple[int, ...]
-    """Of the forward of every block."""
+    """FLOPs of the forward of every block."""
 
     flops_before: int
     flops_after: int
@@ -55,7 +55,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class StagePartition:
-    """The division of a model."""
+    """The partition of a model into stages."""
 
     blocks: tuple[str, ...]
     """Name of every block of the stack."""
@@ -67,25 +67,25 @@ class StagePartition:
     """Rank of every stage."""
 
     stages_of: Mapping[str, tuple[int, ...]]
-    """Stages of every parameter, by name; all names of a tied one."""
+    """Stages of every parameter, by name. A tied parameter has an entry for each of its names."""
 
     tied: tuple[Tied, ...]
     numel: tuple[int, ...]
-    """Parameters of every stage; a tied one counts on each."""
+    """Parameter elements of every stage. Tied parameters count on each of theirs."""
 
     weights: tuple[float, ...]
-    """What was balanced, by block."""
+    """Weight of every block in the balance."""
 
     method: str
-    """What that is, see `weigh`."""
+    """Method that gave the weights, see `weigh`."""
 
     def names_of(self, rank: int) -> frozenset[str]:
-        """Parameters that ``rank`` holds."""
+        """Return the names of the parameters that ``rank`` holds."""
         mine = {s for s, r in enumerate(self.rank_of) if r == rank}
         return frozenset(name for name, stages in self.stages_of.items() if mine.intersection(stages))
 
     def table(self) -> str:
-        """Stage, rank, blocks, parameters and their share, share of what was balanced: one line per stage."""
+        """Return one line per stage: rank, blocks, parameters, and shares of parameters and of the balanced weight."""
         total, load = sum(self.numel) or 1, sum(self.weights) or 1
         lines = [f"stage  rank  blocks                                    parameters   share  balanced: {self.method}"]
         for s, (rank, numel) in enumerate(zip(self.rank_of, self.numel, strict=True)):
@@ -101,17 +101,17 @@ class StagePartition:
 
 
 def find_row(model: nn.Module, least: int, stack: str | None = None) -> dict[str, nn.Module]:
-    """The row of modules that is cut, by name.
+    """Return the list of modules that is partitioned, by name.
 
     Args:
-        model: has ``to_layers()`` (itself, or a child), which returns its layers in order, modules and functions; or a
-            ModuleList or Sequential of them.
-        least: number of stages; shorter rows are no candidates.
-        stack: name of the ModuleList or Sequential. None: ``to_layers()``, or else the longest one that is not inside
-            another.
+        model: Has ``to_layers()`` (itself, or a child), which returns its layers in order, modules and functions; or
+            has a ModuleList or Sequential of them.
+        least: Number of stages. Shorter lists are not considered.
+        stack: Name of the ModuleList or Sequential. None: ``to_layers()``, or else the longest one that is not inside
+            another one.
 
     Raises:
-        PlanError: there is no such row, or two of the same length, or it is too short.
+        PlanError: There is no such list, it is too short, or two have the same length.
     """
     names = {id(module): name for name, module in reversed(list(model.named_modules()))}
     if stack is not None:
@@ -122,7 +122,9 @@ def find_row(model: nn.Module, least: int, stack: str | None = None) -> dict[str
             modules = [layer for layer in cast("list[Any]", layers_of()) if isinstance(layer, nn.Module)]
             unknown = [type(m).__name__ for m in modules if id(m) not in names]
             if unknown:
-                raise PlanError(f"to_layers() returns {unknown[0]}, which is no submodule of {type(model).__name__}.")
+                raise PlanError(
+                    f"to_layers() returns a {unknown[0]}, not a submodule of {type(model).__name__}. Register it."
+                )
             return _checked([(names[id(m)], m) for m in modules], least)
     return _checked(_longest(model, least), least)
 
@@ -135,7 +137,8 @@ def _named_stack(model: nn.Module, stack: str) -> list[tuple[str, nn.Module]]:
     if not isinstance(container, nn.ModuleList | nn.Sequential):
         found = ", ".join(repr(name) for name, _ in _candidates(model, 2)) or "none"
         raise PlanError(
-            f"parallel.pipeline.blocks={stack!r} names no ModuleList or Sequential of the model. There is: {found}."
+            f"Got parallel.pipeline.blocks={stack!r}, which is not a ModuleList or Sequential of the model. Choose one "
+            f"of: {found}."
         )
     return _members(stack, container)
 
@@ -149,7 +152,7 @@ def _members(name: str, container: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _candidates(model: nn.Module, least: int) -> Iterator[tuple[str, nn.Module]]:
-    """Rows of ``least`` modules or more that are not inside another."""
+    """Yield lists of ``least`` modules or more that are not inside another one."""
     return outermost(model, lambda module: isinstance(module, nn.ModuleList | nn.Sequential) and len(module) >= least)
 
 
@@ -157,30 +160,32 @@ def _longest(model: nn.Module, least: int) -> list[tuple[str, nn.Module]]:
     found = sorted(_candidates(model, max(least, 2)), key=lambda pair: -len(pair[1]))  # type: ignore[arg-type]
     if not found:
         raise PlanError(
-            f"{type(model).__name__} has no ModuleList or Sequential of {least} modules or more to cut into {least} "
-            "stages. Give it to_layers(), which returns its layers in order, or use fewer stages."
+            f"{type(model).__name__} has no ModuleList or Sequential of {least} modules or more to split into {least} "
+            "stages. Add a method to_layers() that returns its layers in order, or use fewer stages."
         )
     if len(found) > 1 and len(found[0][1]) == len(found[1][1]):  # type: ignore[arg-type]
         raise PlanError(
-            f"{found[0][0]!r} and {found[1][0]!r} have {len(found[0][1])} modules each: "  # type: ignore[arg-type]
-            "name the one to divide (parallel.pipeline.blocks=...), or give the model to_layers()."
+            f"{found[0][0]!r} and {found[1][0]!r} have {len(found[0][1])} modules each. "  # type: ignore[arg-type]
+            "Choose the one to partition (parallel.pipeline.blocks=...), or add to_layers() to the model."
         )
     return _members(*found[0])
 
 
 def _checked(members: Sequence[tuple[str, nn.Module]], least: int) -> dict[str, nn.Module]:
     if len(members) < least:
-        raise PlanError(f"{len(members)} blocks are too few for {least} stages: use fewer stages, or finer blocks.")
+        raise PlanError(f"{len(members)} blocks are too few for {least} stages. Use fewer stages, or smaller blocks.")
     first: dict[int, str] = {}
     for name, module in members:
         if id(module) in first:
-            raise PlanError(f"{first[id(module)]!r} and {name!r} are one module, which cannot be on two stages.")
+            raise PlanError(
+                f"{first[id(module)]!r} and {name!r} are one module, which cannot be on two stages. Use two modules."
+            )
         first[id(module)] = name
     return dict(members)
 
 
 def names_above(blocks: Iterable[str]) -> list[str]:
-    """Names of the modules that hold blocks, the outermost first; the model's own is empty.
+    """Return the names of all modules that contain blocks, outermost first. The name of the model itself is empty.
 
     >>> names_above(["net.blocks.0", "net.blocks.1"])
     ['', 'net', 'net.blocks']
@@ -193,9 +198,8 @@ def _refuse_compiled(model: nn.Module, blocks: Iterable[str]) -> None:
         module = model.get_submodule(name)
         if is_compiled(module):
             raise PlanError(
-                f"{name or type(uncompiled(module)).__name__!r} is compiled as a whole, with the blocks that a "
-                "pipeline shards and calls one by one. Compile the blocks instead: for block in blocks: "
-                "block.compile()."
+                f"{name or type(uncompiled(module)).__name__!r} is compiled together with its blocks, but a pipeline "
+                "calls the blocks one by one. Compile the blocks instead: for block in blocks: block.compile()."
             )
 
 
@@ -205,44 +209,44 @@ def _refuse_compiled(model: nn.Module, blocks: Iterable[str]) -> None:
 def weigh(
     blocks: Mapping[str, nn.Module], method: str, outside: tuple[float, float], usage: Usage | None
 ) -> list[float]:
-    """How much every block counts.
+    """Return the weight of every block in the balance.
 
     Args:
-        blocks: by name.
-        method: ``uniform``, ``parameters``, ``flops`` (of the forward; needs ``usage``), or ``type:regex``: blocks
-            whose class name matches count 1, others 0, as in DeepSpeed.
-        outside: parameters before and after the blocks, which count with the first and the last one.
-        usage: of a dry run.
+        blocks: Blocks by name.
+        method: ``uniform``, ``parameters``, ``flops`` (of the forward; requires ``usage``), or ``type:regex``: blocks
+            with a matching class name count 1, others 0, as in DeepSpeed.
+        outside: Parameter elements before and after the blocks. They count with the first and the last block.
+        usage: Result of a dry run.
 
     Raises:
-        PlanError: there is no such method, or nothing matches.
+        PlanError: The method is unknown, or no class matches.
     """
+    kinds = [type(block).__name__ for block in blocks.values()]
+    before, after = outside
     if method == "uniform":
         return [1.0] * len(blocks)
     if method == "parameters":
         weights = [float(sum(p.numel() for p in block.parameters())) for block in blocks.values()]
-        return _add_ends(weights, *outside)
-    if method == "flops":
+    elif method == "flops":
         if usage is None:
-            raise PlanError("method='flops' needs a dry run: pass usage=observe(model, blocks, step, micro_batch).")
-        return _add_ends([float(n) for n in usage.flops], usage.flops_before, usage.flops_after)
-    if method.startswith("type:"):
+            raise PlanError("method='flops' requires a dry run. Pass usage=observe(model, blocks, step, micro_batch).")
+        weights, before, after = [float(n) for n in usage.flops], usage.flops_before, usage.flops_after
+    elif method.startswith("type:"):
         pattern = re.compile(method[len("type:") :], re.IGNORECASE)
-        weights = [float(bool(pattern.search(type(block).__name__))) for block in blocks.values()]
+        weights = [float(bool(pattern.search(kind))) for kind in kinds]
         if not any(weights):
-            kinds = ", ".join(sorted({type(block).__name__ for block in blocks.values()}))
-            raise PlanError(f"method={method!r} matches no class among the blocks: {kinds}.")
+            raise PlanError(
+                f"Got method={method!r}, which matches no class of the blocks: {', '.join(sorted(set(kinds)))}."
+            )
         return weights
-    raise PlanError(f"method={method!r}: there is uniform, parameters, flops and type:regex.")
-
-
-def _add_ends(weights: list[float], before: float, after: float) -> list[float]:
+    else:
+        raise PlanError(f"Got method={method!r}, but it must be uniform, parameters, flops or type:regex.")
     weights[0] += before
     weights[-1] += after
     return weights
 
 
-# --- the cut ---------------------------------------------------------------------------------------------------------
+# --- the partition ---------------------------------------------------------------------------------------------------
 
 
 def make_cut(
@@ -252,21 +256,19 @@ def make_cut(
     method: str = "parameters",
     stack: str | None = None,
     usage: Usage | None = None,
-    bounds: Sequence[int] | None = None,
 ) -> StagePartition:
-    """Divide the model into ``len(rank_of)`` stages. The same on every rank.
+    """Partition the model into ``len(rank_of)`` stages. Returns the same on every rank.
 
     Args:
-        model: whole, on any device (meta, too).
-        rank_of: rank of every stage, see `schedules.place`.
-        method: see `weigh`.
-        stack: see `find_row`.
-        usage: of a dry run (`trace.observe`). Without it, what is registered before the blocks is taken to be used
-            before them, and what is registered after them, after.
-        bounds: of the stages, in blocks, in place of balance.
+        model: The full model, on any device, also meta.
+        rank_of: Rank of every stage, see `schedules.place`.
+        method: See `weigh`.
+        stack: See `find_row`.
+        usage: Result of a dry run (`trace.observe`). Without it, parameters registered before the blocks count as used
+            before them, and parameters registered after the blocks as used after them.
 
     Raises:
-        PlanError: the model cannot be cut so.
+        PlanError: The model cannot be partitioned this way.
     """
     stages = len(rank_of)
     blocks = find_row(model, stages, stack)
@@ -275,41 +277,28 @@ def make_cut(
     numel = {name: p.numel() for name, p in model.named_parameters()}
     outside = tuple(float(sum(numel.get(name, 0) for name, end in ends.items() if end == e)) for e in (0, 1))
     weights = weigh(blocks, method, (outside[0], outside[1]), usage)
-    bounds = tuple(bounds) if bounds is not None else balance(weights, stages)
-    if len(bounds) != stages + 1 or bounds[0] or bounds[-1] != len(blocks) or sorted(set(bounds)) != list(bounds):
-        raise PlanError(f"bounds={list(bounds)} must rise from 0 to {len(blocks)} in {stages} steps, one per stage.")
+    bounds = balance(weights, stages)
     stages_of, tied = _stages_of(model, blocks, ends, bounds, rank_of)
-    sizes = {id(p): p.numel() for p in model.parameters()}
-    held: list[dict[int, int]] = [{} for _ in range(stages)]
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        for s in stages_of[name]:
-            held[s][id(parameter)] = sizes[id(parameter)]
+    sizes = tuple(sum(n for name, n in numel.items() if s in stages_of[name]) for s in range(stages))
     return StagePartition(
-        tuple(blocks),
-        bounds,
-        tuple(rank_of),
-        stages_of,
-        tied,
-        tuple(sum(each.values()) for each in held),
-        tuple(weights),
-        method,
-    )
+        tuple(blocks), bounds, tuple(rank_of), stages_of, tied, sizes, tuple(weights), method
+    )  # fmt: skip
 
 
 def _ends(model: nn.Module, blocks: Mapping[str, nn.Module], usage: Usage | None) -> dict[str, int]:
-    """For every parameter that is in no block: 0 where it is used before the blocks, 1 where after, by name."""
+    """Return for every parameter outside of the blocks 0 if it is used before them and 1 if after, by name."""
     in_blocks = {id(p) for block in blocks.values() for p in block.parameters()}
     prefixes = tuple(f"{name}." for name in blocks)
-    passed = False
+    in_or_after_blocks = False
     result: dict[str, int] = {}
-    # Parameters come in the order of modules, those of the blocks in between; a stack without any has no place there.
+    # Parameters are in the order of modules. Without parameters in the blocks, the order says nothing: all count as 0.
     order = list(model.named_parameters(remove_duplicate=False))
     has_any = any(name.startswith(prefixes) for name, _ in order)
     for name, parameter in order:
-        passed = passed or name.startswith(prefixes)
+        in_or_after_blocks = in_or_after_blocks or name.startswith(prefixes)
         if id(parameter) in in_blocks and name.startswith(prefixes):
             continue
-        result[name] = int(passed and has_any)
+        result[name] = int(in_or_after_blocks and has_any)
         if usage is not None and (name in usage.before) != (name in usage.after):
             result[name] = int(name in usage.after)
     return result
@@ -343,9 +332,9 @@ def _stages_of(
 
 
 def keep_own(model: nn.Module, cut: StagePartition, rank: int) -> None:
-    """Replace every parameter that ``rank`` does not hold by one on the meta device, of the same name and shape.
+    """Replace the parameters that ``rank`` does not hold with meta parameters of the same names and shapes.
 
-    Buffers of absent blocks go to meta, too; others stay. What is shared by several names stays shared.
+    Buffers of absent blocks move to meta too; others stay. Tied parameters stay tied.
     """
     held = cut.names_of(rank)
     replaced: dict[int, nn.Parameter] = {}
@@ -358,20 +347,13 @@ def keep_own(model: nn.Module, cut: StagePartition, rank: int) -> None:
                 empty = torch.empty_like(parameter, device="meta", requires_grad=False)
                 replaced[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
             module._parameters[child] = replaced[id(parameter)]
-    for name, block in _absent_blocks(model, cut, rank):
-        del name
-        for module in block.modules():
+    absent = (s for s, r in enumerate(cut.rank_of) if r != rank)
+    for name in (name for s in absent for name in cut.blocks[cut.bounds[s] : cut.bounds[s + 1]]):
+        for module in model.get_submodule(name).modules():
             for child, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[child] = torch.empty_like(buffer, device="meta")
 
 
-def _absent_blocks(model: nn.Module, cut: StagePartition, rank: int) -> Iterable[tuple[str, nn.Module]]:
-    for s, r in enumerate(cut.rank_of):
-        if r != rank:
-            for name in cut.blocks[cut.bounds[s] : cut.bounds[s + 1]]:
-                yield name, model.get_submodule(name)
-
-
 Step = Callable[[Any], Any]
-"""The user's function: a micro-batch in, its loss (or a mapping with "loss") out."""
+"""The user's function: maps a micro-batch to its loss, or to a mapping with "loss"."""

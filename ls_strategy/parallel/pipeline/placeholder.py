@@ -1,18 +1,18 @@
-"""Tensors that have a shape, a dtype and a device, and no values.
+"""Tensors with a shape, a dtype and a device, but no values.
 
-What a model computes before a rank's own blocks is not known on that rank. It is carried out nevertheless, on
-placeholders, so that the user's code runs unchanged up to those blocks and sees right shapes and dtypes:
+A rank does not have the values that the model computes before the rank's own blocks. That code runs with placeholders,
+so that the user's code reaches the rank's blocks unchanged and sees the right shapes and dtypes:
 
 =====================================  ==============================================================================
-a function gets                        and gives
+arguments of a function                result
 =====================================  ==============================================================================
-real tensors only                      what it always gives
-a placeholder, or a tensor on meta     a placeholder: it ran on meta copies of its arguments
+real tensors only                      the usual one
+a placeholder, or a tensor on meta     a placeholder: the function ran on meta copies of its arguments
 a parameter (inside `Absent`)          a placeholder: the parameter may be on another rank
-nothing but a placeholder's shape      what it always gives: ``zeros_like``, ``new_ones``, ...
+only the shape of a placeholder        the usual one: ``zeros_like``, ``new_ones``, ...
 =====================================  ==============================================================================
 
-What needs a value (``item``, ``bool``, a shape that depends on values) raises a PlanError that names the function.
+Functions that need a value (``item``, ``bool``, a shape that depends on values) raise a PlanError that names them.
 """
 
 from __future__ import annotations
@@ -33,23 +33,13 @@ _META = torch.device("meta")
 _FILLED = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "new_tensor")
 _MOVES = ("to", "cpu", "cuda", "pin_memory")
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
-_READS = (
-    "item",
-    "tolist",
-    "numpy",
-    "__bool__",
-    "__int__",
-    "__float__",
-    "__index__",
-    "__complex__",
-    "equal",
-    "allclose",
-)
+_READS = ("item", "tolist", "numpy", "equal", "allclose")
+_READS += ("__bool__", "__int__", "__float__", "__index__", "__complex__")
 _IN_PLACE = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__", "__ixor__")
 
 
 class Placeholder(Tensor):
-    """A meta tensor that says it is on the device where its values would be. Use `placeholder`."""
+    """A meta tensor that reports the device that its values would be on. Created by `placeholder`."""
 
     _device: torch.device
 
@@ -62,21 +52,21 @@ class Placeholder(Tensor):
 
 
 class Absent(TorchFunctionMode):
-    """Inside, every function that gets a placeholder, a meta tensor or a parameter runs on meta.
+    """Runs every function that gets a placeholder, a meta tensor or a parameter on meta.
 
-    With ``parameters=False`` a real parameter is a tensor like any other: after this rank's blocks.
+    With ``parameters=False``, after this rank's blocks, a real parameter counts as an ordinary tensor.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """``device``: where values would be; takes the place of ``meta`` where the model was asked for its device."""
+        """``device``: where values would be. It replaces ``meta`` if the code passes on the device of a model."""
         super().__init__()
         self.device = device
         self.parameters = True
         self.known: dict[int, tuple[Tensor, Tensor]] = {}
-        """Placeholders whose values have arrived since, with them, by the placeholder's id."""
+        """Placeholders whose values have been received, and the values, by the placeholder's id."""
 
         self.missing: nn.Parameter | None = None
-        """The first parameter that was asked for with ``parameters=False`` and is not here."""
+        """The first parameter that was used with ``parameters=False`` and is on another rank."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -96,7 +86,7 @@ class Absent(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def if_known(self, leaf: Any) -> Any:
-        """What has arrived for a placeholder, or the leaf as it is."""
+        """Return the received value of a placeholder, or the leaf itself."""
         return self.known[id(leaf)][1] if id(leaf) in self.known else leaf
 
     def _is_absent(self, leaf: Any) -> bool:
@@ -117,13 +107,13 @@ class Absent(TorchFunctionMode):
 
 
 def placeholder(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Placeholder:
-    """A tensor without values."""
+    """Return a tensor without values."""
     with without_torch_functions():
         return _wrap(torch.empty(shape, dtype=dtype, device=_META), device)
 
 
 def is_meta(tensor: Tensor) -> bool:
-    """Whether a tensor has no values, whatever it says about its device."""
+    """Return whether a tensor has no values, whatever device it reports."""
     with without_torch_functions():
         return tensor.device == _META
 
@@ -143,14 +133,14 @@ def _device_among(args: Any, kwargs: Any) -> torch.device:
 
 
 def _on_meta(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:
-    """Run ``func`` on meta copies of its tensors; its tensors are placeholders on ``device``."""
+    """Run ``func`` on meta copies of its tensors. The resulting tensors are placeholders on ``device``."""
     name = _name_of(func)
     if name == "__get__":
         return _attribute(func, args, device)
     if name in _READS:
         raise PlanError(
             f"{name}() asks for the value of a tensor that is computed on another rank of the pipeline. Before the "
-            "model's blocks only shapes are known there: read values after the blocks, or inside them."
+            "model's blocks this rank knows only shapes. Read values after the blocks, or inside them."
         )
     if name in _HOOKS:
         return RemovableHandle(OrderedDict())
@@ -169,8 +159,8 @@ def _on_meta(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     except Exception as error:
         raise PlanError(
             f"{name}() failed on tensors whose values are on another rank of the pipeline: {type(error).__name__}: "
-            f"{error}. What comes before the blocks must have shapes that do not depend on values, and no device but "
-            "the rank's own; move the call into the first block."
+            f"{error}. Before the blocks, shapes must not depend on values, and only the rank's own device may be "
+            "used. Move the call into the first block."
         ) from error
 
 
@@ -186,7 +176,7 @@ def _attribute(func: Callable[..., Any], args: tuple[Any, ...], device: torch.de
 
 
 def _filled(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Tensor:
-    """Values that do not come from the placeholder: a real tensor."""
+    """Return a real tensor: its values do not depend on the placeholder."""
     kwargs = {**kwargs, "device": device if kwargs.get("device") in (None, _META) else kwargs["device"]}
     with without_torch_functions():
         return func(*args, **kwargs)
@@ -205,7 +195,7 @@ def _refuse_in_place(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 def _meta_for_device(leaf: Any) -> Any:
     if not isinstance(leaf, str):
         return leaf
-    torch.device(leaf)  # or an error, as without placeholders
+    torch.device(leaf)  # raises for an invalid device, as without placeholders
     return "meta"
 
 
@@ -215,6 +205,5 @@ def _to_meta(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     if leaf.device == _META:
-        # In-place functions must change the placeholder itself.
-        return leaf
+        return leaf  # in-place functions must change the placeholder itself
     return torch.empty_like(leaf, device=_META)

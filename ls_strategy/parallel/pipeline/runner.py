@@ -1,13 +1,13 @@
-"""Carries out this rank's row of a table: forward and backward of micro-batches, and what passes between ranks.
+"""Executes this rank's row of a table: forward and backward of micro-batches, and communication between ranks.
 
 ::
 
-    F   receive activation ─> StageRunner.run ─> send activation        until its backward are kept: inputs, roots
-    B   receive gradient ─> autograd ─> send gradient of the inputs     kept things are let go of
-    I   the same for the inputs alone                                   what is left for the weights is kept
+    F   receive activation ─> StageRunner.run ─> send activation        saves inputs and roots until backward
+    B   receive gradient ─> autograd ─> send gradient of the inputs     frees what F saved
+    I   the same for the inputs only                                    saves the rest of backward for the weights
     W   gradients of the weights
 
-The loss of every micro-batch is multiplied by its factor, ``1 / micro-batches`` unless given, before its backward.
+The loss of every micro-batch is multiplied by its factor before backward, by default ``1 / micro-batches``.
 """
 
 from __future__ import annotations
@@ -33,55 +33,58 @@ from ls_strategy.parallel.pipeline.stage import StageRunner
 from ls_strategy.parallel.pipeline.timeline import TimelineRecorder
 from ls_strategy.parallel.pipeline.transfer import StageTransfer
 
+_Result = tuple[list[Tensor], Shapes] | None
+"""What an action sends on, and its shapes."""
 
-def _nothing(*_: Any) -> None:
-    """No callback."""
+
+def _no_callback(*_: Any) -> None:
+    """Do nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Callbacks:
     """Called on this rank around its actions, in the order of its row."""
 
-    before: Callable[[Action], None] = _nothing
-    """What the action needs from other ranks has arrived."""
+    before: Callable[[Action], None] = _no_callback
+    """Called when the inputs of the action from other ranks have arrived."""
 
-    after: Callable[[Action], None] = _nothing
-    """Its result is on its way."""
+    after: Callable[[Action], None] = _no_callback
+    """Called when the result of the action is in flight."""
 
-    on_last_backward: Callable[[int], None] = _nothing
-    """Before the action that completes the gradients of a stage's parameters for this step."""
+    on_last_backward: Callable[[int], None] = _no_callback
+    """Called with a stage, before the action that completes the gradients of its parameters for this step."""
 
 
 @dataclass(kw_only=True)
 class _Kept:
-    """What lives from a forward to its backward."""
+    """What is saved from a forward to its backward."""
 
     received: StageTransfer | None
     roots: list[GradientEdge]
     seed: list[Tensor]
-    """Gradients of the roots, where no other stage sends them: 1 for the loss."""
+    """Gradients of the roots if no other stage sends them: 1 for the loss."""
 
     weights: WeightBackward | None = None
 
     def inputs(self) -> list[Tensor]:
-        """Received tensors whose gradients go back."""
+        """Return the received tensors that get a gradient."""
         return [] if self.received is None else [t for t in self.received.tensors.values() if t.requires_grad]
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a training step gave on this rank."""
+    """Result of a training step on this rank."""
 
     losses: list[Tensor]
-    """Of every micro-batch, before scaling, detached; empty where the last stage is not."""
+    """Loss of every micro-batch, unscaled and detached. Empty on ranks without the last stage."""
 
     most_alive: int
-    """Most activations (of one stage and one micro-batch) held at a time."""
+    """Peak number of saved activations (of one stage and one micro-batch)."""
 
 
 @dataclass
 class _Progress:
-    """One run through a table."""
+    """One run of a table."""
 
     table: Table
     step: Step
@@ -91,14 +94,14 @@ class _Progress:
     factors: Sequence[float | Tensor] = ()
     kept: dict[tuple[int, int], _Kept] = field(default_factory=dict)
     local: dict[Action, Any] = field(default_factory=dict)
-    """From one stage to another of the same rank, by the action that needs it."""
+    """Results for another stage of the same rank, by the action that needs them."""
 
     results: dict[int, Any] = field(default_factory=dict)
     most_alive: int = 0
 
 
 class PipelineRunner:
-    """Runs batches through the pipeline, with the other ranks of it."""
+    """Runs batches through the pipeline, together with its other ranks."""
 
     def __init__(
         self,
@@ -110,19 +113,19 @@ class PipelineRunner:
         split_backward: bool = True,
         recorder: TimelineRecorder | None = None,
     ) -> None:
-        """The same on every rank of the pipeline.
+        """Create the runner, with the same arguments on every rank of the pipeline.
 
         Args:
-            stages: of this rank; its cut has ``rank_of`` of the schedule.
-            links: of this rank.
-            schedule: one of `schedules.SCHEDULES`.
-            callbacks: around actions.
+            stages: Stages of this rank. ``rank_of`` of its partition must be that of the schedule.
+            links: Connections of this rank.
+            schedule: One of `schedules.SCHEDULES`.
+            callbacks: Called around actions.
             split_backward: False: I computes all gradients and W none. For activation checkpointing, which would
-                compute a block again for every group of its weights.
-            recorder: notes start and end of every action.
+                recompute a block for every group of its weights.
+            recorder: Records start and end of every action.
 
         Raises:
-            PlanError: the cut has not the stages that the schedule needs.
+            PlanError: The partition does not have the stages of the schedule.
         """
         self.stages, self.links, self.schedule = stages, links, schedule
         self.callbacks = callbacks or Callbacks()
@@ -137,13 +140,13 @@ class PipelineRunner:
         self.table(2 * links.comm.world_size)
 
     def table(self, micro_batches: int, *, forward_only: bool = False) -> Table:
-        """The table for so many micro-batches, checked once.
+        """Return the table for a number of micro-batches. Each one is checked once.
 
-        Batches of too few micro-batches for dualpipe_v, as the last of an epoch may be, go by zbv: stages of both lie
-        on the ranks alike.
+        A batch with too few micro-batches for dualpipe_v, such as the last one of an epoch, uses zbv: both place their
+        stages on the same ranks.
 
         Raises:
-            PlanError: the schedule cannot do that, or needs other stages than the cut has.
+            PlanError: The schedule cannot run this, or needs other stages than the partition has.
         """
         key = (micro_batches, forward_only)
         if key not in self._tables:
@@ -155,8 +158,8 @@ class PipelineRunner:
                 table = make_table(schedule, ranks, micro_batches, self._per_rank)
             if table.rank_of != self.rank_of:
                 raise PlanError(
-                    f"{self.schedule} on {table.ranks} ranks has its stages on ranks {table.rank_of}, the model was "
-                    f"cut for {self.rank_of}. Cut it with rank_of=place(ranks, per_rank, placement_of(schedule))."
+                    f"{self.schedule} on {table.ranks} ranks has its stages on ranks {table.rank_of}, but the model "
+                    f"was partitioned for {self.rank_of}. Use rank_of=place(ranks, per_rank, placement_of(schedule))."
                 )
             simulate(table)
             self._tables[key] = table
@@ -165,17 +168,17 @@ class PipelineRunner:
     def train(
         self, step: Step, micro_batches: Sequence[Any], factors: Sequence[float | Tensor] | None = None
     ) -> Report:
-        """Forward and backward of one batch; gradients are added to those of the parameters. Collective.
+        """Run forward and backward of one batch, and add to the gradients of the parameters. Collective.
 
         Args:
-            step: the user's function.
-            micro_batches: of the same shapes on every rank of the pipeline.
-            factors: of the losses; ``1 / len(micro_batches)`` each without.
+            step: The user's function.
+            micro_batches: Micro-batches of the same shapes on every rank of the pipeline.
+            factors: Factors of the losses. None: ``1 / len(micro_batches)`` each.
 
         Raises:
-            PlanError: see `StageRunner.run`; or the shapes of batches differ between ranks.
-            StateError: see `StageRunner.run`.
-            RankFailedError: another rank failed.
+            PlanError: See `StageRunner.run`; or the shapes of the batches differ between ranks.
+            StateError: See `StageRunner.run`.
+            RankFailedError: Another rank failed.
         """
         count = len(micro_batches)
         progress = self._start(self.table(count), step, micro_batches, training=True)
@@ -187,10 +190,10 @@ class PipelineRunner:
 
     @torch.no_grad()
     def evaluate(self, step: Step, micro_batches: Sequence[Any]) -> list[Any]:
-        """Forward alone: what ``step`` returned for every micro-batch, on the rank of the last stage. Collective.
+        """Run forward only and return the results of ``step`` on the rank of the last stage. Collective.
 
         Raises:
-            PlanError: see `train`.
+            PlanError: See `train`.
         """
         table = self.table(len(micro_batches), forward_only=True)
         progress = self._start(table, step, micro_batches, training=False)
@@ -198,14 +201,14 @@ class PipelineRunner:
         return [result for _, result in sorted(progress.results.items())]
 
     def from_last(self, value: Any) -> Any:
-        """The value that the rank of the last stage gives, on every rank. Small; pickled. Collective."""
+        """Broadcast a small picklable value from the rank of the last stage. Collective."""
         comm = self.links.comm
         if comm.world_size == 1:
             return value
-        box = [value]
+        values = [value]
         with comm.blocking("broadcast", "outputs", group=comm.control, source=self.last_rank):
-            dist.broadcast_object_list(box, group=comm.control, group_src=self.last_rank)
-        return box[0]
+            dist.broadcast_object_list(values, group=comm.control, group_src=self.last_rank)
+        return values[0]
 
     def _start(self, table: Table, step: Step, micro_batches: Sequence[Any], *, training: bool) -> _Progress:
         keys = [(training, _signature(batch)) for batch in micro_batches]
@@ -214,19 +217,21 @@ class PipelineRunner:
         return _Progress(table, step, micro_batches, p2p, training)
 
     def _agree(self, keys: Sequence[Any]) -> None:
-        """All ranks expect the same messages of the same shapes, or none starts."""
+        """Check that all ranks expect messages of the same shapes. Collective."""
         digest = hashlib.blake2b(repr(keys).encode(), digest_size=7).digest()
         number = int.from_bytes(digest, "little")
         extremes = self.links.comm.agree(torch.tensor([number, -number]))
         if extremes[0] != -extremes[1]:
             raise PlanError(
-                f"the ranks of a pipeline have different micro-batches; those here are {keys}. All must get the same "
-                "batch: use no distributed sampler along the pipeline."
+                f"the ranks of a pipeline have different micro-batches; those of this rank are {keys}. All must get "
+                "the same batch: do not use a distributed sampler along the pipeline."
             )
 
     def _run(self, progress: _Progress) -> None:
         row = progress.table.rows[self.rank]
-        final = {action.stage: i for i, action in enumerate(row) if self._gives_weights(action)}
+        actions = {"F": self._forward, "B": self._backward, "I": self._backward_inputs, "W": self._backward_weights}
+        gives_weights = ("B", "W") if self.split_backward else ("B", "I")
+        final = {action.stage: i for i, action in enumerate(row) if action.kind in gives_weights}
         for i, action in enumerate(row):
             progress.p2p.look_ahead(i)
             arrived = self._arrived(progress, action)
@@ -234,7 +239,7 @@ class PipelineRunner:
             if final.get(action.stage) == i:
                 self.callbacks.on_last_backward(action.stage)
             start = self.recorder.mark() if self.recorder else None
-            result = getattr(self, f"_{action.kind}")(progress, action, arrived)
+            result = actions[action.kind](progress, action, arrived)
             if self.recorder:
                 self.recorder.add(action, start, self.recorder.mark())
             if result is not None:
@@ -242,13 +247,10 @@ class PipelineRunner:
             self.callbacks.after(action)
         progress.p2p.drain()
 
-    def _gives_weights(self, action: Action) -> bool:
-        return action.kind in (("B", "W") if self.split_backward else ("B", "I"))
-
-    # from and to neighbours ------------------------------------------------------------------------------------------
+    # from and to neighbors -------------------------------------------------------------------------------------------
 
     def _arrived(self, progress: _Progress, action: Action) -> Any:
-        """A `StageTransfer` for F, gradients for B and I; None where nothing comes in."""
+        """Return a `StageTransfer` for F, gradients for B and I, or None if the action has no input."""
         if action in progress.local:
             return progress.local.pop(action)
         if not progress.p2p.expects(action):
@@ -263,16 +265,13 @@ class PipelineRunner:
         if kind == "F":
             progress.local[Action("F", s + 1, m)] = _received([t.detach() for t in tensors], shapes)
         else:
-            for each in ("B", "I"):
-                target = Action(each, s - 1, m)
-                if target in progress.table.rows[self.rank]:
-                    progress.local[target] = tensors
+            backward = Action("B", s - 1, m)
+            needed = backward if backward in progress.table.rows[self.rank] else Action("I", s - 1, m)
+            progress.local[needed] = tensors
 
     # actions ---------------------------------------------------------------------------------------------------------
 
-    def _F(  # noqa: N802
-        self, progress: _Progress, action: Action, received: StageTransfer | None
-    ) -> tuple[list[Tensor], Shapes] | None:
+    def _forward(self, progress: _Progress, action: Action, received: StageTransfer | None) -> _Result:
         _, s, m = action
         result = self.stages.run(s, progress.step, progress.micro_batches[m], received)
         shapes = Shapes.of(result) if isinstance(result, StageTransfer) else None
@@ -288,20 +287,16 @@ class PipelineRunner:
             progress.most_alive = max(progress.most_alive, len(progress.kept))
         return (list(result.tensors.values()), shapes) if shapes else None
 
-    def _B(  # noqa: N802
-        self, progress: _Progress, action: Action, gradients: list[Tensor] | None
-    ) -> tuple[list[Tensor], Shapes] | None:
+    def _backward(self, progress: _Progress, action: Action, gradients: list[Tensor] | None) -> _Result:
         _, s, m = action
         kept = progress.kept.pop((s, m))
         with self.stages.recomputing(s, kept.received):
             torch.autograd.backward(kept.roots, kept.seed or gradients)
         return self._input_gradients(progress, action, kept, [t.grad for t in kept.inputs()])
 
-    def _I(  # noqa: N802
-        self, progress: _Progress, action: Action, gradients: list[Tensor] | None
-    ) -> tuple[list[Tensor], Shapes] | None:
+    def _backward_inputs(self, progress: _Progress, action: Action, gradients: list[Tensor] | None) -> _Result:
         if not self.split_backward:
-            return self._B(progress, action, gradients)
+            return self._backward(progress, action, gradients)
         _, s, m = action
         kept = progress.kept[s, m]
         with self.stages.recomputing(s, kept.received):
@@ -310,7 +305,7 @@ class PipelineRunner:
         kept.roots = []
         return result
 
-    def _W(self, progress: _Progress, action: Action, _: Any) -> None:  # noqa: N802
+    def _backward_weights(self, progress: _Progress, action: Action, _: Any) -> None:
         if self.split_backward:
             kept = progress.kept.pop((action.stage, action.micro_batch))
             assert kept.weights is not None
@@ -319,7 +314,7 @@ class PipelineRunner:
 
     def _input_gradients(
         self, progress: _Progress, action: Action, kept: _Kept, found: Sequence[Tensor | None]
-    ) -> tuple[list[Tensor], Shapes] | None:
+    ) -> _Result:
         if kept.received is None:
             return None
         full = [torch.zeros_like(t) if g is None else g for t, g in zip(kept.inputs(), found, strict=True)]
@@ -342,8 +337,8 @@ def _loss_of(result: Any) -> Tensor:
     loss = result.get("loss") if isinstance(result, Mapping) else result
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise StateError(
-            f"step returned {type(loss).__name__}; in a pipeline it must return a loss of one element, or a mapping "
-            'with one as "loss", for every micro-batch.'
+            f"step returned {type(loss).__name__}, but in a pipeline it must return, for every micro-batch, a loss of "
+            'one element or a mapping with such a "loss".'
         )
     return loss
 

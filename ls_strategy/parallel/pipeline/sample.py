@@ -1,4 +1,4 @@
-"""A batch of a loader, of which only the shapes matter, without using up what the loader has to give."""
+"""A sample batch of a data loader, for its shapes, that leaves all data of the loader for training."""
 
 from __future__ import annotations
 
@@ -12,41 +12,44 @@ from ls_strategy.errors import PlanError
 
 
 def sample_batch(loader: Any) -> Any:
-    """One batch. Starts no workers, and asks no sampler; random numbers may be drawn.
+    """Return one batch. Starts no workers and does not use the sampler; random numbers may be drawn.
 
     Args:
-        loader: a DataLoader, of which the first samples are collated; or any iterable that begins anew for each
-            ``iter``, of which it is the first element.
+        loader: A DataLoader, of which the first samples are collated; or any iterable that starts again for each
+            ``iter``, of which the first element is returned.
 
     Raises:
-        PlanError: there is no batch in it, or what is taken from it now would be missing later.
+        PlanError: There is no batch, or the sample would be missing in training.
     """
     if not isinstance(loader, DataLoader):
         return _first(loader)
     size: int | None = getattr(loader.batch_sampler, "batch_size", loader.batch_size)
     dataset: Any = loader.dataset
     if isinstance(dataset, IterableDataset):
-        samples: Any = _first(dataset) if size is None else list(islice(_anew(dataset), size))
+        samples: Any = _first(dataset) if size is None else list(islice(_restart(dataset), size))
     elif loader.batch_sampler is None:
         samples = dataset[0]
     else:
         indices = _first(loader.batch_sampler) if size is None else list(range(min(size, len(dataset))))
-        several = getattr(dataset, "__getitems__", None)
-        samples = several(indices) if callable(several) else [dataset[i] for i in indices]
+        get_all = getattr(dataset, "__getitems__", None)
+        samples = get_all(indices) if callable(get_all) else [dataset[i] for i in indices]
     return loader.collate_fn(samples)
 
 
-def _anew(source: Any) -> Any:
+def _restart(source: Any) -> Any:
     found = iter(cast("Iterable[Any]", source))
     if found is source:
         raise PlanError(
-            f"a {type(source).__name__} gives every batch once, so that a first one, to count operations with, would "
-            'be missing in training. Use parallel.pipeline.partition="parameters".'
+            f"a {type(source).__name__} gives every batch once, so a batch that is used to count operations would be "
+            'missing in training. Use parallel.pipeline.partition="parameters".'
         )
     return found
 
 
 def _first(source: Any) -> Any:
-    for element in _anew(source):
+    for element in _restart(source):
         return element
-    raise PlanError(f"a {type(source).__name__} has no batch to count operations with. Give it one.")
+    raise PlanError(
+        f"a {type(source).__name__} has no batch to count operations with. Add data, or use "
+        'parallel.pipeline.partition="parameters".'
+    )

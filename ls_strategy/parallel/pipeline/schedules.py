@@ -11,7 +11,7 @@ zbv                           2, V-shaped       I, W       after Qi et al. (ZB-V
 dualpipe_v                    2, V-shaped       B, I, W    DeepSeek-AI, arXiv:2412.19437, cut in half: DualPipeV
 ============================  ================  =========  =============================================================
 
-Stages go round the ranks (``loop``: stage ``s`` on rank ``s % ranks``) or there and back (``v``: the first and the last
+Stages are placed round-robin (``loop``: stage ``s`` on rank ``s % ranks``) or V-shaped (``v``: the first and the last
 stage on rank 0). Integers only: no torch. A table is the same on every rank, and `simulate` checks it.
 """
 
@@ -30,7 +30,7 @@ SCHEDULES: tuple[str, ...] = get_args(Schedule)
 
 
 class Action(NamedTuple):
-    """What a rank does next."""
+    """One action of a rank."""
 
     kind: Kind
     stage: int
@@ -42,7 +42,7 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """Who does what in which order."""
+    """The actions of all ranks and their order."""
 
     schedule: str
     micro_batches: int
@@ -54,16 +54,16 @@ class Table:
 
     @property
     def ranks(self) -> int:
-        """Members of the pipeline."""
+        """Number of ranks of the pipeline."""
         return len(self.rows)
 
     @property
     def stages(self) -> int:
-        """Stages of all ranks."""
+        """Number of stages on all ranks."""
         return len(self.rank_of)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that ``rank`` holds, ascending."""
+        """Return the stages of ``rank``, ascending."""
         return tuple(s for s, r in enumerate(self.rank_of) if r == rank)
 
     def __str__(self) -> str:
@@ -72,7 +72,7 @@ class Table:
 
 
 def place(ranks: int, stages_per_rank: int, placement: Placement) -> tuple[int, ...]:
-    """Rank of every stage.
+    """Return the rank of every stage.
 
     >>> place(2, 2, "loop"), place(2, 2, "v")
     ((0, 1, 0, 1), (0, 1, 1, 0))
@@ -83,50 +83,52 @@ def place(ranks: int, stages_per_rank: int, placement: Placement) -> tuple[int, 
 
 
 def stages_per_rank_of(schedule: str, stages_per_rank: int | None = None) -> int:
-    """How many stages a rank holds.
+    """Return the number of stages per rank.
 
     Raises:
-        PlanError: there is no such schedule, or it holds another number of them.
+        PlanError: The schedule is unknown, or does not support this number.
     """
     if schedule not in SCHEDULES:
-        raise PlanError(f"schedule={schedule!r}: there is {', '.join(SCHEDULES)}.")
+        raise PlanError(f"Got schedule={schedule!r}, but it must be one of {', '.join(SCHEDULES)}.")
     least, most, usual = _STAGES_PER_RANK[schedule]
     chosen = usual if stages_per_rank is None else stages_per_rank
     if not least <= chosen <= most:
         rule = str(least) if least == most else f"{least} or more"
-        raise PlanError(f"stages_per_rank={chosen}: {schedule} needs {rule}. Leave it out, or choose another schedule.")
+        raise PlanError(
+            f"Got stages_per_rank={chosen}, but {schedule} requires {rule}. Remove it, or choose another schedule."
+        )
     return chosen
 
 
 def placement_of(schedule: str) -> Placement:
-    """How the stages of a schedule lie on the ranks."""
+    """Return how a schedule places its stages on the ranks."""
     return "v" if schedule in ("zbv", "dualpipe_v") else "loop"
 
 
 def least_micro_batches(schedule: str, ranks: int) -> int:
-    """Fewest micro-batches of a batch that a schedule takes."""
+    """Return the smallest number of micro-batches that a schedule supports."""
     return 2 * ranks if schedule == "dualpipe_v" else 1
 
 
 def make_table(schedule: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None) -> Table:
-    """The table of one step.
+    """Return the table of one step.
 
     Args:
-        schedule: one of `SCHEDULES`.
-        ranks: members of the pipeline.
-        micro_batches: parts of the batch.
-        stages_per_rank: None: what the schedule needs, or two for interleaved_1f1b and one for zero_bubble.
+        schedule: One of `SCHEDULES`.
+        ranks: Number of ranks of the pipeline.
+        micro_batches: Number of micro-batches.
+        stages_per_rank: None: what the schedule requires, or two for interleaved_1f1b and one for zero_bubble.
 
     Raises:
-        PlanError: the schedule cannot do that.
+        PlanError: The schedule does not support this.
     """
     held = stages_per_rank_of(schedule, stages_per_rank)
     if ranks < 1 or micro_batches < 1:
-        raise PlanError(f"{micro_batches} micro-batches on {ranks} ranks: both must be at least 1.")
+        raise PlanError(f"Got {micro_batches} micro-batches on {ranks} ranks, but both must be at least 1.")
     if micro_batches < least_micro_batches(schedule, ranks):
         raise PlanError(
-            f"{schedule} needs two micro-batches per rank or more: {micro_batches} are too few for {ranks} ranks. "
-            "Take more micro-batches, or schedule zbv."
+            f"Got {micro_batches} micro-batches on {ranks} ranks, but {schedule} requires at least two per rank. Use "
+            "more micro-batches, or schedule zbv."
         )
     rank_of = place(ranks, held, placement_of(schedule))
     make = _MAKERS[schedule]
@@ -134,7 +136,7 @@ def make_table(schedule: str, ranks: int, micro_batches: int, stages_per_rank: i
 
 
 def forward_table(rank_of: tuple[int, ...], micro_batches: int) -> Table:
-    """Forward only, for evaluation: as soon as possible, later stages first."""
+    """Return a table of forwards only, for evaluation: as soon as possible, later stages first."""
     rows = _greedy(rank_of, max(rank_of) + 1, micro_batches, forward_only=True)
     return Table("forward", micro_batches, rank_of, tuple(map(tuple, rows)))
 
@@ -142,31 +144,20 @@ def forward_table(rank_of: tuple[int, ...], micro_batches: int) -> Table:
 # --- in order --------------------------------------------------------------------------------------------------------
 
 
-def _gpipe(rank_of: tuple[int, ...], ranks: int, micro_batches: int) -> list[list[Action]]:
-    del rank_of
-    return [[Action(kind, rank, m) for kind in ("F", "B") for m in range(micro_batches)] for rank in range(ranks)]
-
-
-def _merge(forwards: list[Action], backwards: list[Action], warmup: int) -> list[Action]:
-    """``warmup`` forwards, then one forward and one backward in turn, then the backwards that are left."""
-    row = forwards[:warmup]
-    for forward, backward in zip(forwards[warmup:], backwards, strict=False):
-        row += [forward, backward]
-    return row + backwards[len(forwards) - warmup :]
-
-
-def _1f1b(rank_of: tuple[int, ...], ranks: int, micro_batches: int) -> list[list[Action]]:
-    del rank_of
-    rows: list[list[Action]] = []
+def _passes(
+    rank_of: tuple[int, ...], ranks: int, micro_batches: int
+) -> Iterator[tuple[int, list[Action], list[Action], int]]:
+    """Yield for every rank its forwards and its backwards, and how many more forwards interleaving starts with."""
+    rounds = list(_rounds(ranks, micro_batches))
     for rank in range(ranks):
-        forwards = [Action("F", rank, m) for m in range(micro_batches)]
-        backwards = [Action("B", rank, m) for m in range(micro_batches)]
-        rows.append(_merge(forwards, backwards, min(ranks - rank - 1, micro_batches)))
-    return rows
+        stages = range(rank, len(rank_of), ranks)
+        forwards = [Action("F", s, m) for each in rounds for s in stages for m in each]
+        backwards = [Action("B", s, m) for each in rounds for s in reversed(stages) for m in each]
+        yield rank, forwards, backwards, (len(stages) - 1) * len(rounds[0])
 
 
 def _rounds(ranks: int, micro_batches: int) -> Iterator[range]:
-    """Micro-batches in rounds of ``ranks`` or a few more, the larger ones first."""
+    """Yield micro-batches in rounds of ``ranks`` or a few more, the larger ones first."""
     count = max(1, micro_batches // ranks)
     size, larger = divmod(micro_batches, count)
     start = 0
@@ -176,32 +167,39 @@ def _rounds(ranks: int, micro_batches: int) -> Iterator[range]:
         start = stop
 
 
+def _merge(forwards: list[Action], backwards: list[Action], warmup: int) -> list[Action]:
+    """Return ``warmup`` forwards, then one forward and one backward in turn, then the remaining backwards."""
+    row = forwards[:warmup]
+    for forward, backward in zip(forwards[warmup:], backwards, strict=False):
+        row += [forward, backward]
+    return row + backwards[len(forwards[warmup:]) :]
+
+
+def _gpipe(rank_of: tuple[int, ...], ranks: int, micro_batches: int) -> list[list[Action]]:
+    return [forwards + backwards for _, forwards, backwards, _ in _passes(rank_of, ranks, micro_batches)]
+
+
+def _1f1b(rank_of: tuple[int, ...], ranks: int, micro_batches: int) -> list[list[Action]]:
+    passes = _passes(rank_of, ranks, micro_batches)
+    return [_merge(forwards, backwards, ranks - rank - 1) for rank, forwards, backwards, _ in passes]
+
+
 def _interleaved_1f1b(rank_of: tuple[int, ...], ranks: int, micro_batches: int) -> list[list[Action]]:
-    held = len(rank_of) // ranks
-    rounds = list(_rounds(ranks, micro_batches))
-    rows: list[list[Action]] = []
-    for rank in range(ranks):
-        stages = range(rank, len(rank_of), ranks)
-        forwards = [Action("F", s, m) for each in rounds for s in stages for m in each]
-        backwards = [Action("B", s, m) for each in rounds for s in reversed(stages) for m in each]
-        warmup = 2 * (ranks - rank - 1) + (held - 1) * len(rounds[0])
-        rows.append(_merge(forwards, backwards, min(warmup, len(forwards))))
-    return rows
+    passes = _passes(rank_of, ranks, micro_batches)
+    return [_merge(forwards, backwards, 2 * (ranks - rank - 1) + more) for rank, forwards, backwards, more in passes]
 
 
 def _zero_bubble(rank_of: tuple[int, ...], ranks: int, micro_batches: int) -> list[list[Action]]:
-    """As interleaved_1f1b, but with half the forwards before the first backward, and with weight gradients ``rank``
-    backwards late: they fill the bubble at the end. Bubble ``(p - 1) / (3 m v + p - 1)`` for equal F, I and W.
-    """  # noqa: D205
-    held = len(rank_of) // ranks
-    rounds = list(_rounds(ranks, micro_batches))
+    """Return interleaved_1f1b with split backward and half the forwards before the first backward.
+
+    Weight gradients are ``rank`` backwards late and fill the bubble at the end. For equal F, I and W the bubble is
+    ``(p - 1) / (3 m v + p - 1)``.
+    """
     rows: list[list[Action]] = []
-    for rank in range(ranks):
-        stages = range(rank, len(rank_of), ranks)
-        forwards = [Action("F", s, m) for each in rounds for s in stages for m in each]
-        inputs = [Action("I", s, m) for each in rounds for s in reversed(stages) for m in each]
-        weights = [action._replace(kind="W") for action in inputs]
-        warmup = min(ranks - rank - 1 + (held - 1) * len(rounds[0]), len(forwards))
+    for rank, forwards, backwards, more in _passes(rank_of, ranks, micro_batches):
+        inputs = [action._replace(kind="I") for action in backwards]
+        weights = [action._replace(kind="W") for action in backwards]
+        warmup = ranks - rank - 1 + more
         row = forwards[:warmup]
         for i, action in enumerate(inputs):
             row += [*forwards[warmup + i : warmup + i + 1], action, *weights[i - rank : i - rank + 1][: i >= rank]]
@@ -213,14 +211,13 @@ def _zero_bubble(rank_of: tuple[int, ...], ranks: int, micro_batches: int) -> li
 
 
 class _Greedy:
-    """Lets every rank do, whenever it is free, the most urgent action that is possible.
+    """Runs, whenever a rank is free, its most urgent action that is possible.
 
-    Urgent are input gradients, for other ranks wait for them; then forwards, of later stages first; weight gradients
-    fill what would be a bubble. A stage starts no more forwards than 1f1b would have under way in a pipeline of as many
-    ranks as there are stages. A rank that holds as many activations as there are stages catches up on weight gradients
-    first.
+    Input gradients come first, because other ranks wait for them; then forwards, of later stages first. Weight
+    gradients fill what would be a bubble. A stage has at most as many forwards in flight as under 1f1b in a pipeline
+    with one rank per stage. A rank that holds as many activations as there are stages computes weight gradients first.
 
-    Time is counted in actions: F, I and W take 1 each. All ranks come to the same table.
+    Time is counted in actions: F, I and W take 1 each. All ranks compute the same table.
     """
 
     def __init__(self, rank_of: tuple[int, ...], ranks: int, micro_batches: int, *, forward_only: bool) -> None:
@@ -228,14 +225,14 @@ class _Greedy:
         self.last = len(rank_of) - 1
         self.forward_only = forward_only
         self.done: dict[Action, int] = {}
-        """When an action ended."""
+        """Time at which each action ended."""
 
         self.next_F = [0] * len(rank_of)
         self.next_I = [0] * len(rank_of)
         self.next_W = [0] * len(rank_of)
 
     def ready(self, action: Action, now: int) -> bool:
-        """Whether what ``action`` needs has ended."""
+        """Return whether the inputs of ``action`` exist."""
         kind, s, m = action
         if m >= self.micro_batches:
             return False
@@ -248,7 +245,7 @@ class _Greedy:
         return action in self.done and self.done[action] <= now
 
     def choose(self, rank: int, now: int) -> Action | None:
-        """The next action of a rank that is free."""
+        """Return the next action of a free rank."""
         stages = [s for s, r in enumerate(self.rank_of) if r == rank]
         for s in reversed(stages) if not self.forward_only else ():
             action = Action("I", s, self.next_I[s])
@@ -267,7 +264,7 @@ class _Greedy:
         return weight
 
     def rows(self) -> list[list[Action]]:
-        """The whole table."""
+        """Return the full table."""
         rows: list[list[Action]] = [[] for _ in range(self.ranks)]
         total = len(self.rank_of) * self.micro_batches * (1 if self.forward_only else 3)
         now = 0
@@ -292,9 +289,9 @@ def _greedy(
 
 
 class _DualPipeVRow:
-    """The actions of one rank, in the order of DeepSeek's ``dualpipe/dualpipev.py`` (MIT licence).
+    """The actions of one rank, in the order of DeepSeek's ``dualpipe/dualpipev.py`` (MIT license).
 
-    Comments in `row` give its numbers of steps. What is overlapped there comes in turn: a forward, then a backward.
+    Comments in `row` give the numbers of its steps. A forward and a backward that it overlaps follow one another here.
     """
 
     def __init__(self, first: int, second: int) -> None:
@@ -319,13 +316,13 @@ class _DualPipeVRow:
         self.actions.append(Action("W", *self.owed.pop(0)))
 
     def row(self, rank: int, ranks: int, micro_batches: int) -> list[Action]:
-        behind = ranks - rank - 1
-        for _ in range(2 * behind):  # 1
+        later_ranks = ranks - rank - 1
+        for _ in range(2 * later_ranks):  # 1
             self.forward(0)
         for _ in range(rank + 1):  # 2
             self.forward(0)
             self.forward(1)
-        for _ in range(behind):  # 3
+        for _ in range(later_ranks):  # 3
             self.backward(1, split=True)
             self.weight()
             self.forward(1)
@@ -334,14 +331,14 @@ class _DualPipeVRow:
             self.backward(1)
             self.forward(1)
             self.backward(0)
-        for _ in range(behind):  # 5
+        for _ in range(later_ranks):  # 5
             self.backward(1)
             self.forward(1)
             self.backward(0)
-        self._end(rank, behind)
+        self._end(rank, later_ranks)
         return self.actions
 
-    def _end(self, rank: int, behind: int) -> None:
+    def _end(self, rank: int, later_ranks: int) -> None:
         split = False
         half = (rank + 1) // 2
         for i in range(rank + 1):  # 6
@@ -349,7 +346,7 @@ class _DualPipeVRow:
             self.backward(1, split=split)
             split = split or (i == half and rank % 2 == 0)
             self.backward(0, split=split)
-        for _ in range(behind):  # 7
+        for _ in range(later_ranks):  # 7
             self.weight()
             self.backward(0, split=split)
         while self.owed:  # 8
@@ -370,7 +367,7 @@ _STAGES_PER_RANK: dict[str, tuple[int, int, int]] = {
     "zbv": (2, 2, 2),
     "dualpipe_v": (2, 2, 2),
 }
-"""Fewest, most, and the number without a word."""
+"""Minimum, maximum and default."""
 
 _MAKERS: dict[str, Callable[[tuple[int, ...], int, int], list[list[Action]]]] = {
     "gpipe": _gpipe,

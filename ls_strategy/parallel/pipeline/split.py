@@ -1,17 +1,17 @@
-"""Backward in two parts: gradients of the inputs first, which another rank waits for; those of the weights later.
+"""Backward in two parts: first the gradients of the inputs, which another rank waits for, then those of the weights.
 
 ::
 
     output ── n3 ── n2 ── n1 ── input        n1, n2, n3: nodes of the graph that lead to an input
                │     │     │
-               W3    W2    W1                gradients of weights branch off from them
+               W3    W2    W1                weights branch off from them
 
-The first part runs backward from the output to the inputs alone, and keeps the gradient that arrives at every node
-from which weights branch off. The second part runs each of these nodes again, for its weights alone. The operations are
-those of one whole backward, and so are the results. The graph, with all it has saved, lives until the second part.
+The first part runs backward from the output to the inputs only, and saves the gradients that arrive at every node from
+which weights branch off. The second part runs each of these nodes again, for its weights only. The operations, and so
+the results, are those of one full backward. The graph and its saved tensors live until the second part.
 
-Source: Qi et al., "Zero Bubble Pipeline Parallelism", arXiv:2401.10241. As torch's own for its pipelines, but gradients
-arrive at parameters through autograd, so that hooks on them run.
+Source: Qi et al., "Zero Bubble Pipeline Parallelism", arXiv:2401.10241. Unlike torch's own implementation, gradients
+reach the parameters through autograd, so that hooks on them run.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 @dataclass
 class _Group:
-    """Weights, and the nodes from which alone they branch off."""
+    """Weights, and the nodes from which they branch off."""
 
     weights: dict[Node, Tensor] = field(default_factory=dict)
     sources: dict[Node, tuple[Tensor | None, ...] | None] = field(default_factory=dict)
-    """With all the gradients that arrived there; None: none did, or it is a root that leads to no input."""
+    """The gradients that arrived at each node. None: none arrived, or the node is a root that leads to no input."""
 
     roots: list[tuple[GradientEdge, Tensor]] = field(default_factory=list)
-    """Roots that lead to no input, and so did not run in the first part, with their own gradients."""
+    """Roots that lead to no input and so did not run in the first part, with their gradients."""
 
 
 class WeightBackward:
-    """The second part. Once."""
+    """The second part. Runs once."""
 
     def __init__(self, groups: list[_Group], roots: Sequence[GradientEdge]) -> None:
         self._groups = groups
-        self._roots = list(roots)  # keeps the graph: the node of a `torch.autograd.Function` does not keep itself
+        self._roots = list(roots)  # keeps the graph alive: the node of a `torch.autograd.Function` alone does not
 
     def run(self) -> None:
         """Add to the gradients of the weights."""
@@ -54,12 +54,12 @@ class WeightBackward:
 def backward_inputs(
     roots: Sequence[GradientEdge], gradients: Sequence[Tensor], inputs: Sequence[Tensor]
 ) -> tuple[list[Tensor | None], WeightBackward]:
-    """Gradients of ``inputs``, leaves that require grad, and what is left to do for the weights.
+    """Return the gradients of ``inputs``, and the remaining work for the weights.
 
     Args:
-        roots: of the outputs.
-        gradients: of the outputs.
-        inputs: of which gradients are wanted now.
+        roots: Edges of the outputs.
+        gradients: Gradients of the outputs.
+        inputs: Leaves that require grad.
     """
     targets = {get_gradient_edge(t).node for t in inputs}
     order = _children_first([edge.node for edge in roots])
@@ -85,7 +85,7 @@ def backward_inputs(
 
 
 class _Keep:
-    """Notes the gradients that arrive at a node."""
+    """Saves the gradients that arrive at a node."""
 
     def __init__(self, group: _Group, node: Node) -> None:
         self._sources = group.sources
@@ -96,7 +96,7 @@ class _Keep:
 
 
 class _Replace:
-    """Gives a node the gradients that arrived in the first part, whatever flows in from another source of its group."""
+    """Gives a node the gradients of the first part, whatever another source of its group adds."""
 
     def __init__(self, gradients: tuple[Tensor | None, ...]) -> None:
         self._gradients = gradients
@@ -110,7 +110,7 @@ def _children(node: Node) -> Iterator[Node]:
 
 
 def _children_first(roots: Sequence[Node]) -> list[Node]:
-    """Every node under ``roots``, each after those that it leads to."""
+    """Return every node under ``roots``, each after its children."""
     order: list[Node] = []
     seen: set[Node] = set()
     stack = [(root, False) for root in roots]
@@ -126,7 +126,7 @@ def _children_first(roots: Sequence[Node]) -> list[Node]:
 
 
 def _groups_of(order: list[Node], leads: set[Node], targets: set[Node], roots: list[Node]) -> list[_Group]:
-    """Weights by the nodes from which they branch off; weights that share a node, and nodes that share a weight."""
+    """Group weights by the nodes from which they branch off. Groups that share a node or a weight are merged."""
     weights_under: dict[Node, frozenset[Node]] = {}
     for node in order:
         if node not in leads:
@@ -174,7 +174,7 @@ def _run_group(group: _Group) -> None:
         handles = [node.register_prehook(_Replace(gradients)) for node, gradients in arrived.items()]
     try:
         edges, gradients = zip(*pairs, strict=True)
-        # From one source of several it goes through nodes that other groups still need.
+        # Several sources: the backward of one passes nodes that other groups still need.
         kept = len(arrived) > 1
         torch.autograd.backward(edges, gradients, inputs=list(group.weights.values()), retain_graph=kept)
     finally:

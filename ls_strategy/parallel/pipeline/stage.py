@@ -1,15 +1,15 @@
-"""One stage of one micro-batch: runs the user's function so that only this stage's blocks do real work.
+"""Runs the user's function for one stage and one micro-batch, so that only the stage's blocks do real work.
 
 ::
 
     step(micro_batch)
-      ├─ before the stage's first block   placeholders (`placeholder.Absent`); stage 0: real
-      ├─ the stage's blocks               real; the first gets what the previous stage sent
-      └─ the next stage's first block     the call ends here (`_Leave`): its arguments are what this stage sends on
-                                          last stage: real to the end, the result is the loss
+      ├─ before the stage's first block   placeholders (`placeholder.Absent`); on stage 0 real tensors
+      ├─ the stage's blocks               real; the first one gets what the previous stage sent
+      └─ the next stage's first block     the call ends here (`_Leave`), and its arguments are sent on;
+                                          on the last stage real to the end, with the loss as result
 
-What lies between two blocks runs where the earlier block is. Blocks are recognised by their call, however it is
-reached.
+Code between two blocks runs on the stage of the earlier block. Blocks are recognized when they are called, however the
+code reaches them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -39,17 +39,17 @@ from ls_strategy._compat import (
 )
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.parallel.pipeline.partition import StagePartition, Step, names_above
-from ls_strategy.parallel.pipeline.placeholder import Absent, Placeholder, is_meta, placeholder
+from ls_strategy.parallel.pipeline.placeholder import Absent, is_meta, placeholder
 from ls_strategy.parallel.pipeline.transfer import SIDE, SideLoss, StageTransfer, add_side, alias, side_of
 
 
-class _Leave(BaseException):
-    """Ends the user's function where the next stage begins; user code that catches Exception lets it pass."""
+class _StageEnd(BaseException):
+    """Ends the user's function where the next stage begins. Code that catches Exception does not catch it."""
 
 
 @dataclass
 class _Call:
-    """A call of the user's function that is under way."""
+    """A call of the user's function."""
 
     stage: int
     first: int
@@ -57,33 +57,26 @@ class _Call:
     received: StageTransfer | None
     mode: Absent
     next: int = 0
-    """The block that must come next."""
+    """Index of the block that must be called next."""
 
-    handed: StageTransfer | None = None
+    output: StageTransfer | None = None
     side: Tensor | None = None
-    """What earlier stages gave, see `SideLoss`."""
-
-
-@dataclass
-class _Memory:
-    """Shapes of an absent block's outputs, by those of its inputs."""
-
-    outputs: dict[Any, Any] = field(default_factory=dict)
+    """Side loss of earlier stages, see `SideLoss`."""
 
 
 class StageRunner:
-    """Runs the stages of one rank. Routes the calls of all blocks until `remove`."""
+    """Runs the stages of one rank. Intercepts the calls of all blocks until `remove`."""
 
     def __init__(
         self, model: nn.Module, cut: StagePartition, device: torch.device, *, side: SideLoss | None = None
     ) -> None:
-        """Before hooks of other parts (ZeRO, tensor parallelism) are on the blocks: absent ones run without any.
+        """Intercept the calls. Must precede the hooks of ZeRO and tensor parallelism: absent blocks run without them.
 
         Args:
-            model: with this rank's parameters, see `cut.keep_own`.
-            cut: of the model.
-            device: of this rank.
-            side: on all ranks of the pipeline, or on none: then nothing passes but activations.
+            model: The model with this rank's parameters, see `partition.keep_own`.
+            cut: Partition of the model.
+            device: Device of this rank.
+            side: Set on all ranks of the pipeline or on none. Without it only activations are sent.
         """
         self.cut = cut
         self.side = side
@@ -91,45 +84,46 @@ class StageRunner:
         self.last = len(cut.bounds) - 2
         self._blocks = [model.get_submodule(name) for name in cut.blocks]
         self._names = {id(p): name for name, p in model.named_parameters()}
-        self._twins = list(meta_twins(model, self._blocks))
-        self._memory = [_Memory() for _ in self._blocks]
+        self._meta_blocks = list(meta_blocks(model, self._blocks))
+        self._outputs: list[dict[Any, Any]] = [{} for _ in self._blocks]
+        """For every block, placeholders for its outputs, by the shapes of its inputs."""
         self._call: _Call | None = None
-        self._again: _Call | None = None
+        self._recomputed_call: _Call | None = None
         self._sent: dict[int, frozenset[int]] = {}
-        """Places of what every stage hands over in training."""
+        """Positions of the arguments that each stage sends in training."""
 
         self._sent_evaluating: dict[int, frozenset[int]] = {}
-        """Likewise in evaluation."""
+        """The same in evaluation."""
 
-        self._around = _around(model, cut.blocks)
+        self._outside = _outside(model, cut.blocks)
         parameters = {id(p): meta_copy(p) for p in model.parameters()}
-        for module in self._around:
-            # Buffers stay real: what does not depend on parameters is known on every rank.
-            twin = copy.deepcopy(module, {**parameters, **{id(b): b for b in module.buffers()}})
-            route_calls(module, partial(self._route_around, module, twin))
+        for module in self._outside:
+            # Buffers stay real: values that do not depend on parameters are known on every rank.
+            meta_module = copy.deepcopy(module, {**parameters, **{id(b): b for b in module.buffers()}})
+            route_calls(module, partial(self._route_outside, module, meta_module))
         for i, block in enumerate(self._blocks):
             route_calls(block, partial(self._route, i))
 
     def remove(self) -> None:
-        """Undo the routes."""
-        for module in (*self._blocks, *self._around):
+        """Restore the calls."""
+        for module in (*self._blocks, *self._outside):
             unroute_calls(module)
 
     def run(self, stage: int, step: Step, micro_batch: Any, received: StageTransfer | None) -> Any:
-        """The forward action.
+        """Run the forward action.
 
         Args:
-            stage: one of this rank's.
-            step: the user's function.
-            micro_batch: on every rank of the pipeline the same.
-            received: from the previous stage.
+            stage: One of this rank's stages.
+            step: The user's function.
+            micro_batch: The same on every rank of the pipeline.
+            received: Transfer from the previous stage.
 
         Returns:
-            A `StageTransfer`, or on the last stage what ``step`` returned.
+            A `StageTransfer`, or on the last stage the result of ``step``.
 
         Raises:
-            PlanError: a value is needed that only another rank has.
-            StateError: blocks were not called in order, each once; or see `SideLoss`.
+            PlanError: The code needs a value that only another rank has.
+            StateError: Blocks were not called in order, each once; or see `SideLoss`.
         """
         mode = Absent(self.device)
         mode.parameters = stage > 0
@@ -137,40 +131,40 @@ class StageRunner:
         call = self._call = _Call(stage, self.cut.bounds[stage], self.cut.bounds[stage + 1], received, mode)
         call.side = side_of(received, self.side)
         try:
-            with uncompiled_code(), mode:  # what is compiled cannot be told of placeholders
+            with uncompiled_code(), mode:  # compiled code does not support placeholders
                 result = step(micro_batch)
-        except _Leave:
-            assert call.handed is not None
-            add_side(call.handed, call.side, self.side)
-            return call.handed
+        except _StageEnd:
+            assert call.output is not None
+            add_side(call.output, call.side, self.side)
+            return call.output
         finally:
             self._call = None
         if call.next != len(self._blocks):
             missing = self.cut.blocks[call.next]
             raise StateError(
-                f"step returned without having called block {missing!r} (or it caught BaseException). In a pipeline "
-                "every block is called once for every micro-batch."
+                f"step returned without a call of block {missing!r} (or it caught BaseException). In a pipeline every "
+                "block must be called once per micro-batch."
             )
         self._refuse_placeholders(result, "the result of step", mode)
         return result
 
     @contextmanager
     def recomputing(self, stage: int, received: StageTransfer | None) -> Generator[None, None, None]:
-        """Inside, blocks that activation checkpointing runs again get what they got in `run`."""
+        """Give blocks that activation checkpointing runs again the inputs that they got in `run`."""
         first, stop = self.cut.bounds[stage], self.cut.bounds[stage + 1]
-        self._again = _Call(stage, first, stop, received, Absent(self.device))
+        self._recomputed_call = _Call(stage, first, stop, received, Absent(self.device))
         try:
             yield
         finally:
-            self._again = None
+            self._recomputed_call = None
 
     # calls of blocks -------------------------------------------------------------------------------------------------
 
     def _route(self, i: int, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self._call
         if call is None:
-            if self._again is not None:
-                args, kwargs = self._substitute(i, self._again, args, kwargs)
+            if self._recomputed_call is not None:
+                args, kwargs = self._substitute(i, self._recomputed_call, args, kwargs)
             else:
                 _require_values(self._blocks[i])
             return inner(*args, **kwargs)
@@ -178,8 +172,8 @@ class StageRunner:
         if i < call.first:
             return self._on_shapes(i, args, kwargs)
         if i == call.stop and call.stage < self.last:
-            call.handed = self._make_transfer(call, args, kwargs)
-            raise _Leave
+            call.output = self._make_transfer(call, args, kwargs)
+            raise _StageEnd
         args, kwargs = self._substitute(i, call, args, kwargs)
         call.mode.parameters = False
         self._refuse_placeholders((args, kwargs), f"block {self.cut.blocks[i]!r}", call.mode)
@@ -189,24 +183,24 @@ class StageRunner:
             self.side.receive(call.side)
         return result
 
-    def _route_around(
+    def _route_outside(
         self,
         module: nn.Module,
-        twin: nn.Module,
+        meta_module: nn.Module,
         inner: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """A module that is in no block: before this stage's blocks its parameters and its hooks count as absent."""
+        """Call a module outside of the blocks. Before this stage's blocks its parameters and hooks count as absent."""
         if self._call is not None and self._call.mode.parameters:
-            return twin(*args, **kwargs)
+            return meta_module(*args, **kwargs)
         if self._call is None:
-            if self._again is None:
+            if self._recomputed_call is None:
                 _require_values(module)
             return inner(*args, **kwargs)
         if not any(is_compiled(m) for m in module.modules()):
             return inner(*args, **kwargs)
-        # The compiler cannot look through the mode; where all values are here, nothing needs it.
+        # Compiled code cannot run inside the mode, which is not needed if all values are here.
         args, kwargs = tree_map(self._call.mode.if_known, (args, kwargs))
         tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
         if any(is_meta(tensor) for tensor in (*tensors, *module.parameters())):
@@ -216,27 +210,27 @@ class StageRunner:
 
     def _advance(self, call: _Call, i: int) -> None:
         if i != call.next:
-            must = self.cut.blocks[call.next] if call.next < len(self._blocks) else "none"
+            expected = self.cut.blocks[call.next] if call.next < len(self._blocks) else "none"
             raise StateError(
-                f"block {self.cut.blocks[i]!r} is called where {must!r} must come. In a pipeline every block is called "
-                "once for every micro-batch, in the order of the stack."
+                f"block {self.cut.blocks[i]!r} was called, but the next one must be {expected!r}. In a pipeline every "
+                "block must be called once per micro-batch, in the order of the stack."
             )
         call.next += 1
 
     def _on_shapes(self, i: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What an absent block returns, without values."""
-        memory = self._memory[i].outputs
-        with without_torch_functions():  # which would cost more than all the rest
+        """Return placeholders for the output of an absent block."""
+        memory = self._outputs[i]
+        with without_torch_functions():  # their overhead would dominate
             leaves, structure = tree_flatten((args, kwargs))
             key = (structure, torch.is_autocast_enabled(self.device.type), *map(_signature, leaves))
             if key in memory:
-                shapes, outside = memory[key]
-                made = [leaf.make(self.device) if isinstance(leaf, _Shape) else leaf for leaf in shapes]
-                return made[0] if outside is None else tree_unflatten(made, outside)
-        result = self._twins[i](*args, **kwargs)
-        leaves, structure = tree_flatten(result)
-        memory[key] = ([_shape_of(leaf) for leaf in leaves], None if isinstance(result, Tensor) else structure)
+                return tree_map(self._fresh, memory[key])
+        memory[key] = tree_map(self._fresh, self._meta_blocks[i](*args, **kwargs))
         return self._on_shapes(i, args, kwargs)
+
+    def _fresh(self, leaf: Any) -> Any:
+        """Return a new placeholder for a tensor: code may change it in place."""
+        return placeholder(leaf.shape, leaf.dtype, self.device) if isinstance(leaf, Tensor) else leaf
 
     def _make_transfer(self, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StageTransfer:
         args, kwargs = self._substitute(call.stop, call, args, kwargs)
@@ -246,13 +240,13 @@ class StageRunner:
         tensors = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
         first = _first_tensors((args, kwargs))
         if not first:
-            raise PlanError(f"block {name!r} gets no tensor, so that nothing can be sent to it.")
+            raise PlanError(f"block {name!r} gets no tensor, so no activation can be sent to it. Pass it a tensor.")
         if torch.is_grad_enabled():
             chosen = {i for i, t in tensors.items() if t.requires_grad} | first
             self._sent[call.stage] = frozenset(chosen)
         else:
-            # Whether a later argument needs this stage's parameters shows in training only. What the first evaluation
-            # hands over, the others do: the next stage expects it.
+            # Only training shows whether a later argument depends on this stage's parameters. All evaluations send
+            # what the first one sent: the next stage expects it.
             known = self._sent.get(call.stage, frozenset(tensors))
             chosen = self._sent_evaluating.setdefault(call.stage, known)
         return StageTransfer({i: t for i, t in tensors.items() if i in chosen}, len(leaves))
@@ -260,7 +254,7 @@ class StageRunner:
     def _substitute(
         self, i: int, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A block's arguments with what was received in place of placeholders."""
+        """Replace placeholders among a block's arguments with what was received."""
         received = call.received
         if received is None:
             return args, kwargs
@@ -274,8 +268,8 @@ class StageRunner:
     def _place(self, i: int, leaves: list[Any], received: StageTransfer) -> None:
         if len(leaves) != received.leaves:
             raise PlanError(
-                f"block {self.cut.blocks[i]!r} is called with {len(leaves)} values on this rank and with "
-                f"{received.leaves} on that of the previous stage. Its call must not depend on the rank."
+                f"block {self.cut.blocks[i]!r} was called with {len(leaves)} values on this rank and with "
+                f"{received.leaves} on that of the previous stage. Its arguments must not depend on the rank."
             )
         for place, tensor in received.tensors.items():
             if place == SIDE:
@@ -291,41 +285,26 @@ class StageRunner:
         if absent is not None:
             raise PlanError(
                 f"{where} depends on the parameter {absent!r}, which is on another rank (stages "
-                f"{self.cut.stages_of[absent]}). Let a dry run say where it is used (usage=observe(...)), or register "
-                "it before the blocks if it is used before them, and after them otherwise."
+                f"{self.cut.stages_of[absent]}). Register it before the blocks if it is used before them, and after "
+                "them otherwise, or let a dry run find out (usage=observe(...))."
             )
         raise PlanError(
-            f"{where} depends on a tensor that is computed on an earlier stage and not handed on from block to block. "
-            "Pass it through the blocks (a tuple as their first argument will do), or compute it from buffers."
+            f"{where} depends on a tensor that is computed on an earlier stage and not passed from block to block. "
+            "Pass it through the blocks (for example in a tuple as their first argument), or compute it from buffers."
         )
 
 
 def _require_values(module: nn.Module) -> None:
-    """Outside of a step nobody computes what other ranks hold.
+    """Refuse calls outside of a step, where no rank computes the missing values.
 
     Raises:
-        StateError: some of the module's parameters are on another rank.
+        StateError: Some of the module's parameters are on another rank.
     """
     if any(p.is_meta for p in module.parameters()):
         raise StateError(
-            f"a {type(module).__name__} of another rank of the pipeline is called outside of training_step, "
-            "validation_step, test_step and predict_step. Call the model in these steps alone."
+            f"a {type(module).__name__} of another pipeline rank was called outside of training_step, "
+            "validation_step, test_step and predict_step. Call the model only in these steps."
         )
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """A tensor's outside."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-    def make(self, device: torch.device) -> Placeholder:
-        return placeholder(self.shape, self.dtype, device)
-
-
-def _shape_of(leaf: Any) -> Any:
-    return _Shape(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
 
 def _signature(leaf: Any) -> Any:
@@ -335,7 +314,7 @@ def _signature(leaf: Any) -> Any:
 
 
 def _first_tensors(arguments: tuple[tuple[Any, ...], Mapping[str, Any]]) -> set[int]:
-    """Places of the tensors of the first argument that has any."""
+    """Return the positions of the tensors of the first argument that has any."""
     place = 0
     for argument in (*arguments[0], *arguments[1].values()):
         leaves = tree_flatten(argument)[0]
@@ -346,8 +325,8 @@ def _first_tensors(arguments: tuple[tuple[Any, ...], Mapping[str, Any]]) -> set[
     return set()
 
 
-def _around(model: nn.Module, blocks: Sequence[str]) -> list[nn.Module]:
-    """The outermost modules with parameters that neither are in a block nor hold one."""
+def _outside(model: nn.Module, blocks: Sequence[str]) -> list[nn.Module]:
+    """Return the outermost modules with parameters that are not in a block and contain none."""
     above = names_above(blocks)
     found: dict[int, nn.Module] = {}
     for name in above:
@@ -358,24 +337,24 @@ def _around(model: nn.Module, blocks: Sequence[str]) -> list[nn.Module]:
     return list(found.values())
 
 
-def meta_twins(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterable[nn.Module]:
-    """A copy of every block on meta, without the hooks that will be on the block itself.
+def meta_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterable[nn.Module]:
+    """Yield a copy of every block on meta, without the hooks that will be on the block itself.
 
-    A module whose forward needs values (to sort tokens by experts, say) has a method ``forward_shapes``, of the same
-    arguments, which is called in its place and gives tensors of the shapes that forward would give.
+    A module with a forward that needs values (to sort tokens by experts, say) can have a method ``forward_shapes`` with
+    the same arguments. It is called instead and returns tensors of the same shapes.
     """
     tensors = [*model.parameters(), *model.buffers()]
     for block in blocks:
         memo: dict[int, Any] = {id(t): meta_copy(t) for t in tensors}
-        twin = copy.deepcopy(block, memo)
-        for module in twin.modules():
+        meta_module = copy.deepcopy(block, memo)
+        for module in meta_module.modules():
             of_shapes: Any = getattr(module, "forward_shapes", None)
             if callable(of_shapes):
                 module.forward = of_shapes  # type: ignore[method-assign]
-        yield twin
+        yield meta_module
 
 
 def meta_copy(tensor: Tensor) -> Tensor:
-    """A tensor, or parameter, of the same shape on meta."""
+    """Return a tensor or parameter of the same shape on meta."""
     empty = torch.empty_like(tensor, device="meta", requires_grad=False)
     return nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty

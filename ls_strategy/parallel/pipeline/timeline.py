@@ -1,4 +1,4 @@
-"""What happened when: measured times of all actions, their bubble, a Chrome trace and a draw."""
+"""Timeline of a run: measured times of all actions, their bubble, a Chrome trace and a figure."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from ls_strategy.parallel.pipeline.schedules import Action
+from ls_strategy.parallel.pipeline.simulate import Span, bubble
 from ls_strategy.plots.figure import ROW_GAP, Frame, framed, ticks
 from ls_strategy.spans.chrome_trace import ChromeTrace
-
-Span = tuple[Action, float, float]
-"""An action, its start and its end, seconds."""
 
 _COLOURS = {"F": (66, 133, 244), "B": (52, 168, 83), "I": (120, 200, 120), "W": (251, 188, 4)}
 _NAMES = {
@@ -26,14 +24,14 @@ _BACKGROUND = 240
 
 @dataclass
 class _Mark:
-    """A moment: on the host, or in the queue of a GPU."""
+    """A point in time, on the host or in the queue of a GPU."""
 
     host_s: float
     event: Any = None
 
 
 class TimelineRecorder:
-    """Notes start and end of a rank's actions. On CUDA times are those of the current stream."""
+    """Records start and end of a rank's actions. On CUDA the times are those of the current stream."""
 
     def __init__(self, device: torch.device) -> None:
         """``device``: where actions run."""
@@ -41,7 +39,7 @@ class TimelineRecorder:
         self._marks: list[tuple[Action, _Mark, _Mark]] = []
 
     def mark(self) -> _Mark:
-        """This moment."""
+        """Return the current time."""
         event = None
         if self._cuda:
             event = torch.cuda.Event(enable_timing=True)
@@ -49,19 +47,19 @@ class TimelineRecorder:
         return _Mark(time.time(), event)
 
     def add(self, action: Action, start: Any, end: Any) -> None:
-        """Note one action."""
+        """Record one action."""
         self._marks.append((action, start, end))
 
     def take(self) -> list[Span]:
-        """All actions since the last call, and forget them. On CUDA waits for the last one.
+        """Return all actions since the last call. On CUDA it waits for the last one.
 
-        Times are those of the system clock, which hosts must have in step for a common draw.
+        Times are those of the system clock. For a common figure the clocks of all hosts must be synchronized.
         """
         marks, self._marks = self._marks, []
         if not self._cuda or not marks:
             return [(action, start.host_s, end.host_s) for action, start, end in marks]
         marks[-1][2].event.synchronize()
-        # The host was at this moment when the GPU may have been behind: the last end is known on both.
+        # The GPU may lag behind the host. Both know the end of the last action.
         origin = marks[0][1].event
         shift = time.time() - origin.elapsed_time(marks[-1][2].event) / 1000
         return [
@@ -70,16 +68,8 @@ class TimelineRecorder:
         ]
 
 
-def bubble(spans: Sequence[Sequence[Span]]) -> float:
-    """Part of the time from the first start to the last end in which ranks do nothing; spans by rank."""
-    busy = sum(end - start for row in spans for _, start, end in row)
-    start = min(start for row in spans for _, start, _ in row)
-    end = max(end for row in spans for _, _, end in row)
-    return 1 - busy / (len(spans) * (end - start))
-
-
 def chrome_trace(spans: Sequence[Sequence[Span]]) -> str:
-    """JSON for chrome://tracing or ui.perfetto.dev: one line per rank, microseconds from the first start."""
+    """Return JSON for chrome://tracing or ui.perfetto.dev: one row per rank, microseconds from the first start."""
     trace = ChromeTrace(min((start for row in spans for _, start, _ in row), default=0.0))
     for rank, row in enumerate(spans):
         trace.name_row((0, rank), f"stage rank {rank}")
@@ -90,7 +80,7 @@ def chrome_trace(spans: Sequence[Sequence[Span]]) -> str:
 
 
 def draw(spans: Sequence[Sequence[Span]], *, width: int = 1200, height: int = 24) -> Tensor:
-    """The schedule as an image, ``(3, H, W)`` uint8, for TensorBoard's ``add_image``: `bars` with axes and a legend."""
+    """Return the figure as an image, ``(3, H, W)`` uint8, for TensorBoard's ``add_image``: `bars`, axes, legend."""
     kinds = {action.kind for row in spans for action, _, _ in row}
     legend = [(_COLOURS[kind], name) for kind, name in _NAMES.items() if kind in kinds]
     stages = max((len({action.stage for action, _, _ in row}) for row in spans), default=1)
@@ -108,9 +98,9 @@ def draw(spans: Sequence[Sequence[Span]], *, width: int = 1200, height: int = 24
 
 
 def bars(spans: Sequence[Sequence[Span]], *, width: int = 1200, height: int = 24) -> Tensor:
-    """The actions alone, ``(3, ranks * (height + 4) + 4, width)`` uint8.
+    """Return the actions as an image, ``(3, ranks * (height + 4) + 4, width)`` uint8.
 
-    One line per rank: F blue, B green, I light green, W yellow, lighter for later stages of the rank; bubbles grey.
+    One row per rank: F blue, B green, I light green, W yellow, lighter for later stages of the rank; bubbles gray.
     """
     image = torch.full((3, len(spans) * (height + ROW_GAP) + ROW_GAP, width), _BACKGROUND, dtype=torch.uint8)
     zero, length = _extent(spans)
@@ -123,11 +113,11 @@ def bars(spans: Sequence[Sequence[Span]], *, width: int = 1200, height: int = 24
             light = stages.index(action.stage) / (2 * len(stages))
             colour = torch.tensor([round(c + (255 - c) * light) for c in _COLOURS[action.kind]], dtype=torch.uint8)
             image[:, top : top + height, left:right] = colour[:, None, None]
-            image[:, top : top + height, left] = 90  # where one action ends and the next begins
+            image[:, top : top + height, left] = 90  # separates actions
     return image
 
 
 def _extent(spans: Sequence[Sequence[Span]]) -> tuple[float, float]:
-    """The first start, and the seconds from there to the last end."""
+    """Return the first start, and the seconds from there to the last end."""
     start = min((start for row in spans for _, start, _ in row), default=0.0)
     return start, max((end for row in spans for _, _, end in row), default=1.0) - start

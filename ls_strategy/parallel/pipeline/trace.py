@@ -1,4 +1,4 @@
-"""A dry run of the user's function on shapes: which parameters it uses where, and how much every block computes."""
+"""A dry run of the user's function on shapes: where it uses parameters, and the FLOPs of every block."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ls_strategy._compat import route_calls, tree_iter, uncompiled_code, unroute
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.parallel.pipeline.partition import Step, Usage
 from ls_strategy.parallel.pipeline.placeholder import Absent
-from ls_strategy.parallel.pipeline.stage import meta_copy, meta_twins
+from ls_strategy.parallel.pipeline.stage import meta_blocks, meta_copy
 
 
-class _Noting(Absent):
-    """Notes what parameters are used, before the first block and afterwards."""
+class _UsageMode(Absent):
+    """Records which parameters are used before the first block and which later."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -30,7 +30,7 @@ class _Noting(Absent):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self.phase is not None and getattr(func, "__name__", "") != "__get__":  # its shape alone is no use
+        if self.phase is not None and getattr(func, "__name__", "") != "__get__":  # reading a shape is not a use
             self.used[self.phase].update(
                 id(leaf) for leaf in tree_iter((args, kwargs)) if isinstance(leaf, nn.Parameter)
             )
@@ -38,10 +38,10 @@ class _Noting(Absent):
 
 
 class _Observer:
-    def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module], mode: _Noting) -> None:
+    def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module], mode: _UsageMode) -> None:
         self.mode = mode
         self.counter = FlopCounterMode(display=False)
-        self.twins = list(meta_twins(model, list(blocks.values())))
+        self.meta_blocks = list(meta_blocks(model, list(blocks.values())))
         self.flops = [0] * len(blocks)
         self.before = 0
         self.done = False
@@ -53,7 +53,7 @@ class _Observer:
         if self.mode.phase == 0:
             self.before = start
         self.mode.phase = None
-        result = self.twins[i](*args, **kwargs)
+        result = self.meta_blocks[i](*args, **kwargs)
         self.mode.phase = 1
         self.flops[i] += self.counter.get_total_flops() - start
         self.done = i == len(self.flops) - 1
@@ -61,39 +61,39 @@ class _Observer:
 
 
 def stand_in(model: nn.Module) -> nn.Module:
-    """A copy with all parameters on meta, for user code that changes more than tensors (counters, metrics).
+    """Return a copy with all parameters on meta, for user code that changes more than tensors (counters, metrics).
 
     Raises:
-        PlanError: something in the model cannot be copied.
+        PlanError: Part of the model cannot be copied.
     """
     try:
         return copy.deepcopy(model, {id(p): meta_copy(p) for p in model.parameters()})
     except Exception as error:
         raise PlanError(
-            f"{type(model).__name__} cannot be copied, to count operations with: {type(error).__name__}: {error}."
+            f"{type(model).__name__} cannot be copied to count its operations: {type(error).__name__}: {error}."
         ) from error
 
 
 def observe(
     model: nn.Module, blocks: Mapping[str, nn.Module], step: Step, micro_batch: Any, device: torch.device
 ) -> Usage:
-    """Call ``step(micro_batch)`` once, without values: nothing is computed, nothing is trained.
+    """Call ``step(micro_batch)`` once without values: nothing is computed and nothing is trained.
 
-    The call has the side effects of user code (counters, logging) on what it uses; see `stand_in`. It may end early,
-    where the code reads a value; what comes after that is not seen.
+    User code (counters, logging) still has its side effects; see `stand_in`. The call may end early, where the code
+    reads a value; later code is not observed.
 
     Args:
-        model: whole; parameters may be on meta.
-        blocks: of `cut.find_row`.
-        step: the user's function.
-        micro_batch: of the usual shapes.
-        device: where the model will be.
+        model: The full model. Parameters may be on meta.
+        blocks: Result of `partition.find_row`.
+        step: The user's function.
+        micro_batch: A micro-batch of the usual shapes.
+        device: Device of the model in training.
 
     Raises:
-        PlanError: ``step`` asks for a value before all blocks have run.
-        StateError: it leaves a block out.
+        PlanError: ``step`` reads a value before all blocks have run.
+        StateError: It does not call all blocks.
     """
-    mode = _Noting(device)
+    mode = _UsageMode(device)
     observer = _Observer(model, blocks, mode)
     for i, block in enumerate(blocks.values()):
         route_calls(block, partial(observer.route, i))
@@ -109,8 +109,8 @@ def observe(
         for block in blocks.values():
             unroute_calls(block)
     if seen and not observer.done:
-        raise StateError(f"step returned without having called block {list(blocks)[-1]!r}.")
+        raise StateError(f"step returned without a call of block {list(blocks)[-1]!r}. Call every block once.")
     names = {id(p): name for name, p in model.named_parameters()}
     before, after = (frozenset(names[key] for key in used if key in names) for used in mode.used)
-    rest = observer.counter.get_total_flops() - observer.before - sum(observer.flops)
-    return Usage(tuple(observer.flops), observer.before, rest, before, after)
+    flops_after = observer.counter.get_total_flops() - observer.before - sum(observer.flops)
+    return Usage(tuple(observer.flops), observer.before, flops_after, before, after)

@@ -1,0 +1,126 @@
+"""Point-to-point communication of a pipeline, with queues in place of process groups."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ls_strategy.errors import StateError
+from ls_strategy.parallel.pipeline import p2p
+from ls_strategy.parallel.pipeline.p2p import LOOKAHEAD, PointToPoint, Shapes, make_links
+from ls_strategy.parallel.pipeline.schedules import Action, make_table
+from ls_strategy.parallel.pipeline.transfer import StageTransfer
+
+TABLE = make_table("gpipe", 2, 4)
+
+
+class Queues:
+    """Links of one rank: what is sent lies in a queue until its receive is waited for."""
+
+    def __init__(self, rank: int, queues: dict[Any, deque[Tensor]]) -> None:
+        self.comm = SimpleNamespace(rank=rank, wait=lambda works: [work() for work in works])
+        self.rank, self.queues = rank, queues
+        self.posted = 0
+        self.waited = 0
+
+    def _queue(self, *key: Any) -> deque[Tensor]:
+        return self.queues.setdefault(key, deque())
+
+    def send(self, tensors: list[Tensor], to: int, _: str) -> list[Any]:
+        self._queue(self.rank, to).extend(t.clone() for t in tensors)
+
+        def wait() -> None:
+            self.waited += 1
+
+        return [wait]
+
+    def receive(self, tensors: list[Tensor], source: int) -> list[Any]:
+        self.posted += 1
+        return [lambda t=t: t.copy_(self._queue(source, self.rank).popleft()) for t in tensors]
+
+    def send_header(self, header: Tensor, to: int) -> Any:
+        self._queue("header", self.rank, to).append(header)
+        return lambda: None
+
+    def receive_header(self, source: int) -> Tensor:
+        return self._queue("header", source, self.rank).popleft()
+
+
+@pytest.fixture
+def ends() -> tuple[Any, Any]:
+    """Both ranks of one run in which all micro-batches have the same key."""
+    queues: dict[Any, deque[Tensor]] = {}
+    return tuple(PointToPoint(Queues(r, queues), TABLE, ["key"] * 4, {}, "cpu") for r in (0, 1))  # type: ignore[arg-type, return-value]
+
+
+def activation(value: float, *shape: int) -> tuple[list[Tensor], Shapes]:
+    tensor = torch.full(shape or (2, 3), value, requires_grad=True)
+    return [tensor], Shapes.of(StageTransfer({0: tensor}, 1))
+
+
+def test_an_activation_arrives_with_its_shapes(ends: tuple[PointToPoint, PointToPoint]) -> None:
+    first, second = ends
+    tensors, shapes = activation(7.0)
+    assert first.give(Action("F", 0, 0), tensors, shapes)
+    arrived, described = second.take(Action("F", 1, 0))
+    assert torch.equal(arrived[0], tensors[0])
+    assert described == shapes
+
+
+def test_shapes_are_sent_once_per_key(ends: tuple[PointToPoint, PointToPoint]) -> None:
+    first, second = ends
+    for m in range(2):
+        first.give(Action("F", 0, m), *activation(float(m)))
+    assert len(first._links.queues["header", 0, 1]) == 1  # type: ignore[attr-defined]
+    assert [second.take(Action("F", 1, m))[0][0][0, 0].item() for m in range(2)] == [0.0, 1.0]
+
+
+def test_other_shapes_for_the_same_key_are_refused(ends: tuple[PointToPoint, PointToPoint]) -> None:
+    first, _ = ends
+    first.give(Action("F", 0, 0), *activation(0.0))
+    with pytest.raises(StateError, match="must determine those between stages"):
+        first.give(Action("F", 0, 1), *activation(0.0, 5, 3))
+
+
+def test_what_no_other_rank_needs_is_not_sent(ends: tuple[PointToPoint, PointToPoint]) -> None:
+    first, second = ends
+    assert not first.give(Action("B", 0, 0), *activation(0.0))
+    assert not second.expects(Action("B", 1, 0))
+    assert second.expects(Action("F", 1, 0))
+
+
+def test_receives_are_posted_ahead_of_their_use(ends: tuple[PointToPoint, PointToPoint]) -> None:
+    first, second = ends
+    first.give(Action("F", 0, 0), *activation(0.0))
+    second.take(Action("F", 1, 0))  # from here on the shapes are known
+    second.look_ahead(0)
+    assert second._links.posted == 1 + LOOKAHEAD  # type: ignore[attr-defined]
+
+
+def test_a_result_frees_the_sends_that_it_follows_from(ends: tuple[PointToPoint, PointToPoint]) -> None:
+    first, second = ends
+    for m in range(4):
+        tensors, shapes = activation(float(m))
+        first.shapes[0, m] = shapes
+        first.give(Action("F", 0, m), tensors, shapes)
+        second.shapes[0, m] = second.take(Action("F", 1, m))[1]
+    second.give(Action("B", 1, 0), [torch.full((2, 3), 9.0)], shapes)
+    gradient, _ = first.take(Action("B", 0, 0))
+    assert gradient[0][0, 0].item() == 9.0
+    assert first._links.waited == 4  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_both_directions_of_a_pair_have_their_own_communicator(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL runs the operations of a communicator in order: a waiting receive would block the send that it waits for."""
+    made: list[tuple[str, tuple[int, ...]]] = []
+    monkeypatch.setattr(p2p, "process_group", lambda purpose, ranks: made.append((purpose, tuple(ranks))))
+    monkeypatch.setattr(p2p.dist, "get_rank", lambda: size)
+    make_links(SimpleNamespace(native=True), [range(size)])  # type: ignore[arg-type]
+    assert len(made) == (2 if size == 2 else 2 * size)
+    assert len(set(made)) == len(made)
