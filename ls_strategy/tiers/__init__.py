@@ -1,1 +1,1 @@
-"""Where model states rest between uses: on the device, in host memory, on a drive."""
+"""Where model states are stored between uses: on the device, in host memory, or on NVMe."""

@@ -1,4 +1,4 @@
-"""What a run with offload has beside its units: the tiers, the way between device and host, the stream of updates."""
+"""The offload of one engine: its tiers, the link between device and host, and the stream of updates."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from ls_strategy.zero.storage import DRIVE_CHUNK, StateStorage, gradient_buffers
 from ls_strategy.zero.where_to_step import measure
 
 _BUFFERS = 20
-"""Chunks of 4 MiB in memory for the NVMe tier: read, update and write hold up to 5 each (master, two moments with their
-scales, gradient), gathering 2, gradients on their way out the rest."""
+"""Buffers of 4 MiB for the NVMe tier. Read, update and write hold up to 5 each (master, two moments with their scales,
+gradient), a gather 2, and gradients in flight the other 3."""
 
 Sizes = dict[Key, tuple[int, torch.dtype]]
 
 
 def states_by_tier(plan: Plan, optimizers: list[Optimizer], config: ZeROConfig) -> dict[str, Sizes]:
-    """Elements and dtype of every state that rests on a tier beside the device, on one rank.
+    """Return elements and dtype of every state that one rank stores on each tier other than the device.
 
     Raises:
-        PlanError: an option that needs a fused update, and an optimizer without one.
+        PlanError: an option needs a fused update, but an optimizer has none.
     """
     result: dict[str, Sizes] = {"cpu": {}, "nvme": {}}
     flats = [f for u in plan.units for f in u.flats]
@@ -60,13 +60,14 @@ def states_by_tier(plan: Plan, optimizers: list[Optimizer], config: ZeROConfig) 
 
 def _refuse_without_kernel(optimizer: Optimizer, tier: str, config: ZeROConfig, *, fp32: bool) -> None:
     moments = config.precision.moments
-    asked = "offload to NVMe" if tier == "nvme" else f"precision.moments={moments!r}" if moments != "fp32" else ""
-    if asked:
-        reason = type(optimizer).__name__ if fp32 else f"{type(optimizer).__name__} without fp32 master weights"
+    option = "offload to NVMe" if tier == "nvme" else f"precision.moments={moments!r}" if moments != "fp32" else ""
+    if option:
+        given = type(optimizer).__name__ if fp32 else f"{type(optimizer).__name__} without fp32 master weights"
         raise PlanError(
-            f"{asked} with {reason}: it needs a fused update, which there is for {', '.join(FUSED_NAMES)} (exactly "
-            "these classes, fp32 masters, without amsgrad, capturable, differentiable, foreach=True or fused=False). "
-            "Use one of them, or offload to 'cpu' with moments='fp32', where any element-wise optimizer works."
+            f"Got {option} with {given}, but it needs a fused update, which exists for {', '.join(FUSED_NAMES)} "
+            "(exactly these classes, fp32 masters, without amsgrad, capturable, differentiable, foreach=True or "
+            "fused=False). Use one of them, or offload to 'cpu' with moments='fp32', which supports any element-wise "
+            "optimizer."
         )
 
 
@@ -82,7 +83,7 @@ class Offload:
     ring: BufferPool
     worker: ThreadPoolExecutor | None
     streamed: bool = False
-    """States in host memory are brought to the device, updated there and brought back."""
+    """States in host memory are copied to the device, updated there and copied back."""
 
     reason: str = ""
     """Why `streamed` is what it is."""
@@ -93,10 +94,10 @@ class Offload:
     def prepare(
         cls, plan: Plan, optimizers: list[Optimizer], config: ZeROConfig, comm: Comm, device: torch.device
     ) -> Offload:
-        """Check the drive, reserve space on it, start threads. Collective: an error of one rank is raised on all.
+        """Check the NVMe folder, reserve space in it, and start threads. Collective.
 
         Raises:
-            PlanError: the folder of the NVMe tier cannot take the states; naming the rank, with the cure.
+            LSError: the states do not fit, or an optimizer does not. An error of one rank is raised on all ranks.
         """
         link = Link(device)
         tiers: dict[str, Tier] = {}
@@ -110,8 +111,8 @@ class Offload:
             error = found
         _raise_together(comm, error)
         tiers["cpu"] = ResidentTier(sizes["cpu"], lambda numel, dtype: host_empty(numel, dtype, device).zero_(), "cpu")
-        beside = "nvme" in config.offload.tiers or (config.offload.any_state and device.type == "cuda")
-        worker = ThreadPoolExecutor(1, "ls_strategy-beside", link.bind_thread) if beside else None
+        background = "nvme" in config.offload.tiers or (config.offload.any_state and device.type == "cuda")
+        worker = ThreadPoolExecutor(1, "ls_strategy-background", link.bind_thread) if background else None
         result = cls(
             config,
             link,
@@ -126,7 +127,7 @@ class Offload:
         return result
 
     def choose_where_to_step(self, device: torch.device) -> None:
-        """Decide, by measuring where the option leaves it open. The result is the same bits either way."""
+        """Choose where offloaded states are updated; ``auto`` measures. The result is bitwise equal either way."""
         if self.config.offload.optimizer is None or device.type == "cpu":
             return
         self.streamed = self.config.offload.step_on == "device"
@@ -137,7 +138,7 @@ class Offload:
             self.reason = f"measured: {speed}"
 
     def describe(self, plan: Plan) -> str:
-        """What a log should say about offload; empty without."""
+        """Return the lines of the log about offload; empty without offload."""
         lines: list[str] = []
         if self.config.offload.optimizer is not None and self.reason:
             place = "streamed through the device" if self.streamed else "updated by the CPU"
@@ -151,11 +152,11 @@ class Offload:
         return "\n".join(lines)
 
     def rest(self, number: int) -> StateStorage:
-        """The place of flat buffer ``number``."""
+        """Return the storage of flat buffer ``number``."""
         return StateStorage(number, self.tiers, self.link, self.sizes, self.ring, self.worker)
 
     def close(self) -> None:
-        """End the threads and give memory and files back. The states are gone."""
+        """End the threads, and free memory and files. The states are lost."""
         self.finalizer()
 
 

@@ -1,7 +1,7 @@
-"""Where the states of one flat buffer rest between uses, and how they are reached there.
+"""Where the states of one flat buffer are stored between uses, and how to access them.
 
-On the device and in host memory a state is a tensor, always there. On the NVMe tier it is a range of a file, brought in
-chunks of `DRIVE_CHUNK` elements: `read` and `write` are for set-up and checkpoints, the step streams (`update.py`).
+On the device and in host memory, a state is a resident tensor. On the NVMe tier it is a range of a file, accessed in
+chunks of `DRIVE_CHUNK` elements. `read` and `write` are for set-up and checkpoints; the step streams (`update.py`).
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from ls_strategy.tiers.link import Link, host_empty
 T = TypeVar("T")
 
 DRIVE_CHUNK = 1 << 20
-"""Elements that are brought from a drive at a time: 4 MiB of fp32. Every tier sums norms in these portions too."""
+"""Elements per NVMe transfer: 4 MiB of fp32. Norms are summed in these chunks on every tier."""
 
 PAGE = 4096
-"""Elements, at one byte or more each."""
+"""Elements: whole pages of a file in every dtype."""
 
 
 def chunks(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Cut ``[start, stop)`` at multiples of `DRIVE_CHUNK`.
+    """Split ``[start, stop)`` at multiples of `DRIVE_CHUNK`.
 
-    >>> list(chunks(5, CHUNK + 3)) == [(5, CHUNK), (CHUNK, CHUNK + 3)]
+    >>> list(chunks(5, DRIVE_CHUNK + 3)) == [(5, DRIVE_CHUNK), (DRIVE_CHUNK, DRIVE_CHUNK + 3)]
     True
     """
     while start < stop:
@@ -41,23 +41,20 @@ def chunks(start: int, stop: int) -> Iterator[tuple[int, int]]:
 
 
 _KEPT = 4
-"""Free buffers of one size that are kept: as many as updates under way have while backward fills the next ones."""
+"""Free buffers that are kept per size: as many as updates in flight use while backward fills the next ones."""
 
 
 def gradient_buffers(device: torch.device) -> BufferPool:
-    """Buffers in host memory for gradients that ``device`` copies there; zeros if they are new.
-
-    They go round between the units.
-    """
+    """Return a pool of host buffers for gradients of ``device``, shared by all units. New buffers are zero."""
     return BufferPool(lambda numel, dtype, _: host_empty(numel, dtype, device).zero_(), kept=_KEPT)
 
 
 @dataclass
 class StateStorage:
-    """One flat buffer's place on the tiers."""
+    """Access to the states of one flat buffer on its tiers."""
 
     number: int = 0
-    """Of the flat buffer, in order of the units."""
+    """Number of the flat buffer, in order of the units."""
 
     tiers: Mapping[str, Tier] = field(default_factory=dict)
     link: Link = field(default_factory=lambda: Link(torch.device("cpu")))
@@ -66,10 +63,10 @@ class StateStorage:
 
     ring: BufferPool = field(default_factory=lambda: gradient_buffers(torch.device("cpu")))
     worker: ThreadPoolExecutor | None = None
-    """One thread for what goes on beside the training thread; shared by all flat buffers."""
+    """One background thread, shared by all flat buffers."""
 
     def in_background(self, work: Callable[[], T]) -> Future[T]:
-        """Run ``work`` beside the training thread, after what came before; at once where there is no such thread."""
+        """Run ``work`` on the background thread, in order of submission; at once without such a thread."""
         if self.worker is not None:
             return self.worker.submit(work)
         done: Future[T] = Future()
@@ -77,11 +74,11 @@ class StateStorage:
         return done
 
     def key(self, name: str) -> Key:
-        """Of a state of this buffer."""
+        """Return the tiers' key of a state of this buffer."""
         return (self.number, name)
 
     def resident(self, tier: TierName, name: str, numel: int, dtype: torch.dtype) -> Tensor:
-        """A state's tensor, ``(numel,)``, on the device or in host memory; zeros at first."""
+        """Return a state's tensor, ``(numel,)``, on the device or in host memory. A new state is zero."""
         home = self.tiers.get(tier)
         if isinstance(home, ResidentTier) and self.key(name) in home.sizes:
             return home.tensor(self.key(name))
@@ -91,19 +88,19 @@ class StateStorage:
 
     @property
     def drive(self) -> Tier:
-        """The NVMe tier."""
+        """Return the NVMe tier."""
         return self.tiers["nvme"]
 
     def read(self, name: str) -> Tensor:
-        """A copy in host memory of a state on the NVMe tier. ``(numel,)``."""
+        """Return a copy in host memory of a state on the NVMe tier, ``(numel,)``."""
         numel, dtype = self.sizes[self.key(name)]
-        whole = torch.empty(numel, dtype=dtype)
-        self.read_into(name, whole)
-        return whole
+        full = torch.empty(numel, dtype=dtype)
+        self.read_into(name, full)
+        return full
 
     def read_into(self, name: str, out: Tensor, start: int = 0) -> None:
-        """Copy elements of a state on the NVMe tier, from ``start`` on, into ``out``, 1-d, any dtype and device."""
-        # A drive is read from page to page; PAGE elements are whole pages in every dtype.
+        """Copy elements of a state on the NVMe tier, from ``start`` on, into ``out``: 1-d, any dtype and device."""
+        # Reads begin at a page; PAGE elements are whole pages in every dtype.
         ranges = list(chunks(start // PAGE * PAGE, start + out.numel()))
         leases = [self.drive.get(self.key(name), *r) for r in ranges[:1]]
         for i, (lo, hi) in enumerate(ranges):
@@ -115,11 +112,11 @@ class StateStorage:
             lease.release()
 
     def write(self, name: str, start: int, values: Tensor) -> None:
-        """Replace ``[start, start + n)`` of a state on the NVMe tier. Returns before it is on the drive."""
+        """Replace ``[start, start + n)`` of a state on the NVMe tier. May return before it is in the file."""
         numel, _ = self.sizes[self.key(name)]
         position = start
         while position < start + values.numel():
-            # Whole chunks are put as they are; a range that begins or ends inside one takes the rest from the drive.
+            # Full chunks are put directly. A range that begins or ends inside a chunk is merged with what is stored.
             lo = position // DRIVE_CHUNK * DRIVE_CHUNK
             hi = min(lo + DRIVE_CHUNK, numel)
             end = min(hi, start + values.numel())

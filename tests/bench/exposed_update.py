@@ -150,7 +150,7 @@ class Bus:
         """`Offload.prepare`, with a thread for copies."""
         result = self._prepare(cls, *args)
         if result.worker is None:
-            result.worker = ThreadPoolExecutor(1, "ls_strategy-beside")
+            result.worker = ThreadPoolExecutor(1, "ls_strategy-background")
         return result
 
     def land(self, to: Any, *args: Any, **options: Any) -> None:

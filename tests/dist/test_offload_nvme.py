@@ -112,7 +112,7 @@ def test_an_error_of_the_drive_ends_every_rank(rank: int, world_size: int, tmp_p
             patch.setattr(os, "pwritev", fails)
         with pytest.raises(DriveError if rank == 1 else RankFailedError) as failure:
             fit(strategy(tmp_path), OnDrive(), batches(numel=512))
-    assert "resume from a checkpoint" in str(failure.value)
+    assert "Resume from a checkpoint" in str(failure.value)
     if rank == 0:
         assert "rank 1: DriveError" in str(failure.value)
     assert time.monotonic() - start < 40
