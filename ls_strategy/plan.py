@@ -15,6 +15,7 @@ import torch
 from ls_strategy.config import MomentFormat, TierConfig, TierName, ZeROConfig
 from ls_strategy.layout import ALIGN, FlatLayout, TensorPart
 from ls_strategy.ops.moments import BLOCK as MOMENT_BLOCK
+from ls_strategy.tiers import TIERS
 from ls_strategy.zero_stages import StagePolicy
 
 FROZEN = -1
@@ -22,8 +23,6 @@ FROZEN = -1
 
 MOMENT_BYTES: dict[MomentFormat, float] = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 4 / MOMENT_BLOCK}
 """Bytes of one moment per element, scales included."""
-
-_TIERS = {"device": "on the device", "cpu": "in host memory", "nvme": "on NVMe"}
 
 
 @dataclass(frozen=True)
@@ -102,11 +101,11 @@ class FlatPlan:
     def has_own_shard(self, policy: StagePolicy) -> bool:
         """Whether this rank stores a shard of the parameters in the forward's dtype, in addition to the masters.
 
-        Only at stage 3. In memory, a unit is gathered from the masters and cast. From NVMe, this would read twice the
-        bytes.
+        Only at stage 3. Resident masters are cast in a gather. Others would be read with twice the bytes.
         """
         same_place = self.param_tier == self.optimizer_tier
-        return policy.parameters and not (same_place and (self.param_tier != "nvme" or self.dtype == self.master_dtype))
+        cast_is_free = TIERS[self.param_tier].resident or self.dtype == self.master_dtype
+        return policy.parameters and not (same_place and cast_is_free)
 
 
 @dataclass(frozen=True)
@@ -230,7 +229,7 @@ class Plan:
             optimizer_bytes: bytes of state per element, by optimizer. None: AdamW's two moments.
         """
         result: dict[TierName, dict[str, int]] = {
-            tier: {"parameters": 0, "masters": 0, "gradients": 0, "optimizer": 0} for tier in ("device", "cpu", "nvme")
+            tier: {"parameters": 0, "masters": 0, "gradients": 0, "optimizer": 0} for tier in TIERS
         }
         for flat in (f for u in self.units for f in u.flats):
             each = self.flat_states(flat, optimizer_bytes)
@@ -253,11 +252,11 @@ class Plan:
     def drive_bytes_per_step(
         self, *, gradients_rest: bool, micro_batches: int = 1, optimizer_bytes: Sequence[float] | None = None
     ) -> tuple[int, int]:
-        """Return the bytes that one rank reads from and writes to the NVMe tier in one optimizer step.
+        """Return the bytes that one rank reads from and writes to tiers out of memory in one optimizer step.
 
         Args:
-            gradients_rest: averages stay on NVMe until backward is over, for example for clipping, instead of going
-                directly into the update.
+            gradients_rest: averages stay on their tier until backward is over, for example for clipping, instead of
+                going directly into the update.
             micro_batches: per step.
             optimizer_bytes: bytes of state per element, by optimizer. None: AdamW's two moments.
         """
@@ -266,15 +265,16 @@ class Plan:
         for unit, gathers in zip(self.units, self.gathers_per_step(micro_batches), strict=True):
             for flat in unit.flats:
                 each = self.flat_states(flat, optimizer_bytes)
-                if flat.trainable and flat.optimizer_tier == "nvme":
+                if flat.trainable and not TIERS[flat.optimizer_tier].resident:
                     moved = each.masters + each.optimizer
                     read, written = read + moved, written + moved
                     if not gradients_rest and not self.policy.parameters:
                         read += each.masters  # updated while backward ran; read again to update the parameters
-                if flat.param_tier == "nvme":
+                if not TIERS[flat.param_tier].resident:
                     read += gathers * flat.layout.shard * flat.dtype.itemsize
                     written += each.own_shard if flat.trainable else 0
-                if flat.trainable and flat.gradient_tier == "nvme" and (gradients_rest or rounds > 1):
+                leased = flat.trainable and not TIERS[flat.gradient_tier].resident
+                if leased and (gradients_rest or rounds > 1):
                     read, written = read + rounds * each.averages, written + rounds * each.averages
         return read, written
 
@@ -303,10 +303,9 @@ class Plan:
             lines.append(f"  {name:<40} {times}{numel:,} parameters{', gathered for the whole step' if root else ''}")
         for tier, states in self.bytes_by_tier().items():
             if tier == "device" or any(states.values()):
-                lines.append(
-                    f"  per rank, {_TIERS[tier]}: " + ", ".join(f"{k} {v / mib:,.1f} MiB" for k, v in states.items())
-                    + f", together {sum(states.values()) / mib:,.1f} MiB"
-                )  # fmt: skip
+                by_kind = ", ".join(f"{kind} {nbytes / mib:,.1f} MiB" for kind, nbytes in states.items())
+                total = sum(states.values()) / mib
+                lines.append(f"  per rank, {TIERS[tier].place}: {by_kind}, together {total:,.1f} MiB")
         lines.append(f"  sent per step: {self.elements_sent():,} elements")
         return "\n".join(lines)
 

@@ -215,7 +215,7 @@ def check_trusted(folder: Path) -> None:
     if against is not None:
         raise BuildError(
             f"another user's library could be loaded from the cache {folder}: {against}. Remove the permissions "
-            "(chmod go-w), or set LS_STRATEGY_CACHE to a folder that only you can write to"
+            "(chmod go-w), or set LS_STRATEGY_CACHE to a folder that only you may write to"
         )
 
 

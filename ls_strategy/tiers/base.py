@@ -43,8 +43,10 @@ class Lease(Protocol):
 class Tier(Protocol):
     """Storage for model states between uses. Several threads may use it."""
 
-    name: str
-    """``device``, ``cpu`` or ``nvme``."""
+    @property
+    def sizes(self) -> Sizes:
+        """Return elements and dtype of its states."""
+        ...
 
     def get(self, key: Key, start: int = 0, stop: int | None = None) -> Lease:
         """Start loading elements ``[start, stop)``, to the end without ``stop``. Elements are zero before a ``put``."""

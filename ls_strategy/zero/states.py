@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ls_strategy.config import MomentFormat
 from ls_strategy.ops.moments import BLOCK, Moment
+from ls_strategy.tiers import TIERS
 from ls_strategy.zero.storage import chunks
 from ls_strategy.zero.units import Flat
 
@@ -45,27 +46,27 @@ class FlatStates:
         self.moments = moments
         self.moment_format: MomentFormat = moment_format
         self.numel = flat.stepped_numel
-        self._resident: dict[str, Moment] = {}
-        self._on_drive: set[str] = set()
+        self._in_memory: dict[str, Moment] = {}
+        self._stored: set[str] = set()
 
     @property
-    def on_nvme(self) -> bool:
-        """Whether the states are stored on the NVMe tier."""
-        return self.flat.optimizer_tier == "nvme"
+    def resident(self) -> bool:
+        """Whether the states are tensors in memory."""
+        return TIERS[self.flat.optimizer_tier].resident
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """Return the names of existing states, with the dtype that a state dict shows."""
-        names = [*self._resident, *self._on_drive]
-        return {n: torch.float32 if n in self.moments else self._resident[n].codes.dtype for n in names}
+        names = [*self._in_memory, *self._stored]
+        return {n: torch.float32 if n in self.moments else self._in_memory[n].codes.dtype for n in names}
 
     def ensure(self, name: str, dtype: torch.dtype) -> None:
         """Create a state of zeros unless it exists. ``dtype`` applies to states without a fused update."""
-        if name in self._resident or name in self._on_drive:
+        if name in self._in_memory or name in self._stored:
             return
         flat, rest = self.flat, self.flat.rest
-        if self.on_nvme:
+        if not self.resident:
             assert name in self.moments
-            self._on_drive.add(name)
+            self._stored.add(name)
             return
         fused = name in self.moments
         codes_dtype = _CODES[self.moment_format] if fused else dtype
@@ -74,27 +75,29 @@ class FlatStates:
         if fused and self.moment_format == "int8":
             blocks = -(-self.numel // BLOCK)
             scales = rest.resident(flat.optimizer_tier, f"{name}.scales", blocks, torch.float32)
-        self._resident[name] = Moment(codes, scales, self.moments.get(name, True))
+        self._in_memory[name] = Moment(codes, scales, self.moments.get(name, True))
 
     def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
         """Return the full state as it is stored, ``(stepped,)``, without a fused update."""
         self.ensure(name, dtype)
-        return self._resident[name].codes
+        return self._in_memory[name].codes
 
     def moment(self, name: str) -> Moment:
         """Return a resident state of a fused update, ``(stepped,)``."""
         self.ensure(name, torch.float32)
-        return self._resident[name]
+        return self._in_memory[name]
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         """Return the full state as a state dict shows it, ``(stepped,)``; read-only."""
         self.flat.wait_updated()
         self.ensure(name, dtype)
         if name not in self.moments:
-            return self._resident[name].codes
-        if not self.on_nvme:
-            return self._resident[name].dequantize()
-        return self._from_nvme(name).dequantize()
+            return self._in_memory[name].codes
+        if self.resident:
+            return self._in_memory[name].dequantize()
+        rest = self.flat.rest
+        scales = rest.read(f"{name}.scales") if self.moment_format == "int8" else None
+        return Moment(rest.read(name), scales, self.moments[name]).dequantize()
 
     def range(self, name: str, start: int, stop: int) -> Tensor:
         """Return elements ``[start, stop)`` of an existing state as a state dict shows them, as a view or a copy.
@@ -102,12 +105,12 @@ class FlatStates:
         Any thread may call this while no update is in flight.
         """
         if name not in self.moments:
-            return self._resident[name].codes[start:stop]
-        if not self.on_nvme and self.moment_format == "fp32":
-            return self._resident[name].codes[start:stop]
+            return self._in_memory[name].codes[start:stop]
+        if self.resident and self.moment_format == "fp32":
+            return self._in_memory[name].codes[start:stop]
         first = start // BLOCK * BLOCK  # 8-bit codes share scales in blocks
-        if not self.on_nvme:
-            return self._resident[name].narrow(first, stop).dequantize()[start - first :]
+        if self.resident:
+            return self._in_memory[name].narrow(first, stop).dequantize()[start - first :]
         rest = self.flat.rest
         moment = Moment(torch.empty(stop - first, dtype=_CODES[self.moment_format]), None, self.moments[name])
         rest.read_into(name, moment.codes, first)
@@ -117,22 +120,17 @@ class FlatStates:
             moment = replace(moment, scales=scales)
         return moment.dequantize()[start - first :]
 
-    def _from_nvme(self, name: str) -> Moment:
-        rest = self.flat.rest
-        scales = rest.read(f"{name}.scales") if self.moment_format == "int8" else None
-        return Moment(rest.read(name), scales, self.moments[name])
-
     def write(self, name: str, start: int, values: Tensor) -> None:
-        """Replace ``[start, start + n)`` by ``values`` as a state dict shows them. May return before NVMe has them."""
+        """Replace ``[start, start + n)`` by ``values`` as a state dict shows them. May return before the store."""
         self.flat.wait_updated()
         self.flat.before_change()
         self.ensure(name, values.dtype)
         stop = start + values.numel()
         if name not in self.moments:
-            self._resident[name].codes[start:stop].copy_(values)
+            self._in_memory[name].codes[start:stop].copy_(values)
             return
-        if not self.on_nvme:
-            moment = self._resident[name].narrow(start, stop)
+        if self.resident:
+            moment = self._in_memory[name].narrow(start, stop)
             moment.store_(values.to(moment.codes.device, torch.float32), seed=0)
             return
         rest = self.flat.rest
@@ -151,5 +149,5 @@ class FlatStates:
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors in memory."""
-        held = list(self._resident.values())  # the first update may add some from its thread
+        held = list(self._in_memory.values())  # the first update may add some from its thread
         return [t for m in held for t in (m.codes, m.scales) if t is not None]

@@ -16,16 +16,15 @@ from torch import Tensor
 
 from ls_strategy.config import TierName
 from ls_strategy.distributed.comm import BufferPool
-from ls_strategy.tiers.base import Key, ResidentTier, Tier
+from ls_strategy.tiers import CHUNK_BYTES, TIERS
+from ls_strategy.tiers.base import Key, Lease, ResidentTier, Tier
+from ls_strategy.tiers.buffers import PAGE
 from ls_strategy.tiers.link import Link, host_empty
 
 T = TypeVar("T")
 
-DRIVE_CHUNK = 1 << 20
-"""Elements per NVMe transfer: 4 MiB of fp32. Norms are summed in these chunks on every tier."""
-
-PAGE = 4096
-"""Elements: whole pages of a file in every dtype."""
+DRIVE_CHUNK = CHUNK_BYTES // 4
+"""Elements per transfer of a tier with leases. Norms are summed in these chunks on every tier."""
 
 
 def chunks(start: int, stop: int) -> Iterator[tuple[int, int]]:
@@ -56,11 +55,8 @@ class StateStorage:
     number: int = 0
     """Number of the flat buffer, in order of the units."""
 
-    tiers: Mapping[str, Tier] = field(default_factory=dict)
+    tiers: Mapping[TierName, Tier] = field(default_factory=dict)
     link: Link = field(default_factory=lambda: Link(torch.device("cpu")))
-    sizes: Mapping[Key, tuple[int, torch.dtype]] = field(default_factory=dict)
-    """Elements and dtype of every state on the NVMe tier."""
-
     ring: BufferPool = field(default_factory=lambda: gradient_buffers(torch.device("cpu")))
     worker: ThreadPoolExecutor | None = None
     """One background thread, shared by all flat buffers."""
@@ -77,6 +73,24 @@ class StateStorage:
         """Return the tiers' key of a state of this buffer."""
         return (self.number, name)
 
+    def _tier_of(self, name: str) -> TierName:
+        for tier_name, tier in self.tiers.items():
+            if self.key(name) in tier.sizes:
+                return tier_name
+        return "device"
+
+    def is_resident(self, name: str) -> bool:
+        """Whether a state is a tensor in memory. Otherwise `get`, `put`, `read` and `write` access it."""
+        return TIERS[self._tier_of(name)].resident
+
+    def get(self, name: str, start: int, stop: int) -> Lease:
+        """Start loading elements ``[start, stop)`` of a state that is not resident; see `Tier.get`."""
+        return self.tiers[self._tier_of(name)].get(self.key(name), start, stop)
+
+    def put(self, name: str, value: Tensor | Lease, start: int) -> None:
+        """Store ``value`` in a state that is not resident, from element ``start`` on; see `Tier.put`."""
+        self.tiers[self._tier_of(name)].put(self.key(name), value, start)
+
     def resident(self, tier: TierName, name: str, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a state's tensor, ``(numel,)``, on the device or in host memory. A new state is zero."""
         home = self.tiers.get(tier)
@@ -86,45 +100,37 @@ class StateStorage:
             return host_empty(numel, dtype, self.link.device).zero_()
         return torch.zeros(numel, dtype=dtype, device=self.link.device)
 
-    @property
-    def drive(self) -> Tier:
-        """Return the NVMe tier."""
-        return self.tiers["nvme"]
-
     def read(self, name: str) -> Tensor:
-        """Return a copy in host memory of a state on the NVMe tier, ``(numel,)``."""
-        numel, dtype = self.sizes[self.key(name)]
+        """Return a copy in host memory of a state that is not resident, ``(numel,)``."""
+        numel, dtype = self.tiers[self._tier_of(name)].sizes[self.key(name)]
         full = torch.empty(numel, dtype=dtype)
         self.read_into(name, full)
         return full
 
     def read_into(self, name: str, out: Tensor, start: int = 0) -> None:
-        """Copy elements of a state on the NVMe tier, from ``start`` on, into ``out``: 1-d, any dtype and device."""
-        # Reads begin at a page; PAGE elements are whole pages in every dtype.
+        """Copy elements of a state that is not resident, from ``start`` on, into ``out``: 1-d, any dtype and device."""
+        # Reads begin at a page; PAGE elements are full pages in every dtype.
         ranges = list(chunks(start // PAGE * PAGE, start + out.numel()))
-        leases = [self.drive.get(self.key(name), *r) for r in ranges[:1]]
+        leases = [self.get(name, *r) for r in ranges[:1]]
         for i, (lo, hi) in enumerate(ranges):
             if i + 1 < len(ranges):
-                leases.append(self.drive.get(self.key(name), *ranges[i + 1]))
+                leases.append(self.get(name, *ranges[i + 1]))
             lease = leases.pop(0)
             skip = max(start - lo, 0)
             out[lo + skip - start : hi - start].copy_(lease.wait()[skip:])
             lease.release()
 
     def write(self, name: str, start: int, values: Tensor) -> None:
-        """Replace ``[start, start + n)`` of a state on the NVMe tier. May return before it is in the file."""
-        numel, _ = self.sizes[self.key(name)]
-        position = start
-        while position < start + values.numel():
+        """Replace ``[start, start + n)`` of a state that is not resident. May return before it is stored."""
+        numel, _ = self.tiers[self._tier_of(name)].sizes[self.key(name)]
+        for begin, end in chunks(start, start + values.numel()):
             # Full chunks are put directly. A range that begins or ends inside a chunk is merged with what is stored.
-            lo = position // DRIVE_CHUNK * DRIVE_CHUNK
+            lo = begin // DRIVE_CHUNK * DRIVE_CHUNK
             hi = min(lo + DRIVE_CHUNK, numel)
-            end = min(hi, start + values.numel())
-            if (position, end) == (lo, hi):
-                self.drive.put(self.key(name), values[lo - start : hi - start], lo)
-                position = end
-                continue
-            lease = self.drive.get(self.key(name), lo, hi)
-            lease.wait()[position - lo : end - lo].copy_(values[position - start : end - start])
-            self.drive.put(self.key(name), lease, lo)
-            position = end
+            part = values[begin - start : end - start]
+            if (begin, end) == (lo, hi):
+                self.put(name, part, lo)
+            else:
+                lease = self.get(name, lo, hi)
+                lease.wait()[begin - lo : end - lo].copy_(part)
+                self.put(name, lease, lo)

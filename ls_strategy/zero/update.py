@@ -82,7 +82,7 @@ class Update:
     def jobs(self) -> list[_Portion]:
         """Return the update's jobs, in order."""
         numel = self.flat.stepped_numel
-        if self.states.on_nvme or self.grads is None or self.streamed:
+        if not self.states.resident or self.grads is None or self.streamed:
             return [_Portion(self, lo, hi) for lo, hi in chunks(0, numel)]
         return [_Portion(self, 0, numel)]
 
@@ -109,14 +109,15 @@ class CopyOut:
         """Cast on the host, so that half the bytes cross the bus, and copy."""
         flat = self._flat
         target = flat.full[slice(*flat.stepped)]
-        if target.device.type == "cpu" and flat.optimizer_tier != "nvme":
+        resident = flat.rest.is_resident("master")
+        if target.device.type == "cpu" and resident:
             target.copy_(flat.master)
             return
         out = host_empty(target.numel(), target.dtype, target.device)
-        if flat.optimizer_tier == "nvme":
-            flat.rest.read_into("master", out)
-        else:
+        if resident:
             out.copy_(flat.master)
+        else:
+            flat.rest.read_into("master", out)
         flat.arriving = flat.rest.link.to_device(target, out, self._after)
 
     def write(self) -> None:
@@ -136,9 +137,9 @@ class _Portion:
         scale = BLOCK if name.endswith(".scales") else 1
         return self._lo // scale, -(-self._hi // scale)
 
-    def _names_on_nvme(self) -> Iterator[str]:
+    def _leased_names(self) -> Iterator[str]:
         update = self._update
-        if update.states.on_nvme:
+        if not update.states.resident:
             yield "master"
             for name in dict.fromkeys(n for part in update.parts for n in part.names):
                 yield name
@@ -148,10 +149,10 @@ class _Portion:
             yield "grad"
 
     def read(self) -> None:
-        """Start reading everything that is on NVMe."""
+        """Start loading every state that is not resident."""
         self._update.flat.before_change()
         rest = self._update.flat.rest
-        self._leases = {n: rest.drive.get(rest.key(n), *self._range(n)) for n in self._names_on_nvme()}
+        self._leases = {n: rest.get(n, *self._range(n)) for n in self._leased_names()}
 
     def update(self) -> None:
         """Wait for the reads, then run the fused operation on every part that overlaps this chunk."""
@@ -177,7 +178,8 @@ class _Portion:
         flat = self._update.flat
         if not self._update.publish:
             return None
-        if flat.param_tier == "nvme" and flat.has_own_shard:
+        stored = not flat.rest.is_resident("param")
+        if stored:
             out = torch.empty(self._hi - self._lo, dtype=flat.dtype)
         elif flat.shard is not None:
             out = flat.shard[self._lo : self._hi]
@@ -188,7 +190,7 @@ class _Portion:
         on_the_way = out.device != master.device and not self._update.streamed
         if on_the_way:
             out = host_empty(self._hi - self._lo, flat.dtype, out.device)
-        if on_the_way or flat.param_tier == "nvme":
+        if on_the_way or stored:
             for lo, hi in self._left_out():
                 out[lo:hi].copy_(master[lo:hi])  # parameters that are not stepped keep their values
         return out
@@ -211,11 +213,11 @@ class _Portion:
         lo, hi = self._lo + where.start, self._lo + where.stop
         moments: dict[str, Moment] = {}
         for name in part.names:
-            if update.states.on_nvme:
+            if update.states.resident:
+                moments[name] = update.states.moment(name).narrow(lo, hi)
+            else:
                 moment = Moment(held[name], held.get(f"{name}.scales"), update.states.moments[name])
                 moments[name] = moment.narrow(where.start, where.stop)
-            else:
-                moments[name] = update.states.moment(name).narrow(lo, hi)
         param, grad = master[where], grads[where]
         out = None if self._out is None else self._out[where]
         factors = {"unscale": update.unscale, "seed": update.seed(part), "offset": lo}
@@ -259,18 +261,18 @@ class _Portion:
                 out.copy_(out_there, non_blocking=True)
 
     def write(self) -> None:
-        """Start writing what changed to NVMe, and copy the new parameters to the device."""
+        """Start storing what changed, and copy the new parameters to the device."""
         flat, rest = self._update.flat, self._update.flat.rest
         for name, lease in self._leases.items():
             if name == "grad":
                 lease.release()
             else:
-                rest.drive.put(rest.key(name), lease, self._range(name)[0])
+                rest.put(name, lease, self._range(name)[0])
         self._leases = {}
         if self._out is None:
             return
-        if flat.param_tier == "nvme" and flat.has_own_shard:
-            rest.drive.put(rest.key("param"), self._out, self._lo)
+        if not rest.is_resident("param"):
+            rest.put("param", self._out, self._lo)
         else:
             target = (flat.full[slice(*flat.stepped)] if flat.shard is None else flat.shard)[self._lo : self._hi]
             if target.data_ptr() != self._out.data_ptr():
