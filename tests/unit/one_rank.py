@@ -38,7 +38,7 @@ def engine_on(
 ) -> Engine:
     """Return an engine with the strategy's options ``groups``."""
     config = ZeROConfig.of(groups.pop("stage", 3), **groups)
-    return Engine(
+    engine = Engine(
         model,
         optimizers,
         config=config,
@@ -47,6 +47,17 @@ def engine_on(
         device=torch.device("cpu"),
         loss_scale=loss_scale,
     )
+    _OPEN.append(engine)
+    return engine
+
+
+_OPEN: list[Engine] = []
+
+
+def close_engines() -> None:
+    """End the threads of all engines."""
+    while _OPEN:
+        _OPEN.pop().offload.close()
 
 
 def backward(engine: Engine, number: int, factor: float = 1.0) -> None:
@@ -54,6 +65,7 @@ def backward(engine: Engine, number: int, factor: float = 1.0) -> None:
     model = engine.model
     width = next(m for m in model.modules() if isinstance(m, nn.Linear)).in_features
     batch = torch.randn(4, width, generator=torch.Generator().manual_seed(number))
+    batch = batch.to(engine.precision.compute)
     engine.begin_step()
     loss = model(batch).square().mean() * factor
     engine.end_forward()

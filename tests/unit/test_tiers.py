@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, get_args
 
 import pytest
@@ -12,9 +13,15 @@ from ls_strategy.config import OffloadConfig, TierName
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.tiers import TIERS, TierKind
 from ls_strategy.tiers.base import ResidentTier, Sizes
-from tests.unit.one_rank import ShelfTier, adamw, engine_on, network, steps
+from tests.unit.one_rank import ShelfTier, adamw, close_engines, engine_on, network, steps
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def threads_end() -> Iterator[None]:
+    yield
+    close_engines()
 
 
 @pytest.fixture
@@ -36,8 +43,7 @@ def trained(stage: int, offload: Any) -> list[Tensor]:
     try:
         return steps(engine)
     finally:
-        engine.detach()
-        engine.offload.close()
+        close_engines()
 
 
 def test_every_name_that_an_option_takes_has_one_line() -> None:
@@ -64,7 +70,6 @@ def test_the_plan_names_the_place_of_a_new_tier(shelves: list[ShelfTier]) -> Non
     model = network()
     engine = engine_on(model, [adamw(model.parameters())], stage=1, offload="nvme")
     assert "per rank, on a shelf: parameters 0.0 MiB, masters" in engine.plan.describe()
-    engine.offload.close()
 
 
 def test_a_tier_that_is_not_resident_needs_a_fused_update(shelves: list[ShelfTier]) -> None:
