@@ -32,7 +32,7 @@ def engine_on(
     model: nn.Module,
     optimizers: list[Optimizer],
     *,
-    precision: str = "32-true",
+    trainer_precision: str = "32-true",
     loss_scale: LossScaleConfig | None = None,
     **groups: Any,
 ) -> Engine:
@@ -42,7 +42,7 @@ def engine_on(
         model,
         optimizers,
         config=config,
-        precision=resolve_precision(precision, master_weights=config.precision.master_weights),
+        precision=resolve_precision(trainer_precision, master_weights=config.precision.master_weights),
         mesh=Mesh.data_only(Comm(None, None)),
         device=torch.device("cpu"),
         loss_scale=loss_scale,

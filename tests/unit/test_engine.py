@@ -78,7 +78,9 @@ def test_a_value_above_the_limit_is_clamped() -> None:
 
 
 def test_an_overflow_skips_the_step_and_halves_the_scale() -> None:
-    _model, engine = small(stage=1, offload="cpu", precision="16-true", loss_scale=LossScaleConfig(hysteresis=1))
+    _model, engine = small(
+        stage=1, offload="cpu", trainer_precision="16-true", loss_scale=LossScaleConfig(hysteresis=1)
+    )
     before, scale = weights(engine), engine.scaler.scale if engine.scaler else 0.0
     backward(engine, 0, factor=float("inf"))
     assert not engine.finish(0)
