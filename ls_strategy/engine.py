@@ -158,7 +158,7 @@ class Engine:
 
     @property
     def private_gradients(self) -> bool:
-        """Whether user code reaches averaged gradients only through ``p.grad``, between backward and `zero_grad`.
+        """Whether user code reads averaged gradients only through ``p.grad``, between backward and `zero_grad`.
 
         Then they are not exposed as ``.grad`` of pieces, and may be stored in 16 bits where that is exact. The update
         applies loss scale and clip factor, unless ``p.grad`` is read first: then they are applied at that time.
@@ -400,7 +400,7 @@ class Engine:
 
         Not collective.
         """
-        return [f.read_master() for u in self.units for f in u.trainable_flats]
+        return [f.read_master() for f in self.flats if f.trainable]
 
     def exchange_masters(self, others: list[Tensor], *, publish: bool) -> None:
         """Swap the contents of `trainable_masters` with ``others`` in place. A second call restores them.
@@ -410,12 +410,13 @@ class Engine:
             publish: update the module's parameters too. Collective then.
         """
         self.wait()
-        for flat, other in zip([f for u in self.units for f in u.trainable_flats], others, strict=True):
+        flats = [f for f in self.flats if f.trainable]
+        for flat, other in zip(flats, others, strict=True):
             flat.exchange_master(other)
         if publish and self.policy.parameters:
             self.gatherer.release_all()
         elif publish:
-            self.gatherer.publish([f for f in self.flats if f.trainable])
+            self.gatherer.publish(flats)
             self.wait()
 
     # reading ---------------------------------------------------------------------------------------------------------

@@ -285,15 +285,7 @@ class FlatLayout:
         weights: Sequence[Fraction] = (),
         rank: int = 0,
     ) -> FlatLayout:
-        """Place parameters one after the other, each at a multiple of ``align``.
-
-        Args:
-            shapes: name and shape of every parameter, or of this rank's part.
-            world_size: number of shards.
-            align: elements.
-            parts: by name, for parameters of which this rank holds a part.
-            weights: relative shard sizes by rank; empty for equal shards.
-            rank: the rank of `shard`, with weights.
+        """Place parameters, or this rank's ``parts`` of them, one after the other at multiples of ``align``.
 
         >>> [s.offset for s in FlatLayout.pack([("a", (3, 5)), ("b", ()), ("c", (16,))], 2).slots]
         [0, 16, 32]

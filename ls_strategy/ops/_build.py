@@ -168,17 +168,12 @@ def cache_dir() -> Path:
         )
         make_private(path)
     except (OSError, RuntimeError):  # RuntimeError: there is no home folder
-        return _private_dir()
+        return Path(_temporary().name)
     return path
 
 
 @functools.cache
-def _private_dir() -> Path:
-    return Path(_private().name)
-
-
-@functools.cache
-def _private() -> tempfile.TemporaryDirectory[str]:
+def _temporary() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="ls_strategy-")
 
 
@@ -194,7 +189,7 @@ def library(recipe: Recipe) -> Path:
     if is_complete(path):
         return path
     if not os.access(path.parent, os.W_OK | os.X_OK):
-        path = _private_dir() / name
+        path = Path(_temporary().name, name)
     deadline = time.monotonic() + TIME_LIMIT_S
     try:
         with _locked(path.with_suffix(".lock"), deadline):

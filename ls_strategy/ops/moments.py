@@ -23,8 +23,6 @@ from torch import Tensor
 
 from ls_strategy.config import MomentFormat
 
-__all__ = ["BLOCK", "Moment", "MomentFormat", "empty", "random_bits", "root", "round_to_bf16"]
-
 BLOCK = 256
 """Elements of an 8-bit moment that share a scale."""
 

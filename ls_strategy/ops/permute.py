@@ -95,12 +95,7 @@ def combine(y: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     """
     if weights.dim() != 2:
         raise ValueError(f"Got weights of shape {tuple(weights.shape)}, but they must be (S, k).")
-    return _combine(y, order, weights, *weights.shape)
-
-
-def sum_pairs(y: Tensor, order: Tensor, tokens: int, k: int) -> Tensor:
-    """Run `combine` with all weights one, the gradient of `permute`: ``(tokens, h)`` from ``(P, h)``."""
-    return _combine(y, order, None, tokens, k)
+    return sum_pairs(y, order, weights, *weights.shape)
 
 
 def pair_dots(x: Tensor, y: Tensor, order: Tensor, k: int) -> Tensor:
@@ -130,7 +125,8 @@ def pair_dots(x: Tensor, y: Tensor, order: Tensor, k: int) -> Tensor:
     return _PairDots.apply(x, y, order, k)
 
 
-def _combine(y: Tensor, order: Tensor, weights: Tensor | None, tokens: int, k: int) -> Tensor:
+def sum_pairs(y: Tensor, order: Tensor, weights: Tensor | None, tokens: int, k: int) -> Tensor:
+    """Run `combine` for ``tokens`` with ``k`` choices; all weights are one if ``weights`` is None."""
     _check(y, order, weights, tokens, k)
     if y.shape[0] != order.numel():
         raise ValueError(f"Got y of {tuple(y.shape)}, but it must have a row for each of the {order.numel()} pairs.")
@@ -234,7 +230,7 @@ class _Permute(torch.autograd.Function):
         x, order, weights = ctx.saved_tensors
         of_x, _, of_weights, _ = ctx.needs_input_grad
         return (
-            _combine(grad, order, weights, ctx.tokens, ctx.k) if of_x else None,
+            sum_pairs(grad, order, weights, ctx.tokens, ctx.k) if of_x else None,
             None,
             pair_dots(x, grad, order, ctx.k) if of_weights else None,
             None,

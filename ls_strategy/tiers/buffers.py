@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ls_strategy.errors import StateError
+from ls_strategy.layout import round_up
 
 logger = logging.getLogger("ls_strategy.tiers")
 
@@ -33,7 +34,7 @@ class AlignedBuffer:
             nbytes: at least one; rounded up to full pages.
             pin: register with CUDA, for direct copies from and to the device.
         """
-        self.nbytes = -(-nbytes // PAGE) * PAGE
+        self.nbytes = round_up(nbytes, PAGE)
         memory = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_DONTFORK)
         try:

@@ -23,12 +23,11 @@ from torch import Tensor
 
 from ls_strategy.config import NVMeIOConfig
 from ls_strategy.errors import StateError
+from ls_strategy.layout import round_up
 from ls_strategy.tiers.base import Key, Lease, Sizes, resolve_range
 from ls_strategy.tiers.buffers import PAGE, AlignedBuffer, BoundedPool
 from ls_strategy.tiers.file_io import DriveError, IOEngine, Transfer
-from ls_strategy.tiers.nvme_folder import check_path, drive_wear, open_scratch
-
-__all__ = ["NVMeLease", "NVMeTier", "check_path", "drive_wear"]
+from ls_strategy.tiers.nvme_folder import open_scratch
 
 logger = logging.getLogger("ls_strategy.tiers")
 
@@ -43,12 +42,8 @@ def extents(sizes: Sizes) -> tuple[dict[Key, int], int]:
     end = 0
     for key, (numel, dtype) in sizes.items():
         offsets[key] = end
-        end += _padded(numel * dtype.itemsize)
+        end += round_up(numel * dtype.itemsize, PAGE)
     return offsets, end
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // PAGE) * PAGE
 
 
 class _Access:
@@ -134,7 +129,7 @@ class NVMeTier:
             PlanError: there is not enough space.
         """
         self.sizes = dict(sizes)
-        self.buffer_bytes = _padded(buffer_bytes)
+        self.buffer_bytes = round_up(buffer_bytes, PAGE)
         self._offsets, nbytes = extents(self.sizes)
         io = io if io is not None else NVMeIOConfig()
         self._file = open_scratch(Path(directory), nbytes, rank=rank, direct=io.direct)
@@ -294,7 +289,7 @@ class NVMeTier:
 
     def _move(self, transfer: Transfer, buffer: AlignedBuffer, key: Key, begin: int, nbytes: int) -> None:
         """Queue a transfer of ``nbytes`` from byte ``begin`` of a state, after transfers that it conflicts with."""
-        access = _Access(transfer, begin, begin + _padded(nbytes))
+        access = _Access(transfer, begin, begin + round_up(nbytes, PAGE))
         with self._lock:
             in_flight = [a for a in self._in_flight[key] if not a.transfer.finished.is_set()]
             self._in_flight[key] = [*in_flight, access]

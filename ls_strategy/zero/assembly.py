@@ -43,14 +43,7 @@ class Draft:
     ) -> None:
         """Partition the model and check everything that can be checked; `agree` raises the errors.
 
-        Args:
-            model: this rank's model.
-            optimizers: of its parameters.
-            config: the options.
-            precision: the dtypes.
-            policy: which states are sharded.
-            parts: ``id(parameter)`` -> this rank's part of a tensor- or expert-parallel parameter.
-            share: this pipeline stage's share of the parameters.
+        The arguments are those of `Engine`, except ``policy``: which states are sharded.
         """
         self.model = model
         self.share = share
@@ -130,14 +123,7 @@ class Draft:
         self._error = self._error or error
 
     def resolve(self, mesh: Mesh, held: dict[int, Flat], weights: Sequence[Fraction] = (), rank: int = 0) -> Plan:
-        """Lay out the buffers.
-
-        Args:
-            mesh: the process groups.
-            held: ``id(parameter)`` -> the flat buffer of an earlier engine that holds it now.
-            weights: relative shard sizes by rank; empty for equal shards.
-            rank: the rank to plan for, with ``weights``.
-        """
+        """Lay out the buffers. ``held`` is as in `setup.shard`, ``weights`` and ``rank`` as in `resolve_plan`."""
         kept = {id(p) for m in self.kept_fp32 for p in m.parameters()}
 
         def facts(name: str, p: nn.Parameter) -> ParamFacts:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,12 +31,8 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     grads = [torch.randn(8, 6, generator=generator) for _ in range(3)]
     for group in optimizer.param_groups:
         settings = {k: v for k, v in group.items() if k != "params"}
-        try:
+        with _on_gradients_alone(optimizer):
             (full,) = _probe(optimizer, settings, [value], [[g] for g in grads])
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}".rstrip(" :")
-            name = type(optimizer).__name__
-            raise PlanError(f"{name}.step() cannot run on gradients alone ({reason}). {ONE_PASS}") from error
         try:
             halves = _probe(optimizer, settings, _halves(value), [_halves(g) for g in grads])
         except Exception:
@@ -99,12 +97,9 @@ def require_one_pass(optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
     for group in optimizer.param_groups:
         settings = {k: v for k, v in group.items() if k != "params"}
-        try:
+        with _on_gradients_alone(optimizer):
             _, before = _probe_closure(optimizer, settings, inside=False)
             calls, inside = _probe_closure(optimizer, settings, inside=True)
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}".rstrip(" :")
-            raise PlanError(f"{name}.step() cannot run on gradients alone ({reason}). {ONE_PASS}") from error
         if calls > _CLOSURE_STEPS:
             raise PlanError(f"{name}.step() calls its closure {calls / _CLOSURE_STEPS:g} times in a step. {ONE_PASS}")
         if calls and not torch.allclose(before, inside, rtol=1e-5, atol=1e-7, equal_nan=True):
@@ -112,6 +107,16 @@ def require_one_pass(optimizer: Optimizer) -> None:
                 f"{name}.step(closure) computes something else than step() with the closure's gradients, so it needs "
                 f"the loss, or gradients at other weights. {ONE_PASS}"
             )
+
+
+@contextmanager
+def _on_gradients_alone(optimizer: Optimizer) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".rstrip(" :")
+        name = type(optimizer).__name__
+        raise PlanError(f"{name}.step() cannot run on gradients alone ({reason}). {ONE_PASS}") from error
 
 
 _CLOSURE_STEPS = 3

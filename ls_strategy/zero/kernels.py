@@ -66,16 +66,7 @@ class Kernel:
         settings: dict[str, Any],
         **factors: Any,
     ) -> None:
-        """Update ``param`` and ``moments`` in place.
-
-        Args:
-            param: ``(n,)``, fp32.
-            moments: by name, each ``(n,)``.
-            grad: ``(n,)``, fp32, bf16 or fp16.
-            step: number of the current step, from 1.
-            settings: from `settings`.
-            factors: ``unscale``, ``clip``, ``out``, ``seed``, ``offset``, see `ls_strategy.ops.update`.
-        """
+        """Update ``param`` and ``moments`` in place; `ls_strategy.ops.update` documents tensors and factors."""
         in_order = (moments.get(name) for name in self.states)
         getattr(ops, self.operation)(param, *in_order, grad, **self.step(step), **settings, **factors)
 

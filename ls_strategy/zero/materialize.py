@@ -34,17 +34,12 @@ class Materializer:
         mesh: Mesh,
         absent: Collection[int] = (),
     ) -> None:
-        """Find the modules to fill.
+        """Find the modules to fill, on ``device``.
 
-        Args:
-            model: may have meta tensors.
-            device: of the new tensors.
-            parts: ``id(parameter)`` -> this rank's part. The full parameter is filled and then cut, so every element
-                has the value it has without tensor and expert parallelism.
-            mesh: the process groups. The first rank's values are broadcast over the ranks with parts of a parameter,
-                or with replicas along the tensor axis.
-            absent: ``id`` of parameters that another pipeline stage holds. In a meta model they are filled in turn, so
-                that all ranks draw the same random numbers, and freed at once.
+        The full parameter is filled and then cut into ``parts``, so every element has the value it has without tensor
+        and expert parallelism. The first rank's values are broadcast over the ranks with parts of a parameter, or with
+        replicas along the tensor axis. Parameters of other pipeline stages are ``absent``. In a meta model they are
+        filled in turn, so that all ranks draw the same random numbers, and freed at once.
         """
         self._absent = absent
         self._device = device

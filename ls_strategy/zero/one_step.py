@@ -11,11 +11,6 @@ from ls_strategy.zero.units import Flat
 def require_one_step(flats: Iterable[Flat], *, torn: bool, failure: BaseException | None) -> None:
     """Refuse to return weights if only some of them have taken the last step. Not collective.
 
-    Args:
-        flats: all of the engine's.
-        torn: an exception ended a backward pass after it had begun to update.
-        failure: the exception of an update of offloaded states.
-
     Raises:
         StateError: an exception ended a backward pass after it had begun to update, or an update failed.
     """

@@ -12,8 +12,10 @@ Between two steps, the states may be in runs (`runs.py`); `OptimizerStates.colle
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -45,11 +47,8 @@ class OptimizerStates:
     ) -> None:
         """Start without any state.
 
-        Args:
-            optimizer: its groups hold the model's parameters.
-            store: one per flat buffer of the optimizer, in order.
-            mesh: the process groups.
-            group_names: parameter names of every group, if other ranks hold some of the parameters.
+        ``store`` has one entry per flat buffer of the optimizer. ``group_names`` are the parameter names of every
+        group, if other ranks hold some of the parameters.
         """
         self._optimizer = optimizer
         self._mesh = mesh
@@ -81,52 +80,62 @@ class OptimizerStates:
         A plain optimizer over the full parameters can load it. Other ranks get no state. Rank 0 is the first rank of
         the ZeRO group; with tensor parallelism, there is one in every ZeRO group.
         """
-        self.collect()
-        by_rank = self._mesh.stage.exchange_objects((self.entries, [store.dtypes() for store in self.store]))
-        scalars: dict[int, dict[str, Any]] = {}
-        for state, _ in by_rank:
-            for number, entries in state.items():
-                scalars.setdefault(number, {}).update(entries)
-        full: list[dict[str, Tensor]] = []
-        for n, flat in enumerate(self.flats):
-            keys = {k: dtype for _, dtypes in by_rank for k, dtype in dtypes[n].items()}
-            full.append({k: self._gather(n, flat, k, keys[k]) for k in sorted(keys)})
+        entries, dtypes = self._of_all_ranks()
+        full = [
+            {k: self._gather(n, flat, k, dtype) for k, dtype in dtypes[n].items()} for n, flat in enumerate(self.flats)
+        ]
         packed: dict[int, dict[str, Any]] = {}
-        groups: list[dict[str, Any]] = []
-        position = 0
-        for group in self._optimizer.param_groups:
-            members = range(position, position + len(group["params"]))
-            groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": list(members)})
-            position += len(group["params"])
         for index, number in enumerate(self.order):
             n, i = self.locate(number)
             flat = self.flats[n]
-            if number in scalars and self._puts_together(flat):
-                slot, values = flat.layout.slots[i], sorted(scalars[number].items())
-                value = {k: _full_value(full[n].get(k), slot, v, flat.axis) for k, v in values}
+            if number in entries and self._puts_together(flat):
+                slot = flat.layout.slots[i]
+                value = {k: _full_value(full[n].get(k), slot, v, flat.axis) for k, v in entries[number].items()}
                 if self._mesh.zero.rank == 0:
                     packed[index] = value
-        return {"state": packed, "param_groups": groups}
+        position = count()
+        return {"state": packed, "param_groups": self._groups([[next(position) for _ in g] for g in self._members])}
+
+    @property
+    def _members(self) -> list[list[Tensor]]:
+        return [group["params"] for group in self._optimizer.param_groups]
+
+    def _groups(self, members: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
+        """Return the groups' settings, with ``members`` in place of the parameters."""
+        return [
+            {**{k: v for k, v in group.items() if k != "params"}, "params": list(own)}
+            for group, own in zip(self._optimizer.param_groups, members, strict=True)
+        ]
+
+    def _of_all_ranks(self) -> tuple[dict[int, dict[str, Any]], list[dict[str, torch.dtype]]]:
+        """Return the entries of all ranks of the stage by parameter, and the dtypes of their stores. Collective.
+
+        Names are sorted, so that all ranks gather in the same order.
+        """
+        self.collect()
+        by_rank = self._mesh.stage.exchange_objects((self.entries, [store.dtypes() for store in self.store]))
+        entries: defaultdict[int, dict[str, Any]] = defaultdict(dict)
+        dtypes: list[dict[str, torch.dtype]] = [{} for _ in self.store]
+        for rank_entries, rank_dtypes in by_rank:
+            for number, kept in rank_entries.items():
+                entries[number] = dict(sorted({**entries[number], **kept}.items()))
+            dtypes = [dict(sorted({**d, **more}.items())) for d, more in zip(dtypes, rank_dtypes, strict=True)]
+        return entries, dtypes
 
     def take_over(self, before: OptimizerStates) -> None:
         """Load the states that an earlier engine has for the same optimizer, by parameter name. Collective.
 
         Buffers are gathered one at a time, on every rank. New parameters start without state.
         """
-        before.collect()
-        by_rank = before._mesh.stage.exchange_objects((before.entries, [s.dtypes() for s in before.store]))
+        entries, dtypes = before._of_all_ranks()
         number_of = dict(zip(self.names, self.order, strict=True))
         for n, flat in enumerate(before.flats):
-            keys = {k: dtype for _, dtypes in by_rank for k, dtype in dtypes[n].items()}
-            full = {k: before._gather_here(n, flat, k, keys[k]) for k in sorted(keys)}
+            full = {k: before._gather_here(n, flat, k, dtype) for k, dtype in dtypes[n].items()}
             for i, slot in enumerate(flat.layout.slots):
-                entries: dict[str, Any] = {}
-                for state, _ in by_rank:
-                    entries |= state.get(before.offsets[n] + i, {})
-                if entries and slot.name in number_of:
-                    number = number_of[slot.name]
-                    state = {k: _full_value(full.get(k), slot, v, flat.axis) for k, v in entries.items()}
-                    self.absorb(number, state)
+                kept = entries.get(before.offsets[n] + i)
+                if kept and slot.name in number_of:
+                    state = {k: _full_value(full.get(k), slot, v, flat.axis) for k, v in kept.items()}
+                    self.absorb(number_of[slot.name], state)
         self.steps_taken = before.steps_taken
 
     def _puts_together(self, flat: Flat) -> bool:
@@ -167,11 +176,7 @@ class OptimizerStates:
                     kept[key] = value
             if kept:
                 state[flat.layout.slots[i].name] = kept
-        groups = [
-            {**{k: v for k, v in group.items() if k != "params"}, "params": list(names)}
-            for group, names in zip(self._optimizer.param_groups, self.group_names, strict=True)
-        ]
-        return {"state": state, "param_groups": groups}
+        return {"state": state, "param_groups": self._groups(self.group_names)}
 
     @staticmethod
     def _owns(flat: Flat, i: int) -> bool:
@@ -184,7 +189,7 @@ class OptimizerStates:
         if self._group_names is not None:
             return self._group_names
         names = iter(self.names)
-        return [[next(names) for _ in group["params"]] for group in self._optimizer.param_groups]
+        return [[next(names) for _ in params] for params in self._members]
 
     @property
     def names(self) -> list[str]:

@@ -19,10 +19,7 @@ def follows(stepper: Stepper, optimizers: list[Optimizer]) -> bool:
 def check_change(stepper: Stepper, optimizers: list[Optimizer], parallel: str) -> None:
     """Refuse changes of groups that another engine could not adopt. Not collective; equal on all ranks.
 
-    Args:
-        stepper: the engine's.
-        optimizers: with their current groups.
-        parallel: kinds of parallelism that split the model; empty for none.
+    ``parallel`` names the kinds of parallelism that split the model; empty for none.
 
     Raises:
         PlanError: the model is split, or a parameter is in no group any more.

@@ -55,12 +55,8 @@ class Runs:
     ) -> None:
         """Start without any run.
 
-        Args:
-            optimizer: the user's.
-            states: the states of its parameters.
-            kernel: its fused update, if it has one.
-            fused: one flag per flat buffer: whether the fused update steps it.
-            cuts: parameters may be split and joined. Otherwise each one is a run, in its own shape.
+        ``fused`` has one flag per flat buffer: whether ``kernel`` steps it. ``cuts``: parameters may be split and
+        joined. Otherwise each one is a run, in its own shape.
         """
         self._optimizer = optimizer
         self._states = states

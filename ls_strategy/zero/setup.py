@@ -52,14 +52,9 @@ class ShardedModel:
 def shard(
     draft: Draft, optimizers: Sequence[Optimizer], mesh: Mesh, device: torch.device, held: dict[int, Flat]
 ) -> ShardedModel:
-    """Move the model's parameters into flat buffers. Collective.
+    """Move the parameters of an agreed draft into flat buffers on ``device``. Collective.
 
-    Args:
-        draft: all ranks have agreed on it.
-        optimizers: of the parameters; empty for evaluation.
-        mesh: the process groups.
-        device: of the buffers.
-        held: ``id(parameter)`` -> the flat buffer of an earlier engine that holds it now.
+    ``held`` is ``id(parameter)`` -> the flat buffer of an earlier engine that holds it now.
     """
     config, policy = draft.config, draft.policy
     shares = weights.rank_weights(config.sharding.rank_weights, mesh.zero, device)

@@ -35,13 +35,7 @@ class FlatStates:
     """
 
     def __init__(self, flat: Flat, moments: dict[str, bool], moment_format: MomentFormat) -> None:
-        """Start without states.
-
-        Args:
-            flat: the flat buffer.
-            moments: names of the fused update's states, and whether they are signed; empty without a fused update.
-            moment_format: storage format of those.
-        """
+        """Start without states. ``moments`` are the names of a fused update's states, and whether they are signed."""
         self.flat = flat
         self.moments = moments
         self.moment_format: MomentFormat = moment_format

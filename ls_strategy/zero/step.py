@@ -55,14 +55,7 @@ class Stepper:
         scaler: LossScaler | None,
         previous: Stepper | None = None,
     ) -> None:
-        """Adopt the optimizers. Collective.
-
-        Args:
-            model: the sharded model.
-            optimizers: the user's.
-            scaler: the loss scaler, for precisions that use one.
-            previous: stepper of an earlier engine. Optimizers that it has keep their states.
-        """
+        """Adopt the user's optimizers. Those that ``previous``, of an earlier engine, has keep states. Collective."""
         self._model = model
         self._world = model.mesh.world
         self.scaler = scaler

@@ -24,7 +24,8 @@ from ls_strategy.tiers import nvme_folder as drive
 from ls_strategy.tiers.base import ResidentTier
 from ls_strategy.tiers.buffers import BoundedPool
 from ls_strategy.tiers.file_io import DirectFile, DriveError
-from ls_strategy.tiers.nvme import NVMeTier, check_path, drive_wear
+from ls_strategy.tiers.nvme import NVMeTier
+from ls_strategy.tiers.nvme_folder import check_path, drive_wear
 
 IO = NVMeIOConfig(block_bytes=8192, parallelism=3, queue_depth=8)
 SIZES = {
