@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ls_strategy.config import LossScaleConfig, ZeROConfig
+from ls_strategy.config import LossScaleConfig, ShardingConfig, ZeROConfig
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.engine import Engine
@@ -36,7 +36,8 @@ def engine_on(
     loss_scale: LossScaleConfig | None = None,
     **groups: Any,
 ) -> Engine:
-    """Return an engine with the strategy's options ``groups``."""
+    """Return an engine with the strategy's options ``groups``; every block is a unit."""
+    groups.setdefault("sharding", ShardingConfig(min_unit_numel=1))
     config = ZeROConfig.of(groups.pop("stage", 3), **groups)
     engine = Engine(
         model,

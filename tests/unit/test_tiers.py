@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ls_strategy.config import OffloadConfig, TierName
 from ls_strategy.errors import PlanError, StateError
-from ls_strategy.tiers import TIERS, TierKind
-from ls_strategy.tiers.base import ResidentTier, Sizes
+from ls_strategy.tiers import TIERS
+from ls_strategy.tiers.base import ResidentTier
 from tests.unit.one_rank import ShelfTier, adamw, close_engines, engine_on, network, steps
 
 CPU = torch.device("cpu")
@@ -22,19 +22,6 @@ CPU = torch.device("cpu")
 def threads_end() -> Iterator[None]:
     yield
     close_engines()
-
-
-@pytest.fixture
-def shelves(monkeypatch: pytest.MonkeyPatch) -> list[ShelfTier]:
-    """Register the four methods under a name that options know; return what was opened."""
-    opened: list[ShelfTier] = []
-
-    def open_shelf(sizes: Sizes, *_: Any) -> ShelfTier:
-        opened.append(ShelfTier(sizes))
-        return opened[-1]
-
-    monkeypatch.setitem(TIERS, "nvme", TierKind("on a shelf", resident=False, open=open_shelf))
-    return opened
 
 
 def trained(stage: int, offload: Any) -> list[Tensor]:
