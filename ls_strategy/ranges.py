@@ -8,7 +8,7 @@ import math
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Range:
-    """The allowed numbers. Infinity is allowed only with ``infinite``, NaN never."""
+    """The allowed numbers. Infinity is allowed only with ``infinite``. Callers refuse NaN before."""
 
     least: float | None = None
     above: float | None = None

@@ -57,11 +57,11 @@ def test_groups_of_one_optimizer_are_adjacent() -> None:
     assert [slot.name for slot in unit.flats[0].layout.slots] == ["a", "c", "b"]
 
 
-def test_slots_of_8_bit_moments_do_not_share_a_block() -> None:
+@pytest.mark.parametrize(("moments", "align"), [("int8", 256), ("fp32", ALIGN)])
+def test_slots_of_8_bit_moments_do_not_share_a_block(moments: Any, align: int) -> None:
     members = [fact("a", shape=(3,)), fact("b", shape=(3,))]
-    for moments, align in (("int8", 256), ("fp32", ALIGN)):
-        plan = plan_of(units=[("0", False, members)], precision=PrecisionConfig(moments=moments))
-        assert plan.units[0].flats[0].layout.slots[1].offset == align
+    plan = plan_of(units=[("0", False, members)], precision=PrecisionConfig(moments=moments))
+    assert plan.units[0].flats[0].layout.slots[1].offset == align
 
 
 @pytest.mark.parametrize(("stage", "buffers"), [(0, 4 + 4), (1, 4 + 4), (2, 4 + 4), (3, 4 + 6)])
