@@ -101,8 +101,7 @@ class Engine:
         self.comm = comm = mesh.zero
         """The ranks over which states are sharded and gradients averaged."""
         self.device = device
-        # One rank has nothing to shard, so every stage is stage 0 there and gathers nothing. With offload, the stage
-        # still decides what is on the device.
+        # One rank shards nothing, so it runs as stage 0, unless the stage decides what offload leaves on the device.
         self.policy = POLICIES[config.stage if comm.world_size > 1 or config.offload.any_state else 0]
         draft = self._agree_on_draft(model, optimizers, parts or {})
         previous = Engine.holding(model)

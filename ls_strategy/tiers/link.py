@@ -22,7 +22,7 @@ class Arrival:
     """A copy in flight."""
 
     def __init__(self, event: Any = None, source: Tensor | None = None) -> None:
-        """``event``: a recorded CUDA event, or None for a copy that is done. ``source`` is kept alive until then."""
+        """Wrap a recorded CUDA event, or None for a copy that is done. Keep ``source`` alive until then."""
         self._event = event
         self._source = source
 

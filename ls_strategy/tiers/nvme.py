@@ -62,7 +62,7 @@ class NVMeLease:
     """Elements in a buffer of the tier."""
 
     def __init__(self, tier: NVMeTier, buffer: AlignedBuffer | None, tensor: Tensor, transfer: Transfer | None) -> None:
-        """``buffer`` and ``transfer`` are None for a range without elements."""
+        """Wrap a buffer and its read, which are both None for a range without elements."""
         self.buffer = buffer
         self.transfer = transfer
         self._tier = tier

@@ -78,7 +78,7 @@ class Stream:
     """Runs jobs in order, on a background thread or on the caller's."""
 
     def __init__(self, *, threaded: bool, on_start: Callable[[], None] | None = None) -> None:
-        """``threaded=False``: `submit` runs the jobs. ``on_start`` runs first on the background thread."""
+        """Run ``on_start`` first on the background thread. Without ``threaded``, `submit` runs the jobs."""
         self.threaded = threaded
         self._on_start = on_start
         self._queue: deque[tuple[Job | None, Ticket]] = deque()

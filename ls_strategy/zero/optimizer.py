@@ -285,7 +285,7 @@ class ShardedOptimizer:
         return [self._update_of(n, parts, clip) for n, parts in by_flat.items()]
 
     def _part_of(self, r: Run, taken: int) -> UpdatePart:
-        """``taken``: number of the optimizer's current step, for states that do not count steps."""
+        """Return the part for one run. ``taken`` is the number of this step, for states that do not count steps."""
         assert self._kernel is not None
         group = self.optimizer.param_groups[r.group]
         names = tuple(self._kernel.moments(group))

@@ -232,7 +232,7 @@ class OptimizerStates:
         self._load({known[i]: v for i, v in state["state"].items() if i in known}, state["param_groups"])
 
     def _load(self, states: Mapping[str, dict[str, Any]], settings: Sequence[Mapping[str, Any]]) -> None:
-        """``settings``: one per group, or none."""
+        """Load states, and settings of all groups or of none."""
         self.collect()
         self.entries.clear()
         for group, saved in zip(self._optimizer.param_groups, settings, strict=False):

@@ -98,7 +98,7 @@ class CopyOut:
     """Copies masters that were updated while backward ran to the parameters on the device (stages 1 and 2)."""
 
     def __init__(self, flat: Flat, after: Any) -> None:
-        """``after``: mark in the device's work after which nothing reads the old parameters."""
+        """Wait for ``after``, a mark in the device's work, before the old parameters are overwritten."""
         self._flat = flat
         self._after = after
 
