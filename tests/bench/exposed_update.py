@@ -134,7 +134,7 @@ class Bus:
     """Stands in for parts of the engine: copies, and in ``node`` updates in memory, last as long as a rate says.
 
     On a CPU the engine takes short cuts where device and host are one. They are taken away: parameters of stage 3 are
-    read beside the training thread, averages land when the bus has brought them, and so do updated parameters.
+    read in the background, averages land when the bus has brought them, and so do updated parameters.
     """
 
     def __init__(self, setting: str, flops: float) -> None:
@@ -157,13 +157,13 @@ class Bus:
         """`Averages.land`."""
         self._land(to, *args, **options)
         if to._flat.gradient_tier != "device" and to.values is not None:
-            to.landing = to._flat.rest.beside(self.down.take(to.values.numel()).wait_on_host)
+            to.landing = to._flat.rest.in_background(self.down.take(to.values.numel()).wait_on_host)
 
     def update(self, portion: Any) -> None:
         """`_Portion.update`."""
         started = time.perf_counter()
         self._update(portion)
-        if not portion._update.states.on_nvme:
+        if portion._update.states.resident:
             lasts = (portion._hi - portion._lo) / self._updated_per_s
             time.sleep(max(0.0, lasts - (time.perf_counter() - started)))
 
