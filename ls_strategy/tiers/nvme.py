@@ -211,10 +211,10 @@ class NVMeTier:
         source = value if isinstance(value, Tensor) else value.wait()
         end, dtype = resolve_range(self.sizes, key, start, start + source.numel())
         self._check_writable(key, source.dtype, start, end)
-        portion = self.buffer_bytes // dtype.itemsize
-        for lo in range(start, end, portion):
+        chunk = self.buffer_bytes // dtype.itemsize
+        for lo in range(start, end, chunk):
             self._raise_if_unusable()
-            hi = min(lo + portion, end)
+            hi = min(lo + chunk, end)
             buffer = self._pool.take(f"put of {key[1]!r} of flat buffer {key[0]}, elements [{lo}, {hi})")
             try:
                 buffer.elements(hi - lo, dtype).copy_(source[lo - start : hi - start])

@@ -79,12 +79,12 @@ class Update:
         number = zlib.crc32(flat.layout.slots[0].name.encode()) if flat.layout.slots else 0
         return (number * 0x9E3779B1 + flat.comm.rank * 0x85EBCA77 + part.seed_step * 0xC2B2AE3D) & 0x7FFFFFFF
 
-    def jobs(self) -> list[_Portion]:
+    def jobs(self) -> list[_ChunkUpdate]:
         """Return the update's jobs, in order."""
         numel = self.flat.stepped_numel
         if not self.states.resident or self.grads is None or self.streamed:
-            return [_Portion(self, lo, hi) for lo, hi in chunks(0, numel)]
-        return [_Portion(self, 0, numel)]
+            return [_ChunkUpdate(self, lo, hi) for lo, hi in chunks(0, numel)]
+        return [_ChunkUpdate(self, 0, numel)]
 
     def run(self) -> None:
         """Run the full update on the calling thread."""
@@ -124,7 +124,7 @@ class CopyOut:
         """Do nothing: `update` has already written."""
 
 
-class _Portion:
+class _ChunkUpdate:
     """The job that updates elements ``[lo, hi)`` of the shard."""
 
     def __init__(self, update: Update, lo: int, hi: int) -> None:
