@@ -81,7 +81,6 @@ def instances(
     if missing:
         present = ", ".join(sorted({class_of(m).__name__ for m in model.modules()}))
         raise PlanError(
-            f"Got {option}={list(classes)}, but the model has no module of class {', '.join(sorted(missing))}. Name "
-            f"some of its classes: {present}. Or leave {option} out for the children of every ModuleList and "
-            "Sequential."
+            f"Got {option}={list(classes)}, but the model has no module of class {', '.join(sorted(missing))} among "
+            f"{present}. Name some of these, or leave {option} out for the children of every ModuleList and Sequential."
         )

@@ -161,7 +161,7 @@ def fp32_modules(model: nn.Module, class_names: tuple[str, ...]) -> list[nn.Modu
     if missing:
         raise PlanError(
             f"Got precision.fp32_modules={list(class_names)}, but the model has no module of class "
-            f"{', '.join(missing)}. Name some of its classes: {', '.join(sorted(names))}."
+            f"{', '.join(missing)} among {', '.join(sorted(names))}. Name some of these."
         )
     return [m for m in model.modules() if isinstance(m, _BATCH_NORMS) or type(m).__name__ in class_names]
 
