@@ -168,7 +168,7 @@ def test_kernel_is_the_reference(dtype, isa, dropped):
         for weights in (None, r.weights, -r.weights):
             assert_same_bits(permute.permute(r.x, order, r.k, weights), permute_reference(r.x, order, weights, r.k))
             expected = combine_reference(r.y, order, weights, len(r.x), r.k)
-            assert_same_bits(permute._combine(r.y, order, weights, len(r.x), r.k), expected)
+            assert_same_bits(permute.sum_pairs(r.y, order, weights, len(r.x), r.k), expected)
         assert_same_bits(permute.pair_dots(r.x, r.y, order, r.k), pair_dots_reference(r.x, r.y, order, r.k))
 
 
