@@ -1,4 +1,4 @@
-"""Which modules of a model are its blocks: lists of modules are looked through here, and nowhere else."""
+"""Find the blocks of a model. Only this file searches containers of modules."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ CONTAINERS = (nn.ModuleList, nn.Sequential)
 def container_children(
     module: nn.Module, closed: tuple[type[nn.Module], ...] = (SparseLayer,), prefix: str = ""
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the children of all containers, by name and in order of registration; nested containers are opened first.
+    """Yield the children of all containers, also nested ones, with names and in order of registration.
 
     Args:
         module: the model.
-        closed: classes that are yielded themselves wherever they are. The experts of a layer are no blocks: they are
-            not called as modules.
+        closed: classes that are yielded wherever they are, and not searched. The experts of an MoE layer are not
+            blocks, since they are not called as modules.
         prefix: of the names.
     """
     inside_container = isinstance(module, CONTAINERS) and bool(prefix)
@@ -33,12 +33,12 @@ def container_children(
 
 
 def is_block(module: nn.Module) -> bool:
-    """Whether a container's child has parameters and modules of its own; a lone layer between activations is none."""
+    """Whether a container's child has parameters and submodules; a single layer between activations is not a block."""
     return any(True for _ in module.children()) and any(True for _ in module.parameters())
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, list[nn.Module]]:
-    """Return the stacks of blocks that a model is made of, by the name of their container."""
+    """Return the blocks of a model, by the name of their container."""
     stacks: dict[str, list[nn.Module]] = {}
     for name, module in container_children(model):
         if is_block(module):
@@ -47,7 +47,7 @@ def repeated_blocks(model: nn.Module) -> dict[str, list[nn.Module]]:
 
 
 def outermost(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the wanted modules that are not inside another one, by name and in order of registration."""
+    """Yield the wanted modules that are not inside another one, with names and in order of registration."""
     inside: set[int] = set()
     for name, module in model.named_modules():
         if wanted(module) and id(module) not in inside:
@@ -58,13 +58,13 @@ def outermost(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> Iterator
 def instances(
     model: nn.Module, classes: tuple[str, ...], *, option: str, class_of: Callable[[nn.Module], type] = type
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the outermost modules below the model of classes that are given by name, with or without their module.
+    """Yield the model's outermost submodules of the named classes, with their names.
 
     Args:
         model: the model.
-        classes: their names.
-        option: that gave them, for the message.
-        class_of: a module's class.
+        classes: names of classes, with or without their Python module.
+        option: the option with these names, for the message.
+        class_of: returns a module's class.
 
     Raises:
         PlanError: a name matches no module.
@@ -81,6 +81,6 @@ def instances(
     if missing:
         present = ", ".join(sorted({class_of(m).__name__ for m in model.modules()}))
         raise PlanError(
-            f"{option}={list(classes)}: no module of class {', '.join(sorted(missing))} in the model. Its classes are "
+            f"Got {option}={list(classes)}, but the model has no module of class {', '.join(sorted(missing))} among "
             f"{present}. Name some of these, or leave {option} out for the children of every ModuleList and Sequential."
         )

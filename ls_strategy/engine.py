@@ -1,17 +1,17 @@
-"""One training step, end to end, without Lightning.
+"""The engine runs one training step from end to end, without Lightning.
 
 ::
 
-    begin_step      gather what a step uses anywhere; broadcast buffers as DDP does
+    begin_step      gather the root units; broadcast buffers as DDP does
     (forward)       hooks gather and release units
     begin_backward
-    (backward)      hooks hand gradients to the reducer, which sends unit by unit
-    end_backward    send the rest
-    finish          wait, agree on which parameters have gradients, unscale, look for overflow
+    (backward)      hooks hand gradients to the reducer, which sends them unit by unit
+    end_backward    send the remaining units
+    finish          wait, agree on which parameters have gradients, unscale, check for overflow
     clip_norm_      or clip_value_
     step            the user's optimizer on the master shards; then publish (stages 0 to 2) or release (stage 3)
 
-Everything here is collective unless it says otherwise: every rank makes the same calls in the same order.
+Every method is collective unless its docstring says otherwise: all ranks make the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -47,25 +47,24 @@ from ls_strategy.zero.unstepped import Unstepped
 from ls_strategy.zero_stages import POLICIES
 
 _HOLDERS: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
-"""Which engine holds a model's parameters. Engines hold no strong reference to their model, so entries end with it."""
+"""The engine of each model. Engines hold no strong reference to their model, so an entry is removed with its model."""
 
 
 class Engine:
-    """One model's units, and what gathers, reduces and steps them.
+    """The units of one model, and the objects that gather, reduce and step them.
 
-    The facade of the core: one method per event of training, which the edge calls, and one attribute per part. That is
-    why it has more public members than other classes.
+    This class is the facade of the core. It has one method per event of training, so more than 20 public members.
     """
 
     early_step = False
-    """Begin a unit's update as soon as its gradients are complete. Only where the step is certain to follow, with
-    neither clipping nor a loss scale, and with the hyper-parameters of now."""
+    """Begin a unit's update as soon as its gradients are complete. Set this only if the step is certain to follow,
+    without clipping or a loss scale, and with the current hyper-parameters."""
 
     _torn = False
-    """Whether an exception ended a backward pass that had begun to update."""
+    """Whether an exception ended a backward pass after it had begun to update."""
 
     _exposed_before_s = 0.0
-    """What `exposed_step_s` was when this engine went on from another one."""
+    """`exposed_step_s` of the engine that this one continues."""
 
     def __init__(
         self,
@@ -80,30 +79,29 @@ class Engine:
         parts: Mapping[int, TensorPart] | None = None,
         share: Share | None = None,
     ) -> None:
-        """Take over the model's parameters and the optimizers' groups, from an earlier engine too. Collective.
+        """Shard the model's parameters and adopt the optimizers, also from an earlier engine. Collective.
 
         Args:
-            model: parameters may be on any device, also on meta (then modules fill them by ``reset_parameters``).
-            optimizers: built on the model's parameters. Empty for evaluation.
-            config: options.
-            precision: dtypes.
-            mesh: the ranks.
-            device: where the buffers live.
-            loss_scale: knobs of the loss scale, for the modes that have one.
-            parts: ``id(parameter)`` -> what of it is here, for parameters that are divided over ranks.
-            share: what of the parameters this rank of a pipeline holds.
+            model: its parameters may be on any device. Modules fill meta parameters by ``reset_parameters``.
+            optimizers: hold the model's parameters. Empty for evaluation.
+            config: the options.
+            precision: the dtypes.
+            mesh: the process groups.
+            device: of the buffers.
+            loss_scale: settings of the loss scale, for precisions that use one.
+            parts: ``id(parameter)`` -> this rank's part of a tensor- or expert-parallel parameter.
+            share: this pipeline stage's share of the parameters.
 
         Raises:
-            PlanError: model, optimizers and options do not fit together; on every rank, before anything is moved.
+            PlanError: model, optimizers and options do not fit together. Raised on every rank, before anything moves.
         """
         self._model = weakref.ref(model)
         self.config, self.precision, self.mesh = config, precision, mesh
         self.share = share or Share()
         self.comm = comm = mesh.zero
-        """The ranks over which states are divided and gradients averaged."""
+        """The ranks over which states are sharded and gradients averaged."""
         self.device = device
-        # One rank has nothing to shard: every stage is stage 0 there, without gathers of its own parameters. With
-        # offload the stage says what is on the device at all.
+        # One rank shards nothing, so it runs as stage 0, unless the stage decides what offload leaves on the device.
         self.policy = POLICIES[config.stage if comm.world_size > 1 or config.offload.any_state else 0]
         draft = self._agree_on_draft(model, optimizers, parts or {})
         previous = Engine.holding(model)
@@ -126,7 +124,7 @@ class Engine:
         self._copies = PlainCopies(model, self.flats)
 
         self.on_detach: list[Callable[[], None]] = []
-        """Run when another engine takes the model over."""
+        """Callbacks that run when another engine adopts the model."""
         _HOLDERS[model] = self
 
     def _agree_on_draft(self, model: nn.Module, optimizers: list[Optimizer], parts: Mapping[int, TensorPart]) -> Draft:
@@ -145,24 +143,24 @@ class Engine:
 
     @property
     def model(self) -> nn.Module:
-        """The model whose parameters are here."""
+        """Return the model."""
         model = self._model()
         assert model is not None
         return model
 
     @staticmethod
     def holding(model: nn.Module) -> Engine | None:
-        """The engine that holds a model's parameters now, also after a fit and under another strategy object."""
+        """Return the engine that holds a model's parameters now, also after a fit and under another strategy object."""
         return _HOLDERS.get(model)
 
     # set-up ----------------------------------------------------------------------------------------------------------
 
     @property
     def private_gradients(self) -> bool:
-        """User code reaches averaged gradients only through ``p.grad``, between backward and `zero_grad`.
+        """Whether user code reads averaged gradients only through ``p.grad``, between backward and `zero_grad`.
 
-        Then they need not be shown as ``.grad`` of pieces, may be kept in 16 bit where that is exact, and the update
-        multiplies loss scale and clip factor in; where ``p.grad`` is read first, they are multiplied in then.
+        Then they are not exposed as ``.grad`` of pieces, and may be stored in 16 bits where that is exact. The update
+        applies loss scale and clip factor, unless ``p.grad`` is read first: then they are applied at that time.
         """
         return self.reducer.private
 
@@ -172,22 +170,22 @@ class Engine:
 
     @property
     def optimizers(self) -> list[OptimizerStep]:
-        """Every optimizer, with what is known of its gradients."""
+        """Return the optimizers with the phase of their gradients."""
         return self.stepper.optimizers
 
     @property
     def scaler(self) -> LossScaler | None:
-        """The loss scale, in the modes that have one."""
+        """Return the loss scaler, or None for precisions without a loss scale."""
         return self.stepper.scaler
 
     @property
     def skipped_steps(self) -> int:
-        """Steps that an overflow has skipped."""
+        """Return the number of steps that an overflow has skipped."""
         return self.stepper.skipped_steps
 
     @property
     def keeps_gradients(self) -> bool:
-        """Ignore `zero_grad`: the gradients are those of the step to come."""
+        """Whether `zero_grad` is ignored because the next step still needs the gradients."""
         return self.stepper.keeps_gradients
 
     @keeps_gradients.setter
@@ -195,40 +193,40 @@ class Engine:
         self.stepper.keeps_gradients = keeps
 
     def index_of(self, optimizer: Optimizer) -> int | None:
-        """Number of an optimizer of this engine, None for a stranger. Not collective."""
+        """Return the number of an optimizer, or None if this engine does not have it. Not collective."""
         return self.stepper.index_of(optimizer)
 
     def mirror_requires_grad(self) -> None:
-        """Copy ``requires_grad`` to the parameters from pieces that stand for them in groups. Not collective."""
+        """Copy ``requires_grad`` from the pieces in the optimizers' groups to the parameters. Not collective."""
         regroup.mirror_requires_grad(self.stepper)
 
-    # parameters that join in the middle of a fit ---------------------------------------------------------------------
+    # parameters that are added during a fit ---------------------------------------------------------------------------
 
     def follows(self, optimizers: list[Optimizer]) -> bool:
-        """Whether these are the engine's optimizers, with the groups that it knows. Not collective; microseconds."""
+        """Whether these are the engine's optimizers with unchanged groups. Not collective; takes microseconds."""
         return regroup.follows(self.stepper, optimizers)
 
     def check_change(self, optimizers: list[Optimizer]) -> None:
-        """Refuse changes of groups that another engine could not follow. Not collective: the same on all ranks."""
+        """Refuse changes of groups that another engine could not adopt. Not collective; equal on all ranks."""
         regroup.check_change(self.stepper, optimizers, self.mesh.shape.kinds)
 
     def go_on_from(self, previous: Engine) -> None:
-        """Go on in the middle of a fit where an earlier engine of the model has stopped. Collective."""
+        """Continue in the middle of a fit from an earlier engine of the model. Collective."""
         self._broadcast_buffers_next = previous._broadcast_buffers_next
         self._exposed_before_s = previous.exposed_step_s
         self.stepper.go_on_from(previous.stepper)
 
     @property
     def flats(self) -> list[Flat]:
-        """Every flat buffer, in order of the units."""
+        """Return every flat buffer, in order of the units."""
         return [f for u in self.units for f in u.flats]
 
     def storages(self) -> set[int]:
-        """Keys of the memory that parameters are in: what autograd saves of it is no activation. Not collective."""
+        """Return the storage keys of parameters: tensors that autograd saves there are not activations. Local."""
         return {storage_key(flat.full) for flat in self.flats}
 
     def detach(self) -> None:
-        """Remove every hook; the buffers stay."""
+        """Remove every hook; keep the buffers."""
         self.reducer.finish_in_flight()
         self.wait()
         self.hooks.detach()
@@ -246,11 +244,11 @@ class Engine:
     # forward ---------------------------------------------------------------------------------------------------------
 
     def begin_step(self, *, sync_buffers_after: bool = False) -> None:
-        """A training, validation, test or predict step begins.
+        """Begin a training, validation, test or predict step.
 
         Args:
-            sync_buffers_after: whether the step after this one starts by taking rank 0's buffers; DDP does so after
-                every forward whose backward synchronises.
+            sync_buffers_after: whether the next step starts by broadcasting rank 0's buffers. DDP does so after every
+                forward with a synchronizing backward.
         """
         self.on_demand.thread = threading.get_ident()
         self.on_demand.write_back()
@@ -260,14 +258,14 @@ class Engine:
         self._broadcast_buffers_next = sync_buffers_after
 
     def end_forward(self) -> None:
-        """The step's forward is over. Not collective."""
+        """End the step's forward. Not collective."""
         self.on_demand.write_back()
         self.gatherer.end_forward()
 
     def wait(self) -> None:
-        """Wait until every parameter that is on its way has arrived: before anything but a unit's forward reads one.
+        """Wait until every parameter in flight has arrived. Call this before anything but a unit's forward reads one.
 
-        Collective where updates are delayed.
+        Collective if updates are delayed.
         """
         for index in range(len(self.optimizers)):
             self.schedule.bring_in_delayed(index)
@@ -277,10 +275,10 @@ class Engine:
     # backward --------------------------------------------------------------------------------------------------------
 
     def begin_backward(self, *, eager: bool) -> None:
-        """A backward pass begins. ``eager``: it is the last one before the step, so send what it completes.
+        """Begin a backward pass. ``eager``: it is the last one before the step, so send what it completes.
 
-        Hooks after the step may read gradients, which an early update takes. So the first step updates nothing early,
-        and if user code has read any gradient since, no later step does.
+        An early update consumes gradients that hooks after the step may read. So the first step updates nothing early,
+        nor does any step after user code has read a gradient.
         """
         spans.enter(spans.BACKWARD)
         self.stepper.begin_backward()
@@ -288,13 +286,13 @@ class Engine:
         early = self.early_step and eager and self.scaler is None and self.schedule.allows_early
         early = early and not self.gradients.were_read
         early = early and all(map(self.stepper.is_private, self.optimizers))
-        self.reducer.on_complete = None  # what an earlier micro-batch left under way is not complete
+        self.reducer.on_complete = None  # buffers of an earlier micro-batch in flight are not complete
         self.reducer.begin_backward(eager=eager, loss_scale=self.scaler.scale if self.scaler is not None else 1.0)
         if early:
             self.reducer.on_complete = self.schedule.begin_early if self.stepper.has_stepped else self.schedule.postpone
 
     def end_backward(self, *, local: bool = False) -> None:
-        """The backward pass is over. ``local``: more are to come before gradients are averaged (stages 0 and 1)."""
+        """End the backward pass. ``local``: more passes follow before gradients are averaged (stages 0 and 1)."""
         self.reducer.end_backward()
         self.gradients.local = local and not self.policy.gradients
         self.gradients.averaged = self.reducer.eager
@@ -308,20 +306,20 @@ class Engine:
             if not unit.is_root:
                 self.gatherer.release(unit)
 
-    # a pipeline ------------------------------------------------------------------------------------------------------
+    # pipeline --------------------------------------------------------------------------------------------------------
 
     def begin_micro_batches(self) -> None:
-        """Forwards and backwards of several micro-batches begin; each backward is one of `begin_backward`'s.
+        """Begin the forwards and backwards of several micro-batches. `begin_backward` begins each backward.
 
-        Gradients add up on this rank until the pass that `begin_backward` calls ``eager``, or until
-        `end_micro_batches`. Stage 3: units are gathered once, and stay until then.
+        Gradients accumulate on this rank until the ``eager`` pass, or until `end_micro_batches`. At stage 3, units are
+        gathered once and stay until then.
         """
         self.reducer.holds = True
         for unit in self.units:
             unit.pin()
 
     def end_micro_batches(self, *, reduce: bool) -> None:
-        """They are over. ``reduce``: send what no pass has sent; collective then."""
+        """End the micro-batches. ``reduce``: send the gradients that no pass has sent; collective then."""
         if reduce:
             self.reducer.send_held()
             self.stepper.owe_tied()
@@ -331,45 +329,45 @@ class Engine:
     # step ------------------------------------------------------------------------------------------------------------
 
     def finish(self, index: int) -> bool:
-        """Complete an optimizer's averaged gradients; return whether it may step, the same on every rank."""
+        """Complete an optimizer's averaged gradients; return whether it may step, equal on every rank."""
         return self.stepper.finish(index)
 
     def clip_norm_(self, index: int, max_norm: float) -> Tensor:
-        """Clip by global norm over all gradients of the optimizer, exactly; returns the norm before clipping."""
+        """Clip the optimizer's gradients by their exact global norm; return the norm before clipping."""
         return self.stepper.clip_norm_(index, max_norm)
 
     def clip_value_(self, index: int, limit: float) -> None:
-        """Clamp every averaged gradient element of the optimizer."""
+        """Clamp every element of the optimizer's averaged gradients."""
         self.stepper.clip_value_(index, limit)
 
     def grad_norm(self, index: int | None = None, norm_type: float = 2.0) -> Tensor:
-        """Global norm of the averaged gradients, before clipping: of one optimizer, or of all together."""
+        """Return the global norm of the averaged gradients before clipping, of one optimizer or of all together."""
         return self.stepper.grad_norm(index, norm_type)
 
     def step(self, index: int, run: Callable[[], Any]) -> Any:
-        """Let an optimizer update its master shards by calling ``run``, then bring the weights where they are read."""
+        """Let an optimizer update its master shards by calling ``run``, then publish the new weights."""
         return self.stepper.step(index, run)
 
     def zero_grad(self, index: int, *, set_to_none: bool = True) -> None:
-        """``optimizer.zero_grad``. Not collective, unless a reduction is in flight (then on every rank)."""
+        """Run ``optimizer.zero_grad``. Collective only if a reduction is in flight."""
         self.stepper.zero_grad(index, set_to_none=set_to_none)
 
     def zero_params(self, params: Iterable[nn.Parameter], *, set_to_none: bool) -> None:
-        """Drop averaged gradients of some parameters, as ``module.zero_grad()`` means it. Not collective."""
+        """Drop averaged gradients of some parameters, as ``module.zero_grad()`` does. Not collective."""
         self.stepper.zero_params(params, set_to_none=set_to_none)
 
     def check_whole(self) -> None:
-        """Refuse to hand out weights of which some have taken a step that the others have not. Not collective.
+        """Refuse to return weights if only some of them have taken the last step. Not collective.
 
         Raises:
-            StateError: an exception ended a backward pass that had begun to update, or an update failed.
+            StateError: an exception ended a backward pass after it had begun to update, or an update failed.
         """
         require_one_step(self.flats, torn=self._torn, failure=self.offload.stream.error)
 
     def abort(self) -> None:
-        """An exception ended a step: forget the gradients that were under way.
+        """Forget the gradients in flight, after an exception has ended a step.
 
-        Weights on their way are waited for, since all ranks sent them before; if that fails too, they are given up.
+        Wait for weights in flight, since all ranks have sent them. If that fails too, give them up.
         """
         self.reducer.abort()
         self.schedule.forget_early()
@@ -378,59 +376,60 @@ class Engine:
             flat.updated_early = False
         try:
             self.wait()
-        except Exception:  # what ended the step matters more; and nothing may wait for this again
+        except Exception:  # the first exception matters more, and nothing may wait for this again
             for flat in self.flats:
                 flat.give_up()
 
     @property
     def exposed_step_s(self) -> float:
-        """Seconds so far that the training thread has spent on, or waited for, updates of offloaded states.
+        """Return the seconds that the training thread has spent on, or waited for, updates of offloaded states.
 
-        The wait for gradients to reach the host, which a norm begins with, is among them.
+        This includes the wait for gradients to reach the host before a norm is computed.
         """
         inline = 0.0 if self.offload.stream.threaded else self.offload.stream.busy_s
         return self._exposed_before_s + inline + sum(flat.waited_s for flat in self.flats)
 
     def describe(self) -> str:
-        """What this engine will do, for the log: the plan, who updates what, and where."""
+        """Return the plan and the kind of every optimizer's update, for the log."""
         steps = [f"  {state.sharded.describe()}" for state in self.optimizers]
         return "\n".join([self.plan.describe(), *steps, *filter(None, [self.offload.describe(self.plan)])])
 
     def trainable_masters(self) -> list[Tensor]:
-        """This rank's master shards of everything that trains, in the order of the units; copies of what is on NVMe.
+        """Return this rank's trainable master shards, in the order of the units; copies of those on NVMe.
 
         Not collective.
         """
-        return [f.read_master() for u in self.units for f in u.trainable_flats]
+        return [f.read_master() for f in self.flats if f.trainable]
 
     def exchange_masters(self, others: list[Tensor], *, publish: bool) -> None:
-        """Swap the contents of `trainable_masters` with ``others``, in place; called twice, everything is as before.
+        """Swap the contents of `trainable_masters` with ``others`` in place. A second call restores them.
 
         Args:
             others: one tensor of the same shape per master.
-            publish: let the module's parameters follow. Collective then.
+            publish: update the module's parameters too. Collective then.
         """
         self.wait()
-        for flat, other in zip([f for u in self.units for f in u.trainable_flats], others, strict=True):
+        flats = [f for f in self.flats if f.trainable]
+        for flat, other in zip(flats, others, strict=True):
             flat.exchange_master(other)
         if publish and self.policy.parameters:
             self.gatherer.release_all()
         elif publish:
-            self.gatherer.publish([f for f in self.flats if f.trainable])
+            self.gatherer.publish(flats)
             self.wait()
 
     # reading ---------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def gathered(self, params: Iterable[nn.Parameter] | None = None, *, modify: bool = False) -> Iterator[None]:
-        """Inside, parameters are in full on every rank, all at once. Collective; takes their memory.
+        """Hold full parameters on every rank inside the context, all at once. Collective.
 
         Args:
-            params: which; their neighbours in the flat buffers come along. Default: all.
-            modify: what is written inside counts. Otherwise it is an error.
+            params: the parameters; all in the same flat buffers are gathered too. Default: all.
+            modify: keep what is written inside. Otherwise writing is an error.
 
         Raises:
-            StateError: on every rank, if any has written without ``modify``.
+            StateError: a rank has written without ``modify``. Raised on every rank.
         """
         self.wait()
         wanted = None if params is None else {id(p) for p in params}
@@ -439,10 +438,10 @@ class Engine:
             yield
 
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes of model state that this rank holds now, by kind. Not collective.
+        """Return the bytes of model state that this rank holds now, by kind. Not collective.
 
-        ``parameters`` includes units that are gathered at the moment; ``gradients`` the fp32 averages and whatever
-        ``p.grad`` holds; ``communication`` receive and staging buffers.
+        ``parameters`` includes units that are gathered now, ``gradients`` the fp32 averages and ``p.grad``,
+        ``communication`` the receive and staging buffers.
         """
         pools = {f.comm.pool for f in self.flats} | {self.comm.pool}
         return memory.memory_bytes(self.flats, self.optimizers, pools)

@@ -1,14 +1,14 @@
-"""Where each element of a flat buffer lives: integers only.
+"""Where each element of a flat buffer is, as integers.
 
-A flat buffer holds the parameters of one unit one after the other, each in a slot, and is cut into one shard per rank,
-all of the same length, or by weights where ranks have unequal memory::
+A flat buffer holds the parameters of one unit, each in a slot. It is split into one shard per rank: all of the same
+length, or by weights if ranks have unequal memory::
 
     |  weight a      | b |..|  weight c                |......|     slots, aligned; dots are padding
     |   rank 0       |   rank 1       |   rank 2       |            shards
     |   rank 0            |   rank 1            |  r 2 |            shards with weights 2, 2, 1
 
-Slots and shards both start at multiples of `ALIGN` elements, so that the vector loop of an element-wise kernel meets
-the same elements in its tail whatever the stage is: stages stay equal bit for bit.
+Slots and shards start at multiples of `ALIGN` elements. So the vector loop of an element-wise kernel has the same
+elements in its tail at every stage, and stages are bitwise equal.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from itertools import pairwise
 from typing import Literal
 
 ALIGN = 16
-"""Elements. 64 bytes in fp32: one cache line, one AVX-512 register, four 128-bit GPU loads."""
+"""Elements: 64 bytes in fp32, which is one cache line, one AVX-512 register, or four 128-bit GPU loads."""
 
 
 def round_up(numel: int, align: int) -> int:
-    """Smallest multiple of ``align`` that is at least ``numel``.
+    """Return the smallest multiple of ``align`` that is at least ``numel``.
 
     >>> round_up(17, 16), round_up(16, 16), round_up(0, 16)
     (32, 16, 0)
@@ -35,7 +35,7 @@ def round_up(numel: int, align: int) -> int:
 
 
 def shard_numel(numel: int, world_size: int, *, align: int = ALIGN) -> int:
-    """Length of every rank's shard: a multiple of ``align``; the last shards may reach into padding.
+    """Return the length of every rank's shard, a multiple of ``align``. The last shards may contain padding.
 
     >>> shard_numel(100, 3)
     48
@@ -44,9 +44,9 @@ def shard_numel(numel: int, world_size: int, *, align: int = ALIGN) -> int:
 
 
 def weighted_bounds(used: int, weights: Sequence[Fraction], *, align: int = ALIGN) -> tuple[int, ...]:
-    """Where shards begin and end that share ``used`` elements by ``weights``: one offset more than ranks.
+    """Return the ``world_size + 1`` bounds of shards that split ``used`` elements by ``weights``.
 
-    Each is the nearest multiple of ``align``, and no shard is empty unless all are.
+    Each bound is the nearest multiple of ``align``. No shard is empty unless all are.
 
     >>> weighted_bounds(96, (2, 1)), weighted_bounds(16, (1, 100)), weighted_bounds(0, (2, 1))
     ((0, 64, 96), (0, 16, 32), (0, 0, 0))
@@ -64,18 +64,18 @@ def weighted_bounds(used: int, weights: Sequence[Fraction], *, align: int = ALIG
 
 @dataclass(frozen=True)
 class TensorPart:
-    """What of a parameter a rank of the tensor- or expert-parallel axis holds: along one dimension, runs of indices."""
+    """A rank's part of a tensor- or expert-parallel parameter: runs of indices along one dimension."""
 
     full_shape: tuple[int, ...]
     dim: int
     runs: tuple[tuple[int, int], ...]
-    """``(first index, length)`` along ``dim`` of the full parameter, in the order in which the part holds them."""
+    """``(first index, length)`` along ``dim`` of the full parameter, in the order of the part."""
 
     copies: int = 1
-    """Ranks of the axis, side by side, that hold this same part."""
+    """Number of adjacent ranks of the axis with this part."""
 
     axis: Literal["tensor", "expert"] = "tensor"
-    """The ranks that hold the other parts."""
+    """The axis whose ranks hold the other parts."""
 
     @classmethod
     def cut(
@@ -89,16 +89,19 @@ class TensorPart:
         granule: int = 1,
         copies: int | Sequence[int] = 1,
     ) -> TensorPart:
-        """The part of ``rank`` of ``size``: of every section along ``dim`` one stretch, as equal as granules allow.
+        """Return the part of ``rank`` of ``size``: one run of every section along ``dim``, as equal as granules allow.
 
         Args:
             full_shape: of the parameter.
-            dim: that is divided.
+            dim: the dimension to split.
             rank: along the axis.
             size: of the axis.
-            sections: lengths that are divided each by itself (query, key and value rows of one matrix, say).
-            granule: indices that stay together (rows of one head).
-            copies: ranks side by side that hold the same part; one number, or one per section.
+            sections: lengths that are split separately (for example query, key and value rows of one matrix).
+            granule: indices that stay together (for example rows of one head).
+            copies: number of adjacent ranks with the same part; one number, or one per section.
+
+        Raises:
+            ValueError: the sections or granules do not fit the shape.
 
         >>> TensorPart.cut((12, 5), 0, 1, 2, sections=(8, 4)).runs
         ((4, 4), (10, 2))
@@ -106,13 +109,13 @@ class TensorPart:
         shape = tuple(full_shape)
         sections = (shape[dim],) if sections is None else tuple(sections)
         each = (copies,) * len(sections) if isinstance(copies, int) else tuple(copies)
-        whole = sum(sections) == shape[dim] and not any(s % granule for s in sections)
-        if not whole or len(each) != len(sections) or any(size % c for c in each):
+        fits = sum(sections) == shape[dim] and not any(s % granule for s in sections)
+        if not fits or len(each) != len(sections) or any(size % c for c in each):
             raise ValueError(f"sections {sections} in granules of {granule} do not make up dimension {dim} of {shape}")
         runs: list[tuple[int, int]] = []
         start = 0
-        for section, alike in zip(sections, each, strict=True):
-            parts, index = size // alike, rank // alike
+        for section, same in zip(sections, each, strict=True):
+            parts, index = size // same, rank // same
             low, more = divmod(section // granule, parts)
             first = index * low + min(index, more)
             length = low + (index < more)
@@ -122,12 +125,12 @@ class TensorPart:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the part."""
+        """Return the shape of the part."""
         length = sum(length for _, length in self.runs)
         return (*self.full_shape[: self.dim], length, *self.full_shape[self.dim + 1 :])
 
     def in_full(self, box: Box) -> list[tuple[Box, tuple[int, ...]]]:
-        """A box of the part as boxes of the full parameter: ``(box of the part, its offsets in full)``.
+        """Split a box of the part into boxes of the full parameter: ``(box of the part, offsets in the full one)``.
 
         >>> part = TensorPart((4, 6), 1, ((0, 1), (3, 2)))
         >>> [(b.offsets, b.sizes, at) for b, at in part.in_full(Box((1, 0), (2, 3), 3))]
@@ -156,27 +159,27 @@ class Slot:
     shape: tuple[int, ...]
     offset: int
     part: TensorPart | None = None
-    """What of the parameter is here, with tensor parallelism; ``shape`` is then the part's."""
+    """This rank's part of the parameter, with tensor parallelism; ``shape`` is then the shape of the part."""
 
     @property
     def numel(self) -> int:
-        """Elements of the parameter; 1 for a scalar."""
+        """Return the elements of the parameter; 1 for a scalar."""
         return math.prod(self.shape)
 
     @property
     def end(self) -> int:
-        """Offset one past the last element."""
+        """Return the offset one past the last element."""
         return self.offset + self.numel
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        """Of the whole parameter, over all ranks of the tensor-parallel axis."""
+        """Return the shape of the full parameter, over all ranks of the tensor-parallel axis."""
         return self.shape if self.part is None else self.part.full_shape
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of a parameter that lies in one shard: ``shard[start:stop]`` is ``param.flatten()[param_start:...]``."""
+    """The part of a parameter in one shard: ``shard[start:stop]`` is ``param.flatten()[param_start:...]``."""
 
     start: int
     stop: int
@@ -184,7 +187,7 @@ class Piece:
 
     @property
     def numel(self) -> int:
-        """Elements of the parameter on this rank; 0 when it lies wholly in other shards."""
+        """Return the elements of the parameter in this shard; 0 if it is completely in other shards."""
         return self.stop - self.start
 
 
@@ -199,16 +202,16 @@ class Box:
 
     @property
     def numel(self) -> int:
-        """Elements; 1 for a scalar."""
+        """Return the elements; 1 for a scalar."""
         return math.prod(self.sizes)
 
     @property
     def stop(self) -> int:
-        """Position one past the last element."""
+        """Return the position one past the last element."""
         return self.start + self.numel
 
     def split(self, limit: int) -> list[Box]:
-        """Boxes of at most ``limit`` elements, cut between rows, then inside rows where a row is longer.
+        """Return boxes of at most ``limit`` elements, split between rows, and inside rows if a row is longer.
 
         >>> [b.sizes for b in Box((0, 0), (5, 4), 0).split(8)]
         [(2, 4), (2, 4), (1, 4)]
@@ -228,7 +231,7 @@ class Box:
 
 
 def flat_range_to_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
-    """Cut ``[start, stop)`` of a flattened tensor into boxes of the tensor, in order; at most ``2 * ndim - 1``.
+    """Split ``[start, stop)`` of a flattened tensor into at most ``2 * ndim - 1`` boxes of the tensor, in order.
 
     >>> [(b.offsets, b.sizes) for b in flat_range_to_boxes((4, 5), 3, 16)]
     [((0, 3), (1, 2)), ((1, 0), (2, 5)), ((3, 0), (1, 1))]
@@ -245,20 +248,20 @@ def flat_range_to_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[B
         inner = flat_range_to_boxes(shape[1:], start - first * row, stop - first * row)
         return [Box((first, *b.offsets), (1, *b.sizes), first * row + b.start) for b in inner]
     boxes: list[Box] = []
-    whole_from, whole_to = -(-start // row), stop // row
-    if start < whole_from * row:
-        boxes += flat_range_to_boxes(shape, start, whole_from * row)
-    if whole_from < whole_to:
+    first_full, end_full = -(-start // row), stop // row
+    if start < first_full * row:
+        boxes += flat_range_to_boxes(shape, start, first_full * row)
+    if first_full < end_full:
         zeros = (0,) * (len(shape) - 1)
-        boxes.append(Box((whole_from, *zeros), (whole_to - whole_from, *shape[1:]), whole_from * row))
-    if whole_to * row < stop:
-        boxes += flat_range_to_boxes(shape, whole_to * row, stop)
+        boxes.append(Box((first_full, *zeros), (end_full - first_full, *shape[1:]), first_full * row))
+    if end_full * row < stop:
+        boxes += flat_range_to_boxes(shape, end_full * row, stop)
     return boxes
 
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Slots of one flat buffer and its cut into ``world_size`` shards, as seen by one rank."""
+    """Slots of one flat buffer, and its split into ``world_size`` shards, as seen by one rank."""
 
     slots: tuple[Slot, ...]
     world_size: int
@@ -266,10 +269,10 @@ class FlatLayout:
     """Slots and shards start at multiples of this many elements."""
 
     weights: tuple[Fraction, ...] = ()
-    """Of the shards, by rank; none: all have the same length."""
+    """Relative shard sizes by rank; empty for equal shards."""
 
     rank: int = 0
-    """Whose shard is `shard`, with weights."""
+    """The rank of `shard`, with weights."""
 
     @classmethod
     def pack(
@@ -282,15 +285,7 @@ class FlatLayout:
         weights: Sequence[Fraction] = (),
         rank: int = 0,
     ) -> FlatLayout:
-        """Place parameters one after the other, each at a multiple of ``align``.
-
-        Args:
-            shapes: name and shape of what is here of every parameter.
-            world_size: number of shards.
-            align: elements.
-            parts: by name, for parameters of which only a part is here.
-            weights: of the shards; none: all have the same length.
-            rank: whose shard is `shard`, with weights.
+        """Place parameters, or this rank's ``parts`` of them, one after the other at multiples of ``align``.
 
         >>> [s.offset for s in FlatLayout.pack([("a", (3, 5)), ("b", ()), ("c", (16,))], 2).slots]
         [0, 16, 32]
@@ -305,46 +300,46 @@ class FlatLayout:
 
     @property
     def used(self) -> int:
-        """Elements up to the end of the last slot."""
+        """Return the elements up to the end of the last slot."""
         return round_up(self.slots[-1].end, self.align) if self.slots else 0
 
     @property
     def shard(self) -> int:
-        """Elements of every shard; with weights, of this rank's."""
+        """Return the elements of every shard; with weights, of this rank's."""
         if self.weights:
             return self.cuts[self.rank + 1] - self.cuts[self.rank]
         return shard_numel(self.used, self.world_size, align=self.align)
 
     @cached_property
     def cuts(self) -> tuple[int, ...]:
-        """Where shards begin and end: ``world_size + 1`` offsets."""
+        """Return the ``world_size + 1`` bounds of the shards."""
         if self.weights:
             return weighted_bounds(self.used, self.weights, align=self.align)
         return tuple(rank * self.shard for rank in range(self.world_size + 1))
 
     @property
     def sizes(self) -> tuple[int, ...] | None:
-        """Length of every rank's shard; None where all are the same."""
+        """Return the length of every rank's shard; None if all are equal."""
         return tuple(hi - lo for lo, hi in pairwise(self.cuts)) if self.weights else None
 
     @property
     def numel(self) -> int:
-        """Elements of the whole buffer, padding included."""
+        """Return the elements of the full buffer, padding included."""
         return self.cuts[-1]
 
     @property
     def param_numel(self) -> int:
-        """Elements that belong to parameters."""
+        """Return the elements that belong to parameters."""
         return sum(slot.numel for slot in self.slots)
 
     def shard_range(self, rank: int) -> tuple[int, int]:
-        """Half-open range of the buffer that ``rank`` owns."""
+        """Return the half-open range of the buffer that ``rank`` owns."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside [0, {self.world_size})")
         return self.cuts[rank], self.cuts[rank + 1]
 
     def pieces(self, start: int, stop: int) -> tuple[Piece, ...]:
-        """One piece per slot: what of it lies in the buffer's range ``[start, stop)``, relative to ``start``."""
+        """Return one piece per slot: its part in the buffer's range ``[start, stop)``, relative to ``start``."""
         result: list[Piece] = []
         for slot in self.slots:
             lo, hi = max(slot.offset, start), min(slot.end, stop)
@@ -355,7 +350,7 @@ class FlatLayout:
         return tuple(result)
 
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """Half-open ranges of the buffer that belong to no parameter."""
+        """Return the half-open ranges of padding."""
         result: list[tuple[int, int]] = []
         position = 0
         for slot in self.slots:

@@ -9,11 +9,11 @@ from ls_strategy.errors import StateError
 
 
 class LossScaler:
-    """Static or dynamic loss scale; the same decisions on every rank, because every rank is told the same overflow.
+    """Static or dynamic loss scale. All ranks decide in the same way, because `update` gets the agreed overflow.
 
-    The dynamic rule has the knobs of DeepSpeed's ``DynamicLossScaler``: an overflow uses up one unit of hysteresis, and
-    halves the scale when none is left; ``window`` good steps in a row double it (counted as ``torch.amp.GradScaler``
-    does; DeepSpeed doubles one step later).
+    The dynamic rule has the settings of DeepSpeed's ``DynamicLossScaler``. An overflow uses up one unit of hysteresis,
+    and halves the scale if none is left. ``window`` good steps in a row double it (counted as in
+    ``torch.amp.GradScaler``; DeepSpeed doubles one step later).
     """
 
     def __init__(self, config: LossScaleConfig) -> None:
@@ -27,7 +27,7 @@ class LossScaler:
         """Account for one optimizer step.
 
         Raises:
-            StateError: overflow at the smallest allowed scale: the gradients are infinite or NaN by themselves.
+            StateError: overflow at the minimum scale: the unscaled gradients are infinite or NaN.
         """
         if self.config.static is not None:
             return
@@ -48,18 +48,18 @@ class LossScaler:
             return
         if self.scale <= self.config.min_scale:
             raise StateError(
-                f"gradients overflow although the loss scale is already at its minimum ({self.scale:g}): the loss or "
-                "the gradients are infinite or NaN by themselves. Look for the first step at which the logged loss is "
-                "not finite, lower the learning rate, clip gradients, or train with precision='bf16-true'."
+                f"gradients overflow although the loss scale is already at its minimum ({self.scale:g}): the unscaled "
+                "loss or gradients are infinite or NaN. Find the first step with a logged loss that is not finite, "
+                "lower the learning rate, clip gradients, or train with precision='bf16-true'."
             )
         self.scale = max(self.scale / 2.0, self.config.min_scale)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that `load_state_dict` needs to go on as if nothing had happened."""
+        """Return everything that `load_state_dict` needs to continue."""
         return {"scale": self.scale, "hysteresis_left": self.hysteresis_left, "good_steps": self.good_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore; also reads the state of ``torch.amp.GradScaler``, so that a run started under DDP goes on here."""
+        """Restore the state, also that of a ``torch.amp.GradScaler``, so that a run from DDP can continue."""
         self.scale = float(state["scale"])
         if "_growth_tracker" in state:  # torch.amp.GradScaler: good steps since the last change, no hysteresis
             self.good_steps = int(state["_growth_tracker"])

@@ -1,6 +1,6 @@
-"""What a run will do, resolved before anything is moved: its buffers, bytes per rank, and elements sent.
+"""The plan of a run, resolved before anything is moved: buffers, bytes per rank, and elements sent.
 
-Pure integers over shapes; the engine builds exactly what the plan says, and tests hold it against counted bytes.
+A plan is integers over shapes. The engine builds exactly what it says, and tests compare it with counted bytes.
 """
 
 from __future__ import annotations
@@ -15,73 +15,72 @@ import torch
 from ls_strategy.config import MomentFormat, TierConfig, TierName, ZeROConfig
 from ls_strategy.layout import ALIGN, FlatLayout, TensorPart
 from ls_strategy.ops.moments import BLOCK as MOMENT_BLOCK
+from ls_strategy.tiers import TIERS
 from ls_strategy.zero_stages import StagePolicy
 
 FROZEN = -1
-"""Optimizer number of parameters that no optimizer updates."""
+"""Optimizer number of parameters without an optimizer."""
 
 MOMENT_BYTES: dict[MomentFormat, float] = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 4 / MOMENT_BLOCK}
-"""Bytes of one moment of one element, scales included."""
-
-_TIERS = {"device": "on the device", "cpu": "in host memory", "nvme": "on NVMe"}
+"""Bytes of one moment per element, scales included."""
 
 
 @dataclass(frozen=True)
 class ParamFacts:
-    """What a plan needs to know of one parameter."""
+    """Facts about one parameter that a plan needs."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    """Dtype that the forward reads."""
+    """Dtype in the forward."""
 
     optimizer: int = FROZEN
     group: int = 0
     part: TensorPart | None = None
-    """What of it is on this rank, with tensor or expert parallelism; ``shape`` is then the part's."""
+    """This rank's part of it, with tensor or expert parallelism; ``shape`` is then the shape of the part."""
 
     tied: bool = False
-    """Whether another stage of the pipeline holds it, too."""
+    """Whether another pipeline stage holds it too."""
 
     replica: bool = False
-    """Whether that one counts and saves it."""
+    """Whether the other pipeline stage counts and saves it."""
 
     shared_by: tuple[int, ...] = ()
-    """Numbers of its optimizers, where there are several; ``optimizer`` is then a number for all of them together."""
+    """Numbers of its optimizers if there are several; ``optimizer`` is then the number of this set."""
 
 
 @dataclass(frozen=True)
 class FlatPlan:
-    """One flat buffer: parameters of a unit with the same optimizer and dtype."""
+    """One flat buffer: the parameters of a unit with the same optimizer and dtype."""
 
     layout: FlatLayout
     dtype: torch.dtype
     master_dtype: torch.dtype
     optimizer: int
     optimizer_tier: TierName = "device"
-    """Where master weights and optimizer states rest; for a frozen buffer the same as ``param_tier``."""
+    """Tier of master weights and optimizer states; for a frozen buffer, ``param_tier``."""
 
     param_tier: TierName = "device"
-    """Stage 3: where this rank's shard of the parameters rests."""
+    """Tier of this rank's shard of the parameters, at stage 3."""
 
     gradient_tier: TierName = "device"
-    """Where averaged gradients rest between backward and step."""
+    """Tier of averaged gradients between backward and step."""
 
     copies: int = 1
-    """Ranks of the tensor-parallel axis, side by side, that hold the same parameters."""
+    """Number of adjacent ranks of the tensor-parallel axis with the same parameters."""
 
     tied: bool = False
-    """Whether another stage of the pipeline holds the same, too: gradients are summed over both."""
+    """Whether another pipeline stage holds the parameters too, so that gradients are summed over both."""
 
     replica: bool = False
-    """Whether that one counts and saves them."""
+    """Whether the other pipeline stage counts and saves them."""
 
     shared_by: tuple[int, ...] = ()
-    """Numbers of its optimizers, where there are several: each has a state of its own."""
+    """Numbers of its optimizers if there are several; each has its own state."""
 
     @property
     def owners(self) -> tuple[int, ...]:
-        """Numbers of the optimizers that update it."""
+        """Return the numbers of the optimizers that update it."""
         return self.shared_by or ((self.optimizer,) if self.trainable else ())
 
     @property
@@ -91,21 +90,22 @@ class FlatPlan:
 
     @property
     def gathered_numel(self) -> int:
-        """Elements that this rank sends in a gather, padding included: its shard, to every other rank."""
+        """Return the elements that this rank sends in a gather: its shard to every other rank, with padding."""
         return self.layout.shard * (self.layout.world_size - 1)
 
     @property
     def reduced_numel(self) -> int:
-        """Elements that this rank sends in a reduction, padding included: the other ranks' shards."""
+        """Return the elements that this rank sends in a reduction: the other ranks' shards, with padding."""
         return self.layout.numel - self.layout.shard
 
     def has_own_shard(self, policy: StagePolicy) -> bool:
-        """Stage 3: whether this rank's part of the parameters is kept beside the masters, in the forward's dtype.
+        """Whether this rank stores a shard of the parameters in the forward's dtype, in addition to the masters.
 
-        In memory a unit is gathered straight from the masters, cast on the way; a drive would move twice the bytes.
+        Only at stage 3. Resident masters are cast in a gather. Others would be read with twice the bytes.
         """
         same_place = self.param_tier == self.optimizer_tier
-        return policy.parameters and not (same_place and (self.param_tier != "nvme" or self.dtype == self.master_dtype))
+        cast_is_free = TIERS[self.param_tier].resident or self.dtype == self.master_dtype
+        return policy.parameters and not (same_place and cast_is_free)
 
 
 @dataclass(frozen=True)
@@ -118,12 +118,12 @@ class UnitPlan:
 
     @property
     def numel(self) -> int:
-        """Parameters, without padding."""
+        """Return the number of parameters, without padding."""
         return sum(f.layout.param_numel for f in self.flats)
 
     @property
     def gathered_numel(self) -> int:
-        """Elements that this rank sends when all buffers are gathered."""
+        """Return the elements that this rank sends when all buffers are gathered."""
         return sum(f.gathered_numel for f in self.flats)
 
 
@@ -136,10 +136,10 @@ class FlatBytes:
     masters: int
     optimizer: int
     averages: int
-    """In fp32; stage 0: of the full buffer, in place."""
+    """Averaged gradients in fp32; at stage 0, of the full buffer in place."""
 
     local_gradients: int
-    """Stage 1: this rank's own gradients, in the parameters' dtype."""
+    """At stage 1: this rank's own gradients, in the parameters' dtype."""
 
 
 @dataclass(frozen=True)
@@ -150,34 +150,33 @@ class Plan:
     world_size: int
     units: tuple[UnitPlan, ...]
     moments: MomentFormat = "fp32"
-    """How optimizer moments are stored."""
+    """Storage format of optimizer moments."""
 
     weights: tuple[Fraction, ...] = ()
-    """Of the ranks' shards; none: all have the same length. Bytes and traffic are then those of ``rank``."""
+    """Relative shard sizes by rank; empty for equal shards. With weights, bytes and traffic are those of ``rank``."""
 
     rank: int = 0
 
     @property
     def numel(self) -> int:
-        """Parameters of the model, shared ones once."""
+        """Return the parameters of the model, counting shared ones once."""
         return sum(u.numel for u in self.units)
 
     def elements_sent(self, micro_batches: int = 1) -> int:
-        """Elements that one rank sends in one optimizer step, padding included, agreements of a few bytes not."""
+        """Return the elements that one rank sends in one optimizer step, with padding, without agreements of bytes."""
         return self.count_sent(micro_batches, gathered=lambda f: f.gathered_numel, reduced=lambda f: f.reduced_numel)
 
     def count_sent(
         self, micro_batches: int, *, gathered: Callable[[FlatPlan], int], reduced: Callable[[FlatPlan], int]
     ) -> int:
-        """Add up what one rank sends in one optimizer step.
+        """Return the sum of what one rank sends in one optimizer step.
 
-        ZeRO section 7, less what stage 3 need not gather again: root units stay from their first use until the step,
-        and the unit whose backward comes first stays from forward to backward.
+        This follows ZeRO section 7, except that stage 3 gathers some units less often; see `gathers_per_step`.
 
         Args:
             micro_batches: per step.
-            gathered: what one gather of a buffer sends (stage 0: of its averages).
-            reduced: what one reduction of its gradients sends.
+            gathered: amount sent by one gather of a buffer (at stage 0, of its averages).
+            reduced: amount sent by one reduction of its gradients.
         """
         trainable = [f for u in self.units for f in u.flats if f.trainable]
         reductions = sum(map(reduced, trainable))
@@ -190,9 +189,10 @@ class Plan:
         return fetched + micro_batches * reductions
 
     def gathers_per_step(self, micro_batches: int = 1) -> list[int]:
-        """How often each unit is gathered in one optimizer step: never, unless parameters are sharded.
+        """Return how often each unit is gathered in one optimizer step: never, unless parameters are sharded.
 
-        Root units once; blocks for forward and for backward of each micro-batch, but the last one, which stays between.
+        Root units are gathered once. Blocks are gathered for forward and backward of each micro-batch, except that the
+        last block stays gathered in between.
         """
         if not self.policy.parameters:
             return [0] * len(self.units)
@@ -200,11 +200,11 @@ class Plan:
         return [1 if u.is_root else micro_batches * (1 if i == last else 2) for i, u in enumerate(self.units)]
 
     def flat_states(self, flat: FlatPlan, optimizer_bytes: Sequence[float] | None = None) -> FlatBytes:
-        """Bytes of one buffer's states; every other count of states adds these up.
+        """Return the bytes of one buffer's states. Every other count of states is a sum of these.
 
         Args:
-            flat: of this plan.
-            optimizer_bytes: what each optimizer keeps per element. None: AdamW's two moments.
+            flat: a buffer of this plan.
+            optimizer_bytes: bytes of state per element, by optimizer. None: AdamW's two moments.
         """
         policy, full, trained = self.policy, flat.layout.numel, flat.trainable
         stepped = flat.layout.shard if policy.optimizer else full
@@ -220,16 +220,16 @@ class Plan:
         )
 
     def bytes_by_tier(self, optimizer_bytes: Sequence[float] | None = None) -> dict[TierName, dict[str, int]]:
-        """Bytes of model state on one rank between two steps, by tier and kind.
+        """Return the bytes of model state on one rank between two steps, by tier and kind, padding included.
 
-        Padding included. ``gradients`` are the averages, and for stages 0 and 1 this rank's own gradients in the
-        parameters' dtype (in fp32 once they are accumulated over micro-batches; stage 0 averages in place).
+        ``gradients`` are the averages, and at stages 0 and 1 this rank's own gradients in the parameters' dtype (in
+        fp32 once they are accumulated over micro-batches; stage 0 averages in place).
 
         Args:
-            optimizer_bytes: what each optimizer keeps per element. None: AdamW's two moments.
+            optimizer_bytes: bytes of state per element, by optimizer. None: AdamW's two moments.
         """
         result: dict[TierName, dict[str, int]] = {
-            tier: {"parameters": 0, "masters": 0, "gradients": 0, "optimizer": 0} for tier in ("device", "cpu", "nvme")
+            tier: {"parameters": 0, "masters": 0, "gradients": 0, "optimizer": 0} for tier in TIERS
         }
         for flat in (f for u in self.units for f in u.flats):
             each = self.flat_states(flat, optimizer_bytes)
@@ -245,40 +245,41 @@ class Plan:
         return 2.0 * (flat.master_dtype.itemsize if self.moments == "fp32" else MOMENT_BYTES[self.moments])
 
     def state_bytes(self) -> dict[str, int]:
-        """Bytes of model state on one rank by kind, on all tiers together."""
+        """Return the bytes of model state on one rank by kind, on all tiers together."""
         tiers = self.bytes_by_tier().values()
         return {kind: sum(tier[kind] for tier in tiers) for kind in ("parameters", "masters", "gradients", "optimizer")}
 
     def drive_bytes_per_step(
         self, *, gradients_rest: bool, micro_batches: int = 1, optimizer_bytes: Sequence[float] | None = None
     ) -> tuple[int, int]:
-        """Bytes that one rank reads from and writes to the NVMe tier in one optimizer step.
+        """Return the bytes that one rank reads from and writes to tiers out of memory in one optimizer step.
 
         Args:
-            gradients_rest: averages wait on the drive until backward is over, for clipping or another reason,
-                instead of going straight into the update.
+            gradients_rest: averages stay on their tier until backward is over, for example for clipping, instead of
+                going directly into the update.
             micro_batches: per step.
-            optimizer_bytes: what each optimizer keeps per element. None: AdamW's two moments.
+            optimizer_bytes: bytes of state per element, by optimizer. None: AdamW's two moments.
         """
         read = written = 0
-        rounds = micro_batches if self.policy.gradients else 1  # of averaging; after the first, averages are added to
+        rounds = micro_batches if self.policy.gradients else 1  # of averaging; later rounds add to the averages
         for unit, gathers in zip(self.units, self.gathers_per_step(micro_batches), strict=True):
             for flat in unit.flats:
                 each = self.flat_states(flat, optimizer_bytes)
-                if flat.trainable and flat.optimizer_tier == "nvme":
+                if flat.trainable and not TIERS[flat.optimizer_tier].resident:
                     moved = each.masters + each.optimizer
                     read, written = read + moved, written + moved
                     if not gradients_rest and not self.policy.parameters:
-                        read += each.masters  # updated while backward ran, and read again when parameters may change
-                if flat.param_tier == "nvme":
+                        read += each.masters  # updated while backward ran; read again to update the parameters
+                if not TIERS[flat.param_tier].resident:
                     read += gathers * flat.layout.shard * flat.dtype.itemsize
                     written += each.own_shard if flat.trainable else 0
-                if flat.trainable and flat.gradient_tier == "nvme" and (gradients_rest or rounds > 1):
+                leased = flat.trainable and not TIERS[flat.gradient_tier].resident
+                if leased and (gradients_rest or rounds > 1):
                     read, written = read + rounds * each.averages, written + rounds * each.averages
         return read, written
 
     def describe(self) -> str:
-        """The plan as a table, for the log."""
+        """Return the plan as a table, for the log."""
         mib = 1 << 20
         sharded = [k for k in ("optimizer", "gradients", "parameters") if getattr(self.policy, k)]
         lines = [
@@ -286,9 +287,9 @@ class Plan:
             f"sharded: {', '.join(sharded) or 'nothing'}",
         ]
         if self.weights:
-            told = " : ".join(f"{float(w):g}" for w in self.weights)
+            weights = " : ".join(f"{float(w):g}" for w in self.weights)
             share = float(100 * self.weights[self.rank] / sum(self.weights))
-            lines.append(f"  shards by weights {told}; this is rank {self.rank}, with {share:.1f} %")
+            lines.append(f"  shards by weights {weights}; this is rank {self.rank}, with {share:.1f} %")
         runs: list[tuple[str, str, int, bool, int]] = []
         for unit in self.units:
             if runs and runs[-1][2] == unit.numel and runs[-1][3] == unit.is_root:
@@ -302,10 +303,9 @@ class Plan:
             lines.append(f"  {name:<40} {times}{numel:,} parameters{', gathered for the whole step' if root else ''}")
         for tier, states in self.bytes_by_tier().items():
             if tier == "device" or any(states.values()):
-                lines.append(
-                    f"  per rank, {_TIERS[tier]}: " + ", ".join(f"{k} {v / mib:,.1f} MiB" for k, v in states.items())
-                    + f", together {sum(states.values()) / mib:,.1f} MiB"
-                )  # fmt: skip
+                by_kind = ", ".join(f"{kind} {nbytes / mib:,.1f} MiB" for kind, nbytes in states.items())
+                total = sum(states.values()) / mib
+                lines.append(f"  per rank, {TIERS[tier].place}: {by_kind}, together {total:,.1f} MiB")
         lines.append(f"  sent per step: {self.elements_sent():,} elements")
         return "\n".join(lines)
 
@@ -327,20 +327,20 @@ def resolve_plan(  # noqa: PLR0913  (sizes of groups, one by one)
 
     Args:
         units: name, whether it is a root unit, and its parameters, in order of registration.
-        policy: what is sharded.
-        world_size: ranks over which states are divided.
-        master_dtype: of the weights the optimizer updates, for parameters in ``compute_dtype``; others are their own.
-        compute_dtype: of the parameters that the forward reads, as a rule.
-        config: what is offloaded, and how moments are stored.
-        tensor_size: ranks of the tensor-parallel axis. Parameters that it replicates get buffers of their own, so that
-            a norm can count them once.
-        expert_world_size: ranks over which the states of experts are divided, with expert parallelism.
-        weights: of the ranks' shards; none: all have the same length.
-        rank: whose plan this is, with weights.
+        policy: which states are sharded.
+        world_size: ranks over which states are sharded.
+        master_dtype: of master weights for parameters in ``compute_dtype``. Others keep their dtype.
+        compute_dtype: of most parameters in the forward.
+        config: options of offload and moments.
+        tensor_size: size of the tensor-parallel axis. Parameters that it replicates get separate buffers, so that a
+            norm counts them once.
+        expert_world_size: ranks over which the states of experts are sharded, with expert parallelism.
+        weights: relative shard sizes by rank; empty for equal shards.
+        rank: the rank to plan for, with ``weights``.
     """
     config = config or ZeROConfig()
     weights = tuple(weights) if len(set(weights)) > 1 else ()
-    # A block of an 8-bit moment belongs to one parameter, so that two updates never share its scale.
+    # A block of an 8-bit moment belongs to one parameter, so that two updates never share a scale.
     align = MOMENT_BLOCK if config.precision.moments == "int8" else ALIGN
     plans: list[UnitPlan] = []
     for name, is_root, params in units:
@@ -351,7 +351,7 @@ def resolve_plan(  # noqa: PLR0913  (sizes of groups, one by one)
             classes[p.optimizer, p.dtype, copies, p.tied, p.replica, expert].append(p)
         flats: list[FlatPlan] = []
         for (optimizer, dtype, copies, tied, replica, expert), members in classes.items():
-            # Groups side by side: decay and no-decay make two runs per unit instead of one per parameter.
+            # Sort by group, so that decay and no-decay are two runs per unit instead of one per parameter.
             members.sort(key=lambda p: p.group)
             parts = {p.name: p.part for p in members if p.part is not None}
             ranks = expert_world_size if expert else world_size
@@ -369,7 +369,7 @@ def resolve_plan(  # noqa: PLR0913  (sizes of groups, one by one)
 
 
 def _assign_tiers(units: list[UnitPlan], config: ZeROConfig) -> tuple[UnitPlan, ...]:
-    """Give every buffer its tiers. What a ``ratio`` keeps on the device are the first buffers, whole, as they fit."""
+    """Assign the tiers. With a ``ratio``, the first buffers that fit stay on the device."""
     flats = [f for u in units for f in u.flats]
     optimizer = _split([f for f in flats if f.trainable], config.offload.tier_of("optimizer"))
     param = _split(flats, config.offload.tier_of("parameters"))
@@ -389,7 +389,7 @@ def _assign_tiers(units: list[UnitPlan], config: ZeROConfig) -> tuple[UnitPlan, 
 
 
 def _split(flats: list[FlatPlan], offload: TierConfig | None) -> dict[int, TierName]:
-    """Tier of each buffer by its ``id``."""
+    """Return the tiers of offloaded buffers by ``id``; the others stay on the device."""
     if offload is None:
         return {}
     room = (1.0 - offload.ratio) * sum(f.layout.shard for f in flats)

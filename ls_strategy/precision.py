@@ -1,4 +1,4 @@
-"""Dtypes of parameters, gradients and masters: what ``Trainer(precision=...)`` means."""
+"""Dtypes of parameters, gradients and masters for ``Trainer(precision=...)``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-t
 
 @dataclass(frozen=True)
 class PrecisionPolicy:
-    """What the words of ``Trainer(precision=...)`` mean for every tensor of the model state."""
+    """The dtypes of the model state for one ``Trainer(precision=...)``."""
 
     name: str
     compute: torch.dtype
@@ -27,24 +27,24 @@ class PrecisionPolicy:
     """Dtype of ``torch.autocast`` around the steps, for the ``*-mixed`` modes."""
 
     loss_scaling: bool
-    """Whether the loss is scaled so that fp16 gradients do not vanish."""
+    """Whether the loss is scaled so that fp16 gradients do not underflow."""
 
     reduce_in_fp32: bool = True
-    """Sum gradients over ranks in fp32, also when they were computed in 16 bit."""
+    """Whether gradients are summed over ranks in fp32 even if they were computed in 16 bits."""
 
     @property
     def cast(self) -> torch.dtype | None:
-        """Dtype that parameters, buffers and inputs are cast to; None: they stay as they are."""
+        """Return the dtype to cast parameters, buffers and inputs to; None for no cast."""
         return None if self.compute == torch.float32 else self.compute
 
     @property
     def rounds(self) -> bool:
-        """Whether weights are rounded to 16 bit for the forward."""
+        """Whether weights are rounded to 16 bits for the forward."""
         return self.compute.itemsize == 2
 
 
 def resolve_precision(name: str, *, master_weights: bool = True, reduce_dtype: ReduceDtype = "fp32") -> PrecisionPolicy:
-    """Policy for a Lightning precision string.
+    """Return the policy for a Lightning precision string.
 
     ====================  =========  =======================  ========  ==========
     ``Trainer.precision`` parameter  master                   autocast  loss scale
@@ -58,7 +58,7 @@ def resolve_precision(name: str, *, master_weights: bool = True, reduce_dtype: R
     ====================  =========  =======================  ========  ==========
 
     Raises:
-        ConfigError: ``name`` is none of the six.
+        ConfigError: ``name`` is not one of the six.
     """
     low = {"bf16": torch.bfloat16, "16": torch.float16}
     kind, _, mode = name.partition("-")
@@ -72,4 +72,4 @@ def resolve_precision(name: str, *, master_weights: bool = True, reduce_dtype: R
     if name in PRECISIONS:
         master = torch.float32 if master_weights else low[kind]
         return PrecisionPolicy(name, low[kind], master, None, kind == "16", in_fp32)
-    raise ConfigError(f"precision={name!r}: ZeROStrategy supports {', '.join(PRECISIONS)}. Choose one of these.")
+    raise ConfigError(f"Got precision={name!r}, but ZeROStrategy supports {', '.join(PRECISIONS)}. Set one of these.")

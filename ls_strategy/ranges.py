@@ -1,4 +1,4 @@
-"""Ranges of numbers that an option may have, and how a message says them."""
+"""Ranges of numbers that an option may have, and their text in messages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Range:
-    """Which numbers are allowed. Infinity and NaN are only if ``infinite`` says so, and NaN never."""
+    """The allowed numbers. Infinity is allowed only with ``infinite``. Callers refuse NaN before."""
 
     least: float | None = None
     above: float | None = None
@@ -29,21 +29,21 @@ class Range:
         )
 
     def __str__(self) -> str:
-        """Return the range in words, to follow the kind of number."""
-        words = []
+        """Return the range as text that follows the kind of number, such as ``from 0 to 1``."""
+        parts = []
         if self.least is not None and self.most is not None:
-            words.append(f"from {_digits(self.least)} to {_digits(self.most)}")
+            parts.append(f"from {_digits(self.least)} to {_digits(self.most)}")
         elif self.least is not None:
-            words.append(f"of at least {_digits(self.least)}")
+            parts.append(f"of at least {_digits(self.least)}")
         elif self.most is not None and self.above is None:
-            words.append(f"of at most {_digits(self.most)}")
+            parts.append(f"of at most {_digits(self.most)}")
         limits = [("above", self.above), ("at most", self.most if self.least is None else None), ("below", self.below)]
         if self.above is not None or self.below is not None:
-            words += [" and ".join(f"{word} {_digits(limit)}" for word, limit in limits if limit is not None)]
-        return ", ".join([*words, *([f"a multiple of {self.multiple_of}"] if self.multiple_of != 1 else [])])
+            parts += [" and ".join(f"{kind} {_digits(limit)}" for kind, limit in limits if limit is not None)]
+        return ", ".join([*parts, *([f"a multiple of {self.multiple_of}"] if self.multiple_of != 1 else [])])
 
     def nearest(self, value: float) -> float | None:
-        """Return an allowed number close to ``value``, None if there is no obvious one."""
+        """Return an allowed number close to ``value``, or None if none is obvious."""
         for limit in (self.least, self.most):
             if limit is not None and self.holds(limit) and (value < limit if limit is self.least else value > limit):
                 return limit

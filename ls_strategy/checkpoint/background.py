@@ -237,7 +237,7 @@ class Hold:
     def release(self) -> None:
         """The buffer's states are about to change: see to it that the save does not notice."""
         with self.lock:
-            if self.flat.optimizer_tier == "nvme":
+            if not self.flat.rest.is_resident("master"):
                 self.lock.wait_for(lambda: self._finished or not any(s.left for s in self._sources))
             elif not self._finished:
                 for source in self._sources:

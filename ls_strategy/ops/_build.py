@@ -1,16 +1,15 @@
-"""Compiles ``csrc`` at first use into one library per kind of device, and remembers why where that is impossible.
+"""Compiles ``csrc`` at first use into one library per device type, and records the reason if that is impossible.
 
-A library is linked against the stable part of libtorch's interface alone, so that it serves every torch from 2.11 on,
-and holds code for every instruction set it may meet, so that a cache on a shared file system serves unlike nodes. Its
-file is named after a hash of all that decides its content. Among processes, the first to take a file lock builds, and
-the others wait; the operating system drops the lock when its holder dies, and the library appears under its name only
-when it is complete.
+A library uses only the stable ABI of libtorch, so it works with every torch from 2.11 on. It has code for every
+instruction set, so that different nodes can share a cache. The file name contains a hash of everything that determines
+the content. The first process to take a file lock builds, and the others wait. The operating system releases the lock
+if its holder dies, and only a complete library gets its final name.
 
 Environment:
-    LS_STRATEGY_OPS: ``0`` uses the references in torch, ``1`` raises where a kernel cannot be had.
-    LS_STRATEGY_CACHE: directory of the libraries; else ``ls_strategy`` in ``XDG_CACHE_HOME`` or ``~/.cache``. It, and
-        those above it, must not be writable by others: a library is loaded only if nobody else can have put it there.
-    CXX, CUDA_HOME: the compiler of C++, and where that of CUDA is.
+    LS_STRATEGY_OPS: ``0`` uses the references in torch, ``1`` raises an error if a kernel is not available.
+    LS_STRATEGY_CACHE: folder of the libraries. Default: ``ls_strategy`` in ``XDG_CACHE_HOME`` or ``~/.cache``. Other
+        users must not be able to write to it or to its parents.
+    CXX, CUDA_HOME: the C++ compiler, and the folder of the CUDA toolkit.
 """
 
 from __future__ import annotations
@@ -42,45 +41,45 @@ from ls_strategy.ops._trust import make_private, reason_against
 _log = logging.getLogger("ls_strategy.ops")
 
 TIME_LIMIT_S = 300.0
-"""For a build, and for the wait on another process's build. It takes about ten seconds."""
+"""Limit for a build, and for waiting on another process's build. A build takes about ten seconds."""
 
 _SOURCES = Path(__file__).parent / "csrc"
-_DIGEST_BYTES = 32  # of SHA-256, after the end of the library: a truncated one would kill the process that maps it
+_DIGEST_BYTES = 32  # SHA-256, appended to the library: loading a truncated one would kill the process
 _STABLE_ABI = "0x020b000000000000ULL"  # torch 2.11
 _lock = threading.RLock()
 _status: dict[str, str] = {}
 
 
 class BuildError(Exception):
-    """There will be no library; says why in one line."""
+    """A library cannot be built or loaded; the message is one line."""
 
 
 @dataclass(frozen=True)
 class CompileUnit:
-    """One run of a compiler that makes an object file."""
+    """One run of a compiler that produces an object file."""
 
     name: str
     command: tuple[str, ...]
-    """All but the output."""
+    """The command without the output."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that decides what a library contains."""
+    """Everything that determines the content of a library."""
 
     name: str
     units: tuple[CompileUnit, ...]
     link: tuple[str, ...]
-    """Command; object files and output come after its first word."""
+    """The link command; object files and output follow its first argument."""
 
     compiler_version: str
 
     @property
     def key(self) -> str:
-        """Hash of the sources, the commands, the compiler and the machine. Paths of torch count for nothing."""
+        """Return a hash of the sources, the commands, the compiler and the machine, without the paths of torch."""
         text = [self.compiler_version, platform.machine(), platform.libc_ver()[0]]
-        text += [word for unit in self.units for word in unit.command if not word.startswith("-I")]
-        text += [word for word in self.link if not word.startswith("-L")]
+        text += [arg for unit in self.units for arg in unit.command if not arg.startswith("-I")]
+        text += [arg for arg in self.link if not arg.startswith("-L")]
         text += [p.name + "\n" + p.read_text() for p in sorted(_SOURCES.iterdir())]
         return hashlib.sha256("\0".join(text).replace(str(_SOURCES), "csrc").encode()).hexdigest()[:20]
 
@@ -89,7 +88,7 @@ class Recipe:
 
 
 def cpu_recipe() -> Recipe:
-    """The CPU kernels once per instruction set, and the operations around them."""
+    """Return the recipe of the CPU operations, with kernels for each instruction set."""
     compiler = shlex.split(os.environ.get("CXX", "")) or [shutil.which("g++") or shutil.which("c++") or "g++"]
     version = _version(compiler)
     x86 = platform.machine().lower() in ("x86_64", "amd64")
@@ -112,7 +111,7 @@ def cpu_recipe() -> Recipe:
 
 
 def cuda_recipe(capabilities: tuple[tuple[int, int], ...]) -> Recipe:
-    """The CUDA kernels, for GPUs of these compute capabilities."""
+    """Return the recipe of the CUDA kernels for GPUs with these compute capabilities."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     found = str(Path(home, "bin", "nvcc")) if home else shutil.which("nvcc")
     compiler = [found or "/usr/local/cuda/bin/nvcc"]
@@ -130,7 +129,7 @@ def cuda_recipe(capabilities: tuple[tuple[int, int], ...]) -> Recipe:
 
 
 def recipe_for(device_type: str) -> Recipe:
-    """The kernels of the updates for this host's CPU, or for all its GPUs."""
+    """Return the recipe of the update kernels for this host's CPU, or for all its GPUs."""
     if device_type == "cpu":
         return cpu_recipe()
     devices = range(torch.cuda.device_count())
@@ -161,33 +160,28 @@ def _version(compiler: list[str]) -> str:
 
 @functools.cache
 def cache_dir() -> Path:
-    """Where libraries are kept; a directory of this process alone where nothing can be kept."""
+    """Return the folder of the libraries; a private temporary one if the cache cannot be created."""
     chosen = os.environ.get("LS_STRATEGY_CACHE")
     try:
         path = (
             Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "ls_strategy")
         )
         make_private(path)
-    except (OSError, RuntimeError):  # RuntimeError: there is no home
-        return _private_dir()
+    except (OSError, RuntimeError):  # RuntimeError: there is no home folder
+        return Path(_temporary().name)
     return path
 
 
 @functools.cache
-def _private_dir() -> Path:
-    return Path(_private().name)
-
-
-@functools.cache
-def _private() -> tempfile.TemporaryDirectory[str]:
+def _temporary() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="ls_strategy-")
 
 
 def library(recipe: Recipe) -> Path:
-    """The complete library of a recipe, built if need be.
+    """Return the library of a recipe, built if necessary.
 
     Raises:
-        BuildError: it cannot be built, or the cache is not this user's alone.
+        BuildError: it cannot be built, or other users can write to the cache.
     """
     name = f"{recipe.name}-{recipe.key}.so"
     path = cache_dir() / name
@@ -195,7 +189,7 @@ def library(recipe: Recipe) -> Path:
     if is_complete(path):
         return path
     if not os.access(path.parent, os.W_OK | os.X_OK):
-        path = _private_dir() / name
+        path = Path(_temporary().name, name)
     deadline = time.monotonic() + TIME_LIMIT_S
     try:
         with _locked(path.with_suffix(".lock"), deadline):
@@ -207,21 +201,21 @@ def library(recipe: Recipe) -> Path:
 
 
 def check_trusted(folder: Path) -> None:
-    """Refuse a cache in which others may have put a library.
+    """Refuse a cache that other users can write to.
 
     Raises:
-        BuildError: says why.
+        BuildError: with the reason.
     """
     against = reason_against(folder)
     if against is not None:
         raise BuildError(
-            f"a library of somebody else could be loaded from the cache {folder}: {against}. Take the rights away "
+            f"another user's library could be loaded from the cache {folder}: {against}. Remove the permissions "
             "(chmod go-w), or set LS_STRATEGY_CACHE to a folder that only you may write to"
         )
 
 
 def is_complete(path: Path) -> bool:
-    """Whether this is a library as it was built, which nobody else can have written."""
+    """Whether this is a complete library that only this user can have written."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -241,13 +235,13 @@ def _locked(path: Path, deadline: float) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise BuildError(f"another process holds {path} for more than {TIME_LIMIT_S:.0f} s") from None
+                    raise BuildError(f"another process has held {path} for more than {TIME_LIMIT_S:.0f} s") from None
                 time.sleep(0.05)
-        yield  # closing the file drops the lock
+        yield  # closing the file releases the lock
 
 
 def _build(recipe: Recipe, path: Path, deadline: float) -> None:
-    """Under the lock: compile in a folder of its own, then rename."""
+    """Compile in a temporary folder, then rename. The caller holds the lock."""
     for leftover in path.parent.glob(f"{path.stem}.build-*"):  # of a builder that was killed
         shutil.rmtree(leftover, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix=f"{path.stem}.build-", dir=path.parent))
@@ -265,7 +259,7 @@ def _build(recipe: Recipe, path: Path, deadline: float) -> None:
                 _run(command, folder, deadline)
         content = (folder / path.name).read_bytes()
         (folder / path.name).write_bytes(content + hashlib.sha256(content).digest())
-        (folder / path.name).chmod(0o755)  # whatever the umask is: nobody else writes
+        (folder / path.name).chmod(0o755)  # not writable by others, for any umask
         (folder / path.name).replace(path)
         _log.info("compiled %s in %.1f s", path, time.monotonic() - start)
     finally:
@@ -273,7 +267,7 @@ def _build(recipe: Recipe, path: Path, deadline: float) -> None:
 
 
 def _ninja_file(commands: list[list[str]], objects: list[str], link: list[str], target: str) -> str:
-    """One rule per command: what depends on what is all that ninja is told."""
+    """Return a ninja file with one rule per command."""
     lines: list[str] = []
     for output, command, needs in [
         *((o, c, []) for o, c in zip(objects, commands, strict=True)),
@@ -285,7 +279,7 @@ def _ninja_file(commands: list[list[str]], objects: list[str], link: list[str], 
 
 
 def _run(command: list[str], folder: Path, deadline: float) -> None:
-    """Run to its end, or to the deadline with everything it started."""
+    """Run a command; kill it and all its children at the deadline."""
     with tempfile.TemporaryFile("w+", dir=folder) as output:
         process = subprocess.Popen(command, cwd=folder, stdout=output, stderr=output, start_new_session=True)
         try:
@@ -302,9 +296,9 @@ def _run(command: list[str], folder: Path, deadline: float) -> None:
 
 
 def _kill_session(leader: int) -> None:
-    """End a process that leads a session, and all in it: ninja gives each compiler a process group of its own."""
+    """Kill all processes of a session: ninja starts each compiler in a separate process group."""
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(leader, signal.SIGKILL)  # first ninja, which would start more
+        os.killpg(leader, signal.SIGKILL)  # kill ninja first, which would start more
     for _ in range(100):
         left = _session(leader)
         if not left:
@@ -316,12 +310,12 @@ def _kill_session(leader: int) -> None:
 
 
 def _session(leader: int) -> list[int]:
-    """Processes of a session that run. Linux; empty elsewhere."""
+    """Return the running processes of a session; empty on other systems than Linux."""
     found: list[int] = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, _, _, session = path.read_text().rpartition(")")[2].split()[:4]
-        except (OSError, ValueError):  # it has ended meanwhile
+        except (OSError, ValueError):  # it has just ended
             continue
         if session == str(leader) and state not in "ZX":
             found.append(int(path.parent.name))
@@ -329,7 +323,7 @@ def _session(leader: int) -> list[int]:
 
 
 def _first_line(text: str) -> str:
-    """The line that says what is wrong: the first with an error, else the first."""
+    """Return the first line with an error, or else the first line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return next((line for line in lines if "error" in line.lower()), lines[0] if lines else "no message")
 
@@ -338,10 +332,10 @@ def _first_line(text: str) -> str:
 
 
 def load(device_type: str) -> bool:
-    """Whether ``torch.ops.ls_strategy`` has kernels for this kind of device; builds and loads them at the first call.
+    """Whether ``torch.ops.ls_strategy`` has kernels for a device type. The first call builds and loads them.
 
     Raises:
-        ConfigError: they cannot be had, and ``LS_STRATEGY_OPS=1`` requires them.
+        ConfigError: they are not available, but ``LS_STRATEGY_OPS=1`` requires them.
     """
     if device_type not in _status:  # no lock once it is known
         with _lock:
@@ -351,22 +345,22 @@ def load(device_type: str) -> bool:
 
 
 def status() -> dict[str, str]:
-    """By kind of device that was asked for: ``native: <library>``, or ``reference: <why>``."""
+    """Return ``native: <library>`` or ``reference: <reason>``, by requested device type."""
     return dict(_status)
 
 
 def _load(device_type: str) -> str:
-    wish = os.environ.get("LS_STRATEGY_OPS", "")
-    if wish not in ("", "0", "1"):
+    mode = os.environ.get("LS_STRATEGY_OPS", "")
+    if mode not in ("", "0", "1"):
         raise ConfigError(
-            f"LS_STRATEGY_OPS={wish!r}: use 0 (references in torch), 1 (kernels or an error), or unset it."
+            f"Got LS_STRATEGY_OPS={mode!r}. Set it to 0 (references in torch) or 1 (kernels or an error), or unset it."
         )
-    if wish == "0":
+    if mode == "0":
         return "reference: LS_STRATEGY_OPS=0"
     try:
         return f"native: {_load_library(device_type)}"
     except BuildError as e:
-        if wish == "1":
+        if mode == "1":
             raise ConfigError(f"LS_STRATEGY_OPS=1, but there is no kernel for {device_type}: {e}.") from e
         _log.warning("%s: the slower references in torch are used, no kernel: %s", device_type, e)
         return f"reference: {e}"
@@ -377,7 +371,7 @@ def _load_library(device_type: str) -> Path:
         if not load("cpu"):
             raise BuildError(f"its operations are declared in the library for cpu; {_status['cpu']}")
     elif device_type != "cpu":
-        raise BuildError("none is written for this kind of device")
+        raise BuildError("no kernel is written for this device type")
     path = library(recipe_for(device_type))
     try:
         torch.ops.load_library(path)

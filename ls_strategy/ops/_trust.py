@@ -1,6 +1,6 @@
-"""Whether a library may be loaded: only this user and root can have put it where it is, and nobody else can change it.
+"""Whether a library may be loaded: only this user and root can have written it.
 
-A library runs with all the rights of the process that loads it. In a folder that others may write to, it may be theirs.
+A library runs with all permissions of the process that loads it, so it must not come from another user.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ import stat
 from pathlib import Path
 
 _NOBODY = 65534
-"""Owner of what belongs to users who do not exist in this container; seen on the folders above, of the host."""
+"""Owner of files of users who do not exist in this container; seen on parent folders of the host."""
 
 
 def reason_against(path: Path) -> str | None:
-    """Why what is at ``path``, a file or a folder, may be somebody else's; None if it cannot be.
+    """Return why the file or folder at ``path`` may be another user's, or None if it cannot be.
 
-    Every folder above counts: who may rename one of them can put another one in its place. Those with the sticky bit,
-    such as ``/tmp``, do not allow that.
+    All parent folders count: a user who may rename one of them can replace it. Folders with the sticky bit, such as
+    ``/tmp``, do not allow that.
     """
     try:
         against = _against(path, path.lstat())
         for folder in dict.fromkeys([*path.absolute().parents, *path.resolve().parents]):
             against = against or _against(folder, folder.stat(), above=True)
     except OSError as error:
-        return f"{path} cannot be looked at: {error.strerror}"
+        return f"{path} cannot be read: {error.strerror}"
     return against
 
 
@@ -39,14 +39,14 @@ def _against(path: Path, found: os.stat_result, *, above: bool = False) -> str |
     if above and found.st_mode & stat.S_ISVTX:
         return None
     if found.st_mode & stat.S_IWOTH:
-        return f"everybody may write to {path} (mode {stat.S_IMODE(found.st_mode):o})"
+        return f"all users may write to {path} (mode {stat.S_IMODE(found.st_mode):o})"
     if found.st_mode & stat.S_IWGRP and not _is_own_group(found.st_gid):
         return f"group {found.st_gid} may write to {path} (mode {stat.S_IMODE(found.st_mode):o})"
     return None
 
 
 def _is_own_group(gid: int) -> bool:
-    """Whether a group has this user as its only member: root's, or one that has the user's name."""
+    """Whether this user is a group's only member: the group of root, or the group with the user's name."""
     if gid == 0:
         return True
     try:
@@ -57,10 +57,10 @@ def _is_own_group(gid: int) -> bool:
 
 
 def make_private(path: Path) -> None:
-    """Make a folder, and those above it that are not there, which only this user may enter.
+    """Create a folder, and missing parents, that only this user may enter.
 
     Raises:
-        OSError: it cannot be made, or is a file.
+        OSError: it cannot be created, or is a file.
     """
     missing = [folder for folder in (path, *path.parents) if not os.path.lexists(folder)]
     for folder in reversed(missing):

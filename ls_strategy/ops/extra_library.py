@@ -1,4 +1,4 @@
-"""Compiled kernels in libraries of their own, built from the commands of the updates: not every model needs them."""
+"""Compiled kernels in separate libraries that not every model needs, built with the commands of the updates."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _log = logging.getLogger("ls_strategy.ops")
 
 
 class ExtraLibrary:
-    """Kernels that are built when they are first asked for."""
+    """Kernels that are built at first use."""
 
     def __init__(self, name: str, files: dict[str, str], *, without: str) -> None:
         """Build nothing yet.
 
         Args:
             name: of the library.
-            files: its own for those of the updates; a kind of device without one has no kernels.
-            without: what happens where there are none, for the log.
+            files: source file by the update's source file that it replaces.
+            without: effect of missing kernels, for the log.
         """
         self._name = name
         self._files = files
@@ -35,10 +35,10 @@ class ExtraLibrary:
         self._paths: dict[str, Path | None] = {}
 
     def available(self, device_type: str) -> bool:
-        """Whether there are kernels for this kind of device. Builds them at the first call.
+        """Whether there are kernels for a device type. The first call builds them.
 
         Raises:
-            ConfigError: there are none, and ``LS_STRATEGY_OPS=1`` requires them.
+            ConfigError: there are none, but ``LS_STRATEGY_OPS=1`` requires them.
         """
         if device_type != "cpu" and "update.cu" not in self._files:
             return False
@@ -49,7 +49,7 @@ class ExtraLibrary:
         return self._paths[device_type] is not None
 
     def recipe(self, updates: _build.Recipe) -> _build.Recipe:
-        """How to build them: with the commands of the updates, `_build.recipe_for`, from files of their own."""
+        """Return the recipe: the commands of ``updates``, from `_build.recipe_for`, with this library's files."""
         sources = [(unit, Path(unit.command[-1])) for unit in updates.units]
         units = [
             _build.CompileUnit(unit.name, (*unit.command[:-1], str(source.with_name(self._files[source.name]))))
@@ -59,14 +59,14 @@ class ExtraLibrary:
         return replace(updates, name=f"{self._name}-{updates.name}", units=tuple(units))
 
     def limit_isa(self, limit: int) -> int:
-        """Use no better instruction set of the CPU than 0 portable, 1 AVX2, 2 AVX-512; returns that in use. Tests."""
+        """Limit the CPU's instruction set to 0 portable, 1 AVX2, 2 AVX-512; return the one in use. For tests."""
         path = self._paths["cpu"] if self.available("cpu") else None
         if path is None:
             raise RuntimeError(f"no {self._name} kernels for the CPU: {_build.status()['cpu']}")
         return getattr(ctypes.CDLL(str(path)), f"ls_strategy_limit_{self._name}_isa")(limit)
 
     def _load(self, device_type: str) -> Path | None:
-        # The kernels of the updates say, once for all, whether kernels are wanted and whether there is a compiler.
+        # Loading the update kernels checks LS_STRATEGY_OPS and the compiler.
         if not native.available(device_type) or (device_type != "cpu" and not self.available("cpu")):
             return None
         try:
@@ -97,6 +97,6 @@ routing_library = ExtraLibrary(
 linear_library = ExtraLibrary(
     "linear",
     {"cpu.cpp": "linear_cpu.cpp", "schemas.cpp": "linear_schemas.cpp", "kernels.cpp": "linear_kernels.cpp"},
-    without="weights in 8 and 4 bits are spelled out at every use",
+    without="weights in 8 and 4 bits are dequantized at every use",
 )
-"""Products with packed weights, for quantised models, on the CPU."""
+"""Products with packed weights, for quantized models on the CPU."""

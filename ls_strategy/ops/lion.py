@@ -1,4 +1,4 @@
-"""Lion, which torch does not have.
+"""The Lion optimizer, which torch does not have.
 
 Chen et al., "Symbolic Discovery of Optimization Algorithms", NeurIPS 2023, arXiv:2302.06675, algorithm 2.
 """
@@ -18,18 +18,18 @@ from ls_strategy.ops.update import lion_
 
 
 class Lion(Optimizer):
-    """Sign of an interpolated momentum: one moment instead of AdamW's two, and updates that all have the same size.
+    """Updates by the sign of an interpolated momentum: one moment instead of AdamW's two, updates of equal size.
 
-    The paper's advice for who comes from AdamW: a learning rate 3 to 10 times smaller, a weight decay as much larger.
+    The paper recommends a learning rate 3 to 10 times smaller than AdamW's, and a weight decay larger by that factor.
 
     Args:
         params: fp32 parameters, or groups of them.
         lr: learning rate.
-        betas: for the direction, and for the momentum that is kept.
+        betas: for the direction, and for the stored momentum.
         weight_decay: decoupled.
 
     Raises:
-        ConfigError: a value that cannot be meant.
+        ConfigError: a value is out of range.
     """
 
     @checked(lr=at_least(0), betas=Range(least=0, below=1), weight_decay=at_least(0))
@@ -44,7 +44,7 @@ class Lion(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step on every parameter that has a gradient."""
+        """Step every parameter that has a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -1,18 +1,17 @@
-"""How optimizer moments are stored: fp32, bf16, or 8 bits with a scale per block.
+"""Storage formats of optimizer moments: fp32, bf16, or 8 bits with a scale per block.
 
-Stored values are rounded stochastically: a moving average moves by a fraction of its distance to the gradient, which is
-often less than half a step of a short format, so that rounding to nearest would leave it where it is for ever.
+Stored values are rounded stochastically. The change of a moving average is often less than half a step of a short
+format, so rounding to nearest would never change it.
 
-The 8-bit format cuts an fp32 number short. Per block of `BLOCK` elements there is a ``scale``, the smallest power of
-two that is not below the block's largest magnitude, and each element ``x`` keeps the top of the bit pattern of
-``x / scale``::
+The 8-bit format truncates an fp32 number. Each block of `BLOCK` elements has a ``scale``, the smallest power of two
+that is not below the block's largest magnitude. Each element ``x`` is stored as the top bits of ``x / scale``::
 
     signed:    s eeee mmm    1 + 7 bits, code 127 = scale, 3 bits of mantissa, down to 2**-16 of the scale; 0 is 0
     unsigned:    eeee mmmm       8 bits, code 255 = scale, 4 bits of mantissa, down to 2**-16 of the scale; 0 is 0
 
-A power of two shards without rounding: what a code stands for is stored again as itself, whatever the random bits are.
-A second moment ``v`` is kept as ``sqrt(v)``, with half the range of exponents; one that is positive never becomes zero,
-which would make its element's next update explode. A block with a number that is not finite becomes NaN as a whole.
+Division by a power of two is exact, so a dequantized value is stored as the same code for any random bits. A second
+moment ``v`` is stored as ``sqrt(v)``, with half the range of exponents. A positive one never becomes zero, which would
+make the next update of its element explode. A block with a non-finite number becomes NaN completely.
 """
 
 from __future__ import annotations
@@ -24,24 +23,22 @@ from torch import Tensor
 
 from ls_strategy.config import MomentFormat
 
-__all__ = ["BLOCK", "Moment", "MomentFormat", "empty", "random_bits", "root", "round_to_bf16"]
-
 BLOCK = 256
 """Elements of an 8-bit moment that share a scale."""
 
 UPDATE_CHUNK = 1 << 15
-"""Elements that a reference works on at a time: 128 KiB of fp32, so that intermediate results stay in the L2 cache."""
+"""Elements per chunk of a reference: 128 KiB of fp32, so that intermediate results stay in the L2 cache."""
 
 _CODES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
 
-# Bits of an fp32 number that a code drops, and the top code, which stands for 1.0 (0x3F800000).
+# Bits of an fp32 number that a code drops, and the top code, which means 1.0 (0x3F800000).
 _SIGNED = (20, 127)
 _UNSIGNED = (19, 255)
 
 
 @dataclass
 class Moment:
-    """A moment of every element of a flat buffer."""
+    """One moment of the elements of a flat buffer."""
 
     codes: Tensor
     """``(n,)``, contiguous: fp32 or bf16 values, or uint8 codes."""
@@ -50,10 +47,10 @@ class Moment:
     """``(ceil(n / BLOCK),)`` fp32 with uint8 codes, None otherwise."""
 
     signed: bool
-    """True for a first moment; False for a second one, which is never negative."""
+    """True for a first moment; False for a second moment, which is never negative."""
 
     def dequantize(self) -> Tensor:
-        """The values, ``(n,)`` fp32. A new tensor, also of a moment that is stored in fp32."""
+        """Return the values in a new tensor, ``(n,)`` fp32."""
         if self.scales is None:
             return self.codes.to(torch.float32, copy=True)
         shift, top = _SIGNED if self.signed else _UNSIGNED
@@ -70,8 +67,8 @@ class Moment:
         Args:
             value: ``(n,)``, fp32.
             seed: of the stochastic rounding.
-            offset: position of the first element in the buffer that ``seed`` belongs to, so that storing a buffer in
-                portions gives the same bits as storing it whole.
+            offset: position of the first element in the buffer of ``seed``, so that storing a buffer in chunks gives
+                the same bits as storing it at once.
         """
         for start in range(0, value.numel(), UPDATE_CHUNK):
             stop = min(start + UPDATE_CHUNK, value.numel())
@@ -87,11 +84,11 @@ class Moment:
                 part._encode(value[start:stop], bits)
 
     def narrow(self, start: int, stop: int) -> Moment:
-        """Elements ``[start, stop)`` as a view; ``start`` is a multiple of `BLOCK` with 8-bit codes."""
+        """Return elements ``[start, stop)`` as a view; with 8-bit codes, ``start`` is a multiple of `BLOCK`."""
         if self.scales is None:
             return Moment(self.codes[start:stop], None, self.signed)
         if start % BLOCK:
-            raise ValueError(f"start={start} of an 8-bit moment is not a multiple of {BLOCK}")
+            raise ValueError(f"Got start={start} of an 8-bit moment, but it must be a multiple of {BLOCK}.")
         return Moment(self.codes[start:stop], self.scales[start // BLOCK : -(-stop // BLOCK)], self.signed)
 
     def _encode(self, value: Tensor, rounding: Tensor) -> None:
@@ -111,8 +108,8 @@ class Moment:
         codes = codes.clamp_(0, top) if self.signed else torch.maximum(codes.clamp_(max=top), (value > 0).int())
         if self.signed:
             codes = torch.where(codes > 0, codes + 128 * (value < 0), 0)
-        whole = finite[:, None].expand(blocks, BLOCK).reshape(-1)[:n]
-        self.codes.copy_(torch.where(whole, codes, top))
+        in_finite_block = finite[:, None].expand(blocks, BLOCK).reshape(-1)[:n]
+        self.codes.copy_(torch.where(in_finite_block, codes, top))
         self.scales.copy_(torch.where(finite, scale, torch.nan))
 
 
@@ -122,33 +119,35 @@ _MAGNITUDE = 0x7FFFFFFF
 
 
 def scale_of(largest: Tensor) -> Tensor:
-    """Scale of blocks whose largest magnitudes have these bit patterns: fp32 from int32, any shape.
+    """Return the scales of blocks from the bit patterns of their largest magnitudes: fp32 from int32, any shape.
 
-    The smallest power of two that is not smaller; 0 for 0. Between 2**-126 and 2**127, so that its inverse is finite.
+    A scale is the smallest power of two that is not smaller, or 0 for 0. It is between 2**-126 and 2**127, so that its
+    inverse is finite.
     """
     power = ((largest + 0x7FFFFF) & _INFINITY).clamp(min=0x00800000, max=0x7F000000)
     return torch.where(largest > 0, power, 0).view(torch.float32)
 
 
 def empty(n: int, format: MomentFormat, signed: bool, device: torch.device | str = "cpu") -> Moment:
-    """A moment of ``n`` elements, all zero."""
+    """Return a moment of ``n`` zeros."""
     scales = torch.zeros(-(-n // BLOCK), dtype=torch.float32, device=device) if format == "int8" else None
     return Moment(torch.zeros(n, dtype=_CODES[format], device=device), scales, signed)
 
 
 def root(x: Tensor) -> Tensor:
-    """The square root, correctly rounded: that of torch, which calls MKL on CPUs, is off by one bit for one in five.
+    """Return the correctly rounded square root of an fp32 tensor.
 
-    Of an fp32 number, the root in fp64 is never so near to the middle of two fp32 that its own rounding could matter.
+    torch's own root, which calls MKL on CPUs, is off by one bit for one number in five. The fp64 root of an fp32 number
+    is never close enough to the middle of two fp32 numbers for double rounding to matter.
     """
     return x.double().sqrt_().float()
 
 
 def random_bits(n: int, seed: int, offset: int, device: torch.device | str = "cpu") -> Tensor:
-    """32 random bits for each of the positions ``[offset, offset + n)``. ``(n,)`` int32.
+    """Return 32 random bits for each of the positions ``[offset, offset + n)``, ``(n,)`` int32.
 
-    The finaliser of MurmurHash3 over a Weyl sequence: a function of seed and position alone, so that the result does
-    not depend on how the buffer is cut, on threads or on vector width.
+    This is the finalizer of MurmurHash3 over a Weyl sequence. It depends only on seed and position, not on chunks,
+    threads or vector width.
     """
     start = _int32(offset * 0x9E3779B9 + seed)
     h = torch.arange(n, dtype=torch.int32, device=device).mul_(_int32(0x9E3779B9)).add_(start)
@@ -165,7 +164,7 @@ def _int32(value: int) -> int:
 
 
 def round_to_bf16(value: Tensor, rounding: Tensor) -> Tensor:
-    """``(n,)`` bf16 from fp32, up or down as 16 random bits (int32) decide; NaN stays NaN."""
+    """Round fp32 to bf16, ``(n,)``, up or down according to 16 random bits (int32). NaN stays NaN."""
     bits = value.view(torch.int32)
     rounded = ((bits + rounding) >> 16) & 0xFFFF
     rounded = torch.where((bits & _MAGNITUDE) > _INFINITY, 0x7FC0, rounded)

@@ -1,9 +1,9 @@
 """Sum of squares and number of non-finite elements of a gradient, in one pass.
 
-The order of the additions is part of the definition, so that the result depends neither on the number of threads nor
-on the device. `BLOCK` numbers are added in `LANES` lanes: lane ``j`` takes numbers ``j``, ``j + LANES``,
-``j + 2 * LANES``, ... one after the other, and the lanes are then folded in halves, upper onto lower. The sums of the
-blocks are added in the same way, and so on until one number is left.
+The order of the additions is part of the definition, so that the result does not depend on threads or device. `BLOCK`
+numbers are added in `LANES` lanes: lane ``j`` adds numbers ``j``, ``j + LANES``, ``j + 2 * LANES``, ... in order, and
+the lanes are then folded in halves, upper onto lower. The sums of the blocks are added in the same way, until one
+number is left.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from torch import Tensor
 from ls_strategy.ops import native
 
 BLOCK = 4096
-"""Numbers that are added into one."""
+"""Numbers per sum."""
 
 LANES = 32
-"""Sums that run side by side within a block: a warp, four AVX-512 registers of fp64."""
+"""Parallel sums within a block: a warp, or four AVX-512 registers of fp64."""
 
-_BLOCKS_AT_A_TIME = 256  # of the reference: a million elements, for whose intermediate results there is always room
+_BLOCKS_AT_A_TIME = 256  # of the reference: a million elements, to bound the memory of intermediate results
 
 
 def sum_of_squares(grad: Tensor, *, unscale: float = 1.0) -> Tensor:
-    """Sum of the squares of ``grad * unscale``, and how many elements of that are not finite.
+    """Return the sum of the squares of ``grad * unscale``, and its number of non-finite elements.
 
     Args:
         grad: ``(n,)``, contiguous, fp64, fp32, bf16 or fp16.
-        unscale: factor; the product is rounded to fp32 and its square is exact, but for fp64, which stays fp64.
+        unscale: factor. The product is rounded to fp32 and its square is exact, except for fp64, which stays fp64.
 
     Returns:
-        ``(2,)`` fp64 on the device of ``grad``, not yet synchronised: both sums are accumulated in fp64, since an fp32
-        sum stops growing once it is 2**24 times as large as what is added. Sums of portions, added up, may differ from
-        the sum of the whole in the last bits.
+        ``(2,)`` fp64 on the device of ``grad``, without synchronization. Sums are accumulated in fp64, since an fp32
+        sum stops growing when it is 2**24 times as large as its terms. The sum over chunks may differ from the sum of
+        the full tensor in the last bits.
     """
     if native.available(grad.device.type) and grad.dtype != torch.float64:
         return native.sum_of_squares(grad, unscale)
@@ -40,7 +40,7 @@ def sum_of_squares(grad: Tensor, *, unscale: float = 1.0) -> Tensor:
 
 
 def sum_of_squares_reference(grad: Tensor, unscale: float) -> Tensor:
-    """The definition of `sum_of_squares`."""
+    """Compute `sum_of_squares` by its definition."""
     sums: list[Tensor] = []
     count = torch.zeros((), dtype=torch.int64, device=grad.device)
     for part in grad.split(_BLOCKS_AT_A_TIME * BLOCK):
@@ -56,7 +56,7 @@ def sum_of_squares_reference(grad: Tensor, unscale: float) -> Tensor:
 
 
 def _block_sums(x: Tensor) -> Tensor:
-    """``(ceil(n / BLOCK),)`` from ``(n,)``, both fp64."""
+    """Sum blocks: ``(ceil(n / BLOCK),)`` from ``(n,)``, both fp64."""
     blocks = -(-x.numel() // BLOCK)
     padded = x.new_zeros(blocks * BLOCK)
     padded[: x.numel()] = x

@@ -1,15 +1,15 @@
-"""Rows of tokens to their experts and back: sorting, permuting, combining, and their gradients.
+"""Permute rows of tokens to their experts and back: sorting, permuting, combining, and their gradients.
 
-A token ``s`` of ``S`` has ``k`` choices of an expert; choice ``j`` is pair ``s * k + j``. ``order``, ``(P,)`` int64,
-names the pairs that are kept, each once, in the order in which the experts get their rows; pairs that it does not name
-are dropped, and count nothing.
+Each of ``S`` tokens has ``k`` choices of an expert. Choice ``j`` of token ``s`` is pair ``s * k + j``. ``order``,
+``(P,)`` int64, lists the kept pairs once each, in the order of the experts' rows. Other pairs are dropped and
+contribute nothing.
 
-`permute`, `combine` and `pair_dots` are the three derivatives of one form, the sum of ``weights[s, j] * (x[s] . y[p])``
-over the kept pairs: by ``y``, by ``x`` and by ``weights``. So each has the other two as its gradients, of every order.
+`permute`, `combine` and `pair_dots` are the derivatives of the sum of ``weights[s, j] * (x[s] . y[p])`` over the kept
+pairs by ``y``, by ``x`` and by ``weights``. So the gradients of each, of every order, are the other two.
 
-A function here runs the kernel where there is one, else its reference, which defines the result to the last bit:
-products and sums are rounded to fp32 (fp64 for fp64) each by itself, in a fixed order, and the result once. No atomic
-additions: the same bits on every device, with any number of threads.
+A function runs its kernel if there is one, or else its reference, which defines the result bit for bit: every product
+and sum is rounded to fp32 (fp64 for fp64), in a fixed order, and the result is rounded once. There are no atomic
+additions, so the bits are equal on every device and for any number of threads.
 
 Mixture of experts: Shazeer et al., arXiv:1701.06538.
 """
@@ -25,43 +25,43 @@ from torch import Tensor
 from ls_strategy.ops.extra_library import routing_library
 
 DOT_LANES = 128
-"""Sums of a dot product that run side by side: a warp that takes four numbers per lane."""
+"""Parallel sums of a dot product: a warp with four numbers per lane."""
 
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def sort_by_expert(indices: Tensor, kept: Tensor | None, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Pairs in the order of their experts; those of one expert in their own order.
+    """Return the pairs sorted by expert; the sort is stable.
 
     Args:
         indices: ``(S, k)`` int64, the expert of every pair.
-        kept: ``(S, k)`` bool, False where a pair is dropped; None keeps all. Counting them, the host waits for a GPU.
+        kept: ``(S, k)`` bool, False for dropped pairs; None keeps all. Counting them synchronizes with a GPU.
         num_experts: number of experts, ``E``.
 
     Returns:
-        ``order``, ``(P,)`` int64, and how many of its pairs go to each expert, ``(E,)`` int64.
+        ``order``, ``(P,)`` int64, and the number of pairs of each expert, ``(E,)`` int64.
 
     Raises:
-        ValueError: shapes or dtypes are other than that.
-        RuntimeError: the expert of a kept pair is not in ``[0, E)``. On a GPU the device asserts; without a kernel, it
-            is not checked there.
+        ValueError: wrong shapes or dtypes.
+        RuntimeError: the expert of a kept pair is not in ``[0, E)``. On a GPU the kernel asserts on the device, and
+            without a kernel there is no check.
     """
     if indices.dim() != 2 or indices.dtype != torch.int64:
-        raise ValueError(f"indices of {indices.dtype}, {tuple(indices.shape)}: they must be int64, (S, k)")
+        raise ValueError(f"Got indices of {indices.dtype}, {tuple(indices.shape)}, but they must be int64, (S, k).")
     if kept is not None and (kept.shape != indices.shape or kept.dtype != torch.bool):
-        raise ValueError(f"kept of {kept.dtype}, {tuple(kept.shape)}: it must be bool, {tuple(indices.shape)}")
+        raise ValueError(f"Got kept of {kept.dtype}, {tuple(kept.shape)}, but it must be bool, {tuple(indices.shape)}.")
     if _kernels(indices.device.type):
         return torch.ops.ls_strategy.sort_by_expert(indices, kept, num_experts)
     return sort_by_expert_reference(indices, kept, num_experts)
 
 
 def permute(x: Tensor, order: Tensor, k: int, weights: Tensor | None = None) -> Tensor:
-    """Row of its token for every kept pair, times its weight if there are weights.
+    """Return the token's row for every kept pair, times the pair's weight if there are weights.
 
     Args:
         x: ``(S, h)``, rows of the tokens.
-        order: ``(P,)`` int64, see above.
-        k: choices of a token.
+        order: ``(P,)`` int64, the kept pairs.
+        k: choices per token.
         weights: ``(S, k)``, used in fp32.
 
     Returns:
@@ -69,7 +69,7 @@ def permute(x: Tensor, order: Tensor, k: int, weights: Tensor | None = None) -> 
 
     Raises:
         ValueError: shapes do not fit.
-        RuntimeError: ``order`` names a pair that there is not; on a GPU the device asserts.
+        RuntimeError: ``order`` has a pair that does not exist; on a GPU the device asserts.
     """
     _check(x, order, weights, x.shape[:1].numel(), k)
     weights = _weights_for(x, weights)
@@ -79,59 +79,57 @@ def permute(x: Tensor, order: Tensor, k: int, weights: Tensor | None = None) -> 
 
 
 def combine(y: Tensor, order: Tensor, weights: Tensor) -> Tensor:
-    """Sum of the rows of every token, each times its weight: what `permute` took apart.
+    """Return the sum of each token's rows, each times its weight, to undo `permute`.
 
     Args:
         y: ``(P, h)``, rows of the kept pairs.
-        order: ``(P,)`` int64, see above.
+        order: ``(P,)`` int64, the kept pairs.
         weights: ``(S, k)``, used in fp32.
 
     Returns:
-        ``(S, h)`` in the dtype of ``y``; zero for a token without kept pairs. Summed in the order of the choices.
+        ``(S, h)`` in the dtype of ``y``, summed in the order of the choices; zero for a token without kept pairs.
 
     Raises:
         ValueError: shapes do not fit.
-        RuntimeError: ``order`` names a pair that there is not, or on a CPU one twice; on a GPU the device asserts.
+        RuntimeError: ``order`` has a pair that does not exist, or on a CPU one twice; on a GPU the device asserts.
     """
     if weights.dim() != 2:
-        raise ValueError(f"weights of shape {tuple(weights.shape)}: they must be (S, k)")
-    return _combine(y, order, weights, *weights.shape)
-
-
-def sum_pairs(y: Tensor, order: Tensor, tokens: int, k: int) -> Tensor:
-    """`combine` with all weights one: the gradient of `permute`; ``(tokens, h)`` from ``(P, h)``."""
-    return _combine(y, order, None, tokens, k)
+        raise ValueError(f"Got weights of shape {tuple(weights.shape)}, but they must be (S, k).")
+    return sum_pairs(y, order, weights, *weights.shape)
 
 
 def pair_dots(x: Tensor, y: Tensor, order: Tensor, k: int) -> Tensor:
-    """Dot product of a pair's row and the row of its token: the gradient of `combine` by the weights.
+    """Return the dot product of each pair's row and its token's row: the gradient of `combine` by the weights.
 
     Args:
         x: ``(S, h)``, rows of the tokens.
         y: ``(P, h)``, rows of the kept pairs, in the dtype of ``x``.
-        order: ``(P,)`` int64, see above.
-        k: choices of a token.
+        order: ``(P,)`` int64, the kept pairs.
+        k: choices per token.
 
     Returns:
-        ``(S, k)`` fp32 (fp64 for fp64), zero for dropped pairs. Product ``i`` of a row goes to lane ``i % DOT_LANES``;
-        a lane is summed from left to right; the lanes are then folded in halves, upper onto lower.
+        ``(S, k)`` fp32 (fp64 for fp64), zero for dropped pairs. Lane ``i % DOT_LANES`` sums product ``i`` of a row, in
+        order; the lanes are then folded in halves, upper onto lower.
 
     Raises:
         ValueError: shapes do not fit.
-        RuntimeError: ``order`` names a pair that there is not; on a GPU the device asserts.
+        RuntimeError: ``order`` has a pair that does not exist; on a GPU the device asserts.
     """
     _check(x, order, None, x.shape[:1].numel(), k)
     if y.shape != (order.numel(), *x.shape[1:]) or y.dtype != x.dtype:
-        raise ValueError(f"y of {y.dtype}, {tuple(y.shape)}: it must be {x.dtype}, ({order.numel()}, {x.shape[1]})")
+        raise ValueError(
+            f"Got y of {y.dtype}, {tuple(y.shape)}, but it must be {x.dtype}, ({order.numel()}, {x.shape[1]})."
+        )
     if _has_kernel(x):
         return torch.ops.ls_strategy.pair_dots(x, y, order, k)
     return _PairDots.apply(x, y, order, k)
 
 
-def _combine(y: Tensor, order: Tensor, weights: Tensor | None, tokens: int, k: int) -> Tensor:
+def sum_pairs(y: Tensor, order: Tensor, weights: Tensor | None, tokens: int, k: int) -> Tensor:
+    """Run `combine` for ``tokens`` with ``k`` choices; all weights are one if ``weights`` is None."""
     _check(y, order, weights, tokens, k)
     if y.shape[0] != order.numel():
-        raise ValueError(f"y of {tuple(y.shape)}: it must have a row for each of the {order.numel()} pairs in order")
+        raise ValueError(f"Got y of {tuple(y.shape)}, but it must have a row for each of the {order.numel()} pairs.")
     weights = _weights_for(y, weights)
     if _has_kernel(y):
         return torch.ops.ls_strategy.combine(y, order, weights, tokens, k)
@@ -140,11 +138,11 @@ def _combine(y: Tensor, order: Tensor, weights: Tensor | None, tokens: int, k: i
 
 def _check(rows: Tensor, order: Tensor, weights: Tensor | None, tokens: int, k: int) -> None:
     if rows.dim() != 2 or not rows.is_floating_point():
-        raise ValueError(f"rows of {rows.dtype}, {tuple(rows.shape)}: they must be floating point, of two dimensions")
+        raise ValueError(f"Got rows of {rows.dtype}, {tuple(rows.shape)}, but they must be 2-d and floating point.")
     if order.dim() != 1 or order.dtype != torch.int64:
-        raise ValueError(f"order of {order.dtype}, {tuple(order.shape)}: it must be int64, (P,)")
+        raise ValueError(f"Got order of {order.dtype}, {tuple(order.shape)}, but it must be int64, (P,).")
     if weights is not None and weights.shape != (tokens, k):
-        raise ValueError(f"weights of {tuple(weights.shape)}: they must be ({tokens}, {k}), tokens by choices")
+        raise ValueError(f"Got weights of {tuple(weights.shape)}, but they must be ({tokens}, {k}), tokens by choices.")
 
 
 def _weights_for(rows: Tensor, weights: Tensor | None) -> Tensor | None:
@@ -163,7 +161,7 @@ def _sums_in(x: Tensor) -> torch.dtype:
 
 
 def sort_by_expert_reference(indices: Tensor, kept: Tensor | None, num_experts: int) -> tuple[Tensor, Tensor]:
-    """The definition of `sort_by_expert`."""
+    """Compute `sort_by_expert` by its definition."""
     flat = indices.reshape(-1)
     pairs = None if kept is None else kept.reshape(-1).nonzero().view(-1)
     experts, order = torch.sort(flat if pairs is None else flat[pairs], stable=True)
@@ -174,7 +172,7 @@ def sort_by_expert_reference(indices: Tensor, kept: Tensor | None, num_experts: 
 
 
 def permute_reference(x: Tensor, order: Tensor, weights: Tensor | None, k: int) -> Tensor:
-    """The definition of `permute`."""
+    """Compute `permute` by its definition."""
     rows = x.index_select(0, order // k)
     if weights is None:
         return rows
@@ -183,7 +181,7 @@ def permute_reference(x: Tensor, order: Tensor, weights: Tensor | None, k: int) 
 
 
 def combine_reference(y: Tensor, order: Tensor, weights: Tensor | None, tokens: int, k: int) -> Tensor:
-    """The definition of `combine`."""
+    """Compute `combine` by its definition."""
     total = torch.zeros(tokens, y.shape[1], dtype=_sums_in(y), device=y.device)
     if not order.numel():
         return total.to(y.dtype)
@@ -200,7 +198,7 @@ def combine_reference(y: Tensor, order: Tensor, weights: Tensor | None, tokens: 
 
 
 def pair_dots_reference(x: Tensor, y: Tensor, order: Tensor, k: int) -> Tensor:
-    """The definition of `pair_dots`."""
+    """Compute `pair_dots` by its definition."""
     products = x.index_select(0, order // k).to(_sums_in(x)).mul_(y)
     lanes = products.new_zeros(order.numel(), DOT_LANES)
     for part in products.split(DOT_LANES, dim=1):
@@ -232,7 +230,7 @@ class _Permute(torch.autograd.Function):
         x, order, weights = ctx.saved_tensors
         of_x, _, of_weights, _ = ctx.needs_input_grad
         return (
-            _combine(grad, order, weights, ctx.tokens, ctx.k) if of_x else None,
+            sum_pairs(grad, order, weights, ctx.tokens, ctx.k) if of_x else None,
             None,
             pair_dots(x, grad, order, ctx.k) if of_weights else None,
             None,
@@ -293,7 +291,7 @@ def _kernels(device_type: str) -> bool:
 
 @functools.cache
 def _register() -> bool:
-    """Shapes and dtypes of the results for tracing, and gradients."""
+    """Register shapes and dtypes of the results for tracing, and gradients."""
 
     @torch.library.register_fake("ls_strategy::sort_by_expert")
     def _(indices: Tensor, kept: Tensor | None, num_experts: int) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
-"""The optimizer updates in plain torch: what every kernel is tested against, bit for bit.
+"""The optimizer updates in plain torch. Kernels are tested against them bit for bit.
 
-All arithmetic is fp32, and every operation is rounded by itself: no `addcmul`, `lerp` or ``alpha=``, which a back end
-may contract into fused multiply-adds. Work goes chunk by chunk, so that what is in between stays in the cache.
+All arithmetic is fp32, and every operation is rounded separately: no `addcmul`, `lerp` or ``alpha=``, which a back end
+may contract into fused multiply-adds. Updates run chunk by chunk, so that intermediate results stay in the cache.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import Tensor
 from ls_strategy.ops.moments import UPDATE_CHUNK, Moment, root
 
 Scalars = dict[str, float]
-"""Numbers of an update, rounded to fp32, and its switches."""
+"""Numbers of an update, rounded to fp32, and its flags."""
 
 Rule = Callable[[Tensor, Tensor, list[Tensor], Scalars], None]
-"""``rule(param, grad, moments, scalars)`` on one chunk, all fp32 and all of them its own to overwrite; in place."""
+"""``rule(param, grad, moments, scalars)`` updates one chunk in place, all fp32. It may overwrite all tensors."""
 
 
 def run(  # noqa: PLR0913
@@ -32,9 +32,9 @@ def run(  # noqa: PLR0913
     seed: int,
     offset: int,
 ) -> None:
-    """One update; arguments as in `ls_strategy.ops.update`, ``scalars`` as its rule wants them.
+    """Run one update; arguments as in `ls_strategy.ops.update`, with the rule's ``scalars``.
 
-    ``scalars["unscale"]`` carries the sign of ``maximize``: a change of sign is exact.
+    ``scalars["unscale"]`` includes the sign of ``maximize``: a change of sign is exact.
     """
     for start in range(0, param.numel(), UPDATE_CHUNK):
         stop = min(start + UPDATE_CHUNK, param.numel())
@@ -53,24 +53,24 @@ def run(  # noqa: PLR0913
 
 
 def adamw(p: Tensor, g: Tensor, moments: list[Tensor], s: Scalars) -> None:
-    """AdamW, and Adam with L2 regularisation: Loshchilov & Hutter, arXiv:1711.05101, algorithm 2."""
+    """Update by AdamW, or Adam with L2 regularization: Loshchilov & Hutter, arXiv:1711.05101, algorithm 2."""
     m, v = moments
     p.mul_(s["decay"])
     if s["l2"]:
         g.add_(p * s["l2"])
-    # torch's lerp: from whichever end is nearer.
+    # torch's lerp: start from the nearer end.
     if s["weight1"] < 0.5:
         m.add_((g - m).mul_(s["weight1"]))
     else:
         torch.sub(g, (g - m).mul_(s["rest1"]), out=m)
     v.mul_(s["beta2"]).add_((g * s["weight2"]).mul_(g))
-    # Divided by a tensor: dividing by a number, CUDA multiplies with the reciprocal.
+    # Divide by a tensor, since CUDA divides by a number by multiplying with its reciprocal.
     denominator = root(v).div_(torch.full((), s["root2"], dtype=torch.float32, device=p.device)).add_(s["eps"])
     p.add_((m * s["rate"]).div_(denominator))
 
 
 def lion(p: Tensor, g: Tensor, moments: list[Tensor], s: Scalars) -> None:
-    """Lion: Chen et al., arXiv:2302.06675, algorithm 2."""
+    """Update by Lion: Chen et al., arXiv:2302.06675, algorithm 2."""
     (m,) = moments
     p.mul_(s["decay"])
     direction = (m * s["beta1"]).add_(g * s["weight1"])
@@ -79,7 +79,7 @@ def lion(p: Tensor, g: Tensor, moments: list[Tensor], s: Scalars) -> None:
 
 
 def sgd(p: Tensor, g: Tensor, moments: list[Tensor], s: Scalars) -> None:
-    """SGD with momentum as torch has it; ``first``: the buffer starts as the gradient."""
+    """Update by SGD with momentum as torch does; ``first``: the buffer starts as the gradient."""
     if s["l2"]:
         g.add_(p * s["l2"])
     if moments:
@@ -93,7 +93,7 @@ def sgd(p: Tensor, g: Tensor, moments: list[Tensor], s: Scalars) -> None:
 
 
 def adagrad(p: Tensor, g: Tensor, moments: list[Tensor], s: Scalars) -> None:
-    """Adagrad as torch has it: Duchi, Hazan & Singer, JMLR 12 (2011)."""
+    """Update by Adagrad as torch does: Duchi, Hazan & Singer, JMLR 12 (2011)."""
     (v,) = moments
     if s["l2"]:
         g.add_(p * s["l2"])
@@ -102,4 +102,4 @@ def adagrad(p: Tensor, g: Tensor, moments: list[Tensor], s: Scalars) -> None:
 
 
 RULES: dict[str, Rule] = {"adamw_": adamw, "lion_": lion, "sgd_": sgd, "adagrad_": adagrad}
-"""By the name of the update."""
+"""Rule by name of the update."""

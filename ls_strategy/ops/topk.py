@@ -1,4 +1,4 @@
-"""The best k of every row of scores, the lowest index first among equals."""
+"""The top k of every row of scores; among equal scores, the lowest index is first."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from ls_strategy.ops.extra_library import routing_library
 
 
 def stable_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """As `torch.topk`, but the same experts on every device where scores are equal.
+    """Return the top k as `torch.topk` does, but with equal indices on every device if scores are equal.
 
     Args:
-        scores: ``(S, E)`` fp32, bf16 or fp16. A NaN is above all numbers, as torch has it.
-        k: choices of a row, up to ``E``.
+        scores: ``(S, E)`` fp32, bf16 or fp16. A NaN is above all numbers, as in torch.
+        k: choices per row, up to ``E``.
 
     Returns:
-        ``(S, k)`` each: the values in the dtype of ``scores``, differentiable, the highest first; their indices, int64.
+        ``(S, k)`` each: differentiable values in the dtype of ``scores``, the highest first, and int64 indices.
 
     Raises:
-        ValueError: shape, dtype or ``k`` are other than that.
+        ValueError: wrong shape, dtype or ``k``.
     """
     if scores.dim() != 2 or scores.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(
-            f"scores of {scores.dtype}, {tuple(scores.shape)}: they must be fp32, bf16 or fp16, of two dimensions"
+            f"Got scores of {scores.dtype}, {tuple(scores.shape)}, but they must be 2-d and fp32, bf16 or fp16."
         )
     if not 0 < k <= scores.shape[1]:
-        raise ValueError(f"k={k}: it must be from 1 to the number of experts, {scores.shape[1]}")
+        raise ValueError(f"Got k={k}, but it must be from 1 to the number of experts, {scores.shape[1]}.")
     numbers = scores.detach().to(torch.float32)
     if _kernels(scores.device.type):
         indices = torch.ops.ls_strategy.topk_indices(numbers, k)
@@ -38,7 +38,7 @@ def stable_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def topk_indices_reference(scores: Tensor, k: int) -> Tensor:
-    """The definition of the indices: no two keys are equal, so that any correct `torch.topk` finds the same."""
+    """Compute the indices by their definition: keys are unique, so any correct `torch.topk` finds the same ones."""
     bits = (scores + 0.0).view(torch.int32)  # -0.0 becomes 0.0
     keys = torch.where(scores.isnan(), 0x7FFFFFFF, torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)).to(torch.int64)
     experts = torch.arange(scores.shape[1], device=scores.device)

@@ -1,18 +1,18 @@
-"""Optimizer updates of a flat buffer, one pass over memory each.
+"""Optimizer updates of a flat buffer, in one pass over memory each.
 
 Common arguments:
     param: ``(n,)`` fp32, contiguous; updated in place.
-    moments (``exp_avg``, ...): of ``n`` elements; updated in place. The update uses the new moments as they are before
-        they are rounded for storage.
-    grad: ``(n,)``, contiguous, fp32, bf16 or fp16; only read.
-    unscale: factor of the gradient, the inverse of the loss scale or of the number of micro-batches.
-    clip: another factor, multiplied separately; a tensor ``()`` fp32 is read on its device, without synchronisation.
+    moments (``exp_avg``, ...): ``n`` elements each; updated in place. The update uses the new moments before they are
+        rounded for storage.
+    grad: ``(n,)``, contiguous, fp32, bf16 or fp16; read-only.
+    unscale: factor for the gradient, the inverse of the loss scale or of the number of micro-batches.
+    clip: another factor, applied separately. A tensor ``()`` fp32 is read on its device, without synchronization.
     out: ``(n,)`` bf16, fp16 or fp32: receives a copy of the new parameters, rounded to nearest.
-    seed, offset: of the stochastic rounding of moments, see `Moment.store_`. With ``offset`` the position of the first
-        element, updating a buffer in portions gives the same bits as updating it whole.
+    seed, offset: of the stochastic rounding of moments, see `Moment.store_`. ``offset`` is the position of the first
+        element, so that updating a buffer in chunks gives the same bits as updating it at once.
 
-Numbers are computed in Python's double precision and rounded to fp32 once; the rest is fp32, every operation rounded by
-itself. `reference` is the definition; a kernel gives the same bits.
+Scalars are computed in double precision and rounded to fp32 once. All other arithmetic is fp32, and every operation is
+rounded separately. `reference` defines the result bit for bit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def native_available(device_type: str) -> bool:
-    """Whether updates on this kind of device run in a compiled kernel. Builds it at the first call."""
+    """Whether updates on a device type run in a compiled kernel. The first call builds it."""
     return native.available(device_type)
 
 
@@ -55,7 +55,7 @@ def adamw_(  # noqa: PLR0913
     seed: int = 0,
     offset: int = 0,
 ) -> None:
-    """AdamW, or Adam with L2 regularisation where not ``decoupled``; ``step`` is the number of this step, from 1."""
+    """Update by AdamW, or by Adam with L2 regularization if not ``decoupled``. ``step`` counts from 1."""
     scalars = {
         "unscale": -unscale if maximize else unscale,
         "decay": 1 - lr * weight_decay if decoupled else 1.0,
@@ -86,7 +86,7 @@ def lion_(  # noqa: PLR0913
     seed: int = 0,
     offset: int = 0,
 ) -> None:
-    """Lion, with decoupled weight decay."""
+    """Update by Lion with decoupled weight decay."""
     scalars = {
         "unscale": unscale,
         "decay": 1 - lr * weight_decay,
@@ -117,7 +117,7 @@ def sgd_(  # noqa: PLR0913
     seed: int = 0,
     offset: int = 0,
 ) -> None:
-    """SGD; at the ``first`` step the momentum buffer, if there is one, becomes the gradient, whatever it holds."""
+    """Update by SGD. At the ``first`` step, the gradient replaces the content of the momentum buffer."""
     scalars = {
         "unscale": -unscale if maximize else unscale,
         "l2": weight_decay,
@@ -148,7 +148,7 @@ def adagrad_(  # noqa: PLR0913
     seed: int = 0,
     offset: int = 0,
 ) -> None:
-    """Adagrad; ``sum_`` is a second moment, ``step`` the number of this step, from 1."""
+    """Update by Adagrad. ``sum_`` is a second moment, ``step`` counts from 1."""
     scalars = {
         "unscale": -unscale if maximize else unscale,
         "l2": weight_decay,
@@ -183,18 +183,21 @@ def _update(  # noqa: PLR0913, PLR0917
 
 
 def _check(param: Tensor, moments: list[Moment], grad: Tensor, out: Tensor | None) -> None:
-    """Kernels read raw memory: refuse what they would read wrongly."""
+    """Refuse tensors that a kernel, which reads raw memory, would read wrongly."""
     tensors = [param, grad, *(m.codes for m in moments), *([] if out is None else [out])]
     if any(t.shape != param.shape or t.dim() != 1 or not t.is_contiguous() for t in tensors):
         raise ValueError(
-            f"update of tensors with shapes {[tuple(t.shape) for t in tensors]}: all must be (n,), contiguous"
+            f"Got tensors of shapes {[tuple(t.shape) for t in tensors]}, but all must be (n,) and contiguous."
         )
     if any(t.device != param.device for t in tensors):
-        raise ValueError(f"update of tensors on {[str(t.device) for t in tensors]}: all must be on one device")
+        raise ValueError(f"Got tensors on {[str(t.device) for t in tensors]}, but all must be on one device.")
     if param.dtype != torch.float32 or any(t.dtype not in _GRAD_DTYPES for t in (grad, param if out is None else out)):
-        raise TypeError(f"update of {param.dtype} by {grad.dtype}: param must be fp32; grad and out fp32, bf16 or fp16")
+        raise TypeError(
+            f"Got param of {param.dtype} and grad of {grad.dtype}, but param must be fp32, and grad and out fp32, bf16 "
+            "or fp16."
+        )
 
 
 def _fp32(value: float) -> float:
-    """The nearest fp32 number."""
+    """Return the nearest fp32 number."""
     return struct.unpack("f", struct.pack("f", value))[0]

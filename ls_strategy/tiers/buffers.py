@@ -1,4 +1,4 @@
-"""Memory for direct I/O, and a fixed number of pieces of it that threads share."""
+"""Memory for direct I/O, and a pool with a fixed number of such buffers."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ import torch
 from torch import Tensor
 
 from ls_strategy.errors import StateError
+from ls_strategy.layout import round_up
 
 logger = logging.getLogger("ls_strategy.tiers")
 
 PAGE = 4096
-"""Direct I/O wants memory, offset and length in multiples of the drive's block: 512 or 4096 bytes. This fits both."""
+"""Bytes. Direct I/O needs memory, offset and length in multiples of the device's block of 512 or 4096 bytes."""
 
 
 class AlignedBuffer:
-    """Memory that direct I/O can use: it begins at a page. Freed when nothing refers to it or its tensor any more.
+    """Page-aligned memory for direct I/O. It is freed with the last reference to it or its tensor.
 
-    Private memory may use huge pages, which are cheaper to hand to the drive than 4 KiB ones. It is kept out of forked
-    processes (workers of a DataLoader): a fork while the drive fills it could leave either side with a stale copy, see
-    open(2).
+    It uses huge pages if the kernel has them, which cost less per transfer than 4 KiB pages. Forked processes (workers
+    of a DataLoader) do not get it: after a fork during a read, either side could have a stale copy, see open(2).
     """
 
     def __init__(self, nbytes: int, *, pin: bool = False) -> None:
         """Allocate zeros.
 
         Args:
-            nbytes: at least one; rounded up to whole pages.
-            pin: register with CUDA, so that copies from and to the device take no detour.
+            nbytes: at least one; rounded up to full pages.
+            pin: register with CUDA, for direct copies from and to the device.
         """
-        self.nbytes = -(-nbytes // PAGE) * PAGE
+        self.nbytes = round_up(nbytes, PAGE)
         memory = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_DONTFORK)
         try:
             memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:  # a kernel built without them
+        except OSError:  # a kernel without huge pages
             logger.debug("no huge pages for buffers of the NVMe tier")
         self.view = memoryview(memory)
         """The bytes, for system calls."""
@@ -48,34 +48,34 @@ class AlignedBuffer:
         self._pinned = pin and self._register()
 
     def elements(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """The first ``numel`` elements, ``(numel,)`` of ``dtype``."""
+        """Return the first ``numel`` elements, ``(numel,)`` of ``dtype``."""
         return self.tensor[: numel * dtype.itemsize].view(dtype)
 
     def _register(self) -> bool:
         status = int(_cudart().cudaHostRegister(self.tensor.data_ptr(), self.nbytes, 0))
         if status:
             logger.warning(
-                "CUDA did not pin %d bytes of host memory (error %d): copies will be slower. Raise `ulimit -l`.",
+                "CUDA did not pin %d bytes of host memory (error %d), so copies will be slower. Raise `ulimit -l`.",
                 self.nbytes,
                 status,
             )
         return not status
 
     def unpin(self) -> None:
-        """Take the memory back from CUDA; nothing may be copying it. Idempotent."""
+        """Unregister the memory from CUDA; no copy may be in flight. Idempotent."""
         if self._pinned:
             _cudart().cudaHostUnregister(self.tensor.data_ptr())
             self._pinned = False
 
 
 class BoundedPool:
-    """A fixed number of buffers that threads take and give back."""
+    """A fixed number of buffers that threads take and return."""
 
     patience_s = 60.0
-    """`take` gives up when no buffer has come back for this long."""
+    """`take` raises an error if no buffer was returned for this long."""
 
     def __init__(self, count: int, nbytes: int, *, pin: bool = False) -> None:
-        """Up to ``count`` buffers of ``nbytes`` bytes each, made when first needed."""
+        """Hold up to ``count`` buffers of ``nbytes`` bytes each, allocated on demand."""
         self.count, self.nbytes = count, nbytes
         self._pin = pin
         self._free: list[AlignedBuffer] = []
@@ -85,13 +85,13 @@ class BoundedPool:
         self._closed = False
 
     def take(self, holder: str) -> AlignedBuffer:
-        """A buffer; waits until there is one.
+        """Wait for a free buffer and return it.
 
         Args:
-            holder: who holds it from now on, for the error message of those who wait in vain.
+            holder: the purpose of the buffer, for the error message.
 
         Raises:
-            StateError: none has come back for `patience_s`: those who hold them wait for each other. Or it is closed.
+            StateError: no buffer was returned for `patience_s`, so the holders wait for each other; or it is closed.
         """
         since = time.monotonic()
         with self._moved:
@@ -107,7 +107,7 @@ class BoundedPool:
             return buffer
 
     def give(self, buffer: AlignedBuffer) -> None:
-        """Give a buffer back."""
+        """Return a buffer to the pool."""
         with self._moved:
             del self._holders[buffer]
             if not self._closed:
@@ -116,7 +116,7 @@ class BoundedPool:
             self._moved.notify()
 
     def close(self) -> None:
-        """Forget the buffers; those still held are freed when their tensors are. Idempotent."""
+        """Drop the buffers. Those that are held are freed with their tensors. Idempotent."""
         with self._moved:
             self._closed = True
             for buffer in (*self._free, *self._holders):
@@ -127,9 +127,9 @@ class BoundedPool:
     def _exhausted(self, holder: str) -> str:
         held = "; ".join(self._holders.values())
         return (
-            f"{holder} waits for a buffer: all {self.count} of {self.nbytes / 2**20:.1f} MiB are taken, and none has "
-            f"come back for {self.patience_s:.0f} s. Who holds one must not wait for another: release leases, or make "
-            f"the tier with more buffers. Held by: {held}."
+            f"{holder} waits for a buffer: all {self.count} of {self.nbytes / 2**20:.1f} MiB are taken, and none was "
+            f"returned for {self.patience_s:.0f} s. A holder must not wait for another buffer: release leases, or "
+            f"create the tier with more buffers. Held by: {held}."
         )
 
 

@@ -1,4 +1,4 @@
-"""Reading and writing a file beside the work of the training thread.
+"""Read and write a file in the background.
 
 ::
 
@@ -6,8 +6,8 @@
                                         ├──► thread 1: preadv ─┼─► last block done: the transfer is done
                                         └──► thread 2: preadv ─┘
 
-Blocks are worked off first in, first out. Threads are enough: system calls release the interpreter, and with direct I/O
-the drive writes to our memory itself (0.02 s of CPU per 512 MiB), so that four threads reach what fio reaches.
+Blocks are processed first in, first out. Threads are sufficient: system calls release the interpreter lock, and with
+direct I/O the device writes to memory itself (0.02 s of CPU per 512 MiB), so four threads reach the bandwidth of fio.
 """
 
 from __future__ import annotations
@@ -31,35 +31,35 @@ from ls_strategy.tiers.buffers import PAGE
 logger = logging.getLogger("ls_strategy.tiers")
 
 STALLED_S = 120.0
-"""No block has finished for this long while somebody waits for one: an error instead of a hang. A healthy drive moves a
-block in milliseconds; one that resets its controller comes back within the kernel's limit of 30 s per command."""
+"""A waiter raises an error instead of hanging if no block has finished for this long. A healthy device moves a block in
+milliseconds, and a reset of its controller takes at most the kernel's 30 s per command."""
 
 _REFUSES_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 
 _CURES = {
-    errno.EIO: "The drive reports an error (see dmesg and smartctl): use another drive.",
-    errno.ENOSPC: "The drive is full: free space on it, or use another one.",
-    errno.EDQUOT: "The quota of this user is used up: free space, or use another drive.",
-    errno.EFBIG: "Files may not be that large here: raise `ulimit -f`, or use another file system.",
-    errno.EROFS: "The file system went read-only, as it does after errors of the drive (see dmesg): use another one.",
+    errno.EIO: "The NVMe device reports an error (see dmesg and smartctl). Use another device.",
+    errno.ENOSPC: "The file system is full. Free space on it, or use another one.",
+    errno.EDQUOT: "The quota of this user is used up. Free space, or use another file system.",
+    errno.EFBIG: "The file exceeds the size limit. Raise `ulimit -f`, or use another file system.",
+    errno.EROFS: "The file system is read-only, probably after errors of the device (see dmesg). Use another one.",
 }
-_CURE = "See dmesg for what the kernel says about the drive, or use another one."
+_CURE = "See the kernel's messages about the device in dmesg, or use another one."
 
 
 class DriveError(LSError, OSError):
-    """Bytes could not be read from a drive, or not written to it; `errno` says why."""
+    """Reading or writing a file of the NVMe tier failed; `errno` has the reason."""
 
 
 class DirectFile:
-    """An open file whose blocks are moved past the page cache, or through it where that is refused."""
+    """An open file that bypasses the page cache, unless the file system refuses direct I/O."""
 
     def __init__(self, fd: int, name: str, *, direct: bool) -> None:
-        """Own ``fd``, which is open for reading and writing.
+        """Own ``fd``, which must be open for reading and writing.
 
         Args:
             fd: the descriptor.
             name: for messages.
-            direct: ask for ``O_DIRECT``.
+            direct: use ``O_DIRECT`` if the file system allows it.
         """
         self.fd, self.name = fd, name
         self.direct = False
@@ -70,10 +70,10 @@ class DirectFile:
             except OSError as error:
                 if error.errno not in _REFUSES_DIRECT:
                     raise
-                self._tell(error)
+                self._warn(error)
 
     def read(self, view: memoryview, offset: int) -> None:
-        """Fill ``view`` with what the file holds from ``offset`` on. See `_move`."""
+        """Fill ``view`` from the file, from ``offset`` on. See `_move`."""
         self._move("reading", view, offset)
 
     def write(self, view: memoryview, offset: int) -> None:
@@ -81,10 +81,10 @@ class DirectFile:
         self._move("writing", view, offset)
 
     def sync(self) -> None:
-        """Return when nothing is left in the page cache, so that an error of the drive is not lost there.
+        """Write the page cache back, so that an error of the device is not lost there.
 
         Raises:
-            DriveError: the drive did not take it.
+            DriveError: writing back failed.
         """
         if self.direct:
             return
@@ -94,19 +94,19 @@ class DirectFile:
             raise self._error("writing back", 0, 0, error.errno or errno.EIO) from error
 
     def close(self) -> None:
-        """Give the space back, and close. Idempotent."""
+        """Free the space, and close. Idempotent."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
-            # A process that was forked from this one keeps the file open, and with it the space: so take it here.
-            with contextlib.suppress(OSError):  # of a drive that failed; closing frees it in the end
+            # A forked process keeps the file open, and with it the space, so truncate here.
+            with contextlib.suppress(OSError):  # of a failed device; closing frees the space
                 os.ftruncate(fd, 0)
             os.close(fd)
 
     def _move(self, verb: str, view: memoryview, offset: int) -> None:
-        """Move every byte, in several calls where one moves fewer than it was asked to.
+        """Move every byte, with more calls if one moves fewer bytes than requested.
 
         Raises:
-            DriveError: a call failed, or moves nothing any more.
+            DriveError: a call failed, or calls move nothing.
         """
         call = os.preadv if verb == "reading" else os.pwritev
         done = idle = 0
@@ -119,7 +119,7 @@ class DirectFile:
                     continue
                 raise self._error(verb, len(view) - done, offset + done, error.errno or errno.EIO) from error
             if self.direct and done + moved < len(view):
-                moved -= moved % PAGE  # the next call must begin at a page again
+                moved -= moved % PAGE  # the next call must begin at a page
             idle = 0 if moved else idle + 1
             if idle > 3:
                 raise self._error(verb, len(view) - done, offset + done, errno.EIO)
@@ -129,31 +129,31 @@ class DirectFile:
         with self._lock:
             if self.direct:
                 self._set_direct(False)
-                self._tell(error)
+                self._warn(error)
 
     def _set_direct(self, direct: bool) -> None:
         flags = fcntl.fcntl(self.fd, fcntl.F_GETFL)
         fcntl.fcntl(self.fd, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
         self.direct = direct
 
-    def _tell(self, error: OSError) -> None:
+    def _warn(self, error: OSError) -> None:
         logger.warning(
-            "%s: this file system refuses direct I/O (%s). The NVMe tier goes through the page cache, which takes host "
-            "memory and CPU time; a local ext4 or XFS does not need that.",
+            "%s: this file system refuses direct I/O (%s). The NVMe tier uses the page cache, which takes host memory "
+            "and CPU time. Use a local ext4 or XFS.",
             self.name,
             error.strerror,
         )
 
     def _error(self, verb: str, nbytes: int, offset: int, number: int) -> DriveError:
         text = f"{verb} {nbytes} bytes at offset {offset} failed: {os.strerror(number)}. {_CURES.get(number, _CURE)}"
-        return DriveError(number, f"{text} The states in this file are lost: resume from a checkpoint", self.name)
+        return DriveError(number, f"{text} The states in this file are lost. Resume from a checkpoint", self.name)
 
 
 class Transfer:
-    """One read or write that the engine was asked for."""
+    """One read or write of the I/O engine."""
 
     def __init__(self, engine: IOEngine, file: DirectFile, verb: Literal["read", "write"]) -> None:
-        """Nothing is moved yet."""
+        """Start unfinished; `IOEngine.submit` starts the transfer."""
         self.file, self.verb = file, verb
         self.error: BaseException | None = None
         self.blocks_left = 0
@@ -163,20 +163,20 @@ class Transfer:
         self._callbacks: list[Callable[[], None]] | None = []
 
     def wait(self) -> None:
-        """Return when every byte was moved.
+        """Wait until every byte was moved.
 
         Raises:
-            DriveError: some could not be.
-            StateError: the engine does not move.
+            DriveError: a block failed.
+            StateError: the engine is stalled.
         """
         self._engine.wait_until(self.finished)
         if self.error is not None:
             raise self.error
 
     def when_finished(self, callback: Callable[[], None]) -> None:
-        """Call back, on an I/O thread, when the memory is not touched any more, before those who wait go on.
+        """Run ``callback`` on an I/O thread when the memory is free to use, before `wait` returns.
 
-        Also after an error; at once if it is finished already.
+        It runs after an error too, and at once if the transfer is finished.
         """
         with self._lock:
             if self._callbacks is not None:
@@ -185,7 +185,7 @@ class Transfer:
         callback()
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Say that it is done, or why it cannot be."""
+        """Mark the transfer as done, or as failed with ``error``."""
         self.error = self.error or error
         with self._lock:
             callbacks, self._callbacks = self._callbacks or [], None
@@ -210,7 +210,7 @@ class IOEngine:
         self.bytes_read = 0
         self.bytes_written = 0
         self.busy_s = 0.0
-        """Seconds in which at least one block was being moved."""
+        """Seconds with at least one block in flight."""
         self._io = io
         self._queue: deque[_Block] = deque()
         self._unfinished = 0
@@ -228,19 +228,19 @@ class IOEngine:
             thread.start()
 
     def transfer(self, file: DirectFile, verb: Literal["read", "write"]) -> Transfer:
-        """A transfer that is started later, by `submit`."""
+        """Return a transfer that `submit` starts later."""
         return Transfer(self, file, verb)
 
     def submit(self, transfer: Transfer, view: memoryview, offset: int) -> None:
-        """Queue the blocks of a transfer; waits while ``queue_depth`` blocks are under way.
+        """Queue the blocks of a transfer; wait while ``queue_depth`` blocks are in flight.
 
         Args:
             transfer: from `transfer`.
-            view: page-aligned memory; not to be touched until the transfer is finished.
-            offset: place in the file, at a page.
+            view: page-aligned memory; reserved until the transfer is finished.
+            offset: position in the file, at a page.
 
         Raises:
-            StateError: the engine is closed, or does not move. The transfer finishes with that error.
+            StateError: the engine is closed, or stalled. The transfer finishes with that error.
         """
         block = self._io.block_bytes
         starts = range(0, len(view), block)
@@ -267,7 +267,7 @@ class IOEngine:
         return transfer
 
     def wait_until(self, finished: threading.Event) -> None:
-        """Return when ``finished`` is set.
+        """Wait until ``finished`` is set.
 
         Raises:
             StateError: no block of any transfer has finished for `STALLED_S`.
@@ -293,8 +293,8 @@ class IOEngine:
         idle = time.monotonic() - max(since, self._moved_at)
         if idle > STALLED_S:
             raise StateError(
-                f"no block was read or written for {idle:.0f} s, and {self._unfinished} are waiting. The drive hangs: "
-                "see dmesg for what the kernel says about it, and use another one, or offload to the CPU."
+                f"no block was read or written for {idle:.0f} s, and {self._unfinished} are waiting. The NVMe device "
+                "hangs: see the kernel's messages in dmesg, and use another device, or offload to the CPU."
             )
 
     def _enqueue(self, block: _Block) -> None:
@@ -321,16 +321,16 @@ class IOEngine:
                     self._active_since = time.monotonic()
                 self._active += 1
             self._complete(block, self._move(block))
-            del block  # its memory must not live on while this thread waits
+            del block  # free its memory while this thread waits
 
     def _move(self, block: _Block) -> BaseException | None:
         transfer = block.transfer
-        if transfer.error is not None:  # the rest of a failed request is of no use
+        if transfer.error is not None:  # the other blocks of a failed transfer are useless
             return None
         try:
             with spans.copying(f"drive {transfer.verb}", len(block.view)):
                 (transfer.file.read if transfer.verb == "read" else transfer.file.write)(block.view, block.offset)
-        except BaseException as error:  # kept for whoever waits
+        except BaseException as error:  # `Transfer.wait` raises it
             return error
         return None
 

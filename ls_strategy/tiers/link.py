@@ -1,7 +1,7 @@
-"""Copies between the device and its host, beside the work of both.
+"""Copies between the device and its host, overlapped with the work of both.
 
-On CUDA they run on a stream of their own, from and to pinned memory; who needs the result waits for an event, on the
-device or on the host. Where device and host share their memory (CPU), a copy is done when it returns.
+On CUDA, they run on separate streams, from and to pinned memory. Users of the result wait for an event, on the device
+or on the host. If the device is the CPU, a copy is done when it returns.
 """
 
 from __future__ import annotations
@@ -19,51 +19,51 @@ from ls_strategy.tiers.buffers import AlignedBuffer
 
 
 class Arrival:
-    """A copy under way."""
+    """A copy in flight."""
 
     def __init__(self, event: Any = None, source: Tensor | None = None) -> None:
-        """``event``: a recorded CUDA event, None for a copy that is done. ``source`` is kept alive until then."""
+        """Wrap a recorded CUDA event, or None for a copy that is done. Keep ``source`` alive until then."""
         self._event = event
         self._source = source
 
     def wait_on_host(self) -> None:
-        """Block this thread until the bytes are there."""
+        """Block this thread until the copy is done."""
         if self._event is not None:
             with spans.waiting(spans.COPY):
                 self._event.synchronize()
             self._event = self._source = None
 
     def wait_on_device(self) -> None:
-        """Let the device's current stream wait; the host goes on."""
+        """Let the device's current stream wait; do not block the host."""
         if self._event is not None:
             with spans.waiting(spans.COPY):
                 torch.cuda.current_stream().wait_event(self._event)
 
 
 DONE = Arrival()
-"""A copy that is there already."""
+"""A copy that is already done."""
 
 
 class Link:
-    """The way between one device and its host."""
+    """The connection between one device and its host."""
 
     def __init__(self, device: torch.device) -> None:
-        """Make the side streams, one for each direction: PCIe is full duplex."""
+        """Create a side stream for each direction, since PCIe is full duplex."""
         self.device = device
         self._down = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._up = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def bind_thread(self) -> None:
-        """Make this thread work on the device; a new thread would work on the first one."""
+        """Select the device in this thread; a new thread would use the first device."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
     @contextmanager
     def aside(self, after: Any = None) -> Iterator[None]:
-        """Inside, the device works beside what the training thread gives it; what it did there is done at the end.
+        """Run the device's work inside the context on a side stream, and wait for it at the end.
 
         Args:
-            after: from `mark`: begin when the device has passed it.
+            after: from `mark`; begin when the device has passed it.
         """
         if self._up is None:
             yield
@@ -75,7 +75,7 @@ class Link:
         self._up.synchronize()
 
     def to_host(self, host: Tensor, source: Tensor) -> Arrival:
-        """Start copying ``source`` (device, when what the current stream does to it is done) into ``host`` (pinned)."""
+        """Start copying ``source`` (on the device, after the current stream's work) into ``host`` (pinned)."""
         if self._down is None:
             with spans.copying("to host", host.nbytes):
                 host.copy_(source)
@@ -83,7 +83,7 @@ class Link:
         return self._copy(self._down, host, source)
 
     def mark(self) -> Any:
-        """A point in the current stream's work, for ``after``."""
+        """Return a mark in the current stream's work, for ``after``."""
         if self._up is None:
             return None
         event = torch.cuda.Event()
@@ -96,7 +96,7 @@ class Link:
         Args:
             target: written when the device has passed ``after``.
             source: must not change before the copy has arrived.
-            after: from `mark`; without it, everything that the current stream was given so far.
+            after: from `mark`; by default, after all present work of the current stream.
         """
         if self._up is None:
             with spans.copying("to device", target.nbytes):
@@ -124,10 +124,10 @@ _OWN_MAPPING_BYTES = 1 << 20
 
 
 def host_empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Host memory that ``device`` copies from and to without a detour: pinned on CUDA. ``(numel,)``, any contents.
+    """Return uninitialized host memory for copies from and to ``device``, ``(numel,)``; pinned on CUDA.
 
-    What is large and stays gets a mapping of its own, in huge pages: on the heap, between short-lived activations and
-    gradients, it would leave holes that are never given back (measured: 1 to 3 bytes per parameter).
+    On a CPU, large tensors get a separate mapping in huge pages. On the heap, between short-lived activations and
+    gradients, they would cause fragmentation (measured: 1 to 3 bytes per parameter).
     """
     nbytes = numel * dtype.itemsize
     if device.type == "cuda" or nbytes < _OWN_MAPPING_BYTES:
@@ -136,7 +136,7 @@ def host_empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def trim_heap() -> None:
-    """Give free memory of the C heap back to the system, where the C library can (glibc)."""
+    """Return free memory of the C heap to the system, if the C library supports it (glibc)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -1,14 +1,14 @@
-"""The NVMe tier: model states in one file per rank, brought and taken away piece by piece.
+"""The NVMe tier: model states in one file per rank, accessed in chunks.
 
 ::
 
-    file   | 0:master ......... | 0:exp_avg ........ | 1:master .. | ...        one extent per state, at whole pages
+    file   | 0:master ......... | 0:exp_avg ........ | 1:master .. | ...        one extent per state, at full pages
                    ▲ │ put: pwritev
            preadv  │ ▼
-    memory       [buffer] [buffer] [buffer] ...                                a fixed number, whatever the model's size
+    memory       [buffer] [buffer] [buffer] ...                                a fixed number for any model size
 
-Transfers that touch the same bytes, one of them writing, keep the order in which they were asked for, across threads;
-others overlap. A write that fails breaks the tier: every later call raises its error, since states are missing.
+If transfers access the same bytes and one of them writes, they keep the order of their calls, across threads. Others
+overlap. A failed write breaks the tier: every later call raises its error, since states are missing.
 """
 
 from __future__ import annotations
@@ -23,18 +23,17 @@ from torch import Tensor
 
 from ls_strategy.config import NVMeIOConfig
 from ls_strategy.errors import StateError
+from ls_strategy.layout import round_up
 from ls_strategy.tiers.base import Key, Lease, Sizes, resolve_range
 from ls_strategy.tiers.buffers import PAGE, AlignedBuffer, BoundedPool
 from ls_strategy.tiers.file_io import DriveError, IOEngine, Transfer
-from ls_strategy.tiers.nvme_folder import check_path, drive_wear, open_scratch
-
-__all__ = ["NVMeLease", "NVMeTier", "check_path", "drive_wear"]
+from ls_strategy.tiers.nvme_folder import open_scratch
 
 logger = logging.getLogger("ls_strategy.tiers")
 
 
 def extents(sizes: Sizes) -> tuple[dict[Key, int], int]:
-    """Where each state begins in the file, and the file's bytes. Every state begins at a page and is padded to one.
+    """Return the offset of each state in the file, and the file's bytes. States begin at a page and are padded.
 
     >>> extents({(0, "master"): (1, torch.float32), (0, "exp_avg"): (1025, torch.float32)})
     ({(0, 'master'): 0, (0, 'exp_avg'): 4096}, 12288)
@@ -43,16 +42,12 @@ def extents(sizes: Sizes) -> tuple[dict[Key, int], int]:
     end = 0
     for key, (numel, dtype) in sizes.items():
         offsets[key] = end
-        end += _padded(numel * dtype.itemsize)
+        end += round_up(numel * dtype.itemsize, PAGE)
     return offsets, end
 
 
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // PAGE) * PAGE
-
-
 class _Access:
-    """A transfer and the bytes of its state that it touches."""
+    """A transfer, and the byte range of its state."""
 
     def __init__(self, transfer: Transfer, begin: int, end: int) -> None:
         self.transfer = transfer
@@ -67,7 +62,7 @@ class NVMeLease:
     """Elements in a buffer of the tier."""
 
     def __init__(self, tier: NVMeTier, buffer: AlignedBuffer | None, tensor: Tensor, transfer: Transfer | None) -> None:
-        """``buffer`` and ``transfer`` are None for a range without elements."""
+        """Wrap a buffer and its read, which are both None for a range without elements."""
         self.buffer = buffer
         self.transfer = transfer
         self._tier = tier
@@ -75,28 +70,26 @@ class NVMeLease:
         self._ended = False
 
     def wait(self) -> Tensor:
-        """The elements, a view of the buffer.
+        """Return the elements, a view of the buffer.
 
         Raises:
-            DriveError: they could not be read.
-            StateError: the lease was released or put, or the drive does not answer.
+            DriveError: reading failed.
+            StateError: the lease was released or put, or the device hangs.
         """
         if self._ended:
-            raise StateError(
-                "this lease was released or put, and its buffer may hold another state by now: get it again."
-            )
+            raise StateError("this lease was released or put, and its buffer may hold another state now. Get it again.")
         if self.transfer is not None:
             self.transfer.wait()
         return self._tensor
 
     def release(self) -> None:
-        """Give the buffer back, once nothing is read into it any more. Does not wait, idempotent."""
+        """Return the buffer when its read is done. Does not wait. Idempotent."""
         if not self._ended:
             self.end()
             self._tier.recycle(self)
 
     def end(self) -> None:
-        """From now on the buffer is somebody else's."""
+        """End the lease: the buffer has another owner now."""
         self._ended = True
 
     def belongs_to(self, tier: NVMeTier) -> bool:
@@ -120,63 +113,63 @@ class NVMeTier:
         buffers: int = 16,
         pin: bool | None = None,
     ) -> None:
-        """Make the file and reserve its space.
+        """Create the file and reserve its space.
 
         Args:
-            directory: a folder on a local drive; see `check_path`.
+            directory: a folder on a local NVMe device; see `check_path`.
             sizes: elements and dtype of every state.
-            io: how the file is read and written.
+            io: settings of reads and writes.
             rank: of this process, for messages.
-            buffer_bytes: of one buffer, and so the most that one ``get`` brings; rounded up to whole pages.
-            buffers: how many there are. A lease holds one, and so does a write until it is done.
-            pin: register the buffers with CUDA; None: if CUDA is in use.
+            buffer_bytes: size of a buffer, and the maximum of one ``get``; rounded up to full pages.
+            buffers: number of buffers. A lease holds one, and so does a write in flight.
+            pin: register the buffers with CUDA. None: if CUDA is in use.
 
         Raises:
-            ConfigError: no file can be made in the folder.
+            ConfigError: no file can be created in the folder.
             PlanError: there is not enough space.
         """
         self.sizes = dict(sizes)
-        self.buffer_bytes = _padded(buffer_bytes)
+        self.buffer_bytes = round_up(buffer_bytes, PAGE)
         self._offsets, nbytes = extents(self.sizes)
         io = io if io is not None else NVMeIOConfig()
         self._file = open_scratch(Path(directory), nbytes, rank=rank, direct=io.direct)
         self._engine = IOEngine(io)
         self._pool = BoundedPool(buffers, self.buffer_bytes, pin=torch.cuda.is_initialized() if pin is None else pin)
-        self._under_way: dict[Key, list[_Access]] = defaultdict(list)
+        self._in_flight: dict[Key, list[_Access]] = defaultdict(list)
         self._lock = threading.Lock()
         self._error: BaseException | None = None
-        self._error_told = False
+        self._error_raised = False
         self._closed = False
 
     @property
     def bytes_read(self) -> int:
-        """Read so far, padding to whole pages included."""
+        """Return the bytes read so far, with padding to full pages."""
         return self._engine.bytes_read
 
     @property
     def bytes_written(self) -> int:
-        """Written so far, padding to whole pages included."""
+        """Return the bytes written so far, with padding to full pages."""
         return self._engine.bytes_written
 
     @property
     def busy_s(self) -> float:
-        """Seconds so far in which something was being read or written."""
+        """Return the seconds so far with a read or write in flight."""
         return self._engine.busy_s
 
     def chunk_numel(self, dtype: torch.dtype) -> int:
-        """The most elements of ``dtype`` that one ``get`` brings."""
+        """Return the maximum elements of ``dtype`` of one ``get``."""
         return self.buffer_bytes // dtype.itemsize
 
     def get(self, key: Key, start: int = 0, stop: int | None = None) -> NVMeLease:
-        """Start reading elements ``[start, stop)`` into a buffer; waits for a free one, and for writes of that range.
+        """Start reading elements ``[start, stop)`` into a buffer. Wait for a free one, and for writes of that range.
 
         Args:
             key: the state.
-            start: at a whole page of the state; multiples of 4096 elements always are.
-            stop: at most `chunk_numel` further; the state's end without it.
+            start: at a page of the state, as every multiple of 4096 elements is.
+            stop: at most ``start + chunk_numel(dtype)``. Default: the state's end.
 
         Raises:
-            StateError: there is no such state or range, the tier is closed, or no buffer comes back.
+            StateError: there is no such state or range, the tier is closed, or no buffer is returned.
             DriveError: an earlier write failed.
         """
         end, dtype = resolve_range(self.sizes, key, start, stop)
@@ -184,8 +177,9 @@ class NVMeTier:
         numel = end - start
         if numel > self.chunk_numel(dtype):
             raise StateError(
-                f"{numel} elements of state {key[1]!r} of flat buffer {key[0]} in one get: the NVMe tier brings at "
-                f"most {self.chunk_numel(dtype)} of {dtype} at a time. Ask in portions, or make it with larger buffers."
+                f"Got a request for {numel} elements of state {key[1]!r} of flat buffer {key[0]}, but the NVMe tier "
+                f"reads at most {self.chunk_numel(dtype)} of {dtype} at a time. Request chunks, or create it with "
+                "larger buffers."
             )
         assert start * dtype.itemsize % PAGE == 0, f"get of {key} starts at {start}, inside a page"
         if numel == 0:
@@ -200,16 +194,16 @@ class NVMeTier:
         return NVMeLease(self, buffer, buffer.elements(numel, dtype), transfer)
 
     def put(self, key: Key, value: Tensor | Lease, start: int = 0) -> None:
-        """Start writing ``value`` to elements ``[start, start + n)``; a lease's buffer is written as it is.
+        """Start writing ``value`` to elements ``[start, start + n)``. A lease's buffer is written without a copy.
 
         Args:
             key: the state.
-            value: ``(n,)`` of the state's dtype, copied in portions of a buffer; or a lease of this tier, which ends.
-            start: at a whole page of the state. The end must be at one too, or at the state's.
+            value: ``(n,)`` of the state's dtype, copied in chunks of a buffer; or a lease of this tier, which ends.
+            start: at a page of the state. The end must be at a page too, or at the state's end.
 
         Raises:
-            StateError: there is no such state or range, the tier is closed, or no buffer comes back.
-            DriveError: this lease could not be read, or an earlier write failed.
+            StateError: there is no such state or range, the tier is closed, or no buffer is returned.
+            DriveError: the lease's read or an earlier write failed.
         """
         if isinstance(value, NVMeLease) and value.belongs_to(self):
             self._put_lease(key, value, start)
@@ -217,10 +211,10 @@ class NVMeTier:
         source = value if isinstance(value, Tensor) else value.wait()
         end, dtype = resolve_range(self.sizes, key, start, start + source.numel())
         self._check_writable(key, source.dtype, start, end)
-        portion = self.buffer_bytes // dtype.itemsize
-        for lo in range(start, end, portion):
+        chunk = self.buffer_bytes // dtype.itemsize
+        for lo in range(start, end, chunk):
             self._raise_if_unusable()
-            hi = min(lo + portion, end)
+            hi = min(lo + chunk, end)
             buffer = self._pool.take(f"put of {key[1]!r} of flat buffer {key[0]}, elements [{lo}, {hi})")
             try:
                 buffer.elements(hi - lo, dtype).copy_(source[lo - start : hi - start])
@@ -232,11 +226,11 @@ class NVMeTier:
             value.release()
 
     def flush(self) -> None:
-        """Return when every write is done.
+        """Wait until every write is done.
 
         Raises:
-            DriveError: one was not; the first of them.
-            StateError: the drive does not answer.
+            DriveError: the first failed write.
+            StateError: the device hangs.
         """
         for access in self._all_in_flight():
             if access.transfer.verb == "write":
@@ -244,12 +238,12 @@ class NVMeTier:
         try:
             if not self._closed:
                 self._file.sync()
-        except DriveError as error:  # the kernel tells it once, and forgets
+        except DriveError as error:  # the kernel reports it only once
             self._error = self._error or error
         self._raise_error()
 
     def close(self) -> None:
-        """Finish what was asked for, then give file, threads and buffers back. Idempotent."""
+        """Finish pending transfers, then free file, threads and buffers. Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -257,11 +251,11 @@ class NVMeTier:
         self._engine.close()
         self._file.close()
         self._pool.close()
-        if self._error is not None and not self._error_told:
-            logger.error("the NVMe tier was closed before anybody heard of this error: %s", self._error)
+        if self._error is not None and not self._error_raised:
+            logger.error("the NVMe tier was closed with an error that was not raised before: %s", self._error)
 
     def recycle(self, lease: NVMeLease) -> None:
-        """Take a lease's buffer back."""
+        """Return a lease's buffer to the pool."""
         if lease.buffer is not None and lease.transfer is not None:
             self._recycle_after(lease.transfer, lease.buffer)
 
@@ -277,52 +271,52 @@ class NVMeTier:
     def _check_writable(self, key: Key, dtype: torch.dtype, start: int, end: int) -> None:
         numel, expected = self.sizes[key]
         assert dtype == expected, f"{dtype} put into state {key} of {expected}"
-        # Whole pages are written, so a range that ended inside one would destroy what follows it.
+        # Full pages are written, so a range that ends inside one would destroy the data after it.
         assert end == numel or end * dtype.itemsize % PAGE == 0, f"put of {key} ends at {end}, inside a page"
         assert start * dtype.itemsize % PAGE == 0, f"put of {key} starts at {start}, inside a page"
 
     def _write(self, key: Key, buffer: AlignedBuffer, begin: int, nbytes: int) -> None:
-        """Write a buffer, which goes back to the pool when that is done."""
+        """Write a buffer, and return it to the pool afterwards."""
         transfer = self._engine.transfer(self._file, "write")
         transfer.when_finished(lambda: self._written(transfer, buffer))
         self._move(transfer, buffer, key, begin, nbytes)
 
     def _written(self, transfer: Transfer, buffer: AlignedBuffer) -> None:
-        """On an I/O thread, when a write is done or has failed."""
+        """Handle a finished or failed write, on an I/O thread."""
         self._pool.give(buffer)
         with self._lock:
             self._error = self._error or transfer.error
 
     def _move(self, transfer: Transfer, buffer: AlignedBuffer, key: Key, begin: int, nbytes: int) -> None:
-        """Queue a transfer of ``nbytes`` from byte ``begin`` of a state, after those that it must not overtake."""
-        access = _Access(transfer, begin, begin + _padded(nbytes))
+        """Queue a transfer of ``nbytes`` from byte ``begin`` of a state, after transfers that it conflicts with."""
+        access = _Access(transfer, begin, begin + round_up(nbytes, PAGE))
         with self._lock:
-            under_way = [a for a in self._under_way[key] if not a.transfer.finished.is_set()]
-            self._under_way[key] = [*under_way, access]
+            in_flight = [a for a in self._in_flight[key] if not a.transfer.finished.is_set()]
+            self._in_flight[key] = [*in_flight, access]
         try:
-            for other in under_way:
+            for other in in_flight:
                 if access.must_wait_for(other):
                     self._engine.wait_until(other.transfer.finished)
             self._raise_if_unusable()
         except BaseException as error:
-            transfer.finish(error)  # others may be waiting for it
+            transfer.finish(error)  # other transfers may wait for it
             raise
         self._engine.submit(transfer, buffer.view[: access.end - begin], self._offsets[key] + begin)
 
     def _recycle_after(self, transfer: Transfer, buffer: AlignedBuffer) -> None:
-        """Give a buffer back to the pool when the drive does not touch it any more."""
+        """Return a buffer to the pool when the transfer is done."""
         transfer.when_finished(lambda: self._pool.give(buffer))
 
     def _all_in_flight(self) -> list[_Access]:
         with self._lock:
-            return [access for accesses in self._under_way.values() for access in accesses]
+            return [access for accesses in self._in_flight.values() for access in accesses]
 
     def _raise_if_unusable(self) -> None:
         if self._closed:
-            raise StateError("the NVMe tier is closed, and its states are gone.")
+            raise StateError("the NVMe tier is closed, and its states are lost.")
         self._raise_error()
 
     def _raise_error(self) -> None:
         if self._error is not None:
-            self._error_told = True
+            self._error_raised = True
             raise self._error

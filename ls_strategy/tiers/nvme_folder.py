@@ -1,4 +1,4 @@
-"""The folder that the NVMe tier was given: whether it is fit for it, and the one file per rank that is made in it."""
+"""The folder of the NVMe tier: checks of the folder, and the scratch file of each rank."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from ls_strategy.tiers.buffers import PAGE
 from ls_strategy.tiers.file_io import DirectFile
 
 GB = 1e9
+_DEVICE = "a local NVMe device"
 _RATED_BYTES = 600e12
-"""What a 1 TB consumer drive is warranted for (600 TBW); server drives take 2 to 30 times as much."""
+"""Rated writes of a 1 TB consumer NVMe device (600 TBW). Server devices are rated for 2 to 30 times as much."""
 
 _SUFFIX = ".ls_strategy"
 _IN_MEMORY = ("tmpfs", "ramfs", "rootfs", "hugetlbfs")
 _KEEPS_NO_NAMELESS = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p")
-"""Deleting an open file renames it (NFS, FUSE) or fails (SMB) here, so it keeps its name."""
+"""File systems that rename (NFS, FUSE) or refuse (SMB) the deletion of an open file, so the file keeps its name."""
 
 
 class Mount(NamedTuple):
@@ -37,14 +38,14 @@ class Mount(NamedTuple):
 
 
 def mount_of(path: Path) -> Mount:
-    """The mounted file system that ``path`` lies on."""
+    """Return the mounted file system of ``path``."""
     real = Path(os.path.realpath(path))
     best = Mount("", "/", "unknown", "")
     for line in Path("/proc/mounts").read_text(errors="replace").splitlines():
-        # Spaces and the like are written as octal numbers.
+        # Spaces and other special characters are octal numbers.
         fields = [re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), f) for f in line.split(" ")[:4]]
         mount = Mount(*fields)
-        # Of several mounts on one point, the last one hides the others.
+        # The last of several mounts on one point hides the others.
         if real.is_relative_to(mount.point) and len(mount.point) >= len(best.point):
             best = mount
     return best
@@ -55,42 +56,42 @@ def in_memory(mount: Mount) -> bool:
     if mount.kind in _IN_MEMORY or mount.source.startswith(("/dev/ram", "/dev/zram")):
         return True
     if mount.kind == "overlay":
-        # Writes go to its upper folder, if we can see that one from here.
+        # Writes go to the upper folder, if it is visible from here.
         upper = next((o[len("upperdir=") :] for o in mount.options.split(",") if o.startswith("upperdir=")), "")
         return bool(upper) and Path(upper).exists() and mount_of(Path(upper)).kind in _IN_MEMORY
     return False
 
 
 def check_path(directory: str | Path, need_bytes: int, allow_tmpfs: bool = False) -> None:
-    """Find out whether the NVMe tier can live in a folder; makes the folder.
+    """Check whether the NVMe tier can use a folder; create the folder.
 
     Args:
         directory: the folder.
-        need_bytes: what all ranks of this host will write there.
-        allow_tmpfs: accept a file system that is in memory.
+        need_bytes: bytes that all ranks of this host will write there.
+        allow_tmpfs: accept a file system in memory.
 
     Raises:
-        ConfigError: it is no folder, cannot be made or written, or is in memory.
-        PlanError: it has not enough space.
+        ConfigError: it is not a folder, cannot be created or written, or is in memory.
+        PlanError: it does not have enough space.
     """
     if not str(directory):
-        raise ConfigError("nvme_path is empty: the NVMe tier needs a folder on a local drive. Set nvme_path.")
+        raise ConfigError(f"Got an empty nvme_path, but the NVMe tier needs a folder on {_DEVICE}. Set nvme_path.")
     path = Path(directory)
     try:
         path.mkdir(0o700, parents=True, exist_ok=True)
     except FileExistsError:
-        raise ConfigError(f"nvme_path={str(path)!r} is a file: give a folder on a local drive.") from None
+        raise ConfigError(f"Got nvme_path={str(path)!r}, which is a file. Set it to a folder on {_DEVICE}.") from None
     except OSError as error:
         raise ConfigError(
-            f"nvme_path={str(path)!r} cannot be made: {error.strerror}. Give a folder on a local drive that this user "
-            "may write to."
+            f"Got nvme_path={str(path)!r}, which cannot be created: {error.strerror}. Set it to a folder on {_DEVICE} "
+            "that this user may write to."
         ) from error
     _write_probe(path)
     mount = mount_of(path)
     if in_memory(mount) and not allow_tmpfs:
         raise ConfigError(
-            f"nvme_path={str(path)!r} lies on {mount.point} ({mount.kind}), which is host memory itself: nothing would "
-            "be saved. Give a folder on a drive, offload to the CPU instead, or, for tests, set nvme_allow_ram=True."
+            f"Got nvme_path={str(path)!r}, which is on {mount.point} ({mount.kind}), in host memory: this would save "
+            f"no memory. Set it to a folder on {_DEVICE}, or offload to the CPU. For tests, set nvme_allow_ram=True."
         )
     free = shutil.disk_usage(path).free
     if free < need_bytes:
@@ -98,28 +99,28 @@ def check_path(directory: str | Path, need_bytes: int, allow_tmpfs: bool = False
 
 
 def drive_wear(bytes_per_step: int) -> str:
-    """One sentence on what a step costs a drive.
+    """Return one sentence about the wear of the NVMe device by a step.
 
     >>> drive_wear(84_000_000_000)
-    'Each step writes 84.0 GB per rank to the drive: one that is rated for 600 TB lasts about 7,143 such steps.'
+    'Each step writes 84.0 GB per rank: an NVMe device rated for 600 TB lasts about 7,143 such steps.'
     """
     if bytes_per_step <= 0:
-        return "A step writes nothing to the drive."
+        return "A step writes nothing to NVMe."
     return (
-        f"Each step writes {bytes_per_step / GB:.1f} GB per rank to the drive: one that is rated for 600 TB lasts "
-        f"about {_RATED_BYTES / bytes_per_step:,.0f} such steps."
+        f"Each step writes {bytes_per_step / GB:.1f} GB per rank: an NVMe device rated for 600 TB lasts about "
+        f"{_RATED_BYTES / bytes_per_step:,.0f} such steps."
     )
 
 
 def open_scratch(directory: Path, nbytes: int, *, rank: int, direct: bool) -> DirectFile:
-    """A file of ``nbytes`` zeros that vanishes with this process, however that ends.
+    """Open a file of ``nbytes`` zeros that the kernel deletes with this process, also after ``kill -9``.
 
-    Its space is reserved here, so that a full drive is an error now and not hours later. It has no name: the kernel
-    frees it when the last descriptor is gone, after ``kill -9`` too, and nobody can delete or open it. Where deleting
-    an open file is not safe, it keeps its name and is locked as long as we live; the next run clears what has no lock.
+    Its space is reserved now, so that a full file system is not an error hours later. The file has no name, so that no
+    other process can delete or open it. If the file system cannot delete an open file, it keeps a name and is locked by
+    this process; the next run deletes files without a lock.
 
     Raises:
-        ConfigError: no file can be made in the folder.
+        ConfigError: no file can be created in the folder.
         PlanError: there is not enough space.
     """
     mount = mount_of(directory)
@@ -132,8 +133,8 @@ def open_scratch(directory: Path, nbytes: int, *, rank: int, direct: bool) -> Di
             fd, path = _open_nameless(directory, rank)
     except OSError as error:
         raise ConfigError(
-            f"no file can be made in nvme_path={str(directory)!r}: {error.strerror}. Give a folder on a local drive "
-            "that this user may write to."
+            f"no file can be created in nvme_path={str(directory)!r}: {error.strerror}. Set it to a folder on "
+            f"{_DEVICE} that this user may write to."
         ) from error
     try:
         _reserve(fd, max(nbytes, PAGE))
@@ -149,7 +150,7 @@ def open_scratch(directory: Path, nbytes: int, *, rank: int, direct: bool) -> Di
 
 
 class NamedFile(DirectFile):
-    """A file that has to be deleted by its name."""
+    """A file with a name, which has to be deleted."""
 
     def __init__(self, fd: int, path: Path, *, direct: bool) -> None:
         """Own ``fd`` and ``path``."""
@@ -159,18 +160,18 @@ class NamedFile(DirectFile):
     def close(self) -> None:
         """Delete and close. Idempotent."""
         if self.fd >= 0:
-            with contextlib.suppress(OSError):  # of a drive that failed; the next run clears it
+            with contextlib.suppress(OSError):  # of a failed device; the next run deletes the file
                 self._path.unlink(missing_ok=True)
         super().close()
 
 
 def remove_stale(directory: Path) -> list[Path]:
-    """Delete the files that runs which are dead by now left in a folder; returns their paths."""
+    """Delete the files that ended runs have left in a folder; return their paths."""
     removed = []
     for path in directory.glob(f"rank*{_SUFFIX}"):
         try:
             fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError:  # gone meanwhile, another user's, or a link
+        except OSError:  # already deleted, another user's, or a link
             continue
         try:
             if _is_stale(fd, path):
@@ -182,14 +183,14 @@ def remove_stale(directory: Path) -> list[Path]:
 
 
 def _is_stale(fd: int, path: Path) -> bool:
-    """Whether nobody holds the file's lock; without locks, whether a process of this host made it and is dead."""
+    """Whether no process holds the file's lock. Without locks: whether it is of a process of this host that ended."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:  # a file system without locks
-        words = path.stem.split("-")
-        return len(words) == 4 and words[1] == _host() and not Path(f"/proc/{words[2]}").exists()
+        parts = path.stem.split("-")
+        return len(parts) == 4 and parts[1] == _host() and not Path(f"/proc/{parts[2]}").exists()
     return True
 
 
@@ -204,8 +205,8 @@ def _write_probe(path: Path) -> None:
             os.close(fd)
     except OSError as error:
         raise (PlanError if error.errno in (errno.ENOSPC, errno.EDQUOT) else ConfigError)(
-            f"nvme_path={str(path)!r} cannot be written: {error.strerror}. Give a folder on a local drive that this "
-            "user may write to, with space left."
+            f"Got nvme_path={str(path)!r}, which cannot be written: {error.strerror}. Set it to a folder on {_DEVICE} "
+            "that this user may write to, with free space."
         ) from error
     finally:
         with contextlib.suppress(OSError):
@@ -216,7 +217,7 @@ def _open_nameless(directory: Path, rank: int) -> tuple[int, Path]:
     try:
         return os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600), directory / f"rank{rank}"
     except OSError as error:
-        # File systems without O_TMPFILE say one of these.
+        # File systems without O_TMPFILE return one of these.
         if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT):
             raise
     fd, path = _create(directory, rank)
@@ -229,10 +230,10 @@ def _open_locked(directory: Path, rank: int) -> tuple[int, Path]:
         fd, path = _create(directory, rank)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # another run that clears the folder was faster
+        except BlockingIOError:  # another run that clears the folder has locked it
             os.close(fd)
             continue
-        except OSError:  # a file system without locks: the name tells who we are
+        except OSError:  # a file system without locks: the name identifies this process
             return fd, path
         if path.exists():
             return fd, path
@@ -254,11 +255,11 @@ def _reserve(fd: int, nbytes: int) -> None:
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
             raise
-        os.ftruncate(fd, nbytes)  # not reserved: a full drive shows when it is written
+        os.ftruncate(fd, nbytes)  # not reserved: a full file system shows at a write
 
 
 def _too_small(path: Path, need_bytes: int, free_bytes: int) -> str:
     return (
-        f"nvme_path={str(path)!r} has {free_bytes / GB:.1f} GB free, and the states on the NVMe tier need "
-        f"{need_bytes / GB:.1f} GB. Free space, use another drive, more ranks, or offload less."
+        f"nvme_path={str(path)!r} has {free_bytes / GB:.1f} GB free, but the states on the NVMe tier need "
+        f"{need_bytes / GB:.1f} GB. Free space, use a larger device or more ranks, or offload less."
     )

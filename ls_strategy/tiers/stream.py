@@ -1,4 +1,4 @@
-"""Updates of states that rest away from the device, one after the other: read k+1 | update k | write k-1.
+"""The pipeline of offloaded updates: read k+1 | update k | write k-1.
 
 ::
 
@@ -6,8 +6,8 @@
     update       | 1 | 2 | 3 |          on this thread
     write            | 1 | 2 | 3 |
 
-Jobs are worked off in the order in which they were submitted, on one thread of their own, so that the thread that
-trains goes on: with the rest of backward, or with the next forward, which waits for the one unit that it needs.
+Jobs run in the order of their submission on one background thread. Meanwhile the training thread continues backward, or
+the next forward, which waits only for the unit that it needs.
 """
 
 from __future__ import annotations
@@ -22,49 +22,49 @@ from ls_strategy import spans
 from ls_strategy.errors import StateError
 
 _STALLED_S = 600.0
-"""Nothing moves for this long: say so instead of waiting for ever. A chunk takes seconds on the slowest drive."""
+"""A waiter raises an error if no job finishes for this long. A chunk takes seconds on the slowest device."""
 
 
 class Job(Protocol):
     """One chunk of an update."""
 
     def read(self) -> None:
-        """Start to bring what the update needs."""
+        """Start loading what the update needs."""
         ...
 
     def update(self) -> None:
-        """Wait for that, and compute."""
+        """Wait for the loads, and compute."""
         ...
 
     def write(self) -> None:
-        """Start to put the result where it rests."""
+        """Start storing the result."""
         ...
 
 
 class Ticket:
-    """Tells when the jobs of one submission are done."""
+    """The completion of the jobs of one submission."""
 
     def __init__(self, stream: Stream) -> None:
-        """Not done yet."""
+        """Start unfinished."""
         self._stream = stream
         self._done = threading.Event()
         self.error: BaseException | None = None
 
     @property
     def done(self) -> bool:
-        """Whether nothing is left to do. Does not wait."""
+        """Whether all jobs are done. Does not wait."""
         return self._done.is_set()
 
     def finish(self, error: BaseException | None = None) -> None:
-        """All jobs are done, or one failed."""
+        """Mark the jobs as done, or as failed with ``error``."""
         self.error = error
         self._done.set()
 
     def wait(self) -> None:
-        """Block until the jobs are done.
+        """Wait until the jobs are done.
 
         Raises:
-            BaseException: what a job raised, also at every later call.
+            BaseException: the exception of a job, at every call.
             StateError: no job has finished for ten minutes.
         """
         with spans.waiting(spans.COPY, "update"):
@@ -75,10 +75,10 @@ class Ticket:
 
 
 class Stream:
-    """Works jobs off, in order, on a thread of its own or on the caller's."""
+    """Runs jobs in order, on a background thread or on the caller's."""
 
     def __init__(self, *, threaded: bool, on_start: Callable[[], None] | None = None) -> None:
-        """``threaded=False``: `submit` returns when everything is done. ``on_start`` runs first on the thread."""
+        """Run ``on_start`` first on the background thread. Without ``threaded``, `submit` runs the jobs."""
         self.threaded = threaded
         self._on_start = on_start
         self._queue: deque[tuple[Job | None, Ticket]] = deque()
@@ -92,11 +92,11 @@ class Stream:
 
     @property
     def error(self) -> BaseException | None:
-        """What ended the work: of the jobs submitted since, none was finished. Does not wait."""
+        """Return the exception that ended the stream, or None. Later jobs do not run. Does not wait."""
         return self._error
 
     def submit(self, jobs: Sequence[Job]) -> Ticket:
-        """Append jobs; the ticket is done when the last of them is. Returns at once if threaded."""
+        """Append jobs, and return a ticket for their completion. Returns at once if threaded."""
         ticket = Ticket(self)
         with self._wake:
             if self._error is not None:
@@ -122,12 +122,12 @@ class Stream:
         idle = time.monotonic() - self._moved_at
         if idle > _STALLED_S:
             raise StateError(
-                f"an update of offloaded states has not moved for {idle:.0f} s. The drive or the host hangs: look for "
-                "I/O errors in the kernel log (dmesg), and try offload to the CPU instead."
+                f"an update of offloaded states has made no progress for {idle:.0f} s. The NVMe device or the host "
+                "hangs: look for I/O errors in the kernel log (dmesg), or offload to the CPU instead."
             )
 
     def close(self) -> None:
-        """Finish what was submitted and end the thread. Idempotent."""
+        """Finish all jobs and end the thread. Idempotent."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -152,7 +152,7 @@ class Stream:
             return self._queue.popleft() if self._queue else None
 
     def _work_off(self) -> None:
-        """Work on jobs until none is left, always with the next one's reading under way."""
+        """Run jobs until the queue is empty, always with the next job's read in flight."""
         current = self._begin(self._next())
         while current is not None:
             started = time.perf_counter()
@@ -178,5 +178,5 @@ class Stream:
         try:
             job.update()
             job.write()
-        except BaseException as error:  # kept for whoever waits; later jobs would build on a broken state
+        except BaseException as error:  # `Ticket.wait` raises it; later jobs do not run on a broken state
             self._error = error

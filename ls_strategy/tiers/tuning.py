@@ -1,4 +1,4 @@
-"""Which block size and how many threads move a drive's bytes fastest: measured, settings taking turns."""
+"""Measure which block size and number of threads are fastest on an NVMe device, in interleaved runs."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ls_strategy.tiers.nvme_folder import open_scratch
 
 Verb = Literal["read", "write"]
 _CLOSE_ENOUGH = 0.97
-"""Settings within 3 % are equally fast: repeated measurements of one setting differ by more."""
+"""Settings within 3 % count as equally fast, since repeated measurements of one setting differ by more."""
 
 
 @dataclass
 class Measured:
-    """One setting, and the seconds that it took, round by round, to move the same bytes."""
+    """One setting, and its seconds per round to move the same bytes."""
 
     io: NVMeIOConfig
     nbytes: int
@@ -33,24 +33,24 @@ class Measured:
 
     @property
     def read_gbs(self) -> float:
-        """Median of the rounds, in GB/s."""
+        """Return the median read bandwidth of the rounds, in GB/s."""
         return self.nbytes / statistics.median(self.read_s) / 1e9
 
     @property
     def write_gbs(self) -> float:
-        """Median of the rounds, in GB/s."""
+        """Return the median write bandwidth of the rounds, in GB/s."""
         return self.nbytes / statistics.median(self.write_s) / 1e9
 
     @property
     def both_gbs(self) -> float:
-        """Of reading and then writing every byte, as an optimizer step does."""
+        """Return the bandwidth of reading and then writing every byte, as an optimizer step does, in GB/s."""
         return 2 / (1 / self.read_gbs + 1 / self.write_gbs)
 
 
 def best(measured: Sequence[Measured]) -> Measured:
-    """The setting to use: of those that are about as fast as the fastest, the one with the fewest and smallest blocks.
+    """Return the setting with the fewest threads and smallest blocks among those about as fast as the fastest.
 
-    Threads compete with the training thread for the interpreter, and large blocks make those who need few bytes wait.
+    Threads compete with the training thread for the interpreter lock, and large blocks delay small transfers.
     """
     fastest = max(m.both_gbs for m in measured)
     close = [m for m in measured if m.both_gbs >= _CLOSE_ENOUGH * fastest]
@@ -65,30 +65,30 @@ def measure(
     seconds: float,
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[Measured]:
-    """Write and read a file of ``nbytes`` with every setting, taking turns, until the time is over; at least one round.
+    """Write and read a file of ``nbytes`` with every setting, in interleaved rounds until the time is over.
 
     Args:
-        directory: on the drive. The file vanishes when this returns, or when the process ends.
-        settings: to be compared.
-        nbytes: moved in each measurement; rounded down to whole blocks of the largest size, at least one.
-        seconds: time limit; a round that has begun is finished.
+        directory: on the NVMe device. The file is deleted when this returns, or when the process ends.
+        settings: to compare.
+        nbytes: per measurement; rounded down to full blocks of the largest size, at least one.
+        seconds: time limit, after at least one full round.
         progress: called with one line per measurement.
 
     Raises:
-        ConfigError: no file can be made there.
+        ConfigError: no file can be created there.
         PlanError: there is not enough space.
-        DriveError: the drive failed.
+        DriveError: the device failed.
     """
     largest = max(io.block_bytes for io in settings)
     nbytes = max(nbytes // largest, 1) * largest
     in_flight = max(io.block_bytes * io.parallelism for io in settings) * 2
     buffer = AlignedBuffer(min(in_flight, nbytes))
-    buffer.tensor.copy_(torch.randint(256, (buffer.nbytes,), dtype=torch.uint8))  # drives may compress zeros
+    buffer.tensor.copy_(torch.randint(256, (buffer.nbytes,), dtype=torch.uint8))  # devices may compress zeros
     results = [Measured(io, nbytes) for io in settings]
     deadline = time.monotonic() + seconds
     file = open_scratch(directory, nbytes, rank=0, direct=settings[0].direct)
     try:
-        # The first write to reserved space costs the file system more than the later ones, which a training run sees.
+        # The first write to reserved space costs more than later ones, which a training run does.
         list(_rounds(file, buffer, results[:1], progress, "warm-up"))
         results[0].read_s.clear()
         results[0].write_s.clear()
@@ -125,18 +125,18 @@ def _rounds(
 
 
 def move(engine: IOEngine, file: DirectFile, verb: Verb, buffer: AlignedBuffer, measured: Measured) -> float:
-    """Seconds to move the whole file, block after block, twice as many of them under way as there are threads."""
+    """Return the seconds to move the full file, block by block, with two blocks in flight per thread."""
     block, nbytes = measured.io.block_bytes, measured.nbytes
     slots = max(min(buffer.nbytes // block, 2 * measured.io.parallelism), 1)
     start = time.perf_counter()
-    under_way: deque[Transfer] = deque()
+    in_flight: deque[Transfer] = deque()
     for i in range(nbytes // block):
-        if len(under_way) == slots:
-            under_way.popleft().wait()
+        if len(in_flight) == slots:
+            in_flight.popleft().wait()
         at = i % slots * block
         transfer = engine.transfer(file, verb)
         engine.submit(transfer, buffer.view[at : at + block], i * block)
-        under_way.append(transfer)
-    for transfer in under_way:
+        in_flight.append(transfer)
+    for transfer in in_flight:
         transfer.wait()
     return time.perf_counter() - start

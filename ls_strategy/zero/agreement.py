@@ -1,4 +1,4 @@
-"""Checks that every rank makes before anything is sharded, and one verdict for all of them."""
+"""Checks before anything is sharded, with one verdict for all ranks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ls_strategy.errors import PlanError
 
 
 def owners_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[int, tuple[tuple[int, int], ...]]:
-    """``id(parameter) -> ((optimizer, group), ...)`` for every parameter that optimizers update, in their order.
+    """Return ``id(parameter) -> ((optimizer, group), ...)`` for every parameter that optimizers update, in order.
 
     Raises:
-        PlanError: a parameter is twice in one optimizer, or not in the model.
+        PlanError: a parameter is in one optimizer twice, or not in the model.
     """
     names = {id(p): n for n, p in model.named_parameters()}
     owners: dict[int, tuple[tuple[int, int], ...]] = {}
@@ -32,15 +32,15 @@ def owners_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[int, tu
                 before = owners.get(id(p), ())
                 if before and before[-1][0] == i:
                     raise PlanError(
-                        f"parameter {names[id(p)]!r} is twice in optimizer {i} ({type(optimizer).__name__}), in groups "
-                        f"{before[-1][1]} and {g}, where it has one state. Leave one of them."
+                        f"parameter {names[id(p)]!r} is in optimizer {i} ({type(optimizer).__name__}) twice, in groups "
+                        f"{before[-1][1]} and {g}, but has only one state. Remove it from one of them."
                     )
                 owners[id(p)] = (*before, (i, g))
     return owners
 
 
 OWNED = "(name, shape, dtype, requires_grad, ((optimizer, group), ...))"
-"""What a row says of a parameter where optimizers are known."""
+"""Columns of the rows of `Draft.agree`, for the message."""
 
 
 def agree(
@@ -51,15 +51,15 @@ def agree(
     group_key: Any = None,
     columns: str = OWNED,
 ) -> None:
-    """Raise on every rank if any rank has an error, other options or another model. Collective.
+    """Raise on every rank if any rank has an error, different options or a different model. Collective.
 
     Args:
-        comm: the ranks.
-        error: what this rank found wrong, if anything.
-        options: configuration of this rank, printable.
+        comm: the process group.
+        error: this rank's error, if any.
+        options: this rank's options, as text.
         params: one row per parameter, ``(name, shape, dtype, ...)``, in order.
         group_key: ranks with equal values hold the same parameters.
-        columns: what a row holds, for the message.
+        columns: the columns of a row, for the message.
 
     Raises:
         PlanError: naming the rank and the first difference.
@@ -81,10 +81,10 @@ def agree(
 
 
 def _name_first_difference(comm: Comm, params: Sequence[tuple[Any, ...]], group_key: Any, columns: str) -> None:
-    by_kin: dict[Any, dict[int, Any]] = {}
+    by_group: dict[Any, dict[int, Any]] = {}
     for rank, (its_group_key, rows) in enumerate(comm.exchange_objects((group_key, list(params)))):
-        by_kin.setdefault(its_group_key, {})[rank] = rows
-    for by_rank in by_kin.values():
+        by_group.setdefault(its_group_key, {})[rank] = rows
+    for by_rank in by_group.values():
         _raise_first_difference(by_rank, columns)
 
 

@@ -1,4 +1,4 @@
-"""From a model and its optimizers to units: checked first, agreed on by all ranks, then built one by one."""
+"""Build units from a model and its optimizers: check, agree with all ranks, then build unit by unit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ls_strategy.zero_stages import StagePolicy
 
 
 class Draft:
-    """What this rank would build; nothing is moved before every rank has agreed."""
+    """The units that this rank would build. Nothing is moved before all ranks have agreed."""
 
     def __init__(
         self,
@@ -41,16 +41,9 @@ class Draft:
         parts: Mapping[int, TensorPart],
         share: Share,
     ) -> None:
-        """Cut the model and check everything that can be checked; errors wait for `agree`.
+        """Partition the model and check everything that can be checked; `agree` raises the errors.
 
-        Args:
-            model: as this rank has it.
-            optimizers: on its parameters.
-            config: options.
-            precision: dtypes.
-            policy: what is sharded.
-            parts: ``id(parameter)`` -> what of it is here, for parameters that are divided over ranks.
-            share: what of the parameters this rank of a pipeline holds.
+        The arguments are those of `Engine`, except ``policy``: which states are sharded.
         """
         self.model = model
         self.share = share
@@ -62,7 +55,7 @@ class Draft:
         """Modules that stay in fp32 in the 16-bit modes."""
         self._owners: dict[int, tuple[tuple[int, int], ...]] = {}
         self._shared: dict[tuple[int, ...], int] = {}
-        """A number for every set of optimizers that have parameters in common, after those of the optimizers."""
+        """Number of each set of optimizers with common parameters; these follow the numbers of the optimizers."""
         self.config = config
         self._options = repr((config.stage, config.sharding, config.precision, config.offload, precision))
         self._error: PlanError | None = None
@@ -81,10 +74,10 @@ class Draft:
             self._error = error
 
     def _number_shared(self, count: int, *, single: bool) -> None:
-        """Give numbers to sets of optimizers that have parameters in common.
+        """Number the sets of optimizers that have parameters in common.
 
         Raises:
-            PlanError: what steps them keeps one state per parameter.
+            PlanError: an option supports one state per parameter only.
         """
         sets = {tuple(i for i, _ in owners) for owners in self._owners.values() if len(owners) > 1}
         self._shared = {each: count + n for n, each in enumerate(sorted(sets))}
@@ -104,14 +97,11 @@ class Draft:
         numbers = " and ".join(str(i) for i, _ in self._owners[shared])
         raise PlanError(
             f"parameter {name!r} is in optimizers {numbers}, but {what} keeps one state per parameter. Give it to one "
-            "of them, or leave that option out."
+            "of them, or remove that option."
         )
 
     def agree(self, world: Comm) -> None:
-        """Raise on every rank if any rank found an error, has other options or another model. Collective.
-
-        Args:
-            world: all ranks.
+        """Raise on every rank if any rank has an error, different options or a different model. Collective.
 
         Raises:
             PlanError: naming the rank and the first difference.
@@ -129,18 +119,11 @@ class Draft:
         return tuple(param.shape) if part is None else part.full_shape
 
     def refuse(self, error: PlanError | None) -> None:
-        """Let `agree` raise ``error``, unless there was one before."""
+        """Let `agree` raise ``error``, unless it already has one."""
         self._error = self._error or error
 
     def resolve(self, mesh: Mesh, held: dict[int, Flat], weights: Sequence[Fraction] = (), rank: int = 0) -> Plan:
-        """Lay out the buffers.
-
-        Args:
-            mesh: the ranks.
-            held: ``id(parameter) -> flat`` of an earlier engine that holds the parameters now.
-            weights: of the ranks' shards; none: all have the same length.
-            rank: this one, with weights.
-        """
+        """Lay out the buffers. ``held`` is as in `setup.shard`, ``weights`` and ``rank`` as in `resolve_plan`."""
         kept = {id(p) for m in self.kept_fp32 for p in m.parameters()}
 
         def facts(name: str, p: nn.Parameter) -> ParamFacts:
@@ -177,7 +160,7 @@ class Draft:
     def build(
         self, plan: Plan, mesh: Mesh, device: torch.device, held: dict[int, Flat], offload: Offload
     ) -> list[Unit]:
-        """Move the parameters into units, one at a time: no rank holds more than one in full at stage 3. Collective."""
+        """Move the parameters into units one by one: at stage 3, no rank holds two full units. Collective."""
         units: list[Unit] = []
         maker = materials.Materializer(self.model, device, self._parts, mesh, self.share.absent)
         number = 0
@@ -198,17 +181,17 @@ class Draft:
             units.append(Unit(spec.name, spec.modules, flats, is_root=spec.is_root))
             del values
             if offload.config.offload.any_state:
-                trim_heap()  # the unit's original values; without this, set-up may take the model's size
+                trim_heap()  # return the unit's original values; otherwise set-up may need the size of the model
         maker.finish()
         return units
 
 
 def _full_values(params: list[nn.Parameter], held: dict[int, Flat]) -> dict[int, Tensor]:
-    """``id -> value`` in master precision, gathered from the flats that hold them. Collective where some do."""
+    """Return ``id -> value`` in master precision. Collective if ``held`` has some of the parameters."""
     result = {id(p): p.detach() for p in params}
     for flat in {id(held[id(p)]): held[id(p)] for p in params if id(p) in held}.values():
         for p, value in zip(flat.params, flat.split(flat.full_master()), strict=True):
-            # A resident parameter may have got another value since, by load_state_dict for example: then that counts.
+            # A resident parameter may have a newer value, for example from load_state_dict: then keep that one.
             if id(p) in result and (not flat.is_gathered or torch.equal(value.to(p.dtype), p)):
                 result[id(p)] = value
     return result

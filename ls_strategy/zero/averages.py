@@ -127,7 +127,7 @@ class Averages:
     @property
     def on_nvme(self) -> bool:
         """Whether the averages rest on the NVMe tier, where nobody but the update reaches them."""
-        return self._flat.gradient_tier == "nvme" and self.values is None
+        return not self._flat.rest.is_resident("grad") and self.values is None
 
     def land(self, reducing: PendingReduce, *, exact_16_bit: bool, at_hand: bool = False) -> None:
         """Let the averages rest on their tier, added to what is there already. Their scale is that of ``grad``.
@@ -202,7 +202,7 @@ class Averages:
 
     def spill(self) -> None:
         """Take averages that `land` left at hand to the drive after all."""
-        if self._flat.gradient_tier == "nvme" and self.values is not None:
+        if not self._flat.rest.is_resident("grad") and self.values is not None:
             self.wait()
             mine, self.values = self.values, None
             self._to_nvme(mine)
@@ -210,13 +210,12 @@ class Averages:
 
     def _to_nvme(self, mine: Tensor) -> None:
         """Sum squares while they are at hand, and write."""
-        drive, key = self._flat.rest.drive, self._flat.rest.key("grad")
         self.recorded_sums = torch.zeros(2, dtype=torch.float64)
         for start, stop in chunks(0, mine.numel()):
             part = mine[start:stop]
             self.recorded_sums += sum_of_squares(part, unscale=self.unscale).cpu()
             with self._waiting():
-                drive.put(key, part.float(), start)
+                self._flat.rest.put("grad", part.float(), start)
 
     def require_here(self) -> None:
         """Refuse to give averages that an update has taken.
@@ -253,14 +252,13 @@ class Averages:
         if not self.on_nvme:
             edit(self.tensor())
             return
-        key = self._flat.rest.key("grad")
         self.recorded_sums = torch.zeros(2, dtype=torch.float64)
         for lo, hi in chunks(0, self._flat.stepped_numel):
-            lease = self._flat.rest.drive.get(key, lo, hi)
+            lease = self._flat.rest.get("grad", lo, hi)
             part = lease.wait()
             edit(part)
             self.recorded_sums += sum_of_squares(part, unscale=self.unscale)
-            self._flat.rest.drive.put(key, lease, lo)
+            self._flat.rest.put("grad", lease, lo)
 
     def sums(self) -> Tensor:
         """Sum of squares and number of non-finite elements of this rank's averages, ``(2,)`` fp64.

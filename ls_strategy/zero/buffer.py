@@ -199,14 +199,14 @@ class FlatBuffer:
     def read_master(self) -> Tensor:
         """Master weights of this rank's range: the tensor itself, or a copy of what is on the drive. ``(stepped,)``."""
         self.wait_updated()
-        return self.master if self.optimizer_tier != "nvme" else self.rest.read("master")
+        return self.master if self.rest.is_resident("master") else self.rest.read("master")
 
     def master_range(self, start: int, stop: int) -> Tensor:
         """Elements ``[start, stop)`` of this rank's master weights: a view, or a copy of what is on the drive.
 
         From any thread, while no update is under way.
         """
-        if self.optimizer_tier != "nvme":
+        if self.rest.is_resident("master"):
             return self.master.detach()[start:stop]
         out = torch.empty(stop - start, dtype=self.master_dtype)
         self.rest.read_into("master", out, start)
@@ -222,10 +222,10 @@ class FlatBuffer:
         """Replace master weights from element ``start`` of this rank's range on; `refresh` takes them further."""
         self.wait_updated()
         self.before_change()
-        if self.optimizer_tier == "nvme":
-            self.rest.write("master", start, values.to(self.master_dtype))
-        else:
+        if self.rest.is_resident("master"):
             self.master.detach()[start : start + values.numel()].copy_(values)
+        else:
+            self.rest.write("master", start, values.to(self.master_dtype))
 
     def full_master(self) -> Tensor:
         """Master weights of all ranks, ``(numel,)``; read-only where this rank has them all anyway. Collective."""

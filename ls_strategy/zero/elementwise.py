@@ -1,10 +1,12 @@
-"""Whether an optimizer may be handed cut parameters, and gradients without a closure: found out by trying."""
+"""Test whether an optimizer can step parts of parameters, and gradients without a closure, by running a copy of it."""
 
 from __future__ import annotations
 
 import copy
 import inspect
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,39 +18,35 @@ from ls_strategy.errors import PlanError
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether the optimizer updates every element by itself: tried out on a whole matrix and on its two halves.
+    """Whether the optimizer updates every element independently: compare its steps on a matrix and on its two halves.
 
-    Flat shards cut parameters anywhere; an optimizer that looks at a whole matrix (Muon, LAMB, Adafactor) would train
+    Flat shards split parameters anywhere. An optimizer that uses the full matrix (Muon, LAMB, Adafactor) would train
     differently on every world size.
 
     Raises:
-        PlanError: the optimizer does not step even a whole matrix without being handed a closure (LBFGS).
+        PlanError: the optimizer cannot step without a closure (LBFGS).
     """
     generator = torch.Generator().manual_seed(0)
     value = torch.randn(8, 6, generator=generator)
     grads = [torch.randn(8, 6, generator=generator) for _ in range(3)]
     for group in optimizer.param_groups:
         settings = {k: v for k, v in group.items() if k != "params"}
-        try:
-            (whole,) = _probe(optimizer, settings, [value], [[g] for g in grads])
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}".rstrip(" :")
-            name = type(optimizer).__name__
-            raise PlanError(f"{name}.step() cannot run on gradients alone ({reason}). {ONE_PASS}") from error
+        with _on_gradients_alone(optimizer):
+            (full,) = _probe(optimizer, settings, [value], [[g] for g in grads])
         try:
             halves = _probe(optimizer, settings, _halves(value), [_halves(g) for g in grads])
         except Exception:
             return False
-        if not torch.allclose(whole.flatten(), torch.cat(halves), rtol=1e-5, atol=1e-7):
+        if not torch.allclose(full.flatten(), torch.cat(halves), rtol=1e-5, atol=1e-7):
             return False
     return True
 
 
 def require_elementwise(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that cannot step cut parameters.
+    """Refuse an optimizer that cannot step parts of parameters.
 
     Raises:
-        PlanError: with the cure.
+        PlanError: the optimizer is not element-wise.
     """
     if not is_elementwise(optimizer):
         raise PlanError(
@@ -62,14 +60,14 @@ ONE_PASS = (
     "ZeROStrategy runs forward and backward once per step, before it. Use a first-order optimizer (AdamW, SGD, ...); "
     "for several passes per step (SAM) set automatic_optimization=False, and run them in training_step."
 )
-"""The cure for optimizers that need more than one pass, for messages."""
+"""Cure for optimizers that need more than one pass, for messages."""
 
 
 def refuse_wrapper(optimizer: Optimizer) -> None:
     """Refuse an optimizer that steps another one (Lookahead, SAM), whose states would be neither sharded nor saved.
 
     Raises:
-        PlanError: with the cure.
+        PlanError: the optimizer wraps another one.
     """
     inner = next((v for v in vars(optimizer).values() if isinstance(v, Optimizer) and v is not optimizer), None)
     if inner is not None:
@@ -89,23 +87,19 @@ def takes_closure(optimizer: Optimizer) -> bool:
 def require_one_pass(optimizer: Optimizer) -> None:
     """Refuse an optimizer that runs its closure several times in a step, or in the middle of it.
 
-    Tried out on gradients that depend on the weights: with a closure that computes them, the step has to do what it
-    does with gradients that are there before.
+    A step with a closure that computes weight-dependent gradients has to equal a step with gradients computed before.
 
     Raises:
-        PlanError: with the cure.
+        PlanError: the optimizer needs more than one pass, or the loss.
     """
     if not takes_closure(optimizer):
         return
     name = type(optimizer).__name__
     for group in optimizer.param_groups:
         settings = {k: v for k, v in group.items() if k != "params"}
-        try:
+        with _on_gradients_alone(optimizer):
             _, before = _probe_closure(optimizer, settings, inside=False)
             calls, inside = _probe_closure(optimizer, settings, inside=True)
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}".rstrip(" :")
-            raise PlanError(f"{name}.step() cannot run on gradients alone ({reason}). {ONE_PASS}") from error
         if calls > _CLOSURE_STEPS:
             raise PlanError(f"{name}.step() calls its closure {calls / _CLOSURE_STEPS:g} times in a step. {ONE_PASS}")
         if calls and not torch.allclose(before, inside, rtol=1e-5, atol=1e-7, equal_nan=True):
@@ -115,16 +109,26 @@ def require_one_pass(optimizer: Optimizer) -> None:
             )
 
 
+@contextmanager
+def _on_gradients_alone(optimizer: Optimizer) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".rstrip(" :")
+        name = type(optimizer).__name__
+        raise PlanError(f"{name}.step() cannot run on gradients alone ({reason}). {ONE_PASS}") from error
+
+
 _CLOSURE_STEPS = 3
 
 
 def _probe_closure(optimizer: Optimizer, settings: dict[str, Any], *, inside: bool) -> tuple[int, Tensor]:
-    """Return how often a copy of the optimizer has called its closure in some steps, and the weights after them.
+    """Return how often a copy of the optimizer calls its closure in `_CLOSURE_STEPS` steps, and the final weights.
 
     Args:
-        optimizer: it is not touched.
-        settings: of a group.
-        inside: the closure computes gradients. Otherwise they are there before, and it returns another loss.
+        optimizer: stays unchanged.
+        settings: of a parameter group.
+        inside: the closure computes gradients. Otherwise they are computed before, and it returns a different loss.
     """
     generator = torch.Generator().manual_seed(0)
     param = torch.randn(8, 6, generator=generator).requires_grad_()
@@ -158,7 +162,7 @@ def _halves(value: Tensor) -> list[Tensor]:
 def _probe(
     optimizer: Optimizer, settings: dict[str, Any], values: list[Tensor], grads: list[list[Tensor]]
 ) -> list[Tensor]:
-    """Run a copy of the optimizer on ``values`` for ``len(grads)`` steps; the original is not touched."""
+    """Run a copy of the optimizer on ``values`` for ``len(grads)`` steps."""
     params = [v.clone().requires_grad_() for v in values]
     fresh = copy_of(optimizer, settings, params)
     for step_grads in grads:
@@ -169,18 +173,18 @@ def _probe(
 
 
 def copy_of(optimizer: Optimizer, settings: dict[str, Any], params: list[Tensor]) -> Optimizer:
-    """Return a copy with one group of its own, and with the state that a constructor makes."""
+    """Return a copy with one parameter group, and with the state that the constructor creates."""
     settings = {k: (v.detach().cpu() if isinstance(v, Tensor) and not v.is_meta else v) for k, v in settings.items()}
     if settings.get("capturable"):  # only on a GPU
         settings["capturable"] = False
     if "lr" in settings:
-        settings["lr"] = 1e-2  # a warm-up may start at 0, and then nothing would move
+        settings["lr"] = 1e-2  # a warm-up may start at 0, which would change nothing
     fresh = copy_of_optimizer(optimizer, [{**settings, "params": params}])
     forget_step_hooks(fresh)
     fresh.state = defaultdict(dict)
     early = next((s for s in optimizer.state.values() if s), {})
     for p in params:
-        for k, v in early.items():  # state made by the constructor, as Adagrad's accumulators
+        for k, v in early.items():  # state from the constructor, such as Adagrad's accumulators
             if isinstance(v, Tensor) and k != "step" and v.numel():
                 fresh.state[p][k] = torch.full_like(p, float(v.flatten()[0]))
             else:

@@ -1,4 +1,4 @@
-"""Overflow, global norm and clipping of averaged gradients. Every decision is the same on every rank."""
+"""Overflow, global norm and clipping of averaged gradients. Every decision is equal on all ranks."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from ls_strategy.zero.units import Flat
 
 
 def any_overflow(flats: list[Flat], comm: Comm) -> bool:
-    """Whether any rank's averaged gradients hold an infinity or a NaN. Collective over all ranks, one byte."""
+    """Whether any rank's averaged gradients contain an infinity or a NaN. Collective over all ranks, one byte."""
     here = any(flat.averages.sums()[1].item() > 0 for flat in flats)
     return bool(comm.agree(torch.tensor([here], dtype=torch.uint8)).item())
 
 
 def global_norm(flats: list[Flat], comm: Comm, norm_type: float = 2.0) -> Tensor:
-    """Norm of all gradients of ``flats`` together, each element counted once. Collective.
+    """Return the norm of all gradients of ``flats`` together, each element counted once. Collective.
 
-    Every rank sums over its own shard, whatever the stage is and wherever the shard rests, so the result is the same
-    bit for bit in all of them. Of copies along the tensor-parallel axis the first rank's count.
+    Every rank sums over its shard in the same way at every stage and on every tier, so the results are bitwise equal.
+    Of replicas along the tensor-parallel axis, the first rank's count.
 
     Args:
-        flats: of this rank.
+        flats: this rank's flat buffers.
         comm: all ranks.
         norm_type: order of the norm.
 
     Returns:
-        ``()``, fp32; fp64 where some gradients are.
+        ``()``, fp32, or fp64 if some gradients are.
     """
     wide = functools.reduce(torch.promote_types, [flat.average_dtype for flat in flats], torch.float32)
     device = flats[0].full.device if flats else torch.device("cpu")
@@ -59,7 +59,7 @@ def _at_hand(flat: Flat) -> Tensor:
 
 
 def reduce_numbers(value: Tensor, comm: Comm, op: dist.ReduceOp.RedOpType) -> Tensor:
-    """All-reduce a few numbers, in place where it can be. Collective."""
+    """All-reduce a few numbers and return them, in place if the back end reduces on the device. Collective."""
     if comm.world_size == 1:
         return value
     if comm.native:  # on the device: the host does not wait
@@ -71,9 +71,9 @@ def reduce_numbers(value: Tensor, comm: Comm, op: dist.ReduceOp.RedOpType) -> Te
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor | None:
-    """What gradients of this norm are multiplied by, of its dtype; None where the host knows that it is 1.
+    """Return the factor that clips gradients of this norm, in its dtype; None if the host knows that it is 1.
 
-    The formula is ``torch.nn.utils.clip_grad_norm_``'s, so that results agree with it.
+    The formula is that of ``torch.nn.utils.clip_grad_norm_``.
     """
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     return None if norm.device.type == "cpu" and factor.item() == 1.0 else factor

@@ -1,10 +1,9 @@
-"""Which optimizers of the user are updated in one pass over memory, by a fused operation instead of their own ``step``.
+"""Which optimizers are updated by a fused operation, in one pass over memory, instead of their own ``step``.
 
-The user's object stays the only place where learning rate, betas and the like are read, at the step; its state is
-read and written in torch's own names. What is taken over is the arithmetic, and only for classes whose arithmetic is
-known to the last rounding: a subclass, or an option without a fused form (``amsgrad``, ``capturable``,
-``differentiable``), keeps its own ``step``. So does an optimizer that names a kernel of torch's: ``foreach=True`` and
-``fused=False`` always, ``fused=True`` where its states are on the device.
+Hyper-parameters are read from the user's optimizer at every step, and its state keeps torch's names. Only the
+arithmetic is replaced, and only for classes where the result is known bit for bit. A subclass, or an option without a
+fused form (``amsgrad``, ``capturable``, ``differentiable``), keeps its own ``step``. So does an optimizer that selects
+a kernel of torch: ``foreach=True`` and ``fused=False`` always, ``fused=True`` if its states are on the device.
 """
 
 from __future__ import annotations
@@ -24,33 +23,33 @@ from ls_strategy.ops.moments import Moment
 
 @dataclass(frozen=True)
 class Kernel:
-    """A fused update. Stateless: what an optimizer remembers is handed in."""
+    """A fused update. It is stateless: the optimizer's state is passed in."""
 
     operation: str
-    """Of `ls_strategy.ops.update`: it takes parameter, moments and gradient in order, and the rest by name."""
+    """Function of `ls_strategy.ops.update`. It takes parameter, moments and gradient in order, the others by name."""
 
     states: Mapping[str, bool]
     """Names of the element-wise states; True for those that may be negative."""
 
     numbers: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
-    """Hyper-parameters of a group, besides the ``betas`` of those with ``exp_avg``."""
+    """Hyper-parameters of a group, except ``betas``, which every kernel with ``exp_avg`` has."""
 
     decoupled: bool | None = None
-    """Whether weight decay is, where a group does not say it; None: the operation does not ask."""
+    """Whether weight decay is decoupled, if the group does not say so; None if the operation takes no such argument."""
 
     step: Callable[[int], Mapping[str, Any]] = lambda step: {"step": step}
-    """What the operation is told of the number of this step."""
+    """The operation's arguments for the number of the current step."""
 
     counts_steps: bool = True
     """Whether the state holds the number of steps under ``step``, a ``()`` fp32 tensor."""
 
     def moments(self, group: dict[str, Any]) -> Mapping[str, bool]:
-        """Names of the element-wise states of a parameter group; True for those that may be negative."""
+        """Return the names of a group's element-wise states; True for those that may be negative."""
         return {} if "momentum" in self.numbers and not group["momentum"] else self.states
 
     def settings(self, group: dict[str, Any]) -> dict[str, Any]:
-        """The group's hyper-parameters as they are now, as plain numbers."""
+        """Return the group's current hyper-parameters as plain numbers."""
         settings: dict[str, Any] = {k: float(group[k]) for k in self.numbers} | {k: bool(group[k]) for k in self.flags}
         if "exp_avg" in self.states:
             settings["beta1"], settings["beta2"] = map(float, group["betas"])
@@ -67,16 +66,7 @@ class Kernel:
         settings: dict[str, Any],
         **factors: Any,
     ) -> None:
-        """Update ``param`` and ``moments`` in place.
-
-        Args:
-            param: ``(n,)``, fp32.
-            moments: by name, each ``(n,)``.
-            grad: ``(n,)``, fp32, bf16 or fp16.
-            step: number of this step, from 1.
-            settings: from `settings`.
-            factors: ``unscale``, ``clip``, ``out``, ``seed``, ``offset``, see `ls_strategy.ops.update`.
-        """
+        """Update ``param`` and ``moments`` in place; `ls_strategy.ops.update` documents tensors and factors."""
         in_order = (moments.get(name) for name in self.states)
         getattr(ops, self.operation)(param, *in_order, grad, **self.step(step), **settings, **factors)
 
@@ -106,14 +96,14 @@ _KERNELS: dict[type[Optimizer], Kernel] = {
 }
 
 FUSED_NAMES = tuple(cls.__name__ for cls in _KERNELS)
-"""Classes with a fused update, for messages."""
+"""Names of the classes with a fused update, for messages."""
 
 _OWN_STEP = ("amsgrad", "capturable", "differentiable", "foreach")
-"""Options that ask for arithmetic, or for an implementation, of torch's own."""
+"""Options that select arithmetic or an implementation of torch."""
 
 
 def kernel_for(optimizer: Optimizer) -> Kernel | None:
-    """The fused update of an optimizer, None where its own ``step`` has to run."""
+    """Return the fused update of an optimizer, or None if its own ``step`` has to run."""
     kernel = _KERNELS.get(type(optimizer))
     if kernel is None:
         return None

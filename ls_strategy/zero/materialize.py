@@ -1,4 +1,4 @@
-"""From what the user built to what a unit's buffers take: meta tensors get memory, one unit at a time."""
+"""Give meta tensors memory and values, one unit at a time."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
 class Materializer:
-    """Gives meta tensors memory and values: every module that owns some runs its ``reset_parameters()``, once.
+    """Fills meta tensors: runs ``reset_parameters()`` once on every module that owns some.
 
-    Modules are filled in the order of registration, as far as the next unit needs, so that random numbers are drawn in
-    the order in which the plain constructor would draw them: a model starts with the same weights at every stage.
-    Parameters keep their identity, so that an optimizer built before still holds them.
+    Modules are filled in the order of registration, as far as the next unit needs. So random numbers are drawn in the
+    order of the plain constructor, and a model starts with the same weights at every stage. Parameters keep their
+    identity, so that existing optimizers still hold them.
     """
 
     def __init__(
@@ -34,17 +34,12 @@ class Materializer:
         mesh: Mesh,
         absent: Collection[int] = (),
     ) -> None:
-        """Find the modules to fill.
+        """Find the modules to fill, on ``device``.
 
-        Args:
-            model: some of it on meta.
-            device: where the memory is taken.
-            parts: ``id(parameter)`` -> what of it belongs here. It is filled whole, and then cut: every element is what
-                it would be without tensor and expert parallelism.
-            mesh: the ranks. Of those that hold parts of a parameter, or copies along the tensor axis, the first one's
-                values count.
-            absent: ``id`` of parameters that another rank of a pipeline holds. If the model was built without memory,
-                they are filled in their turn, so that all ranks draw the same numbers, and let go of at once.
+        The full parameter is filled and then cut into ``parts``, so every element has the value it has without tensor
+        and expert parallelism. The first rank's values are broadcast over the ranks with parts of a parameter, or with
+        replicas along the tensor axis. Parameters of other pipeline stages are ``absent``. In a meta model they are
+        filled in turn, so that all ranks draw the same random numbers, and freed at once.
         """
         self._absent = absent
         self._device = device
@@ -59,10 +54,10 @@ class Materializer:
             self._modules = [m for m in self._modules if not self._is_absent(m[1])]
         self._next = 0
         self._sums: dict[str, int] = {}
-        """In a pipeline: checksums of what modules filled themselves with, by name of the parameter."""
+        """In a pipeline: checksums of the filled values, by parameter name."""
 
     def _is_absent(self, module: nn.Module) -> bool:
-        """Whether nothing of it is needed here: its parameters are elsewhere, or those around it."""
+        """Whether another pipeline stage holds all parameters of the module itself."""
         tensors = list(module.parameters(recurse=False))
         return all(id(p) in self._absent for p in tensors)
 
@@ -77,10 +72,10 @@ class Materializer:
             self._next += 1
 
     def finish(self) -> None:
-        """Fill what is left: modules with buffers only, and those that share parameters with earlier ones. Collective.
+        """Fill the remaining modules: those with only buffers, or with shared parameters. Collective.
 
         Raises:
-            PlanError: in a pipeline, where blocks keep what their own ranks fill them with, ranks differ in it.
+            PlanError: the ranks of a pipeline have filled a parameter with different values.
         """
         while self._next < len(self._modules):
             self._fill(*self._modules[self._next])
@@ -91,13 +86,14 @@ class Materializer:
         different = sorted(n for n in sums[0] if any(other.get(n, sums[0][n]) != sums[0][n] for other in sums))
         if different:
             raise PlanError(
-                f"{', '.join(different[:3])}: reset_parameters() fills them with other values on the ranks of a "
-                "pipeline, where every block keeps what its own rank has made. Let it depend on torch's random numbers "
-                "alone, or build the module in configure_model under `with torch.device('cpu'):`, which takes rank 0's."
+                f"{', '.join(different[:3])}: reset_parameters() fills them with different values on the ranks of a "
+                "pipeline, where every block keeps the values of its own rank. Let it depend only on torch's random "
+                "numbers, or build the module in configure_model under `with torch.device('cpu'):`, which broadcasts "
+                "rank 0's values."
             )
 
-    def _whole(self, param: nn.Parameter) -> nn.Parameter:
-        """One of the whole parameter's shape, for its module to fill."""
+    def _full(self, param: nn.Parameter) -> nn.Parameter:
+        """Return an uninitialized parameter of the full shape."""
         part = self._parts.get(id(param))
         shape = param.shape if part is None else part.full_shape
         return nn.Parameter(torch.empty(shape, dtype=param.dtype, device=self._device))
@@ -109,13 +105,13 @@ class Materializer:
                 "device at stage 3 and in pipelines) and has no reset_parameters() to fill its parameters and buffers. "
                 "Add that method, or build the module in configure_model under `with torch.device('cpu'):`."
             )
-        # On another rank, shared with a module that was filled before, or made with values by the user: stays as it is.
+        # Absent, shared with a module that is already filled, or created with values by the user: stays as it is.
         kept = {k: p for k, p in module.named_parameters(recurse=False) if id(p) in self._absent or not p.is_meta}
         cut = {k: p for k, p in module.named_parameters(recurse=False) if k not in kept and id(p) in self._parts}
         fresh: list[nn.Parameter] = []
         for key, p in module.named_parameters(recurse=False):
             if key in kept or key in cut:
-                setattr(module, key, self._whole(p))
+                setattr(module, key, self._full(p))
             else:
                 fresh.append(p)
                 real = nn.Parameter(torch.empty_like(p, device=self._device), requires_grad=p.requires_grad)
@@ -132,10 +128,10 @@ class Materializer:
         for p in fresh:
             self._mesh.tensor.broadcast_(p.detach())
         for key, p in cut.items():
-            whole, part = getattr(module, key).detach(), self._parts[id(p)]
+            full, part = getattr(module, key).detach(), self._parts[id(p)]
             _, axis = self._mesh.holders(part)
-            axis.broadcast_(whole)
-            real = nn.Parameter(part_of(whole, part).clone(), requires_grad=p.requires_grad)
+            axis.broadcast_(full)
+            real = nn.Parameter(part_of(full, part).clone(), requires_grad=p.requires_grad)
             torch.utils.swap_tensors(p, real)
             setattr(module, key, p)
 
@@ -145,17 +141,17 @@ def _checksum(values: Tensor) -> int:
 
 
 def place_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | None, keep: set[int]) -> None:
-    """Move buffers to ``device``, and floating ones to ``dtype`` if it is given, but those of modules in ``keep``."""
+    """Move buffers to ``device``, and cast floating-point ones to ``dtype``, except those of modules in ``keep``."""
     for module in model.modules():
         for key, buffer in module.named_buffers(recurse=False):
             if buffer.is_meta:
-                continue  # of a block that another rank of a pipeline holds
+                continue  # in a block of another pipeline stage
             to = dtype if dtype is not None and buffer.is_floating_point() and id(module) not in keep else buffer.dtype
             setattr(module, key, buffer.to(device=device, dtype=to))
 
 
 def fp32_modules(model: nn.Module, class_names: tuple[str, ...]) -> list[nn.Module]:
-    """Modules that keep fp32 parameters in the 16-bit modes: batch norms, and instances of the named classes.
+    """Return the modules that keep fp32 parameters in 16-bit precisions: batch norms, and the named classes.
 
     Raises:
         PlanError: a name matches no module.
@@ -164,20 +160,20 @@ def fp32_modules(model: nn.Module, class_names: tuple[str, ...]) -> list[nn.Modu
     missing = sorted(set(class_names) - names)
     if missing:
         raise PlanError(
-            f"precision.fp32_modules={list(class_names)}: no module of class {', '.join(missing)} in the model. "
-            f"Its classes are {', '.join(sorted(names))}."
+            f"Got precision.fp32_modules={list(class_names)}, but the model has no module of class "
+            f"{', '.join(missing)} among {', '.join(sorted(names))}. Name some of these."
         )
     return [m for m in model.modules() if isinstance(m, _BATCH_NORMS) or type(m).__name__ in class_names]
 
 
 class Fp32Boundary:
-    """Casts what enters a module to fp32 and what leaves it back, so that fp32 parameters meet fp32 activations.
+    """Casts the inputs of a module to fp32 and its outputs back, so that fp32 parameters get fp32 activations.
 
-    Batch norms need none: torch runs them on 16-bit inputs with fp32 parameters.
+    Batch norms do not need this: torch runs them on 16-bit inputs with fp32 parameters.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
-        """Attach to ``module``; ``dtype`` is the one outside."""
+        """Attach to ``module``; ``dtype`` is the dtype outside of it."""
         self.dtype = dtype
         self._handles = [
             module.register_forward_pre_hook(self._enter, with_kwargs=True),
@@ -191,7 +187,7 @@ class Fp32Boundary:
         return tree_map(lambda t: _cast(t, torch.float32, self.dtype), output)
 
     def remove(self) -> None:
-        """Detach."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 

@@ -1,44 +1,39 @@
-"""What a run with offload has beside its units: the tiers, the way between device and host, the stream of updates."""
+"""The offload of one engine: its tiers, the link between device and host, and the stream of updates."""
 
 from __future__ import annotations
 
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from ls_strategy.config import ZeROConfig
+from ls_strategy.config import TierName, ZeROConfig
 from ls_strategy.distributed.comm import BufferPool, Comm
 from ls_strategy.errors import LSError, PlanError
 from ls_strategy.plan import Plan
-from ls_strategy.tiers.base import Key, ResidentTier, Tier
-from ls_strategy.tiers.link import Link, host_empty
-from ls_strategy.tiers.nvme import NVMeTier
-from ls_strategy.tiers.nvme_folder import check_path, drive_wear
+from ls_strategy.tiers import TIERS
+from ls_strategy.tiers.base import Key, Tier
+from ls_strategy.tiers.link import Link
+from ls_strategy.tiers.nvme_folder import drive_wear
 from ls_strategy.tiers.stream import Stream
 from ls_strategy.zero.kernels import FUSED_NAMES, kernel_for
 from ls_strategy.zero.states import moment_sizes
-from ls_strategy.zero.storage import DRIVE_CHUNK, StateStorage, gradient_buffers
+from ls_strategy.zero.storage import StateStorage, gradient_buffers
 from ls_strategy.zero.where_to_step import measure
 
-_BUFFERS = 20
-"""Chunks of 4 MiB in memory for the NVMe tier: read, update and write hold up to 5 each (master, two moments with their
-scales, gradient), gathering 2, gradients on their way out the rest."""
 
-Sizes = dict[Key, tuple[int, torch.dtype]]
-
-
-def states_by_tier(plan: Plan, optimizers: list[Optimizer], config: ZeROConfig) -> dict[str, Sizes]:
-    """Elements and dtype of every state that rests on a tier beside the device, on one rank.
+def states_by_tier(
+    plan: Plan, optimizers: list[Optimizer], config: ZeROConfig
+) -> dict[TierName, dict[Key, tuple[int, torch.dtype]]]:
+    """Return elements and dtype of every state that one rank stores on each tier.
 
     Raises:
-        PlanError: an option that needs a fused update, and an optimizer without one.
+        PlanError: an option needs a fused update, but an optimizer has none.
     """
-    result: dict[str, Sizes] = {"cpu": {}, "nvme": {}}
+    result: dict[TierName, dict[Key, tuple[int, torch.dtype]]] = {tier: {} for tier in TIERS}
     flats = [f for u in plan.units for f in u.flats]
     for number, flat in enumerate(flats):
         numel = flat.layout.shard if plan.policy.optimizer else flat.layout.numel
@@ -46,8 +41,8 @@ def states_by_tier(plan: Plan, optimizers: list[Optimizer], config: ZeROConfig) 
             result[flat.optimizer_tier][number, "master"] = (numel, flat.master_dtype)
         if flat.has_own_shard(plan.policy) and flat.param_tier != "device":
             result[flat.param_tier][number, "param"] = (numel, flat.dtype)
-        if flat.gradient_tier == "nvme":
-            result["nvme"][number, "grad"] = (numel, torch.float32)
+        if not TIERS[flat.gradient_tier].resident:
+            result[flat.gradient_tier][number, "grad"] = (numel, torch.float32)
         for optimizer in (optimizers[i] for i in flat.owners):
             kernel = kernel_for(optimizer)
             if kernel is None or flat.master_dtype != torch.float32:
@@ -58,15 +53,16 @@ def states_by_tier(plan: Plan, optimizers: list[Optimizer], config: ZeROConfig) 
     return result
 
 
-def _refuse_without_kernel(optimizer: Optimizer, tier: str, config: ZeROConfig, *, fp32: bool) -> None:
+def _refuse_without_kernel(optimizer: Optimizer, tier: TierName, config: ZeROConfig, *, fp32: bool) -> None:
     moments = config.precision.moments
-    asked = "offload to NVMe" if tier == "nvme" else f"precision.moments={moments!r}" if moments != "fp32" else ""
-    if asked:
-        reason = type(optimizer).__name__ if fp32 else f"{type(optimizer).__name__} without fp32 master weights"
+    if moments != "fp32" or not TIERS[tier].resident:
+        option = f"precision.moments={moments!r}" if TIERS[tier].resident else f"offload.optimizer={tier!r}"
+        given = type(optimizer).__name__ if fp32 else f"{type(optimizer).__name__} without fp32 master weights"
         raise PlanError(
-            f"{asked} with {reason}: it needs a fused update, which there is for {', '.join(FUSED_NAMES)} (exactly "
-            "these classes, fp32 masters, without amsgrad, capturable, differentiable, foreach=True or fused=False). "
-            "Use one of them, or offload to 'cpu' with moments='fp32', where any element-wise optimizer works."
+            f"Got {option} with {given}, but it needs a fused update, which exists for {', '.join(FUSED_NAMES)} "
+            "(exactly these classes, fp32 masters, without amsgrad, capturable, differentiable, foreach=True or "
+            "fused=False). Use one of them, or offload to 'cpu' with moments='fp32', which supports any element-wise "
+            "optimizer."
         )
 
 
@@ -77,12 +73,11 @@ class Offload:
     config: ZeROConfig
     link: Link
     stream: Stream
-    tiers: dict[str, Tier]
-    sizes: Sizes
+    tiers: dict[TierName, Tier]
     ring: BufferPool
     worker: ThreadPoolExecutor | None
     streamed: bool = False
-    """States in host memory are brought to the device, updated there and brought back."""
+    """States in host memory are copied to the device, updated there and copied back."""
 
     reason: str = ""
     """Why `streamed` is what it is."""
@@ -93,31 +88,30 @@ class Offload:
     def prepare(
         cls, plan: Plan, optimizers: list[Optimizer], config: ZeROConfig, comm: Comm, device: torch.device
     ) -> Offload:
-        """Check the drive, reserve space on it, start threads. Collective: an error of one rank is raised on all.
+        """Check the NVMe folder, reserve space in it, and start threads. Collective.
 
         Raises:
-            PlanError: the folder of the NVMe tier cannot take the states; naming the rank, with the cure.
+            LSError: the states do not fit, or an optimizer does not. An error of one rank is raised on all ranks.
         """
         link = Link(device)
-        tiers: dict[str, Tier] = {}
-        sizes: dict[str, Sizes] = {"cpu": {}, "nvme": {}}
+        tiers: dict[TierName, Tier] = {}
         error: LSError | None = None
         try:
             sizes = states_by_tier(plan, optimizers, config)
-            if "nvme" in config.offload.tiers:
-                tiers["nvme"] = _open_nvme(sizes["nvme"], config, comm.rank)
+            for name, kind in TIERS.items():
+                if kind.open is not None and name in config.offload.tiers:
+                    tiers[name] = kind.open(sizes[name], config.offload, device, comm.rank)
         except LSError as found:
             error = found
         _raise_together(comm, error)
-        tiers["cpu"] = ResidentTier(sizes["cpu"], lambda numel, dtype: host_empty(numel, dtype, device).zero_(), "cpu")
-        beside = "nvme" in config.offload.tiers or (config.offload.any_state and device.type == "cuda")
-        worker = ThreadPoolExecutor(1, "ls_strategy-beside", link.bind_thread) if beside else None
+        leased = any(not TIERS[name].resident for name in tiers)
+        background = leased or (config.offload.any_state and device.type == "cuda")
+        worker = ThreadPoolExecutor(1, "ls_strategy-background", link.bind_thread) if background else None
         result = cls(
             config,
             link,
             Stream(threaded=config.sharding.overlap_step, on_start=link.bind_thread),
             tiers,
-            sizes["nvme"],
             gradient_buffers(device),
             worker,
         )
@@ -126,7 +120,7 @@ class Offload:
         return result
 
     def choose_where_to_step(self, device: torch.device) -> None:
-        """Decide, by measuring where the option leaves it open. The result is the same bits either way."""
+        """Choose where offloaded states are updated; ``auto`` measures. The result is bitwise equal either way."""
         if self.config.offload.optimizer is None or device.type == "cpu":
             return
         self.streamed = self.config.offload.step_on == "device"
@@ -137,7 +131,7 @@ class Offload:
             self.reason = f"measured: {speed}"
 
     def describe(self, plan: Plan) -> str:
-        """What a log should say about offload; empty without."""
+        """Return the lines of the log about offload; empty without offload."""
         lines: list[str] = []
         if self.config.offload.optimizer is not None and self.reason:
             place = "streamed through the device" if self.streamed else "updated by the CPU"
@@ -151,27 +145,20 @@ class Offload:
         return "\n".join(lines)
 
     def rest(self, number: int) -> StateStorage:
-        """The place of flat buffer ``number``."""
-        return StateStorage(number, self.tiers, self.link, self.sizes, self.ring, self.worker)
+        """Return the storage of flat buffer ``number``."""
+        return StateStorage(number, self.tiers, self.link, self.ring, self.worker)
 
     def close(self) -> None:
-        """End the threads and give memory and files back. The states are gone."""
+        """End the threads, and free memory and files. The states are lost."""
         self.finalizer()
 
 
-def _close(stream: Stream, worker: ThreadPoolExecutor | None, tiers: dict[str, Tier]) -> None:
+def _close(stream: Stream, worker: ThreadPoolExecutor | None, tiers: dict[TierName, Tier]) -> None:
     stream.close()
     if worker is not None:
         worker.shutdown(wait=True)
     for tier in tiers.values():
         tier.close()
-
-
-def _open_nvme(sizes: Sizes, config: ZeROConfig, rank: int) -> NVMeTier:
-    folder = Path(config.offload.nvme_path)
-    need = sum(numel * dtype.itemsize for numel, dtype in sizes.values())
-    check_path(folder, need, config.offload.nvme_allow_ram)
-    return NVMeTier(folder, sizes, io=config.offload.nvme_io, rank=rank, buffer_bytes=4 * DRIVE_CHUNK, buffers=_BUFFERS)
 
 
 def _raise_together(comm: Comm, error: LSError | None) -> None:

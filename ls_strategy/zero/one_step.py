@@ -1,4 +1,4 @@
-"""Weights that all belong to the same step, or an error."""
+"""Check that all weights belong to the same step."""
 
 from __future__ import annotations
 
@@ -9,24 +9,19 @@ from ls_strategy.zero.units import Flat
 
 
 def require_one_step(flats: Iterable[Flat], *, torn: bool, failure: BaseException | None) -> None:
-    """Refuse to hand out weights of which some have taken a step that the others have not. Not collective.
-
-    Args:
-        flats: of the engine.
-        torn: an exception ended a backward pass that had begun to update.
-        failure: what an update of offloaded states failed with.
+    """Refuse to return weights if only some of them have taken the last step. Not collective.
 
     Raises:
-        StateError: an exception ended a backward pass that had begun to update, or an update failed.
+        StateError: an exception ended a backward pass after it had begun to update, or an update failed.
     """
     if failure is not None:
         raise StateError(
             f"the update of offloaded states failed ({type(failure).__name__}: {failure}) after some units had "
-            "been updated, so these weights belong to no step. Resume from the last checkpoint."
+            "been updated, so these weights do not belong to one step. Resume from the last checkpoint."
         ) from failure
     if torn or any(flat.updated_early for flat in flats):
         raise StateError(
-            "an exception ended a backward pass after some units had been updated, so these weights belong to no "
-            "step. Resume from the last checkpoint; with sharding.overlap_step=False on the strategy, updates "
-            "begin only when backward is over."
+            "an exception ended a backward pass after some units had been updated, so these weights do not belong to "
+            "one step. Resume from the last checkpoint. Set sharding.overlap_step=False on the strategy to begin "
+            "updates only when backward is over."
         )

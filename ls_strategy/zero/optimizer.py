@@ -1,14 +1,13 @@
-"""The user's optimizer, re-pointed at master shards while it steps.
+"""The user's optimizer, which holds master shards while it steps.
 
-The object stays the user's own: schedulers, hooks and loggers keep working on it. Between two steps its
-``param_groups`` hold the model's parameters, as in plain torch; only where a rank has a part of the model (tensor,
-pipeline and expert parallelism) they hold *pieces*: one 1-d view per parameter, the range of it that this rank steps.
-While its own ``step`` runs they hold *runs* of adjacent pieces (`runs.py`), so that an optimizer meets a few long
-tensors instead of many short ones. An element-wise optimizer computes the same either way; `elementwise.py` tries out
-whether it is one.
+Schedulers, hooks and loggers keep working on the user's object. Between two steps, its ``param_groups`` hold the
+model's parameters, as in plain torch. With tensor, pipeline or expert parallelism they hold *pieces* instead: one 1-d
+view per parameter, the range of it that this rank steps. While ``step`` runs, they hold *runs* of adjacent pieces
+(`runs.py`), so that the optimizer steps a few long tensors instead of many short ones. For an element-wise optimizer
+the result is the same; `elementwise.py` tests that.
 
-What steps the runs: the optimizer's own ``step``, or a fused update (`kernels.py`), for classes that have one. States
-on the NVMe tier need a fused update, since a ``step`` of the optimizer's own wants all of them at once.
+Runs are stepped by the optimizer's own ``step``, or by a fused update (`kernels.py`) for classes that have one. States
+on the NVMe tier need a fused update, since ``step`` needs all states in memory at once.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from ls_strategy.zero.update import Update, UpdatePart
 
 
 class _Elsewhere(defaultdict):
-    """An optimizer's ``state`` between steps: empty, and an error for who looks a parameter's up."""
+    """An optimizer's ``state`` between steps: it is empty, and looking up a parameter raises an error."""
 
     def __init__(self, name: str) -> None:
         super().__init__(dict)
@@ -60,13 +59,13 @@ class _Elsewhere(defaultdict):
 
 def _sharded_state(what: str) -> StateError:
     return StateError(
-        f"{what} was asked for the state of parameters, which is sharded over the ranks. Take it from "
-        "trainer.strategy.optimizer_state(optimizer), on every rank: rank 0 gets it in full."
+        f"{what} was asked for the state of parameters, which is sharded over the ranks. Call "
+        "trainer.strategy.optimizer_state(optimizer) on every rank: rank 0 gets the full state."
     )
 
 
 class ShardedOptimizer:
-    """One optimizer of the user, with its states sharded."""
+    """One optimizer of the user, with sharded states."""
 
     def __init__(
         self,
@@ -76,25 +75,25 @@ class ShardedOptimizer:
         moment_format: MomentFormat = "fp32",
         group_names: Sequence[Sequence[str]] | None = None,
     ) -> None:
-        """Cut the groups' parameters into pieces. State that exists already (Adagrad makes it at once) is cut too."""
+        """Split the groups' parameters, and existing state (Adagrad's constructor creates some), into pieces."""
         self.optimizer = optimizer
         self.flats = flats
         self.shows_pieces = bool(mesh.shape.kinds)
-        """Whether the groups hold pieces between two steps, too, in place of the model's parameters."""
+        """Whether the groups hold pieces between two steps, instead of the model's parameters."""
         self.takes_closure = takes_closure(optimizer)
         self._kernel = kernel_for(optimizer)
         self._fused_flats = [self._takes_fused_update(flat, moment_format) for flat in flats]
         for flat, fused in zip(flats, self._fused_flats, strict=True):
             flat.averages.folds_factors = fused
         self._cuts = any(flat.policy.optimizer for flat in flats) or is_elementwise(optimizer)
-        """Whether parameters may be cut and joined. Otherwise (stage 0) the optimizer gets each as it is."""
+        """Whether parameters may be split and joined. Otherwise (stage 0) the optimizer gets each one unchanged."""
         store = [self._states_of(n, flat, moment_format) for n, flat in enumerate(flats)]
         self.states = OptimizerStates(optimizer, store, mesh, group_names)
         self._runs = Runs(optimizer, self.states, self._kernel, self._fused_flats, cuts=self._cuts)
         self.states.collect = self._runs.dissolve
         self._grad_views: dict[int, tuple[Tensor, list[Tensor]]] = {}
         self._dropped: set[int] = set()
-        """Parameters whose gradient user code has set to None where it sees it as it is: plain torch skips those."""
+        """Numbers of parameters with a gradient that user code has set to None; plain torch skips those."""
         self.pieces: list[Tensor] = [torch.empty(0)] * self.states.offsets[-1]
         early_state = {k: v for k, v in optimizer.state.items() if v}
         numbers = iter(self.states.order)
@@ -107,16 +106,16 @@ class ShardedOptimizer:
                     group["params"][j] = self.pieces[number]
         optimizer.state = _Elsewhere(type(optimizer).__name__)
         self._members: list[list[Tensor]] = [list(group["params"]) for group in optimizer.param_groups]
-        """What the groups hold between two steps."""
+        """The groups' parameters between two steps."""
 
     def _takes_fused_update(self, flat: Flat, moment_format: MomentFormat) -> bool:
-        """Whether a fused update steps this buffer: where it is faster, or where a tier or a format needs it."""
+        """Whether a fused update steps this buffer: it is faster, or a tier or a format needs it."""
         if self._kernel is None or flat.master_dtype != torch.float32 or flat.plan.shared_by:
             return False
         if flat.optimizer_tier != "device" or moment_format != "fp32":
             return True
         if any(group.get("fused") for group in self.optimizer.param_groups):
-            return False  # the user named torch's kernel
+            return False  # the user selected torch's kernel
         device = flat.full.device.type
         return device == "cpu" or native_available(device)
 
@@ -139,7 +138,7 @@ class ShardedOptimizer:
     # step ------------------------------------------------------------------------------------------------------------
 
     def bind_grads(self, used: list[bool]) -> None:
-        """Where groups hold pieces, show the averaged gradients as their ``.grad``: hooks may change them."""
+        """Set the averaged gradients as ``.grad`` of pieces in the groups, where hooks may change them."""
         for n, flat in enumerate(self.flats):
             if flat.averages.on_nvme or not self.shows_pieces:
                 continue
@@ -150,7 +149,7 @@ class ShardedOptimizer:
                 self.pieces[number].grad = views[i].to(self.pieces[number].dtype) if shown else None
 
     def _views_of(self, flat_number: int, flat: Flat) -> list[Tensor]:
-        """The averaged gradients cut into pieces; cut again only when the buffer is another one."""
+        """Return the averaged gradients as views per piece, cached per buffer."""
         grads = flat.averages.tensor()
         if self._grad_views.get(flat_number, (None, []))[0] is not grads:
             shapes = [self.pieces[self.states.offsets[flat_number] + i].shape for i in range(len(flat.pieces))]
@@ -159,10 +158,10 @@ class ShardedOptimizer:
         return self._grad_views[flat_number][1]
 
     def take_edits(self, used: list[bool]) -> None:
-        """Take into the averages what user code has put in the place of gradients that it sees as they are.
+        """Load the changes of user code to gradients that it sees directly into the averages.
 
-        Those are ``p.grad`` at stage 0 and ``.grad`` of pieces. What was replaced is copied. What was set to None is
-        zero here, so that it counts in no norm; its parameter is not stepped.
+        Those are ``p.grad`` at stage 0 and ``.grad`` of pieces. Replaced gradients are copied. Gradients that were set
+        to None become zero, so that they do not count in a norm, and their parameters are not stepped.
         """
         self._dropped.clear()
         for n, flat in enumerate(self.flats):
@@ -190,7 +189,7 @@ class ShardedOptimizer:
             piece.grad = view if view.dtype == piece.dtype else piece.grad
 
     def show_again(self) -> None:
-        """The averages have changed: so must gradients of pieces that are shown in another dtype, and so are copies."""
+        """Copy changed averages to ``.grad`` of pieces with another dtype, which are copies and not views."""
         for n, flat in enumerate(self.flats):
             if not self.shows_pieces or flat.averages.on_nvme or flat.master_dtype == flat.average_dtype:
                 continue
@@ -207,28 +206,28 @@ class ShardedOptimizer:
         shown: bool = True,
         submit: Callable[[list[Update]], None] | None = None,
     ) -> OwnStep:
-        """Get ready for one call of ``optimizer.step``, which steps the parameters in ``used``.
+        """Prepare one call of ``optimizer.step``, which steps the parameters in ``used``.
 
         Args:
             used: one flag per parameter of the flats, in their order.
-            clip: factor of the gradients, where it was not multiplied in already.
+            clip: factor for the gradients that was not applied yet.
             shown: the gradients were bound to the pieces, and changes there count.
-            submit: takes the fused updates, in order of the flats; runs them at once by default.
+            submit: receives the fused updates, in order of the flats. Default: run them at once.
 
         Raises:
-            PlanError: the optimizer's groups are not those that were taken over.
+            PlanError: the optimizer's groups have changed.
         """
         if not self.is_current:
             raise PlanError(
                 f"the parameter groups of {type(self.optimizer).__name__} were changed in the middle of a training "
-                "step (add_param_group, or a replaced group), after its forward had begun. Change them before: in "
-                "on_train_epoch_start, on_train_batch_start or at the end of the step before."
+                "step (add_param_group, or a replaced group), after its forward had begun. Change them in "
+                "on_train_epoch_start, in on_train_batch_start or at the end of the previous step."
             )
         return OwnStep(self, used, clip=clip, shown=shown, submit=submit or _run_all)
 
     @property
     def is_current(self) -> bool:
-        """Whether the optimizer's groups hold what they held when they were taken over. Takes microseconds."""
+        """Whether the optimizer's groups still hold the same parameters. Takes microseconds."""
         groups = self.optimizer.param_groups
         return len(groups) == len(self._members) and all(
             len(group["params"]) == len(known) and all(map(is_, group["params"], known))
@@ -236,18 +235,18 @@ class ShardedOptimizer:
         )
 
     def compose(self, used: list[bool], *, shown: bool) -> None:
-        """Cut what is to be stepped into runs. ``shown``: leave out parameters that `take_edits` found dropped."""
+        """Compose the runs to step. ``shown``: leave out parameters that `take_edits` found dropped."""
         self._runs.compose(used, frozenset(self._dropped if shown else ()))
         for r in self._runs:
             if not r.fused:
                 r.flat.before_change()
 
     def showing_runs(self) -> AbstractContextManager[None]:
-        """Let the optimizer's groups hold, inside, the runs that are left to its own ``step``."""
+        """Let the optimizer's groups hold the runs that its own ``step`` updates, inside the context."""
         return self._runs.shown()
 
     def describe(self) -> str:
-        """Who steps, in one line."""
+        """Return one line that says what steps the parameters."""
         name = type(self.optimizer).__name__
         if not any(self._fused_flats):
             return f"{name}: stepped by its own step()"
@@ -257,10 +256,10 @@ class ShardedOptimizer:
         return f"{name}: stepped by the fused update ({path}), moments in {moments}"
 
     def early_update(self, flat: Flat) -> Update | None:
-        """The update of one offloaded buffer before the others' gradients are known; None if it has to wait for them.
+        """Return the update of one offloaded buffer before the others' gradients are known; None if it has to wait.
 
-        It has to in the first step, and whenever other parameters have gradients than in the step before: then the
-        runs of the last step are not the runs of this one.
+        It has to wait in the first step, and if the set of parameters with gradients differs from the previous step:
+        then the runs differ too.
         """
         n = self.flats.index(flat)
         if not self._fused_flats[n] or flat.optimizer_tier == "device" or self._runs.composed_for is None:
@@ -276,7 +275,7 @@ class ShardedOptimizer:
         return replace(update, publish=flat.policy.parameters, sums=None if update.grads is None else sums)
 
     def fused_updates(self, clip: Tensor | None) -> list[Update]:
-        """Make the fused updates of this step, but for those that began while backward ran; counts the step."""
+        """Return the fused updates of this step, except those that began while backward ran. Count the step."""
         assert self._kernel is not None or not any(r.fused for r in self._runs)
         by_flat: defaultdict[int, list[UpdatePart]] = defaultdict(list)
         self.states.steps_taken += 1
@@ -286,7 +285,7 @@ class ShardedOptimizer:
         return [self._update_of(n, parts, clip) for n, parts in by_flat.items()]
 
     def _part_of(self, r: Run, taken: int) -> UpdatePart:
-        """``taken``: steps of this optimizer with this one, for states that do not count them."""
+        """Return the part for one run. ``taken`` is the number of this step, for states that do not count steps."""
         assert self._kernel is not None
         group = self.optimizer.param_groups[r.group]
         names = tuple(self._kernel.moments(group))
@@ -314,7 +313,7 @@ class ShardedOptimizer:
         )
 
     def refuse_state(self, what: str) -> Any:
-        """What is asked of the bare optimizer, which has no state between steps.
+        """Refuse a request for the state of the bare optimizer, which has none between steps.
 
         Raises:
             StateError: always.
@@ -322,7 +321,7 @@ class ShardedOptimizer:
         raise _sharded_state(f"{type(self.optimizer).__name__}.{what}")
 
     def state_bytes(self) -> int:
-        """Bytes of optimizer state that this rank has in memory, without masters."""
+        """Return the bytes of optimizer state that this rank has in memory, without masters."""
         store = self.states.store
         held = {t.untyped_storage().data_ptr() for each in store for t in each.tensors()}
         own = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self._runs.tensors()}
@@ -330,17 +329,17 @@ class ShardedOptimizer:
 
 
 class OwnStep:
-    """One call of the optimizer's own ``step``: the groups hold runs while it computes, and pieces before and after.
+    """One call of the optimizer's own ``step``: the groups hold runs while it computes.
 
     ::
 
         with sharded.own_step(...) as step:
-            optimizer.step()                the user's hooks before it see the groups as they are
-                step.begin()                called by the engine's hook, the last one before
+            optimizer.step()                the user's pre-hooks see the groups as usual
+                step.begin()                called by the engine's hook, the last pre-hook
                 ...                         torch's code, on the runs
-                step.end()                  called by the engine's hook, the first one after
+                step.end()                  called by the engine's hook, the first post-hook
 
-    Leaving the ``with`` block ends it too, where an error or an optimizer that skips its hooks has not.
+    Leaving the ``with`` block ends the step too, after an error or if an optimizer skips its hooks.
     """
 
     def __init__(
@@ -352,7 +351,7 @@ class OwnStep:
         shown: bool,
         submit: Callable[[list[Update]], None],
     ) -> None:
-        """Note what the step is of; `ShardedOptimizer.own_step` has the arguments."""
+        """Record the arguments, which `ShardedOptimizer.own_step` documents."""
         self.sharded = sharded
         self._used = used
         self._clip = clip
@@ -361,10 +360,10 @@ class OwnStep:
         self._while_stepping = ExitStack()
 
     def begin(self, used: list[bool] | None = None) -> None:
-        """Let the groups hold what the optimizer is to step, and hand over the fused updates.
+        """Let the groups hold the runs that the optimizer steps, and submit the fused updates.
 
         Args:
-            used: what is to be stepped, where the user's hooks before ``step`` have changed it.
+            used: the parameters to step, if the user's pre-hooks may have changed them.
         """
         sharded, used = self.sharded, self._used if used is None else used
         if self._shown:
@@ -376,17 +375,17 @@ class OwnStep:
             self._submit(updates)
 
     def end(self) -> None:
-        """Let the groups hold again what they held."""
+        """Restore the groups."""
         self._while_stepping.close()
 
     def __enter__(self) -> OwnStep:
-        """Give itself."""
+        """Return itself."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End it."""
+        """End the step."""
         self._while_stepping.__exit__(kind, error, trace)
 
 

@@ -1,4 +1,4 @@
-"""Which parameters form a unit: integers, names and modules, no tensor is touched."""
+"""Which parameters form a unit. No tensor is read."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class UnitSpec:
 
     name: str
     modules: list[nn.Module]
-    """Modules whose forward needs the unit: the block, or for a root unit the modules that own its parameters."""
+    """Modules with a forward that needs the unit: the block, or the modules that own a root unit's parameters."""
 
     is_root: bool
-    """Root units stay gathered from the first use until the next step: no block owns their parameters."""
+    """Whether no block owns the parameters, so that the unit stays gathered from its first use until the step."""
 
     params: list[tuple[str, nn.Parameter]] = field(default_factory=list)
 
@@ -31,19 +31,19 @@ def partition(
     min_unit_numel: int,
     absent: Collection[int] = (),
 ) -> list[UnitSpec]:
-    """Cut a model into units, in order of registration.
+    """Partition a model into units, in order of registration.
 
-    By default every child of a ``ModuleList`` or ``Sequential`` is a unit (nested containers are opened first), and
-    every layer of experts outside of them; or every instance of ``block_classes``. Parameters of no block, of
-    blocks below ``min_unit_numel`` elements, and parameters shared between blocks go to root units: one for
-    each stretch between blocks, so that the gradients of an output head are reduced while the blocks still run
-    backward.
+    Every instance of ``block_classes`` is a unit. Without ``block_classes``, every child of a ``ModuleList`` or
+    ``Sequential`` is one (also of nested containers), and every MoE layer outside of them. The other parameters go to
+    root units: those outside of blocks, shared between blocks, or in blocks below ``min_unit_numel`` elements. There is
+    one root unit for each range between blocks, so that gradients of an output head are reduced while the blocks still
+    run backward.
 
     Args:
         model: the model.
         block_classes: class names of the blocks.
-        min_unit_numel: elements.
-        absent: ``id`` of parameters that another rank of a pipeline holds.
+        min_unit_numel: minimum elements of a block's unit.
+        absent: ``id`` of parameters that another pipeline stage holds.
 
     Raises:
         PlanError: a name in ``block_classes`` matches no module.
@@ -60,7 +60,7 @@ def partition(
     for module in model.modules():
         if id(module) not in inside:
             for p in module.parameters(recurse=False):
-                owners[id(p)].add("")  # used outside of all blocks, perhaps also inside one
+                owners[id(p)].add("")  # used outside of all blocks, and perhaps inside one
     units: list[UnitSpec] = []
     by_name: dict[str, UnitSpec] = {}
     open_root: UnitSpec | None = None
@@ -83,14 +83,14 @@ def partition(
 
 
 def _named_blocks(model: nn.Module, block_classes: tuple[str, ...]) -> Iterator[tuple[str, nn.Module]]:
-    """Outermost modules that become units, with their names in the model."""
+    """Return the outermost modules that become units, with their names."""
     return (
         instances(model, block_classes, option="sharding.block_classes") if block_classes else container_children(model)
     )
 
 
 def _attach_root_modules(model: nn.Module, units: list[UnitSpec]) -> None:
-    """Give each root unit the modules that own one of its parameters directly: their forward gathers it on demand."""
+    """Attach to each root unit the modules that own one of its parameters directly; their forward gathers it."""
     unit_of = {id(p): unit for unit in units if unit.is_root for _, p in unit.params}
     for module in model.modules():
         found: list[UnitSpec] = []

@@ -1,14 +1,14 @@
-"""How far one optimizer's gradients are on the way to its step, and which turns they may take.
+"""The phase of one optimizer's gradients between backward and step, and its legal transitions.
 
 ::
 
     transition            from                      to              when
-    reopen, start_over    any                       ACCUMULATING    a backward; `zero_grad`; others changed them
-    averaged              ACCUMULATING, STEPPED     AVERAGED        before clipping and step, or when somebody looks
+    reopen, start_over    any                       ACCUMULATING    a backward, `zero_grad`, or a change by others
+    averaged              ACCUMULATING, STEPPED     AVERAGED        before clipping and step, or when they are read
     clipped               AVERAGED, CLIPPED         CLIPPED         clipping by norm or value
     stepped               AVERAGED, CLIPPED         STEPPED         the optimizer has stepped, or skipped its step
 
-`OptimizerStep` changes its phase in these methods alone; a transition that is not in the table is an error.
+`OptimizerStep` changes its phase only in these methods. Any other transition is an error.
 """
 
 from __future__ import annotations
@@ -25,77 +25,77 @@ from ls_strategy.zero.units import Flat
 
 
 class Phase(Enum):
-    """What has become of an optimizer's gradients since the last backward."""
+    """The phase of an optimizer's gradients since the last backward."""
 
     ACCUMULATING = "accumulating"
-    """Backward passes may still add to them; they are not averaged to the last, or there are none."""
+    """Backward passes may still add to them, or there are none; they are not completely averaged."""
     AVERAGED = "averaged"
-    """They are averaged on every rank, checked for overflow, and visible where user code looks for them."""
+    """They are averaged on every rank, checked for overflow, and visible to user code."""
     CLIPPED = "clipped"
-    """They were clipped since."""
+    """They were clipped after averaging."""
     STEPPED = "stepped"
     """The optimizer has stepped, or skipped its step after an overflow."""
 
 
 @dataclass(eq=False)
 class OptimizerStep:
-    """One optimizer, and what is known of its gradients between backward and step."""
+    """One optimizer, and the state of its gradients between backward and step."""
 
     sharded: ShardedOptimizer
     flats: list[Flat]
     kinds: list[int] = field(default_factory=list)
-    """`Flat.optimizer_index` of its flats: one number for its own, and one for each set of optimizers it is in."""
+    """`Flat.optimizer_index` of its flats: its own number, and that of each set of optimizers that it shares with."""
     hooks: tuple[Any, ...] = ()
-    """Handles of what runs before and after the optimizer's own ``step``."""
+    """Handles of the engine's hooks before and after the optimizer's own ``step``."""
     used: list[bool] = field(default_factory=list)
     """Which of its parameters have a gradient on any rank."""
     phase: Phase = Phase.ACCUMULATING
     overflow: bool = False
     norm: Tensor | None = None
-    """Global norm before clipping, where it is known."""
+    """Global norm before clipping, if it is known."""
     norm_stands: bool = False
-    """Whether ``norm`` is of before a clipping, so that nothing that was done to the gradients since changes it."""
+    """Whether ``norm`` stays valid because the gradients were clipped after it was computed."""
     clip: Tensor | None = None
-    """Factor that the fused update multiplies the gradients by; None where it was done in place, or is 1."""
+    """Factor that the fused update applies to the gradients; None if it was applied in place, or is 1."""
     folded: bool = False
-    """Whether loss scale and ``clip`` are left to the fused update, so that the averages are without them."""
+    """Whether the fused update applies loss scale and ``clip``, so that the averages do not include them."""
 
     @property
     def is_averaged(self) -> bool:
-        """Whether the gradients are complete, clipped or not, and not used up by a step."""
+        """Whether the gradients are complete, clipped or not, and not yet stepped."""
         return self.phase in (Phase.AVERAGED, Phase.CLIPPED)
 
     def reopen(self) -> None:
-        """Note that what is known of the gradients is out of date: more come, or others have changed them."""
+        """Record that more gradients follow, or that others have changed them."""
         self.phase = Phase.ACCUMULATING
         self.norm = None
 
     def start_over(self) -> None:
-        """Note that the gradients were dropped, or set to zero."""
+        """Record that the gradients were dropped, or set to zero."""
         self.reopen()
         self.folded = False
         self.clip = None
 
     def averaged(self, *, overflow: bool) -> None:
-        """Note that the gradients are complete."""
+        """Record that the gradients are complete."""
         self._move(Phase.AVERAGED, Phase.ACCUMULATING, Phase.STEPPED)
         self.overflow = overflow
         self.norm_stands = False
 
     def clipped(self) -> None:
-        """Note that the gradients were clipped."""
+        """Record that the gradients were clipped."""
         self._move(Phase.CLIPPED, Phase.AVERAGED, Phase.CLIPPED)
         self.norm_stands = True
 
     def stepped(self) -> None:
-        """Note that the step is over."""
+        """Record that the step is over."""
         self._move(Phase.STEPPED, Phase.AVERAGED, Phase.CLIPPED)
 
     def _move(self, to: Phase, *allowed: Phase) -> None:
         if self.phase not in allowed:
             raise StateError(
-                f"Got gradients of {type(self.sharded.optimizer).__name__} that are {self.phase.value}, but only those "
-                f"that are {' or '.join(each.value for each in allowed)} can become {to.value}. Call finish() before "
+                f"Got {self.phase.value} gradients of {type(self.sharded.optimizer).__name__}, but only "
+                f"{' or '.join(each.value for each in allowed)} gradients can become {to.value}. Call finish() before "
                 "clipping and step()."
             )
         self.phase = to

@@ -1,4 +1,4 @@
-"""What user code changes in the optimizers' groups in the middle of a fit, and what of it can be followed."""
+"""Changes of the optimizers' groups by user code in the middle of a fit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ls_strategy.zero.step import Stepper
 
 
 def follows(stepper: Stepper, optimizers: list[Optimizer]) -> bool:
-    """Whether these are the engine's optimizers, with the groups that it knows. Not collective; microseconds."""
+    """Whether these are the engine's optimizers with unchanged groups. Not collective; takes microseconds."""
     return len(optimizers) == len(stepper.optimizers) and all(
         state.sharded.optimizer is optimizer and state.sharded.is_current
         for state, optimizer in zip(stepper.optimizers, optimizers, strict=True)
@@ -17,15 +17,12 @@ def follows(stepper: Stepper, optimizers: list[Optimizer]) -> bool:
 
 
 def check_change(stepper: Stepper, optimizers: list[Optimizer], parallel: str) -> None:
-    """Refuse changes of groups that another engine could not follow. Not collective: the same on all ranks.
+    """Refuse changes of groups that another engine could not adopt. Not collective; equal on all ranks.
 
-    Args:
-        stepper: of the engine.
-        optimizers: as they are now.
-        parallel: kinds of parallelism that leave a rank with a part of the model.
+    ``parallel`` names the kinds of parallelism that split the model; empty for none.
 
     Raises:
-        PlanError: with the cure.
+        PlanError: the model is split, or a parameter is in no group any more.
     """
     changed = [
         type(o).__name__
@@ -35,9 +32,8 @@ def check_change(stepper: Stepper, optimizers: list[Optimizer], parallel: str) -
     what = f"the parameter groups of {', '.join(changed) or 'the optimizers'} changed while training runs"
     if parallel:
         raise PlanError(
-            f"{what}, under {parallel} parallelism, where the layout of the shards stays as it is. "
-            "Give all parameters to the optimizer in configure_optimizers, and freeze those that are to wait by "
-            "requires_grad_(False)."
+            f"{what}, under {parallel} parallelism, which needs a fixed layout of the shards. Give all parameters to "
+            "the optimizer in configure_optimizers, and freeze those that train later by requires_grad_(False)."
         )
     now = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
     for state in stepper.optimizers:
@@ -45,13 +41,13 @@ def check_change(stepper: Stepper, optimizers: list[Optimizer], parallel: str) -
             for slot, param in zip(flat.layout.slots, flat.params, strict=True):
                 if id(param) not in now:
                     raise PlanError(
-                        f"{what}, and {slot.name!r} is in none of them any more. Leave it where it is, and set the "
-                        "learning rate and weight decay of its group to 0, or freeze it by requires_grad_(False)."
+                        f"{what}, and {slot.name!r} is in none of them any more. Keep it in its group, and set the "
+                        "group's learning rate and weight decay to 0, or freeze it by requires_grad_(False)."
                     )
 
 
 def mirror_requires_grad(stepper: Stepper) -> None:
-    """Copy ``requires_grad`` to the parameters from pieces that stand for them in groups. Not collective."""
+    """Copy ``requires_grad`` from the pieces in the optimizers' groups to the parameters. Not collective."""
     for state in stepper.optimizers:
         if not state.sharded.shows_pieces:
             continue

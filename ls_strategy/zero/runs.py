@@ -1,11 +1,11 @@
-"""What an optimizer steps: runs of adjacent parameters with the same group and the same history, as one tensor each.
+"""Runs: adjacent parameters with the same group and the same state, which an optimizer steps as one tensor.
 
 ::
 
-    pieces  | a | b |   | c | d | e |        c unused since the start, say: no decay, no momentum, no step count
+    pieces  | a | b |   | c | d | e |        c was never used: no decay, no momentum, no step count
     runs    |  a b  |       |  d e  |
 
-The states of a run are the run's own while it lasts. `Runs.dissolve` moves them back to the parameters.
+A run owns its states until `Runs.dissolve` moves them back to the parameters.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ls_strategy.zero.optimizer_state import ELEMENTWISE, OptimizerStates
 from ls_strategy.zero.units import Flat
 
 _FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad)
-"""Optimizers that torch can run as one pass over memory; used where the user left the choice to torch."""
+"""Optimizers with a fused kernel in torch, which is used unless the user has chosen an implementation."""
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Run:
     stop: int
     tensor: Tensor
     fused: bool = False
-    """Stepped by the fused update; then these hold what it needs of the past."""
+    """Whether the fused update steps it, with `steps` and `scalars` as its state."""
 
     steps: int = 0
     scalars: dict[str, Any] = field(default_factory=dict)
@@ -55,12 +55,8 @@ class Runs:
     ) -> None:
         """Start without any run.
 
-        Args:
-            optimizer: the user's.
-            states: of its parameters.
-            kernel: its fused update, for optimizers that have one.
-            fused: one flag per flat buffer: the fused update steps it.
-            cuts: parameters may be cut and joined; otherwise each is a run of its own, in its own shape.
+        ``fused`` has one flag per flat buffer: whether ``kernel`` steps it. ``cuts``: parameters may be split and
+        joined. Otherwise each one is a run, in its own shape.
         """
         self._optimizer = optimizer
         self._states = states
@@ -68,25 +64,25 @@ class Runs:
         self._fused = fused
         self._cuts = cuts
         self._group_of: dict[int, int] = {}
-        """By a parameter's number."""
+        """Parameter group by parameter number."""
         numbers = iter(states.order)
         for g, group in enumerate(optimizer.param_groups):
             self._group_of |= {next(numbers): g for _ in group["params"]}
         self.all: list[Run] = []
         self._state: defaultdict[Tensor, Any] = defaultdict(dict)
         self.composed_for: tuple[tuple[bool, ...], frozenset[int]] | None = None
-        """What the runs were composed of: one flag per parameter, and the numbers of those that were left out."""
+        """Arguments of the last `compose`."""
 
     def __iter__(self) -> Iterator[Run]:
-        """Give all runs, in the order of the flat buffers."""
+        """Return all runs, in the order of the flat buffers."""
         return iter(self.all)
 
     def compose(self, used: list[bool], dropped: frozenset[int]) -> None:
-        """Cut the used pieces into runs; nothing to do while the same parameters are used.
+        """Join the used pieces into runs; keep the runs if the arguments are those of the last call.
 
         Args:
             used: one flag per parameter of the flats, in their order.
-            dropped: numbers of those that are not stepped all the same.
+            dropped: numbers of used parameters that are not stepped.
         """
         key = (tuple(used), dropped)
         if self.composed_for == key:
@@ -112,8 +108,8 @@ class Runs:
                 current_key = run_key
                 self.all.append(current)
         for r in self.all:
-            # To the end of the slot: wherever a shard ends, a vector loop meets the same elements. Not a run of one
-            # element, whose state may be that of the parameter or of the step.
+            # Extend to the end of the slot, so that a vector loop meets the same elements wherever a shard ends. Not
+            # for a run of one element: a one-element state may be element-wise or per step.
             if self._cuts and r.stop - r.start > 1:
                 r.stop = round_up(r.stop, r.flat.layout.align)
             if r.fused:
@@ -125,7 +121,7 @@ class Runs:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Inside, the groups hold the runs that no fused update takes: all that is left to the optimizer's ``step``."""
+        """Let the groups hold the runs without a fused update inside the context, for the optimizer's ``step``."""
         groups = self._optimizer.param_groups
         pieces = [group["params"] for group in groups]
         piece_state = self._optimizer.state
@@ -152,16 +148,16 @@ class Runs:
                 r.tensor.grad = None
 
     def _may_fuse(self, group: int) -> bool:
-        """Whether the group's update may run as one pass over memory: torch can, and the user has not chosen."""
+        """Whether to use torch's fused kernel for a group: there is one, and the user has not chosen another."""
         settings = self._optimizer.param_groups[group]
         if type(self._optimizer) not in _FUSED or settings.get("fused") is not None or settings.get("foreach"):
             return False
-        # torch's fused SGD takes momentum of all tensors or of none; a run that begins late has none yet.
+        # torch's fused SGD needs momentum for all tensors or for none; a new run has none yet.
         begun = {bool(self._state.get(r.tensor)) for r in self.all if r.group == group and not r.fused}
         return not (isinstance(self._optimizer, torch.optim.SGD) and len(begun) > 1)
 
     def _recall(self, r: Run) -> None:
-        """What the fused update has to know of a run's past."""
+        """Load the state that the fused update needs into a run."""
         assert self._kernel is not None
         state = self._states.entries.get(r.members[0], {})
         r.scalars = {k: v for k, v in state.items() if v is not ELEMENTWISE and k != "step"}
@@ -171,7 +167,7 @@ class Runs:
             r.steps = 1 if state else 0
 
     def _memorise(self, r: Run) -> None:
-        """The state of a run that a fused update stepped, per parameter, in torch's names."""
+        """Store the state of a run with a fused update, per parameter, with torch's names."""
         assert self._kernel is not None
         if r.steps == 0:
             return
@@ -188,7 +184,7 @@ class Runs:
         return r.flat.layout.slots[r.members[0] - self._states.offsets[r.flat_number]].shape
 
     def _signature(self, number: int) -> Any:
-        """Equal for parameters whose state is equal but for the flat store: they may share a run."""
+        """Return a key that is equal for parameters that may share a run: their per-parameter states are equal."""
         state = self._states.entries.get(number, {})
         return tuple(sorted((k, float(v) if isinstance(v, Tensor) else v) for k, v in state.items()))
 
@@ -207,7 +203,7 @@ class Runs:
         return result
 
     def dissolve(self) -> None:
-        """Bring the runs' states back to their parameters: element-wise ones into the flat store, the rest per name."""
+        """Move the runs' states back to their parameters: element-wise ones to the flat store, others per name."""
         for r in self.all:
             if r.fused:
                 self._memorise(r)
@@ -228,5 +224,5 @@ class Runs:
         self.composed_for = None
 
     def tensors(self) -> list[Tensor]:
-        """Return the states that the optimizer's own ``step`` has, now or since the last step."""
+        """Return the state tensors of the optimizer's own ``step``."""
         return [t for state in self._state.values() for t in state.values() if isinstance(t, Tensor)]

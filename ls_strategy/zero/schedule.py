@@ -1,16 +1,16 @@
-"""When the updates of a step begin, and when the next forward gets what they made.
+"""When the updates of a step begin, and when the next forward receives the new parameters.
 
 =============================  ==========================================  ===================================
 states                         update                                      new parameters
 =============================  ==========================================  ===================================
-on the device                  in `submit`, which the step calls           sent at once (stages 1, 2)
+on the device                  in `submit`, called by the step             sent at once (stages 1, 2)
 offloaded                      on the stream, in the next forward's order  sent when the forward needs the unit
-offloaded, ``early``           begun while backward runs, unit by unit     likewise
+offloaded, ``early``           begun while backward runs, unit by unit     sent when the forward needs the unit
 offloaded, ``delayed``         on the stream, during the whole next step   sent at the end of the next step
 =============================  ==========================================  ===================================
 
-The numbers are those of a step that does one thing after the other; only ``delayed`` changes them (ZeRO-Offload,
-section 5.2), and only where it was asked for.
+All but ``delayed`` give the results of a sequential step. ``delayed`` (ZeRO-Offload, section 5.2) is used only if
+``offload.delay_after`` is set.
 """
 
 from __future__ import annotations
@@ -27,50 +27,50 @@ from ls_strategy.zero.units import Flat
 from ls_strategy.zero.update import CopyOut, Update
 
 _EARLY_UPDATES = 2
-"""Updates under way while backward runs; with one more the oldest is waited for, so that few averages are in memory."""
+"""Updates in flight while backward runs. One more waits for the oldest, so that few averages are in memory."""
 
 
 class UpdateSchedule:
-    """Hands updates to the stream, and their results to the gatherer."""
+    """Submits updates to the stream, and publishes their results through the gatherer."""
 
     def __init__(
         self, optimizers: list[ShardedOptimizer], gatherer: Gatherer, offload: Offload, *, owner: object
     ) -> None:
-        """Nothing is under way. ``owner``: its methods among the optimizers' step hooks are not the user's."""
+        """Start with no update in flight. ``owner``: the object with the engine's own step hooks."""
         self._owner = weakref.ref(owner)
         self._optimizers = optimizers
         self._gatherer = gatherer
         self._offload = offload
         self.overlap = False
-        """Let the next forward wait for new weights unit by unit. Only where nothing else reads them in between."""
+        """Let the next forward wait for new weights unit by unit. Set this only if nothing else reads them before."""
 
         self._early: deque[Flat] = deque()
         self._delayed: list[list[Flat]] = [[] for _ in optimizers]
         self._steps = [0 for _ in optimizers]
 
     def go_on_from(self, index: int, previous: UpdateSchedule, number: int) -> None:
-        """Count the steps of optimizer ``index`` on from those of the earlier schedule's optimizer ``number``."""
+        """Continue the step count of optimizer ``index`` from optimizer ``number`` of an earlier schedule."""
         self._steps[index] = previous._steps[number]
 
     # while backward runs ---------------------------------------------------------------------------------------------
 
     @property
     def allows_early(self) -> bool:
-        """Whether a unit may be updated before backward is over, as far as options and optimizers go.
+        """Whether options and optimizers allow a unit's update before backward is over.
 
-        States on the device are updated all at once: to wait for single gradients would only hold backward up.
+        States on the device are updated all at once: waiting for single gradients would only delay backward.
         """
         config = self._offload.config
         offloads = config.offload.optimizer is not None
         return offloads and len(self._optimizers) == 1 and config.offload.delay_after is None
 
     def begin_early(self, flat: Flat) -> None:
-        """A buffer's averages are complete while backward still runs: begin its update. Not collective."""
+        """Begin the update of a buffer with complete averages while backward still runs. Not collective."""
         update = self._optimizers[0].early_update(flat)
         if update is None:
             self.postpone(flat)
             return
-        # Parameters of the stages below 3 stay as they are until backward is over: something might still read them.
+        # Below stage 3, parameters do not change until backward is over: something might still read them.
         flat.begin_early_update(self._offload.stream.submit(update.jobs()))
         self._early.append(flat)
         while len(self._early) > _EARLY_UPDATES:
@@ -78,23 +78,23 @@ class UpdateSchedule:
 
     @staticmethod
     def postpone(flat: Flat) -> None:
-        """A buffer's averages are complete, but its update has to wait for the step. Not collective."""
+        """Spill a buffer's complete averages, since its update has to wait for the step. Not collective."""
         flat.averages.spill()
 
     def forget_early(self) -> None:
-        """An exception ended the backward pass."""
+        """Forget the early updates, after an exception has ended the backward pass."""
         self._early.clear()
 
     # the step --------------------------------------------------------------------------------------------------------
 
     def begin_step(self, index: int) -> int:
-        """Optimizer ``index`` steps; returns the number of the step, from 1. Collective where updates are delayed."""
+        """Begin a step of optimizer ``index``; return its number, from 1. Collective if updates are delayed."""
         self.bring_in_delayed(index)
         self._steps[index] += 1
         return self._steps[index]
 
     def submit(self, index: int, updates: list[Update]) -> None:
-        """Updates of resident states run now; offloaded ones go to the stream, in the order the forward needs them."""
+        """Run updates of states on the device now; submit offloaded ones in the order the forward needs them."""
         by_flat = {id(u.flat): u for u in self._prepared(index, updates)}
         for unit in self._gatherer.forward_order():
             for flat in unit.flats:
@@ -102,11 +102,11 @@ class UpdateSchedule:
                     self._begin(index, flat, by_flat[id(flat)])
         optimizer = self._optimizers[index].optimizer
         if has_step_hooks(optimizer, besides=self._owner()):
-            for update in updates:  # the user's hooks after the step read the weights that it has made
+            for update in updates:  # the user's hooks after the step read the new weights
                 update.flat.wait_updated()
 
     def _prepared(self, index: int, updates: list[Update]) -> list[Update]:
-        """With what offloaded updates need beside the averages."""
+        """Add to offloaded updates the clip factor, the mark of the device's work, and where they run."""
         after, delayed = self._offload.link.mark(), self._is_delayed(index)
         if not updates or self._offload.config.offload.optimizer is None:
             return updates
@@ -135,7 +135,7 @@ class UpdateSchedule:
             flat.updating = ticket
 
     def bring_in_delayed(self, index: int) -> None:
-        """The updates of the step before are due: wait for them, and let the parameters follow. Collective."""
+        """Wait for the delayed updates of the previous step, and gather the parameters. Collective."""
         flats, self._delayed[index] = self._delayed[index], []
         for flat in flats:
             flat.wait_updated()
@@ -145,7 +145,7 @@ class UpdateSchedule:
             flat.finish_gather()
 
     def _copy_out_early(self, index: int) -> None:
-        """Backward is over: what it has updated may reach the device, in the order in which the forward needs it."""
+        """After backward, copy early updates to the device, in the order the forward needs them."""
         after = self._offload.link.mark()
         for unit in self._gatherer.forward_order():
             for flat in unit.flats:
@@ -154,14 +154,14 @@ class UpdateSchedule:
 
     @staticmethod
     def note_stepped(flats: list[Flat]) -> None:
-        """Note that the optimizer steps masters of ``flats``. Not collective."""
+        """Record that the optimizer steps the masters of ``flats``. Not collective."""
         for flat in flats:
             brought_along = flat.optimizer_tier != "device" and flat.averages.folds_factors
             if not brought_along and (flat.optimizer_tier != "device" or flat.has_own_shard):
-                flat.require_refresh()  # it steps the masters and nothing else
+                flat.require_refresh()  # its own step updates the masters only
 
     def publish(self, index: int) -> None:
-        """New weights to where they are read; updates that are under way are waited for when a unit needs them."""
+        """Publish new weights. A unit that needs an update in flight waits for it."""
         flats = self._optimizers[index].flats
         self._copy_out_early(index)
         for flat in flats:

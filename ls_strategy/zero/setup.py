@@ -1,4 +1,4 @@
-"""From a draft that all ranks have agreed on to a sharded model: buffers, and what gathers, lends and reduces them."""
+"""Build a sharded model from a draft: flat buffers, and the objects that gather and reduce them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ls_strategy.zero_stages import StagePolicy
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """What an engine has built for its model. It holds no reference to the model itself."""
+    """The sharded form of one model, without a reference to the model itself."""
 
     config: ZeROConfig
     policy: StagePolicy
@@ -45,21 +45,16 @@ class ShardedModel:
 
     @property
     def flats(self) -> list[Flat]:
-        """Every flat buffer, in order of the units."""
+        """Return every flat buffer, in order of the units."""
         return [f for u in self.units for f in u.flats]
 
 
 def shard(
     draft: Draft, optimizers: Sequence[Optimizer], mesh: Mesh, device: torch.device, held: dict[int, Flat]
 ) -> ShardedModel:
-    """Move the model's parameters into flat buffers. Collective.
+    """Move the parameters of an agreed draft into flat buffers on ``device``. Collective.
 
-    Args:
-        draft: agreed on by all ranks.
-        optimizers: on the parameters; empty for evaluation.
-        mesh: the ranks.
-        device: where the buffers live.
-        held: ``id(parameter)`` -> flat buffer of an earlier engine that holds the parameters now.
+    ``held`` is ``id(parameter)`` -> the flat buffer of an earlier engine that holds it now.
     """
     config, policy = draft.config, draft.policy
     shares = weights.rank_weights(config.sharding.rank_weights, mesh.zero, device)
@@ -77,19 +72,19 @@ def shard(
 
 
 def _place_buffers(draft: Draft, device: torch.device) -> None:
-    routers = [m for m in draft.model.modules() if isinstance(m, RoutingAccounts)]  # biases move in small steps
+    routers = [m for m in draft.model.modules() if isinstance(m, RoutingAccounts)]  # biases change in small steps
     kept = {id(m) for m in (*draft.kept_fp32, *routers)} if draft.precision.rounds else set()
     materials.place_buffers(draft.model, device, draft.precision.cast, kept)
 
 
 def fp32_boundaries(draft: Draft) -> list[materials.Fp32Boundary]:
-    """Cast what enters and leaves the modules that the options keep in fp32."""
+    """Cast the inputs and outputs of the modules that the options keep in fp32."""
     kept = [m for m in draft.kept_fp32 if type(m).__name__ in draft.config.precision.fp32_modules]
     return [materials.Fp32Boundary(m, draft.precision.compute) for m in kept]
 
 
 def broadcast_buffers(model: nn.Module, comm: Comm) -> None:
-    """Let every rank have rank 0's buffers, as DDP does before a forward. Collective."""
+    """Broadcast rank 0's module buffers, as DDP does before a forward. Collective."""
     if comm.world_size == 1:
         return
     by_dtype: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)

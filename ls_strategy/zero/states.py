@@ -1,4 +1,4 @@
-"""What an optimizer remembers of one flat buffer, element by element, on the tier that the plan gave it."""
+"""The element-wise optimizer states of one flat buffer, on the tier that the plan assigns."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ls_strategy.config import MomentFormat
 from ls_strategy.ops.moments import BLOCK, Moment
+from ls_strategy.tiers import TIERS
 from ls_strategy.zero.storage import chunks
 from ls_strategy.zero.units import Flat
 
@@ -18,7 +19,7 @@ _CODES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
 def moment_sizes(
     number: int, numel: int, moments: dict[str, bool], moment_format: MomentFormat
 ) -> dict[tuple[int, str], tuple[int, torch.dtype]]:
-    """Elements and dtype of everything that a fused update keeps for one flat buffer, by the tiers' keys."""
+    """Return elements and dtype of the moments of one flat buffer with a fused update, by the tiers' keys."""
     result: dict[tuple[int, str], tuple[int, torch.dtype]] = {}
     for name in moments:
         result[number, name] = (numel, _CODES[moment_format])
@@ -30,42 +31,36 @@ def moment_sizes(
 class FlatStates:
     """Element-wise optimizer states of one flat buffer's stepped range, by name.
 
-    States of a fused update may be stored in fewer bits (`Moment`); to the outside, in state dicts, they are fp32.
+    States of a fused update may be stored in fewer bits (`Moment`), but state dicts show them in fp32.
     """
 
     def __init__(self, flat: Flat, moments: dict[str, bool], moment_format: MomentFormat) -> None:
-        """Empty.
-
-        Args:
-            flat: whose states these are.
-            moments: names of the fused update's states, and whether they are signed; empty without a fused update.
-            moment_format: how those are stored.
-        """
+        """Start without states. ``moments`` are the names of a fused update's states, and whether they are signed."""
         self.flat = flat
         self.moments = moments
         self.moment_format: MomentFormat = moment_format
         self.numel = flat.stepped_numel
-        self._resident: dict[str, Moment] = {}
-        self._on_drive: set[str] = set()
+        self._in_memory: dict[str, Moment] = {}
+        self._stored: set[str] = set()
 
     @property
-    def on_nvme(self) -> bool:
-        """Whether they rest on the NVMe tier."""
-        return self.flat.optimizer_tier == "nvme"
+    def resident(self) -> bool:
+        """Whether the states are tensors in memory."""
+        return TIERS[self.flat.optimizer_tier].resident
 
     def dtypes(self) -> dict[str, torch.dtype]:
-        """Names of what exists, with the dtype that a state dict shows."""
-        names = [*self._resident, *self._on_drive]
-        return {n: torch.float32 if n in self.moments else self._resident[n].codes.dtype for n in names}
+        """Return the names of existing states, with the dtype that a state dict shows."""
+        names = [*self._in_memory, *self._stored]
+        return {n: torch.float32 if n in self.moments else self._in_memory[n].codes.dtype for n in names}
 
     def ensure(self, name: str, dtype: torch.dtype) -> None:
-        """Make sure that a state exists; zeros at first. ``dtype`` is read for states of no fused update."""
-        if name in self._resident or name in self._on_drive:
+        """Create a state of zeros unless it exists. ``dtype`` applies to states without a fused update."""
+        if name in self._in_memory or name in self._stored:
             return
         flat, rest = self.flat, self.flat.rest
-        if self.on_nvme:
+        if not self.resident:
             assert name in self.moments
-            self._on_drive.add(name)
+            self._stored.add(name)
             return
         fused = name in self.moments
         codes_dtype = _CODES[self.moment_format] if fused else dtype
@@ -74,40 +69,42 @@ class FlatStates:
         if fused and self.moment_format == "int8":
             blocks = -(-self.numel // BLOCK)
             scales = rest.resident(flat.optimizer_tier, f"{name}.scales", blocks, torch.float32)
-        self._resident[name] = Moment(codes, scales, self.moments.get(name, True))
+        self._in_memory[name] = Moment(codes, scales, self.moments.get(name, True))
 
     def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
-        """The whole state as it is stored, of one that no fused update stores in fewer bits. ``(stepped,)``."""
+        """Return the full state as it is stored, ``(stepped,)``, without a fused update."""
         self.ensure(name, dtype)
-        return self._resident[name].codes
+        return self._in_memory[name].codes
 
     def moment(self, name: str) -> Moment:
-        """A fused update's state that is resident. ``(stepped,)``."""
+        """Return a resident state of a fused update, ``(stepped,)``."""
         self.ensure(name, torch.float32)
-        return self._resident[name]
+        return self._in_memory[name]
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """The whole state as a state dict shows it, ``(stepped,)``; only to be read."""
+        """Return the full state as a state dict shows it, ``(stepped,)``; read-only."""
         self.flat.wait_updated()
         self.ensure(name, dtype)
         if name not in self.moments:
-            return self._resident[name].codes
-        if not self.on_nvme:
-            return self._resident[name].dequantize()
-        return self._from_nvme(name).dequantize()
+            return self._in_memory[name].codes
+        if self.resident:
+            return self._in_memory[name].dequantize()
+        rest = self.flat.rest
+        scales = rest.read(f"{name}.scales") if self.moment_format == "int8" else None
+        return Moment(rest.read(name), scales, self.moments[name]).dequantize()
 
     def range(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements ``[start, stop)`` of a state that exists, as a state dict shows them: a view, or a copy.
+        """Return elements ``[start, stop)`` of an existing state as a state dict shows them, as a view or a copy.
 
-        From any thread, while no update is under way.
+        Any thread may call this while no update is in flight.
         """
         if name not in self.moments:
-            return self._resident[name].codes[start:stop]
-        if not self.on_nvme and self.moment_format == "fp32":
-            return self._resident[name].codes[start:stop]
+            return self._in_memory[name].codes[start:stop]
+        if self.resident and self.moment_format == "fp32":
+            return self._in_memory[name].codes[start:stop]
         first = start // BLOCK * BLOCK  # 8-bit codes share scales in blocks
-        if not self.on_nvme:
-            return self._resident[name].narrow(first, stop).dequantize()[start - first :]
+        if self.resident:
+            return self._in_memory[name].narrow(first, stop).dequantize()[start - first :]
         rest = self.flat.rest
         moment = Moment(torch.empty(stop - first, dtype=_CODES[self.moment_format]), None, self.moments[name])
         rest.read_into(name, moment.codes, first)
@@ -117,22 +114,17 @@ class FlatStates:
             moment = replace(moment, scales=scales)
         return moment.dequantize()[start - first :]
 
-    def _from_nvme(self, name: str) -> Moment:
-        rest = self.flat.rest
-        scales = rest.read(f"{name}.scales") if self.moment_format == "int8" else None
-        return Moment(rest.read(name), scales, self.moments[name])
-
     def write(self, name: str, start: int, values: Tensor) -> None:
-        """Replace ``[start, start + n)`` by ``values`` as a state dict shows them. Returns before it is on a drive."""
+        """Replace ``[start, start + n)`` by ``values`` as a state dict shows them. May return before the store."""
         self.flat.wait_updated()
         self.flat.before_change()
         self.ensure(name, values.dtype)
         stop = start + values.numel()
         if name not in self.moments:
-            self._resident[name].codes[start:stop].copy_(values)
+            self._in_memory[name].codes[start:stop].copy_(values)
             return
-        if not self.on_nvme:
-            moment = self._resident[name].narrow(start, stop)
+        if self.resident:
+            moment = self._in_memory[name].narrow(start, stop)
             moment.store_(values.to(moment.codes.device, torch.float32), seed=0)
             return
         rest = self.flat.rest
@@ -146,10 +138,10 @@ class FlatStates:
                 rest.write(f"{name}.scales", lo // BLOCK, part.scales)
 
     def nbytes(self) -> int:
-        """Bytes in memory."""
+        """Return the bytes in memory."""
         return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self.tensors()}.values())
 
     def tensors(self) -> list[Tensor]:
-        """Everything that is in memory."""
-        held = list(self._resident.values())  # the first update, on its thread, may add some
+        """Return the tensors in memory."""
+        held = list(self._in_memory.values())  # the first update may add some from its thread
         return [t for m in held for t in (m.codes, m.scales) if t is not None]

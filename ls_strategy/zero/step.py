@@ -1,13 +1,13 @@
-"""From the gradients that backward has left to the new weights: average, look for overflow, clip, step, publish.
+"""From the gradients of backward to the new weights: average, check for overflow, clip, step, publish.
 
 ::
 
-    finish         average what is left, agree on which parameters have gradients, unscale, look for overflow
+    finish         average remaining gradients, agree on which parameters have any, unscale, check for overflow
     clip_norm_     or clip_value_
-    step           the user's optimizer on the master shards, then the weights to where they are read
-    zero_grad      and from the start
+    step           run the user's optimizer on the master shards, then publish the new weights
+    zero_grad      drop the gradients
 
-`phase.py` has the phases in between. Everything is collective unless it says otherwise.
+`phase.py` defines the phases in between. Every method is collective unless its docstring says otherwise.
 """
 
 from __future__ import annotations
@@ -34,21 +34,19 @@ from ls_strategy.zero.setup import ShardedModel
 
 
 class Stepper:
-    """The way from gradients to new weights of all optimizers of one model."""
+    """Averages, checks, clips and steps the gradients of all optimizers of one model."""
 
     skipped_steps = 0
-    """Steps that an overflow has skipped."""
+    """Number of steps that an overflow has skipped."""
 
     keeps_gradients = False
-    """Ignore `zero_grad`: the gradients are those of the step to come."""
+    """Ignore `zero_grad`, because the next step still needs the gradients."""
 
     has_stepped = False
-    """Whether hooks have seen a step of this fit."""
+    """Whether an optimizer has stepped in this fit, so that its hooks have run once."""
 
     _own_step: OwnStep | None = None
-    """The call of an optimizer's own ``step`` that runs now, for the hooks by which torch comes back in.
-
-    `_run_own_step` sets it, and resets it when the call is over."""
+    """The running call of an optimizer's own ``step``, for torch's step hooks. Only `_run_own_step` sets it."""
 
     def __init__(
         self,
@@ -57,23 +55,16 @@ class Stepper:
         scaler: LossScaler | None,
         previous: Stepper | None = None,
     ) -> None:
-        """Take the optimizers over. Collective.
-
-        Args:
-            model: whose parameters they step.
-            optimizers: of the user.
-            scaler: the loss scale, in the modes that have one.
-            previous: of an earlier engine, from which states of the same optimizers are taken.
-        """
+        """Adopt the user's optimizers. Those that ``previous``, of an earlier engine, has keep states. Collective."""
         self._model = model
         self._world = model.mesh.world
         self.scaler = scaler
         self._used: dict[int, list[bool]] = {}
-        """By `Flat.optimizer_index`: which parameters have a gradient."""
+        """Which parameters have a gradient, by `Flat.optimizer_index`."""
         self._given_up: set[int] = set()
-        """Those whose gradients were given up, and the step may still want: see `go_on_from`."""
+        """`Flat.optimizer_index` of dropped gradients that a step may still need; see `go_on_from`."""
         self._tied_due: set[int] = set()
-        """Those whose gradients have still to be summed over the stages of a pipeline."""
+        """`Flat.optimizer_index` of gradients that have still to be summed over pipeline stages."""
         self.optimizers = [self._adopt(i, optimizer, previous) for i, optimizer in enumerate(optimizers)]
         kinds = model.mesh.shape.kinds
         self.gradients = Gradients(model.flats, self._average, self._unfold_kind, model.on_demand, parallel=kinds)
@@ -83,7 +74,7 @@ class Stepper:
     # optimizers ------------------------------------------------------------------------------------------------------
 
     def _adopt(self, index: int, optimizer: Optimizer, previous: Stepper | None) -> OptimizerStep:
-        """Take an optimizer over, from an earlier engine with its states."""
+        """Adopt an optimizer, with its states if an earlier engine has them."""
         model = self._model
         flats = [f for f in model.flats if index in f.plan.owners]
         names = model.share.group_names[index] if model.share.group_names else None
@@ -102,17 +93,17 @@ class Stepper:
         return state
 
     def index_of(self, optimizer: Optimizer) -> int | None:
-        """Number of an optimizer of this engine, None for a stranger. Not collective."""
+        """Return the number of an optimizer, or None if this engine does not have it. Not collective."""
         for i, state in enumerate(self.optimizers):
             if state.sharded.optimizer is optimizer:
                 return i
         return None
 
     def go_on_from(self, previous: Stepper) -> None:
-        """Go on in the middle of a fit where an earlier engine of the model has stopped. Collective.
+        """Continue in the middle of a fit from an earlier engine of the model. Collective.
 
-        Gradients of before go on where ``p.grad`` holds them (stages 0 and 1). Sharded averages are given up: an
-        optimizer that steps without a ``zero_grad`` since is an error.
+        Gradients in ``p.grad`` (stages 0 and 1) are kept. Sharded averages are dropped: an optimizer that then steps
+        without a ``zero_grad`` raises an error.
         """
         self.scaler, self.skipped_steps = previous.scaler, previous.skipped_steps
         self.keeps_gradients = previous.keeps_gradients
@@ -137,23 +128,23 @@ class Stepper:
     # backward --------------------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
-        """Let a backward pass add to the gradients, which are as user code has left them."""
+        """Let a backward pass add to the gradients, with the changes that user code has made."""
         for state in self.optimizers:
             self._unfold(state)
             state.reopen()
         self.gradients.take_all()
 
     def owe_tied(self) -> None:
-        """Note that the micro-batches of a pipeline are over: gradients of tied parameters are to be summed. Local."""
+        """Record that gradients of tied parameters have to be summed over pipeline stages. Local."""
         self._tied_due = {kind for state in self.optimizers for kind in state.kinds}
 
     # averages --------------------------------------------------------------------------------------------------------
 
     def finish(self, index: int) -> bool:
-        """Make the averaged, unscaled gradients of an optimizer complete and visible as ``.grad`` of its pieces.
+        """Complete the averaged, unscaled gradients of an optimizer and expose them as ``.grad`` of its pieces.
 
         Returns:
-            Whether the optimizer may step; False after an overflow, the same on every rank.
+            Whether the optimizer may step, equal on every rank; False after an overflow.
         """
         state = self.optimizers[index]
         if state.is_averaged:
@@ -167,7 +158,7 @@ class Stepper:
         state.folded = self.is_private(state)
         if self.scaler is not None:
             for flat in state.flats:
-                # Otherwise the update multiplies by what undoes the scale.
+                # Otherwise the update itself undoes the scale.
                 if not (flat.averages.on_nvme or (state.folded and flat.averages.folds_factors)):
                     flat.averages.undo_scale()
             overflow = global_norm.any_overflow(state.flats, self._world)
@@ -177,15 +168,15 @@ class Stepper:
         return not overflow
 
     def is_private(self, state: OptimizerStep) -> bool:
-        """Whether nobody looks at an optimizer's gradients as they are, or does in hooks that came after set-up.
+        """Whether no user code, such as a later hook, sees an optimizer's gradients directly.
 
-        At stage 0 gradients that were read once are plain tensors, which somebody may still have.
+        At stage 0, gradients that were read once are plain tensors, which user code may still hold.
         """
         plain = self.gradients.were_read and not self._model.policy.optimizer
         return self._model.reducer.private and not plain and not has_step_hooks(state.sharded.optimizer, besides=self)
 
     def _unfold(self, state: OptimizerStep) -> None:
-        """Multiply into the averages what was left to the update, so that they are what they are under DDP."""
+        """Apply the factors that were left to the update, so that the averages have the values they have under DDP."""
         if not state.folded:
             return
         state.folded = False
@@ -208,18 +199,18 @@ class Stepper:
                 self._unfold(state)
 
     def _average(self, kind: int) -> list[bool]:
-        """Average what is left of gradients, and agree on which parameters have any. Collective.
+        """Average remaining gradients, and agree on which parameters have any. Collective.
 
         Args:
-            kind: an optimizer's number, or that of several which share parameters.
+            kind: the number of an optimizer, or of a set of optimizers that share parameters.
         """
         flats = [f for f in self._model.flats if f.optimizer_index == kind]
         if kind in self._given_up:
             names = [type(s.sharded.optimizer).__name__ for s in self.optimizers if kind in s.kinds]
             raise StateError(
                 f"parameter groups were changed while parameters of {' and '.join(names)} had gradients, and "
-                "zero_grad() was not called since: they are gone. Change groups before the first micro-batch of a "
-                "step, and call zero_grad() before its backward."
+                "zero_grad() was not called since, so these gradients are lost. Change groups before the first "
+                "micro-batch of a step, and call zero_grad() before its backward."
             )
         self._used[kind] = self._model.reducer.complete(flats)
         for state in self.optimizers:
@@ -232,24 +223,24 @@ class Stepper:
         return self._used[kind]
 
     def _note_used(self, state: OptimizerStep) -> None:
-        """Put together, in the order of an optimizer's flats, which parameters have gradients."""
+        """Collect which parameters have gradients, in the order of the optimizer's flats."""
         if len(state.kinds) == 1:
             return
         rows = {kind: iter(self._used[kind]) for kind in state.kinds}
         state.used = [next(rows[flat.optimizer_index]) for flat in state.flats for _ in flat.params]
 
     def _outdate_others(self, state: OptimizerStep) -> None:
-        """What other optimizers know of gradients that they share with this one is of before."""
+        """Reopen the other optimizers that share gradients with this one."""
         for other in self.optimizers:
             if other is not state and not set(other.kinds).isdisjoint(state.kinds):
                 other.reopen()
 
     def _as_they_are(self, index: int, *, clipped: bool = False) -> OptimizerStep:
-        """Finish, and take in what user code has made of the gradients since; norms of before are no longer theirs.
+        """Finish, and load the changes that user code has made to the gradients since. Changes outdate the norm.
 
         Args:
-            index: of the optimizer.
-            clipped: to be clipped: what an earlier clipping has left, and its norm.
+            index: number of the optimizer.
+            clipped: the gradients are about to be clipped; a second clipping applies to the result of the first.
         """
         self.finish(index)
         state = self.optimizers[index]
@@ -270,7 +261,7 @@ class Stepper:
     # clipping --------------------------------------------------------------------------------------------------------
 
     def clip_norm_(self, index: int, max_norm: float) -> Tensor:
-        """Clip by global norm over all gradients of the optimizer, exactly; returns the norm before clipping."""
+        """Clip the optimizer's gradients by their exact global norm; return the norm before clipping."""
         state = self._as_they_are(index, clipped=True)
         if state.norm is None:
             state.norm = global_norm.global_norm(state.flats, self._world)
@@ -286,7 +277,7 @@ class Stepper:
         return state.norm
 
     def clip_value_(self, index: int, limit: float) -> None:
-        """Clamp every averaged gradient element of the optimizer."""
+        """Clamp every element of the optimizer's averaged gradients."""
         state = self._as_they_are(index, clipped=True)
         global_norm.clip_value_(state.flats, limit)
         self._clipped(state)
@@ -298,7 +289,7 @@ class Stepper:
             state.sharded.show_again()
 
     def grad_norm(self, index: int | None = None, norm_type: float = 2.0) -> Tensor:
-        """Global norm of the averaged gradients, before clipping: of one optimizer, or of all together.
+        """Return the global norm of the averaged gradients before clipping, of one optimizer or of all together.
 
         Raises:
             StateError: there are no gradients: call between backward and the next ``zero_grad``.
@@ -311,10 +302,10 @@ class Stepper:
             if state in states:
                 self._as_they_are(i)
         if not any(any(s.used) for s in states):
-            raise StateError("no gradient to take the norm of: call between backward and the next zero_grad().")
+            raise StateError("there is no gradient to compute a norm of. Call this between backward and zero_grad().")
         if len(states) == 1 and norm_type == 2.0 and states[0].norm is not None:
-            return states[0].norm  # nobody has changed anything since
-        flats = {id(f): f for s in states for f in s.flats}  # once, also what several optimizers share
+            return states[0].norm  # unchanged since
+        flats = {id(f): f for s in states for f in s.flats}  # count shared ones once
         norm = global_norm.global_norm(list(flats.values()), self._world, norm_type)
         if len(states) == 1 and norm_type == 2.0:
             states[0].norm = norm
@@ -323,7 +314,7 @@ class Stepper:
     # step ------------------------------------------------------------------------------------------------------------
 
     def step(self, index: int, run: Callable[[], Any]) -> Any:
-        """Let the optimizer update its master shards by calling ``run``, then bring the weights where they are read.
+        """Let the optimizer update its master shards by calling ``run``, then publish the new weights.
 
         After an overflow nothing is updated on any rank, and the step is counted in ``skipped_steps``.
         """
@@ -335,10 +326,10 @@ class Stepper:
             number = self.schedule.begin_step(index)
             result = self._run_own_step(index, run)
             if has_step_hooks(state.sharded.optimizer, besides=self):
-                self._model.on_demand.write_back()  # what hooks after the step have written
+                self._model.on_demand.write_back()  # written by hooks after the step
             self.schedule.publish(index)
             if self._model.config.offload.any_state and number == 1:
-                trim_heap()  # the first step's transient buffers, before what stays settles among them
+                trim_heap()  # free the first step's transient buffers before long-lived ones fragment the heap
         else:
             self.skipped_steps += 1
         if self.scaler is not None:
@@ -364,7 +355,7 @@ class Stepper:
         step = self._own_step
         if step is None:
             raise StateError(
-                f"{type(optimizer).__name__}.step() was called on the bare optimizer, which knows nothing of the other "
+                f"{type(optimizer).__name__}.step() was called on the bare optimizer, which does not have the other "
                 "ranks' gradients. Call step() on what self.optimizers() returns."
             )
         if step.sharded.optimizer is not optimizer:
@@ -384,10 +375,10 @@ class Stepper:
         if self._own_step is not None and self._own_step.sharded.optimizer is optimizer:
             self._own_step.end()
 
-    # from the start --------------------------------------------------------------------------------------------------
+    # zero_grad -------------------------------------------------------------------------------------------------------
 
     def _on_zero_grad(self, index: int, method: Method, *args: Any, **kwargs: Any) -> None:
-        """``optimizer.zero_grad()`` was called."""
+        """Handle a call of ``optimizer.zero_grad()``."""
         if method.replaces(Optimizer.zero_grad):
             self.zero_grad(index, set_to_none=kwargs.get("set_to_none", args[0] if args else True))
         elif not self.keeps_gradients:  # an override may do more, and drop some, or none
@@ -400,7 +391,7 @@ class Stepper:
                 self.zero_params(dropped, set_to_none=True)
 
     def zero_grad(self, index: int, *, set_to_none: bool = True) -> None:
-        """``optimizer.zero_grad``. Not collective, unless a reduction is under way (then on every rank)."""
+        """Run ``optimizer.zero_grad``. Collective only if a reduction is in flight."""
         if self.keeps_gradients:
             return
         state = self.optimizers[index]
@@ -416,7 +407,7 @@ class Stepper:
                 piece.grad = None
 
     def zero_params(self, params: Iterable[nn.Parameter], *, set_to_none: bool) -> None:
-        """Drop averaged gradients of some parameters, as ``module.zero_grad()`` means it. Not collective."""
+        """Drop averaged gradients of some parameters, as ``module.zero_grad()`` does. Not collective."""
         wanted = {id(p) for p in params}
         self.gradients.zero(wanted, set_to_none=set_to_none)
         self._model.reducer.zero_params([f for f in self._model.flats if f.trainable], wanted, set_to_none=set_to_none)

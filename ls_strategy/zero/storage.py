@@ -1,7 +1,7 @@
-"""Where the states of one flat buffer rest between uses, and how they are reached there.
+"""Where the states of one flat buffer are stored between uses, and how to access them.
 
-On the device and in host memory a state is a tensor, always there. On the NVMe tier it is a range of a file, brought in
-chunks of `DRIVE_CHUNK` elements: `read` and `write` are for set-up and checkpoints, the step streams (`update.py`).
+On the device and in host memory, a state is a resident tensor. On the NVMe tier it is a range of a file, accessed in
+chunks of `DRIVE_CHUNK` elements. `read` and `write` are for set-up and checkpoints; the step streams (`update.py`).
 """
 
 from __future__ import annotations
@@ -16,22 +16,21 @@ from torch import Tensor
 
 from ls_strategy.config import TierName
 from ls_strategy.distributed.comm import BufferPool
-from ls_strategy.tiers.base import Key, ResidentTier, Tier
+from ls_strategy.tiers import CHUNK_BYTES, TIERS
+from ls_strategy.tiers.base import Key, Lease, ResidentTier, Tier
+from ls_strategy.tiers.buffers import PAGE
 from ls_strategy.tiers.link import Link, host_empty
 
 T = TypeVar("T")
 
-DRIVE_CHUNK = 1 << 20
-"""Elements that are brought from a drive at a time: 4 MiB of fp32. Every tier sums norms in these portions too."""
-
-PAGE = 4096
-"""Elements, at one byte or more each."""
+DRIVE_CHUNK = CHUNK_BYTES // 4
+"""Elements per transfer of a tier with leases. Norms are summed in these chunks on every tier."""
 
 
 def chunks(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Cut ``[start, stop)`` at multiples of `DRIVE_CHUNK`.
+    """Split ``[start, stop)`` at multiples of `DRIVE_CHUNK`.
 
-    >>> list(chunks(5, CHUNK + 3)) == [(5, CHUNK), (CHUNK, CHUNK + 3)]
+    >>> list(chunks(5, DRIVE_CHUNK + 3)) == [(5, DRIVE_CHUNK), (DRIVE_CHUNK, DRIVE_CHUNK + 3)]
     True
     """
     while start < stop:
@@ -41,35 +40,29 @@ def chunks(start: int, stop: int) -> Iterator[tuple[int, int]]:
 
 
 _KEPT = 4
-"""Free buffers of one size that are kept: as many as updates under way have while backward fills the next ones."""
+"""Free buffers that are kept per size: as many as updates in flight use while backward fills the next ones."""
 
 
 def gradient_buffers(device: torch.device) -> BufferPool:
-    """Buffers in host memory for gradients that ``device`` copies there; zeros if they are new.
-
-    They go round between the units.
-    """
+    """Return a pool of host buffers for gradients of ``device``, shared by all units. New buffers are zero."""
     return BufferPool(lambda numel, dtype, _: host_empty(numel, dtype, device).zero_(), kept=_KEPT)
 
 
 @dataclass
 class StateStorage:
-    """One flat buffer's place on the tiers."""
+    """Access to the states of one flat buffer on its tiers."""
 
     number: int = 0
-    """Of the flat buffer, in order of the units."""
+    """Number of the flat buffer, in order of the units."""
 
-    tiers: Mapping[str, Tier] = field(default_factory=dict)
+    tiers: Mapping[TierName, Tier] = field(default_factory=dict)
     link: Link = field(default_factory=lambda: Link(torch.device("cpu")))
-    sizes: Mapping[Key, tuple[int, torch.dtype]] = field(default_factory=dict)
-    """Elements and dtype of every state on the NVMe tier."""
-
     ring: BufferPool = field(default_factory=lambda: gradient_buffers(torch.device("cpu")))
     worker: ThreadPoolExecutor | None = None
-    """One thread for what goes on beside the training thread; shared by all flat buffers."""
+    """One background thread, shared by all flat buffers."""
 
     def in_background(self, work: Callable[[], T]) -> Future[T]:
-        """Run ``work`` beside the training thread, after what came before; at once where there is no such thread."""
+        """Run ``work`` on the background thread, in order of submission; at once without such a thread."""
         if self.worker is not None:
             return self.worker.submit(work)
         done: Future[T] = Future()
@@ -77,11 +70,29 @@ class StateStorage:
         return done
 
     def key(self, name: str) -> Key:
-        """Of a state of this buffer."""
+        """Return the tiers' key of a state of this buffer."""
         return (self.number, name)
 
+    def _tier_of(self, name: str) -> TierName:
+        for tier_name, tier in self.tiers.items():
+            if self.key(name) in tier.sizes:
+                return tier_name
+        return "device"
+
+    def is_resident(self, name: str) -> bool:
+        """Whether a state is a tensor in memory. Otherwise `get`, `put`, `read` and `write` access it."""
+        return TIERS[self._tier_of(name)].resident
+
+    def get(self, name: str, start: int, stop: int) -> Lease:
+        """Start loading elements ``[start, stop)`` of a state that is not resident; see `Tier.get`."""
+        return self.tiers[self._tier_of(name)].get(self.key(name), start, stop)
+
+    def put(self, name: str, value: Tensor | Lease, start: int) -> None:
+        """Store ``value`` in a state that is not resident, from element ``start`` on; see `Tier.put`."""
+        self.tiers[self._tier_of(name)].put(self.key(name), value, start)
+
     def resident(self, tier: TierName, name: str, numel: int, dtype: torch.dtype) -> Tensor:
-        """A state's tensor, ``(numel,)``, on the device or in host memory; zeros at first."""
+        """Return a state's tensor, ``(numel,)``, on the device or in host memory. A new state is zero."""
         home = self.tiers.get(tier)
         if isinstance(home, ResidentTier) and self.key(name) in home.sizes:
             return home.tensor(self.key(name))
@@ -89,45 +100,37 @@ class StateStorage:
             return host_empty(numel, dtype, self.link.device).zero_()
         return torch.zeros(numel, dtype=dtype, device=self.link.device)
 
-    @property
-    def drive(self) -> Tier:
-        """The NVMe tier."""
-        return self.tiers["nvme"]
-
     def read(self, name: str) -> Tensor:
-        """A copy in host memory of a state on the NVMe tier. ``(numel,)``."""
-        numel, dtype = self.sizes[self.key(name)]
-        whole = torch.empty(numel, dtype=dtype)
-        self.read_into(name, whole)
-        return whole
+        """Return a copy in host memory of a state that is not resident, ``(numel,)``."""
+        numel, dtype = self.tiers[self._tier_of(name)].sizes[self.key(name)]
+        full = torch.empty(numel, dtype=dtype)
+        self.read_into(name, full)
+        return full
 
     def read_into(self, name: str, out: Tensor, start: int = 0) -> None:
-        """Copy elements of a state on the NVMe tier, from ``start`` on, into ``out``, 1-d, any dtype and device."""
-        # A drive is read from page to page; PAGE elements are whole pages in every dtype.
+        """Copy elements of a state that is not resident, from ``start`` on, into ``out``: 1-d, any dtype and device."""
+        # Reads begin at a page; PAGE elements are full pages in every dtype.
         ranges = list(chunks(start // PAGE * PAGE, start + out.numel()))
-        leases = [self.drive.get(self.key(name), *r) for r in ranges[:1]]
+        leases = [self.get(name, *r) for r in ranges[:1]]
         for i, (lo, hi) in enumerate(ranges):
             if i + 1 < len(ranges):
-                leases.append(self.drive.get(self.key(name), *ranges[i + 1]))
+                leases.append(self.get(name, *ranges[i + 1]))
             lease = leases.pop(0)
             skip = max(start - lo, 0)
             out[lo + skip - start : hi - start].copy_(lease.wait()[skip:])
             lease.release()
 
     def write(self, name: str, start: int, values: Tensor) -> None:
-        """Replace ``[start, start + n)`` of a state on the NVMe tier. Returns before it is on the drive."""
-        numel, _ = self.sizes[self.key(name)]
-        position = start
-        while position < start + values.numel():
-            # Whole chunks are put as they are; a range that begins or ends inside one takes the rest from the drive.
-            lo = position // DRIVE_CHUNK * DRIVE_CHUNK
+        """Replace ``[start, start + n)`` of a state that is not resident. May return before it is stored."""
+        numel, _ = self.tiers[self._tier_of(name)].sizes[self.key(name)]
+        for begin, end in chunks(start, start + values.numel()):
+            # Full chunks are put directly. A range that begins or ends inside a chunk is merged with what is stored.
+            lo = begin // DRIVE_CHUNK * DRIVE_CHUNK
             hi = min(lo + DRIVE_CHUNK, numel)
-            end = min(hi, start + values.numel())
-            if (position, end) == (lo, hi):
-                self.drive.put(self.key(name), values[lo - start : hi - start], lo)
-                position = end
-                continue
-            lease = self.drive.get(self.key(name), lo, hi)
-            lease.wait()[position - lo : end - lo].copy_(values[position - start : end - start])
-            self.drive.put(self.key(name), lease, lo)
-            position = end
+            part = values[begin - start : end - start]
+            if (begin, end) == (lo, hi):
+                self.put(name, part, lo)
+            else:
+                lease = self.get(name, lo, hi)
+                lease.wait()[begin - lo : end - lo].copy_(part)
+                self.put(name, lease, lo)

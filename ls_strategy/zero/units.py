@@ -131,17 +131,17 @@ class Flat(FlatBuffer):
         one_copy = not policy.parameters and (self.dtype == self.master_dtype or not policy.optimizer)
         if tier == "device":
             self.master = mine if one_copy else mine.clone()
-        elif tier == "cpu":
+        elif rest.is_resident("master"):
             self.master = rest.resident(tier, "master", mine.numel(), self.master_dtype).copy_(mine)
         else:
             rest.write("master", 0, mine)
             nothing = float("nan") if mine.dtype.is_floating_point else 0
             self.master = torch.full((1,), nothing, dtype=self.master_dtype).expand(mine.numel())
         if self.has_own_shard:
-            if self.param_tier == "nvme":
-                rest.write("param", 0, mine.to(self.dtype))
-            else:
+            if rest.is_resident("param"):
                 self.shard = rest.resident(self.param_tier, "param", mine.numel(), self.dtype).copy_(mine)
+            else:
+                rest.write("param", 0, mine.to(self.dtype))
 
     # masters ---------------------------------------------------------------------------------------------------------
 
@@ -278,7 +278,7 @@ class Flat(FlatBuffer):
     @property
     def _reads_ahead(self) -> bool:
         """Whether this rank's part of the parameters comes from another place, beside the training thread."""
-        return self.param_tier == "nvme" or (self.param_tier == "cpu" and self.full.device.type != "cpu")
+        return self.param_tier != "device" and (self.param_tier, self.full.device.type) != ("cpu", "cpu")
 
     def exchange_master(self, other: Tensor) -> None:
         """Swap the contents of the master shard with ``other``, of the same shape; parameters follow when published."""
@@ -298,8 +298,9 @@ class Flat(FlatBuffer):
         def read() -> Arrival:
             if updating is not None:
                 updating.wait()
-            if self.param_tier == "nvme":
-                self.rest.read_into("param" if self.has_own_shard else "master", out)
+            name = "param" if self.has_own_shard else "master"
+            if not self.rest.is_resident(name):
+                self.rest.read_into(name, out)
                 return DONE
             source = self.master if self.shard is None else self.shard
             if source.dtype != out.dtype:  # cast on the host, so that half the bytes cross the bus

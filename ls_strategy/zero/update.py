@@ -1,7 +1,7 @@
-"""The fused update of one flat buffer, in portions that a stream can work off (`ls_strategy.tiers.stream.Job`).
+"""The fused update of one flat buffer, as jobs for a stream (`ls_strategy.tiers.stream.Job`).
 
-States on the device or in host memory are updated where they are, in one portion. States on a drive come in chunks:
-read | update | write. Either way the same operation meets the same elements, so the numbers are the same.
+States on the device or in host memory are updated in place, in one job. States on NVMe are updated in chunks: read,
+update, write. The result is the same bit for bit.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from ls_strategy.zero.units import Flat
 
 @dataclass(frozen=True)
 class UpdatePart:
-    """A range of the flat buffer's shard whose elements share hyper-parameters and history."""
+    """A range of the flat buffer's shard with the same hyper-parameters and step count."""
 
     start: int
     stop: int
     step: int
-    """Number of this step, from 1."""
+    """Number of the current step, from 1."""
 
     names: tuple[str, ...]
-    """Element-wise states that the update uses."""
+    """Names of the element-wise states that the update uses."""
 
     settings: dict[str, Any]
     seed_step: int
-    """Number of the step for the stochastic rounding: `step`, or a count of its own where the state has none."""
+    """Step number that seeds the stochastic rounding: `step`, or a separate count if the state has none."""
 
 
 @dataclass(frozen=True)
@@ -51,43 +51,43 @@ class Update:
     kernel: Kernel
     parts: tuple[UpdatePart, ...]
     clip: Tensor | None
-    """Factor of the gradients, ``()`` fp32."""
+    """Factor for the gradients, ``()`` fp32."""
 
     unscale: float
     grads: Tensor | None
-    """Averages, ``(stepped,)``; None where they rest on the drive."""
+    """Averages, ``(stepped,)``; None if they are on NVMe."""
 
     landing: Future[None] | None
-    """Those averages, on their way to the host."""
+    """The copy of those averages to the host, in flight."""
 
     publish: bool
-    """Write the new parameters, in compute dtype, to where this rank's part of them rests."""
+    """Write the new parameters, in compute dtype, to this rank's stored shard."""
 
     sums: Tensor | None = None
-    """``(2,)`` fp64, to be filled with the gradients' sum of squares and number of non-finite elements."""
+    """``(2,)`` fp64: the update adds the gradients' sum of squares and number of non-finite elements."""
 
     after: Any = None
-    """The point of the device's work after which nothing reads the old parameters."""
+    """Mark in the device's work after which nothing reads the old parameters."""
 
     streamed: bool = False
-    """Bring states in host memory to the device, update them there and bring them back."""
+    """Copy states in host memory to the device, update them there and copy them back."""
 
     def seed(self, part: UpdatePart) -> int:
-        """Of the stochastic rounding: another one for every buffer, rank and step, the same after a resume."""
+        """Return the seed of the stochastic rounding, unique per buffer, rank and step, and equal after a resume."""
         flat = self.flat
-        # By name: what two stages of a pipeline hold both must be rounded alike.
+        # Derived from the name, so that both pipeline stages round a tied parameter in the same way.
         number = zlib.crc32(flat.layout.slots[0].name.encode()) if flat.layout.slots else 0
         return (number * 0x9E3779B1 + flat.comm.rank * 0x85EBCA77 + part.seed_step * 0xC2B2AE3D) & 0x7FFFFFFF
 
-    def jobs(self) -> list[_Portion]:
-        """Portions, in order."""
+    def jobs(self) -> list[_ChunkUpdate]:
+        """Return the update's jobs, in order."""
         numel = self.flat.stepped_numel
-        if self.states.on_nvme or self.grads is None or self.streamed:
-            return [_Portion(self, lo, hi) for lo, hi in chunks(0, numel)]
-        return [_Portion(self, 0, numel)]
+        if not self.states.resident or self.grads is None or self.streamed:
+            return [_ChunkUpdate(self, lo, hi) for lo, hi in chunks(0, numel)]
+        return [_ChunkUpdate(self, 0, numel)]
 
     def run(self) -> None:
-        """All of it, at once, on the calling thread."""
+        """Run the full update on the calling thread."""
         for job in self.jobs():
             job.read()
             job.update()
@@ -95,36 +95,37 @@ class Update:
 
 
 class CopyOut:
-    """A job that brings the masters, updated while backward ran, to the parameters on the device (stages 1 and 2)."""
+    """Copies masters that were updated while backward ran to the parameters on the device (stages 1 and 2)."""
 
     def __init__(self, flat: Flat, after: Any) -> None:
-        """``after``: the point of the device's work after which nothing reads the old parameters."""
+        """Wait for ``after``, a mark in the device's work, before the old parameters are overwritten."""
         self._flat = flat
         self._after = after
 
     def read(self) -> None:
-        """Nothing to ask for ahead: the update that comes before may still write."""
+        """Do nothing: the previous update may still be writing, so nothing can be read ahead."""
 
     def update(self) -> None:
-        """Cast on the host, so that half the bytes cross the bus, and send."""
+        """Cast on the host, so that half the bytes cross the bus, and copy."""
         flat = self._flat
         target = flat.full[slice(*flat.stepped)]
-        if target.device.type == "cpu" and flat.optimizer_tier != "nvme":
+        resident = flat.rest.is_resident("master")
+        if target.device.type == "cpu" and resident:
             target.copy_(flat.master)
             return
         out = host_empty(target.numel(), target.dtype, target.device)
-        if flat.optimizer_tier == "nvme":
-            flat.rest.read_into("master", out)
-        else:
+        if resident:
             out.copy_(flat.master)
+        else:
+            flat.rest.read_into("master", out)
         flat.arriving = flat.rest.link.to_device(target, out, self._after)
 
     def write(self) -> None:
-        """Done already."""
+        """Do nothing: `update` has already written."""
 
 
-class _Portion:
-    """Elements ``[lo, hi)`` of the shard."""
+class _ChunkUpdate:
+    """The job that updates elements ``[lo, hi)`` of the shard."""
 
     def __init__(self, update: Update, lo: int, hi: int) -> None:
         self._update = update
@@ -136,9 +137,9 @@ class _Portion:
         scale = BLOCK if name.endswith(".scales") else 1
         return self._lo // scale, -(-self._hi // scale)
 
-    def _names_on_nvme(self) -> Iterator[str]:
+    def _leased_names(self) -> Iterator[str]:
         update = self._update
-        if update.states.on_nvme:
+        if not update.states.resident:
             yield "master"
             for name in dict.fromkeys(n for part in update.parts for n in part.names):
                 yield name
@@ -148,13 +149,13 @@ class _Portion:
             yield "grad"
 
     def read(self) -> None:
-        """Ask the drive for everything."""
+        """Start loading every state that is not resident."""
         self._update.flat.before_change()
         rest = self._update.flat.rest
-        self._leases = {n: rest.drive.get(rest.key(n), *self._range(n)) for n in self._names_on_nvme()}
+        self._leases = {n: rest.get(n, *self._range(n)) for n in self._leased_names()}
 
     def update(self) -> None:
-        """Wait for it, then the fused operation on every part that reaches into this portion."""
+        """Wait for the reads, then run the fused operation on every part that overlaps this chunk."""
         update, flat = self._update, self._update.flat
         if update.landing is not None:
             update.landing.result()
@@ -173,11 +174,12 @@ class _Portion:
                 self._update_part(part, slice(lo, hi), master, grads, held)
 
     def _output(self, master: Tensor) -> Tensor | None:
-        """Where the operation writes the new parameters: straight to their place, if the host can."""
+        """Return the tensor that receives the new parameters: their final place, if the operation can write to it."""
         flat = self._update.flat
         if not self._update.publish:
             return None
-        if flat.param_tier == "nvme" and flat.has_own_shard:
+        stored = not flat.rest.is_resident("param")
+        if stored:
             out = torch.empty(self._hi - self._lo, dtype=flat.dtype)
         elif flat.shard is not None:
             out = flat.shard[self._lo : self._hi]
@@ -188,13 +190,13 @@ class _Portion:
         on_the_way = out.device != master.device and not self._update.streamed
         if on_the_way:
             out = host_empty(self._hi - self._lo, flat.dtype, out.device)
-        if on_the_way or flat.param_tier == "nvme":
+        if on_the_way or stored:
             for lo, hi in self._left_out():
-                out[lo:hi].copy_(master[lo:hi])  # parameters that are not stepped keep their value
+                out[lo:hi].copy_(master[lo:hi])  # parameters that are not stepped keep their values
         return out
 
     def _left_out(self) -> Iterator[tuple[int, int]]:
-        """Ranges of this portion that no part updates."""
+        """Yield the ranges of this chunk that no part updates."""
         position = self._lo
         for part in sorted(self._update.parts, key=lambda p: p.start):
             if part.start > position:
@@ -211,11 +213,11 @@ class _Portion:
         lo, hi = self._lo + where.start, self._lo + where.stop
         moments: dict[str, Moment] = {}
         for name in part.names:
-            if update.states.on_nvme:
-                whole = Moment(held[name], held.get(f"{name}.scales"), update.states.moments[name])
-                moments[name] = whole.narrow(where.start, where.stop)
-            else:
+            if update.states.resident:
                 moments[name] = update.states.moment(name).narrow(lo, hi)
+            else:
+                moment = Moment(held[name], held.get(f"{name}.scales"), update.states.moments[name])
+                moments[name] = moment.narrow(where.start, where.stop)
         param, grad = master[where], grads[where]
         out = None if self._out is None else self._out[where]
         factors = {"unscale": update.unscale, "seed": update.seed(part), "offset": lo}
@@ -236,7 +238,7 @@ class _Portion:
         out: Tensor | None,
         factors: dict[str, Any],
     ) -> None:
-        """The same operation by the device: states there and back over the bus."""
+        """Run the same operation on the device: copy the states there and back."""
         update, device = self._update, self._update.flat.full.device
         with update.flat.rest.link.aside(update.after):
             there = {
@@ -259,18 +261,18 @@ class _Portion:
                 out.copy_(out_there, non_blocking=True)
 
     def write(self) -> None:
-        """Give everything that changed back to the drive, and send the new parameters to the device."""
+        """Start storing what changed, and copy the new parameters to the device."""
         flat, rest = self._update.flat, self._update.flat.rest
         for name, lease in self._leases.items():
             if name == "grad":
                 lease.release()
             else:
-                rest.drive.put(rest.key(name), lease, self._range(name)[0])
+                rest.put(name, lease, self._range(name)[0])
         self._leases = {}
         if self._out is None:
             return
-        if flat.param_tier == "nvme" and flat.has_own_shard:
-            rest.drive.put(rest.key("param"), self._out, self._lo)
+        if not rest.is_resident("param"):
+            rest.put("param", self._out, self._lo)
         else:
             target = (flat.full[slice(*flat.stepped)] if flat.shard is None else flat.shard)[self._lo : self._hi]
             if target.data_ptr() != self._out.data_ptr():

@@ -1,9 +1,9 @@
-"""Whether offloaded states are updated by the CPU, or brought to the device, updated there and brought back.
+"""Whether offloaded states are updated by the CPU, or copied to the device, updated there and copied back.
 
-The update of an AdamW parameter moves 28 bytes through host memory if the CPU does it (16 read, 12 written), and 12
-bytes over the bus in either direction if the device does: the CPU wins where its memory is more than 28 / 12 times as
-fast as the bus (130 GB/s against 56 GB/s of PCIe 5.0 x16, say). Both are measured once, on this machine, with all ranks
-at it.
+The AdamW update of one parameter moves 28 bytes through host memory on the CPU (16 read, 12 written). On the device it
+moves 12 bytes over the bus in either direction. So the CPU is faster if its memory has more than 28 / 12 times the
+bandwidth of the bus (for example 130 GB/s against 56 GB/s of PCIe 5.0 x16). Both are measured once, on all ranks at the
+same time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ls_strategy.ops.update import adamw_
 from ls_strategy.tiers.link import Link, host_empty
 
 _NUMEL = 8 << 20
-"""Elements that are updated for the measurement: 128 MiB of states, above any cache."""
+"""Elements of the measured update: 128 MiB of states, larger than any cache."""
 
 _SETTINGS = {
     "lr": 0.0, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "step": 1, "decoupled": True
@@ -35,7 +35,7 @@ class StepSpeed:
 
     @property
     def device_is_faster(self) -> bool:
-        """By more than the noise of one measurement."""
+        """Whether the device is faster by more than the noise of one measurement."""
         return self.device < 0.95 * self.cpu
 
     def __str__(self) -> str:
@@ -43,7 +43,7 @@ class StepSpeed:
 
 
 def measure(device: torch.device, link: Link) -> StepSpeed:
-    """Time one AdamW update both ways, with fp32 states and 16-bit gradients. Takes a few tenths of a second."""
+    """Time one AdamW update both ways, with fp32 states and 16-bit gradients. This takes a few tenths of a second."""
     states = [host_empty(_NUMEL, torch.float32, device).zero_() for _ in range(3)]
     grad = host_empty(_NUMEL, torch.bfloat16, device).zero_()
 
@@ -63,7 +63,7 @@ def measure(device: torch.device, link: Link) -> StepSpeed:
 
 
 def _seconds(work: Callable[[], None]) -> float:
-    """The faster of two runs after a first that pays for page faults and compilation."""
+    """Return the faster of two runs, after a warm-up for page faults and compilation."""
     work()
     times: list[float] = []
     for _ in range(2):

@@ -134,7 +134,7 @@ class Bus:
     """Stands in for parts of the engine: copies, and in ``node`` updates in memory, last as long as a rate says.
 
     On a CPU the engine takes short cuts where device and host are one. They are taken away: parameters of stage 3 are
-    read beside the training thread, averages land when the bus has brought them, and so do updated parameters.
+    read in the background, averages land when the bus has brought them, and so do updated parameters.
     """
 
     def __init__(self, setting: str, flops: float) -> None:
@@ -143,32 +143,32 @@ class Bus:
         self._updated_per_s = H100_UPDATED * scale if setting == "node" else math.inf
         self._prepare = offload.Offload.prepare.__func__  # type: ignore[attr-defined]
         self._land = averages.Averages.land
-        self._update, self._write = update._Portion.update, update._Portion.write
+        self._update, self._write = update._ChunkUpdate.update, update._ChunkUpdate.write
         self._copy_out = update.CopyOut.update
 
     def prepare(self, cls: Any, *args: Any) -> Any:
         """`Offload.prepare`, with a thread for copies."""
         result = self._prepare(cls, *args)
         if result.worker is None:
-            result.worker = ThreadPoolExecutor(1, "ls_strategy-beside")
+            result.worker = ThreadPoolExecutor(1, "ls_strategy-background")
         return result
 
     def land(self, to: Any, *args: Any, **options: Any) -> None:
         """`Averages.land`."""
         self._land(to, *args, **options)
         if to._flat.gradient_tier != "device" and to.values is not None:
-            to.landing = to._flat.rest.beside(self.down.take(to.values.numel()).wait_on_host)
+            to.landing = to._flat.rest.in_background(self.down.take(to.values.numel()).wait_on_host)
 
     def update(self, portion: Any) -> None:
-        """`_Portion.update`."""
+        """`_ChunkUpdate.update`."""
         started = time.perf_counter()
         self._update(portion)
-        if not portion._update.states.on_nvme:
+        if portion._update.states.resident:
             lasts = (portion._hi - portion._lo) / self._updated_per_s
             time.sleep(max(0.0, lasts - (time.perf_counter() - started)))
 
     def write(self, portion: Any) -> None:
-        """`_Portion.write`."""
+        """`_ChunkUpdate.write`."""
         flat, sent = portion._update.flat, portion._out is not None and portion._update.flat.param_tier == "device"
         self._write(portion)
         if sent:
@@ -204,8 +204,8 @@ def simulated(setting: str, flops: float) -> Iterator[None]:
         bus = Bus(setting, flops)
         patch.setattr(offload.Offload, "prepare", classmethod(bus.prepare))
         patch.setattr(averages.Averages, "land", lambda to, *args, **options: bus.land(to, *args, **options))
-        patch.setattr(update._Portion, "update", lambda portion: bus.update(portion))
-        patch.setattr(update._Portion, "write", lambda portion: bus.write(portion))
+        patch.setattr(update._ChunkUpdate, "update", lambda portion: bus.update(portion))
+        patch.setattr(update._ChunkUpdate, "write", lambda portion: bus.write(portion))
         patch.setattr(update.CopyOut, "update", lambda job: bus.copy_out(job))
         patch.setattr(link.Link, "to_device", lambda _, target, source, after=None: bus.to_device(target, source))
         patch.setattr(units.Flat, "_reads_ahead", property(lambda flat: flat.param_tier != "device"))

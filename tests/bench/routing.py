@@ -84,7 +84,7 @@ def operations(r: Routed) -> dict[str, Ways]:
             "reference": lambda: permute.permute_reference(r.x, order, None, k),
         },
         "sum_pairs": {
-            "kernel": lambda: permute.sum_pairs(r.y, order, r.tokens, k),
+            "kernel": lambda: permute.sum_pairs(r.y, order, None, r.tokens, k),
             "reference": lambda: permute.combine_reference(r.y, order, None, r.tokens, k),
             "gather, sum": lambda: r.by_choice(r.y).sum(1).to(dtype),
             "index_add": lambda: r.index_add(r.y),

@@ -332,7 +332,7 @@ class Averaged(AtEpochs):
 REFUSED: list[tuple[type[Joins], type[Exception], str]] = [
     (InTheMiddle, PlanError, "AdamW were changed in the middle of a training step.*on_train_batch_start"),
     (Removes, PlanError, r"'last\.bias' is in none of them any more.*requires_grad_\(False\)"),
-    (Twice, PlanError, r"'first\.weight' is twice in optimizer 0.*Leave one"),
+    (Twice, PlanError, r"'first\.weight' is in optimizer 0 .*twice.*Remove it from one"),
     (Strange, PlanError, r"\(3, 7\).*not in the LightningModule"),
     (Averaged, PlanError, "ShardedEMA.*configure_optimizers"),
 ]

@@ -132,7 +132,7 @@ def test_constants_of_rank_0_too() -> None:
 @on_ranks(2)
 def test_constants_that_differ_within_a_pipeline_are_refused(rank: int, world_size: int) -> None:
     """Every block is filled where it is, so there is no rank 0 that could be asked."""
-    with pytest.raises(PlanError, match=r"norm\.weight.*fills them with other values on the ranks of a pipeline"):
+    with pytest.raises(PlanError, match=r"norm\.weight.*fills them with different values on the ranks of a pipeline"):
         train(rank, world_size, Run(LAYOUTS["pipeline"], {"num_layers": 4}, None, STEPS), OtherConstants)
 
 

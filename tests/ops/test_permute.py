@@ -115,7 +115,7 @@ class TestMeaning:
             dots[s, j] = r.x[s] @ r.y[p]
         near = {"rtol": 1e-12, "atol": 1e-9}
         torch.testing.assert_close(permute.combine(r.y, r.order, r.weights), total, **near)
-        torch.testing.assert_close(permute.sum_pairs(r.y, r.order, len(r.x), r.k), plain, **near)
+        torch.testing.assert_close(permute.sum_pairs(r.y, r.order, None, len(r.x), r.k), plain, **near)
         torch.testing.assert_close(permute.pair_dots(r.x, r.y, r.order, r.k), dots, **near)
 
 
@@ -168,7 +168,7 @@ def test_kernel_is_the_reference(dtype, isa, dropped):
         for weights in (None, r.weights, -r.weights):
             assert_same_bits(permute.permute(r.x, order, r.k, weights), permute_reference(r.x, order, weights, r.k))
             expected = combine_reference(r.y, order, weights, len(r.x), r.k)
-            assert_same_bits(permute._combine(r.y, order, weights, len(r.x), r.k), expected)
+            assert_same_bits(permute.sum_pairs(r.y, order, weights, len(r.x), r.k), expected)
         assert_same_bits(permute.pair_dots(r.x, r.y, order, r.k), pair_dots_reference(r.x, r.y, order, r.k))
 
 
@@ -228,7 +228,7 @@ def test_gradients(dropped):
         (lambda x: permute.permute(x, r.order, r.k), (x,)),
         (lambda x, w: permute.permute(x, r.order, r.k, w), (x, w)),
         (lambda y, w: permute.combine(y, r.order, w), (y, w)),
-        (lambda y: permute.sum_pairs(y, r.order, 5, r.k), (y,)),
+        (lambda y: permute.sum_pairs(y, r.order, None, 5, r.k), (y,)),
         (lambda x, y: permute.pair_dots(x, y, r.order, r.k), (x, y)),
     ]
     for function, inputs in checks:

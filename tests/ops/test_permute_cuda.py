@@ -56,7 +56,7 @@ def test_kernel_is_the_reference(dtype, dropped):
             w = None if weights is None else weights.cuda()
             result = permute.permute(x, order, r.k, w).cpu()
             assert_same_bits(result, permute_reference(r.x, r.order, weights, r.k))
-            result = permute._combine(y, order, w, len(x), r.k).cpu()
+            result = permute.sum_pairs(y, order, w, len(x), r.k).cpu()
             assert_same_bits(result, combine_reference(r.y, r.order, weights, len(x), r.k))
         dots = permute.pair_dots(x, y, order, r.k).cpu()
         assert_same_bits(dots, pair_dots_reference(r.x, r.y, r.order, r.k))

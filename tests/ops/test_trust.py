@@ -65,8 +65,8 @@ def test_the_cache_is_made_for_this_user_alone(loaded):
 
 
 CACHES = {
-    "everybody writes": (mode(0o777), "everybody may write to .*cache"),
-    "everybody writes, sticky": (mode(0o1777), "everybody may write to .*cache"),
+    "everybody writes": (mode(0o777), "all users may write to .*cache"),
+    "everybody writes, sticky": (mode(0o1777), "all users may write to .*cache"),
     "a group writes": pytest.param(other_group, f"group {OTHER} may write to .*cache", marks=as_root),
     "another user's": pytest.param(other_user, f"cache belongs to user {OTHER}", marks=as_root),
 }

@@ -18,7 +18,7 @@ QUESTIONS = {
     "NVMe reads start": "tiers/nvme.py",
     "1F1B": "parallel/pipeline/schedules.py",
     "re-cut": "checkpoint/reshard.py",
-    "new tier": "zero/offload.py",
+    "new tier": "tiers/__init__.py",
     "norm becomes global": "zero/global_norm.py",
     "aliases": "autoload.py",
     "AdamW's fast path": "zero/kernels.py",

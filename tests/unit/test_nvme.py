@@ -24,7 +24,8 @@ from ls_strategy.tiers import nvme_folder as drive
 from ls_strategy.tiers.base import ResidentTier
 from ls_strategy.tiers.buffers import BoundedPool
 from ls_strategy.tiers.file_io import DirectFile, DriveError
-from ls_strategy.tiers.nvme import NVMeTier, check_path, drive_wear
+from ls_strategy.tiers.nvme import NVMeTier
+from ls_strategy.tiers.nvme_folder import check_path, drive_wear
 
 IO = NVMeIOConfig(block_bytes=8192, parallelism=3, queue_depth=8)
 SIZES = {
@@ -197,7 +198,7 @@ class TestNVMe:
     def test_gets_are_limited_by_the_buffer(self, tmp_path):
         tier = make_nvme(tmp_path, buffer_bytes=65536)
         assert (tier.buffer_bytes, tier.chunk_numel(torch.float32)) == (65536, 16384)
-        with pytest.raises(StateError, match=r"at most 16384 of torch.float32 at a time. Ask in portions"):
+        with pytest.raises(StateError, match=r"at most 16384 of torch.float32 at a time. Request chunks"):
             tier.get(BIG)
         tier.put(BIG, values(BIG))  # in portions by itself
         assert torch.equal(read(tier, BIG, 16384), values(BIG)[16384:])
@@ -299,7 +300,7 @@ class TestErrors:
         tier.close()
 
     @pytest.mark.parametrize(
-        ("number", "cure"), [(errno.EIO, "dmesg"), (errno.ENOSPC, "free space"), (errno.EFBIG, "ulimit")]
+        ("number", "cure"), [(errno.EIO, "dmesg"), (errno.ENOSPC, "Free space"), (errno.EFBIG, "ulimit")]
     )
     def test_a_failed_write_is_raised_by_flush_and_by_everything_after_it(self, tmp_path, monkeypatch, number, cure):
         tier = make_nvme(tmp_path)
@@ -360,7 +361,7 @@ class TestErrors:
 
     def test_a_full_drive_is_an_error_at_the_start(self, tmp_path):
         too_much = shutil.disk_usage(tmp_path).free + (1 << 30)
-        with pytest.raises(PlanError, match=r"GB free, and the states on the NVMe tier need .* GB. Free space"):
+        with pytest.raises(PlanError, match=r"GB free, but the states on the NVMe tier need .* GB. Free space"):
             NVMeTier(tmp_path, {(0, "master"): (too_much, torch.uint8)}, io=IO, rank=0)
         assert not list(tmp_path.iterdir())
         assert not [t for t in threading.enumerate() if t.name.startswith("ls_strategy-io")]
@@ -512,7 +513,7 @@ class TestCheckPath:
         (tmp_path / "file").touch()
         with pytest.raises(ConfigError, match="is a file"):
             check_path(tmp_path / "file", 0)
-        with pytest.raises(ConfigError, match="cannot be made: Not a directory"):
+        with pytest.raises(ConfigError, match="cannot be created: Not a directory"):
             check_path(tmp_path / "file" / "folder", 0)
 
     @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
@@ -528,14 +529,14 @@ class TestCheckPath:
         usage = namedtuple("usage", "total used free")
         monkeypatch.setattr(drive.shutil, "disk_usage", lambda path: usage(10**12, 9 * 10**11, 10**11))
         check_path(tmp_path, 10**11)
-        with pytest.raises(PlanError, match=r"has 100.0 GB free, and the states on the NVMe tier need 100.1 GB"):
+        with pytest.raises(PlanError, match=r"has 100.0 GB free, but the states on the NVMe tier need 100.1 GB"):
             check_path(tmp_path, 10**11 + 10**8)
 
     @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no tmpfs")
     def test_host_memory_is_refused(self, tmp_path):
         folder = Path("/dev/shm") / f"ls_strategy-{os.getpid()}"
         try:
-            with pytest.raises(ConfigError, match=r"lies on /dev/shm \(tmpfs\), which is host memory.*nvme_allow_ram"):
+            with pytest.raises(ConfigError, match=r"is on /dev/shm \(tmpfs\), in host memory.*nvme_allow_ram"):
                 check_path(folder, 0)
             check_path(folder, 0, allow_tmpfs=True)
             tier = make_nvme(folder)
@@ -570,7 +571,7 @@ class TestCheckPath:
     def test_wear(self):
         assert "84.0 GB per rank" in drive_wear(84 * 10**9)
         assert "about 7,143 such steps" in drive_wear(84 * 10**9)
-        assert drive_wear(0) == "A step writes nothing to the drive."
+        assert drive_wear(0) == "A step writes nothing to NVMe."
 
 
 def test_extents_tile_the_file():

@@ -48,7 +48,7 @@ def test_a_transition_is_made_from_where_it_is_allowed_and_refused_from_elsewher
         move(state, transition)
         assert state.phase is TO[transition]
     else:
-        with pytest.raises(StateError, match=f"that are {phase.value}"):
+        with pytest.raises(StateError, match=f"Got {phase.value} gradients"):
             move(state, transition)
         assert state.phase is phase
 

@@ -1,0 +1,109 @@
+"""When updates begin, and when the forward gets the new parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ls_strategy.config import OffloadConfig, ShardingConfig
+from ls_strategy.engine import Engine
+from ls_strategy.errors import StateError
+from tests.unit.one_rank import adamw, backward, close_engines, engine_on, network, steps, weights
+
+INLINE = ShardingConfig(min_unit_numel=1, overlap_step=False)
+
+
+@pytest.fixture(autouse=True)
+def threads_end() -> Iterator[None]:
+    yield
+    close_engines()
+
+
+def small(**options: Any) -> tuple[nn.Module, Engine]:
+    model = network()
+    return model, engine_on(model, [adamw(model.parameters())], **options)
+
+
+def take(engine: Engine) -> None:
+    engine.step(0, engine.optimizers[0].sharded.optimizer.step)
+    engine.zero_grad(0)
+
+
+@pytest.mark.parametrize(
+    ("options", "allowed"),
+    [
+        ({"stage": 1, "offload": "cpu"}, True),
+        ({"stage": 3, "offload": "cpu"}, True),
+        ({"stage": 1}, False),
+        ({"stage": 1, "offload": OffloadConfig(optimizer="cpu", delay_after=1)}, False),
+        ({"stage": 3, "offload": OffloadConfig(parameters="cpu")}, False),
+    ],
+)
+def test_only_offloaded_states_are_updated_early(options: dict[str, Any], allowed: bool) -> None:
+    _model, engine = small(**options)
+    assert engine.schedule.allows_early is allowed
+
+
+def test_two_optimizers_are_not_updated_early() -> None:
+    model = network()
+    halves = [list(model[:1].parameters()), list(model[1:].parameters())]
+    engine = engine_on(model, [adamw(half) for half in halves], stage=1, offload="cpu")
+    assert not engine.schedule.allows_early
+
+
+def test_updates_are_submitted_in_the_order_of_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    _model, engine = small(stage=3, offload="cpu", sharding=INLINE)
+    order: list[str] = []
+    submit = engine.offload.stream.submit
+
+    def recorded(jobs: Any) -> Any:
+        order.append(jobs[0]._update.flat.name)
+        return submit(jobs)
+
+    monkeypatch.setattr(engine.offload.stream, "submit", recorded)
+    backward(engine, 0)
+    take(engine)
+    assert order == [flat.name for flat in engine.flats]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_early_updates_give_the_same_bits(stage: int) -> None:
+    _model, late = small(stage=stage, offload="cpu")
+    _other, early = small(stage=stage, offload="cpu")
+    early.private_gradients = late.private_gradients = True
+    early.early_step = True
+    expected = steps(late)
+    begun: list[bool] = []
+    found = steps(early, between=lambda engine: begun.append(any(f.updated_early for f in engine.flats)))
+    assert begun == [False, True, True], "the first step shows whether hooks read gradients"
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_a_delayed_update_comes_one_step_later() -> None:
+    _model, engine = small(stage=1, offload=OffloadConfig(optimizer="cpu", delay_after=1))
+    first = steps(engine, 1)
+    backward(engine, 1)
+    take(engine)
+    in_flight = [p.detach().clone() for p in engine.model.parameters()]
+    assert all(map(torch.equal, in_flight, first)), "step 2 is in flight"
+    engine.wait()
+    assert not any(map(torch.equal, weights(engine), first))
+
+
+def test_a_failed_update_is_raised_and_weights_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    _model, engine = small(stage=1, offload="cpu")
+    steps(engine, 1)
+    backward(engine, 1)
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise OSError("lost")
+
+    monkeypatch.setattr("ls_strategy.ops.update.adamw_", fails)
+    with pytest.raises(OSError, match="lost"):
+        take(engine)
+    with pytest.raises(StateError, match=r"OSError: lost.*do not belong to one step"):
+        engine.check_whole()
