@@ -1,4 +1,4 @@
-"""All checks, in the order in which they are shown."""
+"""All checks, in the order of the output."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class Check:
 
     topic: str
     doing: str
-    """What is shown while it runs."""
+    """Shown while it runs."""
 
     run: Callable[[], Iterator[Finding]]
 
 
 def checks(*, nvme_path: str = "", timeout_s: float = 60.0) -> list[Check]:
-    """All of them.
+    """Return all checks.
 
     Args:
-        nvme_path: folder of the NVMe tier; empty: LS_STRATEGY_NVME_PATH, or none.
-        timeout_s: of each pair of ranks.
+        nvme_path: Folder of the NVMe tier. Empty: LS_STRATEGY_NVME_PATH, or none.
+        timeout_s: Timeout of each pair of ranks.
     """
     from ls_strategy.doctor import cluster, collective, gpus, host, kernels, software
     from ls_strategy.doctor import nvme as drive
@@ -39,15 +39,15 @@ def checks(*, nvme_path: str = "", timeout_s: float = 60.0) -> list[Check]:
     return [
         Check("software", "versions", software.versions),
         Check("compilers", "compilers", software.compilers),
-        Check("kernels", "kernels; compiling takes some ten seconds the first time", kernels.kernels),
+        Check("kernels", "kernels; compiling takes about ten seconds the first time", kernels.kernels),
         Check("host", "processors, memory, limits", host.host),
         Check("gpus", "GPUs", gpus.gpus),
         Check("drive", "the NVMe folder", partial(drive.drive, path)),
         Check("slurm", "SLURM", partial(cluster.slurm, os.environ)),
-        Check("launcher", "variables of launchers", partial(cluster.launcher, os.environ)),
+        Check("launcher", "launcher variables", partial(cluster.launcher, os.environ)),
         Check(
             "collectives",
-            f"two ranks that add up numbers; up to {timeout_s:g} s",
+            f"an all-reduce of two ranks; up to {timeout_s:g} s",
             partial(collective.collectives, timeout_s),
         ),
     ]
@@ -59,12 +59,12 @@ def examine(
     """Run checks one after the other.
 
     Args:
-        chosen: from `checks`.
-        found: is told every finding, with its topic, as soon as it is there.
-        progress: is told what begins.
+        chosen: Result of `choose`.
+        found: Called with every finding and its topic, as soon as it exists.
+        progress: Called with a description of what begins.
 
     Returns:
-        All findings. A check that itself fails is a problem, and the others go on.
+        All findings. A check that raises is a problem, and the other checks still run.
     """
     findings: list[tuple[str, Finding]] = []
 
@@ -78,23 +78,24 @@ def examine(
             for finding in check.run():
                 report(check.topic, finding)
                 progress(check.doing)
-        except Exception as error:  # whatever it is, the other checks are worth having
-            cure = f"This is a fault of the check itself: report it, and leave it out with --skip {check.topic}."
-            told = f"{type(error).__name__}: {one_line(str(error))}"
-            report(check.topic, Finding(check.topic, f"could not be found out: {told}", "problem", cure))
+        except Exception as error:  # any error: run the other checks
+            cure = f"This is a bug in the check: report it, and skip it with --skip {check.topic}."
+            value = f"the check failed: {type(error).__name__}: {one_line(str(error))}"
+            report(check.topic, Finding(check.topic, value, "problem", cure))
     return findings
 
 
 def choose(all_checks: Sequence[Check], *, only: Sequence[str], skip: Sequence[str]) -> list[Check]:
-    """The checks that were asked for.
+    """Return the selected checks.
 
     Raises:
-        ConfigError: a name is unknown, or nothing is left.
+        ConfigError: A name is unknown, or no check is left.
     """
     unknown = sorted({*only, *skip} - {check.topic for check in all_checks})
     if unknown:
-        raise ConfigError(f"no check {', '.join(unknown)}: there are {', '.join(check.topic for check in all_checks)}.")
+        known = ", ".join(check.topic for check in all_checks)
+        raise ConfigError(f"Got the unknown check {', '.join(unknown)}. The checks are {known}.")
     chosen = [check for check in all_checks if (not only or check.topic in only) and check.topic not in skip]
     if not chosen:
-        raise ConfigError("--only and --skip leave no check: name others.")
+        raise ConfigError("--only and --skip leave no check. Select at least one.")
     return chosen

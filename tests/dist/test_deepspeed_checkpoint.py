@@ -149,7 +149,7 @@ def test_what_is_missing_or_divided(tmp_path):
     part.write_bytes(data[: len(data) // 2])
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_deepspeed(folder)
-    with pytest.raises(CheckpointError, match="no checkpoint of DeepSpeed"):
+    with pytest.raises(CheckpointError, match="is not a DeepSpeed checkpoint"):
         read_deepspeed(tmp_path)
     with pytest.raises(ConfigError, match="both source and target"):
         consolidate_deepspeed(folder, folder)

@@ -32,7 +32,7 @@ WEIGHTS = ["blocks.9._extra_state", "blocks.9.bias", "blocks.10.bias", "empty", 
 
 
 class Opaque:
-    """A class that torch does not hold for safe."""
+    """A class that torch does not consider safe."""
 
 
 @pytest.mark.parametrize("mmap", [False, True])
@@ -308,7 +308,7 @@ def test_objects_of_classes_that_are_not_there(tmp_path: Path, monkeypatch: pyte
     folder = write_folder(
         tmp_path / "x.ckpt", {("model", "w"): torch.ones(2)}, {}, {"hyper_parameters": {"a": Opaque()}}
     )
-    with pytest.raises(CheckpointError, match="does not hold for safe"):
+    with pytest.raises(CheckpointError, match="does not consider safe"):
         read_checkpoint(folder)
     consolidate(folder, tmp_path / "one.ckpt")
     assert isinstance(torch.load(tmp_path / "one.ckpt", weights_only=False)["hyper_parameters"]["a"], Opaque)

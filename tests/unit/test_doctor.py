@@ -76,7 +76,7 @@ def test_a_healthy_machine_in_words_and_json(capsys):
 
 def test_a_problem_is_the_exit_status(capsys, tmp_path):
     assert cli.main(["doctor", "--only", "drive", "--nvme-path", str(tmp_path / "typo")]) == 1
-    assert f"-> Make it on a local NVMe drive (mkdir -p {tmp_path}/typo)" in capsys.readouterr().out
+    assert f"-> Create it on a local NVMe device (mkdir -p {tmp_path}/typo)" in capsys.readouterr().out
     assert not (tmp_path / "typo").exists()
 
 
@@ -89,7 +89,7 @@ def test_the_folder_of_the_environment(capsys, tmp_path, monkeypatch):
 
 def test_unknown_checks_and_times(capsys):
     assert cli.main(["doctor", "--only", "hots"]) == 1
-    assert f"no check hots: there are {', '.join(TOPICS)}" in capsys.readouterr().err
+    assert f"Got the unknown check hots. The checks are {', '.join(TOPICS)}" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         cli.main(["doctor", "--only", "host", "--timeout-s", "0"])
     assert "argument --timeout-s: 0.0 is given" in capsys.readouterr().err
@@ -119,7 +119,7 @@ def test_versions_out_of_range_and_missing(monkeypatch):
     monkeypatch.setattr(software, "installed", lambda name: {"torch": "2.4.1", "fsspec": None}.get(name, plain(name)))
     found = {f.name: f for f in software.versions()}
     assert found["torch"].state == found["fsspec"].state == "problem"
-    assert found["torch"].value == "2.4.1, where >=2.11 is needed"
+    assert found["torch"].value == "2.4.1, but >=2.11 is required"
     assert found["torch"].cure == 'pip install "torch>=2.11"'
     assert found["lightning"].state == "ok"
 
@@ -325,14 +325,14 @@ def test_a_healthy_step(commands):
 @pytest.mark.parametrize(
     ("changes", "state", "value", "cure"),
     [
-        ({"SLURM_NTASKS": "four"}, "problem", "SLURM_NTASKS='four' is no number", "fresh job"),
+        ({"SLURM_NTASKS": "four"}, "problem", "SLURM_NTASKS='four' is not a number", "fresh job"),
         ({"SLURM_PROCID": "-1"}, "problem", "SLURM_PROCID='-1'", "fresh job"),
         ({"SLURM_NTASKS": None}, "problem", "SLURM_NTASKS missing", "--ntasks-per-node"),
         ({"SLURM_PROCID": "9"}, "problem", "task 9 of 4", "mixed"),
         ({"SLURM_STEP_TASKS_PER_NODE": "2(x3)"}, "problem", "lists others", "mixed"),
         ({"SLURM_STEP_TASKS_PER_NODE": "3,1"}, "problem", "different numbers of tasks", "--ntasks-per-node"),
         ({"SLURM_STEP_NUM_TASKS": None}, "note", "without srun", "srun python"),
-        ({"SLURM_JOB_ID": None}, "problem", "none, and SLURM_NTASKS", "unset SLURM_NTASKS"),
+        ({"SLURM_JOB_ID": None}, "problem", "none, but SLURM_NTASKS", "unset SLURM_NTASKS"),
         ({"SLURM_JOB_NAME": "bash"}, "problem", "4 tasks in a job named 'bash'", "SLURM_JOB_NAME=train"),
     ],
 )
@@ -352,7 +352,7 @@ def test_a_controller_that_does_not_answer(commands, monkeypatch):
     assert (down.state, "Unable to contact" in down.value) == ("problem", True)
     assert "scontrol ping" in down.cure
     program(commands, "sinfo", "while :; do :; done")
-    monkeypatch.setattr(cluster, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(cluster, "_TIMEOUT_S", 0.2)
     assert "does not answer" in cluster.sinfo(in_job=False).value
 
 
@@ -391,7 +391,7 @@ def test_a_port_that_is_taken():
 def test_two_ranks_add_up():
     finding = collective.all_reduce("gloo", timeout_s=60)
     assert finding.state == "ok", finding
-    assert "the sum is right" in finding.value
+    assert "the sum is correct" in finding.value
 
 
 @pytest.mark.parametrize(
