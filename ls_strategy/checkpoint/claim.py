@@ -20,8 +20,6 @@ import errno
 import fcntl
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from ls_strategy.checkpoint.place import Place
@@ -37,7 +35,10 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Claim:
-    """The right to change the checkpoint of one name, and the leftovers of saves to it. Made by `claim`."""
+    """The right to change the checkpoint of one name, and the leftovers of saves to it. Made by `claim`.
+
+    A context manager that releases the claim.
+    """
 
     def __init__(self, path: str = "", descriptor: int | None = None, *, certain: bool = False) -> None:
         self._path, self._descriptor = path, descriptor
@@ -46,6 +47,12 @@ class Claim:
 
         if descriptor is not None:
             _HELD.add(self)
+
+    def __enter__(self) -> Claim:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
     def release(self) -> None:
         """Release the claim. Idempotent."""
@@ -110,9 +117,8 @@ def claim(place: Place) -> Claim | None:
         return Claim(path, descriptor, certain=_take_over(descriptor))
 
 
-@contextmanager
-def claimed(place: Place) -> Iterator[Claim]:
-    """Hold the claim of a name.
+def require_claim(place: Place) -> Claim:
+    """Claim a name.
 
     Raises:
         CheckpointError: Another process holds it.
@@ -120,19 +126,12 @@ def claimed(place: Place) -> Iterator[Claim]:
     """
     held = claim(place)
     if held is None:
-        raise in_use(place)
-    try:
-        yield held
-    finally:
-        held.release()
-
-
-def in_use(place: Place) -> CheckpointError:
-    """Return the error for a name that another process holds."""
-    return CheckpointError(
-        f"{place} is being saved by another process ({_holder(place)}). Two runs must not save under the same name. "
-        "Give each run its own folder (default_root_dir, or dirpath of ModelCheckpoint), or wait for the other to end."
-    )
+        raise CheckpointError(
+            f"{place} is being saved by another process ({_holder(place)}). Two runs must not save under the same "
+            "name. Give each run its own folder (default_root_dir, or dirpath of ModelCheckpoint), or wait for the "
+            "other to end."
+        )
+    return held
 
 
 def lock_path(place: Place) -> str:

@@ -29,7 +29,7 @@ import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from ls_strategy.checkpoint.claim import SUFFIX, Claim, claim, claimed, in_use, is_lock_file
+from ls_strategy.checkpoint.claim import SUFFIX, Claim, claim, is_lock_file, require_claim
 from ls_strategy.checkpoint.manifest import Manifest, is_committed, read_manifest
 from ls_strategy.checkpoint.place import Place, sync_file
 from ls_strategy.checkpoint.target import MANIFEST, check_replaceable
@@ -55,13 +55,7 @@ def new_save_id() -> str:
 def begin(path: str | os.PathLike[str], save_id: str, *, folder: bool = True) -> Claim:
     """Claim the name, remove leftovers of earlier saves, and create the folder that all ranks write to. Rank 0 only.
 
-    Args:
-        path: The checkpoint.
-        save_id: Id of this save.
-        folder: Create the folder. False if the caller writes a single file.
-
-    Returns:
-        The claim of the name. Release it when the save has ended.
+    The caller releases the claim when the save has ended. With ``folder=False`` it writes a single file instead.
 
     Raises:
         CheckpointError: The name belongs to something other than a checkpoint, or another process is saving to it.
@@ -69,9 +63,7 @@ def begin(path: str | os.PathLike[str], save_id: str, *, folder: bool = True) ->
     place = Place(path)
     check_replaceable(path)
     place.parent.make()
-    held = claim(place)
-    if held is None:
-        raise in_use(place)
+    held = require_claim(place)
     try:
         _restore_name(place, held)
         clean(place, held)
@@ -128,10 +120,8 @@ def _sweep(folder: Place) -> None:
         with contextlib.suppress(OSError):
             held = claim(place)
             if held is not None:
-                try:
+                with held:
                     clean(place, held)
-                finally:
-                    held.release()
 
 
 def _temporaries(place: Place) -> list[tuple[str, str, Place]]:
@@ -233,7 +223,7 @@ def remove(path: str | os.PathLike[str]) -> None:
     check_replaceable(path)
     if not place.taken:
         return
-    with claimed(place) as held:
+    with require_claim(place) as held:
         _redirect_links(place)
         if place.local and Path(place.path).is_dir() and not Path(place.path).is_symlink():
             gone = place.sibling(f".{place.name}.{new_save_id()}.gone")
@@ -264,7 +254,7 @@ def link(path: str | os.PathLike[str], name: str | os.PathLike[str]) -> None:
     """
     target = Path(Place(name).path)
     check_replaceable(name)
-    with claimed(Place(target)) as held:
+    with require_claim(Place(target)) as held:
         clean(Place(target), held)
         save_id = new_save_id()
         new, old = (target.parent / f".{target.name}.{save_id}.{kind}" for kind in ("link", "old"))
@@ -294,10 +284,8 @@ def recover(path: str | os.PathLike[str]) -> None:
     try:
         held = claim(place)
         if held is not None:
-            try:
+            with held:
                 _restore_name(place, held)
-            finally:
-                held.release()
     except OSError as error:
         _log.warning("%s lost its name in an interrupted save, and it could not be restored: %s", place, error)
 

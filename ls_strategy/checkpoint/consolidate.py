@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ls_strategy.checkpoint.output import Progress, whole_or_nothing
+from ls_strategy.checkpoint.output import Progress, atomic_output
 from ls_strategy.checkpoint.source import OURS, RANDOM, read_checkpoint
 from ls_strategy.checkpoint.torch_file import StreamedSave
 from ls_strategy.errors import ConfigError
 
-TRAINING_KEYS = ("callbacks", "optimizer_states", "lr_schedulers")
+_TRAINING_KEYS = ("callbacks", "optimizer_states", "lr_schedulers")
 """Keys that Lightning leaves out with ``save_weights_only``."""
 
 
@@ -42,13 +44,27 @@ def consolidate(
         CheckpointError: ``source`` is incomplete, or ``target`` could not be written.
         ConfigError: ``target`` exists, or is the source.
     """
+    read = partial(read_checkpoint, source, weights_only=False)
+    write_file(read, source, target, weights_only=weights_only, force=force, progress=progress)
+
+
+def write_file(
+    read: Callable[[], dict[str, Any]],
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    weights_only: bool,
+    force: bool,
+    progress: Progress | None,
+) -> None:
+    """Write the checkpoint that ``read`` returns to one file. See `consolidate` for the other arguments."""
     if Path(source).resolve() == Path(target).resolve():
         raise ConfigError(f"{source} is both source and target. Give the target another name.")
-    checkpoint: dict[str, Any] = read_checkpoint(source, weights_only=False)
+    checkpoint = read()
     if weights_only:
-        for key in TRAINING_KEYS:
+        for key in _TRAINING_KEYS:
             checkpoint.pop(key, None)
         checkpoint.get(OURS, {}).pop(RANDOM, None)
     save = StreamedSave(checkpoint)
-    with whole_or_nothing(Path(target), nbytes=save.nbytes, force=force) as partial:
-        save.write(partial, progress)
+    with atomic_output(Path(target), nbytes=save.nbytes, force=force) as path:
+        save.write(path, progress)

@@ -197,11 +197,7 @@ def _kind(root: str) -> str:
 
 
 def verify_all(path: str | os.PathLike[str], progress: Callable[[str], None] | None = None) -> list[str]:
-    """Read every file in full and compare its checksums.
-
-    Args:
-        path: The checkpoint's folder.
-        progress: Called with the name of each file before it is read.
+    """Read every file in full and compare its checksums. ``progress`` gets each file's name before it is read.
 
     Returns:
         A message for each damaged file.

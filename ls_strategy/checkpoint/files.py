@@ -122,11 +122,7 @@ class Reader:
     """Reads a sharded checkpoint and verifies what it reads. Not collective."""
 
     def __init__(self, path: Any, manifest: Manifest | None) -> None:
-        """Read the index.
-
-        Args:
-            path: The checkpoint's folder.
-            manifest: Checksums. None for a folder that another program wrote with DCP.
+        """Read the index of the folder ``path``. ``manifest`` is None if another program wrote it with DCP.
 
         Raises:
             CheckpointError: The folder is damaged or cannot be read.

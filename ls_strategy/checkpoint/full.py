@@ -34,8 +34,8 @@ def full_state_dict(
         raw: ``module.state_dict()``. Its keys are kept and its sharded tensors replaced.
         units: The units that hold the parameters.
         mesh: The device mesh.
-        all_ranks: Fill it on every rank. By default only rank 0 gets it, and the others get an empty dict.
-        master: Use master precision. Otherwise use the dtype that the forward reads.
+        all_ranks: Fill it on every rank. By default rank 0 gets it, and the others get an empty dict.
+        master: Use master precision instead of the dtype that the forward reads.
     """
     wanted: dict[int, list[tuple[str, int]]] = {}
     result: dict[str, Any] = {}
@@ -93,11 +93,8 @@ def load_full_state_dict(
     buffers = {n: b for n, b in model.named_buffers(remove_duplicate=False) if n in persistent}
     missing = sorted((params.keys() | buffers.keys()) - state.keys() - set(may_lack))
     unexpected = sorted(state.keys() - params.keys() - buffers.keys() - _extra_names(model))
-    problems = []
-    if strict and missing:
-        problems.append(f"missing keys: {', '.join(missing)}")
-    if strict and unexpected:
-        problems.append(f"unexpected keys: {', '.join(unexpected)}")
+    by_kind = {"missing": missing, "unexpected": unexpected}
+    problems = [f"{kind} keys: {', '.join(keys)}" for kind, keys in by_kind.items() if strict and keys]
     here = {n: t for n, t in {**params, **buffers}.items() if id(t) in places or not t.is_meta}
     for name, tensor in here.items():
         flat, i = places.get(id(tensor), (None, 0))
@@ -112,7 +109,11 @@ def load_full_state_dict(
     with torch.no_grad():
         for name, param in params.items():
             if name in state and name in here:
-                _give(param, places.get(id(param)), state[name])
+                place = places.get(id(param))
+                if place is not None:
+                    _write(*place, state[name])
+                else:  # a module that was added after the strategy had set up the model
+                    param.copy_(state[name])
         for name, buffer in buffers.items():
             if name in state and name in here:
                 buffer.copy_(state[name])
@@ -132,17 +133,11 @@ def masters_from_state_dict(
                 master[start : start + part.numel()].copy_(part)
 
 
-def _give(param: nn.Parameter, place: tuple[Flat, int] | None, value: Tensor) -> None:
-    if place is not None:
-        _write(*place, value)
-    else:  # a module that was added after the strategy had set up the model
-        param.copy_(value)
-
-
 def _write(flat: Flat, i: int, value: Tensor) -> None:
     piece, slot = flat.pieces[i], flat.layout.slots[i]
     value = part_of(value, slot.part)
-    flat.finish_gather() if flat.gathering is not None else None
+    if flat.gathering is not None:
+        flat.finish_gather()
     for at, part in parts_of(value, piece.param_start, piece.param_start + piece.numel):
         flat.write_master(piece.start + at - piece.param_start, part)
     flat.require_refresh(flat.has_own_shard)
@@ -152,7 +147,7 @@ def _write(flat: Flat, i: int, value: Tensor) -> None:
 
 
 def _extra_names(model: nn.Module) -> set[str]:
-    return {f"{prefix}.{'_extra_state'}" if prefix else "_extra_state" for prefix, _ in model.named_modules()}
+    return {f"{prefix}._extra_state".removeprefix(".") for prefix, _ in model.named_modules()}
 
 
 def _nothing(*_: Any) -> None:

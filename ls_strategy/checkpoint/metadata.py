@@ -91,11 +91,7 @@ def key_of(path: Path) -> str:
 
 
 def merge(items: Iterable[tuple[str, Item]], aliases: Mapping[Path, Path]) -> Metadata:
-    """Merge the items of all ranks.
-
-    Args:
-        items: ``(file, item)``.
-        aliases: Further paths of tensors among the items, for tied parameters.
+    """Merge the ``(file, item)`` of all ranks. ``aliases``: further paths of tensors among them, for tied parameters.
 
     Raises:
         ValueError: Chunks of a tensor contradict each other or lie outside of it.
@@ -139,13 +135,7 @@ def _check_box(key: str, shape: tuple[int, ...], offsets: tuple[int, ...], sizes
 def write_metadata(
     place: Place, items: Iterable[tuple[str, Item]], aliases: Mapping[Path, Path]
 ) -> dict[str, FileRecord]:
-    """Write ``index.json`` and DCP's ``.metadata``. Rank 0 only.
-
-    Args:
-        place: The checkpoint's folder.
-        items: ``(file, item)`` of all ranks.
-        aliases: Further paths of tensors among the items, for tied parameters.
-    """
+    """Write ``index.json`` and DCP's ``.metadata``. See `merge` for the arguments. Rank 0 only."""
     metadata = merge(items, aliases)
     return {
         INDEX: _write(place, INDEX, to_json(metadata).encode()),
@@ -165,17 +155,13 @@ def to_json(metadata: Metadata) -> str:
     files = sorted({info.relative_path for info in metadata.storage_data.values()})
     numbers = {file: number for number, file in enumerate(files)}
     entries: dict[str, dict[str, Any]] = {}
+    boxes: dict[Any, list[int]] = {}
     for key, state in metadata.state_dict_metadata.items():
         entries[key] = {"path": list(metadata.planner_data[key])}
         if isinstance(state, TensorStorageMetadata):
             entries[key] |= {"shape": list(state.size), "dtype": _name_of(state.properties.dtype)}
+            boxes |= {(key, tuple(chunk.offsets)): list(chunk.sizes) for chunk in state.chunks}
         entries[key]["chunks"] = []
-    boxes = {
-        (key, tuple(chunk.offsets)): list(chunk.sizes)
-        for key, state in metadata.state_dict_metadata.items()
-        if isinstance(state, TensorStorageMetadata)
-        for chunk in state.chunks
-    }
     for index, info in metadata.storage_data.items():
         offsets = list(index.offset or ())
         sizes = boxes.get((index.fqn, tuple(offsets)), [])
@@ -187,11 +173,7 @@ def to_json(metadata: Metadata) -> str:
 
 
 def read_metadata(place: Place, manifest: Manifest | None) -> Metadata:
-    """Read the index of a folder. Builds no object that the folder names.
-
-    Args:
-        place: The checkpoint's folder.
-        manifest: Checksums. None for a folder that another program wrote with DCP.
+    """Read the index of a folder. ``manifest`` is None if another program wrote it with DCP. Builds no named object.
 
     Raises:
         CheckpointError: The index is damaged or cannot be read.

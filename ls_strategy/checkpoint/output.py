@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ls_strategy.checkpoint import commit
-from ls_strategy.checkpoint.claim import claimed
+from ls_strategy.checkpoint.claim import require_claim
 from ls_strategy.checkpoint.place import Place
 from ls_strategy.errors import CheckpointError, ConfigError
 
@@ -23,7 +23,7 @@ Progress = Callable[[int, int], None]
 
 
 @contextmanager
-def whole_or_nothing(target: Path, *, nbytes: int, force: bool) -> Iterator[Path]:
+def atomic_output(target: Path, *, nbytes: int, force: bool) -> Iterator[Path]:
     """Yield a path on the same file system, and rename it atomically to ``target`` at the end.
 
     After an exception, a full disk or Ctrl-C, the partial output is removed and ``target`` is unchanged. After
@@ -42,7 +42,7 @@ def whole_or_nothing(target: Path, *, nbytes: int, force: bool) -> Iterator[Path
     place = Place(target)
     scratch = target.with_name(f".{target.name}.{commit.new_save_id()}.partial")
     try:
-        with claimed(place) as held:
+        with require_claim(place) as held:
             commit.clean(place, held)
             free = shutil.disk_usage(target.parent).free
             if nbytes > free:

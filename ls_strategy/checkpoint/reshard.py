@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -117,15 +118,15 @@ class Contents:
                 continue
             if (id(flat), i) not in made:  # tied entries share one placeholder
                 other = others.get(id(flat))
-                read = flat.master_range if other is None else _reader_of(other)
+                read = flat.master_range if other is None else partial(_slice, other)
                 source = Source(flat, i, read, at_rest=other is None and flat.optimizer_tier != "device")
                 made[id(flat), i] = self.stand_in(source, flat.master_dtype)
             result[key] = made[id(flat), i]
         return result, left_out
 
 
-def _reader_of(values: Tensor) -> Callable[[int, int], Tensor]:
-    return lambda start, stop: values[start:stop]
+def _slice(values: Tensor, start: int, stop: int) -> Tensor:
+    return values[start:stop]
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
@@ -146,19 +147,19 @@ def separate(checkpoint: dict[str, Any], contents: Contents) -> tuple[list[Entry
     Raises:
         CheckpointError: A hook computed with a placeholder.
     """
-    rest = dict(checkpoint)
-    entries = list(_entries(("model",), rest.pop("state_dict"), contents, depth=1))
-    for index, state in enumerate(rest.pop("optimizer_states", [])):
+    remaining = dict(checkpoint)
+    entries = list(_entries(("model",), remaining.pop("state_dict"), contents, depth=1))
+    for index, state in enumerate(remaining.pop("optimizer_states", [])):
         for key, value in state.items():
             entries += _entries((f"optimizer_{index}", key), value, contents, depth=2 if key == "state" else 0)
-    for key, value in list(rest.items()):
+    for key, value in list(remaining.items()):
         sharded = isinstance(value, dict) and any(id(v) in contents.sources for v in value.values())
         if sharded or id(value) in contents.sources:
-            entries += _entries((key,), rest.pop(key), contents, depth=1)
-    for key, value in rest.items():
+            entries += _entries((key,), remaining.pop(key), contents, depth=1)
+    for key, value in remaining.items():
         if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_iter(value)):
             raise _without_elements(key)
-    return entries, rest
+    return entries, remaining
 
 
 def _entries(prefix: Path, value: Any, contents: Contents, *, depth: int) -> Iterator[Entry]:

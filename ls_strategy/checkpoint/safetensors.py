@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ls_strategy.checkpoint.output import WRITER, Progress, whole_or_nothing
+from ls_strategy.checkpoint.output import WRITER, Progress, atomic_output
 from ls_strategy.checkpoint.place import sync_file
 from ls_strategy.checkpoint.source import as_bytes, read_weights, rows_of
 from ls_strategy.errors import CheckpointError, ConfigError
@@ -127,7 +127,7 @@ def export_safetensors(  # noqa: PLR0913 - options of an export, keyword-only
         weight_map = {e.name: name for name, shard in zip(names, shards, strict=True) for e in shard}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         texts["model.safetensors.index.json"] = json.dumps(index, indent=2) + "\n"
-    with whole_or_nothing(Path(target), nbytes=total, force=force) as folder:
+    with atomic_output(Path(target), nbytes=total, force=force) as folder:
         folder.mkdir()
         for name, shard in zip(names, shards, strict=True):
             for size in _write(folder / name, shard, [*names, *texts]):
@@ -148,10 +148,7 @@ def rename_prefixes(prefixes: Sequence[tuple[str, str]]) -> Rename:
     """
 
     def rename(name: str, shape: tuple[int, ...]) -> list[FilePart]:
-        for old, new in prefixes:
-            if name.startswith(old):
-                return [FilePart(new + name[len(old) :])]
-        return [FilePart(name)]
+        return [FilePart(next((new + name[len(old) :] for old, new in prefixes if name.startswith(old)), name))]
 
     return rename
 

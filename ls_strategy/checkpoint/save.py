@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ls_strategy.checkpoint import commit
-from ls_strategy.checkpoint.claim import Claim
 from ls_strategy.checkpoint.files import RankFile
 from ls_strategy.checkpoint.manifest import FileRecord, Manifest, record_of
 from ls_strategy.checkpoint.metadata import Item, Path, write_metadata
@@ -111,19 +111,15 @@ def run(save: Save, rank: int, exchange: Exchange) -> tuple[int, float]:
             checkpoint of the same name is intact.
     """
     started = time.perf_counter()
-    first = _Report(path=save.path, save_id=commit.new_save_id())
-    claims: list[Claim] = []
-    if rank == 0:
-        _attempt(first, lambda: claims.append(commit.begin(first.path, first.save_id)))
-    try:
-        total = _run(save, rank, first, claims, exchange)
-    finally:
-        for claim in claims:  # in case another rank has failed
-            claim.release()
+    with ExitStack() as claims:
+        total = _run(save, rank, claims, exchange)
     return total, time.perf_counter() - started
 
 
-def _run(save: Save, rank: int, first: _Report, claims: list[Claim], exchange: Exchange) -> int:
+def _run(save: Save, rank: int, claims: ExitStack, exchange: Exchange) -> int:
+    first = _Report(path=save.path, save_id=commit.new_save_id())
+    if rank == 0:
+        _attempt(first, lambda: claims.enter_context(commit.begin(first.path, first.save_id)))
     begun = _exchanged(exchange, first)[0]
     mine = _Report()
     if begun.error is None:
@@ -135,8 +131,7 @@ def _run(save: Save, rank: int, first: _Report, claims: list[Claim], exchange: E
             _attempt(outcome, lambda: _commit(save, begun, reports))
         if outcome.error is not None:
             commit.discard(begun.path, begun.save_id)
-        for claim in claims:
-            claim.release()
+        claims.close()
     error = _exchanged(exchange, outcome)[0].error
     if error is not None:
         raise CheckpointError(
@@ -153,8 +148,7 @@ def run_file(path: str, value: Any) -> None:
         OSError: It could not be written. Nothing of it remains then, and the previous file is intact.
     """
     save_id = commit.new_save_id()
-    claim = commit.begin(path, save_id, folder=False)
-    try:
+    with commit.begin(path, save_id, folder=False):
         place = commit.staging(path, save_id)
         file = RankFile(place.parent, place.name)
         try:
@@ -165,11 +159,9 @@ def run_file(path: str, value: Any) -> None:
             file.abandon()
             commit.discard(path, save_id)
             raise
-    finally:
-        claim.release()
 
 
-def _attempt(report: _Report, work: Callable[[], None]) -> None:
+def _attempt(report: _Report, work: Callable[[], object]) -> None:
     try:
         work()
     except Exception as error:

@@ -170,7 +170,7 @@ def read_weights(path: str | os.PathLike[str], *, average: bool = False) -> Weig
     key = "ema_state_dict" if average else "state_dict"
     if is_folder(path):
         reader, _ = open_folder(path)
-        paths = [p for root in (key, *(() if average else ("model",))) for p in reader.under(root)]
+        paths = [p for root in ((key,) if average else (key, "model")) for p in reader.under(root)]
         tensors = [p for p in paths if reader.tensor_metadata(p) is not None]
         weights = Weights.of({".".join(p[1:]): SavedTensor(reader, p) for p in tensors})
     else:
@@ -219,13 +219,7 @@ def read_full(
 ) -> dict[str, Any]:
     """`read_checkpoint` with all tensors in memory, for callers that do not support `LazyTensor`. Tied ones stay tied.
 
-    Args:
-        path: Folder or file.
-        map_location: As for ``torch.load``. None: sharded tensors go to the CPU.
-        weights_only: As for `read_checkpoint`.
-
-    Raises:
-        CheckpointError: The checkpoint is incomplete, or contains an object that cannot be built.
+    With ``map_location=None`` sharded tensors go to the CPU.
     """
     checkpoint = read_checkpoint(path, weights_only=weights_only, map_location=map_location)
     device = device_of(map_location)

@@ -8,19 +8,17 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ls_strategy.checkpoint.consolidate import TRAINING_KEYS
-from ls_strategy.checkpoint.output import Progress, whole_or_nothing
+from ls_strategy.checkpoint.consolidate import write_file
+from ls_strategy.checkpoint.output import Progress
 from ls_strategy.checkpoint.source import numbered
-from ls_strategy.checkpoint.torch_file import StreamedSave
 from ls_strategy.deepspeed.folder import Files, is_deepspeed, open_save
-from ls_strategy.deepspeed.placement import InParts, ParamPlace, numel_of, places
-from ls_strategy.errors import ConfigError
+from ls_strategy.deepspeed.placement import InParts, ParamPlace, places
 
 __all__ = ["consolidate_deepspeed", "is_deepspeed", "read_deepspeed"]
 
@@ -66,7 +64,7 @@ def read_deepspeed(
     """
     files = open_save(path, weights_only=weights_only is not False)
     model = files.models[0]
-    names = _renamer(rename)
+    names = partial(_renamed, rename=rename)
     checkpoint = {key: value for key, value in model.items() if key not in _OWN_KEYS}
     where = places(files) if files.parts else {}
     checkpoint["state_dict"] = {names(name): value for name, value in _weights(files, where).items()}
@@ -84,21 +82,15 @@ def read_deepspeed(
     return checkpoint
 
 
-def _renamer(rename: Rename) -> Callable[[str], str]:
-    def names(name: str) -> str:
-        name = name.removeprefix(_PREFIX)
-        for old, new in rename:
-            if name.startswith(old):
-                return new + name[len(old) :]
-        return name
-
-    return names
+def _renamed(name: str, rename: Rename) -> str:
+    name = name.removeprefix(_PREFIX)
+    return next((new + name[len(old) :] for old, new in rename if name.startswith(old)), name)
 
 
 def _weights(files: Files, where: Mapping[str, ParamPlace]) -> dict[str, Any]:
     model = files.models[0]
     if not files.parts:
-        return {name: _full(value) for name, value in model["module"].items()}
+        return {name: _in_fp32(value) for name, value in model["module"].items()}
     key = "fp32_flat_groups" if files.stage == 3 else "single_partition_of_fp32_groups"
     found: dict[str, Any] = {}
     for name, place in where.items():
@@ -106,10 +98,9 @@ def _weights(files: Files, where: Mapping[str, ParamPlace]) -> dict[str, Any]:
         found[name] = InParts(portions, place.shape, torch.float32)
     for name, shape in (model.get("frozen_param_shapes") or {}).items():
         holders = files.models if files.stage == 3 else files.models[:1]
-        portions = [holder["frozen_param_fragments"][name].reshape(-1) for holder in holders]
-        numel = numel_of(shape)
-        kind = torch.float32 if portions[0].is_floating_point() else portions[0].dtype
-        found[name] = InParts(_without_padding(portions, numel), tuple(shape), kind)
+        portions = [holder["frozen_param_fragments"][name].reshape(-1) for holder in holders]  # the last is padded
+        dtype = torch.float32 if portions[0].is_floating_point() else portions[0].dtype
+        found[name] = InParts(portions, shape, dtype)
     for name, other in (model.get("shared_params") or {}).items():
         if other in found:
             found[name] = found[other]
@@ -117,21 +108,12 @@ def _weights(files: Files, where: Mapping[str, ParamPlace]) -> dict[str, Any]:
     for name, value in model["module"].items():
         # Stage 1 has frozen parameters only here. Stage 3 has empty tensors here.
         if name in buffers or (name not in found and files.stage != 3):
-            found[name] = _full(value)
+            found[name] = _in_fp32(value)
     order = {name: i for i, name in enumerate(model["module"])}  # the module's order
     return dict(sorted(found.items(), key=lambda pair: order.get(pair[0], len(order))))
 
 
-def _without_padding(portions: Sequence[Tensor], numel: int) -> list[Tensor]:
-    """Remove the padding after the last element."""
-    result = []
-    for portion in portions:
-        result.append(portion[: max(numel, 0)])
-        numel -= portion.numel()
-    return result
-
-
-def _full(value: Any) -> Any:
+def _in_fp32(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
@@ -142,11 +124,10 @@ def _optimizer_states(
     if not files.parts:
         return None
     key = "optimizer_state_dict" if files.stage == 3 else "base_optimizer_state"
-    states = [part.get(key) for part in files.parts]
-    if not all(isinstance(state, Mapping) and state.get("state") for state in states):
+    bases: list[Any] = [part.get(key) for part in files.parts]
+    if not all(isinstance(base, Mapping) and base.get("state") for base in bases):
         _log.warning("%s: the optimizer states have no known form. Only weights are loaded.", files.folder)
         return None
-    bases: list[Any] = states
     numbers = [number for group in bases[0]["param_groups"] for number in group["params"]]
     kept: dict[str, dict[str, Any]] = {}
     for name, place in where.items():
@@ -205,29 +186,10 @@ def consolidate_deepspeed(
     force: bool = False,
     progress: Progress | None = None,
 ) -> None:
-    """Write a checkpoint of DeepSpeed as one ``.ckpt`` file, as a plain Trainer saves it.
+    """Write a checkpoint of DeepSpeed as one ``.ckpt`` file, as `consolidate` does with ours.
 
-    Needs memory for a few chunks of one tensor, whatever the checkpoint's size. Builds objects in the checkpoint, as
-    ``torch.load(weights_only=False)`` does. Use it only for checkpoints that you trust.
-
-    Args:
-        source: See `read_deepspeed`.
-        target: The file to write.
-        weights_only: Leave out optimizers, schedules and callbacks.
-        rename: See `read_deepspeed`.
-        force: Replace ``target`` if it exists.
-        progress: Called with the bytes written so far and the total.
-
-    Raises:
-        CheckpointError: ``source`` is incomplete, or ``target`` could not be written.
-        ConfigError: ``target`` exists, or is the source.
+    Builds objects in the checkpoint, as ``torch.load(weights_only=False)`` does. Use it only for checkpoints that you
+    trust. See `read_deepspeed` for ``source`` and ``rename``, and `consolidate` for the rest.
     """
-    if Path(source).resolve() == Path(target).resolve():
-        raise ConfigError(f"{source} is both source and target. Give the target another name.")
-    checkpoint = read_deepspeed(source, rename=rename, weights_only=False)
-    if weights_only:
-        for key in TRAINING_KEYS:
-            checkpoint.pop(key, None)
-    save = StreamedSave(checkpoint)
-    with whole_or_nothing(Path(target), nbytes=save.nbytes, force=force) as partial:
-        save.write(partial, progress)
+    read = partial(read_deepspeed, source, rename=rename, weights_only=False)
+    write_file(read, source, target, weights_only=weights_only, force=force, progress=progress)

@@ -158,19 +158,16 @@ _STATES = {"offload_optimizer": "offload.optimizer", "offload_param": "offload.p
 
 def _offload(found: Found) -> dict[str, Any]:
     options: dict[str, Any] = {}
-    for option, older in (
-        ("offload_optimizer", ("cpu_offload",)),
-        ("offload_param", ("cpu_offload_param", "cpu_offload_params")),
-    ):
+    older_names = {"offload_optimizer": ("cpu_offload",), "offload_param": ("cpu_offload_param", "cpu_offload_params")}
+    for option, older in older_names.items():
         tier = found.values.get(f"zero_optimization.{option}.device", "none")
         if tier not in ("none", "cpu", "nvme"):
             raise ConfigError(f"Got zero_optimization.{option}.device={tier!r}. Use 'none', 'cpu' or 'nvme'.")
-        if any(found.flag(f"zero_optimization.{name}") for name in older):
-            tier = "cpu" if tier == "none" else tier
-        ratio = found.number("zero_optimization.offload_optimizer.ratio", least=0)
-        partly = option == "offload_optimizer" and ratio is not None and ratio < 1
-        if tier != "none" and not (partly and ratio == 0):
-            options[_STATES[option]] = TierConfig(tier=tier, ratio=ratio) if partly and ratio is not None else tier
+        if any(found.flag(f"zero_optimization.{name}") for name in older) and tier == "none":
+            tier = "cpu"
+        ratio = found.number(f"zero_optimization.{option}.ratio", least=0)  # of the optimizer only
+        if tier != "none" and ratio != 0:
+            options[_STATES[option]] = tier if ratio is None or ratio >= 1 else TierConfig(tier=tier, ratio=ratio)
     return {**options, **_nvme(found, options)}
 
 
@@ -209,24 +206,24 @@ def _bf16(found: Found) -> str:
 
 def _precision_options(found: Found) -> dict[str, Any]:
     options: dict[str, Any] = {}
-    half, brain = found.flag("fp16.enabled"), _bf16(found)
-    masters = found.flag(f"{brain}.bf16_master_weights_and_grads") or False
-    states = found.flag(f"{brain}.bf16_optimizer_states") or False
+    fp16, block = found.flag("fp16.enabled"), _bf16(found)
+    masters = found.flag(f"{block}.bf16_master_weights_and_grads") or False
+    states = found.flag(f"{block}.bf16_optimizer_states") or False
     if masters != states:
         raise ConfigError(
-            f"Got {brain}.bf16_master_weights_and_grads={masters} and bf16_optimizer_states={states}, but both must be "
+            f"Got {block}.bf16_master_weights_and_grads={masters} and bf16_optimizer_states={states}, but both must be "
             "equal. Enable both or neither; precision.moments='bf16' stores only the moments in 16 bit."
         )
     if masters:
         options["precision.master_weights"] = False
     scale = _loss_scale(found)
-    if scale is not None and half is not False:
+    if scale is not None and fp16 is not False:
         options["precision.loss_scale"] = scale
     elif scale is not None:
         for name in KEYS["fp16"]:  # type: ignore[union-attr]
             if name != "enabled":
                 found.note(f"fp16.{name}", "fp16 is off", ignored=True)
-    return {**options, **_reduce_dtype(found, fp16=half, bf16=found.flag(f"{brain}.enabled"))}
+    return {**options, **_reduce_dtype(found, fp16=fp16, bf16=found.flag(f"{block}.enabled"))}
 
 
 def _loss_scale(found: Found) -> LossScaleConfig | None:
@@ -329,24 +326,24 @@ def _trainer(found: Found) -> TrainerSettings:
 
 
 def _precision(found: Found) -> tuple[str | None, tuple[str, ...]]:
-    half, brain = found.flag("fp16.enabled"), found.flag(f"{_bf16(found)}.enabled")
+    fp16, bf16 = found.flag("fp16.enabled"), found.flag(f"{_bf16(found)}.enabled")
     autocast = found.flag("torch_autocast.enabled")
-    if sum(map(bool, (half, brain, autocast))) > 1:
+    if sum(map(bool, (fp16, bf16, autocast))) > 1:
         raise ConfigError("Got more than one of fp16, bf16 and torch_autocast enabled. Enable one of them.")
-    if half:
+    if fp16:
         return "16-true", ("16-true", "16-mixed")
-    if brain:
+    if bf16:
         return "bf16-true", ("bf16-true", "bf16-mixed")
     if autocast:
         dtype = str(found.values.get("torch_autocast.dtype", "")).removeprefix("torch.")
-        known = {"fp16": "16-mixed", "float16": "16-mixed", "half": "16-mixed", "bf16": "bf16-mixed"}
-        known["bfloat16"] = "bf16-mixed"
+        known = dict.fromkeys(("fp16", "float16", "half"), "16-mixed")
+        known |= dict.fromkeys(("bf16", "bfloat16"), "bf16-mixed")
         if dtype not in known:
             raise ConfigError(f"Got torch_autocast.dtype={dtype!r}. Use 'bfloat16' or 'float16'.")
         return known[dtype], (known[dtype],)
     accepted = ["32-true"]
-    accepted += [] if half is False else ["16-true", "16-mixed"]
-    accepted += [] if brain is False else ["bf16-true", "bf16-mixed"]
+    accepted += [] if fp16 is False else ["16-true", "16-mixed"]
+    accepted += [] if bf16 is False else ["bf16-true", "bf16-mixed"]
     return None, tuple(accepted)
 
 

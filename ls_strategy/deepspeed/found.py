@@ -51,21 +51,22 @@ class Found:
     def _key(self, key: str, value: Any, entry: Key) -> None:
         if entry.outcome == "refused" and not any(value == off and type(value) is type(off) for off in entry.off):
             raise ConfigError(f"Got {key}={value!r} in the DeepSpeed configuration, but {entry.text}.")
-        if isinstance(value, str) and value == "auto" and entry.outcome == "mapped":
+        if value == "auto" and entry.outcome == "mapped":
             self.rows[key] = Row(key, value, "auto", f"{entry.text}: left to the Trainer, or the default")
-            return
-        self.rows[key] = Row(key, value, "mapped" if entry.outcome == "mapped" else "ignored", _reason(entry))
-        if entry.outcome == "mapped" and value is not None:
-            self.values[key] = value
+        else:
+            self._accept(key, value, entry)
 
     def _block(self, key: str, value: Any, entry: AnyBlock) -> None:
-        inner: Any = entry.key
-        if inner.outcome == "refused":
-            on = value.get(entry.switch, False) if entry.switch and isinstance(value, Mapping) else bool(value)
-            if on:
-                raise ConfigError(f"Got {key} in the DeepSpeed configuration, but {inner.text}.")
-        self.rows[key] = Row(key, value, "mapped" if inner.outcome == "mapped" else "ignored", _reason(inner))
-        if inner.outcome == "mapped":
+        on = value.get(entry.switch, False) if entry.switch and isinstance(value, Mapping) else bool(value)
+        if entry.key.outcome == "refused" and on:
+            raise ConfigError(f"Got {key} in the DeepSpeed configuration, but {entry.key.text}.")
+        self._accept(key, value, entry.key)
+
+    def _accept(self, key: str, value: Any, entry: Key) -> None:
+        mapped = entry.outcome == "mapped"
+        text = "it is disabled" if entry.outcome == "refused" else entry.text
+        self.rows[key] = Row(key, value, "mapped" if mapped else "ignored", text)
+        if mapped and value is not None:
             self.values[key] = value
 
     def note(self, key: str, text: str, *, ignored: bool = False) -> None:
@@ -73,10 +74,6 @@ class Found:
         if key in self.rows:
             row = self.rows[key]
             self.rows[key] = Row(key, row.value, "ignored" if ignored else row.outcome, text)
-
-    def auto(self, key: str) -> bool:
-        """Return whether the key is left to the Trainer."""
-        return key in self.rows and self.rows[key].outcome == "auto"
 
     def flag(self, key: str) -> bool | None:
         """Return a boolean, or None if the key is missing.
@@ -103,10 +100,6 @@ class Found:
             kind = "an integer" if integer else "a number"
             raise ConfigError(f"Got {key}={value!r}. Use {kind} of at least {least:g}.")
         return int(value) if integer else float(value)
-
-
-def _reason(entry: Key) -> str:
-    return "it is disabled" if entry.outcome == "refused" else entry.text
 
 
 def _unknown(key: str, name: str, table: Table, prefix: str) -> ConfigError:

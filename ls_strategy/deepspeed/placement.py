@@ -6,7 +6,7 @@ partitions every parameter over the ranks and concatenates the partitions, in su
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -21,7 +21,7 @@ from ls_strategy.zero.lazy import LazyTensor
 
 
 class InParts(LazyTensor):
-    """A tensor that is the concatenation of parts of other tensors. It is read when it is used."""
+    """A tensor that is the concatenation of parts of other tensors, up to its size. Read when it is used."""
 
     portions: list[Tensor]
 
@@ -63,11 +63,6 @@ class ParamPlace:
         return [buffers(rank, number).reshape(-1)[start:stop] for rank, number, start, stop in self.ranges]
 
 
-def numel_of(shape: Sequence[int]) -> int:
-    """Return the number of elements of a shape."""
-    return prod(int(n) for n in shape)
-
-
 def places(files: Files) -> dict[str, ParamPlace]:
     """Return the location of every trainable parameter, by name, in the optimizer's order."""
     groups: list[Mapping[str, Any]] = files.models[0]["param_shapes"]
@@ -80,16 +75,11 @@ def _places_end_to_end(files: Files, groups: Sequence[Mapping[str, Any]]) -> dic
     paddings = files.parts[0].get("param_alignment_paddings")
     for number, shapes in enumerate(groups):
         sizes = [part["single_partition_of_fp32_groups"][number].numel() for part in files.parts]
-        starts = [sum(sizes[:rank]) for rank in range(len(sizes))]
         at = 0
         for i, (name, shape) in enumerate(shapes.items()):
-            stop = at + numel_of(shape)
-            ranges = [
-                (rank, number, max(at - first, 0), min(stop - first, size))
-                for rank, (first, size) in enumerate(zip(starts, sizes, strict=True))
-                if at < first + size and first < stop
-            ]
-            found[name] = ParamPlace(tuple(shape), number, tuple(ranges))
+            stop = at + prod(shape)
+            ranges = tuple((rank, number, a, b) for rank, a, b in _within(sizes, at, stop))
+            found[name] = ParamPlace(tuple(shape), number, ranges)
             at = stop + (paddings[number][i] if paddings is not None else 0)
         if at > sum(sizes):
             raise CheckpointError(
@@ -99,22 +89,26 @@ def _places_end_to_end(files: Files, groups: Sequence[Mapping[str, Any]]) -> dic
     return found
 
 
+def _within(sizes: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """Yield ``(buffer, start, stop)`` of a range of the concatenation of buffers of these sizes."""
+    first = 0
+    for number, size in enumerate(sizes):
+        if start < first + size and first < stop:
+            yield number, max(start - first, 0), min(stop - first, size)
+        first += size
+
+
 def _places_in_slices(files: Files, groups: Sequence[Mapping[str, Any]]) -> dict[str, ParamPlace]:
     sizes = [buffer.numel() for buffer in files.parts[0]["fp32_flat_groups"]]
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
     ranks, found, at = len(files.parts), {}, 0
     for number, shapes in enumerate(groups):
         for name, shape in shapes.items():
-            numel = numel_of(shape)
+            numel = prod(shape)
             each = -(-numel // ranks)
             ranges = []
             for rank in range(ranks):
                 stop = at + min(each, max(numel - rank * each, 0))
-                ranges += [
-                    (rank, i, max(at - first, 0), min(stop - first, size))
-                    for i, (first, size) in enumerate(zip(starts, sizes, strict=True))
-                    if at < first + size and first < stop and at < stop
-                ]
+                ranges += [(rank, i, a, b) for i, a, b in _within(sizes, at, stop) if at < stop]
             found[name] = ParamPlace(tuple(shape), number, tuple(ranges))
             at += each
     if at != sum(sizes):

@@ -49,15 +49,7 @@ class Schedule(LRScheduler):
     def start(self) -> None:
         """Set the first rate."""
         if self.last_batch_iteration == -1:
-            self.set_rates(self.first_rates())
-
-    def first_rates(self) -> list[float]:
-        """Return one rate per parameter group, before the first step."""
-        raise NotImplementedError
-
-    @override
-    def get_lr(self) -> list[float]:  # type: ignore[override]
-        raise NotImplementedError
+            self.set_rates(self.get_lr())
 
     @override
     def get_last_lr(self) -> list[Any]:
@@ -160,10 +152,6 @@ class WarmupLR(Schedule):
         self.start()
 
     @override
-    def first_rates(self) -> list[float]:
-        return self.min_lrs
-
-    @override
     def get_lr(self) -> list[float]:  # type: ignore[override]
         if self.last_batch_iteration < 0:
             return self.min_lrs
@@ -221,19 +209,12 @@ class WarmupCosineLR(Schedule):
         self.start()
 
     @override
-    def first_rates(self) -> list[float]:
-        return [0.0 for _ in self.full_lrs]
-
-    @override
     def get_lr(self) -> list[float]:  # type: ignore[override]
-        if self.last_batch_iteration < 0:
-            return self.first_rates()
-        ratio = self.ratio()
-        """Return the factor on the groups' rates."""
+        ratio = self.ratio() if self.last_batch_iteration >= 0 else 0.0
         return [rate * ratio for rate in self.full_lrs]
 
     def ratio(self) -> float:
-        """What the groups' rates are multiplied by."""
+        """Return the factor on the groups' rates."""
         iteration, steps = self.last_batch_iteration, self.warmup.steps
         if iteration < steps:
             return self.warmup_min_ratio + self.warmup(iteration) * (1.0 - self.warmup_min_ratio)
@@ -259,10 +240,6 @@ class LRRangeTest(Schedule):
         self.step_size = _positive(lr_range_test_step_size, "lr_range_test_step_size")
         self.step_rate, self.staircase = lr_range_test_step_rate, lr_range_test_staircase
         self.start()
-
-    @override
-    def first_rates(self) -> list[float]:
-        return self.min_lrs
 
     @override
     def get_lr(self) -> list[float]:  # type: ignore[override]
@@ -327,10 +304,6 @@ class OneCycle(Schedule):
         super().set_rates(rates)
         if self.cycle_momentum and self.last_batch_iteration >= 0:
             self._set_betas(self.momenta())
-
-    @override
-    def first_rates(self) -> list[float]:
-        return self.min_lrs
 
     def _set_betas(self, momenta: Sequence[float]) -> None:
         for group, momentum in zip(self.optimizer.param_groups, momenta, strict=True):

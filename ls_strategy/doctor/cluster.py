@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import shutil
 import socket
-import subprocess
 from collections.abc import Iterator, Mapping
 
 from ls_strategy.distributed.rendezvous import check_port
-from ls_strategy.doctor.finding import Finding, one_line
+from ls_strategy.doctor.finding import Finding, one_line, run
 from ls_strategy.errors import PlanError
 from ls_strategy.slurm import job, preflight
 
@@ -63,13 +62,11 @@ def geometry(given: Mapping[str, str]) -> Iterator[Finding]:
     listed = given.get(f"{step}TASKS_PER_NODE") or given.get("SLURM_TASKS_PER_NODE") or ""
     per_node = preflight.parse_tasks_per_node(listed)
     state = f"job {given['SLURM_JOB_ID']}, task {given['SLURM_PROCID']} of {tasks} on {nodes} nodes"
-    if int(given["SLURM_PROCID"]) >= tasks:
+    beyond = int(given["SLURM_PROCID"]) >= tasks
+    if beyond or (per_node and (sum(per_node) != tasks or len(per_node) != nodes)):
         cure = "Variables of two jobs or steps are mixed: start with srun in the job itself, and do not export them."
+        state += "" if beyond else f", but TASKS_PER_NODE={listed} lists others"
         yield Finding("job", state, "problem", cure)
-        return
-    if per_node and (sum(per_node) != tasks or len(per_node) != nodes):
-        cure = "Variables of two jobs or steps are mixed: start with srun in the job itself, and do not export them."
-        yield Finding("job", f"{state}, but TASKS_PER_NODE={listed} lists others", "problem", cure)
         return
     yield Finding("job", state)
     devices = per_node[0] if per_node else max(tasks // max(nodes, 1), 1)
@@ -92,15 +89,10 @@ def sinfo(*, in_job: bool) -> Finding:
         cure = "Add SLURM's commands to PATH: preemption needs squeue for the time limit, and scontrol to requeue."
         return Finding("commands", "in a job, but there is no sinfo", "note", cure)
     cure = "The controller may be down (scontrol ping), or slurm.conf may be missing: ask the administrators."
-    state = "problem" if in_job else "note"
-    try:
-        command = [program, "-h", "-o", "%P %D %t"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return Finding("commands", f"sinfo does not answer: {one_line(str(error))}", state, cure)
-    if done.returncode:
-        return Finding("commands", f"sinfo failed: {one_line(done.stderr or done.stdout)}", state, cure)
-    rows = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    output, error = run([program, "-h", "-o", "%P %D %t"], _TIMEOUT_S)
+    if error:
+        return Finding("commands", f"sinfo failed: {error}", "problem" if in_job else "note", cure)
+    rows = [" ".join(line.split()) for line in output.splitlines()]
     return Finding("commands", f"sinfo: partition, nodes, state: {'; '.join(rows[:5])}{'; ...' if rows[5:] else ''}")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,6 +24,17 @@ class Finding:
     def __post_init__(self) -> None:
         if self.state != "ok" and not self.cure:
             raise ValueError(f"the finding {self.name!r} is a {self.state} without a cure")
+
+
+def run(command: Sequence[str], timeout_s: float) -> tuple[str, str]:
+    """Run a command and return its output and its error. One of them is empty."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return "", f"it does not answer: {one_line(str(error))}"
+    if done.returncode:
+        return "", f"it ended with status {done.returncode}: {one_line(done.stderr + done.stdout)}"
+    return done.stdout, ""
 
 
 def one_line(text: str, limit: int = 300) -> str:

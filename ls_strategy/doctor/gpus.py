@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ls_strategy.doctor.finding import Finding, one_line
+from ls_strategy.doctor.finding import Finding, one_line, run
 
 _QUERY = ("index", "name", "driver_version", "memory.total", "memory.used")
 
@@ -68,15 +67,9 @@ def driver_list() -> tuple[list[Seen], str]:
     program = shutil.which("nvidia-smi")
     if program is None:
         return [], ""
-    command = [program, f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return [], f"nvidia-smi: {one_line(str(error))}"
-    if done.returncode:
-        return [], f"nvidia-smi ended with status {done.returncode}: {one_line(done.stdout + done.stderr)}"
-    rows = [[field.strip() for field in line.split(",")] for line in done.stdout.splitlines()]
-    return [Seen(*row) for row in rows if len(row) == len(Seen._fields)], ""
+    output, error = run([program, f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"], 30)
+    rows = [[field.strip() for field in line.split(",")] for line in output.splitlines()]
+    return [Seen(*row) for row in rows if len(row) == len(Seen._fields)], f"nvidia-smi: {error}" if error else ""
 
 
 def device(index: int) -> Finding:

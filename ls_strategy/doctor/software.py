@@ -7,12 +7,11 @@ import importlib.metadata
 import os
 import platform
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from ls_strategy.doctor.finding import Finding, one_line
+from ls_strategy.doctor.finding import Finding, one_line, run
 
 REQUIRED = ("torch", "lightning", "fsspec")
 OPTIONAL = {
@@ -89,19 +88,15 @@ def _package(name: str, specifier: str) -> Finding:
             "problem",
             f'Reinstall it: pip install --force-reinstall "{asked}"',
         )
-    return Finding(name, f"{version}{_build_of(name)}")
+    return Finding(name, f"{version}, for {_torch_devices()}" if name == "torch" else version)
 
 
-def _build_of(name: str) -> str:
-    """Return the devices that torch is built for."""
-    if name != "torch":
-        return ""
+def _torch_devices() -> str:
     import torch
 
-    kind = (
-        f"CUDA {torch.version.cuda}" if torch.version.cuda else f"HIP {torch.version.hip}" if torch.version.hip else ""
-    )
-    return f", for {kind or 'the CPU only'}"
+    if torch.version.cuda:
+        return f"CUDA {torch.version.cuda}"
+    return f"HIP {torch.version.hip}" if torch.version.hip else "the CPU only"
 
 
 def compilers() -> Iterator[Finding]:
@@ -119,14 +114,13 @@ def compilers() -> Iterator[Finding]:
         yield Finding("C++", str(error), "note", f"{chosen} (apt install g++, or CXX=/path/to/g++). {slower}")
     ninja = shutil.which("ninja") or shutil.which("ninja", path=str(Path(sys.executable).parent))
     if ninja:
-        yield Finding("ninja", _first_line([ninja, "--version"]))
+        output, error = run([ninja, "--version"], 30)
+        yield Finding("ninja", one_line(f"{output or error}, {ninja}"))
     else:
         yield Finding("ninja", "not found", "note", "pip install ninja: it compiles kernels in parallel.")
-    if torch.version.cuda is None:
-        yield Finding("nvcc", "not needed: this torch is built without CUDA")
-        return
-    if not torch.cuda.is_available():
-        yield Finding("nvcc", "not needed: this host has no GPU")
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        reason = "this torch is built without CUDA" if torch.version.cuda is None else "this host has no GPU"
+        yield Finding("nvcc", f"not needed: {reason}")
         return
     try:
         version = _build.cuda_recipe((torch.cuda.get_device_capability(),)).compiler_version
@@ -135,11 +129,3 @@ def compilers() -> Iterator[Finding]:
     except _build.BuildError as error:
         cure = f"Install the CUDA toolkit {torch.version.cuda}, or set CUDA_HOME to it. {slower}"
         yield Finding("nvcc", str(error), "note", cure)
-
-
-def _first_line(command: list[str]) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"{command[0]} does not run: {error}"
-    return one_line(f"{done.stdout.strip()}, {command[0]}")

@@ -34,27 +34,22 @@ def restarts(environ: Mapping[str, str]) -> int:
 
 def end_time(environ: Mapping[str, str]) -> float | None:
     """Return when SLURM will end the job, in seconds since 1970. None if there is no limit or it is unknown."""
-    name = job_id(environ)
-    if name is None:
-        return None
-    # Older releases do not set the variable.
-    text = environ.get("SLURM_JOB_END_TIME") or _ask(["squeue", "-h", "-j", name, "-o", "%e"], SLURM_TIME_FORMAT="%s")
-    try:
-        seconds = float(text or "")
-    except ValueError:  # NONE, N/A
-        return None
-    return seconds if seconds > 0 else None
+    seconds = _time(environ, "SLURM_JOB_END_TIME", "%e")
+    return seconds if seconds is not None and seconds > 0 else None
 
 
 def start_time(environ: Mapping[str, str]) -> float | None:
     """Return when SLURM started the job this time, in seconds since 1970. None if unknown."""
+    return _time(environ, "SLURM_JOB_START_TIME", "%S")
+
+
+def _time(environ: Mapping[str, str], variable: str, field: str) -> float | None:
     name = job_id(environ)
     if name is None:
         return None
-    text = environ.get("SLURM_JOB_START_TIME") or _ask(["squeue", "-h", "-j", name, "-o", "%S"], SLURM_TIME_FORMAT="%s")
     try:
-        return float(text or "")
-    except ValueError:
+        return float(environ.get(variable) or _queued(name, field) or "")  # older releases do not set the variable
+    except ValueError:  # NONE, N/A
         return None
 
 
@@ -90,7 +85,7 @@ def own_folder(parent: str, name: str, environ: Mapping[str, str]) -> str:
 def is_running(environ: Mapping[str, str]) -> bool:
     """Return whether SLURM counts the job as running: False once it is cancelled, timed out or being requeued."""
     name = job_id(environ)
-    return name is not None and _ask(["squeue", "-h", "-j", name, "-o", "%T"]) == "RUNNING"
+    return name is not None and _queued(name, "%T") == "RUNNING"
 
 
 def requeue(environ: Mapping[str, str]) -> str | None:
@@ -103,24 +98,21 @@ def requeue(environ: Mapping[str, str]) -> str | None:
     if name is None:
         return "this process does not run in a SLURM batch job"
     command = ["scontrol", "requeue", name]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"{' '.join(command)}: {error}"
-    return None if done.returncode == 0 else f"{' '.join(command)}: {(done.stderr or done.stdout).strip()}"
+    output, error = _run(command)
+    return f"{' '.join(command)}: {error}" if output is None else None
 
 
-def _ask(command: list[str], **extra: str) -> str | None:
-    """Return the output of a SLURM command, or None if it failed."""
+def _queued(name: str, field: str) -> str | None:
+    """Return a field of the job from squeue, with times in seconds since 1970, or None if squeue failed."""
+    return _run(["squeue", "-h", "-j", name, "-o", field], SLURM_TIME_FORMAT="%s")[0]
+
+
+def _run(command: list[str], **extra: str) -> tuple[str | None, str]:
+    """Run a SLURM command. Return its output and "", or None and the error."""
     try:
         done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_S,
-            check=False,
-            env={**os.environ, **extra},
+            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False, env={**os.environ, **extra}
         )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return None, str(error)
+    return (None, (done.stderr or done.stdout).strip()) if done.returncode else (done.stdout.strip(), "")

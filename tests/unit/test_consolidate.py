@@ -254,8 +254,8 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
 def test_what_a_killed_process_left_is_removed_by_the_next_and_by_no_other(tmp_path: Path) -> None:
     folder, target = small_folder(tmp_path / "x.ckpt"), tmp_path / "one.ckpt"
     begin = (
-        "import sys; from pathlib import Path; from ls_strategy.checkpoint.output import whole_or_nothing\n"
-        "with whole_or_nothing(Path(sys.argv[1]), nbytes=0, force=False) as path:\n"
+        "import sys; from pathlib import Path; from ls_strategy.checkpoint.output import atomic_output\n"
+        "with atomic_output(Path(sys.argv[1]), nbytes=0, force=False) as path:\n"
         "    path.write_text('half'); print('begun', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(

@@ -376,7 +376,7 @@ def test_optimizers(name, params, kind, expected):
     [
         ("Lamb", {}, "Lamb scales"),
         ("OneBitAdam", {}, "removed"),
-        ("Muon", {}, "whole matrices"),
+        ("Muon", {}, "full matrices"),
         ("AdamX", {}, "torch.optim"),
         ("Optimizer", {"learning": 1}, "learning"),
         ("AdamW", {"amsgrad": True}, "amsgrad"),
