@@ -158,11 +158,9 @@ def open_folder(path: str | os.PathLike[str]) -> tuple[Reader, Manifest | None]:
 
 
 def read_weights(path: str | os.PathLike[str], *, average: bool = False) -> Weights:
-    """Read the weights only. Of a folder nothing else is built, so that no class of the training must be importable.
+    """Read the weights, or with ``average`` the average of `ShardedEMA`, from a folder or file.
 
-    Args:
-        path: Folder or file.
-        average: Read the average of `ShardedEMA` instead.
+    Of a folder nothing else is built, so that no class of the training must be importable.
 
     Raises:
         CheckpointError: The checkpoint is incomplete, or has no such weights.

@@ -100,13 +100,9 @@ class StreamedSave:
         return len(self._pickled) + sum(_nbytes(s) for s in self._storages)
 
     def write(self, path: Path, progress: Progress | None = None) -> None:
-        """Write a new file and wait until it is on disk.
+        """Write a new file and wait until it is on disk. ``progress`` is called after every chunk.
 
         Needs memory for the pickle and a few chunks of one tensor. Tensors on devices are saved as CPU tensors.
-
-        Args:
-            path: The file, which must not exist.
-            progress: Called after every chunk.
         """
         done, total = 0, self.nbytes
         with path.open("xb") as file:

@@ -6,7 +6,6 @@ stable at higher learning rates.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -73,7 +72,7 @@ class SequenceCurriculum(ScheduledCallback):
         self.tokens = 0
         """Tokens of all ranks in the optimizer steps so far. Counted with ``unit="tokens"``."""
         self._pending = 0
-        self._undo: Callable[[], None] | None = None
+        self._strategy: Any = None
 
     @override
     def position(self) -> int:
@@ -97,19 +96,16 @@ class SequenceCurriculum(ScheduledCallback):
         _check_divisible(trainer, self.schedule)
         self._pending = 0
         self._stop()
-        strategy = trainer.strategy
-        plain = strategy.batch_to_device
+        self._strategy = trainer.strategy
+        plain = self._strategy.batch_to_device
 
         def batch_to_device(batch: Any, *args: Any, **kwargs: Any) -> Any:
-            return plain(self._cut(trainer, batch) if trainer.training else batch, *args, **kwargs)
+            if trainer.training:
+                batch, tokens = shorten(batch, self.current(trainer))
+                self._pending += tokens
+            return plain(batch, *args, **kwargs)
 
-        strategy.batch_to_device = batch_to_device  # type: ignore[method-assign]
-        self._undo = partial(vars(strategy).pop, "batch_to_device", None)
-
-    def _cut(self, trainer: pl.Trainer, batch: Any) -> Any:
-        batch, tokens = shorten(batch, self.current(trainer))
-        self._pending += tokens
-        return batch
+        self._strategy.batch_to_device = batch_to_device
 
     @override
     def on_train_batch_start(
@@ -130,9 +126,9 @@ class SequenceCurriculum(ScheduledCallback):
 
     @override
     def _stop(self) -> None:
-        undo, self._undo = self._undo, None
-        if undo is not None:
-            undo()
+        if self._strategy is not None:
+            vars(self._strategy).pop("batch_to_device", None)
+        self._strategy = None
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -230,13 +226,8 @@ def _token_dims(tensor: Tensor, tokens: int) -> list[int]:
     last = tensor.dim() - 1
     if len(found) <= 1:
         return found
-    square = found == [last - 1, last]
-    if square and (not _is_real(tensor) or last > 2):
+    if found == [last - 1, last] and (not _is_real(tensor) or last > 2):
         return found
-    return _unclear(tensor, tokens)
-
-
-def _unclear(tensor: Tensor, tokens: int) -> list[int]:
     raise StateError(
         f"SequenceCurriculum got a tensor of {tensor.dtype} and shape {tuple(tensor.shape)} in a batch of sequences of "
         f"{tokens} tokens. Its token dimensions are ambiguous. Use (batch, tokens, ...) for features and bool (batch, "

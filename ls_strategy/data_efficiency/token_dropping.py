@@ -149,10 +149,7 @@ def _place(trainer: pl.Trainer, schedule: Schedule) -> tuple[int, int]:
 def middle_blocks(model: nn.Module, classes: tuple[str, ...] = (), ends: int = 1) -> dict[str, nn.Module]:
     """Return blocks by name, without ``ends`` blocks at either end of every stack.
 
-    Args:
-        model: The model.
-        classes: Class names; all blocks of these form one stack. Empty: the repeated blocks of the model.
-        ends: How many to leave out.
+    All blocks of the given ``classes`` form one stack. By default the repeated blocks of the model form the stacks.
 
     Raises:
         PlanError: No block is left.
@@ -179,12 +176,7 @@ class DroppingForward:
     """Replaces ``module.forward``. Copies of the module have the original forward."""
 
     def __init__(self, module: nn.Module, place: int = 0) -> None:
-        """Replace the forward.
-
-        Args:
-            module: A block.
-            place: Mixed into the random numbers.
-        """
+        """Replace the block's forward. ``place`` is mixed into the random numbers."""
         module = uncompiled(module)
         self.kept: int | None = None
         """Tokens to process; None: all."""
@@ -238,14 +230,8 @@ def _hidden_of(call: Call) -> Tensor:
 def draw_kept(rows: int, tokens: int, kept: int, device: torch.device, place: int) -> Tensor:
     """Draw the tokens that every sequence keeps: ``(rows, kept)`` int64, ascending, all sets equally likely.
 
-    Takes one number from the device's default generator, whatever the shape.
-
-    Args:
-        rows: Sequences.
-        tokens: Tokens per sequence.
-        kept: Tokens to keep per sequence.
-        device: Device of the result.
-        place: Changes the drawn tokens for the same random number.
+    Takes one number from the device's default generator, whatever the shape. Ranks that pass another ``place`` draw
+    other tokens from the same number.
     """
     stream = generator_of(device)
     number, after = draw(stream)
@@ -256,12 +242,9 @@ def draw_kept(rows: int, tokens: int, kept: int, device: torch.device, place: in
 
 
 def keep_tokens(call: Call, index: Tensor, *, takes_positions: bool) -> Call:
-    """Reduce a block's arguments to the kept tokens.
+    """Reduce a block's arguments to the tokens in ``index``, ``(B, K)`` int64.
 
-    Args:
-        call: Positional and named arguments.
-        index: ``(B, K)`` int64, see `draw_kept`.
-        takes_positions: Whether the block takes ``positions`` and indexes tables by them.
+    With ``takes_positions`` the block takes ``positions`` by name and indexes tables by them.
 
     Raises:
         StateError: An argument along the tokens has no batch dimension.
@@ -286,12 +269,7 @@ def keep_tokens(call: Call, index: Tensor, *, takes_positions: bool) -> Call:
 
 
 def put_back(hidden: Tensor, part: Tensor, index: Tensor) -> Tensor:
-    """Return ``hidden`` with ``part`` at the tokens in ``index``.
-
-    Args:
-        hidden: ``(B, T, ...)``.
-        part: ``(B, K, ...)``, the block's output.
-        index: ``(B, K)`` int64.
+    """Return ``hidden`` ``(B, T, ...)`` with the block's output ``part`` ``(B, K, ...)`` at the tokens in ``index``.
 
     Raises:
         StateError: The block returned another shape.

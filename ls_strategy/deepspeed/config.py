@@ -101,10 +101,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def translate(source: PathOrDict) -> Translation:
-    """Translate a DeepSpeed configuration.
-
-    Args:
-        source: Path of a JSON file, or the dictionary.
+    """Translate a DeepSpeed configuration, a dictionary or the path of a JSON file.
 
     Raises:
         ConfigError: A key is unknown, a value is out of range, or ignoring a feature would change results.

@@ -65,9 +65,7 @@ class Files:
 def open_save(path: str | os.PathLike[str], *, weights_only: bool = True) -> Files:
     """Open all files of a save.
 
-    Args:
-        path: The folder.
-        weights_only: Build only objects that torch considers safe, and holders of DeepSpeed's. False builds all.
+    With ``weights_only``, build only objects that torch considers safe, and holders of DeepSpeed's.
 
     Raises:
         CheckpointError: There is no save, files are missing, or they were written with model parallelism.

@@ -59,6 +59,7 @@ _LOGGER = ignored("set the logger with `Trainer(logger=...)`")
 _REPORTS = ignored("use `ls_strategy.Monitor`, which reports times, memory and bytes sent")
 _PINNED = ignored("host memory is always pinned with CUDA")
 _NVME_BUFFERS = ignored("NVMe buffers follow the sizes of the model's units")
+_LIVE = ignored("only the current unit and prefetched units are gathered: `sharding.prefetch_units`")
 _REMOVED = "DeepSpeed itself has removed it. Delete the block"
 _DATA_EFFICIENCY = (
     "it changes data and tokens. Use the callback `RandomTokenDropping` for `random_ltd` and `SequenceCurriculum` for "
@@ -130,14 +131,10 @@ _ZERO: Table = {
     "stage3_prefetch_bucket_size": to("`sharding.prefetch_units`: 0 stays 0, other values become 1, the default"),
     "stage3_param_persistence_threshold": ignored("small blocks share one unit: `sharding.min_unit_numel`"),
     "stage3_model_persistence_threshold": ignored("small blocks share one unit: `sharding.min_unit_numel`"),
-    "stage3_max_live_parameters": ignored(
-        "the current unit and prefetched units are gathered: `sharding.prefetch_units`"
-    ),
-    "stage3_max_reuse_distance": ignored(
-        "the current unit and prefetched units are gathered: `sharding.prefetch_units`"
-    ),
+    "stage3_max_live_parameters": _LIVE,
+    "stage3_max_reuse_distance": _LIVE,
     "stage3_gather_16bit_weights_on_model_save": ignored(
-        "checkpoints hold fp32 weights; `ls-strategy consolidate --dtype bf16` exports 16-bit ones"
+        "`ls-strategy consolidate --dtype bf16` exports 16-bit weights"
     ),
     "stage3_gather_fp16_weights_on_model_save": ignored("older name of stage3_gather_16bit_weights_on_model_save"),
     "stage3_module_granularity_threshold": _UNITS,
@@ -192,9 +189,7 @@ KEYS: Table = {
     "torch_autocast": {
         "enabled": to("`Trainer(precision='bf16-mixed')` or `'16-mixed'`, by dtype"),
         "dtype": to("selects `bf16-mixed` or `16-mixed`"),
-        "lower_precision_safe_modules": ignored(
-            "gradients of autocast modules are reduced in fp32: `precision.reduce_dtype`"
-        ),
+        "lower_precision_safe_modules": ignored("their gradients are reduced in fp32: `precision.reduce_dtype`"),
     },
     "amp": AnyBlock(refused(f"{_REMOVED}, and choose Trainer(precision='16-mixed')"), "enabled"),
     "data_types": {
@@ -202,10 +197,7 @@ KEYS: Table = {
         "param_dtype": ignored("set by fp16 and bf16"),
         "buffer_dtype": refused("buffers keep their dtypes or follow the precision. Delete it"),
         "keep_in_fp32_modules": refused(
-            "patterns of parameter names are not supported. Use class names: PrecisionConfig(fp32_modules=[...])",
-            "auto",
-            None,
-            [],
+            "patterns are not supported. Use class names: PrecisionConfig(fp32_modules=[...])", "auto", None, []
         ),
     },
     "zero_optimization": _ZERO,

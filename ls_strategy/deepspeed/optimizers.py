@@ -60,11 +60,7 @@ class OptimizerBlock:
         return f"{kind.__name__}({', '.join(f'{k}={v}' for k, v in arguments.items())})"
 
     def build(self, params: Iterable[Any], auto: Mapping[str, Any] | None = None) -> Optimizer:
-        """Return the optimizer.
-
-        Args:
-            params: Parameters, or parameter groups.
-            auto: Values of "auto", by argument: ``{"lr": module.lr}``.
+        """Return the optimizer. ``auto`` has the values of "auto", by argument: ``{"lr": module.lr}``.
 
         Raises:
             ConfigError: The value of an "auto" is unknown.
@@ -148,11 +144,7 @@ class SchedulerBlock:
         return f"{self.type}({', '.join(f'{k}={v}' for k, v in self.params.items())})"
 
     def build(self, optimizer: Optimizer, auto: Mapping[str, Any] | None = None) -> Schedule:
-        """Return the schedule, which sets the optimizer's first learning rate.
-
-        Args:
-            optimizer: The optimizer that it schedules.
-            auto: Values of "auto", by argument: ``{"total_num_steps": 1000}``.
+        """Return the schedule, which sets the optimizer's first learning rate. ``auto`` has the values of "auto".
 
         Raises:
             ConfigError: The value of an "auto" is unknown, or a value is out of range.

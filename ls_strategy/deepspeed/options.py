@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import is_dataclass
 from functools import wraps
-from types import NoneType
+from types import NoneType, SimpleNamespace
 from typing import Any, TypeVar
 
 from ls_strategy.checked import show
@@ -120,11 +120,9 @@ def takes_deepspeed_config(took_default: Callable[[Any, dict[str, Any]], Collect
 
 
 def _flat(given: Mapping[str, Any], stage: int) -> dict[str, Any]:
-    """Return the stage and the options that were given in groups, by dotted name. Other types are checked later.
+    """Return the stage and the options that were given in groups, by dotted name. ``stage`` is the file's.
 
-    Args:
-        given: Arguments of the strategy.
-        stage: The file's ZeRO stage.
+    Values of other types are checked later.
     """
     result = {"stage": given["stage"]} if "stage" in given else {}
     for name in GROUPS.keys() & given.keys():
@@ -141,9 +139,9 @@ def _passed(
 ) -> dict[str, Any]:
     """Return ``given`` without the defaults that a parser filled in."""
     doubtful = {
-        name: said
-        for name, said in _decided(translation).items()
-        if name in given and _is_default(given[name], default_of(name)) and given[name] != said
+        name: decided
+        for name, decided in _decided(translation).items()
+        if name in given and _is_default(given[name], default_of(name)) and given[name] != decided
     }
     filled_in = took_default(made, doubtful) if doubtful else ()
     return {name: value for name, value in given.items() if name not in filled_in}
@@ -175,39 +173,34 @@ def merged(translation: Translation, given: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: An argument contradicts the file.
     """
-    said = _decided(translation)
-    for name in sorted(said.keys() & given.keys()):
-        if not _agree(translation, name, given[name], said[name]):
+    decided = _decided(translation)
+    for name in sorted(decided.keys() & given.keys()):
+        if not _agree(translation, name, given[name], decided[name]):
             keys = ", ".join(_keys(translation, name))
             raise ConfigError(
                 f"Got {name}={show(given[name])}, but deepspeed_config has {keys}, which requires "
-                f"{name}={show(said[name])}. Set {name}={show(said[name])} or leave it out, or change the "
+                f"{name}={show(decided[name])}. Set {name}={show(decided[name])} or leave it out, or change the "
                 "DeepSpeed configuration."
             )
     return {name: value for name, value in translation.strategy.items() if name not in given}
 
 
-def _agree(translation: Translation, name: str, given: Any, said: Any) -> bool:
+def _agree(translation: Translation, name: str, given: Any, decided: Any) -> bool:
     """Return whether an argument has the file's value, or a more specific one."""
     if name == "activations.checkpointing":
         return given is not None  # the file enables recomputation but does not choose the policy
     if name == "sharding.prefetch_units":
-        return (given == 0) == (said == 0)
-    given = _Fields(given) if isinstance(given, dict) else given
-    if isinstance(said, str) and hasattr(given, "tier"):
-        return getattr(given, "tier", None) == said
-    if not is_dataclass(said):
-        return given == said
+        return (given == 0) == (decided == 0)
+    if isinstance(given, dict):
+        given = SimpleNamespace(**{"tier": "cpu"} | {str(name): value for name, value in given.items()})
+    if isinstance(decided, str) and hasattr(given, "tier"):
+        return given.tier == decided
+    if not is_dataclass(decided):
+        return given == decided
     if isinstance(given, str):  # a tier
-        return given == getattr(said, "tier", None) and getattr(said, "ratio", 1.0) == 1.0
+        return given == getattr(decided, "tier", None) and getattr(decided, "ratio", 1.0) == 1.0
     there = {row.key for row in translation.rows if row.outcome == "mapped" and row.value is not None}
     fields = {_FIELDS[key] for key in KEYS_OF[name] if key in _FIELDS and key in there}
-    fields |= {"tier"} if hasattr(said, "tier") else set()
-    return all(getattr(given, field, getattr(type(said), field, None)) == getattr(said, field) for field in fields)
-
-
-class _Fields:
-    """Gives attribute access to a dictionary of dataclass fields."""
-
-    def __init__(self, values: dict[str, Any]) -> None:
-        self.__dict__.update({"tier": "cpu", **{str(name): value for name, value in values.items()}})
+    fields |= {"tier"} if hasattr(decided, "tier") else set()
+    defaults = type(decided)
+    return all(getattr(given, field, getattr(defaults, field, None)) == getattr(decided, field) for field in fields)

@@ -30,13 +30,10 @@ class TrainerSettings:
     """Samples per optimizer step over all data-parallel ranks."""
 
     def choose_precision(self, given: str) -> str:
-        """Return the precision to train in.
-
-        Args:
-            given: The Trainer's precision. The configuration replaces ``32-true``, its default.
+        """Return the precision to train in. The configuration replaces ``32-true``, the Trainer's default.
 
         Raises:
-            ConfigError: They contradict each other.
+            ConfigError: ``given``, the Trainer's precision, contradicts the configuration.
         """
         if self.precision is not None and given == "32-true":
             return self.precision
@@ -57,7 +54,7 @@ class TrainerSettings:
             by_value: Whether the Trainer clips values instead of the norm.
 
         Raises:
-            ConfigError: They contradict each other.
+            ConfigError: They contradict the configuration.
         """
         wanted = self.gradient_clip_val
         if wanted is None:
@@ -77,9 +74,7 @@ class TrainerSettings:
     def choose_batches(self, accumulate_grad_batches: int, replicas: int) -> tuple[int, int | None]:
         """Return micro-batches per step and samples per micro-batch (None: any), from two of the three numbers.
 
-        Args:
-            accumulate_grad_batches: The Trainer's. The configuration replaces 1, its default.
-            replicas: Data-parallel ranks.
+        The configuration replaces ``accumulate_grad_batches=1``, the default. ``replicas`` are data-parallel ranks.
 
         Raises:
             ConfigError: The numbers contradict each other or the Trainer.
@@ -114,11 +109,7 @@ class TrainerSettings:
         return total // by
 
     def check_loader(self, batch_size: int | None, micro_batch_size: int | None) -> None:
-        """Compare a training DataLoader with the configuration.
-
-        Args:
-            batch_size: The DataLoader's, or None if it is unknown.
-            micro_batch_size: The result of `choose_batches`.
+        """Compare a DataLoader's ``batch_size`` (None: unknown) with the ``micro_batch_size`` of `choose_batches`.
 
         Raises:
             ConfigError: They differ.

@@ -26,12 +26,7 @@ class Check:
 
 
 def checks(*, nvme_path: str = "", timeout_s: float = 60.0) -> list[Check]:
-    """Return all checks.
-
-    Args:
-        nvme_path: Folder of the NVMe tier. Empty: LS_STRATEGY_NVME_PATH, or none.
-        timeout_s: Timeout of each pair of ranks.
-    """
+    """Return all checks. ``timeout_s`` is for each pair of ranks. ``nvme_path`` defaults to LS_STRATEGY_NVME_PATH."""
     from ls_strategy.doctor import cluster, collective, gpus, host, kernels, software
     from ls_strategy.doctor import nvme as drive
 
@@ -56,15 +51,9 @@ def checks(*, nvme_path: str = "", timeout_s: float = 60.0) -> list[Check]:
 def examine(
     chosen: Sequence[Check], found: Callable[[str, Finding], None], progress: Callable[[str], None]
 ) -> list[tuple[str, Finding]]:
-    """Run checks one after the other.
+    """Run checks one after the other and return their findings. A check that raises is a problem; the others still run.
 
-    Args:
-        chosen: Result of `choose`.
-        found: Called with every finding and its topic, as soon as it exists.
-        progress: Called with a description of what begins.
-
-    Returns:
-        All findings. A check that raises is a problem, and the other checks still run.
+    ``found`` is called with each topic and finding at once, and ``progress`` with a description of what begins.
     """
     findings: list[tuple[str, Finding]] = []
 

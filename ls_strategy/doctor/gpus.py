@@ -42,13 +42,7 @@ def gpus() -> Iterator[Finding]:
 
 
 def unavailable(seen: int, cuda: str | None, version: str) -> Finding:
-    """Report why torch has no GPU.
-
-    Args:
-        seen: Number of GPUs that the driver lists.
-        cuda: CUDA version of the torch build.
-        version: Version of torch.
-    """
+    """Report why torch has no GPU, given the GPUs that the driver lists and torch's CUDA version and version."""
     if not seen:
         return Finding("GPUs", "none; training runs on the CPU")
     if cuda is None:

@@ -61,10 +61,10 @@ def library(
     available: Callable[[str], bool],
     limit_isa: Callable[[int], int],
 ) -> Finding:
-    """Report the path that the operations of one library take on a kind of device.
+    """Report the path that the operations of one library take on a device, ``cpu`` or ``cuda``.
 
     Args:
-        device: ``cpu`` or ``cuda``.
+        device: The kind of device.
         name: Name of the library.
         operations: Its operations.
         available: Builds and loads it for a device; returns whether that succeeded.

@@ -14,11 +14,7 @@ _PROBE_BYTES = 1 << 20
 
 
 def drive(path: str) -> Iterator[Finding]:
-    """Check the folder, with `check_path` as training does.
-
-    Args:
-        path: The folder. Empty: there is none.
-    """
+    """Check the folder, with `check_path` as training does. An empty path means that there is none."""
     from ls_strategy.planner.hardware import show_bytes
     from ls_strategy.tiers.nvme_folder import check_path, in_memory, mount_of
 

@@ -23,14 +23,13 @@ def require(environ: Mapping[str, str], *, devices: int, num_nodes: int, gpus: b
 def check(environ: Mapping[str, str], *, devices: int, num_nodes: int, gpus: bool | None = None) -> list[str]:
     """Return the inconsistencies between SLURM's variables and the Trainer, each with its cure.
 
+    Empty outside SLURM, and under ``torchrun``, which connects the ranks itself.
+
     Args:
         environ: Environment of this process.
         devices: Processes per node in the Trainer.
         num_nodes: Nodes in the Trainer.
         gpus: Whether each process uses a GPU. None skips the check of GPUs.
-
-    Returns:
-        Empty outside SLURM, and under ``torchrun``, which connects the ranks itself.
     """
     if "SLURM_JOB_ID" not in environ or "SLURM_NTASKS" not in environ or "TORCHELASTIC_RUN_ID" in environ:
         return []

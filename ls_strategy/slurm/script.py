@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.resources import files
 
 from ls_strategy.errors import ConfigError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _PLAIN = re.compile(r"[^\s\"'\\`$;&|<>]+")
+_CONSTRAINT = re.compile(r"[^\s\"'\\`$]+")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -60,7 +61,7 @@ class Job:
     folder: str = "slurm"
     """Folder of the script and the logs, relative to where the job is submitted."""
 
-    script: str = field(default="job.sbatch")
+    script: str = "job.sbatch"
     """Path of the script, for its first comment."""
 
     def __post_init__(self) -> None:
@@ -80,10 +81,8 @@ class Job:
         if self.gpus_per_node < 0:
             raise ConfigError(f"Got --gpus-per-node {self.gpus_per_node}. Give 0 or the number of GPUs.")
         for option in ("time", "partition", "account", "qos", "constraint", "array", "mail_user"):
-            value = getattr(self, option)
-            if value is not None and not (_PLAIN if option != "constraint" else re.compile(r"[^\s\"'\\`$]+")).fullmatch(
-                value
-            ):
+            value, allowed = getattr(self, option), _CONSTRAINT if option == "constraint" else _PLAIN
+            if value is not None and not allowed.fullmatch(value):
                 raise ConfigError(f"Got --{option.replace('_', '-')} {value!r}. Give one word without quotes.")
         for name, value in self.env:
             if not _VARIABLE.fullmatch(name) or "\n" in value:
