@@ -47,7 +47,7 @@ class BackgroundSaver:
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="ls_strategy_save")
-        self._pending: list[tuple[str, Future[Any]]] = []
+        self._pending: list[Future[None]] = []
         self._failed = False
         self._abandoned = threading.Event()
         self._exchange: StoreExchange | None = None
@@ -78,7 +78,7 @@ class BackgroundSaver:
                 for hold in holds:
                     hold.finish()
 
-        self._pending.append((save.path, self._worker.submit(work)))
+        self._pending.append(self._worker.submit(work))
 
     def then(self, action: Callable[[], None]) -> None:
         """Run ``action`` after the save in flight, or at once if there is none. Skip it if that save fails."""
@@ -91,7 +91,7 @@ class BackgroundSaver:
             except (OSError, CheckpointError) as error:  # a file that was not removed does no harm
                 _log.error("%s", error)
 
-        self._pending.append(("", self._worker.submit(work)))
+        self._pending.append(self._worker.submit(work))
 
     def wait(self) -> None:
         """Wait until nothing is in flight.
@@ -100,11 +100,9 @@ class BackgroundSaver:
             CheckpointError: A save failed and no earlier call has raised it.
         """
         pending, self._pending = self._pending, []
-        error: BaseException | None = None
-        for _, future in pending:
-            error = error or future.exception()
-        if error is not None:
-            raise error
+        errors = [error for future in pending if (error := future.exception()) is not None]
+        if errors:
+            raise errors[0]
 
     def abandon(self) -> None:
         """Give up saves that are not committed, because other ranks have ended. Does not raise."""
