@@ -113,17 +113,10 @@ def _check_whole(files: Files) -> None:
 
 
 class _Holder:
-    """Replaces an object of DeepSpeed. Keeps its attributes and constructor arguments."""
+    """Replaces an object of DeepSpeed and has its attributes."""
 
-    made_from: tuple[Any, ...]
-
-    def __new__(cls, *args: Any) -> _Holder:
-        self = super().__new__(cls)
-        self.made_from = args
-        return self
-
-    def __init__(self, *args: Any) -> None:
-        """Accept the arguments, which `__new__` has stored."""
+    def __init__(self, *_: Any) -> None:
+        """Accept any arguments."""
 
 
 class _Unpickler(pickle.Unpickler):
