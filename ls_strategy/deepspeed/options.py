@@ -23,22 +23,34 @@ from ls_strategy.errors import ConfigError
 
 _ZERO, _SAVED, _BLOCK = "zero_optimization.", "activation_checkpointing.", "zero_optimization.offload_optimizer."
 
+_FIELDS: dict[str, dict[str, str]] = {
+    "offload.optimizer": {f"{_BLOCK}ratio": "ratio"},
+    "offload.nvme_io": {
+        "aio.block_size": "block_bytes",
+        "aio.queue_depth": "queue_depth",
+        "aio.intra_op_parallelism": "parallelism",
+        "aio.thread_count": "parallelism",
+    },
+    "precision.loss_scale": {
+        "fp16.loss_scale": "static",
+        "fp16.initial_scale_power": "initial_power",
+        "fp16.loss_scale_window": "window",
+        "fp16.hysteresis": "hysteresis",
+        "fp16.consecutive_hysteresis": "consecutive_hysteresis",
+        "fp16.min_loss_scale": "min_scale",
+    },
+}
+"""For options that are dataclasses: the field that each key decides. The file says nothing about other fields."""
+
 KEYS_OF: dict[str, tuple[str, ...]] = {
     "stage": (f"{_ZERO}stage",),
     "sharding.prefetch_units": (f"{_ZERO}stage3_prefetch_bucket_size",),
     "offload.optimizer": (f"{_BLOCK}device", f"{_ZERO}cpu_offload", f"{_BLOCK}ratio"),
     "offload.parameters": (f"{_ZERO}offload_param.device", f"{_ZERO}cpu_offload_param", f"{_ZERO}cpu_offload_params"),
     "offload.nvme_path": (f"{_BLOCK}nvme_path", f"{_ZERO}offload_param.nvme_path"),
-    "offload.nvme_io": ("aio.block_size", "aio.queue_depth", "aio.intra_op_parallelism", "aio.thread_count"),
+    "offload.nvme_io": tuple(_FIELDS["offload.nvme_io"]),
     "precision.master_weights": ("bf16.bf16_master_weights_and_grads", "bfloat16.bf16_master_weights_and_grads"),
-    "precision.loss_scale": (
-        "fp16.loss_scale",
-        "fp16.initial_scale_power",
-        "fp16.loss_scale_window",
-        "fp16.hysteresis",
-        "fp16.consecutive_hysteresis",
-        "fp16.min_loss_scale",
-    ),
+    "precision.loss_scale": tuple(_FIELDS["precision.loss_scale"]),
     "precision.reduce_dtype": ("communication_data_type",),
     "activations.checkpointing": (
         f"{_SAVED}partition_activations",
@@ -57,20 +69,6 @@ KEYS_OF: dict[str, tuple[str, ...]] = {
 }
 """The keys of a configuration that decide each option of the strategy."""
 
-_FIELDS = {
-    "aio.block_size": "block_bytes",
-    "aio.queue_depth": "queue_depth",
-    "aio.intra_op_parallelism": "parallelism",
-    "aio.thread_count": "parallelism",
-    "fp16.loss_scale": "static",
-    "fp16.initial_scale_power": "initial_power",
-    "fp16.loss_scale_window": "window",
-    "fp16.hysteresis": "hysteresis",
-    "fp16.consecutive_hysteresis": "consecutive_hysteresis",
-    "fp16.min_loss_scale": "min_scale",
-    f"{_BLOCK}ratio": "ratio",
-}
-"""For options that are dataclasses: the field that a key decides. The file says nothing about other fields."""
 
 _OFF: dict[str, Any] = {
     "offload.optimizer": None,
@@ -200,7 +198,7 @@ def _agree(translation: Translation, name: str, given: Any, decided: Any) -> boo
     if isinstance(given, str):  # a tier
         return given == getattr(decided, "tier", None) and getattr(decided, "ratio", 1.0) == 1.0
     there = {row.key for row in translation.rows if row.outcome == "mapped" and row.value is not None}
-    fields = {_FIELDS[key] for key in KEYS_OF[name] if key in _FIELDS and key in there}
+    fields = {field for key, field in _FIELDS.get(name, {}).items() if key in there}
     fields |= {"tier"} if hasattr(decided, "tier") else set()
     defaults = type(decided)
     return all(getattr(given, field, getattr(defaults, field, None)) == getattr(decided, field) for field in fields)

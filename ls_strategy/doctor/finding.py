@@ -26,6 +26,11 @@ class Finding:
             raise ValueError(f"the finding {self.name!r} is a {self.state} without a cure")
 
 
+def note_if(limited: bool, name: str, value: str, cure: str) -> Finding:
+    """Return a note with its cure if ``limited``, otherwise a finding that is ok."""
+    return Finding(name, value, "note", cure) if limited else Finding(name, value)
+
+
 def run(command: Sequence[str], timeout_s: float) -> tuple[str, str]:
     """Run a command and return its output and its error. One of them is empty."""
     try:

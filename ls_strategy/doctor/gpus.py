@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ls_strategy.doctor.finding import Finding, one_line, run
+from ls_strategy.doctor.finding import Finding, note_if, one_line, run
 
 _QUERY = ("index", "name", "driver_version", "memory.total", "memory.used")
 
@@ -83,10 +83,7 @@ def device(index: int) -> Finding:
         f"{properties.name}, {properties.major}.{properties.minor}, {show_bytes(total)}, {show_bytes(free)} free, "
         f"bf16 {'yes' if properties.major >= 8 else 'no: use 16-mixed'}"
     )
-    if free < 0.9 * total:
-        cure = "Another process uses its memory: nvidia-smi shows which."
-        return Finding(name, value, "note", cure)
-    return Finding(name, value)
+    return note_if(free < 0.9 * total, name, value, "Another process uses its memory: nvidia-smi shows which.")
 
 
 def nccl() -> Finding:

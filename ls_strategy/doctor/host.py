@@ -10,7 +10,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from ls_strategy.doctor.finding import Finding
+from ls_strategy.doctor.finding import Finding, note_if
 
 CGROUP = Path("/sys/fs/cgroup")
 OPEN_FILES = 4096
@@ -59,10 +59,9 @@ def cpu_quota(folder: Path) -> float | None:
 def threads(count: int, usable: float) -> Finding:
     """Compare torch's threads per process with the cores that it may use."""
     value = f"{count} per process (OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'unset')})"
-    if count > usable:
-        cure = f"Set OMP_NUM_THREADS to {usable:g} divided by the ranks on this host."
-        return Finding("threads", f"{value}, more than {usable:g} cores", "note", cure)
-    return Finding("threads", value)
+    value += f", more than {usable:g} cores" if count > usable else ""
+    cure = f"Set OMP_NUM_THREADS to {usable:g} divided by the ranks on this host."
+    return note_if(count > usable, "threads", value, cure)
 
 
 def _cpu_name() -> str:
@@ -84,11 +83,8 @@ def memory() -> Iterator[Finding]:
     limited = "" if limit is None else f", {show_bytes(limit)} for the control group"
     free = free_host_memory()
     value = f"{show_bytes(total)}{limited}, {'unknown' if free is None else show_bytes(free)} free"
-    if free is not None and free < _GIB:
-        cure = "End other processes, or raise the limit (docker run --memory=..., sbatch --mem=...)."
-        yield Finding("memory", value, "note", cure)
-    else:
-        yield Finding("memory", value)
+    cure = "End other processes, or raise the limit (docker run --memory=..., sbatch --mem=...)."
+    yield note_if(free is not None and free < _GIB, "memory", value, cure)
 
 
 def cgroup_limit(folder: Path) -> int | None:
@@ -117,12 +113,8 @@ def shared_memory(folder: Path) -> Finding:
         cure = "Mount it: mount -t tmpfs -o size=8g tmpfs /dev/shm. Loaders with workers fail without it."
         return Finding("shared memory", f"no {folder}: {error.strerror}", "problem", cure)
     value = f"{folder}: {usage.total / _MIB:.0f} MiB, {usage.free / _MIB:.0f} free"
-    if usage.free < SHARED_MEMORY:
-        cure = (
-            "docker run --shm-size=8g (or --ipc=host), or mount -o remount,size=8g /dev/shm: loaders and NCCL need it."
-        )
-        return Finding("shared memory", value, "note", cure)
-    return Finding("shared memory", value)
+    cure = "docker run --shm-size=8g (or --ipc=host), or mount -o remount,size=8g /dev/shm: loaders and NCCL need it."
+    return note_if(usage.free < SHARED_MEMORY, "shared memory", value, cure)
 
 
 def name_resolves(name: str) -> Finding:
@@ -135,10 +127,8 @@ def name_resolves(name: str) -> Finding:
         )
         return Finding("host name", f"{name} does not resolve: {error}", "problem", cure)
     value = f"{name} is {', '.join(found)}"
-    if all(address.startswith("127.") or address == "::1" for address in found):
-        cure = (
-            "This suffices for one node. For several, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface "
-            "between them, or set the name's address in /etc/hosts."
-        )
-        return Finding("host name", value, "note", cure)
-    return Finding("host name", value)
+    cure = (
+        "This suffices for one node. For several, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface "
+        "between them, or set the name's address in /etc/hosts."
+    )
+    return note_if(all(a.startswith("127.") or a == "::1" for a in found), "host name", value, cure)

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from ls_strategy.doctor.finding import Finding
+from ls_strategy.doctor.finding import Finding, note_if
 from ls_strategy.errors import LSError
 
 _PROBE_BYTES = 1 << 20
@@ -38,10 +38,8 @@ def drive(path: str) -> Iterator[Finding]:
     yield Finding("folder", kind)
     usage = shutil.disk_usage(folder)
     value = f"{show_bytes(usage.free)} of {show_bytes(usage.total)} free"
-    if usage.free < 0.05 * usage.total:
-        yield Finding("room", value, "note", "Free some space: NVMe devices write slowly when they are nearly full.")
-    else:
-        yield Finding("room", value)
+    cure = "Free some space: NVMe devices write slowly when they are nearly full."
+    yield note_if(usage.free < 0.05 * usage.total, "room", value, cure)
     yield direct_io(folder)
 
 
