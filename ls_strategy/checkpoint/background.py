@@ -119,28 +119,22 @@ class BackgroundSaver:
 
     def _keep(self, save: Save) -> list[Hold]:
         """Replace the save's values by copies, and put holds on offloaded buffers."""
-        to_copy = [
-            (number, box)
+        boxes = {
+            number: list(entry.source.boxes())
             for number, entry in enumerate(save.entries)
             if entry.source is not None and not entry.source.at_rest
-            for box in entry.source.boxes()
-        ]
-        copies = self._copied([values for _, (_, values) in to_copy])
-        kept: dict[int, list[Values]] = {}
-        for (number, (offsets, _)), values in zip(to_copy, copies, strict=True):
-            kept.setdefault(number, []).append((offsets, values))
+        }
+        copies = iter(self._copied([values for found in boxes.values() for _, values in found]))
         holds: dict[int, Hold] = {}
         for number, entry in enumerate(save.entries):
-            source = entry.source
+            value, source = entry.value, entry.source
             if source is None:
-                save.entries[number] = Entry(entry.path, _copied(entry.value), None)
-            elif not source.at_rest:
-                save.entries[number] = Entry(entry.path, entry.value, _Kept(source, kept.get(number, [])))
+                value = _copied(value)
+            elif number in boxes:
+                source = _Kept(source, [(offsets, next(copies)) for offsets, _ in boxes[number]])
             else:
-                if id(source.flat) not in holds:
-                    holds[id(source.flat)] = Hold(source.flat)
-                held = holds[id(source.flat)].add(source)
-                save.entries[number] = Entry(entry.path, entry.value, held)
+                source = holds.setdefault(id(source.flat), Hold(source.flat)).add(source)
+            save.entries[number] = Entry(entry.path, value, source)
         for hold in holds.values():
             hold.flat.hold = hold
         return list(holds.values())
