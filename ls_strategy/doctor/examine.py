@@ -27,8 +27,7 @@ class Check:
 
 def checks(*, nvme_path: str = "", timeout_s: float = 60.0) -> list[Check]:
     """Return all checks. ``timeout_s`` is for each pair of ranks. ``nvme_path`` defaults to LS_STRATEGY_NVME_PATH."""
-    from ls_strategy.doctor import cluster, collective, gpus, host, kernels, software
-    from ls_strategy.doctor import nvme as drive
+    from ls_strategy.doctor import cluster, collective, gpus, host, kernels, nvme, software
 
     path = nvme_path or os.environ.get("LS_STRATEGY_NVME_PATH", "")
     return [
@@ -37,7 +36,7 @@ def checks(*, nvme_path: str = "", timeout_s: float = 60.0) -> list[Check]:
         Check("kernels", "kernels; compiling takes about ten seconds the first time", kernels.kernels),
         Check("host", "processors, memory, limits", host.host),
         Check("gpus", "GPUs", gpus.gpus),
-        Check("drive", "the NVMe folder", partial(drive.drive, path)),
+        Check("drive", "the NVMe folder", partial(nvme.folder, path)),
         Check("slurm", "SLURM", partial(cluster.slurm, os.environ)),
         Check("launcher", "launcher variables", partial(cluster.launcher, os.environ)),
         Check(

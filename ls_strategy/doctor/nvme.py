@@ -13,7 +13,7 @@ from ls_strategy.errors import LSError
 _PROBE_BYTES = 1 << 20
 
 
-def drive(path: str) -> Iterator[Finding]:
+def folder(path: str) -> Iterator[Finding]:
     """Check the folder, with `check_path` as training does. An empty path means that there is none."""
     from ls_strategy.planner.hardware import show_bytes
     from ls_strategy.tiers.nvme_folder import check_path, in_memory, mount_of
@@ -21,26 +21,26 @@ def drive(path: str) -> Iterator[Finding]:
     if not path:
         yield Finding("folder", "none given (LS_STRATEGY_NVME_PATH, --nvme-path): states stay in memory")
         return
-    folder = Path(path)
-    if not folder.exists():
+    place = Path(path)
+    if not place.exists():
         cure = f"Create it on a local NVMe device (mkdir -p {path}), or correct the path."
         yield Finding("folder", f"{path} does not exist", "problem", cure)
         return
-    mount = mount_of(folder)
+    mount = mount_of(place)
     kind = f"{path}: {mount.kind} on {mount.point} ({mount.source})"
     try:
-        check_path(folder, 0)
+        check_path(place, 0)
     except LSError as error:
         where = "memory" if in_memory(mount) else "not usable"
         cure = "Give a folder on a local ext4 or XFS file system; nvme_allow_ram=True accepts memory, for tests only."
         yield Finding("folder", f"{kind}, which is {where}: {error}", "problem", cure)
         return
     yield Finding("folder", kind)
-    usage = shutil.disk_usage(folder)
+    usage = shutil.disk_usage(place)
     value = f"{show_bytes(usage.free)} of {show_bytes(usage.total)} free"
     cure = "Free some space: NVMe devices write slowly when they are nearly full."
     yield note_if(usage.free < 0.05 * usage.total, "room", value, cure)
-    yield direct_io(folder)
+    yield direct_io(place)
 
 
 def direct_io(folder: Path) -> Finding:

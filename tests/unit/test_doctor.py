@@ -16,8 +16,7 @@ import pytest
 
 from ls_strategy import cli
 from ls_strategy.distributed.rendezvous import free_port
-from ls_strategy.doctor import cluster, collective, gpus, host, kernels, software
-from ls_strategy.doctor import nvme as drive
+from ls_strategy.doctor import cluster, collective, gpus, host, kernels, nvme, software
 from ls_strategy.doctor.examine import TOPICS, Check, choose, examine
 from ls_strategy.doctor.finding import Finding
 from ls_strategy.errors import ConfigError
@@ -265,20 +264,20 @@ def test_gpus_that_torch_cannot_use(monkeypatch):
     assert "Unset CUDA_VISIBLE_DEVICES" in gpus.unavailable(2, "13.0", "2.15.0").cure
 
 
-# --- the drive -------------------------------------------------------------------------------------------------------
+# --- NVMe ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_folder_in_memory():
     if mount_of(Path("/dev/shm")).kind != "tmpfs":
         pytest.skip("no tmpfs in /dev/shm")
-    (finding,) = drive.drive("/dev/shm")
+    (finding,) = nvme.folder("/dev/shm")
     assert finding.state == "problem"
     assert "tmpfs" in finding.value
     assert "ext4" in finding.cure
 
 
-def test_a_folder_on_a_drive(tmp_path):
-    found = {f.name: f for f in drive.drive(str(tmp_path))}
+def test_a_folder_on_a_disk(tmp_path):
+    found = {f.name: f for f in nvme.folder(str(tmp_path))}
     if found["folder"].state == "problem":
         pytest.skip("temporary files are in memory here")
     assert found["direct I/O"].state in ("ok", "note")
@@ -293,14 +292,14 @@ def test_a_file_system_without_direct_io(tmp_path, monkeypatch):
         raise OSError(22, "Invalid argument")
 
     monkeypatch.setattr(DirectFile, "_set_direct", refuses)
-    finding = drive.direct_io(tmp_path)
+    finding = nvme.direct_io(tmp_path)
     assert (finding.state, finding.value) == ("note", "the file system refuses O_DIRECT")
     assert "ext4" in finding.cure
 
 
 def test_a_file_instead_of_a_folder(tmp_path):
     (tmp_path / "file").touch()
-    (finding,) = drive.drive(str(tmp_path / "file"))
+    (finding,) = nvme.folder(str(tmp_path / "file"))
     assert finding.state == "problem"
     assert "is a file" in finding.value
 
