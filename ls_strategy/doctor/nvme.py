@@ -32,9 +32,7 @@ def folder(path: str) -> Iterator[Finding]:
         check_path(place, 0)
     except LSError as error:
         where = "memory" if in_memory(mount) else "not usable"
-        cure = (
-            "Give a folder on a local ext4 or XFS file system; offload.nvme_allow_ram=True accepts memory, for tests."
-        )
+        cure = "Use a local ext4 or XFS file system; offload.nvme_allow_ram=True accepts memory, for tests."
         yield Finding("folder", f"{kind}, which is {where}: {error}", "problem", cure)
         return
     yield Finding("folder", kind)

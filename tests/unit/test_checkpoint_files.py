@@ -87,7 +87,7 @@ def test_each_chunk_is_read_once(reader: Reader, monkeypatch: pytest.MonkeyPatch
     read: list[object] = []
     plain = files.Reader._load
     monkeypatch.setattr(Reader, "_load", lambda self, index, **k: [read.append(index), plain(self, index, **k)][1])
-    read_range(reader, TABLE, 0, 66)
+    read_range(reader, TABLE, 5, 40)
     assert len(read) == len(set(read)) > 1
 
 

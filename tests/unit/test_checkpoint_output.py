@@ -22,6 +22,12 @@ def write(target: Path, text: str = "new", *, force: bool = False, nbytes: int =
         path.write_text(text)
 
 
+def write_and_raise(target: Path, error: BaseException, *, force: bool = False) -> None:
+    with atomic_output(target, nbytes=0, force=force) as path:
+        path.write_text("half")
+        raise error
+
+
 def names(folder: Path) -> list[str]:
     return sorted(p.name for p in folder.iterdir())
 
@@ -49,26 +55,21 @@ def test_nothing_else_remains(tmp_path: Path) -> None:
 
 
 def test_after_an_exception_nothing_remains(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), atomic_output(tmp_path / "x", nbytes=0, force=False) as path:
-        path.write_text("half")
-        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        write_and_raise(tmp_path / "x", KeyboardInterrupt())
     assert names(tmp_path) == []
 
 
 def test_after_an_exception_the_old_file_remains(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("old")
-    with pytest.raises(RuntimeError, match="on purpose"), atomic_output(tmp_path / "x", nbytes=0, force=True) as path:
-        path.write_text("half")
-        raise RuntimeError("on purpose")
+    with pytest.raises(RuntimeError, match="on purpose"):
+        write_and_raise(tmp_path / "x", RuntimeError("on purpose"), force=True)
     assert (tmp_path / "x").read_text() == "old"
 
 
 def test_an_error_of_the_disk_names_the_target(tmp_path: Path) -> None:
-    with (
-        pytest.raises(CheckpointError, match=r"x could not be written: .*No space left.*Nothing was left behind"),
-        atomic_output(tmp_path / "x", nbytes=0, force=False),
-    ):
-        raise OSError(28, "No space left on device")
+    with pytest.raises(CheckpointError, match=r"x could not be written: .*No space left.*Nothing was left behind"):
+        write_and_raise(tmp_path / "x", OSError(28, "No space left on device"))
 
 
 def test_a_file_is_replaced_with_force(tmp_path: Path) -> None:
@@ -79,14 +80,16 @@ def test_a_file_is_replaced_with_force(tmp_path: Path) -> None:
 
 def test_a_file_is_kept_without_force(tmp_path: Path) -> None:
     write(tmp_path / "x", "old")
-    with pytest.raises(ConfigError, match="exists. Give another name, or --force"):
+    with pytest.raises(ConfigError, match=r"exists\. Give another name, or --force"):
         write(tmp_path / "x")
 
 
 def test_a_file_that_appears_meanwhile_is_kept(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="exists"), atomic_output(tmp_path / "x", nbytes=0, force=False) as path:
-        path.write_text("new")
-        (tmp_path / "x").write_text("another's")
+    output = atomic_output(tmp_path / "x", nbytes=0, force=False)
+    output.__enter__().write_text("new")
+    (tmp_path / "x").write_text("another's")
+    with pytest.raises(ConfigError, match="exists"):
+        output.__exit__(None, None, None)
     assert (tmp_path / "x").read_text() == "another's"
 
 

@@ -97,6 +97,17 @@ def test_the_random_states_of_all_ranks_are_saved(path: Path) -> None:
     assert states == {f"rank_{rank}": {"seed": rank} for rank in range(RANKS)}
 
 
+def test_the_claim_ends_before_any_rank_returns(path: Path) -> None:
+    left: list[list[str]] = []
+
+    def exchange(value: dict[str, Any]) -> list[dict[str, Any]]:
+        left.append([p.name for p in path.parent.iterdir() if p.name.endswith(".saving")])
+        return [value]
+
+    run(job(path, 0), 0, exchange)
+    assert [len(names) for names in left] == [1, 1, 0]
+
+
 def test_nothing_but_the_checkpoint_remains(path: Path) -> None:
     save_together(path)
     assert [p.name for p in path.parent.iterdir()] == [path.name]
