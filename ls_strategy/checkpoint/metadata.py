@@ -173,7 +173,9 @@ def to_json(metadata: Metadata) -> str:
 
 
 def read_metadata(place: Place, manifest: Manifest | None) -> Metadata:
-    """Read the index of a folder. ``manifest`` is None if another program wrote it with DCP. Builds no named object.
+    """Read the index of a folder without building the objects that it names.
+
+    ``manifest`` is None if another program wrote the folder with DCP.
 
     Raises:
         CheckpointError: The index is damaged or cannot be read.

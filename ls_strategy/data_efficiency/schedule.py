@@ -50,7 +50,7 @@ class Schedule:
             object.__setattr__(self, field, tuple(getattr(self, field)))  # LightningCLI gives lists
         given = f"{self.name}={list(self.values)}, until={list(self.until)}, schedule={self.kind!r}"
         if self.kind not in get_args(Kind):
-            raise ConfigError(f"Got {given}, but the schedules are {', '.join(get_args(Kind))}.")
+            raise ConfigError(f"Got {given}. Use one of the schedules {', '.join(get_args(Kind))}.")
         if not self.values or min((*self.values, *self.until, self.multiple_of)) < 1 or not self.root_degree > 0:
             raise ConfigError(
                 f"Got {given}, multiple_of={self.multiple_of}, root_degree={self.root_degree}. Set all numbers above 0."

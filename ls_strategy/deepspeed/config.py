@@ -142,7 +142,7 @@ def _normalized(config: dict[str, Any]) -> dict[str, Any]:
 def _zero(found: Found) -> dict[str, Any]:
     stage = found.number("zero_optimization.stage", least=0, integer=True) or 0
     if stage > 3:
-        raise ConfigError(f"Got zero_optimization.stage={stage}, but the stages are 0, 1, 2 and 3.")
+        raise ConfigError(f"Got zero_optimization.stage={stage}. Use 0, 1, 2 or 3.")
     options: dict[str, Any] = {"stage": stage}
     if found.number("zero_optimization.stage3_prefetch_bucket_size", least=0) == 0:
         options["sharding.prefetch_units"] = 0
