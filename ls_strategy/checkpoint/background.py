@@ -1,8 +1,8 @@
-"""Saving while training goes on: one thread per rank, one save at a time.
+"""Background saves: one thread per rank writes one checkpoint at a time while training continues.
 
-What is saved is the state at the call. States on the device are copied to host memory at the call. States that rest on
-another tier are not copied as long as nothing changes them: the update of a flat buffer, when it comes, finds a `Hold`
-on it, and first copies aside what the save has not read yet (host memory), or waits for it to be read (a drive).
+A save captures the state at the time of the call. States on the device are copied to host memory at once. Offloaded
+states are not copied until an optimizer step is about to change them. That step finds a `Hold` on the flat buffer. It
+first copies what the save has not read yet (host memory), or waits until the save has read it (NVMe).
 """
 
 from __future__ import annotations
@@ -32,33 +32,32 @@ from ls_strategy.zero.units import Flat
 _log = logging.getLogger(__name__)
 
 _POLL_S = 0.02
-"""Between two looks at the store."""
+"""Seconds between two polls of the store."""
 
 _NUMBERS = itertools.count()
-"""Of the saves of this process: the same on every rank, since all ranks save together."""
+"""Numbers the saves of this process. Ranks agree on the number because they all save together."""
 
 Values = tuple[tuple[int, ...], Tensor]
-"""Offsets in the whole tensor, and values."""
+"""Offsets in the full tensor, and values."""
 
 
 class BackgroundSaver:
-    """Saves of one rank. All ranks call the same methods in the same order."""
+    """Runs the background saves of one rank. All ranks call its methods in the same order."""
 
     def __init__(self, rank: int, world_size: int) -> None:
-        """Start nothing yet."""
         self._rank, self._world_size = rank, world_size
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="ls_strategy_save")
-        self._pending: list[tuple[str, Future[Any]]] = []
+        self._pending: list[Future[None]] = []
         self._failed = False
         self._abandoned = threading.Event()
         self._exchange: StoreExchange | None = None
         self._staging = torch.empty(0, dtype=torch.uint8)
 
     def submit(self, save: Save, done: Callable[[int, float], None]) -> None:
-        """Take over what is to be saved, and return; ``done(bytes, seconds)`` is called after the commit.
+        """Capture the state and start the save. ``done(bytes, seconds)`` is called after the commit.
 
         Raises:
-            CheckpointError: the save before this one failed.
+            CheckpointError: The previous save failed.
         """
         self.wait()
         holds = self._keep(save)
@@ -71,7 +70,7 @@ class BackgroundSaver:
             try:
                 done(*run(save, self._rank, exchange))
                 if before is not None:
-                    before.forget()  # this save had words of every rank, so every rank has read the last one's
+                    before.forget()  # every rank reported to this save, so every rank has read the previous reports
             except BaseException:
                 self._failed = True
                 raise
@@ -79,36 +78,34 @@ class BackgroundSaver:
                 for hold in holds:
                     hold.finish()
 
-        self._pending.append((save.path, self._worker.submit(work)))
+        self._pending.append(self._worker.submit(work))
 
     def then(self, action: Callable[[], None]) -> None:
-        """Run ``action`` after the save that is under way, if that is committed; at once if none is."""
+        """Run ``action`` after the save in flight, or at once if there is none. Skip it if that save fails."""
 
         def work() -> None:
             if self._failed:
                 return
             try:
                 action()
-            except (OSError, CheckpointError) as error:  # what is not removed is not lost either
+            except (OSError, CheckpointError) as error:  # a file that was not removed does no harm
                 _log.error("%s", error)
 
-        self._pending.append(("", self._worker.submit(work)))
+        self._pending.append(self._worker.submit(work))
 
     def wait(self) -> None:
-        """Return when nothing is under way.
+        """Wait until nothing is in flight.
 
         Raises:
-            CheckpointError: something failed that no earlier call has raised.
+            CheckpointError: A save failed and no earlier call has raised it.
         """
         pending, self._pending = self._pending, []
-        error: BaseException | None = None
-        for _, future in pending:
-            error = error or future.exception()
-        if error is not None:
-            raise error
+        errors = [error for future in pending if (error := future.exception()) is not None]
+        if errors:
+            raise errors[0]
 
     def abandon(self) -> None:
-        """The other ranks are gone: wait for none of them, and give up what is not committed. Does not raise."""
+        """Give up saves that are not committed, because other ranks have ended. Does not raise."""
         self._abandoned.set()
         try:
             self.wait()
@@ -116,40 +113,34 @@ class BackgroundSaver:
             _log.error("%s", error)
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread and free the staging buffer."""
         self._worker.shutdown()
         self._staging = torch.empty(0, dtype=torch.uint8)
 
     def _keep(self, save: Save) -> list[Hold]:
-        """Let the save's values outlive the training that goes on: copies, and holds on what is not copied."""
-        to_copy = [
-            (number, box)
+        """Replace the save's values by copies, and put holds on offloaded buffers."""
+        boxes = {
+            number: list(entry.source.boxes())
             for number, entry in enumerate(save.entries)
             if entry.source is not None and not entry.source.at_rest
-            for box in entry.source.boxes()
-        ]
-        copies = self._copied([values for _, (_, values) in to_copy])
-        kept: dict[int, list[Values]] = {}
-        for (number, (offsets, _)), values in zip(to_copy, copies, strict=True):
-            kept.setdefault(number, []).append((offsets, values))
+        }
+        copies = iter(self._copied([values for found in boxes.values() for _, values in found]))
         holds: dict[int, Hold] = {}
         for number, entry in enumerate(save.entries):
-            source = entry.source
+            value, source = entry.value, entry.source
             if source is None:
-                save.entries[number] = Entry(entry.path, _copied(entry.value), None)
-            elif not source.at_rest:
-                save.entries[number] = Entry(entry.path, entry.value, _Kept(source, kept.get(number, [])))
+                value = _copied(value)
+            elif number in boxes:
+                source = _Kept(source, [(offsets, next(copies)) for offsets, _ in boxes[number]])
             else:
-                if id(source.flat) not in holds:
-                    holds[id(source.flat)] = Hold(source.flat)
-                held = holds[id(source.flat)].add(source)
-                save.entries[number] = Entry(entry.path, entry.value, held)
+                source = holds.setdefault(id(source.flat), Hold(source.flat)).add(source)
+            save.entries[number] = Entry(entry.path, value, source)
         for hold in holds.values():
             hold.flat.hold = hold
         return list(holds.values())
 
     def _copied(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Copies in one buffer that the next save uses again: fresh memory costs its page faults every time."""
+        """Copy tensors into one buffer that later saves reuse, because new memory costs page faults every time."""
         sizes = [-(-t.numel() * t.element_size() // 64) * 64 for t in tensors]
         if self._staging.numel() < sum(sizes):
             self._staging = torch.empty(0, dtype=torch.uint8)
@@ -172,12 +163,12 @@ def _copied(value: Any) -> Any:
 
 
 def _deep_copied(write: Any) -> Any:
-    """``functools.partial`` with its arguments as they are now: callbacks go on changing what they gave."""
+    """Copy the arguments of a ``functools.partial``: callbacks keep changing the objects that they passed."""
     return type(write)(write.func, write.args[0], copy.deepcopy(write.args[1]), *write.args[2:])
 
 
 class _Kept(Source):
-    """A source whose boxes were copied."""
+    """A source with copied boxes."""
 
     def __init__(self, source: Source, boxes: list[Values]) -> None:
         super().__init__(source.flat, source.slot, source.read)
@@ -189,7 +180,7 @@ class _Kept(Source):
 
 
 class _Held(Source):
-    """A source whose boxes are read when the save comes to them, or were copied aside before they changed."""
+    """A source with boxes that are read when the save reaches them, or copied just before they change."""
 
     def __init__(self, source: Source, hold: Hold) -> None:
         super().__init__(source.flat, source.slot, source.read, at_rest=True)
@@ -201,7 +192,7 @@ class _Held(Source):
 
     @override
     def boxes(self) -> Iterator[Values]:
-        """Each box under the hold's lock, as a copy: the update may come while it is written."""
+        """Yield a copy of each box, read under the hold's lock: a step may run while it is written."""
         for number, (box, start, stop) in enumerate(self._ranges):
             with self._hold.lock:
                 values = self._aside.pop(number, None)
@@ -212,17 +203,16 @@ class _Held(Source):
             yield from self.placed(box, values)
 
     def copy_aside(self) -> None:
-        """Copy what has not been read yet."""
+        """Copy the boxes that have not been read yet."""
         for number in self.left:
             _, start, stop = self._ranges[number]
             self._aside[number] = self.read(start, stop).detach().to("cpu", copy=True)
 
 
 class Hold:
-    """What a save still has to read of one flat buffer."""
+    """What a save still has to read of one flat buffer with states in host memory or on NVMe."""
 
     def __init__(self, flat: Flat) -> None:
-        """On ``flat``, whose states rest in host memory or on a drive."""
         self.flat = flat
         self.lock = threading.Condition()
         self._sources: list[_Held] = []
@@ -235,7 +225,7 @@ class Hold:
         return held
 
     def release(self) -> None:
-        """The buffer's states are about to change: see to it that the save does not notice."""
+        """Make the save independent of the buffer. The optimizer step calls it before it changes the states."""
         with self.lock:
             if not self.flat.rest.is_resident("master"):
                 self.lock.wait_for(lambda: self._finished or not any(s.left for s in self._sources))
@@ -245,7 +235,7 @@ class Hold:
             self.flat.hold = None
 
     def finish(self) -> None:
-        """The save is over."""
+        """Drop the hold: the save has ended."""
         with self.lock:
             self._finished = True
             if self.flat.hold is self:
@@ -254,22 +244,22 @@ class Hold:
 
 
 class StoreExchange:
-    """Exchanges values through the rendezvous store: a thread must not use the collectives of another.
+    """Exchanges values through the rendezvous store, because a thread must not use another thread's collectives.
 
-    Whoever reaches the store's port can write to it, so what is read from it is JSON and nothing else.
+    Any process that reaches the store's port can write to it. Values are therefore parsed as JSON only.
     """
 
     def __init__(self, prefix: str, rank: int, world_size: int, abandoned: threading.Event) -> None:
-        """One per save; ``prefix`` is the same on every rank, and no other save has it."""
+        """Create the exchange of one save. ``prefix`` is the same on all ranks and unique to the save."""
         self._prefix, self._rank, self._world_size, self._abandoned = prefix, rank, world_size, abandoned
         self._store = default_store().clone() if world_size > 1 else None
         self._round = 0
 
     def __call__(self, value: dict[str, Any]) -> list[dict[str, Any]]:
-        """Every rank's value, in rank order.
+        """Return every rank's value, in rank order.
 
         Raises:
-            CheckpointError: the other ranks are gone, or a value is not JSON.
+            CheckpointError: Another rank has ended, or a value is not JSON.
         """
         if self._store is None:
             return [value]
@@ -278,7 +268,7 @@ class StoreExchange:
         self._store.set(keys[self._rank], json.dumps(value))
         while not self._store.check(keys):
             if self._abandoned.is_set():
-                raise CheckpointError("another rank ended while a checkpoint was saved in the background.")
+                raise CheckpointError("another rank ended while a checkpoint was being saved in the background.")
             time.sleep(_POLL_S)
         try:
             return [json.loads(self._store.get(key)) for key in keys]
@@ -286,6 +276,6 @@ class StoreExchange:
             raise CheckpointError(f"another rank's report about a save cannot be read: {error}.") from error
 
     def forget(self) -> None:
-        """Remove this rank's words from the store."""
+        """Remove this rank's values from the store."""
         for number in range(self._round if self._store is not None else 0):
             self._store.delete_key(f"{self._prefix}/{number}/{self._rank}")  # type: ignore[union-attr]

@@ -1,16 +1,16 @@
-"""One process at a time changes what stands under a checkpoint's name: it holds a lock that ends with it.
+"""Locks on checkpoint names: only one process at a time changes a checkpoint, and its lock ends with it.
 
 ::
 
-    .last.ckpt.saving    locked (flock) by the process that saves to, links, removes or recovers last.ckpt;
-                         it says who that is, and goes when the process is done
+    .last.ckpt.saving    locked (flock) by the process that saves to, links, removes or recovers last.ckpt.
+                         Names its owner. Removed when the owner is done.
 
-Whoever looks at checkpoints learns from the lock whether a `.partial` folder belongs to a save in flight or to one that
-was interrupted. A killed process leaves the file, without a lock; the next claim of the name takes it over.
+The lock tells whether a ``.partial`` folder belongs to a save in flight or to one that was interrupted. A killed
+process leaves the file without a lock, and the next claim takes it over.
 
-A lock is not always to be had: object stores have none, Lustre mounted without ``flock`` refuses it, and a mount may
-keep locks to its own machine (``local_lock``, ``localflock``). Such a claim is not *certain*: its holder touches only
-what nothing has written to for a long time.
+Locks are not available everywhere: object stores have none, Lustre mounted without ``flock`` refuses them, and some
+mounts keep them local to one machine (``local_lock``, ``localflock``). A claim there is not *certain*. Its holder
+changes only what has not been written to for a long time.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ import errno
 import fcntl
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from ls_strategy.checkpoint.place import Place
@@ -29,7 +27,7 @@ from ls_strategy.errors import CheckpointError
 
 SUFFIX = ".saving"
 _NOTE = "ls_strategy "
-"""Begins what the file says, so that it is not taken for somebody else's."""
+"""First word of a lock file, so that files of other programs are not mistaken for one."""
 
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
 
@@ -37,30 +35,38 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Claim:
-    """The right to change what has a name, and what saves left beside it."""
+    """The right to change the checkpoint of one name, and the leftovers of saves to it. Made by `claim`.
+
+    A context manager that releases the claim.
+    """
 
     def __init__(self, path: str = "", descriptor: int | None = None, *, certain: bool = False) -> None:
-        """Made by `claim`."""
         self._path, self._descriptor = path, descriptor
         self.certain = certain
-        """Whether no other process can have one."""
+        """Whether the lock excludes all other processes."""
 
         if descriptor is not None:
             _HELD.add(self)
 
+    def __enter__(self) -> Claim:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
     def release(self) -> None:
-        """Give it up. May be called again."""
+        """Release the claim. Idempotent."""
         if self._descriptor is None:
             return
         with contextlib.suppress(OSError):
-            os.unlink(self._path)  # noqa: PTH108 - while it is locked, so nobody else's
+            os.unlink(self._path)  # noqa: PTH108 - still locked, so it cannot belong to another process
         with contextlib.suppress(OSError):
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # a child that has just been forked may share it
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # a forked child may share the descriptor
         self.forget()
         _HELD.discard(self)
 
     def forget(self) -> None:
-        """Close the file: in a forked child, whose parent has the lock."""
+        """Close the file but keep the lock: in a forked child, the parent owns it."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -70,7 +76,7 @@ _HELD: set[Claim] = set()
 
 
 def forget_all() -> None:
-    """Let go of every lock and leave the files, as the end of the process does."""
+    """Close all lock files, as the end of the process does."""
     for held in list(_HELD):
         held.forget()
     _HELD.clear()
@@ -80,10 +86,10 @@ os.register_at_fork(after_in_child=forget_all)
 
 
 def claim(place: Place) -> Claim | None:
-    """Claim a name; None if another process, or another thread, holds it.
+    """Claim a name. Return None if another process or thread holds it.
 
     Raises:
-        OSError: the folder cannot be written.
+        OSError: The folder is not writable.
     """
     if not place.local:
         return Claim()
@@ -94,10 +100,10 @@ def claim(place: Place) -> Claim | None:
         except OSError as error:
             if error.errno not in _FULL:
                 raise
-            return Claim()  # what is removed must be removable from a full disk
+            return Claim()  # removing a checkpoint must work on a full disk
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not _is_at(descriptor, path):  # its holder has just removed it
+            if not _is_at(descriptor, path):  # its holder has removed it in between
                 os.close(descriptor)
                 continue
         except BlockingIOError:
@@ -111,38 +117,30 @@ def claim(place: Place) -> Claim | None:
         return Claim(path, descriptor, certain=_take_over(descriptor))
 
 
-@contextmanager
-def claimed(place: Place) -> Iterator[Claim]:
-    """Hold the claim of a name.
+def require_claim(place: Place) -> Claim:
+    """Claim a name.
 
     Raises:
-        CheckpointError: another process holds it.
-        OSError: the folder cannot be written.
+        CheckpointError: Another process holds it.
+        OSError: The folder is not writable.
     """
     held = claim(place)
     if held is None:
-        raise in_use(place)
-    try:
-        yield held
-    finally:
-        held.release()
-
-
-def in_use(place: Place) -> CheckpointError:
-    """What to raise where another process has the name."""
-    return CheckpointError(
-        f"{place} is being saved by another process ({_holder(place)}). Two runs must not save under one name: give "
-        "each a folder of its own (default_root_dir, or dirpath of ModelCheckpoint), or wait until the other has ended."
-    )
+        raise CheckpointError(
+            f"{place} is being saved by another process ({_holder(place)}). Two runs must not save under the same "
+            "name. Give each run its own folder (default_root_dir, or dirpath of ModelCheckpoint), or wait for the "
+            "other to end."
+        )
+    return held
 
 
 def lock_path(place: Place) -> str:
-    """The file whose lock is the claim."""
+    """Return the path of the lock file."""
     return place.sibling(f".{place.name}{SUFFIX}").path
 
 
 def is_lock_file(path: Path) -> bool:
-    """Whether `claim` made it."""
+    """Return whether `claim` created this file."""
     try:
         with path.open("rb") as file:
             return file.read(len(_NOTE)).decode(errors="replace") == _NOTE
@@ -159,17 +157,17 @@ def _is_at(descriptor: int, path: str) -> bool:
 
 
 def _take_over(descriptor: int) -> bool:
-    """Sign the file. Whether it was new, or left by a process of this machine; else locks may not reach that far."""
+    """Sign the file. Return whether no other machine has signed it before: its locks may not reach this one."""
     signature = f"{_NOTE}{_machine()} pid {os.getpid()} on {socket.gethostname()}\n"
     before = os.pread(descriptor, 200, 0).decode(errors="replace")
-    with contextlib.suppress(OSError):  # a full disk: the lock is what counts
+    with contextlib.suppress(OSError):  # a full disk: only the lock matters
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, signature.encode(), 0)
     return not before or before.split()[1:2] == [_machine()]
 
 
 def _machine() -> str:
-    """Names the running kernel: locks reach all of its processes, in whichever container."""
+    """Return an id of the running kernel: locks are seen by all its processes, in any container."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -178,7 +176,7 @@ def _machine() -> str:
 
 def _holder(place: Place) -> str:
     try:
-        words = Path(lock_path(place)).read_text(errors="replace").split(maxsplit=2)
+        fields = Path(lock_path(place)).read_text(errors="replace").split(maxsplit=2)
     except OSError:
-        return "it has just ended"
-    return words[2].strip() if len(words) == 3 else "it has not said which"
+        return "which has just ended"
+    return fields[2].strip() if len(fields) == 3 else "unknown"

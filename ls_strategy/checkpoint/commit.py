@@ -1,18 +1,18 @@
-"""A checkpoint is there in full, or not at all: the steps of a save, and what they leave when a process ends.
+"""Atomic checkpoints: the steps of a save, and recovery from an interrupted one.
 
 ::
 
     .last.ckpt.saving           locked by the process that saves: see `claim`
-    .last.ckpt.3f2a.partial/    every rank writes its file here, checksums it, syncs it
-        manifest.json           rank 0, last, when every rank has reported and everything is on the disk
-    last.ckpt/                  the folder renamed: the commit; in one step where the file system can swap two names
-    .last.ckpt.3f2a.old/        what had the name before, where it cannot swap
-    .last.ckpt.3f2a.gone/       what is being removed
+    .last.ckpt.3f2a.partial/    every rank writes its file here, with checksums, and syncs it
+        manifest.json           written last by rank 0, after every rank has reported
+    last.ckpt/                  the folder after the rename, which is the commit; atomic where names can be swapped
+    .last.ckpt.3f2a.old/        the previous checkpoint of that name, where names cannot be swapped
+    .last.ckpt.3f2a.gone/       a checkpoint that is being removed
 
-A reader accepts a folder with a manifest under its own name: see `manifest`. A name is lost only between two renames,
-which leaves a ``.partial`` (or ``.link``) and an ``.old`` of one save: then `recover` gives it back. Nothing else
-returns, so what a user has removed stays away. Leftovers go with the next save in the folder. A save takes the name of
-nothing but a checkpoint: see `target`.
+A reader accepts a folder with a manifest under its own name: see `manifest`. A name can be lost only between two
+renames. That leaves a ``.partial`` (or ``.link``) and an ``.old`` of the same save, and `recover` restores the name.
+Nothing else is restored, so what a user has removed stays removed. The next save in the folder removes leftovers. A
+save replaces nothing but checkpoints: see `target`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from ls_strategy.checkpoint.claim import SUFFIX, Claim, claim, claimed, in_use, is_lock_file
+from ls_strategy.checkpoint.claim import SUFFIX, Claim, claim, is_lock_file, require_claim
 from ls_strategy.checkpoint.manifest import Manifest, is_committed, read_manifest
 from ls_strategy.checkpoint.place import Place, sync_file
 from ls_strategy.checkpoint.target import MANIFEST, check_replaceable
@@ -42,38 +42,30 @@ _log = logging.getLogger(__name__)
 
 
 def staging(path: str | os.PathLike[str], save_id: str) -> Place:
-    """Where a save to ``path`` writes before it is committed."""
+    """Return the folder or file that a save to ``path`` writes before it is committed."""
     place = Place(path)
     return place.sibling(f".{place.name}.{save_id}.partial")
 
 
 def new_save_id() -> str:
-    """Tells saves apart."""
+    """Return an id for one save."""
     return uuid.uuid4().hex[:8]
 
 
 def begin(path: str | os.PathLike[str], save_id: str, *, folder: bool = True) -> Claim:
-    """Make the folder that all ranks write to. Rank 0 only. Removes what earlier saves to ``path`` left behind.
+    """Claim the name, remove leftovers of earlier saves, and create the folder that all ranks write to. Rank 0 only.
 
-    Args:
-        path: of the checkpoint.
-        save_id: of this save.
-        folder: without, the caller makes a file of that name.
-
-    Returns:
-        the claim of the name, to be released when the save has ended, one way or the other.
+    The caller releases the claim when the save has ended. With ``folder=False`` it writes a single file instead.
 
     Raises:
-        CheckpointError: what has the name is not a checkpoint, or another process is saving to it.
+        CheckpointError: The name belongs to something other than a checkpoint, or another process is saving to it.
     """
     place = Place(path)
     check_replaceable(path)
     place.parent.make()
-    held = claim(place)
-    if held is None:
-        raise in_use(place)
+    held = require_claim(place)
     try:
-        _give_back(place, held)
+        _restore_name(place, held)
         clean(place, held)
         _sweep(place.parent)
         if folder:
@@ -85,8 +77,8 @@ def begin(path: str | os.PathLike[str], save_id: str, *, folder: bool = True) ->
 
 
 def clean(place: Place, held: Claim) -> None:
-    """Remove what belongs to no save any more: whoever holds the name knows. Not the only copy of a checkpoint."""
-    for kind, _, found in _beside(place):
+    """Remove leftovers of saves to ``place``, except the only copy of a checkpoint."""
+    for kind, _, found in _temporaries(place):
         if kind == "old" and not place.taken and _saved_at(found) is not None:
             continue
         if held.certain or (found.idle_for() or 0.0) > _ABANDONED_S:
@@ -96,31 +88,31 @@ def clean(place: Place, held: Claim) -> None:
 def _try_to_remove(place: Place) -> None:
     try:
         place.remove()
-    except OSError as error:  # nothing needs it, and the next save tries again
-        _log.warning("%s is left over from a checkpoint, and could not be removed: %s", place, error)
+    except OSError as error:  # harmless, and the next save tries again
+        _log.warning("%s is left over from a checkpoint and could not be removed: %s", place, error)
 
 
 _KINDS = ("partial", "old", "link", "gone")
-"""What saves and removals make beside a name: a save in flight, what it replaces, a link, what is being removed."""
+"""Suffixes of temporary names: a save in flight, the checkpoint it replaces, a link, a checkpoint being removed."""
 
 _LEFTOVER = re.compile(rf"\.(.+)\.([0-9a-f]{{8}})\.({'|'.join(_KINDS)})")
 
 _ABANDONED_S = 3600.0
-"""Where no lock says so: what nothing has written to for so long belongs to no run."""
+"""Seconds without a write after which a leftover belongs to no run, where no lock tells."""
 
 _RENAMED_S = 60.0
-"""Where no lock says so: a save that had written its manifest so long ago is not between two renames."""
+"""Seconds after which a save that has written its manifest is not between two renames, where no lock tells."""
 
 
 def _sweep(folder: Place) -> None:
-    """Remove what interrupted saves and removals under other names left in a folder. Local only."""
+    """Remove leftovers of interrupted saves and removals under other names in a folder. Local only."""
     for entry in folder.entries() if folder.local else ():
         name = Path(entry).name
         leftover = _LEFTOVER.fullmatch(name)
         if leftover is not None:
             place = folder.at(entry).sibling(leftover[1])
             if not place.taken and _lost(place):
-                continue  # `recover` wants it
+                continue  # left for `recover`
         elif name.startswith(".") and name.endswith(SUFFIX) and is_lock_file(Path(entry)):
             place = folder.at(entry).sibling(name[1 : -len(SUFFIX)])
         else:
@@ -128,14 +120,12 @@ def _sweep(folder: Place) -> None:
         with contextlib.suppress(OSError):
             held = claim(place)
             if held is not None:
-                try:
+                with held:
                     clean(place, held)
-                finally:
-                    held.release()
 
 
-def _beside(place: Place) -> list[tuple[str, str, Place]]:
-    """What saves to ``place`` left beside it: ``(kind, save, place)``, kinds as in `_KINDS`."""
+def _temporaries(place: Place) -> list[tuple[str, str, Place]]:
+    """Return the temporary files of saves to ``place`` as ``(kind, save_id, place)``, kinds as in `_KINDS`."""
     result: list[tuple[str, str, Place]] = []
     for entry in place.parent.entries():
         found = _LEFTOVER.fullmatch(posixpath.basename(entry))
@@ -145,19 +135,19 @@ def _beside(place: Place) -> list[tuple[str, str, Place]]:
 
 
 def commit(path: str | os.PathLike[str], save_id: str, manifest: Manifest) -> None:
-    """Check that every file is there, write the manifest, and give the folder its name. Rank 0 only.
+    """Check that all files are visible, write the manifest, and give the folder its name. Rank 0 only.
 
     Raises:
-        CheckpointError: a rank's file is not visible from here.
+        CheckpointError: A rank's file is not visible on this node.
     """
     place, new = Place(path), staging(path, save_id)
     for name, record in manifest.files.items():
         if new.size(name) != record.bytes:
             raise CheckpointError(
-                f"{name} of the checkpoint {place} has {new.size(name)} bytes as rank 0 sees it, the rank that wrote "
-                f"it wrote {record.bytes}. Save to a file system that all nodes share."
+                f"{name} of the checkpoint {place} has {new.size(name)} bytes as rank 0 sees it, but its rank wrote "
+                f"{record.bytes}. Save to a file system that all nodes share."
             )
-    new.sync()  # the names of the files, before anything says that they are all there
+    new.sync()  # the files' names must be on disk before the manifest
     manifest.saved_at = time.time()
     with new.open(f"{MANIFEST}.tmp", "w") as file:
         file.write(manifest.to_json())
@@ -171,10 +161,10 @@ def commit(path: str | os.PathLike[str], save_id: str, manifest: Manifest) -> No
 
 
 def take_name(path: str | os.PathLike[str], save_id: str) -> None:
-    """Give what a save wrote its name; the checkpoint that had it goes. Rank 0 only, after `begin`.
+    """Give the staged checkpoint its name and remove the one it replaces. Rank 0 only, after `begin`.
 
     Raises:
-        CheckpointError: something else has taken the name since `begin`.
+        CheckpointError: Something else has taken the name since `begin`.
     """
     check_replaceable(path)
     place, new = Place(path), staging(path, save_id)
@@ -194,10 +184,10 @@ def take_name(path: str | os.PathLike[str], save_id: str) -> None:
             try:
                 old.rename(place)
             except OSError:
-                raise CheckpointError(f"{place} has lost its name ({error}). It is {old}: rename it.") from error
+                raise CheckpointError(f"{place} is now named {old} ({error}). Rename it back.") from error
             raise
         left = old
-    # From here on the checkpoint is there, and what fails does not undo it.
+    # The checkpoint is committed. Later failures do not undo it.
     try:
         place.parent.sync()
         if left is not None:
@@ -210,7 +200,7 @@ def take_name(path: str | os.PathLike[str], save_id: str) -> None:
 
 
 def _exchange(a: str, b: str) -> bool:
-    """Swap two names at once, ``renameat2(RENAME_EXCHANGE)``; False where the system or file system cannot."""
+    """Swap two names atomically with ``renameat2(RENAME_EXCHANGE)``. Return False where that is not supported."""
     try:
         libc = ctypes.CDLL(None, use_errno=True)
         return libc.renameat2(-100, os.fsencode(a), -100, os.fsencode(b), 2) == 0
@@ -219,22 +209,22 @@ def _exchange(a: str, b: str) -> bool:
 
 
 def discard(path: str | os.PathLike[str], save_id: str) -> None:
-    """A save failed: remove what it wrote. Rank 0 only."""
+    """Remove what a failed save wrote. Rank 0 only."""
     _try_to_remove(staging(path, save_id))
 
 
 def remove(path: str | os.PathLike[str]) -> None:
-    """Remove a checkpoint, folder or file; it loses its name first, so that no half of it is ever found under it.
+    """Remove a checkpoint, folder or file. A folder is renamed first, so that its name never shows a part of it.
 
     Raises:
-        CheckpointError: it is something else, or another process is saving to it.
+        CheckpointError: It is not a checkpoint, or another process is saving to it.
     """
     place = Place(path)
     check_replaceable(path)
     if not place.taken:
         return
-    with claimed(place) as held:
-        _turn_links(place)
+    with require_claim(place) as held:
+        _redirect_links(place)
         if place.local and Path(place.path).is_dir() and not Path(place.path).is_symlink():
             gone = place.sibling(f".{place.name}.{new_save_id()}.gone")
             place.rename(gone)
@@ -244,8 +234,8 @@ def remove(path: str | os.PathLike[str]) -> None:
         clean(place, held)
 
 
-def _turn_links(place: Place) -> None:
-    """Links to a checkpoint that goes turn to the newest other one: ``last.ckpt`` leads somewhere at any moment."""
+def _redirect_links(place: Place) -> None:
+    """Point links to a checkpoint that is being removed to the newest other one, so that ``last.ckpt`` stays valid."""
     if not place.local or Path(place.path).is_symlink():
         return
     for entry in map(Path, place.parent.entries()):
@@ -257,14 +247,14 @@ def _turn_links(place: Place) -> None:
 
 
 def link(path: str | os.PathLike[str], name: str | os.PathLike[str]) -> None:
-    """Make ``name`` a relative link to the checkpoint ``path``, in one step, if it was one or free. Local only.
+    """Make ``name`` a relative link to the checkpoint ``path``, atomically. Local only.
 
     Raises:
-        CheckpointError: ``name`` is something else, or another process is saving to it.
+        CheckpointError: ``name`` belongs to something other than a checkpoint, or another process is saving to it.
     """
     target = Path(Place(name).path)
     check_replaceable(name)
-    with claimed(Place(target)) as held:
+    with require_claim(Place(target)) as held:
         clean(Place(target), held)
         save_id = new_save_id()
         new, old = (target.parent / f".{target.name}.{save_id}.{kind}" for kind in ("link", "old"))
@@ -284,9 +274,9 @@ def link(path: str | os.PathLike[str], name: str | os.PathLike[str]) -> None:
 
 
 def recover(path: str | os.PathLike[str]) -> None:
-    """If ``path`` lost its name between two renames, give it back. Rank 0 only; does nothing otherwise.
+    """Restore the name of a checkpoint that was interrupted between two renames. Rank 0 only.
 
-    Also nothing while another process saves to it.
+    Does nothing for other checkpoints, and nothing while another process saves to ``path``.
     """
     place = Place(path)
     if not _lost(place):
@@ -294,41 +284,39 @@ def recover(path: str | os.PathLike[str]) -> None:
     try:
         held = claim(place)
         if held is not None:
-            try:
-                _give_back(place, held)
-            finally:
-                held.release()
+            with held:
+                _restore_name(place, held)
     except OSError as error:
-        _log.warning("%s lost its name in a save that was interrupted, and does not get it back: %s", place, error)
+        _log.warning("%s lost its name in an interrupted save, and it could not be restored: %s", place, error)
 
 
 def _lost(place: Place) -> list[Place]:
-    """Checkpoints of a save that ended between two renames: what it wrote, and what it was to replace."""
+    """Return the checkpoints of saves that ended between two renames: the new one and the one it was to replace."""
     if place.taken and (place.local or not place.fs.isdir(place.path) or is_committed(str(place))):
         return []
     saves: dict[str, list[Place]] = {}
-    for kind, save_id, found in _beside(place):
+    for kind, save_id, found in _temporaries(place):
         if kind in ("partial", "link", "old"):
             saves.setdefault(save_id, []).append(found)
     pairs = [found for pair in saves.values() if len(pair) == 2 for found in pair]
     return [found for found in pairs if _saved_at(found) is not None]
 
 
-def _give_back(place: Place, held: Claim) -> None:
-    """Rank the checkpoints that have lost the name, and give it to the newest."""
+def _restore_name(place: Place, held: Claim) -> None:
+    """Restore the name to the newest of the checkpoints that lost it."""
     ranked = [(_saved_at(found) or 0.0, found.path) for found in _lost(place)]
     if not ranked or (not held.certain and time.time() - max(ranked)[0] < _RENAMED_S):
         return
     if place.taken:
-        place.remove()  # the beginning of a copy, on a file system that cannot rename
+        place.remove()  # an interrupted copy, on a file system that cannot rename
     place.at(max(ranked)[1]).rename(place)
 
 
 def newest(folders: Iterable[str | os.PathLike[str]]) -> str | None:
-    """The checkpoint that was saved last in any of these folders: a committed folder, or a ``.ckpt`` file.
+    """Return the newest checkpoint in these folders: a committed folder or a ``.ckpt`` file. Call it on one rank.
 
-    Folders count by the time in their manifest, files by their modification time. Call it on one rank. Checkpoints that
-    other processes are saving, or have just removed, do not count.
+    Folders are ranked by the time in their manifest, files by their modification time. Checkpoints that other processes
+    are saving or have just removed do not count.
     """
     found: list[tuple[float, str]] = []
     for folder in folders:
@@ -344,21 +332,21 @@ def newest(folders: Iterable[str | os.PathLike[str]]) -> str | None:
 
 
 def _saved_at(place: Place) -> float | None:
-    """When a checkpoint was saved; None if it is none, or not whole, or gone."""
+    """Return when a checkpoint was saved. None if it is incomplete, is not a checkpoint, or does not exist any more."""
     try:
         if place.fs.isdir(place.path):
             return read_manifest(str(place)).saved_at
         if not place.name.endswith((".ckpt", ".partial", ".old")) or not place.fs.isfile(place.path):
             return None
-        if not _is_whole_file(place):
+        if not _is_complete_file(place):
             return None
         return Path(place.path).stat().st_mtime if place.local else place.fs.modified(place.path).timestamp()
     except (CheckpointError, FileNotFoundError, NotADirectoryError):
         return None
 
 
-def _is_whole_file(place: Place) -> bool:
-    """Whether a single file is not the beginning of one, as a full disk leaves it under other strategies."""
+def _is_complete_file(place: Place) -> bool:
+    """Return whether a single file is complete. A full disk leaves truncated files under other strategies."""
     with place.fs.open(place.path, "rb") as file:
         head = file.read(4)
         return bool(head) and (head != b"PK\x03\x04" or zipfile.is_zipfile(file))

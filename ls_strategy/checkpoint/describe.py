@@ -1,4 +1,4 @@
-"""What a checkpoint folder contains, and whether it is unharmed; without reading a tensor or building an object."""
+"""Describe and verify a checkpoint folder without reading tensors or building objects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KINDS = ("weights", "optimizer states", "others")
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor or object."""
+    """One tensor or object of a checkpoint."""
 
     name: str
     kind: str
@@ -34,18 +34,18 @@ class Entry:
 
     dtype: str | None
     bytes: int
-    """Of the elements; of an object, in the file."""
+    """Size of the elements; for an object, its size in the file."""
 
     chunks: int
-    """Pieces that it is stored in."""
+    """Number of chunks that it is stored in."""
 
     same_as: str | None = None
-    """The entry whose chunks these are: a tied parameter."""
+    """The entry that a tied parameter shares its chunks with."""
 
 
 @dataclass(frozen=True)
 class Description:
-    """What `ls-strategy inspect` prints."""
+    """What ``ls-strategy inspect`` prints."""
 
     path: str
     step: int
@@ -54,7 +54,7 @@ class Description:
     """Seconds since 1970."""
 
     layout: dict[str, Any]
-    """What saved it: world size, stage, tiers, precision."""
+    """What saved it: world size, ZeRO stage, tiers, precision."""
 
     left_out: list[str]
     """Frozen parameters that were left out on purpose."""
@@ -63,22 +63,22 @@ class Description:
     """Bytes of each file."""
 
     unknown: list[str]
-    """What is in the folder and not part of the checkpoint: the manifest does not name it, and nothing reads it."""
+    """Files in the folder that the manifest does not name and nothing reads."""
 
     entries: list[Entry]
 
     def count(self, kind: str) -> tuple[int, int]:
-        """Entries of a kind, and their bytes; tied ones once."""
+        """Return the number of entries of a kind and their bytes. Tied entries count once."""
         found = [e for e in self.entries if e.kind == kind and e.same_as is None]
         return len(found), sum(e.bytes for e in found)
 
     def to_dict(self) -> dict[str, Any]:
-        """In types that JSON has."""
+        """Return it in JSON types."""
         totals = {kind: dict(zip(("count", "bytes"), self.count(kind), strict=True)) for kind in KINDS}
         return {**asdict(self), "totals": totals}
 
     def to_text(self, *, tensors: bool = False) -> str:
-        """For people; with ``tensors``, a line for each."""
+        """Return it as text, with a line per tensor if ``tensors``."""
         when = datetime.datetime.fromtimestamp(self.saved_at).astimezone().isoformat(sep=" ", timespec="seconds")
         rows = [
             ("path", self.path),
@@ -102,7 +102,7 @@ class Description:
 
 
 def human_bytes(nbytes: float) -> str:
-    """A size with three digits.
+    """Format a size with three digits.
 
     >>> human_bytes(1536), human_bytes(7)
     ('1.5 KiB', '7 B')
@@ -125,10 +125,10 @@ def _table(entries: list[Entry]) -> list[str]:
 
 
 def describe(path: str | os.PathLike[str]) -> Description:
-    """What a committed checkpoint folder contains.
+    """Describe a committed checkpoint folder.
 
     Raises:
-        CheckpointError: there is none, or a file is missing or has another size; names the file.
+        CheckpointError: It is not committed, or a file is missing or has the wrong size.
     """
     manifest = _manifest(path)
     reader = Reader(path, manifest)
@@ -153,7 +153,7 @@ def _unknown(path: str | os.PathLike[str], manifest: Manifest) -> list[str]:
 def _manifest(path: str | os.PathLike[str]) -> Manifest:
     if not is_folder(path):
         raise CheckpointError(
-            f"{path} is a single file, which has no checksums. Give a checkpoint folder; read a file with torch.load."
+            f"{path} is a single file, which has no checksums. Give a checkpoint folder, or read it with torch.load."
         )
     return read_manifest(path)
 
@@ -167,7 +167,7 @@ def _entries(reader: Reader) -> list[Entry]:
         lengths[index.fqn] = lengths.get(index.fqn, 0) + info.length
     result: list[Entry] = []
     first: dict[Any, str] = {}
-    for key in reader.paths.values():  # in the order of the file: a tied parameter's own name comes first
+    for key in reader.paths.values():  # in file order: a tied parameter's first name comes first
         if key in stored:
             first.setdefault(min(stored[key]), key)
     for path, key in sorted(reader.paths.items(), key=lambda item: natural_order(item[1])):
@@ -197,17 +197,13 @@ def _kind(root: str) -> str:
 
 
 def verify_all(path: str | os.PathLike[str], progress: Callable[[str], None] | None = None) -> list[str]:
-    """Read every file in full and compare its checksums.
-
-    Args:
-        path: folder.
-        progress: called with the name of each file before it is read.
+    """Read every file in full and compare its checksums. ``progress`` gets each file's name before it is read.
 
     Returns:
-        a message for each file that is damaged.
+        A message for each damaged file.
 
     Raises:
-        CheckpointError: the folder is not committed, or a file is missing or has another size.
+        CheckpointError: The folder is not committed, or a file is missing or has the wrong size.
     """
     broken: list[str] = []
     for name, record in sorted(_manifest(path).files.items()):

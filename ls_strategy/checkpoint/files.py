@@ -1,7 +1,7 @@
 """The files of a sharded checkpoint: one per rank, in the format of ``torch.distributed.checkpoint`` (DCP).
 
-Every rank appends *items* to its file, each a chunk of a tensor (a box of it, at its true place in the true shape) or a
-pickled object, and notes where they are; rank 0 merges the notes (`metadata`). Whatever reads DCP reads this too:
+Every rank appends *items* to its file. An item is a chunk of a tensor (a box of the full tensor) or a pickled object.
+The rank records where each item is, and rank 0 merges the records: see `metadata`. All DCP tools can read the folder:
 ``dcp.load``, Lightning's consolidation, torch's ``dcp_to_torch_save``.
 """
 
@@ -25,31 +25,31 @@ from ls_strategy.errors import CheckpointError
 from ls_strategy.layout import flat_range_to_boxes
 
 _LARGE = 1 << 20
-"""Bytes from which on a checksum is computed beside the write."""
+"""Bytes from which the checksum is computed in parallel with the write."""
 
 
 class RankFile:
-    """One rank's file while it is written. Every byte is checksummed on its way."""
+    """One rank's file while it is being written. Computes checksums of all bytes."""
 
     def __init__(self, place: Place, name: str) -> None:
-        """Make the file."""
+        """Create the file."""
         self.name = name
         self.items: list[Item] = []
         self._parts: list[tuple[int, int, int]] = []
         self._file = place.open(name, "wb")
-        self._beside = ThreadPoolExecutor(1)
+        self._checksums = ThreadPoolExecutor(1)
         self._error: OSError | None = None
         self._position = 0
         self._crc = 0
 
     def write(self, data: Any) -> int:
-        """What ``torch.save`` calls."""
+        """Write bytes. Called by ``torch.save``."""
         try:
             if len(data) < _LARGE:
                 self._crc = zlib.crc32(data, self._crc)
                 self._file.write(data)
-            else:  # both leave Python's lock
-                crc = self._beside.submit(zlib.crc32, data, self._crc)
+            else:  # both release the GIL
+                crc = self._checksums.submit(zlib.crc32, data, self._crc)
                 self._file.write(data)
                 self._crc = crc.result()
         except OSError as error:
@@ -59,17 +59,17 @@ class RankFile:
         return len(data)
 
     def flush(self) -> None:
-        """What ``torch.save`` calls; there is nothing to do before `close`."""
+        """Do nothing: `close` flushes. Called by ``torch.save``."""
 
     def add_tensor(self, path: Path, shape: Sequence[int], offsets: Sequence[int], chunk: Tensor) -> None:
-        """Append a box of a tensor, on the CPU; ``chunk`` has the box's shape."""
+        """Append one box of a tensor. ``chunk`` is on the CPU and has the box's shape."""
         start = self._begin()
         with without_crc32():
             self._save(_with_own_storage(chunk))
         self._end(start, Item(path, tuple(shape), chunk.dtype, tuple(offsets), tuple(chunk.shape), start, 0))
 
     def add_object(self, path: Path, value: Any) -> None:
-        """Append anything that ``torch.save`` takes."""
+        """Append any object that ``torch.save`` accepts."""
         start = self._begin()
         self._save(value)
         self._end(start, Item(path, None, None, (), (), start, 0))
@@ -78,7 +78,7 @@ class RankFile:
         try:
             torch.save(value, self)  # type: ignore[arg-type]
         except RuntimeError:
-            if self._error is not None:  # torch.save has buried it under an error about positions
+            if self._error is not None:  # torch.save replaces it by an error about positions
                 raise self._error from None
             raise
 
@@ -92,23 +92,23 @@ class RankFile:
         self.items.append(Item(item.path, item.shape, item.dtype, item.offsets, item.sizes, start, length))
 
     def close(self) -> FileRecord:
-        """Wait until everything is on the disk."""
-        self._beside.shutdown()
+        """Wait until everything is on disk, and return the file's record."""
+        self._checksums.shutdown()
         sync_file(self._file)
         self._file.close()
         return FileRecord(self._position, self._parts)
 
     def abandon(self) -> None:
-        """Close the file; what is in it does not matter any more."""
-        self._beside.shutdown()
+        """Close the file after a failure, without syncing it."""
+        self._checksums.shutdown()
         try:
             self._file.close()
-        except OSError:  # a full disk says so again when the last bytes are flushed
+        except OSError:  # a full disk fails again when the last bytes are flushed
             return
 
 
 def _with_own_storage(tensor: Tensor) -> Tensor:
-    """The same elements without the rest of their storage, which ``torch.save`` would write too. Copies nothing."""
+    """Return the tensor on a view of its part of the storage, because ``torch.save`` writes full storages. No copy."""
     tensor = tensor.detach().contiguous()
     first = tensor.storage_offset() * tensor.element_size()
     storage = tensor.untyped_storage()[first : first + tensor.numel() * tensor.element_size()]
@@ -119,17 +119,13 @@ def _with_own_storage(tensor: Tensor) -> Tensor:
 
 
 class Reader:
-    """A sharded checkpoint for reading: what is in it, and verified chunks of it. Any rank, any number of readers."""
+    """Reads a sharded checkpoint and verifies what it reads. Not collective."""
 
     def __init__(self, path: Any, manifest: Manifest | None) -> None:
-        """Read what is in it.
-
-        Args:
-            path: folder.
-            manifest: checksums; None for a folder that something else wrote with DCP.
+        """Read the index of the folder ``path``. ``manifest`` is None if another program wrote it with DCP.
 
         Raises:
-            CheckpointError: it is damaged or cannot be read.
+            CheckpointError: The folder is damaged or cannot be read.
         """
         self.place = Place(path)
         self.manifest = manifest
@@ -141,20 +137,20 @@ class Reader:
         self._last: tuple[MetadataIndex, Tensor] | None = None
 
     def under(self, *prefix: str) -> Iterator[Path]:
-        """Paths that begin with ``prefix``."""
+        """Return the paths that begin with ``prefix``."""
         return (p for p in self.paths if p[: len(prefix)] == prefix)
 
     def tensor_metadata(self, path: Path) -> TensorStorageMetadata | None:
-        """Shape, dtype and chunks of a tensor; None for an object."""
+        """Return shape, dtype and chunks of a tensor, or None for an object."""
         found = self.metadata.state_dict_metadata[self.paths[path]]
         return found if isinstance(found, TensorStorageMetadata) else None
 
     def read_object(self, path: Path, *, weights_only: bool | None = True) -> Any:
-        """An object."""
+        """Read an object."""
         return self._load(MetadataIndex(self.paths[path]), weights_only=weights_only)
 
     def read_chunk(self, path: Path, offsets: Sequence[int]) -> Tensor:
-        """The chunk that begins at ``offsets``, in its own shape. The last one is kept, for callers that cut it up."""
+        """Return the chunk that begins at ``offsets``. Cache it, because callers read several parts of a chunk."""
         index = MetadataIndex(self.paths[path], offsets)
         if self._last is not None and self._last[0] == index:
             return self._last[1]
@@ -166,7 +162,7 @@ class Reader:
         return chunk
 
     def forget(self) -> None:
-        """Give the last chunk's memory back."""
+        """Free the cached chunk."""
         self._last = None
 
     def _load(self, index: MetadataIndex, *, weights_only: bool | None) -> Any:
@@ -175,7 +171,7 @@ class Reader:
     def _bytes(self, index: MetadataIndex) -> bytes:
         info = self.metadata.storage_data.get(index)
         if info is None:
-            raise CheckpointError(f"{self.place} does not say where {index.fqn} is. Resume from another checkpoint.")
+            raise CheckpointError(f"{self.place} has no chunk of {index.fqn} there. Resume from another checkpoint.")
         try:
             with self.place.open(info.relative_path, "rb") as file:
                 file.seek(info.offset)
@@ -186,8 +182,8 @@ class Reader:
             length, crc = self._checksums_of(info.relative_path).get(info.offset, (None, 0))
             if length != info.length:
                 raise CheckpointError(
-                    f"{self.place}: {index.fqn} is said to be at bytes [{info.offset}, {info.offset + info.length}) of "
-                    f"{info.relative_path}, which the manifest does not have. Resume from another checkpoint."
+                    f"{self.place}: the index places {index.fqn} at bytes [{info.offset}, {info.offset + info.length}) "
+                    f"of {info.relative_path}, which the manifest does not have. Resume from another checkpoint."
                 )
             check(self.place, info.relative_path, info.offset, data, crc)
         return data
@@ -200,10 +196,10 @@ class Reader:
 
 
 def read_range(reader: Reader, path: Path, start: int, stop: int) -> Tensor:
-    """Elements ``[start, stop)`` of a flattened tensor; ``(stop - start,)``. Every chunk that has some is read once.
+    """Read elements ``[start, stop)`` of a flattened tensor, ``(stop - start,)``. Each chunk is read at most once.
 
     Raises:
-        CheckpointError: the chunks leave a gap.
+        CheckpointError: Chunks are missing.
     """
     metadata = reader.tensor_metadata(path)
     assert metadata is not None
@@ -214,10 +210,10 @@ def read_range(reader: Reader, path: Path, start: int, stop: int) -> Tensor:
 
 
 def read_box(reader: Reader, path: Path, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
-    """A rectangular part of a tensor; ``sizes``. Every chunk that has some of it is read once.
+    """Read a box of a tensor, of shape ``sizes``. Each chunk is read at most once.
 
     Raises:
-        CheckpointError: the chunks leave a gap.
+        CheckpointError: Chunks are missing.
     """
     metadata = reader.tensor_metadata(path)
     assert metadata is not None
@@ -227,7 +223,7 @@ def read_box(reader: Reader, path: Path, offsets: tuple[int, ...], sizes: tuple[
 
 
 def _fill(reader: Reader, path: Path, boxes: list[tuple[tuple[int, ...], Tensor]]) -> None:
-    """Fill tensors, each with the part of the saved one that begins at its offsets."""
+    """Fill each tensor with the part of the saved tensor that begins at its offsets."""
     metadata = reader.tensor_metadata(path)
     assert metadata is not None
     found = 0
@@ -247,6 +243,6 @@ def _fill(reader: Reader, path: Path, boxes: list[tuple[tuple[int, ...], Tensor]
     wanted = sum(box.numel() for _, box in boxes)
     if found < wanted:
         raise CheckpointError(
-            f"{reader.place}: {key_of(path)} has {found} of {wanted} elements that are needed: it is not whole. "
+            f"{reader.place}: {key_of(path)} is incomplete: it has {found} of the {wanted} elements that are needed. "
             "Resume from another checkpoint."
         )

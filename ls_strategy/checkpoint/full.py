@@ -1,6 +1,6 @@
-"""Full state dicts out of shards and back: the single-file checkpoint that plain torch and plain Lightning read.
+"""Gather full state dicts from shards and load them back: the single-file checkpoint of torch and Lightning.
 
-Weights are saved in master precision, so that a 16-bit run resumes exactly; a plain module casts them on load.
+Weights are saved in master precision, so that a 16-bit run resumes exactly. A plain module casts them on load.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from ls_strategy.zero.units import Flat, Unit, places_of
 def full_state_dict(
     raw: Mapping[str, Any], units: list[Unit], mesh: Mesh, *, all_ranks: bool = False, master: bool = True
 ) -> dict[str, Any]:
-    """The module's state dict with every parameter in full, on the CPU. Collective.
+    """Return the module's state dict with full parameters, on the CPU. Collective.
 
     Args:
-        raw: ``module.state_dict()`` as the module gives it: its keys are kept, its sharded tensors are replaced.
-        units: where the parameters are.
-        mesh: the ranks.
-        all_ranks: fill it on every rank instead of on rank 0 alone (others get an empty dict).
-        master: in master precision; otherwise in the dtype the forward reads.
+        raw: ``module.state_dict()``. Its keys are kept and its sharded tensors replaced.
+        units: The units that hold the parameters.
+        mesh: The device mesh.
+        all_ranks: Fill it on every rank. By default rank 0 gets it, and the others get an empty dict.
+        master: Use master precision instead of the dtype that the forward reads.
     """
     wanted: dict[int, list[tuple[str, int]]] = {}
     result: dict[str, Any] = {}
@@ -43,7 +43,7 @@ def full_state_dict(
     for key, value in raw.items():
         place = places.get(key)
         if place is None:
-            if not (isinstance(value, Tensor) and value.is_meta):  # else on another rank of a pipeline
+            if not (isinstance(value, Tensor) and value.is_meta):  # else it is on another pipeline rank
                 result[key] = value.detach().cpu() if isinstance(value, Tensor) else value
         else:
             result[key] = None
@@ -53,14 +53,14 @@ def full_state_dict(
         for flat in unit.flats:
             if id(flat) not in wanted:
                 continue
-            whole = flat.full_master()
+            gathered = flat.full_master()
             copies: dict[int, Tensor] = {}
-            # On all ranks that hold a part of what the first rank wants: they put the parts together.
+            # Also on the ranks that hold other parts of rank 0's values: `whole_of` is collective.
             keep = all_ranks or mesh.zero.rank == 0 or flat.axis is mesh.expert
             for key, i in wanted.get(id(flat), []) if keep else []:
                 if i not in copies:  # tied entries stay one tensor, as torch.save keeps them
                     slot = flat.layout.slots[i]
-                    mine = whole[slot.offset : slot.end].view(slot.shape)
+                    mine = gathered[slot.offset : slot.end].view(slot.shape)
                     full = whole_of(mine, slot.part, flat.axis)
                     copies[i] = full.to("cpu", dtype=None if master else flat.full.dtype, copy=True)
                 result[key] = copies[i]
@@ -75,17 +75,17 @@ def load_full_state_dict(
     strict: bool = True,
     may_lack: Collection[str] = (),
 ) -> None:
-    """Take full tensors into the shards. Every rank passes the same state; nothing is communicated.
+    """Load full tensors into the shards. Every rank passes the same state. Not collective.
 
     Args:
-        model: the module.
-        state: full tensors by name, or `LazyTensor`, of which this rank then reads what it needs.
-        units: where the parameters are.
-        strict: refuse missing and unexpected keys.
-        may_lack: names that may be missing all the same.
+        model: The module.
+        state: Full tensors by name. Of a `LazyTensor`, each rank reads only what it needs.
+        units: The units that hold the parameters.
+        strict: Refuse missing and unexpected keys.
+        may_lack: Names that may be missing even with ``strict``.
 
     Raises:
-        StateError: missing or unexpected keys (with ``strict``), or a shape that differs; nothing is changed then.
+        StateError: Missing or unexpected keys (with ``strict``), or a wrong shape. Nothing has been changed then.
     """
     places = {id(p): (flat, i) for unit in units for flat in unit.flats for i, p in enumerate(flat.params)}
     params = dict(model.named_parameters(remove_duplicate=False))
@@ -93,11 +93,8 @@ def load_full_state_dict(
     buffers = {n: b for n, b in model.named_buffers(remove_duplicate=False) if n in persistent}
     missing = sorted((params.keys() | buffers.keys()) - state.keys() - set(may_lack))
     unexpected = sorted(state.keys() - params.keys() - buffers.keys() - _extra_names(model))
-    problems = []
-    if strict and missing:
-        problems.append(f"missing keys: {', '.join(missing)}")
-    if strict and unexpected:
-        problems.append(f"unexpected keys: {', '.join(unexpected)}")
+    by_kind = {"missing": missing, "unexpected": unexpected}
+    problems = [f"{kind} keys: {', '.join(keys)}" for kind, keys in by_kind.items() if strict and keys]
     here = {n: t for n, t in {**params, **buffers}.items() if id(t) in places or not t.is_meta}
     for name, tensor in here.items():
         flat, i = places.get(id(tensor), (None, 0))
@@ -112,7 +109,11 @@ def load_full_state_dict(
     with torch.no_grad():
         for name, param in params.items():
             if name in state and name in here:
-                _give(param, places.get(id(param)), state[name])
+                place = places.get(id(param))
+                if place is not None:
+                    _write(*place, state[name])
+                else:  # a module that was added after the strategy had set up the model
+                    param.copy_(state[name])
         for name, buffer in buffers.items():
             if name in state and name in here:
                 buffer.copy_(state[name])
@@ -121,7 +122,7 @@ def load_full_state_dict(
 def masters_from_state_dict(
     model: nn.Module, state: Mapping[str, Tensor], units: list[Unit], masters: list[Tensor]
 ) -> None:
-    """Fill shards shaped like the trainable masters, in the units' order, from full tensors. Not collective."""
+    """Fill tensors shaped like the trainable master shards, in the units' order, from full tensors. Not collective."""
     names = {id(p): n for n, p in model.named_parameters()}
     flats = [flat for unit in units for flat in unit.trainable_flats]
     for flat, master in zip(flats, masters, strict=True):
@@ -132,17 +133,11 @@ def masters_from_state_dict(
                 master[start : start + part.numel()].copy_(part)
 
 
-def _give(param: nn.Parameter, place: tuple[Flat, int] | None, value: Tensor) -> None:
-    if place is not None:
-        _write(*place, value)
-    else:  # of a module that joined when the strategy had taken the model
-        param.copy_(value)
-
-
 def _write(flat: Flat, i: int, value: Tensor) -> None:
     piece, slot = flat.pieces[i], flat.layout.slots[i]
     value = part_of(value, slot.part)
-    flat.finish_gather() if flat.gathering is not None else None
+    if flat.gathering is not None:
+        flat.finish_gather()
     for at, part in parts_of(value, piece.param_start, piece.param_start + piece.numel):
         flat.write_master(piece.start + at - piece.param_start, part)
     flat.require_refresh(flat.has_own_shard)
@@ -152,11 +147,11 @@ def _write(flat: Flat, i: int, value: Tensor) -> None:
 
 
 def _extra_names(model: nn.Module) -> set[str]:
-    return {f"{prefix}.{'_extra_state'}" if prefix else "_extra_state" for prefix, _ in model.named_modules()}
+    return {f"{prefix}._extra_state".removeprefix(".") for prefix, _ in model.named_modules()}
 
 
 def _nothing(*_: Any) -> None:
-    """What a hook becomes where a class copies its hooks by itself."""
+    """Do nothing: replaces a hook in a copy of the module."""
 
 
 def _do_nothing() -> Any:
@@ -164,7 +159,7 @@ def _do_nothing() -> Any:
 
 
 class _Begin(Transient):
-    """What runs before a module lists its parameters."""
+    """Pre-hook that runs before a module lists its parameters."""
 
     def __init__(self, hooks: StateDictHooks) -> None:
         self._hooks = hooks
@@ -178,7 +173,7 @@ class _Begin(Transient):
 
 
 class StateDictHooks(Transient):
-    """Stage 3: makes ``state_dict()`` of any module return full tensors. Collective: call it on all ranks."""
+    """Stage 3: make ``state_dict()`` of any submodule return full tensors. Collective: call it on all ranks."""
 
     def __init__(self, model: nn.Module, units: list[Unit], mesh: Mesh) -> None:
         """Attach to every module, because users call ``state_dict()`` on any of them."""
@@ -189,7 +184,7 @@ class StateDictHooks(Transient):
         self._handles += [m.register_state_dict_pre_hook(_Begin(self)) for m in model.modules()]
 
     def __call__(self, _module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-        """Replace what the call collected, once, at its outermost module."""
+        """Replace the collected tensors once, at the outermost module of the call."""
         if prefix or not self._enabled:
             return
         on_demand = self._on_demand
@@ -203,7 +198,7 @@ class StateDictHooks(Transient):
             on_demand.given.add(*place, values)
 
     def begin(self, frame: FrameType) -> None:
-        """Note that ``frame``, a call of ``state_dict()``, lists parameters; their values are brought in the end."""
+        """Record ``frame``, the call of ``state_dict()`` that lists parameters. It gathers their values at its end."""
         if self._enabled:
             self._on_demand.collects(frame)
 
@@ -213,7 +208,7 @@ class StateDictHooks(Transient):
 
     @contextmanager
     def disabled(self) -> Any:
-        """Inside, ``state_dict()`` returns what the module holds."""
+        """Make ``state_dict()`` return what the module holds while the context is active."""
         self._enabled = False
         try:
             with unnoticed():
@@ -222,10 +217,10 @@ class StateDictHooks(Transient):
             self._enabled = True
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of the module has full parameters of its own."""
+        """Copies of the module hold full parameters and need no hook."""
         return (_do_nothing, ())
 
     def remove(self) -> None:
-        """Detach."""
+        """Detach the hooks."""
         for handle in self._handles:
             handle.remove()

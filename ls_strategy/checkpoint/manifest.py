@@ -1,6 +1,6 @@
-"""What a committed checkpoint consists of: names, sizes and checksums of its files, written last.
+"""The manifest of a committed checkpoint: names, sizes and checksums of its files. It is written last.
 
-A reader accepts a folder with a manifest, whose files have the sizes that the manifest says.
+A reader accepts a folder that has a manifest and files of the sizes that the manifest lists.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ls_strategy.checkpoint.target import MANIFEST
 from ls_strategy.errors import CheckpointError
 
 FORMAT = 1
-"""Of the manifest. A reader refuses a higher number."""
+"""Version of the format. A reader refuses higher ones."""
 
 
 @dataclass
@@ -25,7 +25,7 @@ class FileRecord:
 
     bytes: int
     parts: list[tuple[int, int, int]]
-    """``(offset, length, crc32)`` of adjacent stretches that make up the file."""
+    """``(offset, length, crc32)`` of adjacent ranges that cover the file."""
 
 
 @dataclass
@@ -35,28 +35,28 @@ class Manifest:
     step: int
     epoch: int
     layout: dict[str, Any]
-    """What saved it: world size, stage, tiers, precision. To be shown; loading does not depend on it."""
+    """What saved it: world size, ZeRO stage, tiers, precision. For display; loading does not use it."""
 
     files: dict[str, FileRecord]
     left_out: list[str] = field(default_factory=list)
     """Frozen parameters that were left out on purpose."""
 
     saved_at: float = 0.0
-    """Seconds since 1970, by the clock of rank 0."""
+    """Seconds since 1970, by rank 0's clock."""
 
     format: int = FORMAT
 
     def to_json(self) -> str:
-        """As the file has it, with a checksum of itself."""
+        """Return the file's text, which includes a checksum of itself."""
         fields = asdict(self)
         return json.dumps({**fields, "crc32": _crc_of(fields)})
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """Back from `to_json`.
+        """Parse the text of `to_json`.
 
         Raises:
-            ValueError: it is not what was written.
+            ValueError: The text is damaged.
         """
         raw = json.loads(text)
         if raw.pop("crc32") != _crc_of(raw):
@@ -70,7 +70,7 @@ def _crc_of(fields: dict[str, Any]) -> int:
 
 
 def record_of(place: Place, name: str) -> FileRecord:
-    """Sync a small file that something else wrote, and take its checksum."""
+    """Sync a small file that another function wrote, and return its record."""
     with place.open(name, "rb") as file:
         data = file.read()
         sync_file(file)
@@ -78,7 +78,7 @@ def record_of(place: Place, name: str) -> FileRecord:
 
 
 def is_committed(path: str | os.PathLike[str]) -> bool:
-    """Whether a whole checkpoint folder of ours is there. Sizes are looked at, contents are not."""
+    """Return whether a complete checkpoint folder of this package exists. Checks sizes, not contents."""
     try:
         read_manifest(path)
     except CheckpointError:
@@ -87,10 +87,10 @@ def is_committed(path: str | os.PathLike[str]) -> bool:
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
-    """The manifest of a committed checkpoint.
+    """Read the manifest of a committed checkpoint.
 
     Raises:
-        CheckpointError: there is none, it cannot be read, or a file is missing or has another size.
+        CheckpointError: It is missing or damaged, or a file is missing or has the wrong size.
     """
     place = Place(path)
     try:
@@ -105,14 +105,15 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
         raise CheckpointError(f"{place}/{MANIFEST} is damaged ({error}). Resume from another checkpoint.") from error
     if manifest.format > FORMAT:
         raise CheckpointError(
-            f"{place} was written by a newer version (format {manifest.format}, this one reads {FORMAT}). Update."
+            f"{place} was written by a newer version: it has format {manifest.format}, and this version reads up to "
+            f"{FORMAT}. Update ls_strategy."
         )
     for name, record in manifest.files.items():
         size = place.size(name)
         if size != record.bytes:
             found = "is missing" if size is None else f"has {size} bytes"
             raise CheckpointError(
-                f"{place}/{name} {found}, the manifest says {record.bytes} bytes. Resume from another checkpoint."
+                f"{place}/{name} {found}, but the manifest says {record.bytes} bytes. Resume from another checkpoint."
             )
     return manifest
 
@@ -121,7 +122,7 @@ def verify(path: str | os.PathLike[str], name: str, record: FileRecord) -> None:
     """Read one file in full and compare its checksums.
 
     Raises:
-        CheckpointError: naming the file and the stretch that differs.
+        CheckpointError: A range differs. The message names the file and the range.
     """
     place = Place(path)
     with place.open(name, "rb") as file:
@@ -133,10 +134,10 @@ def check(place: Place, name: str, offset: int, data: bytes | memoryview, expect
     """Compare the checksum of bytes that were read.
 
     Raises:
-        CheckpointError: it differs.
+        CheckpointError: It differs.
     """
     if zlib.crc32(data) != expected:
         raise CheckpointError(
-            f"{place}/{name} is damaged: bytes [{offset}, {offset + len(data)}) do not have the checksum that they "
-            "were written with. Resume from another checkpoint, and look at the disk."
+            f"{place}/{name} is damaged: bytes [{offset}, {offset + len(data)}) do not match their checksum. Resume "
+            "from another checkpoint, and check the disk."
         )

@@ -1,12 +1,12 @@
-"""What a checkpoint folder says about its items: which file holds which box of which tensor.
+"""The index of a checkpoint folder: which file holds which box of which tensor.
 
 ::
 
-    index.json    what this package reads: JSON, so that opening a folder builds no object that a file names
+    index.json    read by this package: JSON, so that opening a folder builds no object that a file names
     .metadata     the same for the tools of ``torch.distributed.checkpoint`` (DCP): a pickle of torch's classes
 
-Folders of other strategies, and of earlier versions, have ``.metadata`` alone. It is read without building anything
-that it names: every class becomes a plain record of what the pickle gives it, under the exact names of `_NAMES`.
+Folders of other strategies and of earlier versions have only ``.metadata``. It is read without building the objects
+that it names: every class becomes a plain record of its pickled state, and only the names in `_NAMES` are accepted.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from ls_strategy.checkpoint.target import INDEX, METADATA
 from ls_strategy.errors import CheckpointError
 
 Path = tuple[str, ...]
-"""Keys from the checkpoint's dictionary down to a value: ``("optimizer_0", "state", "blocks.0.weight", "exp_avg")``."""
+"""Keys that lead to a value in the checkpoint: ``("optimizer_0", "state", "blocks.0.weight", "exp_avg")``."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """Where one chunk of a tensor, or one object, is."""
+    """Location of one chunk of a tensor, or of one object."""
 
     path: Path
     shape: tuple[int, ...] | None
-    """Of the whole tensor; None for an object."""
+    """Shape of the full tensor; None for an object."""
 
     dtype: torch.dtype | None
     offsets: tuple[int, ...]
@@ -58,17 +58,17 @@ class Item:
     """Bytes."""
 
     def to_plain(self) -> list[Any]:
-        """In types that JSON has."""
+        """Return it in JSON types."""
         shape = None if self.shape is None else list(self.shape)
         dtype = None if self.dtype is None else _name_of(self.dtype)
         return [list(self.path), shape, dtype, list(self.offsets), list(self.sizes), self.start, self.length]
 
     @classmethod
     def from_plain(cls, plain: list[Any]) -> Item:
-        """Back from `to_plain`.
+        """Parse the result of `to_plain`.
 
         Raises:
-            ValueError, TypeError: it is not that.
+            ValueError, TypeError: It is malformed.
         """
         path, shape, dtype, offsets, sizes, start, length = plain
         return cls(
@@ -86,19 +86,15 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def key_of(path: Path) -> str:
-    """DCP's flat key."""
+    """Return DCP's flat key."""
     return ".".join(path)
 
 
 def merge(items: Iterable[tuple[str, Item]], aliases: Mapping[Path, Path]) -> Metadata:
-    """All ranks' notes as one.
-
-    Args:
-        items: ``(file, item)``.
-        aliases: further paths of tensors that are there: tied parameters.
+    """Merge the ``(file, item)`` of all ranks. ``aliases``: further paths of tensors among them, for tied parameters.
 
     Raises:
-        ValueError: chunks of one tensor do not agree, or lie outside of it.
+        ValueError: Chunks of a tensor contradict each other or lie outside of it.
     """
     metadata = Metadata({}, {}, {}, version="1.0.0")
     also: dict[Path, list[Path]] = {}
@@ -129,7 +125,7 @@ def _add(metadata: Metadata, file: str, item: Item, path: Path) -> None:
 
 def _check_box(key: str, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
     boxes = zip(offsets, sizes, shape, strict=True)
-    if any(at < 0 or size < 0 or at + size > whole for at, size, whole in boxes):
+    if any(at < 0 or size < 0 or at + size > full for at, size, full in boxes):
         raise ValueError(f"{key} has a chunk at {list(offsets)} of sizes {list(sizes)}, outside of {list(shape)}")
 
 
@@ -139,13 +135,7 @@ def _check_box(key: str, shape: tuple[int, ...], offsets: tuple[int, ...], sizes
 def write_metadata(
     place: Place, items: Iterable[tuple[str, Item]], aliases: Mapping[Path, Path]
 ) -> dict[str, FileRecord]:
-    """Write ``index.json`` and DCP's ``.metadata``. Rank 0 only.
-
-    Args:
-        place: folder.
-        items: ``(file, item)`` of all ranks.
-        aliases: further paths of tensors that are there: tied parameters.
-    """
+    """Write ``index.json`` and DCP's ``.metadata``. See `merge` for the arguments. Rank 0 only."""
     metadata = merge(items, aliases)
     return {
         INDEX: _write(place, INDEX, to_json(metadata).encode()),
@@ -161,21 +151,17 @@ def _write(place: Place, name: str, data: bytes) -> FileRecord:
 
 
 def to_json(metadata: Metadata) -> str:
-    """``index.json``: entries in the order of the checkpoint, chunks as ``[file, start, length, offsets, sizes]``."""
+    """Return ``index.json``: entries in checkpoint order, with chunks as ``[file, start, length, offsets, sizes]``."""
     files = sorted({info.relative_path for info in metadata.storage_data.values()})
     numbers = {file: number for number, file in enumerate(files)}
     entries: dict[str, dict[str, Any]] = {}
+    boxes: dict[Any, list[int]] = {}
     for key, state in metadata.state_dict_metadata.items():
         entries[key] = {"path": list(metadata.planner_data[key])}
         if isinstance(state, TensorStorageMetadata):
             entries[key] |= {"shape": list(state.size), "dtype": _name_of(state.properties.dtype)}
+            boxes |= {(key, tuple(chunk.offsets)): list(chunk.sizes) for chunk in state.chunks}
         entries[key]["chunks"] = []
-    boxes = {
-        (key, tuple(chunk.offsets)): list(chunk.sizes)
-        for key, state in metadata.state_dict_metadata.items()
-        if isinstance(state, TensorStorageMetadata)
-        for chunk in state.chunks
-    }
     for index, info in metadata.storage_data.items():
         offsets = list(index.offset or ())
         sizes = boxes.get((index.fqn, tuple(offsets)), [])
@@ -187,18 +173,16 @@ def to_json(metadata: Metadata) -> str:
 
 
 def read_metadata(place: Place, manifest: Manifest | None) -> Metadata:
-    """What is in a folder. Builds no object that the folder names.
+    """Read the index of a folder without building the objects that it names.
 
-    Args:
-        place: folder.
-        manifest: its checksums; None for a folder that something else wrote with DCP.
+    ``manifest`` is None if another program wrote the folder with DCP.
 
     Raises:
-        CheckpointError: it is damaged or cannot be read.
+        CheckpointError: The index is damaged or cannot be read.
     """
     if manifest is None:
         name, data = METADATA, _read(place, METADATA, None)
-    else:  # both are compared with their checksums, one is parsed
+    else:  # verify both, parse one
         found = {known: _read(place, known, manifest) for known in (METADATA, INDEX) if known in manifest.files}
         if not found:
             raise CheckpointError(f"{place}: the manifest names no {METADATA}. Resume from another checkpoint.")
@@ -231,14 +215,14 @@ def _check_files(metadata: Metadata, manifest: Manifest | None) -> None:
 
 
 def from_json(data: bytes) -> Metadata:
-    """Back from `to_json`.
+    """Parse the result of `to_json`.
 
     Raises:
-        ValueError, KeyError, TypeError, AttributeError: it is not what was written.
+        ValueError, KeyError, TypeError, AttributeError: It is malformed.
     """
     raw = json.loads(data)
     if raw["format"] != 1:
-        raise ValueError(f"its format is {raw['format']}, this version reads 1. Update")
+        raise ValueError(f"its format is {raw['format']}, and this version reads 1. Update ls_strategy")
     return merge(_items(raw), {})
 
 
@@ -267,7 +251,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 class _Record:
-    """In place of an object: what the pickle would make it from."""
+    """Holds the pickled arguments and state of an object in its place."""
 
     args: tuple[Any, ...]
     state: Any
@@ -278,15 +262,15 @@ class _Record:
         return self
 
     def __init__(self, *args: Any) -> None:
-        """Arguments have been noted."""
+        """Accept the arguments, which `__new__` has stored."""
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
     def fields(self, name: str) -> dict[str, Any]:
-        """Attributes of a data class of this name."""
+        """Return the attributes of a dataclass of this name."""
         if type(self).__name__ != name or not isinstance(self.state, dict):
-            raise ValueError(f"it has a {type(self).__name__} in place of a {name}")
+            raise ValueError(f"it has a {type(self).__name__} instead of a {name}")
         return self.state
 
 
@@ -304,11 +288,11 @@ _NAMES: dict[str, dict[str, Any]] = {
     "collections": {"OrderedDict": OrderedDict, "defaultdict": defaultdict},
     "builtins": {kind.__name__: kind for kind in (dict, list, set, tuple, int, str, frozenset)},
 }
-"""What ``.metadata`` may name: exact names. None: a `_Record` is made in its place."""
+"""Classes and functions that ``.metadata`` may name. None: a `_Record` takes its place."""
 
 
 class _Unpickler(pickle.Unpickler):
-    """Builds records, containers and numbers. Nothing is imported, and no name is taken apart at its dots."""
+    """Builds records, containers and numbers. Imports nothing and does not resolve dotted names."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data))
@@ -318,16 +302,16 @@ class _Unpickler(pickle.Unpickler):
         if name not in _NAMES.get(module, ()):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
         found = _NAMES[module][name]
-        if found is None:  # a class of this load alone: whatever a pickle does to it ends with the load
+        if found is None:  # a class for this load only, because a pickle can modify it
             found = self._records.setdefault(name, type(name, (_Record,), {}))
         return found
 
 
 def from_pickle(data: bytes) -> Metadata:
-    """DCP's ``.metadata``.
+    """Parse DCP's ``.metadata``.
 
     Raises:
-        Exception: of many kinds; it is not what DCP writes.
+        Exception: Of any kind, if DCP did not write it.
     """
     found = _fields(_Unpickler(data).load(), "Metadata")
     metadata = Metadata({}, {}, {}, version=str(found.get("version")))
@@ -346,7 +330,7 @@ def from_pickle(data: bytes) -> Metadata:
 
 def _fields(record: Any, name: str) -> dict[str, Any]:
     if not isinstance(record, _Record):
-        raise ValueError(f"it has a {type(record).__name__} in place of a {name}")
+        raise ValueError(f"it has a {type(record).__name__} instead of a {name}")
     return record.fields(name)
 
 
@@ -370,6 +354,6 @@ def _state(record: Any) -> TensorStorageMetadata | BytesStorageMetadata:
 
 
 def _shape(record: Any) -> torch.Size:
-    """From a record of ``torch.Size``, or a tuple."""
+    """Convert a record of ``torch.Size``, or a tuple."""
     values = record.args[0] if isinstance(record, _Record) and type(record).__name__ == "Size" else record
     return torch.Size(_sizes(values))

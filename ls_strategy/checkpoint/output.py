@@ -1,4 +1,4 @@
-"""Files and folders that tools write: there in full under their name, or not at all."""
+"""Atomic output of the command-line tools: a file or folder appears complete under its name, or not at all."""
 
 from __future__ import annotations
 
@@ -11,45 +11,44 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ls_strategy.checkpoint import commit
-from ls_strategy.checkpoint.claim import claimed
+from ls_strategy.checkpoint.claim import require_claim
 from ls_strategy.checkpoint.place import Place
 from ls_strategy.errors import CheckpointError, ConfigError
 
 WRITER = "ls_strategy"
-"""Key in the metadata of exported weights: the names of all files of the export, as JSON."""
+"""Metadata key of exported weights. It lists the names of all files of the export, as JSON."""
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes done so far, and in all."""
+"""Called with the bytes done so far and the total."""
 
 
 @contextmanager
-def whole_or_nothing(target: Path, *, nbytes: int, force: bool) -> Iterator[Path]:
-    """Gives a path on the same file system to write a file or a folder to; it takes its name at the end, atomically.
+def atomic_output(target: Path, *, nbytes: int, force: bool) -> Iterator[Path]:
+    """Yield a path on the same file system, and rename it atomically to ``target`` at the end.
 
-    After an exception, a full disk or Ctrl-C, what was written is removed, and ``target`` is as it was. After a
+    After an exception, a full disk or Ctrl-C, the partial output is removed and ``target`` is unchanged. After
     ``kill -9`` the next call for the same name removes it.
 
     Args:
-        target: the name.
-        nbytes: what will be written, bytes; checked against the free space first.
-        force: replace a file of this name, or a folder that an export wrote. Nothing else is replaced.
+        target: The final name.
+        nbytes: Bytes that will be written. Compared with the free space first.
+        force: Replace an existing file, or a folder that an export wrote. Nothing else is replaced.
 
     Raises:
-        ConfigError: ``target`` exists, or its folder does not.
-        CheckpointError: the file system is, or becomes, too full, or refuses to be written; or another process writes
-            to ``target``.
+        ConfigError: ``target`` exists, or its parent folder does not.
+        CheckpointError: The file system is full or not writable, or another process writes to ``target``.
     """
     _check_target(target, force)
     place = Place(target)
     scratch = target.with_name(f".{target.name}.{commit.new_save_id()}.partial")
     try:
-        with claimed(place) as held:
+        with require_claim(place) as held:
             commit.clean(place, held)
             free = shutil.disk_usage(target.parent).free
             if nbytes > free:
                 raise CheckpointError(
-                    f"{target} needs {nbytes / 1e9:.2f} GB, {target.parent} has {free / 1e9:.2f} GB free. "
-                    "Write elsewhere."
+                    f"{target} needs {nbytes / 1e9:.2f} GB, but {target.parent} has {free / 1e9:.2f} GB free. "
+                    "Write to another disk."
                 )
             try:
                 scratch.mkdir()
@@ -64,29 +63,29 @@ def whole_or_nothing(target: Path, *, nbytes: int, force: bool) -> Iterator[Path
 
 def _check_target(target: Path, force: bool) -> None:
     if ":/" in str(target):
-        raise ConfigError(f"{target} is not a local path. Write to a local disk, and copy the result.")
+        raise ConfigError(f"{target} is not a local path. Write to a local disk and copy the result.")
     if not target.parent.is_dir():
-        raise ConfigError(f"{target.parent} is not a folder. Make it first: mkdir -p {target.parent}")
+        raise ConfigError(f"{target.parent} is not a folder. Create it first: mkdir -p {target.parent}")
     if target.name in ("", ".."):
-        raise ConfigError(f"Got {str(target)!r}, which is a folder above. Give the output a name of its own.")
+        raise ConfigError(f"Got {str(target)!r}, which is a parent folder. Give the output its own name.")
     if not os.path.lexists(target):
         return
     mode = target.lstat().st_mode
     if stat.S_ISLNK(mode):
-        raise ConfigError(f"{target} is a link to {target.readlink()}. Give the path it leads to, or another name.")
+        raise ConfigError(f"{target} is a link to {target.readlink()}. Give the path it points to, or another name.")
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         raise ConfigError(f"{target} is a device, a pipe or a socket. Give the name of a file.")
     if not force:
         raise ConfigError(f"{target} exists. Give another name, or --force (force=True) to replace it.")
     if stat.S_ISDIR(mode) and not _is_export(target):
         raise ConfigError(
-            f"{target} is a folder that no export wrote, or that has other files too. Give another name, or remove it "
-            "yourself."
+            f"{target} is a folder that no export wrote, or that has other files too. Give another name, or remove "
+            "the folder."
         )
 
 
 def _is_export(folder: Path) -> bool:
-    """A slip in a path must not cost a folder of something else, nor a file that was put into an export."""
+    """Return whether the folder holds an export and nothing else: other files must not be lost."""
     entries = list(folder.iterdir())
     weights = [p for p in entries if p.name.startswith("model") and p.suffix == ".safetensors"]
     if not weights or not all(p.is_file() and not p.is_symlink() for p in entries):
@@ -95,7 +94,7 @@ def _is_export(folder: Path) -> bool:
 
 
 def _written_with(weights: Path) -> set[str]:
-    """The files of the export that a file of weights belongs to; none, if something else wrote it."""
+    """Return the file names of the export that a weights file belongs to. Empty if another program wrote it."""
     try:
         with weights.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
@@ -106,7 +105,7 @@ def _written_with(weights: Path) -> set[str]:
 
 
 def _take_name(scratch: Path, target: Path) -> None:
-    """Only this moment is visible. A folder cannot replace anything in one step, so what is there steps aside."""
+    """Rename the output. Folders cannot be replaced atomically, so an existing one is moved away first."""
     new = scratch / target.name
     if new.is_dir():
         Place(new).sync()

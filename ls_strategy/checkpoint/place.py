@@ -1,4 +1,4 @@
-"""A checkpoint's folder on some file system, and files that are on the disk when the call returns."""
+"""The folder of a checkpoint on a local or remote file system, and durable writes."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from fsspec.implementations.local import LocalFileSystem
 
 
 class Place:
-    """A checkpoint's folder on some file system: local, or any that fsspec knows by the path's protocol."""
+    """A path on some file system: local, or any that fsspec knows by its protocol."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """``path`` may have a protocol, ``s3://bucket/name.ckpt``."""
+        """Parse ``path``, which may have a protocol: ``s3://bucket/name.ckpt``."""
         self.fs, bare = url_to_fs(os.fspath(path))
         self.local = isinstance(self.fs, LocalFileSystem)
-        self.path = os.path.abspath(bare) if self.local else bare.rstrip("/")  # noqa: PTH100 - "." and ".." go
+        self.path = os.path.abspath(bare) if self.local else bare.rstrip("/")  # noqa: PTH100 - resolves "." and ".."
 
     def __str__(self) -> str:
         return self.path if self.local else str(self.fs.unstrip_protocol(self.path))
 
     @property
     def name(self) -> str:
-        """Last part of the path."""
+        """The last part of the path."""
         return posixpath.basename(self.path)
 
     def at(self, path: str) -> Place:
-        """Another path of the same file system, without protocol."""
+        """Return another path of the same file system, given without protocol."""
         place = object.__new__(Place)
         place.fs, place.local = self.fs, self.local
         place.path = path.rstrip("/") or ("/" if self.local else "")
@@ -40,15 +40,15 @@ class Place:
 
     @property
     def parent(self) -> Place:
-        """The folder that this one is in."""
+        """The parent folder."""
         return self.at(posixpath.dirname(self.path) or ".")
 
     def sibling(self, name: str) -> Place:
-        """A folder beside this one."""
+        """Return a path in the same folder."""
         return self.at(posixpath.join(posixpath.dirname(self.path), name))
 
     def open(self, name: str, mode: str) -> IO[Any]:
-        """A file in the folder."""
+        """Open a file in the folder."""
         path = f"{self.path}/{name}"
         if self.local:
             return Path(path).open(mode)
@@ -56,15 +56,15 @@ class Place:
 
     @property
     def taken(self) -> bool:
-        """Whether anything has this name, be it a link that leads nowhere."""
+        """Whether anything has this name, including a broken link."""
         return os.path.lexists(self.path) if self.local else self.exists()
 
     def exists(self, name: str = "") -> bool:
-        """Whether the folder, or a file in it, is there."""
+        """Return whether the folder, or a file in it, exists."""
         return bool(self.fs.exists(f"{self.path}/{name}" if name else self.path))
 
     def size(self, name: str) -> int | None:
-        """Bytes of a file in the folder; None if there is none."""
+        """Return the bytes of a file in the folder, or None if it does not exist."""
         try:
             if self.local:
                 return Path(self.path, name).stat().st_size
@@ -73,14 +73,14 @@ class Place:
             return None
 
     def entries(self) -> list[str]:
-        """Paths of what is in the folder, without protocol; none if it is gone."""
+        """Return the paths in the folder, without protocol. Empty if the folder does not exist."""
         try:
             return [str(e).rstrip("/") for e in self.fs.ls(self.path, detail=False, refresh=True)]
         except (FileNotFoundError, NotADirectoryError):
             return []
 
     def idle_for(self) -> float | None:
-        """Seconds since something was last written here or in a file of the folder; None where that is not known."""
+        """Return the seconds since the last write to this path or a file in it. None if unknown."""
         try:
             if self.local:
                 folder = Path(self.path)
@@ -92,11 +92,11 @@ class Place:
         return time.time() - max(times)
 
     def make(self) -> None:
-        """Make the folder and those above it."""
+        """Create the folder and its parents."""
         self.fs.makedirs(self.path, exist_ok=True)
 
     def remove(self) -> None:
-        """Remove whatever has this name: a folder, a file, or a link (not what it points to)."""
+        """Remove a folder, a file, or a link (not its target)."""
         if self.local:
             path = Path(self.path)
             if path.is_symlink() or path.is_file():
@@ -107,14 +107,14 @@ class Place:
             self.fs.rm(self.path, recursive=True)
 
     def rename(self, target: Place) -> None:
-        """Take another name, which is free. Atomic on local file systems only."""
+        """Rename to ``target``, which must be free. Atomic on local file systems only."""
         if self.local:
             Path(self.path).rename(target.path)
         else:
             self.fs.mv(self.path, target.path, recursive=True)
 
     def sync(self) -> None:
-        """Make sure that the folder's entries outlive a loss of power."""
+        """Make the folder's entries durable (fsync). Local only."""
         if not self.local:
             return
         descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
@@ -132,7 +132,7 @@ _CANNOT_SYNC = (22, 95)
 
 
 def sync_file(file: IO[Any]) -> None:
-    """Flush, and wait until a local file's bytes are on the disk."""
+    """Flush, and wait until a local file is on disk."""
     file.flush()
     with contextlib.suppress(AttributeError, NotImplementedError, ValueError):
         descriptor = file.fileno()

@@ -1,4 +1,4 @@
-"""The states of the random number generators of one process: Python, NumPy, torch, and the devices."""
+"""States of the random number generators of one process: Python, NumPy, torch and CUDA."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def random_states() -> dict[str, Any]:
-    """All generators' states, in types that ``torch.load(weights_only=True)`` accepts."""
+    """Return the states of all generators, in types that ``torch.load(weights_only=True)`` accepts."""
     states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -22,7 +22,7 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_random_states(states: dict[str, Any]) -> None:
-    """Go on where `random_states` was taken."""
+    """Restore the result of `random_states`."""
     version, keys, gauss = states["python"]
     random.setstate((version, tuple(keys), gauss))
     torch.set_rng_state(states["torch"])

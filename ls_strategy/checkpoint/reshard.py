@@ -1,17 +1,18 @@
-"""Where a sharded checkpoint is re-cut, in both directions: what this rank has of it, and what it needs of it.
+"""Reshard a checkpoint in both directions: what this rank saves, and what it reads.
 
-While ``trainer.save_checkpoint`` collects, a value that is sharded is represented by a *stand-in*: a tensor on the meta
-device with the true shape and the dtype that is saved. Hooks may drop stand-ins, or put them under other names. When
-the dictionary is written, each rank replaces a stand-in by the boxes of the value that it owns.
+During ``trainer.save_checkpoint`` a *placeholder* represents a sharded value: a tensor on the meta device with the
+full shape and the saved dtype. Hooks may drop placeholders or move them to other keys. When the checkpoint is written,
+each rank replaces a placeholder by the boxes of the value that it owns.
 
-On the way back a value is a `SavedTensor`, which reads from the files what is asked of it: a range of elements, or the
-whole by any operation of torch.
+On load a value is a `SavedTensor`. It reads from the files what is needed: a range of elements, or the full tensor for
+any torch operation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,37 +29,38 @@ from ls_strategy.zero.units import Flat, Unit, places_of
 
 @dataclass(eq=False)
 class Source:
-    """A value of one parameter that is sharded like its flat buffer: a weight, a moment, an average."""
+    """A value of one parameter that is sharded like its flat buffer: a weight, a moment or an average."""
 
     flat: Flat
     slot: int
     read: Callable[[int, int], Tensor]
-    """``read(start, stop)``: elements of this rank's stepped range, 1-d. From any thread."""
+    """``read(start, stop)`` returns elements of this rank's stepped range, 1-d. Callable from any thread."""
 
     at_rest: bool = False
-    """Whether it rests on a tier, and only updates of the flat buffer change it."""
+    """Whether it is offloaded, so that only optimizer steps on the flat buffer change it."""
 
     def ranges(self) -> Iterator[tuple[Box, int, int]]:
-        """What this rank saves, of its owned range, also where it has everything: boxes, and what to ``read``.
+        """Yield the boxes that this rank saves, with the range to ``read`` for each.
 
-        Of copies along the tensor-parallel axis the first rank saves its own.
+        Covers the owned range, even where this rank holds all elements. Of replicas along the tensor-parallel axis, the
+        first rank saves.
         """
         flat = self.flat
         if not flat.counted:
             return
         piece, shape = flat.layout.pieces(*flat.owned)[self.slot], flat.layout.slots[self.slot].shape
         shift = flat.owned[0] - flat.stepped[0] + piece.start - piece.param_start
-        for whole in flat_range_to_boxes(shape, piece.param_start, piece.param_start + piece.numel):
-            for box in whole.split(READ_CHUNK):
+        for large in flat_range_to_boxes(shape, piece.param_start, piece.param_start + piece.numel):
+            for box in large.split(READ_CHUNK):
                 yield box, shift + box.start, shift + box.stop
 
     def boxes(self) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-        """``(offsets, values)`` of the same, in the whole parameter."""
+        """Yield ``(offsets, values)`` of these boxes in the full parameter."""
         for box, start, stop in self.ranges():
             yield from self.placed(box, self.read(start, stop).detach())
 
     def placed(self, box: Box, values: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-        """Where in the whole parameter the values of a box of this rank's part belong."""
+        """Yield where the values of a box of this rank's part belong in the full parameter."""
         part, values = self.flat.layout.slots[self.slot].part, values.view(box.sizes)
         if part is None:
             yield box.offsets, values
@@ -75,28 +77,28 @@ class Contents:
     """What one ``trainer.save_checkpoint`` has collected so far."""
 
     sources: dict[int, Source] = field(default_factory=dict)
-    _stand_ins: list[Tensor] = field(default_factory=list)
+    _placeholders: list[Tensor] = field(default_factory=list)
 
     def stand_in(self, source: Source, dtype: torch.dtype) -> Tensor:
-        """A tensor that stands for the value until it is written."""
+        """Return a placeholder for the value."""
         tensor = torch.empty(source.flat.layout.slots[source.slot].full_shape, dtype=dtype, device="meta")
-        self._stand_ins.append(tensor)  # keeps its id
+        self._placeholders.append(tensor)  # keeps the id valid
         self.sources[id(tensor)] = source
         return tensor
 
     def weights(
         self, raw: dict[str, Any], units: list[Unit], *, masters: list[Tensor] | None = None, frozen: bool = True
     ) -> tuple[dict[str, Any], list[str]]:
-        """A module's state dict with stand-ins for its parameters.
+        """Return a module's state dict with placeholders for its parameters.
 
         Args:
             raw: ``module.state_dict()``.
-            units: where the parameters are.
-            masters: values in place of the trainable master weights, in the units' order.
-            frozen: include parameters that do not train.
+            units: The units that hold the parameters.
+            masters: Values to save instead of the trainable master weights, in the units' order.
+            frozen: Include frozen parameters.
 
         Returns:
-            the state dict, and the names that were left out.
+            The state dict, and the names that were left out.
         """
         places = places_of(raw, units)
         trainable = [flat for unit in units for flat in unit.trainable_flats]
@@ -107,24 +109,24 @@ class Contents:
         for key, value in raw.items():
             place = places.get(key)
             if place is None:
-                if not (isinstance(value, Tensor) and value.is_meta):  # else on another rank of a pipeline
+                if not (isinstance(value, Tensor) and value.is_meta):  # else it is on another pipeline rank
                     result[key] = value
                 continue
             flat, i = place
             if not frozen and not flat.params[i].requires_grad:
                 left_out.append(key)
                 continue
-            if (id(flat), i) not in made:  # tied entries share one stand-in
+            if (id(flat), i) not in made:  # tied entries share one placeholder
                 other = others.get(id(flat))
-                read = flat.master_range if other is None else _reader_of(other)
+                read = flat.master_range if other is None else partial(_slice, other)
                 source = Source(flat, i, read, at_rest=other is None and flat.optimizer_tier != "device")
                 made[id(flat), i] = self.stand_in(source, flat.master_dtype)
             result[key] = made[id(flat), i]
         return result, left_out
 
 
-def _reader_of(values: Tensor) -> Callable[[int, int], Tensor]:
-    return lambda start, stop: values[start:stop]
+def _slice(values: Tensor, start: int, stop: int) -> Tensor:
+    return values[start:stop]
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
@@ -132,7 +134,7 @@ def _reader_of(values: Tensor) -> Callable[[int, int], Tensor]:
 
 @dataclass
 class Entry:
-    """A value with its place in the checkpoint's dictionary."""
+    """A value and its path in the checkpoint."""
 
     path: Path
     value: Any
@@ -140,24 +142,24 @@ class Entry:
 
 
 def separate(checkpoint: dict[str, Any], contents: Contents) -> tuple[list[Entry], dict[str, Any]]:
-    """Take what goes to the ranks' files out of a Lightning checkpoint; the rest is small.
+    """Split a Lightning checkpoint into entries for the ranks' files and small remaining data.
 
     Raises:
-        CheckpointError: a hook computed with a stand-in.
+        CheckpointError: A hook computed with a placeholder.
     """
-    rest = dict(checkpoint)
-    entries = list(_entries(("model",), rest.pop("state_dict"), contents, depth=1))
-    for index, state in enumerate(rest.pop("optimizer_states", [])):
+    remaining = dict(checkpoint)
+    entries = list(_entries(("model",), remaining.pop("state_dict"), contents, depth=1))
+    for index, state in enumerate(remaining.pop("optimizer_states", [])):
         for key, value in state.items():
             entries += _entries((f"optimizer_{index}", key), value, contents, depth=2 if key == "state" else 0)
-    for key, value in list(rest.items()):
+    for key, value in list(remaining.items()):
         sharded = isinstance(value, dict) and any(id(v) in contents.sources for v in value.values())
         if sharded or id(value) in contents.sources:
-            entries += _entries((key,), rest.pop(key), contents, depth=1)
-    for key, value in rest.items():
+            entries += _entries((key,), remaining.pop(key), contents, depth=1)
+    for key, value in remaining.items():
         if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_iter(value)):
             raise _without_elements(key)
-    return entries, rest
+    return entries, remaining
 
 
 def _entries(prefix: Path, value: Any, contents: Contents, *, depth: int) -> Iterator[Entry]:
@@ -172,25 +174,25 @@ def _entries(prefix: Path, value: Any, contents: Contents, *, depth: int) -> Ite
 
 def _without_elements(key: str) -> CheckpointError:
     return CheckpointError(
-        f"{key}: a hook that runs while a checkpoint is saved (on_save_checkpoint) has computed with a sharded value, "
-        "of which no rank has all elements, or put it deeper than into a dictionary of its own. Do that in "
-        'on_load_checkpoint, or save with checkpoint.format="file".'
+        f"{key}: a hook that runs during a save (on_save_checkpoint) has computed with a sharded value, of which no "
+        "rank has all elements, or nested it deeper than one dictionary. Do that in on_load_checkpoint, or save with "
+        'checkpoint.format="file".'
     )
 
 
 def write_entries(file: RankFile, entries: Iterable[Entry], writes: Callable[[Path], bool]) -> dict[Path, Path]:
-    """Append what this rank owns: its boxes of sharded values, and of everything else what ``writes`` says.
+    """Append the boxes of sharded values that this rank owns, and the other values for which ``writes`` returns True.
 
     Returns:
-        further paths of values that are there already (tied parameters), ``{path: path it was written under}``.
+        ``{path: path it was written under}`` of further paths of the same values, for tied parameters.
     """
     written: dict[int, Path] = {}
     aliases: dict[Path, Path] = {}
     for entry in _by_flat(entries):
         if entry.source is None:
-            # Scalars of an optimizer's state (step counts) exist on the rank that has the parameter's first element.
+            # Only the rank with a parameter's first element has the scalars of its optimizer state (step counts).
             if writes(entry.path) or entry.path[1:2] == ("state",):
-                _write_whole(file, entry)
+                _write_value(file, entry)
             continue
         if id(entry.value) in written:
             aliases[entry.path] = written[id(entry.value)]
@@ -202,13 +204,13 @@ def write_entries(file: RankFile, entries: Iterable[Entry], writes: Callable[[Pa
 
 
 def _by_flat(entries: Iterable[Entry]) -> list[Entry]:
-    """One flat buffer after the other: an update that waits for a save waits for one buffer, not for all."""
+    """Sort entries by flat buffer, so that a step that waits for the save waits for one buffer, not for all."""
     numbers: dict[int, int] = {}
     keyed = [(-1 if e.source is None else numbers.setdefault(id(e.source.flat), len(numbers)), e) for e in entries]
     return [entry for _, entry in sorted(keyed, key=lambda pair: pair[0])]
 
 
-def _write_whole(file: RankFile, entry: Entry) -> None:
+def _write_value(file: RankFile, entry: Entry) -> None:
     value = entry.value
     if isinstance(value, Tensor) and value.layout == torch.strided:
         value = value.detach().to("cpu")
@@ -221,7 +223,7 @@ def _write_whole(file: RankFile, entry: Entry) -> None:
 
 
 class SavedTensor(LazyTensor):
-    """A tensor of a sharded checkpoint that is still in the files."""
+    """A tensor of a sharded checkpoint that is read from the files when it is used."""
 
     reader: Reader
     path: Path
@@ -247,7 +249,7 @@ class SavedTensor(LazyTensor):
 
 
 def assemble(reader: Reader, meta: dict[str, Any], *, weights_only: bool | None) -> dict[str, Any]:
-    """A Lightning checkpoint whose tensors are still in the files."""
+    """Return a Lightning checkpoint with tensors that are still in the files."""
     checkpoint: dict[str, Any] = dict(meta)
     optimizers: dict[int, dict[str, Any]] = {}
     state_dict: dict[str, Any] = {}
@@ -270,7 +272,7 @@ def assemble(reader: Reader, meta: dict[str, Any], *, weights_only: bool | None)
 
 
 def _with_groups(state: dict[str, Any]) -> dict[str, Any]:
-    """DCP's own planner takes lists of dictionaries apart; put them together again."""
+    """Restore the list of parameter groups, which DCP's planner stores as separate entries."""
     groups = state.get("param_groups", [])
     if isinstance(groups, dict):
         groups = [groups[key] for key in sorted(groups, key=int)]

@@ -1,7 +1,7 @@
-"""Weights as Hugging Face safetensors, in one file or several, without a copy of them in memory.
+"""Export weights as Hugging Face safetensors, in one file or several, without holding a copy of them in memory.
 
-The format (huggingface.co/docs/safetensors): 8 bytes with the header's length (little-endian), the header as JSON with
-dtype, shape and range of each tensor, and the tensors' bytes. The package writes it from memory only.
+Format (huggingface.co/docs/safetensors): 8 bytes with the header's length (little-endian); the header, JSON with
+dtype, shape and range of each tensor; the tensors' bytes. The safetensors package itself can only write from memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ls_strategy.checkpoint.output import WRITER, Progress, whole_or_nothing
+from ls_strategy.checkpoint.output import WRITER, Progress, atomic_output
 from ls_strategy.checkpoint.place import sync_file
 from ls_strategy.checkpoint.source import as_bytes, read_weights, rows_of
 from ls_strategy.errors import CheckpointError, ConfigError
@@ -43,28 +43,28 @@ DTYPES = {
 """Names of dtypes in the header."""
 
 MAX_SHARD_BYTES = 5 * 10**9
-"""As transformers has it by default."""
+"""The default of transformers."""
 
 
 @dataclass(frozen=True)
 class FilePart:
-    """Rows of a tensor under a name of their own: how a fused matrix is taken apart."""
+    """Rows of a tensor under a new name, for splitting a fused matrix."""
 
     name: str
     rows: tuple[int, int] | None = None
-    """First row and one past the last; None: the whole tensor."""
+    """First row and one past the last. None: the full tensor."""
 
     alone: bool = False
-    """A single row, without the dimension of rows: one of several tensors that were stacked."""
+    """Drop the dimension of the rows: the part is one of several stacked tensors."""
 
 
 Rename = Callable[[str, tuple[int, ...]], Sequence[FilePart]]
-"""``(name, shape)`` of a tensor, to the parts that are written of it; none leaves it out."""
+"""``(name, shape)`` of a tensor to the parts to write. An empty result leaves the tensor out."""
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """A tensor to be written."""
+    """One tensor to write."""
 
     name: str
     tensor: Tensor
@@ -94,30 +94,30 @@ def export_safetensors(  # noqa: PLR0913 - options of an export, keyword-only
 ) -> None:
     """Write the weights and buffers of a checkpoint to a folder of safetensors.
 
-    ``model.safetensors`` if they fit into one file, else ``model-00001-of-0000N.safetensors`` and
+    Writes ``model.safetensors`` if everything fits into one file, else ``model-00001-of-0000N.safetensors`` and
     ``model.safetensors.index.json``. Tied weights are written once, under their first name. Needs memory for a few
-    chunks of one tensor. Nothing in the checkpoint is unpickled but tensors.
+    chunks of one tensor. Unpickles only tensors.
 
     Args:
-        source: a sharded checkpoint, or a single file.
-        target: the folder, which is made.
-        dtype: of floating-point tensors. None: as saved.
-        max_shard_bytes: largest file; a tensor that is larger gets one of its own.
-        rename: names and parts; None keeps the names of the state dict.
-        average: write the average of the weights that `ShardedEMA` keeps, in place of the weights.
-        extra_files: further files, name to text, that appear with the folder.
-        force: replace ``target`` if it exists.
-        progress: called with the bytes written so far, and in all.
+        source: A sharded checkpoint or a single file.
+        target: The folder to create.
+        dtype: Dtype of floating-point tensors. None: as saved.
+        max_shard_bytes: Largest file. A larger tensor gets its own file.
+        rename: Maps names and splits tensors. None keeps the names of the state dict.
+        average: Write the average of `ShardedEMA` instead of the weights.
+        extra_files: Further files of the export, name to text.
+        force: Replace ``target`` if it exists.
+        progress: Called with the bytes written so far and the total.
 
     Raises:
-        CheckpointError: ``source`` is not whole, or ``target`` could not be written.
-        ConfigError: ``target`` exists; two tensors get one name; or a dtype that safetensors does not know.
+        CheckpointError: ``source`` is incomplete, or ``target`` could not be written.
+        ConfigError: ``target`` exists, two tensors get the same name, or safetensors does not support a dtype.
     """
     if max_shard_bytes < 1:
-        raise ConfigError(f"max_shard_bytes={max_shard_bytes}: a file has at least 1 byte.")
+        raise ConfigError(f"Got max_shard_bytes={max_shard_bytes}, but a file has at least 1 byte. Set a larger size.")
     entries = _entries(read_weights(source, average=average).tensors, dtype, rename)
     if not entries:
-        raise CheckpointError(f"{source}: no tensor is left to be written. Look at the mapping of names.")
+        raise CheckpointError(f"{source}: no tensor is left to write. Check the mapping of names.")
     shards = _shards(entries, max_shard_bytes)
     names = _file_names(len(shards))
     total = sum(e.nbytes for e in entries)
@@ -127,7 +127,7 @@ def export_safetensors(  # noqa: PLR0913 - options of an export, keyword-only
         weight_map = {e.name: name for name, shard in zip(names, shards, strict=True) for e in shard}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         texts["model.safetensors.index.json"] = json.dumps(index, indent=2) + "\n"
-    with whole_or_nothing(Path(target), nbytes=total, force=force) as folder:
+    with atomic_output(Path(target), nbytes=total, force=force) as folder:
         folder.mkdir()
         for name, shard in zip(names, shards, strict=True):
             for size in _write(folder / name, shard, [*names, *texts]):
@@ -141,23 +141,20 @@ def export_safetensors(  # noqa: PLR0913 - options of an export, keyword-only
 
 
 def rename_prefixes(prefixes: Sequence[tuple[str, str]]) -> Rename:
-    """A mapping that replaces the first of these beginnings that a name has, ``(old, new)``; other names stay.
+    """Return a mapping that replaces the first matching prefix of a name, ``(old, new)``. Other names stay.
 
     >>> rename_prefixes([("model.", "")])("model.head.weight", (2, 3))[0].name
     'head.weight'
     """
 
     def rename(name: str, shape: tuple[int, ...]) -> list[FilePart]:
-        for old, new in prefixes:
-            if name.startswith(old):
-                return [FilePart(new + name[len(old) :])]
-        return [FilePart(name)]
+        return [FilePart(next((new + name[len(old) :] for old, new in prefixes if name.startswith(old)), name))]
 
     return rename
 
 
 def split_experts(rename: Rename | None = None) -> Rename:
-    """A mapping that takes stacked experts apart, before ``rename``: as most readers of such files name them.
+    """Return a mapping that splits stacked experts, as most readers of such files name them, then applies ``rename``.
 
     >>> [part.name for part in split_experts()("mlp.experts.up.weight", (2, 8, 4))]
     ['mlp.experts.0.up.weight', 'mlp.experts.1.up.weight']
@@ -172,7 +169,7 @@ def split_experts(rename: Rename | None = None) -> Rename:
             own = f"{before}.experts.{i}.{after}".removeprefix(".")
             named = [FilePart(own)] if rename is None else rename(own, shape[1:])
             if any(part.rows is not None for part in named):
-                raise ConfigError(f"{name}: an expert is written as a whole, and the mapping takes it apart.")
+                raise ConfigError(f"{name}: an expert is written in one piece, but the mapping splits it into rows.")
             parts += [FilePart(part.name, (i, i + 1), alone=True) for part in named]
         return parts
 
@@ -188,16 +185,18 @@ def _entries(tensors: Mapping[str, Tensor], dtype: torch.dtype | None, rename: R
             entry = _Entry(part.name, taken, dtype if cast and dtype is not None else tensor.dtype, part.alone)
             if part.name in entries:
                 raise ConfigError(
-                    f"two tensors are to be named {part.name!r}, the second is {name!r}. Give them different names."
+                    f"the mapping names two tensors {part.name!r}; the second is {name!r}. Give them different names."
                 )
             if entry.dtype not in DTYPES:
-                raise ConfigError(f"{name} is {entry.dtype}, which safetensors does not know. Give a dtype to cast to.")
+                raise ConfigError(
+                    f"{name} is {entry.dtype}, which safetensors does not support. Give a dtype to cast to."
+                )
             entries[part.name] = entry
     return list(entries.values())
 
 
 def _shards(entries: Sequence[_Entry], limit: int) -> list[list[_Entry]]:
-    """In order, each file filled up to the limit."""
+    """Distribute entries to files in order, filling each up to the limit."""
     shards: list[list[_Entry]] = [[]]
     size = 0
     for entry in entries:
@@ -216,8 +215,8 @@ def _file_names(count: int) -> list[str]:
 
 
 def _write(path: Path, entries: Sequence[_Entry], export: list[str]) -> Iterator[int]:
-    """One file of those that ``export`` names; yields the bytes of each chunk when it is written."""
-    # The widest elements first, so that each tensor begins at a multiple of its element's size; readers map the file.
+    """Write one of the files named in ``export``. Yield the bytes of each chunk after it is written."""
+    # The widest dtypes first, so that each tensor is aligned to its dtype for readers that map the file.
     entries = sorted(entries, key=lambda e: -e.dtype.itemsize)
     header: dict[str, object] = {"__metadata__": {"format": "pt", WRITER: json.dumps(export)}}
     position = 0

@@ -1,20 +1,20 @@
-"""A save, from the first byte to the commit. All ranks together; what fails on one fails on all.
+"""One save of all ranks, up to the commit. An error on one rank is raised on all.
 
 ::
 
     rank 0     begin ──┐                                  ┌── metadata, meta.pt, manifest, rename ──┐
-    every rank         └── write its file, sync, report ──┘                                         └── the same verdict
+    every rank         └── write its file, sync, report ──┘                                         └── same result
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ls_strategy.checkpoint import commit
-from ls_strategy.checkpoint.claim import Claim
 from ls_strategy.checkpoint.files import RankFile
 from ls_strategy.checkpoint.manifest import FileRecord, Manifest, record_of
 from ls_strategy.checkpoint.metadata import Item, Path, write_metadata
@@ -24,16 +24,16 @@ from ls_strategy.errors import CheckpointError
 
 
 class Exchange(Protocol):
-    """Gives every rank's value to every rank, in rank order. Collective."""
+    """Gives every rank's value to all ranks, in rank order. Collective."""
 
     def __call__(self, value: dict[str, Any]) -> list[dict[str, Any]]:
-        """Exchange ``value``, which JSON has types for: what came from outside must not be unpickled."""
+        """Exchange ``value``, which consists of JSON types: data from other processes is never unpickled."""
         ...
 
 
 @dataclass
 class Save:
-    """What one rank puts into a save."""
+    """What one rank contributes to a save."""
 
     path: str
     entries: list[Entry]
@@ -41,18 +41,18 @@ class Save:
     """States of this rank's random number generators."""
 
     manifest: Manifest
-    """Without files; rank 0's is taken."""
+    """Without files. Rank 0's is used."""
 
     write_meta: Callable[[str], None]
-    """Writes what is small to the path that it is given; called on rank 0."""
+    """Writes the small data to the path that it gets. Called on rank 0."""
 
     writes: Callable[[Path], bool] | None = None
-    """Which values that are not sharded this rank writes. Default: all, on rank 0."""
+    """Which unsharded values this rank writes, by path. Default: rank 0 writes all."""
 
 
 @dataclass
 class _Report:
-    """What a rank tells the others."""
+    """What a rank reports to the others."""
 
     error: str | None = None
     save_id: str = ""
@@ -63,7 +63,7 @@ class _Report:
     aliases: dict[Path, Path] = field(default_factory=dict)
 
     def to_plain(self) -> dict[str, Any]:
-        """In types that JSON has."""
+        """Return it in JSON types."""
         return {
             "error": self.error,
             "save_id": self.save_id,
@@ -76,10 +76,10 @@ class _Report:
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> _Report:
-        """Back from `to_plain`.
+        """Parse the result of `to_plain`.
 
         Raises:
-            CheckpointError: it is not what a rank writes.
+            CheckpointError: It is malformed.
         """
         try:
             record = plain["record"]
@@ -104,40 +104,35 @@ def run(save: Save, rank: int, exchange: Exchange) -> tuple[int, float]:
     """Write and commit. Collective.
 
     Returns:
-        bytes of the checkpoint, and seconds.
+        Bytes of the checkpoint, and seconds.
 
     Raises:
-        CheckpointError: on every rank, if any rank failed; then nothing of this save remains, and what was there before
-            under the same name is still there.
+        CheckpointError: On every rank, if any rank failed. Nothing of this save remains then, and the previous
+            checkpoint of the same name is intact.
     """
     started = time.perf_counter()
-    first = _Report(path=save.path, save_id=commit.new_save_id())
-    claims: list[Claim] = []
-    if rank == 0:
-        _attempt(first, lambda: claims.append(commit.begin(first.path, first.save_id)))
-    try:
-        total = _run(save, rank, first, claims, exchange)
-    finally:
-        for claim in claims:  # another rank has left
-            claim.release()
+    with ExitStack() as claims:
+        total = _run(save, rank, claims, exchange)
     return total, time.perf_counter() - started
 
 
-def _run(save: Save, rank: int, first: _Report, claims: list[Claim], exchange: Exchange) -> int:
+def _run(save: Save, rank: int, claims: ExitStack, exchange: Exchange) -> int:
+    first = _Report(path=save.path, save_id=commit.new_save_id())
+    if rank == 0:
+        _attempt(first, lambda: claims.enter_context(commit.begin(first.path, first.save_id)))
     begun = _exchanged(exchange, first)[0]
     mine = _Report()
     if begun.error is None:
         _attempt(mine, lambda: _write(mine, save, rank, begun))
     reports = _exchanged(exchange, mine)
-    verdict = _Report(error=_first_error([begun, *reports]))
+    outcome = _Report(error=_first_error([begun, *reports]))
     if rank == 0:
-        if verdict.error is None:
-            _attempt(verdict, lambda: _commit(save, begun, reports))
-        if verdict.error is not None:
+        if outcome.error is None:
+            _attempt(outcome, lambda: _commit(save, begun, reports))
+        if outcome.error is not None:
             commit.discard(begun.path, begun.save_id)
-        for claim in claims:
-            claim.release()
-    error = _exchanged(exchange, verdict)[0].error
+        claims.close()
+    error = _exchanged(exchange, outcome)[0].error
     if error is not None:
         raise CheckpointError(
             f"saving {begun.path} failed: {error}. Nothing of it remains; earlier checkpoints are untouched."
@@ -146,15 +141,14 @@ def _run(save: Save, rank: int, first: _Report, claims: list[Claim], exchange: E
 
 
 def run_file(path: str, value: Any) -> None:
-    """Write what ``torch.save`` takes to one local file, which is there in full or not at all. One rank only.
+    """Write one local file in the format of ``torch.save``, atomically. One rank only.
 
     Raises:
-        CheckpointError: the name belongs to something else than a checkpoint.
-        OSError: it could not be written; then nothing of it remains, and what was there before is still there.
+        CheckpointError: The name belongs to something other than a checkpoint.
+        OSError: It could not be written. Nothing of it remains then, and the previous file is intact.
     """
     save_id = commit.new_save_id()
-    claim = commit.begin(path, save_id, folder=False)
-    try:
+    with commit.begin(path, save_id, folder=False):
         place = commit.staging(path, save_id)
         file = RankFile(place.parent, place.name)
         try:
@@ -165,11 +159,9 @@ def run_file(path: str, value: Any) -> None:
             file.abandon()
             commit.discard(path, save_id)
             raise
-    finally:
-        claim.release()
 
 
-def _attempt(report: _Report, work: Callable[[], None]) -> None:
+def _attempt(report: _Report, work: Callable[[], object]) -> None:
     try:
         work()
     except Exception as error:
@@ -177,7 +169,7 @@ def _attempt(report: _Report, work: Callable[[], None]) -> None:
 
 
 def described(error: Exception) -> str:
-    """An error for the other ranks: a message of ours as it is, another with its class."""
+    """Describe an error for the other ranks. Errors of other packages get the name of their class."""
     return str(error).rstrip(".") if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
@@ -212,7 +204,7 @@ def _commit(save: Save, begun: _Report, reports: list[_Report]) -> None:
     order = {entry.path: number for number, entry in enumerate(save.entries)}
     items = sorted(
         ((report.file, item) for report in reports for item in report.items),
-        key=lambda place: order.get(place[1].path, len(order)),  # as the module has them, not rank by rank
+        key=lambda place: order.get(place[1].path, len(order)),  # in the module's order
     )
     files |= write_metadata(place, items, aliases)
     save.write_meta(f"{place}/{META}")

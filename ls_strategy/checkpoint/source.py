@@ -1,6 +1,6 @@
-"""A checkpoint as Lightning's dictionary, whichever way it was saved; tensors are read when they are used.
+"""Read any checkpoint as Lightning's dictionary. Tensors are read when they are used.
 
-A folder gives `SavedTensor`, a file is mapped into memory by ``torch.load``.
+The tensors of a folder are `SavedTensor`; a single file is memory-mapped by ``torch.load``.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from ls_strategy.errors import CheckpointError
 from ls_strategy.zero.lazy import LazyTensor
 
 OURS = "ls_strategy"
-"""Key for what only the strategy reads: where in the data it was, which frozen parameters were left out."""
+"""Key of the strategy's own data: its position in the training data, names of frozen parameters that were left out."""
 
 RANDOM = "random_states"
-"""Key of the states of the ranks' random number generators; in a single file, below `OURS`."""
+"""Key of the ranks' random number generator states. In a single file it is below `OURS`."""
 
 
 @dataclass
@@ -40,17 +40,17 @@ class Weights:
     """Weights and buffers of a model."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    """By name in the state dict, without the further names of tied ones."""
+    """By name in the state dict; tied tensors under their first name only."""
 
     aliases: dict[str, str] = field(default_factory=dict)
     """Further names of tied tensors, to their name in ``tensors``."""
 
     objects: dict[str, Any] = field(default_factory=dict)
-    """Entries that are no tensors: ``get_extra_state`` of modules."""
+    """Entries that are not tensors: ``get_extra_state`` of modules."""
 
     @classmethod
     def of(cls, state_dict: Mapping[str, Any]) -> Weights:
-        """Sort a state dict's entries; of tied ones the first gives the name."""
+        """Sort the entries of a state dict. The first name of tied tensors counts."""
         weights = cls()
         first: dict[Any, str] = {}
         places: dict[Reader, dict[str, Any]] = {}
@@ -68,19 +68,19 @@ class Weights:
         return weights
 
     def state_dict(self) -> dict[str, Any]:
-        """Under every name; tied names share one tensor."""
+        """Return a state dict with all names. Tied names share one tensor."""
         tied = {other: self.tensors[name] for other, name in self.aliases.items()}
         merged = {**self.tensors, **tied, **self.objects}
         return {name: merged[name] for name in sorted(merged, key=natural_order)}
 
 
 def natural_order(name: str) -> list[tuple[int, str]]:
-    """Sorts ``blocks.9`` before ``blocks.10``."""
+    """Sort key that puts ``blocks.9`` before ``blocks.10``."""
     return [(int(word), "") if word.isdigit() else (-1, word) for word in re.split(r"(\d+)", name)]
 
 
 def _place(tensor: Tensor, places: dict[Reader, dict[str, Any]]) -> Any:
-    """Where a tensor's elements are: the same for tied ones. None if it has none."""
+    """Return an id of a tensor's storage, equal for tied tensors. None if the tensor is empty."""
     if not tensor.numel():
         return None
     if not isinstance(tensor, SavedTensor):
@@ -91,7 +91,7 @@ def _place(tensor: Tensor, places: dict[Reader, dict[str, Any]]) -> Any:
 
 
 def _first_chunks(reader: Reader) -> dict[str, Any]:
-    """File and byte of every tensor's first chunk, by DCP's key."""
+    """Return file and byte of every tensor's first chunk, by DCP key."""
     result: dict[str, Any] = {}
     for index, info in reader.metadata.storage_data.items():
         found = (tuple(index.offset or ()), info.relative_path, info.offset)
@@ -121,20 +121,20 @@ class Rows(LazyTensor):
 
 
 def rows_of(tensor: Tensor, start: int, stop: int) -> Tensor:
-    """``tensor[start:stop]``; a lazy one stays unread."""
+    """Return ``tensor[start:stop]``. A lazy tensor is not read."""
     return Rows(tensor, start, stop) if isinstance(tensor, LazyTensor) else tensor[start:stop]
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """Memory of a contiguous CPU tensor of any dtype. Copies nothing."""
+    """Return the memory of a contiguous CPU tensor of any dtype. No copy."""
     return memoryview(tensor.view(-1).view(torch.uint8).numpy().data) if tensor.numel() else memoryview(b"")
 
 
 def is_folder(path: str | os.PathLike[str]) -> bool:
-    """Whether a checkpoint is a folder.
+    """Return whether a checkpoint is a folder.
 
     Raises:
-        CheckpointError: there is nothing of this name.
+        CheckpointError: Nothing has this name.
     """
     place = Place(path)
     if not place.exists():
@@ -143,34 +143,32 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
 
 
 def open_folder(path: str | os.PathLike[str]) -> tuple[Reader, Manifest | None]:
-    """A committed folder of ours, or one that another strategy of Lightning wrote, which has no manifest.
+    """Open a committed folder of ours, or a folder without manifest from another Lightning strategy.
 
     Raises:
-        CheckpointError: it is not whole.
+        CheckpointError: It is incomplete.
     """
     place = Place(path)
     foreign = not place.exists(MANIFEST) and place.exists(META) and place.exists(METADATA)
     manifest = None if foreign else read_manifest(path)
     reader = Reader(path, manifest)
     if foreign and any(reader.under(RANDOM)):
-        read_manifest(path)  # ours, and without a manifest: says why that is refused
+        read_manifest(path)  # ours, but without a manifest: raises
     return reader, manifest
 
 
 def read_weights(path: str | os.PathLike[str], *, average: bool = False) -> Weights:
-    """The weights alone. Of a folder nothing else is built, so that no class of the training need be importable.
+    """Read the weights, or with ``average`` the average of `ShardedEMA`, from a folder or file.
 
-    Args:
-        path: folder or file.
-        average: the average of the weights that `ShardedEMA` keeps.
+    Of a folder nothing else is built, so that no class of the training must be importable.
 
     Raises:
-        CheckpointError: the checkpoint is not whole, or has none.
+        CheckpointError: The checkpoint is incomplete, or has no such weights.
     """
     key = "ema_state_dict" if average else "state_dict"
     if is_folder(path):
         reader, _ = open_folder(path)
-        paths = [p for root in (key, *(() if average else ("model",))) for p in reader.under(root)]
+        paths = [p for root in ((key,) if average else (key, "model")) for p in reader.under(root)]
         tensors = [p for p in paths if reader.tensor_metadata(p) is not None]
         weights = Weights.of({".".join(p[1:]): SavedTensor(reader, p) for p in tensors})
     else:
@@ -184,15 +182,15 @@ def read_weights(path: str | os.PathLike[str], *, average: bool = False) -> Weig
 def read_checkpoint(
     path: str | os.PathLike[str], *, weights_only: bool | None = None, map_location: Any = "cpu"
 ) -> dict[str, Any]:
-    """Lightning's checkpoint dictionary, as ``torch.load`` of a single file gives it.
+    """Read Lightning's checkpoint dictionary, as ``torch.load`` of a single file returns it.
 
     Args:
-        path: folder or file.
-        weights_only: whether ``torch.load`` may build only what it holds for safe. None: torch's own default.
-        map_location: as for ``torch.load``; of a folder for what is in memory, which `LazyTensor` are not.
+        path: Folder or file.
+        weights_only: As for ``torch.load``. None: torch's default.
+        map_location: As for ``torch.load``. `LazyTensor`s of a folder ignore it.
 
     Raises:
-        CheckpointError: the checkpoint is not whole, or something in it cannot be built.
+        CheckpointError: The checkpoint is incomplete, or contains an object that cannot be built.
     """
     if not is_folder(path):
         return _load_file(path, weights_only=weights_only, map_location=map_location)
@@ -217,32 +215,26 @@ def read_checkpoint(
 def read_full(
     path: str | os.PathLike[str], *, map_location: Any = None, weights_only: bool | None = None
 ) -> dict[str, Any]:
-    """`read_checkpoint` with every tensor in memory, for what knows nothing of `LazyTensor`. Tied ones stay tied.
+    """`read_checkpoint` with all tensors in memory, for callers that do not support `LazyTensor`. Tied ones stay tied.
 
-    Args:
-        path: folder or file.
-        map_location: as for ``torch.load``. None: what ranks hold in parts goes to the CPU.
-        weights_only: as for `read_checkpoint`.
-
-    Raises:
-        CheckpointError: the checkpoint is not whole, or something in it cannot be built.
+    With ``map_location=None`` sharded tensors go to the CPU.
     """
     checkpoint = read_checkpoint(path, weights_only=weights_only, map_location=map_location)
     device = device_of(map_location)
-    brought: dict[int, Tensor] = {}
+    loaded: dict[int, Tensor] = {}
 
     def load(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or leaf.device.type != "cpu":
             return leaf
-        if id(leaf) not in brought:
-            brought[id(leaf)] = (leaf.materialize() if isinstance(leaf, LazyTensor) else leaf).to(device)
-        return brought[id(leaf)]
+        if id(leaf) not in loaded:
+            loaded[id(leaf)] = (leaf.materialize() if isinstance(leaf, LazyTensor) else leaf).to(device)
+        return loaded[id(leaf)]
 
     return tree_map(load, checkpoint)
 
 
 def device_of(map_location: Any) -> torch.device:
-    """Where ``torch.load`` would put a tensor of the CPU."""
+    """Return the device to which ``torch.load`` maps CPU tensors."""
     if map_location is None:
         return torch.device("cpu")
     file = io.BytesIO()
@@ -252,7 +244,7 @@ def device_of(map_location: Any) -> torch.device:
 
 
 def _add_scaler_state(checkpoint: dict[str, Any]) -> None:
-    """The loss scale also as Lightning's own precision plugin has it, with torch's own growth."""
+    """Add the loss scale in the form of Lightning's own precision plugin, with torch's growth factors."""
     state = checkpoint.get("ZeROPrecision")
     if not state or "MixedPrecision" in checkpoint:
         return
@@ -262,10 +254,10 @@ def _add_scaler_state(checkpoint: dict[str, Any]) -> None:
 
 
 def numbered(state: dict[str, Any], path: str) -> dict[str, Any]:
-    """An optimizer's state dict as torch writes it: parameters are numbered through all groups.
+    """Return an optimizer's state dict as torch writes it, with parameters numbered through all groups.
 
     Raises:
-        CheckpointError: a state is of no parameter of the groups; ``path`` is named.
+        CheckpointError: A state belongs to no parameter of the groups. The message names ``path``.
     """
     groups = state["param_groups"]
     names = [name for group in groups for name in group["params"]]
@@ -273,8 +265,8 @@ def numbered(state: dict[str, Any], path: str) -> dict[str, Any]:
     unknown = sorted(map(str, state.get("state", {}).keys() - position.keys()))
     if unknown:
         raise CheckpointError(
-            f"{path}: an optimizer has a state of {', '.join(unknown)}, but no parameter group that contains "
-            "it. Something else than this package wrote the folder."
+            f"{path}: an optimizer has a state for {', '.join(unknown)}, but no parameter group contains it. Another "
+            "program wrote the folder."
         )
     states = {position[name]: values for name, values in state.get("state", {}).items()}
     groups = [{**group, "params": [position[n] for n in group["params"]]} for group in groups]
@@ -297,7 +289,7 @@ def _load_file(path: str | os.PathLike[str], **arguments: Any) -> dict[str, Any]
         with place.fs.open(place.path, "rb") as file:
             return _load(str(place), file, **arguments)
     with Path(place.path).open("rb") as file:
-        mappable = file.read(4) == b"PK\x03\x04"  # files of torch before 1.6 are no zip archives
+        mappable = file.read(4) == b"PK\x03\x04"  # torch before 1.6 wrote no zip archives
     return _load(str(place), place.path, mmap=mappable, **arguments)
 
 
@@ -306,16 +298,16 @@ def _load(name: str, file: Any, *, map_location: Any = "cpu", **arguments: Any) 
         found = torch.load(file, map_location=map_location, **arguments)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{name} has objects that torch does not hold for safe: {error}. If you trust the checkpoint, read it "
-            "with weights_only=False; or name their classes to torch.serialization.add_safe_globals."
+            f"{name} has objects that torch does not consider safe: {error}. If you trust the checkpoint, read it with "
+            "weights_only=False, or pass their classes to torch.serialization.add_safe_globals."
         ) from error
     except (ImportError, AttributeError) as error:
         raise CheckpointError(
-            f"{name} has an object whose class cannot be imported here: {error}. Run where the training's own modules "
-            "can be imported (PYTHONPATH), or take the weights alone: safetensors need none of them."
+            f"{name} has an object whose class cannot be imported here: {error}. Run where the training's modules "
+            "can be imported (PYTHONPATH), or export only the weights: safetensors do not need them."
         ) from error
     except (RuntimeError, EOFError, OSError) as error:
         raise CheckpointError(f"{name} cannot be read: {error}") from error
     if not isinstance(found, dict):
-        raise CheckpointError(f"{name} holds a {type(found).__name__}, a Lightning checkpoint is a dictionary.")
+        raise CheckpointError(f"{name} holds a {type(found).__name__}, but a Lightning checkpoint is a dictionary.")
     return found

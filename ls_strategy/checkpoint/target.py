@@ -1,4 +1,4 @@
-"""What a save, a link or a removal may take away: a checkpoint, and nothing else."""
+"""What a save, a link or a removal may replace: a checkpoint and nothing else."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ INDEX = "index.json"
 _NAMES = "|".join(map(re.escape, (METADATA, META, INDEX, MANIFEST, f"{MANIFEST}.tmp")))
 _OURS = re.compile(rf"__\d+_\d+\.distcp|{_NAMES}")
 _BY_THE_SYSTEM = re.compile(r"\.nfs[0-9a-f]+")
-"""Files that were removed while a process had them open, on NFS."""
+"""Files on NFS that were removed while a process had them open."""
 
 _OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
-"""How files of torch before 1.6 begin."""
+"""First bytes of files from torch before 1.6."""
 
 
 def check_replaceable(path: str | os.PathLike[str]) -> None:
-    """Look whether a path, as the user gave it, is free, or has a checkpoint that may go.
+    """Check that a path, as the user gave it, is free or holds a checkpoint.
 
     Raises:
-        CheckpointError: it is something else, and would be lost.
+        CheckpointError: It holds something else, which would be lost.
     """
     text = os.fspath(path)
     place = Place(text)
@@ -41,7 +41,7 @@ def check_replaceable(path: str | os.PathLike[str]) -> None:
 
 
 def is_ours(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is a folder with a manifest of this package, be it harmed."""
+    """Return whether a path is a folder with a manifest of this package, even a damaged one."""
     place = Place(path)
     if not place.fs.isdir(place.path):
         return False
@@ -59,7 +59,7 @@ def _of_the_name(text: str, place: Place) -> str | None:
     with contextlib.suppress(FileNotFoundError):  # the working directory may be gone
         here, there = Path.cwd(), Path(os.path.realpath(place.path))
         if there == here or there in here.parents:
-            return "is the working directory or contains it. Give a name of its own, such as runs/last.ckpt."
+            return "is the working directory or contains it. Give another name, such as runs/last.ckpt."
     return None
 
 
@@ -78,13 +78,13 @@ def _of_what_is_there(place: Place) -> str | None:
 
 
 def _of_link(place: Place) -> str | None:
-    """A link goes, what it leads to does not; but it is ours only if it leads to a checkpoint."""
+    """Check the target of a link, although only the link would be replaced."""
     target = place.at(os.path.realpath(place.path))
     if not target.exists() or _of_what_is_there(target) is None:
         return None
     return (
-        f"is a link to {target}, and that is not a checkpoint. A save replaces only checkpoints, and links to "
-        f"them. Give a name in that folder, {place.path}/last.ckpt, or another name."
+        f"is a link to {target}, which is not a checkpoint. A save replaces only checkpoints and links to them. Give "
+        f"a name in that folder, {place.path}/last.ckpt, or another name."
     )
 
 
@@ -93,26 +93,26 @@ def _of_folder(place: Place) -> str | None:
     for name, is_file in _names_in(place):
         if not is_file or not (_OURS.fullmatch(name) or _BY_THE_SYSTEM.fullmatch(name)):
             return (
-                f"is a folder that holds something else than a checkpoint: {name}. A save replaces only "
-                f"checkpoints. Give a name in it, such as {place}/last.ckpt, or remove the folder yourself."
+                f"is a folder that holds something other than a checkpoint: {name}. A save replaces only checkpoints. "
+                f"Give a name in it, such as {place}/last.ckpt, or remove the folder."
             )
         found.add(name)
     if not found or (MANIFEST in found and _looks_ours(place, found)):
         return None
-    if not place.local:  # a copy that was interrupted
+    if not place.local:  # an interrupted copy
         return None
     return (
         f"is a folder that this package did not write, or a checkpoint without its {MANIFEST}. A save replaces "
-        "only its own checkpoints. Give another name, or remove the folder yourself."
+        "only its own checkpoints. Give another name, or remove the folder."
     )
 
 
 def _names_in(place: Place) -> Iterator[tuple[str, bool]]:
-    """Names, and whether each is a regular file."""
+    """Yield names, and whether each is a regular file."""
     if not place.local:
         for entry in place.fs.ls(place.path, detail=True, refresh=True):
             name = str(entry["name"]).rstrip("/")
-            if name != place.path:  # object stores list a folder's own marker
+            if name != place.path:  # object stores list the folder's own marker
                 yield place.at(name).name, entry["type"] != "directory"
         return
     with os.scandir(place.path) as entries:
@@ -121,7 +121,7 @@ def _names_in(place: Place) -> Iterator[tuple[str, bool]]:
 
 
 def _looks_ours(place: Place, names: set[str]) -> bool:
-    """Whether the manifest is one of ours, harmed or not: other tools have files of that name."""
+    """Return whether the manifest is one of ours, possibly damaged: other tools use the same file name."""
     if METADATA in names or any(name.endswith(".distcp") for name in names):
         return True
     try:
@@ -137,12 +137,12 @@ def _of_file(place: Place) -> str | None:
     if not head or head.startswith(_OLD_TORCH) or _is_torch_archive(head):
         return None
     return (
-        "is a file that torch.save did not write. A save replaces only checkpoints. Give another name, or "
-        "remove the file yourself."
+        "is a file that torch.save did not write. A save replaces only checkpoints. Give another name, or remove the "
+        "file."
     )
 
 
 def _is_torch_archive(head: bytes) -> bool:
-    """Whether a file's first record is the pickle of a ``torch.save``; also of one that is cut off."""
+    """Return whether the first record is the pickle of a ``torch.save``, even in a truncated file."""
     length = int.from_bytes(head[26:28], "little")
     return head.startswith(b"PK\x03\x04") and head[30 : 30 + length].endswith(b"/data.pkl")

@@ -1,8 +1,8 @@
-"""``torch.save`` for dictionaries that do not fit into memory: `LazyTensor`s in it are read while they are written.
+"""``torch.save`` for dictionaries that do not fit into memory: reads each `LazyTensor` while writing it.
 
-The file is what ``torch.save`` writes: an uncompressed zip archive of a pickle and one record per storage. Records
-begin at multiples of 64 bytes, so that ``torch.load(mmap=True)`` maps them, and have true checksums, so that
-``unzip -t`` and every other zip tool finds the archive in order.
+The file is the one that ``torch.save`` writes: an uncompressed zip archive of a pickle and one record per storage.
+Records are aligned to 64 bytes, so that ``torch.load(mmap=True)`` can map them. They have valid checksums, so that
+``unzip -t`` and other zip tools accept the archive.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from ls_strategy.checkpoint.source import as_bytes
 from ls_strategy.zero.lazy import LazyTensor, parts_of
 
 ALIGNMENT = 64
-"""Bytes; of records. As torch's own writer has it."""
+"""Bytes between record starts, as in torch's own writer."""
 
 ROOT = "archive"
 PROTOCOL = 2
 
 
 class _Storage:
-    """Stands in the pickle for the storage of a lazy tensor."""
+    """Represents the storage of a lazy tensor in the pickle."""
 
     def __init__(self, tensor: LazyTensor) -> None:
         self.tensor = tensor
@@ -45,7 +45,7 @@ class _Storage:
 
 
 class _Pickler(pickle.Pickler):
-    """The pickle of ``torch.save``, which leaves storages out; notes them in the order of their records."""
+    """The pickle of ``torch.save``, without storages. Collects them in the order of their records."""
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file, protocol=PROTOCOL)
@@ -53,7 +53,7 @@ class _Pickler(pickle.Pickler):
         self._keys: dict[int, str] = {}
 
     def reducer_override(self, obj: Any) -> Any:
-        """A lazy tensor is rebuilt as a plain one, from a storage of its own."""
+        """Make a lazy tensor load as a plain tensor with its own storage."""
         if not isinstance(obj, LazyTensor):
             return NotImplemented
         rebuild, arguments = torch.empty(0, dtype=obj.dtype).__reduce_ex__(PROTOCOL)  # type: ignore[misc]
@@ -61,7 +61,7 @@ class _Pickler(pickle.Pickler):
         return rebuild, (_Storage(obj), 0, tuple(obj.shape), stride, False, OrderedDict(), *arguments[6:])
 
     def persistent_id(self, obj: Any) -> Any:
-        """What stands for a storage; ``torch.load`` finds its record by the key."""
+        """Return the reference to a storage. ``torch.load`` finds its record by the key."""
         if isinstance(obj, _Storage):
             kind = torch.empty(0, dtype=obj.tensor.dtype).__reduce_ex__(PROTOCOL)[1][0]  # type: ignore[index]
             typed = isinstance(kind, TypedStorage)
@@ -79,15 +79,15 @@ class _Pickler(pickle.Pickler):
     def _identity(self, storage: Any, identity: int, storage_type: Any, numel: int) -> tuple[Any, ...]:
         if identity not in self._keys:
             self._keys[identity] = str(len(self.storages))
-            self.storages.append(storage)  # kept, or its identity might be given to another
+            self.storages.append(storage)  # kept alive, so that its id is not reused
         return "storage", storage_type, self._keys[identity], "cpu", numel
 
 
 class StreamedSave:
-    """One ``torch.save``: what it will write, and the writing."""
+    """One ``torch.save`` that streams lazy tensors."""
 
     def __init__(self, value: Any) -> None:
-        """Pickle ``value``, anything that ``torch.save`` takes, with `LazyTensor` among its tensors. Reads none."""
+        """Pickle ``value``, any object that ``torch.save`` accepts, with `LazyTensor`s in it. Reads no tensor."""
         buffer = io.BytesIO()
         pickler = _Pickler(buffer)
         pickler.dump(value)
@@ -96,17 +96,13 @@ class StreamedSave:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the data; the archive adds less than 1 KiB per tensor."""
+        """Bytes of the data. The archive adds less than 1 KiB per tensor."""
         return len(self._pickled) + sum(_nbytes(s) for s in self._storages)
 
     def write(self, path: Path, progress: Progress | None = None) -> None:
-        """Write a new file, and wait until it is on the disk.
+        """Write a new file and wait until it is on disk. ``progress`` is called after every chunk.
 
-        Needs memory for the pickle and a few chunks of one tensor. Tensors on devices are saved as if on the CPU.
-
-        Args:
-            path: the file, which must not exist.
-            progress: called after every chunk.
+        Needs memory for the pickle and a few chunks of one tensor. Tensors on devices are saved as CPU tensors.
         """
         done, total = 0, self.nbytes
         with path.open("xb") as file:
@@ -141,9 +137,9 @@ def _record(archive: zipfile.ZipFile, file: IO[bytes], name: str, data: bytes) -
 
 
 def _record_parts(archive: zipfile.ZipFile, file: IO[bytes], name: str, parts: Iterator[memoryview]) -> Iterator[int]:
-    """Write one record, aligned; yields the bytes of each part when it is written."""
+    """Write one aligned record. Yield the bytes of each part after it is written."""
     info = zipfile.ZipInfo(f"{ROOT}/{name}")
-    # The header: 30 bytes, the name, 20 of zip64 sizes, and a field of padding that begins with 4 bytes of its own.
+    # The header: 30 bytes, the name, 20 bytes of zip64 sizes, and a padding field with a 4-byte header.
     header = file.tell() + 30 + len(info.filename) + 20 + 4
     padding = -header % ALIGNMENT
     info.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding

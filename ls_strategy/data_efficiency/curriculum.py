@@ -1,12 +1,11 @@
-"""`SequenceCurriculum`: short sequences first.
+"""`SequenceCurriculum`: training starts with short sequences.
 
-Li et al., "The Stability-Efficiency Dilemma", arXiv:2108.06084: early training is faster, and stable at higher learning
-rates, on sequences cut short.
+Li et al., "The Stability-Efficiency Dilemma", arXiv:2108.06084: early training on truncated sequences is faster, and
+stable at higher learning rates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -25,12 +24,12 @@ from ls_strategy.lightning.strategy import ZeROStrategy
 
 
 class SequenceCurriculum(ScheduledCallback):
-    """Cuts the sequences of training batches to a length that grows.
+    """Truncates the sequences of training batches to a length that grows.
 
-    Every tensor of a batch that runs along the tokens keeps its first ones, on all ranks and in all micro-batches of a
-    step alike; validation sees whole sequences. Logs ``curriculum/length``. Works under every strategy.
+    Every tensor of a batch with a token dimension keeps its first tokens, on all ranks and in all micro-batches of a
+    step. Validation uses full sequences. Logs ``curriculum/length``. Works under every strategy.
 
-    Where the length follows tokens, ranks add up what they have seen, one number per optimizer step.
+    If the length follows tokens, ranks sum the tokens that they have seen, one number per optimizer step.
     """
 
     tag = "curriculum/length"
@@ -48,16 +47,16 @@ class SequenceCurriculum(ScheduledCallback):
         """Choose the lengths.
 
         Args:
-            lengths: tokens of a sequence: the first and the last length; with ``schedule="discrete"`` each in its turn.
-            until: the step, or the number of tokens, from which on it is the last length; with ``discrete`` up to
-                which it is the first, the second, and so on.
+            lengths: Tokens per sequence: the first and the last length; with ``schedule="discrete"`` all in order.
+            until: The step or number of tokens at which the last length is reached. With ``discrete``, the last step or
+                number of tokens of each length but the last.
             schedule: ``linear``, ``root`` (faster at first), or ``discrete``.
-            unit: what ``until`` counts: optimizer steps, or tokens of all ranks that were trained on.
-            multiple_of: lengths in between are multiples of this.
-            root_degree: with ``root``: 2 for a square root.
+            unit: What ``until`` counts: optimizer steps, or training tokens of all ranks.
+            multiple_of: Lengths in between are multiples of this.
+            root_degree: With ``root``: 2 is the square root.
 
         Raises:
-            ConfigError: these make no schedule.
+            ConfigError: The values make no valid schedule.
         """
         super().__init__(
             Schedule(
@@ -71,58 +70,54 @@ class SequenceCurriculum(ScheduledCallback):
         )
         self.unit = unit
         self.tokens = 0
-        """Of all ranks, in the optimizer steps so far; counted with ``unit="tokens"``."""
+        """Tokens of all ranks in the optimizer steps so far. Counted with ``unit="tokens"``."""
         self._pending = 0
-        self._undo: Callable[[], None] | None = None
+        self._strategy: Any = None
 
     @override
     def position(self) -> int:
-        """Steps, or tokens so far."""
         return self._step if self.unit == "steps" else self.tokens
 
     # around training -------------------------------------------------------------------------------------------------
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin to cut.
+        """Start to truncate.
 
         Raises:
-            PlanError: lengths that the ranks cannot divide, or a step that fetches its batches itself.
+            PlanError: Ranks cannot shard the lengths evenly, or ``training_step`` fetches its batches itself.
         """
         if is_param_in_hook_signature(pl_module.training_step, "dataloader_iter", explicit=True):
             raise PlanError(
-                "SequenceCurriculum cuts the batches that the Trainer hands to training_step, and this one takes "
-                "dataloader_iter and fetches them itself. Take (batch, batch_idx), or leave the callback out."
+                "SequenceCurriculum truncates the batches that the Trainer passes to training_step, but this "
+                "training_step takes dataloader_iter and fetches batches itself. Take (batch, batch_idx), or remove "
+                "the callback."
             )
         _check_divisible(trainer, self.schedule)
         self._pending = 0
         self._stop()
-        strategy = trainer.strategy
-        plain = strategy.batch_to_device
+        self._strategy = trainer.strategy
+        plain = self._strategy.batch_to_device
 
         def batch_to_device(batch: Any, *args: Any, **kwargs: Any) -> Any:
-            return plain(self._cut(trainer, batch) if trainer.training else batch, *args, **kwargs)
+            if trainer.training:
+                batch, tokens = shorten(batch, self.current(trainer))
+                self._pending += tokens
+            return plain(batch, *args, **kwargs)
 
-        strategy.batch_to_device = batch_to_device  # type: ignore[method-assign]
-        self._undo = partial(vars(strategy).pop, "batch_to_device", None)
-
-    def _cut(self, trainer: pl.Trainer, batch: Any) -> Any:
-        batch, tokens = shorten(batch, self.current(trainer))
-        self._pending += tokens
-        return batch
+        self._strategy.batch_to_device = batch_to_device
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Log the length."""
         self.log_value(pl_module)
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count, once a step is done. Collective with ``unit="tokens"``."""
+        """Count the tokens of a completed step. Collective with ``unit="tokens"``."""
         if self.unit == "tokens" and trainer.global_step >= self._step:
             mine = torch.tensor(self._pending, dtype=torch.int64, device=pl_module.device)
             total: Any = trainer.strategy.reduce(mine, reduce_op="sum")
@@ -131,41 +126,38 @@ class SequenceCurriculum(ScheduledCallback):
 
     @override
     def _stop(self) -> None:
-        undo, self._undo = self._undo, None
-        if undo is not None:
-            undo()
+        if self._strategy is not None:
+            vars(self._strategy).pop("batch_to_device", None)
+        self._strategy = None
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Also the tokens so far."""
         return super().state_dict() | {"tokens": self.tokens}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there."""
         if self.unit == "tokens":
-            # The value that was saved belongs to the count before its step, so that there is nothing to compare.
+            # The saved value belongs to the token count before its step, so it cannot be compared.
             state_dict = state_dict | {"value": None}
         self.tokens = state_dict["tokens"]
         super().load_state_dict(state_dict)
 
 
 def _check_divisible(trainer: pl.Trainer, schedule: Schedule) -> None:
-    """Ranks that divide the tokens of a sequence need lengths that they can divide."""
+    """Check that the ranks that shard a sequence can shard all lengths evenly."""
     strategy = trainer.strategy
     if not isinstance(strategy, ZeROStrategy):
         return
     config = strategy.parallel.config
-    dividers = {"parallel.context": (config.context, 2 * config.context)}
+    groups = {"parallel.context": (config.context, 2 * config.context)}
     if config.tp.sequence_parallel:
-        dividers["parallel.tensor"] = (config.tp.size, config.tp.size)
-    for name, (size, least) in dividers.items():
+        groups["parallel.tensor"] = (config.tp.size, config.tp.size)
+    for name, (size, least) in groups.items():
         bad = [length for length in schedule.possible() if length % size or length < least]
         if size > 1 and bad:
             raise PlanError(
-                f"SequenceCurriculum has sequences of {bad[0]} tokens, and {name}={size} shards the tokens of each, "
-                f"{least // size} or more to a rank: let multiple_of and all lengths be multiples of {size}, from "
-                f"{least} on."
+                f"SequenceCurriculum has sequences of {bad[0]} tokens, but {name}={size} requires multiples of {size} "
+                f"of at least {least} tokens. Set multiple_of and all lengths to such numbers."
             )
 
 
@@ -175,25 +167,26 @@ def _check_divisible(trainer: pl.Trainer, schedule: Schedule) -> None:
 def shorten(batch: Any, length: int) -> tuple[Any, int]:
     """Keep the first ``length`` tokens of every sequence in a batch.
 
-    The first integer tensor ``(B, T)``, or else the first floating one ``(B, T, ...)``, says what T is. Cut are
+    The first integer tensor ``(B, T)``, or else the first floating tensor ``(B, T, ...)``, defines T. Truncated are
 
     ==========================================================  ==============
     tensor                                                      dimension
     ==========================================================  ==============
-    one dimension but the first is T: tokens, targets, masks    that one
+    exactly one dimension after the first is T: tokens,         that one
+    targets, padding masks
     ``(B, T, T)`` of integers or bool, ``(B, ..., T, T)``:      both
-    masks of attention
+    attention masks
     ==========================================================  ==============
 
     Args:
-        batch: tensors in tuples, lists, mappings and dataclasses, nested.
-        length: tokens; sequences that are no longer stay as they are.
+        batch: Tensors in nested tuples, lists, mappings and dataclasses.
+        length: Tokens. Shorter sequences are unchanged.
 
     Returns:
-        The batch, and the tokens in it, B * T.
+        The batch, and its number of tokens, B * T.
 
     Raises:
-        StateError: no tensor tells T, or which dimensions of one are tokens cannot be told.
+        StateError: No tensor defines T, or the token dimensions of a tensor are ambiguous.
     """
     tensors: list[Tensor] = []
     apply_to_collection(batch, Tensor, tensors.append)
@@ -203,8 +196,8 @@ def shorten(batch: Any, length: int) -> tuple[Any, int]:
     if first is None:
         shapes = ", ".join(f"{tuple(t.shape)} of {t.dtype}" for t in tensors) or "none"
         raise StateError(
-            "SequenceCurriculum: no tensor of the batch has tokens, (batch, tokens) of integers or (batch, tokens, "
-            f"...); its tensors: {shapes}. Give such batches, or leave the callback out."
+            "SequenceCurriculum requires a batch with a tensor of integer tokens, (batch, tokens), or of features, "
+            f"(batch, tokens, ...), but got {shapes}. Provide such batches, or remove the callback."
         )
     rows, tokens = first.shape[:2]
     if tokens <= length:
@@ -223,25 +216,20 @@ def _narrow(tensor: Tensor, *, tokens: int, length: int) -> Tensor:
     part = tensor
     for dim in dims:
         part = part.narrow(dim, 0, length)
-    part = part.contiguous()  # what is no view may be viewed, and is sent in one piece
+    part = part.contiguous()  # so that views work, and one copy to the device suffices
     return part.pin_memory() if tensor.is_pinned() else part
 
 
 def _token_dims(tensor: Tensor, tokens: int) -> list[int]:
-    """Dimensions along the tokens."""
+    """Return the dimensions along the tokens."""
     found = [dim for dim in range(1, tensor.dim()) if tensor.shape[dim] == tokens]
     last = tensor.dim() - 1
     if len(found) <= 1:
         return found
-    square = found == [last - 1, last]
-    if square and (not _is_real(tensor) or last > 2):
+    if found == [last - 1, last] and (not _is_real(tensor) or last > 2):
         return found
-    return _unclear(tensor, tokens)
-
-
-def _unclear(tensor: Tensor, tokens: int) -> list[int]:
     raise StateError(
-        f"SequenceCurriculum: a tensor of {tensor.dtype} and shape {tuple(tensor.shape)} in a batch of sequences of "
-        f"{tokens} tokens: which of its dimensions are tokens cannot be told. Give features as (batch, tokens, ...), "
-        "masks of attention as bool (batch, tokens, tokens), or make them in the model."
+        f"SequenceCurriculum got a tensor of {tensor.dtype} and shape {tuple(tensor.shape)} in a batch of sequences of "
+        f"{tokens} tokens. Its token dimensions are ambiguous. Use (batch, tokens, ...) for features and bool (batch, "
+        "tokens, tokens) for attention masks, or create them in the model."
     )

@@ -1,4 +1,4 @@
-"""A whole number that grows while training goes on: a line, a root, or stairs. Integers only.
+"""An integer that grows during training: linearly, with a root, or in steps.
 
 The formulas are those of DeepSpeed's ``fixed_linear``, ``fixed_root`` and ``fixed_discrete``.
 """
@@ -28,50 +28,46 @@ class Schedule:
     """
 
     values: tuple[int, ...]
-    """``linear`` and ``root``: the first and the last. ``discrete``: each in its turn."""
+    """``linear`` and ``root``: the first and the last value. ``discrete``: all values in order."""
 
     until: tuple[int, ...]
-    """``linear`` and ``root``: from here on it is the last value. ``discrete``: the last position of every value but
-    the last."""
+    """``linear`` and ``root``: position from which the last value applies. ``discrete``: last position of each value
+    but the last.
+    """
 
     kind: Kind = "linear"
     multiple_of: int = 8
-    """``linear`` and ``root``: values in between are rounded down to a multiple of this, and up below the first."""
+    """``linear`` and ``root``: values in between are multiples of this, rounded down but not below the first value."""
 
     root_degree: float = 2.0
-    """``root``: 2 is a square root, which grows faster at first; 1 a line."""
+    """``root``: 2 is the square root, which grows faster at first; 1 is linear."""
 
     name: str = "values"
-    """Of the option that ``values`` come from, for errors."""
+    """Name of the option that sets ``values``, for error messages."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no schedule.
-
-        Raises:
-            ConfigError: with the cure.
-        """
         for field in ("values", "until"):
             object.__setattr__(self, field, tuple(getattr(self, field)))  # LightningCLI gives lists
-        told = f"{self.name}={list(self.values)}, until={list(self.until)}, schedule={self.kind!r}"
+        given = f"{self.name}={list(self.values)}, until={list(self.until)}, schedule={self.kind!r}"
         if self.kind not in get_args(Kind):
-            raise ConfigError(f"{told}: the schedules are {', '.join(get_args(Kind))}.")
+            raise ConfigError(f"Got {given}. Use one of the schedules {', '.join(get_args(Kind))}.")
         if not self.values or min((*self.values, *self.until, self.multiple_of)) < 1 or not self.root_degree > 0:
             raise ConfigError(
-                f"{told}, multiple_of={self.multiple_of}, root_degree={self.root_degree}: all of them are above 0."
+                f"Got {given}, multiple_of={self.multiple_of}, root_degree={self.root_degree}. Set all numbers above 0."
             )
         if self.kind == "discrete":
             if len(self.values) != len(self.until) + 1:
-                raise ConfigError(f"{told}: give one number less in until than in {self.name}; the last value stays.")
+                raise ConfigError(f"Got {given}. Give one number fewer in until than in {self.name}.")
             if any(a >= b for a, b in zip(self.until, self.until[1:], strict=False)):
-                raise ConfigError(f"{told}: numbers in until ascend.")
+                raise ConfigError(f"Got {given}. The numbers in until must ascend.")
         elif len(self.values) != 2 or len(self.until) != 1 or self.values[0] > self.values[1]:
             raise ConfigError(
-                f"{told}: give the first and the last of {self.name}, the smaller one first, and one number in until: "
+                f"Got {given}. Give the first and the last of {self.name} in ascending order, and one number in until: "
                 f"{self.name}: [64, 1024], until: [10000]."
             )
 
     def value(self, at: int) -> int:
-        """The value at a position, from 0 on."""
+        """Return the value at a position, which counts from 0."""
         if self.kind == "discrete":
             return next((v for v, end in zip(self.values, self.until, strict=False) if at <= end), self.values[-1])
         first, last = self.values
@@ -83,7 +79,7 @@ class Schedule:
         return min(max(value, -(-first // self.multiple_of) * self.multiple_of), last)
 
     def possible(self) -> Iterator[int]:
-        """Every value there may be."""
+        """Yield every value that can occur."""
         if self.kind == "discrete":
             yield from self.values
             return

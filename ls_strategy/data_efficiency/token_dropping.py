@@ -1,14 +1,15 @@
-"""`RandomTokenDropping`: blocks in the middle work on some of the tokens, other ones each.
+"""`RandomTokenDropping`: inner blocks of a model process a random subset of the tokens.
 
 ::
 
-    x (B, T, D) ──┬── kept (B, K, D), drawn anew by every block, in their order ──► block ──┐
-                  └── the others go past the block ────────────────────────────────────────► put together (B, T, D)
+    x (B, T, D) ──┬── kept (B, K, D), drawn by every block, in their order ──► block ──┐
+                  └── the others bypass the block ────────────────────────────────────► combined (B, T, D)
 
-The first and the last block see all tokens. Yao et al., "Random-LTD", arXiv:2211.11586.
+The first and the last block process all tokens. Yao et al., "Random-LTD", arXiv:2211.11586.
 
-The module's ``forward`` is replaced, not the module: names in ``state_dict`` stay, checkpoints load with and without.
-What other parts have put around the forward (recomputation, divided sequences) lies inside, and sees kept tokens only.
+The module's ``forward`` is replaced, not the module: names in ``state_dict`` do not change, so checkpoints load with
+and without the callback. Other wrappers around the forward (recomputation, sequence parallelism) run inside and see
+only kept tokens.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ from ls_strategy.parallel.tokens import Call, hidden_states, map_tensors, token_
 
 
 class RandomTokenDropping(ScheduledCallback):
-    """Lets blocks in the middle of a model train on a random part of the tokens, a part that grows.
+    """Trains the inner blocks of a model on a random part of the tokens, which grows.
 
-    Every block and every sequence draws its own tokens, anew in each forward; random numbers come from torch's
-    generator of the device, so that checkpoint folders resume them and recomputation repeats them. Ranks with other
-    tokens draw others, tensor-parallel ranks the same. Evaluation runs whole blocks. Logs ``random_ltd/kept_tokens``.
+    Every block draws new tokens for each sequence in each forward. The randomness comes from the device's default
+    generator, so that checkpoint folders resume it and recomputation repeats it. Ranks with different data draw
+    different tokens; tensor-parallel ranks draw the same. Evaluation uses all tokens. Logs ``random_ltd/kept_tokens``.
 
-    Where ranks divide the tokens of every sequence (``parallel.context``), each keeps the same number of its own.
+    If ranks shard the tokens of a sequence (``parallel.context``), each keeps the same number of its own.
 
-    A block's first floating argument ``(B, T, D)`` is cut, and so are masks, position ids and rotary tables that have a
-    batch dimension. Tables ``(T, N)`` have none: a block that takes such must take ``positions`` by name, ``(B, K)``,
-    and look them up, as those of the GPT recipe do.
+    The block's first floating argument ``(B, T, D)`` is reduced, and so are masks, position ids and rotary tables that
+    have a batch dimension. Tables ``(T, N)`` have none. A block that takes them must accept ``positions`` by name,
+    ``(B, K)``, and index them, as the GPT recipe's blocks do.
     """
 
     tag = "random_ltd/kept_tokens"
@@ -63,21 +64,21 @@ class RandomTokenDropping(ScheduledCallback):
         classes: list[str] | None = None,
         whole_ends: int = 1,
     ) -> None:
-        """Choose how many tokens, and which blocks.
+        """Choose the number of tokens and the blocks.
 
         Args:
-            kept: tokens that a block works on: the first and the last number; with ``schedule="discrete"`` each in its
-                turn. As many as a sequence has, or more, leave the block as it is.
-            until: the optimizer step from which on it is the last number; with ``discrete`` up to which it is the
-                first, the second, and so on.
+            kept: Tokens that a block processes: the first and the last number; with ``schedule="discrete"`` all numbers
+                in order. The length of a sequence or more disables dropping.
+            until: The optimizer step at which the last number is reached. With ``discrete``, the last step of each
+                number but the last.
             schedule: ``linear``, ``root`` (faster at first), or ``discrete``.
-            multiple_of: numbers in between are multiples of this.
-            root_degree: with ``root``: 2 for a square root.
-            classes: class names of the blocks. None: the children of every ModuleList and Sequential that look alike.
-            whole_ends: blocks at either end that see all tokens.
+            multiple_of: Numbers in between are multiples of this.
+            root_degree: With ``root``: 2 is the square root.
+            classes: Class names of the blocks. None: repeated children of every ModuleList and Sequential.
+            whole_ends: Blocks at either end that process all tokens.
 
         Raises:
-            ConfigError: these make no schedule.
+            ConfigError: The values make no valid schedule.
         """
         super().__init__(
             Schedule(
@@ -92,19 +93,19 @@ class RandomTokenDropping(ScheduledCallback):
         self.classes = tuple(classes or ())
         self.whole_ends = whole_ends
         self._forwards: list[DroppingForward] = []
-        self._dividers = 1
-        """Ranks that divide the tokens of a sequence; each keeps as many of its own."""
+        self._sequence_ranks = 1
+        """Ranks that shard the tokens of a sequence. Each keeps the same number."""
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Replace the forwards.
 
         Raises:
-            PlanError: there are no blocks in the middle, or tokens are divided in a way that does not allow it.
+            PlanError: There are no inner blocks, or tokens are sharded in an unsupported way.
         """
         self._stop()
         blocks = middle_blocks(pl_module, self.classes, self.whole_ends)
-        place, self._dividers = _place(trainer, self.schedule)
+        place, self._sequence_ranks = _place(trainer, self.schedule)
         self._forwards = [DroppingForward(block, place) for block in blocks.values()]
         rank_zero_info(f"RandomTokenDropping: {len(blocks)} blocks, from {next(iter(blocks))} to {list(blocks)[-1]}")
 
@@ -112,10 +113,9 @@ class RandomTokenDropping(ScheduledCallback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Set the number for this batch."""
         kept = self.current(trainer)
         for forward in self._forwards:
-            forward.kept = kept // self._dividers
+            forward.kept = kept // self._sequence_ranks
         self.log_value(pl_module)
 
     @override
@@ -126,36 +126,33 @@ class RandomTokenDropping(ScheduledCallback):
 
 
 def _place(trainer: pl.Trainer, schedule: Schedule) -> tuple[int, int]:
-    """A number that tells ranks with other tokens apart, and over how many ranks a sequence is divided."""
+    """Return an id that differs between ranks with different tokens, and the number of ranks that shard a sequence."""
     strategy = trainer.strategy
     if not isinstance(strategy, ZeROStrategy):
         return trainer.global_rank, 1
     config = strategy.parallel.config
     if config.tp.sequence_parallel:
         raise PlanError(
-            "RandomTokenDropping with parallel.tensor.sequence_parallel: ranks hold different tokens between layers "
-            "and join them inside of blocks, where they would have to know the others' choice. Leave one of them out."
+            "RandomTokenDropping does not support parallel.tensor.sequence_parallel: ranks hold different tokens "
+            "between layers and gather them inside blocks, after each rank has chosen its own. Disable one of them."
         )
     size = config.context
     bad = [kept for kept in schedule.possible() if kept % size]
     if bad:
         raise PlanError(
-            f"RandomTokenDropping keeps {bad[0]} tokens, and parallel.context={size} ranks keep a part each: let "
-            f"multiple_of and all numbers be multiples of {size}."
+            f"RandomTokenDropping keeps {bad[0]} tokens, but parallel.context={size} ranks each keep the same number. "
+            f"Set multiple_of and all numbers to multiples of {size}."
         )
     return strategy.require_engine().mesh.zero.rank, size
 
 
 def middle_blocks(model: nn.Module, classes: tuple[str, ...] = (), ends: int = 1) -> dict[str, nn.Module]:
-    """Blocks, but ``ends`` at either end of every stack, by their names.
+    """Return blocks by name, without ``ends`` blocks at either end of every stack.
 
-    Args:
-        model: the model.
-        classes: class names; all of these are one stack. Empty: the repeated blocks of the model.
-        ends: how many to leave out.
+    All blocks of the given ``classes`` form one stack. By default the repeated blocks of the model form the stacks.
 
     Raises:
-        PlanError: none is left.
+        PlanError: No block is left.
     """
     names = {id(module): name for name, module in model.named_modules()}
     stacks = list(repeated_blocks(model).values())
@@ -164,10 +161,10 @@ def middle_blocks(model: nn.Module, classes: tuple[str, ...] = (), ends: int = 1
     found = [block for stack in stacks for block in stack[ends : len(stack) - ends]]
     if not found:
         sizes = ", ".join(str(len(stack)) for stack in stacks) or "no"
-        wanted = f"of class {', '.join(classes)}" if classes else "that look alike (children of a ModuleList)"
+        wanted = f"of class {', '.join(classes)}" if classes else "that repeat (children of a ModuleList)"
         raise PlanError(
-            f"RandomTokenDropping leaves {ends} blocks at either end whole, and the model has {sizes} blocks {wanted}. "
-            "Name the blocks by classes=[...], lower whole_ends, or leave the callback out."
+            f"RandomTokenDropping keeps all tokens in {ends} blocks at either end, but the model has {sizes} blocks "
+            f"{wanted}. Name the blocks with classes=[...], lower whole_ends, or remove the callback."
         )
     return {names[id(block)]: block for block in found}
 
@@ -176,19 +173,14 @@ def middle_blocks(model: nn.Module, classes: tuple[str, ...] = (), ends: int = 1
 
 
 class DroppingForward:
-    """Stands in for ``module.forward``. Copies of the module compute without."""
+    """Replaces ``module.forward``. Copies of the module have the original forward."""
 
     def __init__(self, module: nn.Module, place: int = 0) -> None:
-        """Replace the forward.
-
-        Args:
-            module: a block.
-            place: mixed into the random numbers.
-        """
+        """Replace the block's forward. ``place`` is mixed into the random numbers."""
         module = uncompiled(module)
         self.kept: int | None = None
-        """Tokens to work on; None: all."""
-        self.__wrapped__ = module.forward  # where `inspect.signature` looks
+        """Tokens to process; None: all."""
+        self.__wrapped__ = module.forward  # for `inspect.signature`
         self._module = module
         self._had_own = "forward" in vars(module)
         self._place = place
@@ -202,7 +194,7 @@ class DroppingForward:
         return getattr, (self._module, "forward")
 
     def remove(self) -> None:
-        """Give the module its own forward back. Idempotent."""
+        """Restore the module's forward. Idempotent."""
         if vars(self._module).get("forward") is not self:
             return
         if self._had_own:
@@ -211,7 +203,7 @@ class DroppingForward:
             del self._module.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The block on kept tokens, the others as they came."""
+        """Run the block on the kept tokens and return the others unchanged."""
         if self.kept is None or not self._module.training:
             return self.__wrapped__(*args, **kwargs)
         hidden = _hidden_of((args, kwargs))
@@ -229,23 +221,17 @@ def _hidden_of(call: Call) -> Tensor:
         return hidden_states(*call)
     except PlanError:
         raise StateError(
-            "RandomTokenDropping: a block was called without a floating tensor (batch, tokens, width) among its "
-            "arguments. Name blocks that take one by classes=[...]."
+            "RandomTokenDropping: a block was called without a floating tensor (batch, tokens, width). Name blocks "
+            "that take one with classes=[...]."
         ) from None
 
 
 @untraced
 def draw_kept(rows: int, tokens: int, kept: int, device: torch.device, place: int) -> Tensor:
-    """Which tokens every sequence keeps: ``(rows, kept)`` int64, ascending, each set equally likely.
+    """Draw the tokens that every sequence keeps: ``(rows, kept)`` int64, ascending, all sets equally likely.
 
-    One number is taken from the device's default generator, whatever the shape; it decides all.
-
-    Args:
-        rows: sequences.
-        tokens: of each.
-        kept: of these.
-        device: of the result.
-        place: the same number gives other tokens elsewhere.
+    Takes one number from the device's default generator, whatever the shape. Ranks that pass another ``place`` draw
+    other tokens from the same number.
     """
     stream = generator_of(device)
     number, after = draw(stream)
@@ -256,15 +242,12 @@ def draw_kept(rows: int, tokens: int, kept: int, device: torch.device, place: in
 
 
 def keep_tokens(call: Call, index: Tensor, *, takes_positions: bool) -> Call:
-    """A block's arguments with kept tokens alone.
+    """Reduce a block's arguments to the tokens in ``index``, ``(B, K)`` int64.
 
-    Args:
-        call: positional and named arguments.
-        index: ``(B, K)`` int64, see `draw_kept`.
-        takes_positions: the block takes ``positions``, and looks tables up by them.
+    With ``takes_positions`` the block takes ``positions`` by name and indexes tables by them.
 
     Raises:
-        StateError: an argument along the tokens has no batch dimension.
+        StateError: An argument along the tokens has no batch dimension.
     """
     args, kwargs = call
     hidden = _hidden_of(call)
@@ -286,39 +269,34 @@ def keep_tokens(call: Call, index: Tensor, *, takes_positions: bool) -> Call:
 
 
 def put_back(hidden: Tensor, part: Tensor, index: Tensor) -> Tensor:
-    """All tokens: ``hidden`` with ``part`` in the places that ``index`` names.
-
-    Args:
-        hidden: ``(B, T, ...)``.
-        part: ``(B, K, ...)``, what the block made.
-        index: ``(B, K)`` int64.
+    """Return ``hidden`` ``(B, T, ...)`` with the block's output ``part`` ``(B, K, ...)`` at the tokens in ``index``.
 
     Raises:
-        StateError: the block returned another shape.
+        StateError: The block returned another shape.
     """
     rows, tokens = hidden.shape[:2]
     if part.shape != (*index.shape, *hidden.shape[2:]):
         raise StateError(
-            f"RandomTokenDropping: a block got {index.shape[1]} of {tokens} tokens as {tuple(index.shape)} x "
-            f"{tuple(hidden.shape[2:])} and returned {tuple(part.shape)}, which cannot be put among the others. Blocks "
-            "must return (batch, tokens, width) as they get it; name such by classes=[...]."
+            f"RandomTokenDropping: a block got {index.shape[1]} of {tokens} tokens, {tuple(index.shape)} x "
+            f"{tuple(hidden.shape[2:])}, and returned {tuple(part.shape)}. Blocks must return the shape that they get, "
+            "(batch, tokens, width). Name such blocks with classes=[...]."
         )
     flat = hidden.to(part.dtype).reshape(rows * tokens, *hidden.shape[2:])
     return flat.index_copy(0, _flat(index, tokens), part.flatten(0, 1)).view(hidden.shape)
 
 
 def _flat(index: Tensor, tokens: int) -> Tensor:
-    """``(B * K,)``: places in ``(B * T, ...)``."""
+    """Return the positions in ``(B * T, ...)``: ``(B * K,)``."""
     row = torch.arange(index.shape[0], device=index.device)[:, None]
     return (index + row * tokens).flatten()
 
 
 def _part_of(tensor: Tensor, index: Tensor, tokens: int, *, takes_positions: bool) -> Tensor:
-    """Of another argument than the hidden states."""
+    """Reduce an argument other than the hidden states."""
     dim = token_dim(tensor, tokens)
     if dim is None:
         return _mask_of(tensor, index, tokens)
-    if tensor.dim() == 1:  # position ids of all sequences
+    if tensor.dim() == 1:  # position ids shared by all sequences
         return tensor[index]
     if dim == 0:
         if takes_positions:
@@ -328,7 +306,7 @@ def _part_of(tensor: Tensor, index: Tensor, tokens: int, *, takes_positions: boo
 
 
 def _mask_of(tensor: Tensor, index: Tensor, tokens: int) -> Tensor:
-    """Masks ``(B, T)``, ``(B, ..., T or 1, T)``; what does not run along the tokens stays."""
+    """Reduce masks ``(B, T)`` and ``(B, ..., T or 1, T)``. Other tensors are unchanged."""
     if not tensor.dim() or tensor.shape[-1] != tokens:
         return tensor
     if tensor.dim() == 2 and tensor.shape[0] not in (1, index.shape[0]):
@@ -338,7 +316,7 @@ def _mask_of(tensor: Tensor, index: Tensor, tokens: int) -> Tensor:
 
 
 def _along(tensor: Tensor, index: Tensor, dim: int) -> Tensor:
-    """``tensor`` with ``index`` of its dimension ``dim``, by sequences; a batch dimension of one is broadcast."""
+    """Index dimension ``dim`` per sequence. A batch dimension of one is broadcast."""
     if dim == 0:
         return tensor[index]
     if tensor.shape[0] not in (1, index.shape[0]):
@@ -352,6 +330,6 @@ def _along(tensor: Tensor, index: Tensor, dim: int) -> Tensor:
 def _without_batch(tensor: Tensor, tokens: int) -> StateError:
     return StateError(
         f"RandomTokenDropping: a block takes a tensor of {tensor.dtype} and shape {tuple(tensor.shape)} along its "
-        f"{tokens} tokens, without a batch dimension, and every sequence keeps other tokens. Give it one, (1, tokens, "
-        "...), or let the block take `positions` by name, (batch, kept tokens), and look its tables up by them."
+        f"{tokens} tokens without a batch dimension, but every sequence keeps different tokens. Add the dimension, (1, "
+        "tokens, ...), or let the block take `positions` by name, (batch, kept tokens), and index its tables by them."
     )

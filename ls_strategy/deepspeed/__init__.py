@@ -1,4 +1,4 @@
-"""Moving over from DeepSpeed: its configuration, its learning-rate schedules, its checkpoints. Needs no DeepSpeed.
+"""Migration from DeepSpeed: its configuration, learning-rate schedules and checkpoints. Does not need DeepSpeed.
 
 from ls_strategy.deepspeed import translate
 

@@ -1,6 +1,6 @@
-"""Checkpoints that DeepSpeed wrote (ZeRO stages 0 to 3, alone or under Lightning), as Lightning's dictionary.
+"""Read checkpoints of DeepSpeed (ZeRO stages 0 to 3, with or without Lightning) as Lightning's dictionary.
 
-Needs no DeepSpeed. Tensors are read where they are used, so that no more than a portion of one is in memory.
+Does not need DeepSpeed. Tensors are read where they are used, so that only a part of one is in memory.
 """
 
 from __future__ import annotations
@@ -8,19 +8,17 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ls_strategy.checkpoint.consolidate import TRAINING_KEYS
-from ls_strategy.checkpoint.output import Progress, whole_or_nothing
+from ls_strategy.checkpoint.consolidate import write_file
+from ls_strategy.checkpoint.output import Progress
 from ls_strategy.checkpoint.source import numbered
-from ls_strategy.checkpoint.torch_file import StreamedSave
 from ls_strategy.deepspeed.folder import Files, is_deepspeed, open_save
-from ls_strategy.deepspeed.placement import InParts, ParamPlace, numel_of, places
-from ls_strategy.errors import ConfigError
+from ls_strategy.deepspeed.placement import InParts, ParamPlace, places
 
 __all__ = ["consolidate_deepspeed", "is_deepspeed", "read_deepspeed"]
 
@@ -32,41 +30,41 @@ _OWN_KEYS = {
     *("skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size", "num_experts"),
     *("checkpoint_parallel_dimensions", "universal_checkpoint_info", "ds_config", "ds_version", "autoep_layers"),
 }
-"""What DeepSpeed writes itself into the files of model states; the rest is the caller's, as Lightning's own keys."""
+"""Keys that DeepSpeed writes into the model states. All others are the caller's, such as Lightning's."""
 
 _FOREIGN_SETTINGS = ("params", "step", "bias_correction")
-"""Entries of parameter groups of DeepSpeed's optimizers that torch's do not have."""
+"""Entries of parameter groups that torch's optimizers do not have."""
 
 _PREFIX = "_forward_module."
-"""How Lightning's older strategies wrapped the module."""
+"""Prefix from the module wrapper of Lightning's older strategies."""
 
 Rename = Sequence[tuple[str, str]]
-"""``(old, new)``: beginnings of names and what replaces them; ``("", "model.")`` puts one in front."""
+"""``(old, new)``: prefixes of names and their replacements. ``("", "model.")`` adds one."""
 
 
 def read_deepspeed(
     path: str | os.PathLike[str], *, by_name: bool = False, rename: Rename = (), weights_only: bool | None = None
 ) -> dict[str, Any]:
-    """A checkpoint of DeepSpeed as Lightning's dictionary; tensors are read when they are used. Not collective.
+    """Read a checkpoint of DeepSpeed as Lightning's dictionary. Tensors are read when they are used. Not collective.
 
     Args:
-        path: the folder given to ``save_checkpoint``, of which the newest save is taken, or the folder of one save.
-        by_name: optimizer states by parameter name, as our own folders have them; else numbered as torch does.
-        rename: beginnings of parameter names that are replaced, of those that a name has the first.
-        weights_only: whether to build only what torch holds for safe; DeepSpeed's own objects are never built. False:
-            whatever the files name is built, only for checkpoints that you trust. None: torch's own default, True.
+        path: The folder given to ``save_checkpoint``, of which the newest save is read, or the folder of one save.
+        by_name: Key optimizer states by parameter name, as our folders do. Otherwise number them as torch does.
+        rename: Prefixes of parameter names to replace. The first matching one applies.
+        weights_only: Build only objects that torch considers safe; DeepSpeed's own are never built. False builds all
+            objects: only for checkpoints that you trust. None: torch's default, True.
 
     Returns:
-        fp32 ``state_dict``, ``optimizer_states`` and ``lr_schedulers`` where they can be had; under Lightning, what it
-        saved too. A run that DeepSpeed did alone has no loops: Lightning goes on with weights, moments and learning
+        fp32 ``state_dict``, and ``optimizer_states`` and ``lr_schedulers`` where they exist. Under Lightning, also what
+        Lightning saved. A run of DeepSpeed alone has no loops: Lightning continues with weights, moments and learning
         rate, and counts epochs and steps from 0.
 
     Raises:
-        CheckpointError: files are missing, or were written under model parallelism; or something in them is not safe.
+        CheckpointError: Files are missing, were written with model parallelism, or contain unsafe objects.
     """
     files = open_save(path, weights_only=weights_only is not False)
     model = files.models[0]
-    names = _renamer(rename)
+    names = partial(_renamed, rename=rename)
     checkpoint = {key: value for key, value in model.items() if key not in _OWN_KEYS}
     where = places(files) if files.parts else {}
     checkpoint["state_dict"] = {names(name): value for name, value in _weights(files, where).items()}
@@ -80,25 +78,19 @@ def read_deepspeed(
     checkpoint.setdefault("global_step", int(model.get("global_steps") or 0))
     schedule = model.get("lr_scheduler")
     checkpoint.setdefault("lr_schedulers", [schedule] if isinstance(schedule, dict) else [])
-    checkpoint.setdefault("pytorch-lightning_version", "2.0.0")  # its migrations have nothing to do
+    checkpoint.setdefault("pytorch-lightning_version", "2.0.0")  # needs no migrations
     return checkpoint
 
 
-def _renamer(rename: Rename) -> Callable[[str], str]:
-    def names(name: str) -> str:
-        name = name.removeprefix(_PREFIX)
-        for old, new in rename:
-            if name.startswith(old):
-                return new + name[len(old) :]
-        return name
-
-    return names
+def _renamed(name: str, rename: Rename) -> str:
+    name = name.removeprefix(_PREFIX)
+    return next((new + name[len(old) :] for old, new in rename if name.startswith(old)), name)
 
 
 def _weights(files: Files, where: Mapping[str, ParamPlace]) -> dict[str, Any]:
     model = files.models[0]
     if not files.parts:
-        return {name: _full(value) for name, value in model["module"].items()}
+        return {name: _in_fp32(value) for name, value in model["module"].items()}
     key = "fp32_flat_groups" if files.stage == 3 else "single_partition_of_fp32_groups"
     found: dict[str, Any] = {}
     for name, place in where.items():
@@ -106,47 +98,36 @@ def _weights(files: Files, where: Mapping[str, ParamPlace]) -> dict[str, Any]:
         found[name] = InParts(portions, place.shape, torch.float32)
     for name, shape in (model.get("frozen_param_shapes") or {}).items():
         holders = files.models if files.stage == 3 else files.models[:1]
-        portions = [holder["frozen_param_fragments"][name].reshape(-1) for holder in holders]
-        numel = numel_of(shape)
-        kind = torch.float32 if portions[0].is_floating_point() else portions[0].dtype
-        found[name] = InParts(_cut(portions, numel), tuple(shape), kind)
+        portions = [holder["frozen_param_fragments"][name].reshape(-1) for holder in holders]  # the last is padded
+        dtype = torch.float32 if portions[0].is_floating_point() else portions[0].dtype
+        found[name] = InParts(portions, shape, dtype)
     for name, other in (model.get("shared_params") or {}).items():
         if other in found:
             found[name] = found[other]
     buffers = set(model["buffer_names"])
     for name, value in model["module"].items():
-        # Stage 1 has frozen parameters nowhere else. Stage 3 has empty tensors in place of parameters.
+        # Stage 1 has frozen parameters only here. Stage 3 has empty tensors here.
         if name in buffers or (name not in found and files.stage != 3):
-            found[name] = _full(value)
-    order = {name: i for i, name in enumerate(model["module"])}  # as the module itself has them
+            found[name] = _in_fp32(value)
+    order = {name: i for i, name in enumerate(model["module"])}  # the module's order
     return dict(sorted(found.items(), key=lambda pair: order.get(pair[0], len(order))))
 
 
-def _cut(portions: Sequence[Tensor], numel: int) -> list[Tensor]:
-    """Without the padding behind the last element."""
-    result = []
-    for portion in portions:
-        result.append(portion[: max(numel, 0)])
-        numel -= portion.numel()
-    return result
-
-
-def _full(value: Any) -> Any:
+def _in_fp32(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def _optimizer_states(
     files: Files, where: Mapping[str, ParamPlace], names: Callable[[str], str]
 ) -> dict[str, Any] | None:
-    """By parameter name; None where the optimizer's states are not in a form that is known."""
+    """Return the states by parameter name, or None if their form is unknown."""
     if not files.parts:
         return None
     key = "optimizer_state_dict" if files.stage == 3 else "base_optimizer_state"
-    states = [part.get(key) for part in files.parts]
-    if not all(isinstance(state, Mapping) and state.get("state") for state in states):
-        _log.warning("%s: no optimizer states of a known form; weights alone are taken.", files.folder)
+    bases: list[Any] = [part.get(key) for part in files.parts]
+    if not all(isinstance(base, Mapping) and base.get("state") for base in bases):
+        _log.warning("%s: the optimizer states have no known form. Only weights are loaded.", files.folder)
         return None
-    bases: list[Any] = states
     numbers = [number for group in bases[0]["param_groups"] for number in group["params"]]
     kept: dict[str, dict[str, Any]] = {}
     for name, place in where.items():
@@ -164,24 +145,24 @@ def _optimizer_states(
     groups = []
     for number, group in enumerate(bases[0]["param_groups"]):
         settings = {k: v for k, v in group.items() if k not in _FOREIGN_SETTINGS}
-        members = _as_given([name for name, place in where.items() if place.group == number], files)
+        members = _optimizer_order([name for name, place in where.items() if place.group == number], files)
         groups.append({**settings, "params": [names(name) for name in members]})
     return {"state": kept, "param_groups": groups}
 
 
-def _as_given(names: list[str], files: Files) -> list[str]:
-    """A group's parameters in the order in which the optimizer got them, from that of the flat buffer."""
+def _optimizer_order(names: list[str], files: Files) -> list[str]:
+    """Return a group's parameters in the optimizer's order, from the order of the flat buffer."""
     zero = (files.models[0].get("ds_config") or {}).get("zero_optimization")
     if files.stage == 3 or not isinstance(zero, Mapping) or not zero.get("round_robin_gradients"):
         return names
-    ranks = len(files.parts)  # the buffer has every ranks-th parameter, then those after them, and so on
+    ranks = len(files.parts)  # the buffer has parameters 0, ranks, 2 * ranks, ..., then 1, ranks + 1, ...
     laid = [i for first in range(ranks) for i in range(first, len(names), ranks)]
     given = dict(zip(laid, names, strict=True))
     return [given[i] for i in range(len(names))]
 
 
 def _loss_scale(files: Files) -> dict[str, Any] | None:
-    """The dynamic loss scale, as ``torch.amp.GradScaler`` saves its own, which every fp16 precision reads."""
+    """Return the dynamic loss scale in the form of ``torch.amp.GradScaler``, which all fp16 precision plugins read."""
     if not files.parts or not files.parts[0].get("dynamic_loss_scale"):
         return None
     scaler = vars(files.parts[0]["loss_scaler"])
@@ -205,29 +186,10 @@ def consolidate_deepspeed(
     force: bool = False,
     progress: Progress | None = None,
 ) -> None:
-    """Write a checkpoint of DeepSpeed as one ``.ckpt`` file, as a plain Trainer saves it.
+    """Write a checkpoint of DeepSpeed as one ``.ckpt`` file, as `consolidate` does with ours.
 
-    Needs memory for a few chunks of one tensor, whatever the checkpoint's size. Objects in the checkpoint are built, as
-    by ``torch.load(weights_only=False)``: only for checkpoints that you trust.
-
-    Args:
-        source: see `read_deepspeed`.
-        target: the file.
-        weights_only: leave out optimizers, schedules and callbacks.
-        rename: see `read_deepspeed`.
-        force: replace ``target`` if it exists.
-        progress: called with the bytes written so far, and in all.
-
-    Raises:
-        CheckpointError: ``source`` is not whole, or ``target`` could not be written.
-        ConfigError: ``target`` exists, or is the source.
+    Builds objects in the checkpoint, as ``torch.load(weights_only=False)`` does. Use it only for checkpoints that you
+    trust. See `read_deepspeed` for ``source`` and ``rename``, and `consolidate` for the rest.
     """
-    if Path(source).resolve() == Path(target).resolve():
-        raise ConfigError(f"{source} is both source and target. Give another name for the target.")
-    checkpoint = read_deepspeed(source, rename=rename, weights_only=False)
-    if weights_only:
-        for key in TRAINING_KEYS:
-            checkpoint.pop(key, None)
-    save = StreamedSave(checkpoint)
-    with whole_or_nothing(Path(target), nbytes=save.nbytes, force=force) as partial:
-        save.write(partial, progress)
+    read = partial(read_deepspeed, source, rename=rename, weights_only=False)
+    write_file(read, source, target, weights_only=weights_only, force=force, progress=progress)

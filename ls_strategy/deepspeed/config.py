@@ -1,8 +1,8 @@
-"""A DeepSpeed configuration, translated: options of the strategy, settings of the Trainer, optimizer, schedule.
+"""Translate a DeepSpeed configuration: options of the strategy, Trainer settings, optimizer and schedule.
 
-`translate` is a pure function: nothing is imported from DeepSpeed, no process group is needed, no Trainer is touched.
-Every key of the configuration ends in one row of the report: mapped, left to others ("auto"), or ignored with the
-reason. What would change results if it were ignored, and what is unknown, raises.
+`translate` is a pure function: it needs no DeepSpeed, no process group and no Trainer. Every key of the configuration
+ends in one row of the report: mapped, left to the Trainer ("auto"), or ignored, with the reason. Unknown keys raise,
+and so do keys that would change results if they were ignored.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ _WITHOUT_PREFIX = (
     "use_all_reduce_for_fetch_params",
     "allgather_sequential",
 )
-"""Keys of ``zero_optimization`` that DeepSpeed also takes without their ``stage3_``."""
+"""Keys of ``zero_optimization`` that DeepSpeed also accepts without ``stage3_``."""
 
 
 @dataclass(frozen=True)
 class Translation:
-    """A DeepSpeed configuration in the words of this package."""
+    """A DeepSpeed configuration, translated to this package."""
 
     strategy: dict[str, Any]
-    """Options of ``ZeROStrategy``, with dots between groups and options: ``offload.optimizer``."""
+    """Options of ``ZeROStrategy``, by dotted name: ``offload.optimizer``."""
 
     trainer: TrainerSettings
-    """What the configuration says about the Trainer and the batches."""
+    """Settings of the Trainer and batch sizes."""
 
     optimizer: OptimizerBlock | None
     scheduler: SchedulerBlock | None
     rows: tuple[Row, ...]
 
     def report(self) -> str:
-        """Every key, its value, and what became of it: one line each, mapped keys first."""
+        """Return one line per key, with its value and outcome; mapped keys first."""
         order = {"mapped": 0, "auto": 1, "ignored": 2}
         rows = sorted(self.rows, key=lambda row: order[row.outcome])
         cells = [(row.key, _short(row.value), row.outcome, row.text) for row in rows]
@@ -68,10 +68,10 @@ def _short(value: Any) -> str:
 
 
 def load(source: PathOrDict) -> dict[str, Any]:
-    """The configuration as a dictionary.
+    """Return the configuration as a dictionary.
 
     Raises:
-        ConfigError: no such file, or it is not JSON.
+        ConfigError: The file does not exist or is not JSON.
     """
     source = accept("deepspeed_config", source, str | os.PathLike[str] | Mapping[str, Any])
     if isinstance(source, Mapping):
@@ -81,14 +81,14 @@ def load(source: PathOrDict) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
     except OSError as error:
         raise ConfigError(
-            f"deepspeed_config={str(path)!r} cannot be read: {error}. Give a JSON file, or a dict."
+            f"deepspeed_config={str(path)!r} cannot be read: {error}. Give a JSON file or a dict."
         ) from error
     except (ValueError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"{path}: not JSON ({error}). Comments and trailing commas are not part of JSON.") from error
+        raise ConfigError(f"{path} is not valid JSON ({error}). Remove comments and trailing commas.") from error
     if not isinstance(config, dict):
-        raise ConfigError(f"{path}: the outermost value is not a JSON object ({{...}}).")
+        raise ConfigError(f"{path} holds a {type(config).__name__}. The outermost value must be an object ({{...}}).")
     return config
 
 
@@ -101,17 +101,13 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def translate(source: PathOrDict) -> Translation:
-    """Translate a DeepSpeed configuration.
-
-    Args:
-        source: path of a JSON file, or the dictionary.
+    """Translate a DeepSpeed configuration, a dictionary or the path of a JSON file.
 
     Raises:
-        ConfigError: an unknown key (with the closest known one), a value out of range, or a feature whose absence
-            would change results; with the cure.
+        ConfigError: A key is unknown, a value is out of range, or ignoring a feature would change results.
     """
     found = Found()
-    found.read(_normal(load(source)), KEYS, "")
+    found.read(_normalized(load(source)), KEYS, "")
     strategy = {
         **_zero(found),
         **_offload(found),
@@ -128,8 +124,8 @@ def translate(source: PathOrDict) -> Translation:
     )
 
 
-def _normal(config: dict[str, Any]) -> dict[str, Any]:
-    """Bring older and shorter spellings into the one that the table has."""
+def _normalized(config: dict[str, Any]) -> dict[str, Any]:
+    """Replace older and shorter spellings by those in `KEYS`."""
     config = dict(config)
     zero = config.get("zero_optimization")
     if isinstance(zero, bool):
@@ -144,9 +140,9 @@ def _normal(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _zero(found: Found) -> dict[str, Any]:
-    stage = found.number("zero_optimization.stage", least=0, whole=True) or 0
+    stage = found.number("zero_optimization.stage", least=0, integer=True) or 0
     if stage > 3:
-        raise ConfigError(f"zero_optimization.stage={stage}: the stages are 0, 1, 2 and 3.")
+        raise ConfigError(f"Got zero_optimization.stage={stage}. Use 0, 1, 2 or 3.")
     options: dict[str, Any] = {"stage": stage}
     if found.number("zero_optimization.stage3_prefetch_bucket_size", least=0) == 0:
         options["sharding.prefetch_units"] = 0
@@ -154,24 +150,21 @@ def _zero(found: Found) -> dict[str, Any]:
 
 
 _STATES = {"offload_optimizer": "offload.optimizer", "offload_param": "offload.parameters"}
-"""Blocks of a configuration, and the options that they are."""
+"""Blocks of a configuration and the options they map to."""
 
 
 def _offload(found: Found) -> dict[str, Any]:
     options: dict[str, Any] = {}
-    for option, older in (
-        ("offload_optimizer", ("cpu_offload",)),
-        ("offload_param", ("cpu_offload_param", "cpu_offload_params")),
-    ):
+    older_names = {"offload_optimizer": ("cpu_offload",), "offload_param": ("cpu_offload_param", "cpu_offload_params")}
+    for option, older in older_names.items():
         tier = found.values.get(f"zero_optimization.{option}.device", "none")
         if tier not in ("none", "cpu", "nvme"):
-            raise ConfigError(f"zero_optimization.{option}.device={tier!r}: use 'none', 'cpu' or 'nvme'.")
-        if any(found.flag(f"zero_optimization.{name}") for name in older):
-            tier = "cpu" if tier == "none" else tier
-        ratio = found.number("zero_optimization.offload_optimizer.ratio", least=0)
-        partly = option == "offload_optimizer" and ratio is not None and ratio < 1
-        if tier != "none" and not (partly and ratio == 0):
-            options[_STATES[option]] = TierConfig(tier=tier, ratio=ratio) if partly and ratio is not None else tier
+            raise ConfigError(f"Got zero_optimization.{option}.device={tier!r}. Use 'none', 'cpu' or 'nvme'.")
+        if any(found.flag(f"zero_optimization.{name}") for name in older) and tier == "none":
+            tier = "cpu"
+        ratio = found.number(f"zero_optimization.{option}.ratio", least=0)  # of the optimizer only
+        if tier != "none" and ratio != 0:
+            options[_STATES[option]] = tier if ratio is None or ratio >= 1 else TierConfig(tier=tier, ratio=ratio)
     return {**options, **_nvme(found, options)}
 
 
@@ -183,24 +176,24 @@ def _nvme(found: Found, offload: dict[str, Any]) -> dict[str, Any]:
         if tier == "nvme" and key in found.values:
             paths[key] = str(found.values[key])
         else:
-            found.note(key, "nothing of this kind rests on NVMe", ignored=True)
+            found.note(key, "these states are not on NVMe", ignored=True)
     if len(set(paths.values())) > 1:
         raise ConfigError(
-            f"{' and '.join(f'{k}={v!r}' for k, v in paths.items())}: there is one folder for all states. Use the same "
-            "path for both."
+            f"Got {' and '.join(f'{k}={v!r}' for k, v in paths.items())}, but all states share one folder. Use the "
+            "same path for both."
         )
     options: dict[str, Any] = {"offload.nvme_path": next(iter(paths.values()))} if paths else {}
     threads = "aio.intra_op_parallelism" if "aio.intra_op_parallelism" in found.values else "aio.thread_count"
     io = {
-        "block_bytes": found.number("aio.block_size", least=4096, whole=True),
-        "queue_depth": found.number("aio.queue_depth", least=1, whole=True),
-        "parallelism": found.number(threads, least=1, whole=True),
+        "block_bytes": found.number("aio.block_size", least=4096, integer=True),
+        "queue_depth": found.number("aio.queue_depth", least=1, integer=True),
+        "parallelism": found.number(threads, least=1, integer=True),
     }
     io = {name: value for name, value in io.items() if value is not None}
     if "nvme" in (getattr(tier, "tier", tier) for tier in offload.values()):
         return {**options, **({"offload.nvme_io": NVMeIOConfig(**io)} if io else {})}
     for key in ("aio.block_size", "aio.queue_depth", "aio.intra_op_parallelism", "aio.thread_count"):
-        found.note(key, "nothing rests on NVMe", ignored=True)
+        found.note(key, "no states are on NVMe", ignored=True)
     return options
 
 
@@ -210,33 +203,33 @@ def _bf16(found: Found) -> str:
 
 def _precision_options(found: Found) -> dict[str, Any]:
     options: dict[str, Any] = {}
-    half, brain = found.flag("fp16.enabled"), _bf16(found)
-    masters = found.flag(f"{brain}.bf16_master_weights_and_grads") or False
-    states = found.flag(f"{brain}.bf16_optimizer_states") or False
+    fp16, block = found.flag("fp16.enabled"), _bf16(found)
+    masters = found.flag(f"{block}.bf16_master_weights_and_grads") or False
+    states = found.flag(f"{block}.bf16_optimizer_states") or False
     if masters != states:
         raise ConfigError(
-            f"{brain}.bf16_master_weights_and_grads={masters}, bf16_optimizer_states={states}: here both are in 16 bit "
-            "or neither. Switch both on, or both off; precision.moments='bf16' stores the moments alone in 16 bit."
+            f"Got {block}.bf16_master_weights_and_grads={masters} and bf16_optimizer_states={states}, but both must be "
+            "equal. Enable both or neither; precision.moments='bf16' stores only the moments in 16 bit."
         )
     if masters:
         options["precision.master_weights"] = False
     scale = _loss_scale(found)
-    if scale is not None and half is not False:
+    if scale is not None and fp16 is not False:
         options["precision.loss_scale"] = scale
     elif scale is not None:
         for name in KEYS["fp16"]:  # type: ignore[union-attr]
             if name != "enabled":
                 found.note(f"fp16.{name}", "fp16 is off", ignored=True)
-    return {**options, **_reduce_dtype(found, fp16=half, bf16=found.flag(f"{brain}.enabled"))}
+    return {**options, **_reduce_dtype(found, fp16=fp16, bf16=found.flag(f"{block}.enabled"))}
 
 
 def _loss_scale(found: Found) -> LossScaleConfig | None:
     static = found.number("fp16.loss_scale", least=0)
     values = {
         "static": static or None,
-        "initial_power": found.number("fp16.initial_scale_power", least=0, whole=True),
-        "window": found.number("fp16.loss_scale_window", least=0, whole=True),
-        "hysteresis": found.number("fp16.hysteresis", least=1, whole=True),
+        "initial_power": found.number("fp16.initial_scale_power", least=0, integer=True),
+        "window": found.number("fp16.loss_scale_window", least=0, integer=True),
+        "hysteresis": found.number("fp16.hysteresis", least=1, integer=True),
         "consecutive_hysteresis": found.flag("fp16.consecutive_hysteresis"),
         "min_scale": found.number("fp16.min_loss_scale", least=0),
     }
@@ -252,8 +245,8 @@ def _reduce_dtype(found: Found, *, fp16: bool | None, bf16: bool | None) -> dict
     other = (wanted == "fp16" and (fp16 is False or bf16)) or (wanted == "bf16" and (bf16 is False or fp16))
     if wanted not in known or other:
         raise ConfigError(
-            f"communication_data_type={wanted!r}: gradients are summed in 'fp32', or in the 16-bit dtype of the "
-            "parameters. Use 'fp32', or delete it."
+            f"Got communication_data_type={wanted!r}, but gradients are reduced in 'fp32' or in the parameters' 16-bit "
+            "dtype. Use 'fp32', or delete it."
         )
     return {"precision.reduce_dtype": known[wanted]}
 
@@ -262,7 +255,7 @@ def _activations(found: Found) -> dict[str, Any]:
     block = "activation_checkpointing."
     partition = found.flag(f"{block}partition_activations") or found.flag("zero_optimization.partition_activations")
     to_cpu = found.flag(f"{block}cpu_checkpointing")
-    interval = found.number("pipeline.activation_checkpoint_interval", least=0, whole=True)
+    interval = found.number("pipeline.activation_checkpoint_interval", least=0, integer=True)
     options: dict[str, Any] = {}
     if partition or to_cpu or interval:
         options["activations.checkpointing"] = "full"
@@ -272,12 +265,12 @@ def _activations(found: Found) -> dict[str, Any]:
         options["activations.partitioning"] = True
     elif partition:
         for key in (f"{block}partition_activations", "zero_optimization.partition_activations"):
-            found.note(key, "`activations.checkpointing='full'`; one tensor-parallel rank has nothing to divide among")
+            found.note(key, "`activations.checkpointing='full'`; partitioning needs several tensor-parallel ranks")
     return options
 
 
 def _tensor_ranks(found: Found) -> int:
-    sizes = [found.number(f"tensor_parallel.{name}", least=0, whole=True) for name in ("autotp_size", "tp_size")]
+    sizes = [found.number(f"tensor_parallel.{name}", least=0, integer=True) for name in ("autotp_size", "tp_size")]
     return max(1, *(size or 0 for size in sizes))
 
 
@@ -285,10 +278,10 @@ def _parallel(found: Found) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if _tensor_ranks(found) > 1:
         options["parallel.tensor.size"] = _tensor_ranks(found)
-    sequence = found.number("sequence_parallel_size", least=1, whole=True) or 1
+    sequence = found.number("sequence_parallel_size", least=1, integer=True) or 1
     if sequence > 1:
         options["parallel.context"] = sequence
-    stages = found.number("pipeline.stages", least=1, whole=True) or 1
+    stages = found.number("pipeline.stages", least=1, integer=True) or 1
     if stages > 1:
         partition = found.values.get("pipeline.partition", "best")
         options["parallel.pipeline.size"] = stages
@@ -299,55 +292,55 @@ def _parallel(found: Found) -> dict[str, Any]:
         elif accumulation:
             options["parallel.pipeline.micro_batches"] = accumulation
     else:
-        found.note("pipeline.partition", "there is one pipeline stage", ignored=True)
+        found.note("pipeline.partition", "there is only one pipeline stage", ignored=True)
     return options
 
 
 def _batches(found: Found) -> tuple[int | None, int | None, int | None]:
-    """Samples of a micro-batch, micro-batches of a step, samples of a step over all ranks."""
-    micro = found.number("train_micro_batch_size_per_gpu", least=1, whole=True)
-    accumulation = found.number("gradient_accumulation_steps", least=1, whole=True)
-    return micro, accumulation, found.number("train_batch_size", least=1, whole=True)
+    """Return samples per micro-batch, micro-batches per step, and samples per step over all ranks."""
+    micro = found.number("train_micro_batch_size_per_gpu", least=1, integer=True)
+    accumulation = found.number("gradient_accumulation_steps", least=1, integer=True)
+    return micro, accumulation, found.number("train_batch_size", least=1, integer=True)
 
 
 def _trainer(found: Found) -> TrainerSettings:
-    micro, accumulation, whole = _batches(found)
+    micro, accumulation, total = _batches(found)
     precision, accepted = _precision(found)
     if "gradient_clipping" not in found.rows:
-        text = "not there: DeepSpeed clips at 1.0 or not at all, by version; here `Trainer(gradient_clip_val=...)` says"
+        text = "missing; DeepSpeed's default depends on its version, 1.0 or none: set `Trainer(gradient_clip_val=...)`"
         found.rows["gradient_clipping"] = Row("gradient_clipping", None, "auto", text)
     if (found.number("pipeline.stages", least=1) or 1) > 1:
-        micro = micro * accumulation if micro and accumulation else None  # a batch of the DataLoader holds them all
-        accumulation, whole = 1, whole if micro else None
+        micro = micro * accumulation if micro and accumulation else None  # one DataLoader batch holds all
+        accumulation, total = 1, total if micro else None
     return TrainerSettings(
         precision=precision,
         accepted_precisions=accepted,
         gradient_clip_val=found.number("gradient_clipping", least=0),
         accumulate_grad_batches=accumulation,
         micro_batch_size=micro,
-        train_batch_size=whole,
+        train_batch_size=total,
     )
 
 
 def _precision(found: Found) -> tuple[str | None, tuple[str, ...]]:
-    half, brain = found.flag("fp16.enabled"), found.flag(f"{_bf16(found)}.enabled")
+    fp16, bf16 = found.flag("fp16.enabled"), found.flag(f"{_bf16(found)}.enabled")
     autocast = found.flag("torch_autocast.enabled")
-    if sum(map(bool, (half, brain, autocast))) > 1:
-        raise ConfigError("fp16, bf16 and torch_autocast: more than one is enabled. Enable one of them.")
-    if half:
+    if sum(map(bool, (fp16, bf16, autocast))) > 1:
+        raise ConfigError("Got more than one of fp16, bf16 and torch_autocast enabled. Enable one of them.")
+    if fp16:
         return "16-true", ("16-true", "16-mixed")
-    if brain:
+    if bf16:
         return "bf16-true", ("bf16-true", "bf16-mixed")
     if autocast:
         dtype = str(found.values.get("torch_autocast.dtype", "")).removeprefix("torch.")
-        known = {"fp16": "16-mixed", "float16": "16-mixed", "half": "16-mixed", "bf16": "bf16-mixed"}
-        known["bfloat16"] = "bf16-mixed"
+        known = dict.fromkeys(("fp16", "float16", "half"), "16-mixed")
+        known |= dict.fromkeys(("bf16", "bfloat16"), "bf16-mixed")
         if dtype not in known:
-            raise ConfigError(f"torch_autocast.dtype={dtype!r}: use 'bfloat16' or 'float16'.")
+            raise ConfigError(f"Got torch_autocast.dtype={dtype!r}. Use 'bfloat16' or 'float16'.")
         return known[dtype], (known[dtype],)
     accepted = ["32-true"]
-    accepted += [] if half is False else ["16-true", "16-mixed"]
-    accepted += [] if brain is False else ["bf16-true", "bf16-mixed"]
+    accepted += [] if fp16 is False else ["16-true", "16-mixed"]
+    accepted += [] if bf16 is False else ["bf16-true", "bf16-mixed"]
     return None, tuple(accepted)
 
 
@@ -359,7 +352,7 @@ def _block(found: Found, name: str, kind: type[Any]) -> Any:
         return None
     params = found.values.get(f"{name}.params") or {}
     if not isinstance(given, str) or not isinstance(params, Mapping):
-        raise ConfigError(f'{name}: give {{"type": "name", "params": {{...}}}}; it is {given!r}, {params!r}.')
+        raise ConfigError(f'Got {name} type={given!r}, params={params!r}. Give {{"type": "name", "params": {{...}}}}.')
     block = kind(given, dict(params))
-    found.note(f"{name}.type", f"{block.describe()}, where `configure_optimizers` gives none")
+    found.note(f"{name}.type", f"{block.describe()}, if `configure_optimizers` returns none")
     return block

@@ -1,14 +1,14 @@
-"""The files of one save of DeepSpeed, opened without DeepSpeed.
+"""Open the files of one DeepSpeed save without DeepSpeed.
 
 ::
 
     DIR/latest                                          the name of the newest save
-    DIR/TAG/mp_rank_00_model_states.pt                  stages 0 to 2: names, shapes, buffers, what the caller added
+    DIR/TAG/mp_rank_00_model_states.pt                  stages 0 to 2: names, shapes, buffers, the caller's own data
     DIR/TAG/zero_pp_rank_R_mp_rank_00_model_states.pt   stage 3: the same, from every rank
-    DIR/TAG/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt   rank R's part of fp32 weights and moments
+    DIR/TAG/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt   rank R's partition of fp32 weights and moments
 
-Files are mapped into memory. Objects of DeepSpeed's classes, of which only the loss scaler is looked at, are read as
-plain holders of their attributes.
+Files are memory-mapped. Objects of DeepSpeed's classes become plain holders of their attributes. Only the loss scaler
+is used.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from ls_strategy.errors import CheckpointError
 
 
 def is_deepspeed(path: str | os.PathLike[str]) -> bool:
-    """Whether DeepSpeed wrote this folder. One with a manifest is ours, whatever else lies in it. Not collective."""
+    """Return whether DeepSpeed wrote this folder. A folder with a manifest is ours. Not collective."""
     return ":/" not in str(path) and not Path(path, MANIFEST).exists() and _folder(Path(path)) is not None
 
 
 def _folder(path: Path) -> Path | None:
-    """The folder of one save: ``path`` itself, or the newest in it."""
+    """Return the folder of one save: ``path`` itself, or the newest save in it."""
     latest = path / "latest"
     tags = [latest.read_text(errors="replace").strip()] if latest.is_file() else []
     inside = [tag for tag in (*tags, "checkpoint") if tag == Path(tag).name]
@@ -47,34 +47,32 @@ def _folder(path: Path) -> Path | None:
 
 @dataclass
 class Files:
-    """One save."""
+    """The files of one save."""
 
     folder: Path
     models: list[dict[str, Any]] = field(default_factory=list)
     parts: list[dict[str, Any]] = field(default_factory=list)
-    """Per rank: its part of the optimizer. Empty: no ZeRO."""
+    """Optimizer states by rank. Empty without ZeRO."""
 
     @property
     def stage(self) -> int:
-        """0, 2 (which stage 1 looks like) or 3."""
+        """ZeRO stage: 0, 2 (stage 1 looks the same) or 3."""
         if not self.parts:
             return 0
         return 3 if "fp32_flat_groups" in self.parts[0] else 2
 
 
 def open_save(path: str | os.PathLike[str], *, weights_only: bool = True) -> Files:
-    """All files of a save.
+    """Open all files of a save.
 
-    Args:
-        path: the folder.
-        weights_only: build only what torch holds for safe, and holders of DeepSpeed's objects. Else whatever they name.
+    With ``weights_only``, build only objects that torch considers safe, and holders of DeepSpeed's.
 
     Raises:
-        CheckpointError: there is none, files are missing, or they were written under model parallelism.
+        CheckpointError: There is no save, files are missing, or they were written with model parallelism.
     """
     folder = _folder(Path(path))
     if folder is None:
-        raise CheckpointError(f"{path} is no checkpoint of DeepSpeed: there are no *_model_states.pt in it.")
+        raise CheckpointError(f"{path} is not a DeepSpeed checkpoint: it has no *_model_states.pt.")
     models, parts = (_by_rank(folder, f"*_{kind}_states.pt") for kind in ("model", "optim"))
     _check_parallel(folder, [*models, *parts])
     files = Files(folder, [_load(file, weights_only=weights_only) for file in models])
@@ -89,11 +87,11 @@ def _by_rank(folder: Path, pattern: str) -> list[Path]:
 
 def _check_parallel(folder: Path, files: Sequence[Path]) -> None:
     experts = [p.name for p in files if "expert" in p.name or "expp_rank" in p.name]
-    divided = [p.name for p in files if "mp_rank_00" not in p.name]
-    if experts or divided or any(folder.glob("layer_*")):
+    partitioned = [p.name for p in files if "mp_rank_00" not in p.name]
+    if experts or partitioned or any(folder.glob("layer_*")):
         raise CheckpointError(
-            f"{folder} was written with pipeline, tensor or expert parallelism, whose files differ from model to "
-            "model. Load it into DeepSpeed without that, and save it again."
+            f"{folder} was written with pipeline, tensor or expert parallelism. The layout of such files depends on "
+            "the model. Load it into DeepSpeed without that, and save it again."
         )
 
 
@@ -104,36 +102,32 @@ def _check_whole(files: Files) -> None:
     ranks = max(count) if isinstance(count, (list, tuple)) else count
     if ranks != len(files.parts) or (files.stage == 3 and ranks != len(files.models)):
         raise CheckpointError(
-            f"{files.folder} was written by {ranks} ranks and has the files of {len(files.parts)}. Copy the missing "
+            f"{files.folder} was written by {ranks} ranks, but has the files of {len(files.parts)}. Copy the missing "
             "*_optim_states.pt and *_model_states.pt into it."
         )
     if any("param_shapes" not in model for model in files.models):
-        raise CheckpointError(f"{files.folder}: the files of model states have no param_shapes, as older DeepSpeeds.")
+        raise CheckpointError(
+            f"{files.folder}: the model states have no param_shapes. An older DeepSpeed wrote them: load the "
+            "checkpoint into a newer one, and save it again."
+        )
 
 
 class _Holder:
-    """In place of an object of DeepSpeed: its attributes, and what it was made from."""
+    """Replaces an object of DeepSpeed and has its attributes."""
 
-    made_from: tuple[Any, ...]
-
-    def __new__(cls, *args: Any) -> _Holder:
-        self = super().__new__(cls)
-        self.made_from = args
-        return self
-
-    def __init__(self, *args: Any) -> None:
-        """Arguments have been noted."""
+    def __init__(self, *_: Any) -> None:
+        """Accept any arguments."""
 
 
 class _Unpickler(pickle.Unpickler):
     @override
     def find_class(self, module: str, name: str) -> Any:
-        """Objects of DeepSpeed become holders."""
+        """Replace DeepSpeed's classes by holders."""
         return _Holder if module.split(".")[0] == "deepspeed" else super().find_class(module, name)
 
 
 class _Pickle:
-    """What ``torch.load`` needs of a pickle module."""
+    """The parts of a pickle module that ``torch.load`` needs."""
 
     Unpickler = _Unpickler
     load = staticmethod(lambda file, **kwargs: _Unpickler(file, **kwargs).load())
@@ -150,12 +144,12 @@ def _load(file: Path, *, weights_only: bool) -> dict[str, Any]:
             return torch.load(file, map_location="cpu", mmap=mappable, weights_only=True)
     except (ImportError, AttributeError) as error:
         raise CheckpointError(
-            f"{file} has an object whose class cannot be imported here: {error}. Run where the training's own modules "
+            f"{file} has an object whose class cannot be imported here: {error}. Run where the training's modules "
             "can be imported (PYTHONPATH)."
         ) from error
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{file} cannot be read, or has objects that torch does not hold for safe: {error}. If you trust the "
+            f"{file} cannot be read, or has objects that torch does not consider safe: {error}. If you trust the "
             "checkpoint, read it with weights_only=False."
         ) from error
     except (RuntimeError, EOFError, OSError) as error:

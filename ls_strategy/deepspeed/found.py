@@ -1,4 +1,4 @@
-"""The keys of one DeepSpeed configuration: their values, checked for type, and what became of each."""
+"""The keys of one DeepSpeed configuration: their values, checked for type, and the outcome of each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ls_strategy.errors import ConfigError
 
 @dataclass(frozen=True)
 class Row:
-    """What became of one key."""
+    """The outcome of one key."""
 
     key: str
     value: Any
@@ -23,16 +23,16 @@ class Row:
 
 @dataclass
 class Found:
-    """The values that are mapped, by dotted key, and a row for every key."""
+    """The values of mapped keys, by dotted key, and a row for every key."""
 
     values: dict[str, Any] = field(default_factory=dict)
     rows: dict[str, Row] = field(default_factory=dict)
 
     def read(self, config: Mapping[str, Any], table: Table, prefix: str) -> None:
-        """Take one block.
+        """Read one block.
 
         Raises:
-            ConfigError: an unknown or refused key.
+            ConfigError: A key is unknown or refused.
         """
         for name, value in config.items():
             key = prefix + name
@@ -46,67 +46,60 @@ class Found:
             elif isinstance(value, Mapping):
                 self.read(value, entry, f"{key}.")
             elif value is not None:
-                raise ConfigError(f"{key}={value!r}: this is a block: {{{', '.join(entry)}}}.")
+                raise ConfigError(f"Got {key}={value!r}, but {key} is a block with the keys {', '.join(entry)}.")
 
     def _key(self, key: str, value: Any, entry: Key) -> None:
         if entry.outcome == "refused" and not any(value == off and type(value) is type(off) for off in entry.off):
-            raise ConfigError(f"{key}={value!r} in the DeepSpeed configuration: {entry.text}.")
-        if isinstance(value, str) and value == "auto" and entry.outcome == "mapped":
+            raise ConfigError(f"Got {key}={value!r} in the DeepSpeed configuration, but {entry.text}.")
+        if value == "auto" and entry.outcome == "mapped":
             self.rows[key] = Row(key, value, "auto", f"{entry.text}: left to the Trainer, or the default")
-            return
-        self.rows[key] = Row(key, value, "mapped" if entry.outcome == "mapped" else "ignored", _reason(entry))
-        if entry.outcome == "mapped" and value is not None:
-            self.values[key] = value
+        else:
+            self._accept(key, value, entry)
 
     def _block(self, key: str, value: Any, entry: AnyBlock) -> None:
-        inner: Any = entry.key
-        if inner.outcome == "refused":
-            on = value.get(entry.switch, False) if entry.switch and isinstance(value, Mapping) else bool(value)
-            if on:
-                raise ConfigError(f"{key} in the DeepSpeed configuration: {inner.text}.")
-        self.rows[key] = Row(key, value, "mapped" if inner.outcome == "mapped" else "ignored", _reason(inner))
-        if inner.outcome == "mapped":
+        on = value.get(entry.switch, False) if entry.switch and isinstance(value, Mapping) else bool(value)
+        if entry.key.outcome == "refused" and on:
+            raise ConfigError(f"Got {key} in the DeepSpeed configuration, but {entry.key.text}.")
+        self._accept(key, value, entry.key)
+
+    def _accept(self, key: str, value: Any, entry: Key) -> None:
+        mapped = entry.outcome == "mapped"
+        text = "it is disabled" if entry.outcome == "refused" else entry.text
+        self.rows[key] = Row(key, value, "mapped" if mapped else "ignored", text)
+        if mapped and value is not None:
             self.values[key] = value
 
     def note(self, key: str, text: str, *, ignored: bool = False) -> None:
-        """Say more about a key that is there."""
+        """Replace the text of a key that is present."""
         if key in self.rows:
             row = self.rows[key]
             self.rows[key] = Row(key, row.value, "ignored" if ignored else row.outcome, text)
 
-    def auto(self, key: str) -> bool:
-        """Whether it is left to the Trainer."""
-        return key in self.rows and self.rows[key].outcome == "auto"
-
     def flag(self, key: str) -> bool | None:
-        """True or false, None if it is not there.
+        """Return a boolean, or None if the key is missing.
 
         Raises:
-            ConfigError: something else.
+            ConfigError: The value is not a boolean.
         """
         value = self.values.get(key)
         if value is not None and not isinstance(value, bool):
-            raise ConfigError(f'{key}={value!r}: use true, false or "auto".')
+            raise ConfigError(f'Got {key}={value!r}. Use true, false or "auto".')
         return value
 
-    def number(self, key: str, *, least: float, whole: bool = False) -> Any:
-        """A number of at least ``least``, None if it is not there; whole ones as ``int``, also from ``5e8``.
+    def number(self, key: str, *, least: float, integer: bool = False) -> Any:
+        """Return a number of at least ``least``, or None if the key is missing. Integers may be given as ``5e8``.
 
         Raises:
-            ConfigError: something else.
+            ConfigError: The value is not such a number.
         """
         value = self.values.get(key)
         if value is None:
             return None
         good = isinstance(value, (int, float)) and not isinstance(value, bool) and value >= least
-        if not good or (whole and value != int(value)):
-            kind = "whole number" if whole else "number"
-            raise ConfigError(f"{key}={value!r}: use a {kind} of at least {least:g}.")
-        return int(value) if whole else float(value)
-
-
-def _reason(entry: Key) -> str:
-    return "it is switched off" if entry.outcome == "refused" else entry.text
+        if not good or (integer and value != int(value)):
+            kind = "an integer" if integer else "a number"
+            raise ConfigError(f"Got {key}={value!r}. Use {kind} of at least {least:g}.")
+        return int(value) if integer else float(value)
 
 
 def _unknown(key: str, name: str, table: Table, prefix: str) -> ConfigError:
@@ -119,5 +112,5 @@ def _unknown(key: str, name: str, table: Table, prefix: str) -> ConfigError:
     elif close:
         hint = f"Did you mean {prefix}{close[0]}?"
     else:
-        hint = f"Delete it; keys known here are {', '.join(table)}."
-    return ConfigError(f"{key}: DeepSpeed has no such key. {hint}")
+        hint = f"Delete it; the known keys are {', '.join(table)}."
+    return ConfigError(f"Got {key}, but DeepSpeed has no such key. {hint}")

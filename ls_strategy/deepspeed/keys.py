@@ -1,6 +1,6 @@
-"""Every key of a DeepSpeed configuration, and what becomes of it: mapped, ignored with the reason, or refused.
+"""Every key of a DeepSpeed configuration and its outcome: mapped, ignored with the reason, or refused.
 
-A key that is not here is refused as unknown. ``docs/migration.md`` shows this table; a test compares the two.
+A key that is not listed is refused as unknown. ``docs/migration.md`` shows this table; a test compares the two.
 """
 
 from __future__ import annotations
@@ -14,59 +14,62 @@ Outcome = Literal["mapped", "ignored", "refused"]
 
 @dataclass(frozen=True)
 class Key:
-    """What becomes of one key."""
+    """The outcome of one key."""
 
     outcome: Outcome
     text: str
-    """Mapped: to what. Ignored: why that changes no result. Refused: why, and the cure."""
+    """Mapped: the target. Ignored: why results do not change. Refused: the reason and the cure."""
 
     off: tuple[Any, ...] = ()
-    """Refused: values that switch the feature off; with one of them the key is ignored."""
+    """Refused: values that disable the feature. With one of them the key is ignored."""
 
 
 @dataclass(frozen=True)
 class AnyBlock:
-    """A block whose inner keys are not looked at one by one."""
+    """A block with inner keys that are not checked."""
 
     key: Key
     switch: str = ""
-    """Refused: the inner key that switches the block on. Empty: the block's presence does."""
+    """Refused: the inner key that enables the block. Empty: the block's presence enables it."""
 
 
 def to(text: str) -> Key:
-    """Mapped to ``text``."""
+    """Return a key that is mapped to ``text``."""
     return Key("mapped", text)
 
 
 def ignored(text: str) -> Key:
-    """Ignored because of ``text``."""
+    """Return a key that is ignored for the reason ``text``."""
     return Key("ignored", text)
 
 
 def refused(text: str, *off: Any) -> Key:
-    """Refused because of ``text``, but for the values ``off``."""
+    """Return a key that is refused for the reason ``text``, except with the values ``off``."""
     return Key("refused", text, off or (False, None))
 
 
 Table = dict[str, "Key | AnyBlock | Table"]
 
-_UNITS = ignored("gradients and parameters travel unit by unit: `sharding.block_classes`, `sharding.min_unit_numel`")
-_MODES = ignored("there is one way to do it here, and it needs no switch")
-_CHECKS = ignored("debugging of DeepSpeed itself")
-_LOGGER = ignored("logs go where `Trainer(logger=...)` says")
-_REPORTS = ignored("`ls_strategy.Monitor` reports times, memory and bytes sent")
-_PINNED = ignored("host memory is pinned wherever there is CUDA")
-_NVME_BUFFERS = ignored("buffers of the NVMe tier have the sizes of the model's units")
+_UNITS = ignored(
+    "gradients and parameters are communicated per unit: `sharding.block_classes`, `sharding.min_unit_numel`"
+)
+_MODES = ignored("this package has one implementation, which needs no option")
+_CHECKS = ignored("it only debugs DeepSpeed")
+_LOGGER = ignored("set the logger with `Trainer(logger=...)`")
+_REPORTS = ignored("use `ls_strategy.Monitor`, which reports times, memory and bytes sent")
+_PINNED = ignored("host memory is always pinned with CUDA")
+_NVME_BUFFERS = ignored("NVMe buffers follow the sizes of the model's units")
+_LIVE = ignored("only the current unit and prefetched units are gathered: `sharding.prefetch_units`")
 _REMOVED = "DeepSpeed itself has removed it. Delete the block"
 _DATA_EFFICIENCY = (
-    "it chooses other data and tokens. For `random_ltd` use the callback `RandomTokenDropping`, for a `seqlen` "
-    "curriculum `SequenceCurriculum`; sampling belongs into the DataModule"
+    "it changes data and tokens. Use the callback `RandomTokenDropping` for `random_ltd` and `SequenceCurriculum` for "
+    "a `seqlen` curriculum, and sample in the DataModule"
 )
 _CURRICULUM = "it shortens sequences. Use the callback `SequenceCurriculum`"
-_ZEROPP = "it quantises what is sent, which changes the numbers. Delete it: what is sent stays exact"
+_ZEROPP = "quantized communication changes results. Delete it"
 
 _LOSS_SCALE: Table = {
-    "loss_scale": to("`precision.loss_scale.static`; 0 is a dynamic scale"),
+    "loss_scale": to("`precision.loss_scale.static`; 0 means a dynamic scale"),
     "initial_scale_power": to("`precision.loss_scale.initial_power`"),
     "loss_scale_window": to("`precision.loss_scale.window`"),
     "hysteresis": to("`precision.loss_scale.hysteresis`"),
@@ -75,9 +78,9 @@ _LOSS_SCALE: Table = {
 }
 
 _BF16: Table = {
-    "enabled": to("`Trainer(precision='bf16-true')`, which is what DeepSpeed computes; `bf16-mixed` is accepted"),
+    "enabled": to("`Trainer(precision='bf16-true')`, as DeepSpeed computes; `bf16-mixed` is accepted"),
     "immediate_grad_update": _MODES,
-    "check_grad_overflow": ignored("bf16 has the range of fp32: a step with inf or nan is not skipped, it is seen"),
+    "check_grad_overflow": ignored("bf16 has the range of fp32, so that steps with inf or nan are not skipped"),
     "check_overflow": ignored("older name of check_grad_overflow"),
     "bf16_master_weights_and_grads": to("`precision.master_weights=False`, together with bf16_optimizer_states"),
     "bf16_optimizer_states": to("`precision.master_weights=False`, together with bf16_master_weights_and_grads"),
@@ -93,9 +96,9 @@ _ZERO: Table = {
     "allgather_partitions": ignored("parameters are always all-gathered"),
     "allgather_bucket_size": _UNITS,
     "overlap_comm": ignored("communication always overlaps with computation"),
-    "compute_grad_norm": ignored("the norm is computed when clipping or `strategy.grad_norm()` asks for it"),
+    "compute_grad_norm": ignored("the norm is computed only for clipping and `strategy.grad_norm()`"),
     "load_from_fp32_weights": ignored("master weights always come from the unrounded fp32 weights"),
-    "elastic_checkpoint": ignored("any number of ranks loads any checkpoint"),
+    "elastic_checkpoint": ignored("any number of ranks can load any checkpoint"),
     "offload_param": {
         "device": to("`offload.parameters`"),
         "nvme_path": to("`offload.nvme_path`"),
@@ -113,31 +116,25 @@ _ZERO: Table = {
         "pipeline": ignored("reads, updates and writes always overlap"),
         "pipeline_read": ignored("reads always overlap with updates"),
         "pipeline_write": ignored("writes always overlap with updates"),
-        "fast_init": ignored("states on NVMe are never made in memory first"),
-        "super_offload": ignored(
-            "updates overlap with backward wherever there is no clipping: `sharding.overlap_step`"
-        ),
-        "cpuadam_cores_perc": ignored("`OMP_NUM_THREADS` gives the number of threads"),
+        "fast_init": ignored("states on NVMe are always initialized in place"),
+        "super_offload": ignored("updates overlap with backward unless gradients are clipped: `sharding.overlap_step`"),
+        "cpuadam_cores_perc": ignored("set the number of threads with `OMP_NUM_THREADS`"),
     },
     "zenflow": AnyBlock(
-        refused("it updates with old gradients. Delete it; `offload.delay_after` delays by one step and no more")
+        refused("it updates with stale gradients. Delete it; `offload.delay_after` delays updates by one step")
     ),
     "sub_group_size": ignored("states are updated unit by unit"),
     "cpu_offload": to("`offload.optimizer='cpu'`"),
     "cpu_offload_param": to("`offload.parameters='cpu'`"),
     "cpu_offload_params": to("`offload.parameters='cpu'`"),
     "cpu_offload_use_pin_memory": _PINNED,
-    "stage3_prefetch_bucket_size": to("`sharding.prefetch_units`: 0 if it is 0, else the default of 1"),
+    "stage3_prefetch_bucket_size": to("`sharding.prefetch_units`: 0 stays 0, other values become 1, the default"),
     "stage3_param_persistence_threshold": ignored("small blocks share one unit: `sharding.min_unit_numel`"),
     "stage3_model_persistence_threshold": ignored("small blocks share one unit: `sharding.min_unit_numel`"),
-    "stage3_max_live_parameters": ignored(
-        "live are the unit that computes and those prefetched: `sharding.prefetch_units`"
-    ),
-    "stage3_max_reuse_distance": ignored(
-        "live are the unit that computes and those prefetched: `sharding.prefetch_units`"
-    ),
+    "stage3_max_live_parameters": _LIVE,
+    "stage3_max_reuse_distance": _LIVE,
     "stage3_gather_16bit_weights_on_model_save": ignored(
-        "checkpoints hold fp32 weights; `ls-strategy consolidate --dtype bf16` exports 16-bit ones"
+        "`ls-strategy consolidate --dtype bf16` exports 16-bit weights"
     ),
     "stage3_gather_fp16_weights_on_model_save": ignored("older name of stage3_gather_16bit_weights_on_model_save"),
     "stage3_module_granularity_threshold": _UNITS,
@@ -147,99 +144,94 @@ _ZERO: Table = {
     "legacy_stage1": _MODES,
     "round_robin_gradients": _MODES,
     "parameter_alignment": _MODES,
-    "zero_hpz_partition_size": ignored("there is no second copy of the shards in a node; the numbers are the same"),
+    "zero_hpz_partition_size": ignored("there are no secondary shards within a node; results are the same"),
     "zero_quantized_weights": refused(_ZEROPP),
     "zero_quantized_nontrainable_weights": refused(_ZEROPP),
     "zero_quantized_gradients": refused(_ZEROPP),
     "zeropp_loco_param": AnyBlock(refused(_ZEROPP)),
-    "mics_shard_size": ignored("shards go over all ranks; the numbers are the same"),
-    "mics_hierarchical_params_gather": ignored("shards go over all ranks; the numbers are the same"),
+    "mics_shard_size": ignored("states are sharded over all ranks; results are the same"),
+    "mics_hierarchical_params_gather": ignored("states are sharded over all ranks; results are the same"),
     "memory_efficient_linear": _MODES,
     "pipeline_loading_checkpoint": _MODES,
     "override_module_apply": _MODES,
     "log_trace_cache_warnings": _CHECKS,
     "enable_sanity_checks": _CHECKS,
-    "save_muon_momentum_buffer_in_memory": ignored("offload moves all states of an optimizer"),
-    "leaf_module": AnyBlock(ignored("a unit is always gathered whole, experts included")),
-    "partition_activations": to("read as activation_checkpointing.partition_activations, where DeepSpeed has it"),
+    "save_muon_momentum_buffer_in_memory": ignored("all states of an optimizer are offloaded"),
+    "leaf_module": AnyBlock(ignored("all parameters of a unit are gathered together, including experts")),
+    "partition_activations": to("same as activation_checkpointing.partition_activations"),
 }
 
 KEYS: Table = {
-    "train_batch_size": to("checked: micro-batch x accumulation x data-parallel ranks; gives what is left out"),
-    "train_micro_batch_size_per_gpu": to("checked against the training DataLoader's batch_size"),
+    "train_batch_size": to("must equal micro-batch x accumulation x data-parallel ranks; determines a missing one"),
+    "train_micro_batch_size_per_gpu": to("must equal the training DataLoader's batch_size"),
     "gradient_accumulation_steps": to("`Trainer(accumulate_grad_batches=...)`"),
-    "managed_gradient_accumulation": ignored("every backward before a step counts"),
+    "managed_gradient_accumulation": ignored("every backward before a step is accumulated"),
     "gradient_clipping": to("`Trainer(gradient_clip_val=...)`, by norm"),
     "optimizer": {
-        "type": to("the optimizer, where `configure_optimizers` gives none"),
-        "params": AnyBlock(to("its arguments, with DeepSpeed's defaults")),
+        "type": to("the optimizer, if `configure_optimizers` returns none"),
+        "params": AnyBlock(to("the arguments, with DeepSpeed's defaults")),
         "legacy_fusion": _MODES,
     },
     "scheduler": {
-        "type": to("the schedule, one step per optimizer step, where `configure_optimizers` gives none"),
-        "params": AnyBlock(to("its arguments, with DeepSpeed's defaults")),
+        "type": to("the schedule, stepped per optimizer step, if `configure_optimizers` returns none"),
+        "params": AnyBlock(to("the arguments, with DeepSpeed's defaults")),
     },
     "fp16": {
-        "enabled": to("`Trainer(precision='16-true')`, which is what DeepSpeed computes; `16-mixed` is accepted"),
+        "enabled": to("`Trainer(precision='16-true')`, as DeepSpeed computes; `16-mixed` is accepted"),
         "auto_cast": ignored("inputs are always cast to the parameters' dtype"),
         **_LOSS_SCALE,
         "fp16_master_weights_and_grads": refused(
-            "the optimizer's eps of 1e-8 is 0 in fp16. Delete it; `precision.moments='int8'` saves more memory"
+            "the optimizer's eps of 1e-8 rounds to 0 in fp16. Delete it; `precision.moments='int8'` saves more memory"
         ),
     },
     "bf16": dict(_BF16),
     "bfloat16": dict(_BF16),
     "torch_autocast": {
         "enabled": to("`Trainer(precision='bf16-mixed')` or `'16-mixed'`, by dtype"),
-        "dtype": to("which of the two"),
-        "lower_precision_safe_modules": ignored(
-            "gradients of autocast modules are summed in fp32: `precision.reduce_dtype`"
-        ),
+        "dtype": to("selects `bf16-mixed` or `16-mixed`"),
+        "lower_precision_safe_modules": ignored("their gradients are reduced in fp32: `precision.reduce_dtype`"),
     },
     "amp": AnyBlock(refused(f"{_REMOVED}, and choose Trainer(precision='16-mixed')"), "enabled"),
     "data_types": {
-        "grad_accum_dtype": ignored("gradients are accumulated at least as exactly"),
-        "param_dtype": ignored("fp16 and bf16 say it"),
-        "buffer_dtype": refused("buffers keep their dtypes, or follow the precision. Delete it"),
+        "grad_accum_dtype": ignored("gradients are accumulated at the same or higher precision"),
+        "param_dtype": ignored("set by fp16 and bf16"),
+        "buffer_dtype": refused("buffers keep their dtypes or follow the precision. Delete it"),
         "keep_in_fp32_modules": refused(
-            "it names patterns of parameter names. Give class names: PrecisionConfig(fp32_modules=[...])",
-            "auto",
-            None,
-            [],
+            "patterns are not supported. Use class names: PrecisionConfig(fp32_modules=[...])", "auto", None, []
         ),
     },
     "zero_optimization": _ZERO,
-    "zero_allow_untested_optimizer": ignored("any optimizer of torch that works element by element is allowed"),
-    "zero_force_ds_cpu_optimizer": ignored("the optimizer you chose is the one that runs, on the CPU too"),
-    "communication_data_type": to("`precision.reduce_dtype`: `fp32`, or `compute` for the parameters' own dtype"),
-    "seq_parallel_communication_data_type": ignored("the sequence-parallel ranks' gradients are summed with the rest"),
-    "prescale_gradients": ignored("the mean is the same, whichever way it is divided"),
-    "gradient_predivide_factor": ignored("the mean is the same, whichever way it is divided"),
-    "gradient_allreduce_op": refused("gradients are averaged. Multiply the loss by the number of ranks", "mean", None),
-    "sparse_gradients": ignored("gradients are reduced dense; the numbers are the same"),
+    "zero_allow_untested_optimizer": ignored("any elementwise torch optimizer is allowed"),
+    "zero_force_ds_cpu_optimizer": ignored("the optimizer that you chose always runs, on the CPU too"),
+    "communication_data_type": to("`precision.reduce_dtype`: `fp32`, or `compute` for the parameters' dtype"),
+    "seq_parallel_communication_data_type": ignored("gradients of sequence-parallel ranks are reduced with all others"),
+    "prescale_gradients": ignored("the mean does not depend on it"),
+    "gradient_predivide_factor": ignored("the mean does not depend on it"),
+    "gradient_allreduce_op": refused("gradients are averaged. Multiply the loss by the world size", "mean", None),
+    "sparse_gradients": ignored("gradients are reduced as dense tensors; results are the same"),
     "disable_allgather": _MODES,
     "aio": {
         "block_size": to("`offload.nvme_io.block_bytes`"),
         "queue_depth": to("`offload.nvme_io.queue_depth`"),
         "intra_op_parallelism": to("`offload.nvme_io.parallelism`"),
-        "thread_count": to("`offload.nvme_io.parallelism`; the older name"),
+        "thread_count": to("`offload.nvme_io.parallelism`; older name"),
         "single_submit": _MODES,
         "overlap_events": _MODES,
-        "use_gds": ignored("files go through host memory"),
+        "use_gds": ignored("I/O goes through host memory"),
     },
     "activation_checkpointing": {
         "partition_activations": to("`activations.checkpointing='full'`, `activations.partitioning` over tensor ranks"),
         "cpu_checkpointing": to("`activations.checkpointing='full'`, `activations.offload='cpu'`"),
         "contiguous_memory_optimization": _MODES,
-        "number_checkpoints": ignored("buffers need no count"),
+        "number_checkpoints": ignored("buffers are allocated on demand"),
         "synchronize_checkpoint_boundary": _CHECKS,
         "profile": _REPORTS,
     },
     "pipeline": {
-        "stages": to("`parallel.pipeline`; gradient_accumulation_steps become its `micro_batches`"),
-        "partition": to("`parallel.pipeline.partition`; best is parameters"),
+        "stages": to("`parallel.pipeline`; gradient_accumulation_steps becomes its `micro_batches`"),
+        "partition": to("`parallel.pipeline.partition`; `best` becomes `parameters`"),
         "activation_checkpoint_interval": to("`activations.checkpointing='full'` if above 0"),
-        "seed_layers": refused("layers are initialised as without a pipeline. Delete it"),
+        "seed_layers": refused("layers are initialized as without a pipeline. Delete it"),
         "pipe_partitioned": _MODES,
         "grad_partitioned": _MODES,
         "use_reentrant": _MODES,
@@ -248,49 +240,51 @@ KEYS: Table = {
         "autotp_size": to("`parallel.tensor`"),
         "tp_size": to("`parallel.tensor`"),
         "tp_overlap_comm": _MODES,
-        "preset_model": ignored("`parallel.tensor.plan='auto'` finds out how the layers are divided"),
-        "partition_config": AnyBlock(refused("say it as TensorConfig(plan={'blocks.*.up': 'column', ...})")),
+        "preset_model": ignored("`parallel.tensor.plan='auto'` derives the plan from the model"),
+        "partition_config": AnyBlock(
+            refused("the format differs. Use TensorConfig(plan={'blocks.*.up': 'column', ...})")
+        ),
         "vocab_parallel_lm_head": _MODES,
         "vocab_parallel_ce_backend": _MODES,
     },
     "sequence_parallel_size": to("`parallel.context`"),
     "expert_parallel": AnyBlock(
-        refused("it swaps Hugging Face's layers. Build the model with ls_strategy's MoE, and set parallel.expert"),
+        refused("it replaces Hugging Face layers. Build the model with ls_strategy's MoE, and set parallel.expert"),
         "enabled",
     ),
     "use_data_before_expert_parallelism": _MODES,
     "checkpoint": {
-        "tag_validation": ignored("all ranks write one checkpoint, or none"),
-        "load_universal": ignored("any checkpoint loads into any layout; `ls-strategy consolidate` reads DeepSpeed's"),
-        "use_node_local_storage": refused("a checkpoint is one folder that all ranks see. Use a shared path"),
-        "parallel_write": AnyBlock(ignored("every rank writes its own part")),
+        "tag_validation": ignored("all ranks commit one checkpoint, or none"),
+        "load_universal": ignored("any layout can load any checkpoint; `ls-strategy consolidate` reads DeepSpeed's"),
+        "use_node_local_storage": refused("all ranks write to one folder. Use a path that all nodes share"),
+        "parallel_write": AnyBlock(ignored("every rank always writes its own shard")),
         "checkpoint_serialization": _MODES,
-        "writer": AnyBlock(ignored("`checkpoint.background=True` writes in the background")),
+        "writer": AnyBlock(ignored("use `checkpoint.background=True` to save in the background")),
     },
-    "datastates_ckpt": AnyBlock(ignored("`checkpoint.background=True` writes in the background")),
-    "nebula": AnyBlock(ignored("`checkpoint.background=True` writes in the background")),
-    "dataloader_drop_last": ignored("the DataLoader says it: `DataLoader(drop_last=True)`"),
-    "compile": AnyBlock(ignored("compile the module: `torch.compile(module)`")),
+    "datastates_ckpt": AnyBlock(ignored("use `checkpoint.background=True` to save in the background")),
+    "nebula": AnyBlock(ignored("use `checkpoint.background=True` to save in the background")),
+    "dataloader_drop_last": ignored("use `DataLoader(drop_last=True)`"),
+    "compile": AnyBlock(ignored("use `torch.compile(module)`")),
     "steps_per_print": _LOGGER,
     "wall_clock_breakdown": _REPORTS,
     "memory_breakdown": _REPORTS,
     "timers": AnyBlock(_REPORTS),
     "dump_state": _CHECKS,
-    "log_level": ignored("logging is Python's"),
-    "disable_python_gc": ignored("Python's garbage collector is left alone"),
-    "vocabulary_size": ignored("DeepSpeed only warns with it"),
+    "log_level": ignored("use Python's `logging`"),
+    "disable_python_gc": ignored("Python's garbage collector is not changed"),
+    "vocabulary_size": ignored("DeepSpeed uses it only for a warning"),
     "tensorboard": AnyBlock(_LOGGER),
     "wandb": AnyBlock(_LOGGER),
     "csv_monitor": AnyBlock(_LOGGER),
     "comet": AnyBlock(_LOGGER),
     "flops_profiler": AnyBlock(ignored("use `Trainer(profiler=...)`")),
     "comms_logger": AnyBlock(_REPORTS),
-    "autotuning": AnyBlock(ignored("it belongs to DeepSpeed's launcher")),
+    "autotuning": AnyBlock(ignored("a feature of DeepSpeed's launcher")),
     "hybrid_engine": AnyBlock(
-        refused("it generates while it trains. Use `init_inference` on a copy of the weights"), "enabled"
+        refused("training and generation are separate. Use `init_inference` on a copy of the weights"), "enabled"
     ),
     "weight_quantization": AnyBlock(
-        refused("weights in training are not quantised. For inference, `init_inference(quantize=...)`")
+        refused("weights are not quantized in training. For inference, use `init_inference(quantize=...)`")
     ),
     "data_efficiency": AnyBlock(refused(_DATA_EFFICIENCY), "enabled"),
     "curriculum_learning": AnyBlock(refused(_CURRICULUM), "enabled"),
@@ -305,7 +299,7 @@ KEYS: Table = {
 
 
 def documented(table: Table = KEYS, prefix: str = "") -> Iterator[tuple[str, Key]]:
-    """Every key with its dotted name, as ``docs/migration.md`` shows them; a block that is not looked into is one."""
+    """Yield every key with its dotted name, as ``docs/migration.md`` shows them. An `AnyBlock` is one key."""
     for name, entry in table.items():
         if isinstance(entry, Key):
             yield prefix + name, entry

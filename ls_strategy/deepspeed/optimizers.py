@@ -1,7 +1,7 @@
-"""The ``optimizer`` and ``scheduler`` blocks of a DeepSpeed configuration, as factories.
+"""Factories for the ``optimizer`` and ``scheduler`` blocks of a DeepSpeed configuration.
 
-DeepSpeed's defaults differ from torch's, and are filled in: its Adam decouples weight decay unless told otherwise
-(it is AdamW), and its weight decay is 0 where torch's AdamW has 0.01.
+Fills in DeepSpeed's defaults where they differ from torch's: its Adam decouples weight decay by default, as AdamW does,
+and its weight decay is 0, not AdamW's 0.01.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from ls_strategy.ops.lion import Lion
 
 _ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 _AUTO = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "warmup_min_lr": 0.0}
-"""What "auto" stands for where neither the module nor the Trainer knows: defaults of Hugging Face's Trainer."""
+"""Values of "auto" that neither the module nor the Trainer provides: defaults of Hugging Face's Trainer."""
 
 _HARMLESS = {"bias_correction": True, "amsgrad": False, "set_grad_none": True, "fp32_optimizer_states": True}
-"""Arguments of DeepSpeed's kernels alone, and the value that changes nothing."""
+"""Arguments of DeepSpeed's kernels, with the only value that is supported."""
 
-_NOT_HERE = {
-    "lamb": "Lamb scales every layer by its own norm, which shards of it do not know",
+_NOT_SUPPORTED = {
+    "lamb": "Lamb scales every layer by its norm, which a shard does not have",
     "onebitadam": "DeepSpeed itself has removed it",
     "onebitlamb": "DeepSpeed itself has removed it",
     "zerooneadam": "DeepSpeed itself has removed it",
-    "muon": "Muon works on whole matrices, and optimizers here on shards",
+    "muon": "Muon needs full matrices, but optimizers work on shards",
     "muadam": "it needs the package mup",
     "muadamw": "it needs the package mup",
     "musgd": "it needs the package mup",
@@ -39,53 +39,44 @@ _NOT_HERE = {
 
 @dataclass(frozen=True)
 class OptimizerBlock:
-    """``optimizer``: a type and its arguments, checked."""
+    """Type and arguments of the ``optimizer`` block."""
 
     type: str
     params: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuse what is not here.
-
-        Raises:
-            ConfigError: with the cure.
-        """
         kind, arguments = self._resolve()
         accepted = [name for name in inspect.signature(kind).parameters if name != "params"]
         for name in arguments:
             if name not in accepted:
                 raise ConfigError(
-                    f"optimizer.params.{name}: {kind.__name__} takes {', '.join(accepted)}. Delete it, or build the "
-                    "optimizer in configure_optimizers."
+                    f"Got optimizer.params.{name}, but {kind.__name__} takes {', '.join(accepted)}. Delete it, or "
+                    "build the optimizer in configure_optimizers."
                 )
 
     def describe(self) -> str:
-        """The call, for the report."""
+        """Return the constructor call, for the report."""
         kind, arguments = self._resolve()
         return f"{kind.__name__}({', '.join(f'{k}={v}' for k, v in arguments.items())})"
 
     def build(self, params: Iterable[Any], auto: Mapping[str, Any] | None = None) -> Optimizer:
-        """The optimizer.
-
-        Args:
-            params: parameters, or groups of them.
-            auto: what "auto" stands for, by argument; ``{"lr": module.lr}``.
+        """Return the optimizer. ``auto`` has the values of "auto", by argument: ``{"lr": module.lr}``.
 
         Raises:
-            ConfigError: an "auto" that nobody knows.
+            ConfigError: The value of an "auto" is unknown.
         """
         kind, arguments = self._resolve()
         return kind(params, **_without_auto(arguments, auto or {}, "optimizer"))
 
     def _resolve(self) -> tuple[Callable[..., Optimizer], dict[str, Any]]:
         arguments, name = dict(self.params), self.type.lower()
-        if name in _NOT_HERE:
+        if name in _NOT_SUPPORTED:
             raise ConfigError(
-                f"optimizer.type={self.type!r}: {_NOT_HERE[name]}. Choose AdamW, Lion, Adagrad or an optimizer of "
-                "torch.optim, or build one in configure_optimizers."
+                f"Got optimizer.type={self.type!r}, but {_NOT_SUPPORTED[name]}. Choose AdamW, Lion, Adagrad or an "
+                "optimizer of torch.optim, or build one in configure_optimizers."
             )
         if "max_grad_norm" in arguments:
-            raise ConfigError("optimizer.params.max_grad_norm: DeepSpeed refuses it too. Set gradient_clipping.")
+            raise ConfigError("Got optimizer.params.max_grad_norm, which DeepSpeed refuses too. Set gradient_clipping.")
         if "betas" in arguments and arguments["betas"] != "auto":
             arguments["betas"] = tuple(arguments["betas"])
         if name in ("adam", "adamw"):
@@ -98,8 +89,8 @@ class OptimizerBlock:
         kind = getattr(torch.optim, self.type, None)
         if not inspect.isclass(kind) or not issubclass(kind, Optimizer):
             raise ConfigError(
-                f"optimizer.type={self.type!r}: choose Adam, AdamW, Lion, Adagrad, or an optimizer of torch.optim by "
-                "its exact name; or build one in configure_optimizers."
+                f"Got optimizer.type={self.type!r}. Choose Adam, AdamW, Lion, Adagrad or the exact name of an "
+                "optimizer of torch.optim, or build one in configure_optimizers."
             )
         return kind, arguments
 
@@ -107,7 +98,7 @@ class OptimizerBlock:
 def _adam(name: str, arguments: dict[str, Any]) -> tuple[Callable[..., Optimizer], dict[str, Any]]:
     decoupled = arguments.pop("adam_w_mode", True) or name == "adamw"
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
-    if arguments.pop("torch_adam", False):  # torch's own class, with torch's own defaults
+    if arguments.pop("torch_adam", False):  # with torch's defaults
         arguments.pop("fp32_optimizer_states", None)
         return kind, arguments
     _drop_harmless(arguments)
@@ -119,51 +110,44 @@ def _drop_harmless(arguments: dict[str, Any]) -> None:
         value = arguments.pop(name, harmless)
         if value != harmless:
             raise ConfigError(
-                f"optimizer.params.{name}={value!r}: only {harmless!r} is supported. Delete it, or build the optimizer "
-                "in configure_optimizers."
+                f"Got optimizer.params.{name}={value!r}, but only {harmless!r} is supported. Delete it, or build the "
+                "optimizer in configure_optimizers."
             )
 
 
 @dataclass(frozen=True)
 class SchedulerBlock:
-    """``scheduler``: a type and its arguments, checked."""
+    """Type and arguments of the ``scheduler`` block."""
 
     type: str
     params: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuse what is not here.
-
-        Raises:
-            ConfigError: with the cure.
-        """
         if self.type not in SCHEDULES:
             raise ConfigError(
-                f"scheduler.type={self.type!r}: DeepSpeed has {', '.join(SCHEDULES)}. For a schedule of torch, return "
-                "it from configure_optimizers."
+                f"Got scheduler.type={self.type!r}, but DeepSpeed has {', '.join(SCHEDULES)}. Return a torch schedule "
+                "from configure_optimizers."
             )
         signature = inspect.signature(SCHEDULES[self.type]).parameters
         accepted = [name for name in signature if name != "optimizer"]
         for name in self.params:
             if name not in accepted:
-                raise ConfigError(f"scheduler.params.{name}: {self.type} takes {', '.join(accepted)}. Delete it.")
+                raise ConfigError(
+                    f"Got scheduler.params.{name}, but {self.type} takes {', '.join(accepted)}. Delete it."
+                )
         for name in accepted:
             if signature[name].default is inspect.Parameter.empty and name not in self.params:
-                raise ConfigError(f"scheduler.params: {self.type} needs {name}. Add it.")
+                raise ConfigError(f"Got no scheduler.params.{name}, but {self.type} requires it. Add it.")
 
     def describe(self) -> str:
-        """The call, for the report."""
+        """Return the constructor call, for the report."""
         return f"{self.type}({', '.join(f'{k}={v}' for k, v in self.params.items())})"
 
     def build(self, optimizer: Optimizer, auto: Mapping[str, Any] | None = None) -> Schedule:
-        """The schedule, which sets the optimizer's first rate.
-
-        Args:
-            optimizer: whose rates it sets.
-            auto: what "auto" stands for, by argument; ``{"total_num_steps": 1000}``.
+        """Return the schedule, which sets the optimizer's first learning rate. ``auto`` has the values of "auto".
 
         Raises:
-            ConfigError: an "auto" that nobody knows, or a value out of range.
+            ConfigError: The value of an "auto" is unknown, or a value is out of range.
         """
         known = {"warmup_max_lr": [group["lr"] for group in optimizer.param_groups], **(auto or {})}
         return SCHEDULES[self.type](optimizer, **_without_auto(self.params, known, "scheduler"))
@@ -175,6 +159,6 @@ def _without_auto(arguments: Mapping[str, Any], auto: Mapping[str, Any], block: 
     for name, value in arguments.items():
         if value == "auto" and known.get(name) is None:
             cure = "Give the module an attribute lr or learning_rate, or write" if name == "lr" else "Write"
-            raise ConfigError(f'{block}.params.{name}="auto": nothing says what it is. {cure} a number.')
+            raise ConfigError(f'Got {block}.params.{name}="auto", but its value is unknown. {cure} a number.')
         result[name] = known[name] if isinstance(value, str) and value == "auto" else value
     return result

@@ -1,8 +1,8 @@
-"""``ZeROStrategy(deepspeed_config=...)``: options from a file become arguments before the constructor sees them.
+"""``ZeROStrategy(deepspeed_config=...)``: turns options of the file into constructor arguments.
 
-The one invariant: no argument that was passed gives way to the file, and the file gives way to none. What they say of
-the same thing is the same, or it is an error. "Passed" means passed, also where the value is the default; for parsers
-that pass every default by themselves there is ``took_default``.
+Invariant: an argument that was passed and the file never override each other. If both set the same option, they must
+agree, or it is an error. "Passed" includes arguments equal to the default. Parsers that pass every default themselves
+are handled by ``took_default``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import is_dataclass
 from functools import wraps
-from types import NoneType
+from types import NoneType, SimpleNamespace
 from typing import Any, TypeVar
 
 from ls_strategy.checked import show
@@ -23,22 +23,34 @@ from ls_strategy.errors import ConfigError
 
 _ZERO, _SAVED, _BLOCK = "zero_optimization.", "activation_checkpointing.", "zero_optimization.offload_optimizer."
 
+_FIELDS: dict[str, dict[str, str]] = {
+    "offload.optimizer": {f"{_BLOCK}ratio": "ratio"},
+    "offload.nvme_io": {
+        "aio.block_size": "block_bytes",
+        "aio.queue_depth": "queue_depth",
+        "aio.intra_op_parallelism": "parallelism",
+        "aio.thread_count": "parallelism",
+    },
+    "precision.loss_scale": {
+        "fp16.loss_scale": "static",
+        "fp16.initial_scale_power": "initial_power",
+        "fp16.loss_scale_window": "window",
+        "fp16.hysteresis": "hysteresis",
+        "fp16.consecutive_hysteresis": "consecutive_hysteresis",
+        "fp16.min_loss_scale": "min_scale",
+    },
+}
+"""For options that are dataclasses: the field that each key decides. The file says nothing about other fields."""
+
 KEYS_OF: dict[str, tuple[str, ...]] = {
     "stage": (f"{_ZERO}stage",),
     "sharding.prefetch_units": (f"{_ZERO}stage3_prefetch_bucket_size",),
     "offload.optimizer": (f"{_BLOCK}device", f"{_ZERO}cpu_offload", f"{_BLOCK}ratio"),
     "offload.parameters": (f"{_ZERO}offload_param.device", f"{_ZERO}cpu_offload_param", f"{_ZERO}cpu_offload_params"),
     "offload.nvme_path": (f"{_BLOCK}nvme_path", f"{_ZERO}offload_param.nvme_path"),
-    "offload.nvme_io": ("aio.block_size", "aio.queue_depth", "aio.intra_op_parallelism", "aio.thread_count"),
+    "offload.nvme_io": tuple(_FIELDS["offload.nvme_io"]),
     "precision.master_weights": ("bf16.bf16_master_weights_and_grads", "bfloat16.bf16_master_weights_and_grads"),
-    "precision.loss_scale": (
-        "fp16.loss_scale",
-        "fp16.initial_scale_power",
-        "fp16.loss_scale_window",
-        "fp16.hysteresis",
-        "fp16.consecutive_hysteresis",
-        "fp16.min_loss_scale",
-    ),
+    "precision.loss_scale": tuple(_FIELDS["precision.loss_scale"]),
     "precision.reduce_dtype": ("communication_data_type",),
     "activations.checkpointing": (
         f"{_SAVED}partition_activations",
@@ -55,22 +67,8 @@ KEYS_OF: dict[str, tuple[str, ...]] = {
     "parallel.pipeline.micro_batch_size": ("train_micro_batch_size_per_gpu",),
     "parallel.pipeline.micro_batches": ("gradient_accumulation_steps",),
 }
-"""The keys of a configuration that decide an option of the strategy."""
+"""The keys of a configuration that decide each option of the strategy."""
 
-_FIELDS = {
-    "aio.block_size": "block_bytes",
-    "aio.queue_depth": "queue_depth",
-    "aio.intra_op_parallelism": "parallelism",
-    "aio.thread_count": "parallelism",
-    "fp16.loss_scale": "static",
-    "fp16.initial_scale_power": "initial_power",
-    "fp16.loss_scale_window": "window",
-    "fp16.hysteresis": "hysteresis",
-    "fp16.consecutive_hysteresis": "consecutive_hysteresis",
-    "fp16.min_loss_scale": "min_scale",
-    f"{_BLOCK}ratio": "ratio",
-}
-"""Of an option that is a dataclass: the field that a key decides. A file says nothing of the others."""
 
 _OFF: dict[str, Any] = {
     "offload.optimizer": None,
@@ -82,20 +80,20 @@ _OFF: dict[str, Any] = {
     "parallel.context": 1,
     "parallel.pipeline.size": 1,
 }
-"""What an option is where the file has its key and switches it off."""
+"""Value of an option if the file has its key and disables the feature."""
 
 Init = TypeVar("Init", bound=Callable[..., None])
 
 
 def takes_deepspeed_config(took_default: Callable[[Any, dict[str, Any]], Collection[str]]) -> Callable[[Init], Init]:
-    """Fill in the arguments of a constructor from its argument ``deepspeed_config``, which becomes a `Translation`.
+    """Return a decorator that fills in constructor arguments from ``deepspeed_config``, which becomes a `Translation`.
 
-    The signature stays what it is, for parsers that read it.
+    The signature is kept for parsers that read it.
 
     Args:
-        took_default: takes the object that is made and ``{argument: what the file says}`` of arguments that were passed
-            with the value of their default; returns those that nobody wrote. `ConfigError` where an argument that was
-            passed and the file say different things.
+        took_default: Called with the object and ``{argument: value of the file}`` of arguments that were passed with
+            their default value. Returns those that a parser filled in. Raises `ConfigError` for arguments that the user
+            passed and the file contradicts.
     """
 
     def decorate(init: Init) -> Init:
@@ -120,11 +118,9 @@ def takes_deepspeed_config(took_default: Callable[[Any, dict[str, Any]], Collect
 
 
 def _flat(given: Mapping[str, Any], stage: int) -> dict[str, Any]:
-    """Return the stage and the options that the groups write, with dots. What is no group is left to its check.
+    """Return the stage and the options that were given in groups, by dotted name. ``stage`` is the file's.
 
-    Args:
-        given: arguments of the strategy.
-        stage: of the file.
+    Values of other types are checked later.
     """
     result = {"stage": given["stage"]} if "stage" in given else {}
     for name in GROUPS.keys() & given.keys():
@@ -141,9 +137,9 @@ def _passed(
 ) -> dict[str, Any]:
     """Return ``given`` without the defaults that a parser filled in."""
     doubtful = {
-        name: said
-        for name, said in _said(translation).items()
-        if name in given and _is_default(given[name], default_of(name)) and given[name] != said
+        name: decided
+        for name, decided in _decided(translation).items()
+        if name in given and _is_default(given[name], default_of(name)) and given[name] != decided
     }
     filled_in = took_default(made, doubtful) if doubtful else ()
     return {name: value for name, value in given.items() if name not in filled_in}
@@ -153,17 +149,17 @@ def _is_default(value: Any, default: Any) -> bool:
     return type(value) is type(default) and value == default
 
 
-def _said(translation: Translation) -> dict[str, Any]:
-    """Return every option that the file decides: those that it sets, and those whose keys switch them off."""
+def _decided(translation: Translation) -> dict[str, Any]:
+    """Return every option that the file decides: those that it sets, and those that its keys disable."""
     off = {name: value for name, value in _OFF.items() if _keys(translation, name)}
     if _keys(translation, "sharding.prefetch_units"):
         off["sharding.prefetch_units"] = 1  # or more
-    silent = () if _keys(translation, "stage") else ("stage",)  # without the block DeepSpeed is at stage 0
+    silent = () if _keys(translation, "stage") else ("stage",)  # without the block DeepSpeed uses stage 0
     return {name: value for name, value in {**off, **translation.strategy}.items() if name not in silent}
 
 
 def _keys(translation: Translation, option: str) -> list[str]:
-    """Return the keys of the file that decide ``option``, with their values, as ``key=value``."""
+    """Return the keys of the file that decide ``option``, as ``key=value``."""
     rows = {row.key: row for row in translation.rows}
     there = [rows[key] for key in KEYS_OF[option] if key in rows]
     return [f"{row.key}={show(row.value)}" for row in there if row.outcome != "auto" and row.value is not None]
@@ -173,41 +169,36 @@ def merged(translation: Translation, given: dict[str, Any]) -> dict[str, Any]:
     """Return the options that the file sets and ``given`` does not.
 
     Raises:
-        ConfigError: an argument and the file say different things; with both, and the cure.
+        ConfigError: An argument contradicts the file.
     """
-    said = _said(translation)
-    for name in sorted(said.keys() & given.keys()):
-        if not _agree(translation, name, given[name], said[name]):
+    decided = _decided(translation)
+    for name in sorted(decided.keys() & given.keys()):
+        if not _agree(translation, name, given[name], decided[name]):
             keys = ", ".join(_keys(translation, name))
             raise ConfigError(
                 f"Got {name}={show(given[name])}, but deepspeed_config has {keys}, which requires "
-                f"{name}={show(said[name])}. Set {name}={show(said[name])} or leave it out, or change the "
+                f"{name}={show(decided[name])}. Set {name}={show(decided[name])} or leave it out, or change the "
                 "DeepSpeed configuration."
             )
     return {name: value for name, value in translation.strategy.items() if name not in given}
 
 
-def _agree(translation: Translation, name: str, given: Any, said: Any) -> bool:
-    """Whether an argument says what the file says, or that and more."""
+def _agree(translation: Translation, name: str, given: Any, decided: Any) -> bool:
+    """Return whether an argument has the file's value, or a more specific one."""
     if name == "activations.checkpointing":
-        return given is not None  # the file says that something is computed again, not what
+        return given is not None  # the file enables recomputation but does not choose the policy
     if name == "sharding.prefetch_units":
-        return (given == 0) == (said == 0)
-    given = _Fields(given) if isinstance(given, dict) else given
-    if isinstance(said, str) and hasattr(given, "tier"):
-        return getattr(given, "tier", None) == said
-    if not is_dataclass(said):
-        return given == said
-    if isinstance(given, str):  # a tier alone
-        return given == getattr(said, "tier", None) and getattr(said, "ratio", 1.0) == 1.0
+        return (given == 0) == (decided == 0)
+    if isinstance(given, dict):
+        given = SimpleNamespace(**{"tier": "cpu"} | {str(name): value for name, value in given.items()})
+    if isinstance(decided, str) and hasattr(given, "tier"):
+        return given.tier == decided
+    if not is_dataclass(decided):
+        return given == decided
+    if isinstance(given, str):  # a tier
+        return given == getattr(decided, "tier", None) and getattr(decided, "ratio", 1.0) == 1.0
     there = {row.key for row in translation.rows if row.outcome == "mapped" and row.value is not None}
-    fields = {_FIELDS[key] for key in KEYS_OF[name] if key in _FIELDS and key in there}
-    fields |= {"tier"} if hasattr(said, "tier") else set()
-    return all(getattr(given, field, getattr(type(said), field, None)) == getattr(said, field) for field in fields)
-
-
-class _Fields:
-    """The fields of a dataclass that is still a dictionary."""
-
-    def __init__(self, values: dict[str, Any]) -> None:
-        self.__dict__.update({"tier": "cpu", **{str(name): value for name, value in values.items()}})
+    fields = {field for key, field in _FIELDS.get(name, {}).items() if key in there}
+    fields |= {"tier"} if hasattr(decided, "tier") else set()
+    defaults = type(decided)
+    return all(getattr(given, field, getattr(defaults, field, None)) == getattr(decided, field) for field in fields)

@@ -1,12 +1,12 @@
-"""Where in DeepSpeed's flat buffers the elements of a parameter lie, and a tensor that reads them from there.
+"""Locate the elements of a parameter in DeepSpeed's flat buffers, and read them from there.
 
-Stages 1 and 2 lay all parameters of an optimizer group end to end and cut the whole into one part per rank; stage 3
-cuts every parameter into one part per rank, and lays the parts end to end, in sub-groups.
+Stages 1 and 2 concatenate all parameters of an optimizer group and partition the result over the ranks. Stage 3
+partitions every parameter over the ranks and concatenates the partitions, in sub-groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -21,7 +21,7 @@ from ls_strategy.zero.lazy import LazyTensor
 
 
 class InParts(LazyTensor):
-    """A tensor whose elements lie end to end in portions of other tensors."""
+    """A tensor that is the concatenation of parts of other tensors, up to its size. Read when it is used."""
 
     portions: list[Tensor]
 
@@ -49,7 +49,7 @@ class InParts(LazyTensor):
 
 @dataclass(frozen=True)
 class ParamPlace:
-    """Where the elements of one parameter lie: ranges of one number of elements in buffers of each rank."""
+    """Location of the elements of one parameter."""
 
     shape: tuple[int, ...]
     group: int
@@ -59,17 +59,12 @@ class ParamPlace:
     """``(rank, buffer, start, stop)``, in the order of the elements."""
 
     def portions(self, buffers: Callable[[int, int], Tensor]) -> list[Tensor]:
-        """Views of the elements, in order; ``buffers(rank, number)`` is a flat tensor."""
+        """Return views of the elements, in order. ``buffers(rank, number)`` returns a flat buffer."""
         return [buffers(rank, number).reshape(-1)[start:stop] for rank, number, start, stop in self.ranges]
 
 
-def numel_of(shape: Sequence[int]) -> int:
-    """Elements of a tensor of this shape."""
-    return prod(int(n) for n in shape)
-
-
 def places(files: Files) -> dict[str, ParamPlace]:
-    """Of every trainable parameter, by name, in the optimizer's order."""
+    """Return the location of every trainable parameter, by name, in the optimizer's order."""
     groups: list[Mapping[str, Any]] = files.models[0]["param_shapes"]
     groups = [groups] if isinstance(groups, Mapping) else groups
     return _places_in_slices(files, groups) if files.stage == 3 else _places_end_to_end(files, groups)
@@ -80,46 +75,45 @@ def _places_end_to_end(files: Files, groups: Sequence[Mapping[str, Any]]) -> dic
     paddings = files.parts[0].get("param_alignment_paddings")
     for number, shapes in enumerate(groups):
         sizes = [part["single_partition_of_fp32_groups"][number].numel() for part in files.parts]
-        starts = [sum(sizes[:rank]) for rank in range(len(sizes))]
         at = 0
         for i, (name, shape) in enumerate(shapes.items()):
-            stop = at + numel_of(shape)
-            ranges = [
-                (rank, number, max(at - first, 0), min(stop - first, size))
-                for rank, (first, size) in enumerate(zip(starts, sizes, strict=True))
-                if at < first + size and first < stop
-            ]
-            found[name] = ParamPlace(tuple(shape), number, tuple(ranges))
+            stop = at + prod(shape)
+            ranges = tuple((rank, number, a, b) for rank, a, b in _within(sizes, at, stop))
+            found[name] = ParamPlace(tuple(shape), number, ranges)
             at = stop + (paddings[number][i] if paddings is not None else 0)
         if at > sum(sizes):
             raise CheckpointError(
-                f"{files.folder}: the parameters of group {number} have {at} elements, and the ranks' files "
-                f"{sum(sizes)}. A file belongs to another save."
+                f"{files.folder}: the parameters of group {number} have {at} elements, but the ranks' files have "
+                f"{sum(sizes)}. A file belongs to another save. Copy all files of one save."
             )
     return found
 
 
+def _within(sizes: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """Yield ``(buffer, start, stop)`` of a range of the concatenation of buffers of these sizes."""
+    first = 0
+    for number, size in enumerate(sizes):
+        if start < first + size and first < stop:
+            yield number, max(start - first, 0), min(stop - first, size)
+        first += size
+
+
 def _places_in_slices(files: Files, groups: Sequence[Mapping[str, Any]]) -> dict[str, ParamPlace]:
     sizes = [buffer.numel() for buffer in files.parts[0]["fp32_flat_groups"]]
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
     ranks, found, at = len(files.parts), {}, 0
     for number, shapes in enumerate(groups):
         for name, shape in shapes.items():
-            numel = numel_of(shape)
+            numel = prod(shape)
             each = -(-numel // ranks)
             ranges = []
             for rank in range(ranks):
                 stop = at + min(each, max(numel - rank * each, 0))
-                ranges += [
-                    (rank, i, max(at - first, 0), min(stop - first, size))
-                    for i, (first, size) in enumerate(zip(starts, sizes, strict=True))
-                    if at < first + size and first < stop and at < stop
-                ]
+                ranges += [(rank, i, a, b) for i, a, b in _within(sizes, at, stop) if at < stop]
             found[name] = ParamPlace(tuple(shape), number, tuple(ranges))
             at += each
     if at != sum(sizes):
         raise CheckpointError(
-            f"{files.folder}: parameters have {at} elements per rank, and the files {sum(sizes)}. States on NVMe "
-            "are not in a checkpoint's own files: save once more with offload_optimizer.device = cpu."
+            f"{files.folder}: the parameters have {at} elements per rank, but the files have {sum(sizes)}. DeepSpeed's "
+            "checkpoints do not contain states on NVMe. Save again with offload_optimizer.device = cpu."
         )
     return found

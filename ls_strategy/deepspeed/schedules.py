@@ -1,17 +1,17 @@
-"""DeepSpeed's five learning-rate schedules, number for number, as schedulers of torch.
+"""DeepSpeed's five learning-rate schedules with identical values, as torch schedulers.
 
-A schedule sets a rate when it is made and one more after every optimizer step; the first step is made with the first
-rate. Steps count from -1 (nothing stepped yet), as DeepSpeed's ``last_batch_iteration`` does, and states are those of
-DeepSpeed: ``{"last_batch_iteration": n}``, so that its checkpoints go on here.
+A schedule sets a rate when it is created and after every optimizer step, so the first step uses the first rate. Steps
+count from -1 (no step yet), as DeepSpeed's ``last_batch_iteration`` does. States are DeepSpeed's
+``{"last_batch_iteration": n}``, so that its checkpoints can be resumed.
 
-With ``i`` the step count, ``W`` the steps of warmup and ``T`` all steps:
+With the step count ``i``, warmup steps ``W`` and total steps ``T``:
 
 ==============  =====================================================================================
 WarmupLR        ``min + (max - min) * g``; ``g = log(i + 1) / log(W)`` or ``i / W``, then 1
 WarmupDecayLR   the same, then ``g = (T - i) / (T - W)`` down to 0
 WarmupCosineLR  rate times ``r0 + (1 - r0) * g``, then half a cosine down to ``cos_min_ratio``
-LRRangeTest     ``min * (1 + rate * (i + 1) / step_size)``, in stairs if wanted (Smith, 2018, arXiv:1803.09820)
-OneCycle        up and down once between two rates, the first beta the other way, then decay (Smith, 2018)
+LRRangeTest     ``min * (1 + rate * (i + 1) / step_size)``, optionally in stairs (Smith, 2018, arXiv:1803.09820)
+OneCycle        one cycle between two rates, the first beta inversely, then decay (Smith, 2018)
 ==============  =====================================================================================
 """
 
@@ -29,43 +29,35 @@ from typing_extensions import override
 from ls_strategy.errors import ConfigError
 
 PerGroup = float | Sequence[float]
-"""One value for all parameter groups, or one for each."""
+"""One value for all parameter groups, or one per group."""
 
 
 class Schedule(LRScheduler):
-    """What the five have in common. ``step()`` once after every optimizer step."""
+    """Base class. Call ``step()`` once after every optimizer step."""
 
-    def __init__(self, optimizer: Optimizer, last_batch_iteration: int = -1) -> None:  # no super: it would step
-        """Note the optimizer; a subclass then calls `start`."""
+    def __init__(
+        self, optimizer: Optimizer, last_batch_iteration: int = -1
+    ) -> None:  # no super().__init__: it would step
+        """Store the optimizer. Subclasses then call `start`."""
         self.optimizer = optimizer
         self.last_batch_iteration: int = last_batch_iteration
         self.skipped_steps: Callable[[], int] | None = None
-        """How many steps an fp16 overflow has skipped so far. As DeepSpeed, such a step does not move the schedule."""
+        """Returns how many steps an fp16 overflow has skipped. As in DeepSpeed, they do not advance the schedule."""
         self._skipped_before = 0
         self._last_lr: list[Any] = []
 
     def start(self) -> None:
         """Set the first rate."""
         if self.last_batch_iteration == -1:
-            self.set_rates(self.first_rates())
-
-    def first_rates(self) -> list[float]:
-        """One per parameter group, before the first step."""
-        raise NotImplementedError
-
-    @override
-    def get_lr(self) -> list[float]:  # type: ignore[override]
-        """One rate per parameter group at ``last_batch_iteration``."""
-        raise NotImplementedError
+            self.set_rates(self.get_lr())
 
     @override
     def get_last_lr(self) -> list[Any]:
-        """The rates that were set last, one per parameter group."""
         return self._last_lr
 
     @override
     def step(self, epoch: int | None = None) -> None:
-        """Go on by one step, or to step ``epoch``."""
+        """Advance by one step, or to step ``epoch``."""
         if epoch is not None:
             self.last_batch_iteration = epoch
         elif self._was_skipped():
@@ -80,7 +72,7 @@ class Schedule(LRScheduler):
         return self._skipped_before > before
 
     def set_rates(self, rates: Sequence[Any]) -> None:
-        """Write them into the optimizer's groups; a rate that is a tensor keeps its place."""
+        """Write the rates into the optimizer's groups. A rate that is a tensor is updated in place."""
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate)
@@ -90,12 +82,12 @@ class Schedule(LRScheduler):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """DeepSpeed's."""
+        """Return DeepSpeed's state."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state of this class or of DeepSpeed's, with the rate that belongs to it."""
+        """Load a state of this class or of DeepSpeed, and set its rate."""
         self.last_batch_iteration = state_dict["last_batch_iteration"]
         if self.skipped_steps is not None:
             self._skipped_before = self.skipped_steps()
@@ -103,24 +95,24 @@ class Schedule(LRScheduler):
             self.set_rates(self.get_lr())
 
     def per_group(self, value: PerGroup, name: str) -> list[float]:
-        """One value per parameter group.
+        """Return one value per parameter group.
 
         Raises:
-            ConfigError: a list of another length.
+            ConfigError: A list has the wrong length.
         """
         groups = len(self.optimizer.param_groups)
         if not isinstance(value, Sequence):
             return [value] * groups
         if len(value) != groups:
             raise ConfigError(
-                f"{name}={list(value)}: the optimizer has {groups} parameter groups; give as many values."
+                f"Got {name}={list(value)}, but the optimizer has {groups} parameter groups. Give one value per group."
             )
         return list(value)
 
 
 def _positive(value: Any, name: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name}={value!r}: a number of steps is a whole number of at least 1.")
+        raise ConfigError(f"Got {name}={value!r}. Set a number of steps, an integer of at least 1.")
     return value
 
 
@@ -130,7 +122,7 @@ class _Warmup:
     def __init__(self, steps: int, kind: str) -> None:
         self.steps = max(2, _positive(steps, "warmup_num_steps"))
         if kind not in ("log", "linear"):
-            raise ConfigError(f"warmup_type={kind!r}: use 'log' or 'linear'.")
+            raise ConfigError(f"Got warmup_type={kind!r}. Use 'log' or 'linear'.")
         self._log = kind == "log"
 
     def __call__(self, iteration: int) -> float:
@@ -140,7 +132,7 @@ class _Warmup:
 
 
 class WarmupLR(Schedule):
-    """From ``warmup_min_lr`` to ``warmup_max_lr``, and constant from then on."""
+    """From ``warmup_min_lr`` to ``warmup_max_lr``, then constant."""
 
     def __init__(
         self,
@@ -151,17 +143,13 @@ class WarmupLR(Schedule):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        """``warmup_max_lr=None``: the rates that the optimizer's groups have."""
+        """With ``warmup_max_lr=None``, use the rates of the optimizer's groups."""
         super().__init__(optimizer, last_batch_iteration)
         top = [group["lr"] for group in optimizer.param_groups] if warmup_max_lr is None else warmup_max_lr
         self.min_lrs = self.per_group(warmup_min_lr, "warmup_min_lr")
         self.max_lrs = self.per_group(top, "warmup_max_lr")
         self.warmup = _Warmup(warmup_num_steps, warmup_type)
         self.start()
-
-    @override
-    def first_rates(self) -> list[float]:
-        return self.min_lrs
 
     @override
     def get_lr(self) -> list[float]:  # type: ignore[override]
@@ -172,12 +160,12 @@ class WarmupLR(Schedule):
         return [low + (high - low) * gamma for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def after_warmup(self) -> float:
-        """``g`` once the warmup is over."""
+        """Return ``g`` after the warmup."""
         return 1.0
 
 
 class WarmupDecayLR(WarmupLR):
-    """As `WarmupLR`, then in a straight line to ``warmup_min_lr`` at step ``total_num_steps``."""
+    """`WarmupLR`, followed by a linear decay to ``warmup_min_lr`` at step ``total_num_steps``."""
 
     def __init__(
         self,
@@ -199,7 +187,7 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(Schedule):
-    """The groups' own rates times a ratio: from ``warmup_min_ratio`` to 1, then half a cosine to ``cos_min_ratio``."""
+    """The groups' rates times a ratio: from ``warmup_min_ratio`` to 1, then half a cosine to ``cos_min_ratio``."""
 
     def __init__(
         self,
@@ -221,18 +209,12 @@ class WarmupCosineLR(Schedule):
         self.start()
 
     @override
-    def first_rates(self) -> list[float]:
-        return [0.0 for _ in self.full_lrs]
-
-    @override
     def get_lr(self) -> list[float]:  # type: ignore[override]
-        if self.last_batch_iteration < 0:
-            return self.first_rates()
-        ratio = self.ratio()
+        ratio = self.ratio() if self.last_batch_iteration >= 0 else 0.0
         return [rate * ratio for rate in self.full_lrs]
 
     def ratio(self) -> float:
-        """What the groups' rates are multiplied by."""
+        """Return the factor on the groups' rates."""
         iteration, steps = self.last_batch_iteration, self.warmup.steps
         if iteration < steps:
             return self.warmup_min_ratio + self.warmup(iteration) * (1.0 - self.warmup_min_ratio)
@@ -242,7 +224,7 @@ class WarmupCosineLR(Schedule):
 
 
 class LRRangeTest(Schedule):
-    """A rate that grows without end, to find the largest one that trains."""
+    """A rate that grows without limit, to find the largest one that trains."""
 
     def __init__(
         self,
@@ -260,10 +242,6 @@ class LRRangeTest(Schedule):
         self.start()
 
     @override
-    def first_rates(self) -> list[float]:
-        return self.min_lrs
-
-    @override
     def get_lr(self) -> list[float]:  # type: ignore[override]
         interval = float(self.last_batch_iteration + 1) / self.step_size
         growth = 1 + self.step_rate * (math.floor(interval) if self.staircase else interval)
@@ -271,12 +249,12 @@ class LRRangeTest(Schedule):
 
 
 class OneCycle(Schedule):
-    """Up from ``cycle_min_lr`` to ``cycle_max_lr`` and down again, then decay; ``betas[0]`` the other way round.
+    """From ``cycle_min_lr`` to ``cycle_max_lr`` and back, then decay. ``betas[0]`` moves inversely.
 
-    ``cycle_momentum`` also sets ``betas[1]`` to 0.99, as DeepSpeed does. Optimizers without betas keep their momentum.
+    As in DeepSpeed, ``cycle_momentum`` also sets ``betas[1]`` to 0.99. Optimizers without betas keep their momentum.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917 - DeepSpeed's own arguments, in its order
+    def __init__(  # noqa: PLR0913, PLR0917 - DeepSpeed's arguments, in its order
         self,
         optimizer: Optimizer,
         cycle_min_lr: PerGroup,
@@ -297,8 +275,8 @@ class OneCycle(Schedule):
         second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
         if cycle_first_step_size <= 0 or second < 0:
             raise ConfigError(
-                f"cycle_first_step_size={cycle_first_step_size}, cycle_second_step_size={second}: the first is above "
-                "0, the second not below."
+                f"Got cycle_first_step_size={cycle_first_step_size} and cycle_second_step_size={second}. Set the first "
+                "above 0, and the second to 0 or more."
             )
         self.first_size, self.second_size = float(cycle_first_step_size), float(second)
         self.total_size = self.first_size + self.second_size
@@ -327,10 +305,6 @@ class OneCycle(Schedule):
         if self.cycle_momentum and self.last_batch_iteration >= 0:
             self._set_betas(self.momenta())
 
-    @override
-    def first_rates(self) -> list[float]:
-        return self.min_lrs
-
     def _set_betas(self, momenta: Sequence[float]) -> None:
         for group, momentum in zip(self.optimizer.param_groups, momenta, strict=True):
             group["betas"] = (momentum, 0.99)
@@ -344,7 +318,7 @@ class OneCycle(Schedule):
         return [rate / decay for rate in self.min_lrs]
 
     def momenta(self) -> list[float]:
-        """``betas[0]`` of every group."""
+        """Return ``betas[0]`` of every group."""
         if self.last_batch_iteration < self.total_size:
             scale = self._scale()
             return [high - (high - low) * scale for low, high in zip(self.min_moms, self.max_moms, strict=True)]
@@ -357,14 +331,14 @@ class OneCycle(Schedule):
         return 1 + rate * ((self.last_batch_iteration - self.total_size + 1) / self.decay_step_size)
 
     def _scale(self) -> float:
-        """0 at both ends of the cycle, 1 at its top."""
+        """Return 0 at both ends of the cycle and 1 at its top."""
         at = self.last_batch_iteration + 1
         x = 1.0 + at / self.total_size - math.floor(1 + at / self.total_size)
         rising = x <= self.step_ratio
         stairs = self.first_stairs if rising else self.second_stairs
         if stairs <= 0:
             return x / self.step_ratio if rising else (x - 1) / (self.step_ratio - 1)
-        within = at % self.total_size  # whole numbers: rounding must not cost a stair at the top
+        within = at % self.total_size  # integers, so that rounding does not skip the top stair
         if within <= self.first_size:
             return math.floor(within * stairs / self.first_size) / stairs
         return math.floor((self.total_size - within) * stairs / self.second_size) / stairs
@@ -373,4 +347,4 @@ class OneCycle(Schedule):
 SCHEDULES: dict[str, type[Schedule]] = {
     kind.__name__: kind for kind in (WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest, OneCycle)
 }
-"""By the name that ``scheduler.type`` gives."""
+"""By the name in ``scheduler.type``."""

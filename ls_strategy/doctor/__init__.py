@@ -1,4 +1,4 @@
-"""``ls-strategy doctor``: whether this machine can train, and what stands in the way. One file per topic.
+"""``ls-strategy doctor``: checks whether this machine can train. One file per topic.
 
-Every check is a function that yields a `Finding` for each fact; `examine` runs them all.
+Every check is a function that yields a `Finding` for each fact. `examine` runs them all.
 """

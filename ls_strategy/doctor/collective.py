@@ -1,4 +1,4 @@
-"""Two ranks, started for real: they meet on a port, add up numbers, and say how long that took.
+"""Run two real ranks that rendezvous on a port, all-reduce, check the sum and time it.
 
 ::
 
@@ -28,7 +28,7 @@ from ls_strategy.distributed import rendezvous
 from ls_strategy.doctor.finding import Finding, one_line
 
 TIMEOUT_S = 60.0
-"""For a start of Python, the import of torch, and the exchange."""
+"""For the start of Python, the import of torch, and the all-reduce."""
 
 _ELEMENTS = 1 << 20
 _ROUNDS = 10
@@ -37,12 +37,12 @@ _PROGRAM = (sys.executable, "-m", "ls_strategy.doctor.collective")
 
 
 def collectives(timeout_s: float = TIMEOUT_S) -> Iterator[Finding]:
-    """By gloo, and with two GPUs by NCCL."""
+    """Test gloo, and NCCL if there are two GPUs."""
     import torch
     import torch.distributed as dist
 
     if not dist.is_available():
-        cure = "Install torch from pytorch.org: this one is built without torch.distributed."
+        cure = "Install torch from pytorch.org: this build has no torch.distributed."
         yield Finding("gloo", "no torch.distributed", "problem", cure)
         return
     yield all_reduce("gloo", timeout_s=timeout_s)
@@ -50,19 +50,19 @@ def collectives(timeout_s: float = TIMEOUT_S) -> Iterator[Finding]:
     if gpus > 1 and dist.is_nccl_available():
         yield all_reduce("nccl", timeout_s=timeout_s)
     else:
-        yield Finding("nccl", f"not tried: it takes two GPUs, and here are {gpus}")
+        yield Finding("nccl", f"not tested: it needs two GPUs, and this host has {gpus}")
 
 
 def all_reduce(
     backend: str, *, timeout_s: float = TIMEOUT_S, port: int | None = None, program: Sequence[str] = _PROGRAM
 ) -> Finding:
-    """Start two ranks and wait for their sum; nothing is left running.
+    """Start two ranks and wait for their all-reduce. Leaves no process behind.
 
     Args:
         backend: ``gloo`` or ``nccl``.
-        timeout_s: everything together.
-        port: on which they meet. None: a free one.
-        program: a rank's command line, up to the backend.
+        timeout_s: For everything together.
+        port: Rendezvous port. None: a free one.
+        program: A rank's command line, up to the backend.
     """
     port = rendezvous.free_port() if port is None else port
     ranks: list[subprocess.Popen[bytes]] = []
@@ -87,7 +87,7 @@ def all_reduce(
 
 
 def _start(command: Sequence[str], out: BinaryIO, err: BinaryIO) -> subprocess.Popen[bytes]:
-    """With this environment, but for what a launcher told this process: the ranks are no part of that job."""
+    """Start a rank without the launcher's variables: it is not part of this process's job."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_FROM_LAUNCHERS)}
     return subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment, start_new_session=True
@@ -95,7 +95,7 @@ def _start(command: Sequence[str], out: BinaryIO, err: BinaryIO) -> subprocess.P
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], deadline: float) -> int | None:
-    """Return when all ended well, one failed, or it is late. The first that failed."""
+    """Wait until all ranks succeed, one fails, or the deadline. Return the first rank that failed."""
     while time.monotonic() < deadline:
         codes = [process.poll() for process in ranks]
         for rank, code in enumerate(codes):
@@ -119,13 +119,13 @@ def _success(backend: str, output: str) -> Finding:
         result = json.loads(output.strip().splitlines()[-1])
         sums, ms = result["sum"], float(result["ms"])
     except (ValueError, KeyError, IndexError, TypeError):
-        cure = "Something in this Python's start-up prints or ends it: run `python -c 'import torch'` and look."
-        return Finding(backend, f"a rank said {one_line(output)!r}", "problem", cure)
+        cure = "Something prints during Python's start or ends it: run `python -c 'import torch'` to see."
+        return Finding(backend, f"a rank printed {one_line(output)!r}", "problem", cure)
     if sums != [3.0, 3.0]:
-        cure = "The exchange changes numbers: update torch and drivers; with NCCL, try NCCL_P2P_DISABLE=1."
-        return Finding(backend, f"1 + 2 on two ranks came out between {sums[0]} and {sums[1]}", "problem", cure)
+        cure = "The all-reduce is wrong: update torch and drivers; with NCCL, try NCCL_P2P_DISABLE=1."
+        return Finding(backend, f"1 + 2 on two ranks gave results between {sums[0]} and {sums[1]}", "problem", cure)
     mib = 4 * _ELEMENTS / (1 << 20)
-    return Finding(backend, f"two ranks, all-reduce of {mib:.0f} MiB in {ms:.2f} ms, the sum is right")
+    return Finding(backend, f"two ranks, all-reduce of {mib:.0f} MiB in {ms:.2f} ms, the sum is correct")
 
 
 def _failure(backend: str, rank: int, code: int, stderr: str, port: int) -> Finding:
@@ -133,34 +133,34 @@ def _failure(backend: str, rank: int, code: int, stderr: str, port: int) -> Find
     how = f"signal {signal.Signals(-code).name}" if code < 0 else f"status {code}"
     value = f"rank {rank} ended with {how}: {one_line(lines[-1] if lines else 'no message')}"
     if "EADDRINUSE" in stderr or "already in use" in stderr:
-        cure = f"Port {port} is taken by another process: set MASTER_PORT to a free one, or end it."
+        cure = f"Another process uses port {port}: set MASTER_PORT to a free port, or end the process."
     elif backend == "nccl":
         cure = "Run with NCCL_DEBUG=INFO; try NCCL_P2P_DISABLE=1, more shared memory, or NCCL_SOCKET_IFNAME=lo."
     elif "connect" in stderr.lower() or "resolve" in stderr.lower() or "timed out" in stderr.lower():
-        cure = "The ranks do not reach each other: set GLOO_SOCKET_IFNAME=lo on one node, or open the firewall."
+        cure = "The ranks cannot connect: set GLOO_SOCKET_IFNAME=lo on one node, or open the firewall."
     else:
-        cure = "The words above are torch's: repair its installation, or see the host name and the open files."
+        cure = "The message is torch's: repair its installation, or check the host name and the open files."
     return Finding(backend, value, "problem", cure)
 
 
 def _silence(backend: str, timeout_s: float, stderr: Sequence[str]) -> Finding:
-    said = one_line(" ".join(text.strip().rsplit("\n", 1)[-1] for text in stderr)) or "nothing"
+    output = one_line(" ".join(text.strip().rsplit("\n", 1)[-1] for text in stderr)) or "nothing"
     name = "NCCL" if backend == "nccl" else "GLOO"
     cure = (
-        f"A firewall, or the wrong interface: set {name}_SOCKET_IFNAME=lo on one node. On a slow or busy host, give "
-        "more time: --timeout-s."
+        f"A firewall or the wrong interface: set {name}_SOCKET_IFNAME=lo on one node. On a slow or busy host, raise "
+        "--timeout-s."
     )
-    return Finding(backend, f"no result within {timeout_s:g} s; the ranks said: {said}", "problem", cure)
+    return Finding(backend, f"no result within {timeout_s:g} s; the ranks printed: {output}", "problem", cure)
 
 
 # --- a rank ----------------------------------------------------------------------------------------------------------
 
 
 def run_rank(backend: str, rank: int, world_size: int, port: int, seconds: float) -> dict[str, object]:
-    """Meet, add up, and measure. Collective over the ranks.
+    """Rendezvous, all-reduce, and time it. Collective over the ranks.
 
     Returns:
-        ``sum``: smallest and largest element of the result; ``ms``: of an all-reduce, the median.
+        ``sum``: smallest and largest element of the result. ``ms``: median time of an all-reduce.
     """
     import torch
     import torch.distributed as dist
@@ -179,7 +179,7 @@ def run_rank(backend: str, rank: int, world_size: int, port: int, seconds: float
     x = torch.empty(0)
     for _ in range(_ROUNDS):
         x = torch.full((_ELEMENTS,), float(rank + 1), device=device)
-        dist.all_reduce(x[:1].clone())  # a barrier, so that the clock does not count the wait for the other's start
+        dist.all_reduce(x[:1].clone())  # a barrier, so that waiting for the other rank is not timed
         start = time.perf_counter()
         dist.all_reduce(x)
         if device.type == "cuda":
@@ -189,11 +189,11 @@ def run_rank(backend: str, rank: int, world_size: int, port: int, seconds: float
 
 
 def main(argv: Sequence[str]) -> None:
-    """A rank, from its command line; ends the process."""
+    """Run a rank from its command line, and end the process."""
     backend, rank, world_size, port, seconds = argv
     result = run_rank(backend, int(rank), int(world_size), int(port), float(seconds))
     print(json.dumps(result), flush=True)
-    os._exit(0)  # gloo's threads abort the process now and then in a regular interpreter exit
+    os._exit(0)  # gloo's threads sometimes abort the process in a regular interpreter exit
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""All checks, in the order in which they are shown."""
+"""All checks, in the order of the output."""
 
 from __future__ import annotations
 
@@ -20,34 +20,28 @@ class Check:
 
     topic: str
     doing: str
-    """What is shown while it runs."""
+    """Shown while it runs."""
 
     run: Callable[[], Iterator[Finding]]
 
 
 def checks(*, nvme_path: str = "", timeout_s: float = 60.0) -> list[Check]:
-    """All of them.
-
-    Args:
-        nvme_path: folder of the NVMe tier; empty: LS_STRATEGY_NVME_PATH, or none.
-        timeout_s: of each pair of ranks.
-    """
-    from ls_strategy.doctor import cluster, collective, gpus, host, kernels, software
-    from ls_strategy.doctor import nvme as drive
+    """Return all checks. ``timeout_s`` is for each pair of ranks. ``nvme_path`` defaults to LS_STRATEGY_NVME_PATH."""
+    from ls_strategy.doctor import cluster, collective, gpus, host, kernels, nvme, software
 
     path = nvme_path or os.environ.get("LS_STRATEGY_NVME_PATH", "")
     return [
         Check("software", "versions", software.versions),
         Check("compilers", "compilers", software.compilers),
-        Check("kernels", "kernels; compiling takes some ten seconds the first time", kernels.kernels),
+        Check("kernels", "kernels; compiling takes about ten seconds the first time", kernels.kernels),
         Check("host", "processors, memory, limits", host.host),
         Check("gpus", "GPUs", gpus.gpus),
-        Check("drive", "the NVMe folder", partial(drive.drive, path)),
+        Check("drive", "the NVMe folder", partial(nvme.folder, path)),
         Check("slurm", "SLURM", partial(cluster.slurm, os.environ)),
-        Check("launcher", "variables of launchers", partial(cluster.launcher, os.environ)),
+        Check("launcher", "launcher variables", partial(cluster.launcher, os.environ)),
         Check(
             "collectives",
-            f"two ranks that add up numbers; up to {timeout_s:g} s",
+            f"an all-reduce of two ranks; up to {timeout_s:g} s",
             partial(collective.collectives, timeout_s),
         ),
     ]
@@ -56,15 +50,9 @@ def checks(*, nvme_path: str = "", timeout_s: float = 60.0) -> list[Check]:
 def examine(
     chosen: Sequence[Check], found: Callable[[str, Finding], None], progress: Callable[[str], None]
 ) -> list[tuple[str, Finding]]:
-    """Run checks one after the other.
+    """Run checks one after the other and return their findings. A check that raises is a problem; the others still run.
 
-    Args:
-        chosen: from `checks`.
-        found: is told every finding, with its topic, as soon as it is there.
-        progress: is told what begins.
-
-    Returns:
-        All findings. A check that itself fails is a problem, and the others go on.
+    ``found`` is called with each topic and finding at once, and ``progress`` with a description of what begins.
     """
     findings: list[tuple[str, Finding]] = []
 
@@ -78,23 +66,24 @@ def examine(
             for finding in check.run():
                 report(check.topic, finding)
                 progress(check.doing)
-        except Exception as error:  # whatever it is, the other checks are worth having
-            cure = f"This is a fault of the check itself: report it, and leave it out with --skip {check.topic}."
-            told = f"{type(error).__name__}: {one_line(str(error))}"
-            report(check.topic, Finding(check.topic, f"could not be found out: {told}", "problem", cure))
+        except Exception as error:  # any error: run the other checks
+            cure = f"This is a bug in the check: report it, and skip it with --skip {check.topic}."
+            value = f"the check failed: {type(error).__name__}: {one_line(str(error))}"
+            report(check.topic, Finding(check.topic, value, "problem", cure))
     return findings
 
 
 def choose(all_checks: Sequence[Check], *, only: Sequence[str], skip: Sequence[str]) -> list[Check]:
-    """The checks that were asked for.
+    """Return the selected checks.
 
     Raises:
-        ConfigError: a name is unknown, or nothing is left.
+        ConfigError: A name is unknown, or no check is left.
     """
     unknown = sorted({*only, *skip} - {check.topic for check in all_checks})
     if unknown:
-        raise ConfigError(f"no check {', '.join(unknown)}: there are {', '.join(check.topic for check in all_checks)}.")
+        known = ", ".join(check.topic for check in all_checks)
+        raise ConfigError(f"Got the unknown check {', '.join(unknown)}. The checks are {known}.")
     chosen = [check for check in all_checks if (not only or check.topic in only) and check.topic not in skip]
     if not chosen:
-        raise ConfigError("--only and --skip leave no check: name others.")
+        raise ConfigError("--only and --skip leave no check. Select at least one.")
     return chosen

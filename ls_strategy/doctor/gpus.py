@@ -1,20 +1,19 @@
-"""GPUs: what torch sees of them, what the driver sees, and the NCCL that connects them."""
+"""Check the GPUs that torch and the driver see, and NCCL."""
 
 from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ls_strategy.doctor.finding import Finding, one_line
+from ls_strategy.doctor.finding import Finding, note_if, one_line, run
 
 _QUERY = ("index", "name", "driver_version", "memory.total", "memory.used")
 
 
 class Seen(NamedTuple):
-    """A GPU as ``nvidia-smi`` lists it; memory in MiB."""
+    """A GPU as ``nvidia-smi`` lists it. Memory in MiB."""
 
     number: str
     name: str
@@ -24,12 +23,12 @@ class Seen(NamedTuple):
 
 
 def gpus() -> Iterator[Finding]:
-    """Devices, driver, NCCL."""
+    """Check devices, driver and NCCL."""
     import torch
 
     seen, failure = driver_list()
     if failure:
-        cure = "The driver does not answer: see dmesg (NVRM), load the kernel module or restart the host."
+        cure = "The driver does not answer: check dmesg (NVRM), load the kernel module or restart the host."
         yield Finding("driver", failure, "problem", cure)
     elif seen:
         yield Finding("driver", f"{seen[0].driver}, {len(seen)} GPUs")
@@ -43,44 +42,32 @@ def gpus() -> Iterator[Finding]:
 
 
 def unavailable(seen: int, cuda: str | None, version: str) -> Finding:
-    """Why torch has no GPU.
-
-    Args:
-        seen: GPUs that the driver lists.
-        cuda: CUDA that torch is built with.
-        version: of torch.
-    """
+    """Report why torch has no GPU, given the GPUs that the driver lists and torch's CUDA version and version."""
     if not seen:
         return Finding("GPUs", "none; training runs on the CPU")
     if cuda is None:
-        cure = "Install torch for CUDA, by the command of pytorch.org/get-started; this one is for the CPU alone."
-        return Finding("GPUs", f"{seen} in this host, and torch {version} is built without CUDA", "problem", cure)
+        cure = "Install torch for CUDA as pytorch.org/get-started describes. This build supports only the CPU."
+        return Finding("GPUs", f"{seen} in this host, but torch {version} is built without CUDA", "problem", cure)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         cure = "Unset CUDA_VISIBLE_DEVICES, or list the GPUs to use."
         return Finding("GPUs", f"{seen} in this host, hidden by CUDA_VISIBLE_DEVICES={visible!r}", "note", cure)
-    cure = f"Update the driver to one for CUDA {cuda}, or install a torch for an older CUDA. `nvidia-smi` shows both."
-    return Finding("GPUs", f"{seen} in this host, and torch with CUDA {cuda} can use none", "problem", cure)
+    cure = f"Update the driver to one for CUDA {cuda}, or install torch for an older CUDA. `nvidia-smi` shows both."
+    return Finding("GPUs", f"{seen} in this host, but torch with CUDA {cuda} can use none", "problem", cure)
 
 
 def driver_list() -> tuple[list[Seen], str]:
-    """What ``nvidia-smi`` lists, and why it failed. Empty, both, where there is no driver."""
+    """Return what ``nvidia-smi`` lists, and its error. Both are empty if there is no driver."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return [], ""
-    command = [program, f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return [], f"nvidia-smi: {one_line(str(error))}"
-    if done.returncode:
-        return [], f"nvidia-smi ended with status {done.returncode}: {one_line(done.stdout + done.stderr)}"
-    rows = [[field.strip() for field in line.split(",")] for line in done.stdout.splitlines()]
-    return [Seen(*row) for row in rows if len(row) == len(Seen._fields)], ""
+    output, error = run([program, f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"], 30)
+    rows = [[field.strip() for field in line.split(",")] for line in output.splitlines()]
+    return [Seen(*row) for row in rows if len(row) == len(Seen._fields)], f"nvidia-smi: {error}" if error else ""
 
 
 def device(index: int) -> Finding:
-    """One GPU that torch sees."""
+    """Check one GPU that torch sees."""
     import torch
 
     from ls_strategy.planner.hardware import show_bytes
@@ -90,25 +77,22 @@ def device(index: int) -> Finding:
     try:
         free, total = torch.cuda.mem_get_info(index)
     except RuntimeError as error:
-        cure = "Another process may hold it alone (exclusive mode), or it failed: see nvidia-smi and dmesg."
+        cure = "Another process may use it in exclusive mode, or it has failed: check nvidia-smi and dmesg."
         return Finding(name, f"{properties.name} cannot be used: {one_line(str(error))}", "problem", cure)
     value = (
         f"{properties.name}, {properties.major}.{properties.minor}, {show_bytes(total)}, {show_bytes(free)} free, "
         f"bf16 {'yes' if properties.major >= 8 else 'no: use 16-mixed'}"
     )
-    if free < 0.9 * total:
-        cure = "Another process uses its memory: nvidia-smi shows which."
-        return Finding(name, value, "note", cure)
-    return Finding(name, value)
+    return note_if(free < 0.9 * total, name, value, "Another process uses its memory: nvidia-smi shows which.")
 
 
 def nccl() -> Finding:
-    """The library of collectives between GPUs."""
+    """Check that torch has NCCL."""
     import torch
     import torch.distributed as dist
     from torch.cuda.nccl import version as nccl_version
 
     if not dist.is_nccl_available():
-        cure = "Install torch from pytorch.org: this one lacks NCCL, without which GPUs cannot work together."
+        cure = "Install torch from pytorch.org: this build lacks NCCL, which several GPUs need."
         return Finding("NCCL", "not in this torch", "problem" if torch.cuda.device_count() > 1 else "note", cure)
     return Finding("NCCL", ".".join(str(part) for part in nccl_version()))

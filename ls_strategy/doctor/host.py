@@ -1,4 +1,4 @@
-"""The host: processors, memory, limits of this process, and its name."""
+"""Check the host: processors, memory, limits of this process, and the host name."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from ls_strategy.doctor.finding import Finding
+from ls_strategy.doctor.finding import Finding, note_if
 
 CGROUP = Path("/sys/fs/cgroup")
 OPEN_FILES = 4096
-"""Fewer are used up by loaders with many workers, which share tensors through open files, and by connections."""
+"""Loaders with many workers share tensors through open files, and connections need more."""
 
 SHARED_MEMORY = 1 << 30
-"""Bytes; with less, loaders with several workers and NCCL run out of it. Containers have 64 MiB unless told."""
+"""Bytes that loaders with several workers and NCCL need. Containers have 64 MiB by default."""
 
 _MIB = 1 << 20
 _GIB = 1 << 30
 
 
 def host() -> Iterator[Finding]:
-    """All of it."""
+    """Run all checks of the host."""
     yield from processors()
     yield from memory()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -34,7 +34,7 @@ def host() -> Iterator[Finding]:
 
 
 def processors() -> Iterator[Finding]:
-    """Cores that this process may use, instructions, threads of torch."""
+    """Report the cores that this process may use, their instruction set, and torch's threads."""
     import torch
 
     cores = len(os.sched_getaffinity(0))
@@ -48,7 +48,7 @@ def processors() -> Iterator[Finding]:
 
 
 def cpu_quota(folder: Path) -> float | None:
-    """Cores that the control group may use at a time; None without a limit."""
+    """Return the cores that the control group may use, or None without a limit."""
     try:
         most, period = (folder / "cpu.max").read_text().split()
         return None if most == "max" else int(most) / int(period)
@@ -57,12 +57,11 @@ def cpu_quota(folder: Path) -> float | None:
 
 
 def threads(count: int, usable: float) -> Finding:
-    """Threads of torch in one process, against the cores that it may use."""
+    """Compare torch's threads per process with the cores that it may use."""
     value = f"{count} per process (OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'unset')})"
-    if count > usable:
-        cure = f"Set OMP_NUM_THREADS to {usable:g} divided by the ranks of this host: more threads than cores wait."
-        return Finding("threads", f"{value}, more than {usable:g} cores", "note", cure)
-    return Finding("threads", value)
+    value += f", more than {usable:g} cores" if count > usable else ""
+    cure = f"Set OMP_NUM_THREADS to {usable:g} divided by the ranks on this host."
+    return note_if(count > usable, "threads", value, cure)
 
 
 def _cpu_name() -> str:
@@ -76,7 +75,7 @@ def _cpu_name() -> str:
 
 
 def memory() -> Iterator[Finding]:
-    """Of the host, and what of it this process may still take."""
+    """Report the host's memory and what this process may still use."""
     from ls_strategy.planner.hardware import free_host_memory, show_bytes
 
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -84,15 +83,12 @@ def memory() -> Iterator[Finding]:
     limited = "" if limit is None else f", {show_bytes(limit)} for the control group"
     free = free_host_memory()
     value = f"{show_bytes(total)}{limited}, {'unknown' if free is None else show_bytes(free)} free"
-    if free is not None and free < _GIB:
-        cure = "End other processes, or raise the limit (docker run --memory=..., sbatch --mem=...)."
-        yield Finding("memory", value, "note", cure)
-    else:
-        yield Finding("memory", value)
+    cure = "End other processes, or raise the limit (docker run --memory=..., sbatch --mem=...)."
+    yield note_if(free is not None and free < _GIB, "memory", value, cure)
 
 
 def cgroup_limit(folder: Path) -> int | None:
-    """Bytes that the control group may use; None without a limit."""
+    """Return the bytes that the control group may use, or None without a limit."""
     try:
         most = (folder / "memory.max").read_text().strip()
         return None if most == "max" else int(most)
@@ -101,30 +97,28 @@ def cgroup_limit(folder: Path) -> int | None:
 
 
 def open_files(soft: int, hard: int) -> Finding:
-    """How many files this process may have open at a time."""
+    """Check how many files this process may have open."""
     if soft == resource.RLIM_INFINITY or soft >= OPEN_FILES:
         return Finding("open files", "unlimited" if soft == resource.RLIM_INFINITY else str(soft))
     most = 65536 if hard == resource.RLIM_INFINITY else hard
-    cure = f"`ulimit -n {most}` before the start" if most > soft else "Let an administrator raise it in limits.conf"
-    return Finding("open files", f"{soft}, of at most {most}", "note", f"{cure}: workers of loaders need many.")
+    cure = f"`ulimit -n {most}` before the start" if most > soft else "Ask an administrator to raise it in limits.conf"
+    return Finding("open files", f"{soft}, of at most {most}", "note", f"{cure}: loaders with workers need many.")
 
 
 def shared_memory(folder: Path) -> Finding:
-    """Room for tensors that processes of this host hand to each other."""
+    """Check the space for tensors that processes of this host share."""
     try:
         usage = shutil.disk_usage(folder)
     except OSError as error:
-        cure = "Mount it: mount -t tmpfs -o size=8g tmpfs /dev/shm. Loaders with workers fail without."
+        cure = "Mount it: mount -t tmpfs -o size=8g tmpfs /dev/shm. Loaders with workers fail without it."
         return Finding("shared memory", f"no {folder}: {error.strerror}", "problem", cure)
     value = f"{folder}: {usage.total / _MIB:.0f} MiB, {usage.free / _MIB:.0f} free"
-    if usage.free < SHARED_MEMORY:
-        cure = "docker run --shm-size=8g (or --ipc=host), or mount -o remount,size=8g /dev/shm: loaders with workers, "
-        return Finding("shared memory", value, "note", f"{cure}and NCCL, run out of it.")
-    return Finding("shared memory", value)
+    cure = "docker run --shm-size=8g (or --ipc=host), or mount -o remount,size=8g /dev/shm: loaders and NCCL need it."
+    return note_if(usage.free < SHARED_MEMORY, "shared memory", value, cure)
 
 
 def name_resolves(name: str) -> Finding:
-    """Whether the host's own name has an address: gloo and NCCL connect to that one unless told an interface."""
+    """Check that the host's name has an address: gloo and NCCL connect to it by default."""
     try:
         found = sorted({str(info[4][0]) for info in socket.getaddrinfo(name, None)})
     except OSError as error:
@@ -133,10 +127,8 @@ def name_resolves(name: str) -> Finding:
         )
         return Finding("host name", f"{name} does not resolve: {error}", "problem", cure)
     value = f"{name} is {', '.join(found)}"
-    if all(address.startswith("127.") or address == "::1" for address in found):
-        cure = (
-            "Enough for one node. For several, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface between "
-            "them, or give the name its address in /etc/hosts."
-        )
-        return Finding("host name", value, "note", cure)
-    return Finding("host name", value)
+    cure = (
+        "This suffices for one node. For several, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface "
+        "between them, or set the name's address in /etc/hosts."
+    )
+    return note_if(all(a.startswith("127.") or a == "::1" for a in found), "host name", value, cure)

@@ -1,4 +1,4 @@
-"""Which of this package's operations run in a compiled kernel here, and why others do not."""
+"""Report which operations of this package run in compiled kernels, and why others do not."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ls_strategy.doctor.finding import Finding, one_line
 from ls_strategy.errors import ConfigError
 
 ROUTING = ("topk_indices", "sort_by_expert", "permute", "combine", "pair_dots")
-"""Operations of Mixture of Experts, in a library of their own."""
+"""Operations of Mixture of Experts, which have a separate library."""
 
 _INSTRUCTION_SETS = ("portable code", "AVX2", "AVX-512")
 
 
 def kernels() -> Iterator[Finding]:
-    """Path of every operation on every kind of device; compiles what is not compiled yet."""
+    """Report the path of every operation on every kind of device. Compiles missing kernels."""
     import torch
 
     from ls_strategy.ops import native
@@ -33,7 +33,7 @@ def kernels() -> Iterator[Finding]:
 
 
 def cache() -> Finding:
-    """Where compiled libraries are kept."""
+    """Check the folder of compiled libraries."""
     from ls_strategy.ops import _build
 
     path = _build.cache_dir()
@@ -41,9 +41,9 @@ def cache() -> Finding:
     if not os.access(path, os.W_OK | os.X_OK) or (chosen and path != Path(chosen)):
         return Finding(
             "cache",
-            f"{chosen or path} cannot be written: every process compiles for itself",
+            f"{chosen or path} is not writable: every process compiles its own kernels",
             "note",
-            "Set LS_STRATEGY_CACHE to a folder that this user may write to, on a file system that all nodes share.",
+            "Set LS_STRATEGY_CACHE to a writable folder on a file system that all nodes share.",
         )
     try:
         _build.check_trusted(path)
@@ -61,14 +61,14 @@ def library(
     available: Callable[[str], bool],
     limit_isa: Callable[[int], int],
 ) -> Finding:
-    """The path that the operations of one library take on a kind of device.
+    """Report the path that the operations of one library take on a device, ``cpu`` or ``cuda``.
 
     Args:
-        device: ``cpu`` or ``cuda``.
-        name: of the library.
-        operations: in it.
-        available: builds and loads it; whether it is there.
-        limit_isa: returns the instruction set in use of the CPU, given the best that is allowed.
+        device: The kind of device.
+        name: Name of the library.
+        operations: Its operations.
+        available: Builds and loads it for a device; returns whether that succeeded.
+        limit_isa: Returns the CPU instruction set in use, given the best that is allowed.
     """
     title = f"{name} on {device}"
     listed = " ".join(operations)
@@ -76,28 +76,30 @@ def library(
         with _warnings_of("ls_strategy.ops") as warnings:
             found = available(device)
     except ConfigError as error:
-        cure = "Make the compiler available, or unset LS_STRATEGY_OPS: the references in torch compute the same."
+        cure = "Install the compiler, or unset LS_STRATEGY_OPS: the torch references give the same results."
         return Finding(title, f"{listed}: {one_line(str(error))}", "problem", cure)
     if found:
         code = f" with {_INSTRUCTION_SETS[limit_isa(len(_INSTRUCTION_SETS) - 1)]}" if device == "cpu" else ""
         return Finding(title, f"{listed}: kernels{code}")
     if os.environ.get("LS_STRATEGY_OPS") == "0":
         cure = "Unset LS_STRATEGY_OPS to use the kernels."
-        return Finding(title, f"{listed}: references in torch, since LS_STRATEGY_OPS=0", "note", cure)
+        return Finding(title, f"{listed}: torch references, because LS_STRATEGY_OPS=0", "note", cure)
     reason = one_line("; ".join(warnings)) or _known_reason(device)
-    cure = "See the compilers above; LS_STRATEGY_OPS=1 makes a missing kernel an error. Results are the same, slower."
-    return Finding(title, f"{listed}: references in torch. {reason}", "note", cure)
+    cure = (
+        "See the compilers above; LS_STRATEGY_OPS=1 makes a missing kernel an error. Results are the same, but slower."
+    )
+    return Finding(title, f"{listed}: torch references. {reason}", "note", cure)
 
 
 def _known_reason(device: str) -> str:
     from ls_strategy.ops import _build
 
-    return _build.status().get(device, "No kernel is written for this kind of device.")
+    return _build.status().get(device, "There is no kernel for this kind of device.")
 
 
 @contextmanager
 def _warnings_of(logger_name: str) -> Generator[list[str], None, None]:
-    """Inside, warnings of a logger are collected instead of printed."""
+    """Collect a logger's warnings instead of printing them."""
     collected: list[str] = []
     logger = logging.getLogger(logger_name)
 

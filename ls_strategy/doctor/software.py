@@ -1,4 +1,4 @@
-"""Versions of what is imported, and the compilers that the kernels are made with."""
+"""Check versions of Python and packages, and the compilers of the kernels."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import importlib.metadata
 import os
 import platform
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from ls_strategy.doctor.finding import Finding, one_line
+from ls_strategy.doctor.finding import Finding, one_line, run
 
 REQUIRED = ("torch", "lightning", "fsspec")
 OPTIONAL = {
@@ -25,13 +24,13 @@ OPTIONAL = {
     "tiktoken": "the gpt2 tokenizer of recipes.gpt",
     "deepspeed": "comparisons in tests/bench",
 }
-"""Packages that are used where they are installed, and for what."""
+"""Optional packages and their uses."""
 
 _PACKAGE = "ls_strategy"
 
 
 def versions() -> Iterator[Finding]:
-    """Python and packages, against what this package's metadata asks for."""
+    """Compare Python and packages with this package's requirements."""
     yield python(sys.version_info[:2])
     yield Finding(_PACKAGE, f"{installed(_PACKAGE) or 'a source tree'}, {Path(__file__).parents[1]}")
     wanted = requirements()
@@ -43,7 +42,7 @@ def versions() -> Iterator[Finding]:
 
 
 def installed(name: str) -> str | None:
-    """Version of an installed distribution; None if there is none."""
+    """Return the version of an installed distribution, or None."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -51,7 +50,7 @@ def installed(name: str) -> str | None:
 
 
 def python(version: tuple[int, ...]) -> Finding:
-    """The interpreter; ``version`` is its major and minor number."""
+    """Check the interpreter. ``version`` is its major and minor number."""
     value = f"{platform.python_version()}, {sys.executable}"
     if version < (3, 10):
         return Finding("python", value, "problem", "Install Python 3.10 or newer, and this package into it.")
@@ -59,7 +58,7 @@ def python(version: tuple[int, ...]) -> Finding:
 
 
 def requirements() -> dict[str, str]:
-    """What this package asks of others: ``{"torch": ">=2.11", ...}``. Empty for a source tree without metadata."""
+    """Return this package's requirements: ``{"torch": ">=2.11", ...}``. Empty for a source tree without metadata."""
     try:
         from packaging.requirements import Requirement
 
@@ -79,7 +78,7 @@ def _package(name: str, specifier: str) -> Finding:
         from packaging.specifiers import SpecifierSet
 
         if not SpecifierSet(specifier).contains(version, prereleases=True):
-            return Finding(name, f"{version}, where {specifier} is needed", "problem", f'pip install "{asked}"')
+            return Finding(name, f"{version}, but {specifier} is required", "problem", f'pip install "{asked}"')
     try:
         importlib.import_module(name)
     except Exception as error:  # a broken installation may raise anything
@@ -87,46 +86,41 @@ def _package(name: str, specifier: str) -> Finding:
             name,
             f"{version} does not import: {type(error).__name__}: {one_line(str(error))}",
             "problem",
-            f'Install it anew: pip install --force-reinstall "{asked}"',
+            f'Reinstall it: pip install --force-reinstall "{asked}"',
         )
-    return Finding(name, f"{version}{_build_of(name)}")
+    return Finding(name, f"{version}, for {_torch_devices()}" if name == "torch" else version)
 
 
-def _build_of(name: str) -> str:
-    """For which devices torch is built."""
-    if name != "torch":
-        return ""
+def _torch_devices() -> str:
     import torch
 
-    kind = (
-        f"CUDA {torch.version.cuda}" if torch.version.cuda else f"HIP {torch.version.hip}" if torch.version.hip else ""
-    )
-    return f", for {kind or 'the CPU alone'}"
+    if torch.version.cuda:
+        return f"CUDA {torch.version.cuda}"
+    return f"HIP {torch.version.hip}" if torch.version.hip else "the CPU only"
 
 
 def compilers() -> Iterator[Finding]:
-    """C++, ninja, and with a CUDA torch nvcc. The kernels work without: references in torch take their place."""
+    """Check C++, ninja and, with a CUDA torch, nvcc. Without kernels, torch references take their place."""
     import torch
 
     from ls_strategy.ops import _build
 
-    slower = "Without it, the references in torch are used: the same results, slower."
+    slower = "Without it, torch references are used: the same results, but slower."
     try:
         recipe = _build.cpu_recipe()
         yield Finding("C++", one_line(recipe.compiler_version.splitlines()[0]))
     except _build.BuildError as error:
-        chosen = "CXX names a compiler that cannot be run: correct it" if os.environ.get("CXX") else "Install g++"
+        chosen = "CXX names a compiler that does not run: correct it" if os.environ.get("CXX") else "Install g++"
         yield Finding("C++", str(error), "note", f"{chosen} (apt install g++, or CXX=/path/to/g++). {slower}")
     ninja = shutil.which("ninja") or shutil.which("ninja", path=str(Path(sys.executable).parent))
     if ninja:
-        yield Finding("ninja", _first_line([ninja, "--version"]))
+        output, error = run([ninja, "--version"], 30)
+        yield Finding("ninja", one_line(f"{output or error}, {ninja}"))
     else:
-        yield Finding("ninja", "not found", "note", "pip install ninja: kernels compile in parallel, once, with it.")
-    if torch.version.cuda is None:
-        yield Finding("nvcc", "not needed: this torch is built without CUDA")
-        return
-    if not torch.cuda.is_available():
-        yield Finding("nvcc", "not needed: no GPU here")
+        yield Finding("ninja", "not found", "note", "pip install ninja: it compiles kernels in parallel.")
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        reason = "this torch is built without CUDA" if torch.version.cuda is None else "this host has no GPU"
+        yield Finding("nvcc", f"not needed: {reason}")
         return
     try:
         version = _build.cuda_recipe((torch.cuda.get_device_capability(),)).compiler_version
@@ -135,11 +129,3 @@ def compilers() -> Iterator[Finding]:
     except _build.BuildError as error:
         cure = f"Install the CUDA toolkit {torch.version.cuda}, or set CUDA_HOME to it. {slower}"
         yield Finding("nvcc", str(error), "note", cure)
-
-
-def _first_line(command: list[str]) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"{command[0]} does not run: {error}"
-    return one_line(f"{done.stdout.strip()}, {command[0]}")

@@ -1,4 +1,4 @@
-"""What is about SLURM: the job this process runs in (`job`), checks before start (`preflight`), scripts (`script`).
+"""SLURM: the job of this process (`job`), checks before the start (`preflight`), batch scripts (`script`).
 
-Standard library only.
+Uses only the standard library.
 """

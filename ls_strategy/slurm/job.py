@@ -1,4 +1,4 @@
-"""The SLURM job this process runs in: its name, its end, its state, and how to requeue it."""
+"""The SLURM job of this process: its name, end time and state, and requeueing."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-_PATIENCE_S = 30.0
-"""How long a SLURM command may take; a busy controller needs a few seconds."""
+_TIMEOUT_S = 30.0
+"""Timeout of a SLURM command. A busy controller needs a few seconds."""
 
 
 def is_interactive(environ: Mapping[str, str]) -> bool:
-    """Whether the job is one that Lightning takes for an interactive shell: it ignores SLURM there."""
+    """Return whether Lightning takes the job for an interactive shell, in which it ignores SLURM."""
     return environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
 
 
 def job_id(environ: Mapping[str, str]) -> str | None:
-    """Name of the batch job for ``scontrol``, ``123`` or ``123_4`` in an array.
+    """Return the batch job's name for ``scontrol``: ``123``, or ``123_4`` in an array.
 
-    Returns:
-        None outside SLURM and in interactive jobs, which cannot be requeued.
+    None outside SLURM and in interactive jobs, which cannot be requeued.
     """
     if "SLURM_JOB_ID" not in environ or is_interactive(environ):
         return None
@@ -29,46 +28,41 @@ def job_id(environ: Mapping[str, str]) -> str | None:
 
 
 def restarts(environ: Mapping[str, str]) -> int:
-    """How many times the job was requeued before."""
+    """Return how often the job was requeued."""
     return int(environ.get("SLURM_RESTART_COUNT") or 0)
 
 
 def end_time(environ: Mapping[str, str]) -> float | None:
-    """When SLURM will end the job, in seconds since 1970; None where there is no limit, or none can be found out."""
-    name = job_id(environ)
-    if name is None:
-        return None
-    # Newer releases say it in the environment; older ones must be asked.
-    text = environ.get("SLURM_JOB_END_TIME") or _ask(["squeue", "-h", "-j", name, "-o", "%e"], SLURM_TIME_FORMAT="%s")
-    try:
-        seconds = float(text or "")
-    except ValueError:  # NONE, N/A
-        return None
-    return seconds if seconds > 0 else None
+    """Return when SLURM will end the job, in seconds since 1970. None if there is no limit or it is unknown."""
+    seconds = _time(environ, "SLURM_JOB_END_TIME", "%e")
+    return seconds if seconds is not None and seconds > 0 else None
 
 
 def start_time(environ: Mapping[str, str]) -> float | None:
-    """When SLURM started the job this time, in seconds since 1970; None outside of it, and where it does not say."""
+    """Return when SLURM started the job this time, in seconds since 1970. None if unknown."""
+    return _time(environ, "SLURM_JOB_START_TIME", "%S")
+
+
+def _time(environ: Mapping[str, str], variable: str, field: str) -> float | None:
     name = job_id(environ)
     if name is None:
         return None
-    text = environ.get("SLURM_JOB_START_TIME") or _ask(["squeue", "-h", "-j", name, "-o", "%S"], SLURM_TIME_FORMAT="%s")
     try:
-        return float(text or "")
-    except ValueError:
+        return float(environ.get(variable) or _queued(name, field) or "")  # older releases do not set the variable
+    except ValueError:  # NONE, N/A
         return None
 
 
 def own_folder(parent: str, name: str, environ: Mapping[str, str]) -> str:
-    """Name of this job's folder in ``parent``: ``name``, or ``name-1`` and so on where that is another job's.
+    """Return the name of this job's folder in ``parent``: ``name``, or ``name-1`` etc. if that belongs to another job.
 
-    Numbers of jobs come again, on another cluster or after a new installation. A folder that was there before the job
-    was started for the first time is another's; a job that was requeued goes on in its own, which is the last one.
+    Job numbers repeat, on another cluster or after a new installation. A folder that is older than the job's first
+    start belongs to another job. A requeued job continues in its own folder, which is the last one.
 
     Args:
-        parent: a folder, or a URL, in which nothing is looked up.
-        name: what says which job it is.
-        environ: of this process.
+        parent: A folder, or a URL, which is not searched.
+        name: Identifies the job.
+        environ: Environment of this process.
     """
     if "://" in parent:
         return name
@@ -89,39 +83,36 @@ def own_folder(parent: str, name: str, environ: Mapping[str, str]) -> str:
 
 
 def is_running(environ: Mapping[str, str]) -> bool:
-    """Whether SLURM counts the job as running: not once it was cancelled, ran out of time or is being requeued."""
+    """Return whether SLURM counts the job as running: False once it is cancelled, timed out or being requeued."""
     name = job_id(environ)
-    return name is not None and _ask(["squeue", "-h", "-j", name, "-o", "%T"]) == "RUNNING"
+    return name is not None and _queued(name, "%T") == "RUNNING"
 
 
 def requeue(environ: Mapping[str, str]) -> str | None:
-    """Put the job back into the queue. SLURM ends its processes at once, so save first.
+    """Requeue the job. SLURM ends its processes at once, so save first.
 
     Returns:
-        None if SLURM accepted it, else why not.
+        None if SLURM accepted it, otherwise the reason.
     """
     name = job_id(environ)
     if name is None:
         return "this process does not run in a SLURM batch job"
     command = ["scontrol", "requeue", name]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"{' '.join(command)}: {error}"
-    return None if done.returncode == 0 else f"{' '.join(command)}: {(done.stderr or done.stdout).strip()}"
+    output, error = _run(command)
+    return f"{' '.join(command)}: {error}" if output is None else None
 
 
-def _ask(command: list[str], **extra: str) -> str | None:
-    """Output of a SLURM command; None if there is none."""
+def _queued(name: str, field: str) -> str | None:
+    """Return a field of the job from squeue, with times in seconds since 1970, or None if squeue failed."""
+    return _run(["squeue", "-h", "-j", name, "-o", field], SLURM_TIME_FORMAT="%s")[0]
+
+
+def _run(command: list[str], **extra: str) -> tuple[str | None, str]:
+    """Run a SLURM command. Return its output and "", or None and the error."""
     try:
         done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=_PATIENCE_S,
-            check=False,
-            env={**os.environ, **extra},
+            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False, env={**os.environ, **extra}
         )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return None, str(error)
+    return (None, (done.stderr or done.stdout).strip()) if done.returncode else (done.stdout.strip(), "")

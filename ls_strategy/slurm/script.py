@@ -1,77 +1,73 @@
-"""The batch script of a training run: a template and what goes into it."""
+"""The batch script of a training run: a template and its values."""
 
 from __future__ import annotations
 
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.resources import files
 
 from ls_strategy.errors import ConfigError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _PLAIN = re.compile(r"[^\s\"'\\`$;&|<>]+")
+_CONSTRAINT = re.compile(r"[^\s\"'\\`$]+")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A training run as SLURM is to start it. Texts that SLURM reads are handed on as they are."""
+    """A training run for SLURM. Texts for SLURM are passed on unchanged."""
 
     name: str
-    """Of the job; its files are called after it."""
+    """Name of the job and of its files."""
 
     command: Sequence[str]
-    """What every task runs. Words are quoted, but for ``raw``."""
+    """What every task runs. Words are quoted, except ``raw``."""
 
     raw: Sequence[str] = ()
-    """Words appended as they are, for variables of the job, such as ``--trainer.devices=$SLURM_NTASKS_PER_NODE``."""
+    """Unquoted words for variables of the job, such as ``--trainer.devices=$SLURM_NTASKS_PER_NODE``."""
 
     nodes: int = 1
     tasks_per_node: int = 1
-    """One process each."""
+    """One process per task."""
 
     gpus_per_node: int = 0
     cpus_per_task: int | None = None
-    """Default: the cluster's."""
+    """None: the cluster's default."""
 
     time: str | None = None
-    """``minutes`` or ``days-hours:minutes:seconds``. Default: the partition's."""
+    """``minutes`` or ``days-hours:minutes:seconds``. None: the partition's default."""
 
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
     constraint: str | None = None
     array: str | None = None
-    """``0-7`` or ``0-7%2``: that many independent runs; ``$SLURM_ARRAY_TASK_ID`` tells them apart."""
+    """``0-7`` or ``0-7%2``: independent runs, identified by ``$SLURM_ARRAY_TASK_ID``."""
 
     mail_user: str | None = None
     signal_lead_s: int = 120
-    """Seconds between SIGUSR1 and the end of the time. SLURM may send it up to a minute earlier."""
+    """Seconds between SIGUSR1 and the time limit. SLURM may send it up to a minute earlier."""
 
     setup: Sequence[str] = ()
-    """Lines of bash before anything else: ``module load cuda``."""
+    """Lines of bash that run first: ``module load cuda``."""
 
     env: Sequence[tuple[str, str]] = ()
-    """Variables for every task. They win over the script's own."""
+    """Variables of every task. They override the script's own."""
 
     python: str = "python"
     folder: str = "slurm"
-    """Of the script and the logs, as seen from where the job is submitted."""
+    """Folder of the script and the logs, relative to where the job is submitted."""
 
-    script: str = field(default="job.sbatch")
-    """Path of the script itself, for its first comment."""
+    script: str = "job.sbatch"
+    """Path of the script, for its first comment."""
 
     def __post_init__(self) -> None:
-        """Refuse what SLURM or bash would misread.
-
-        Raises:
-            ConfigError: naming the option.
-        """
         if not _NAME.fullmatch(self.name):
             raise ConfigError(
-                f"--name {self.name!r}: use letters, digits, dot, dash and underscore; files have it, too."
+                f"Got --name {self.name!r}. Use letters, digits, dot, dash and underscore: it is also a file name."
             )
         counts = {
             "nodes": self.nodes,
@@ -81,22 +77,20 @@ class Job:
         }
         for option, value in counts.items():
             if value < 1:
-                raise ConfigError(f"--{option} {value}: give a number from 1 on.")
+                raise ConfigError(f"Got --{option} {value}. Give a number of at least 1.")
         if self.gpus_per_node < 0:
-            raise ConfigError(f"--gpus-per-node {self.gpus_per_node}: give 0, or the number of GPUs.")
+            raise ConfigError(f"Got --gpus-per-node {self.gpus_per_node}. Give 0 or the number of GPUs.")
         for option in ("time", "partition", "account", "qos", "constraint", "array", "mail_user"):
-            value = getattr(self, option)
-            if value is not None and not (_PLAIN if option != "constraint" else re.compile(r"[^\s\"'\\`$]+")).fullmatch(
-                value
-            ):
-                raise ConfigError(f"--{option.replace('_', '-')} {value!r}: one word without quotes.")
+            value, allowed = getattr(self, option), _CONSTRAINT if option == "constraint" else _PLAIN
+            if value is not None and not allowed.fullmatch(value):
+                raise ConfigError(f"Got --{option.replace('_', '-')} {value!r}. Give one word without quotes.")
         for name, value in self.env:
             if not _VARIABLE.fullmatch(name) or "\n" in value:
-                raise ConfigError(f"--env {name}={value}: give NAME=VALUE, in one line.")
+                raise ConfigError(f"Got --env {name}={value}. Give NAME=VALUE in one line.")
 
 
 def render(job: Job) -> str:
-    """The script's text."""
+    """Return the script's text."""
     template = files("ls_strategy.slurm").joinpath("template.sbatch").read_text(encoding="utf-8")
     values = {
         "SCRIPT": shlex.quote(job.script),
@@ -132,7 +126,7 @@ def _directives(job: Job) -> list[tuple[str, str]]:
 
 
 def _lines(job: Job) -> list[str]:
-    """The command, an option per line."""
+    """Return the command with one option per line."""
     lines: list[str] = []
     for word in job.command:
         if lines and (not word.startswith("--") or lines[-1].endswith(" -m")):

@@ -57,7 +57,7 @@ def test_a_path_that_is_no_checkpoints_is_an_error_on_all_ranks(
     monkeypatch.chdir(folder.parent)
     before = tree(tmp_path)
     for path, why in (
-        ("checkpoints", "is a folder that holds something else than a checkpoint"),
+        ("checkpoints", "is a folder that holds something other than a checkpoint"),
         ("./", "is the working directory or contains it"),
         ("..", "is the working directory or contains it"),
         ("", "is empty"),
@@ -94,7 +94,7 @@ def test_a_background_save_is_refused_at_the_call(rank: int, world_size: int, tm
         (tmp_path / "notes.txt").write_text("mine")
     module = SavesToAFolder()
     module.where = tmp_path
-    with pytest.raises(CheckpointError, match=r"something else than a checkpoint: notes\.txt"):
+    with pytest.raises(CheckpointError, match=r"something other than a checkpoint: notes\.txt"):
         fit(ZeROStrategy(2, sharding={"min_unit_numel": 0}, checkpoint={"background": True}), module)
     assert tree(tmp_path) == {"notes.txt": b"mine"}
 
@@ -136,7 +136,7 @@ def test_a_link_that_would_take_a_users_folder_is_an_error_on_all_ranks(
                 (tmp_path / "last.ckpt" / "notes.txt").write_text("mine")
 
     saves = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_last="link", save_top_k=-1)
-    with pytest.raises(CheckpointError, match=r"something else than a checkpoint: notes\.txt"):
+    with pytest.raises(CheckpointError, match=r"something other than a checkpoint: notes\.txt"):
         fit(ZeROStrategy(2, sharding={"min_unit_numel": 0}), Maker(), callbacks=[saves], enable_checkpointing=True)
     assert tree(tmp_path / "last.ckpt") == {"notes.txt": b"mine"}
 

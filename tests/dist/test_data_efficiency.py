@@ -181,7 +181,7 @@ def test_what_does_not_go_together_is_refused_on_all_ranks():
         first,
         [
             "sequences of 15 tokens",
-            "sequences of 2 tokens, and parallel.context=2",
+            "sequences of 2 tokens, but parallel.context=2",
             "keeps 5 tokens",
             "parallel.tensor.sequence_parallel",
         ],

@@ -144,12 +144,12 @@ def test_what_is_missing_or_divided(tmp_path):
     part = save / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     data = part.read_bytes()
     part.unlink()
-    with pytest.raises(CheckpointError, match="2 ranks and has the files of 1"):
+    with pytest.raises(CheckpointError, match="2 ranks, but has the files of 1"):
         read_deepspeed(folder)
     part.write_bytes(data[: len(data) // 2])
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_deepspeed(folder)
-    with pytest.raises(CheckpointError, match="no checkpoint of DeepSpeed"):
+    with pytest.raises(CheckpointError, match="is not a DeepSpeed checkpoint"):
         read_deepspeed(tmp_path)
     with pytest.raises(ConfigError, match="both source and target"):
         consolidate_deepspeed(folder, folder)

@@ -50,19 +50,19 @@ def work(root: Path) -> None:
 
 
 REFUSED = {
-    "checkpoints": "is a folder that holds something else than a checkpoint: ",
-    "checkpoints/": "is a folder that holds something else than a checkpoint: ",
-    "./checkpoints/./": "is a folder that holds something else than a checkpoint: ",
-    "checkpoints/last.ckpt/..": "is a folder that holds something else than a checkpoint: ",
-    "checkpoints/mixed.ckpt": "is a folder that holds something else than a checkpoint: notes.txt",
-    "checkpoints/deep.ckpt": "is a folder that holds something else than a checkpoint: sub",
+    "checkpoints": "is a folder that holds something other than a checkpoint: ",
+    "checkpoints/": "is a folder that holds something other than a checkpoint: ",
+    "./checkpoints/./": "is a folder that holds something other than a checkpoint: ",
+    "checkpoints/last.ckpt/..": "is a folder that holds something other than a checkpoint: ",
+    "checkpoints/mixed.ckpt": "is a folder that holds something other than a checkpoint: notes.txt",
+    "checkpoints/deep.ckpt": "is a folder that holds something other than a checkpoint: sub",
     "checkpoints/cut.ckpt": "a checkpoint without its manifest.json",
     "checkpoints/page": "a folder that this package did not write",
     "checkpoints/readme.txt": "is a file that torch.save did not write",
     "checkpoints/train.py": "is a file that torch.save did not write",
     "checkpoints/data.zip": "is a file that torch.save did not write",
-    "link": "is a link to .*checkpoints, and that is not a checkpoint",
-    "link.txt": "is a link to .*readme.txt, and that is not a checkpoint",
+    "link": "is a link to .*checkpoints, which is not a checkpoint",
+    "link.txt": "is a link to .*readme.txt, which is not a checkpoint",
     "": "which is empty",
     " ": "which is empty",
     ".": "is the working directory or contains it",
@@ -130,7 +130,7 @@ def test_what_takes_the_name_during_a_save_stays(tmp_path: Path) -> None:
     with contextlib.closing(_Closing(commit.begin(path, "0000000a"))):
         path.mkdir()
         (path / "notes.txt").write_text("mine")
-        with pytest.raises(CheckpointError, match=r"something else than a checkpoint: notes\.txt"):
+        with pytest.raises(CheckpointError, match=r"something other than a checkpoint: notes\.txt"):
             commit.commit(path, "0000000a", Manifest(1, 0, {}, {}))
         assert contents(path) == {"notes.txt": b"mine"}
 

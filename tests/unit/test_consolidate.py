@@ -32,7 +32,7 @@ WEIGHTS = ["blocks.9._extra_state", "blocks.9.bias", "blocks.10.bias", "empty", 
 
 
 class Opaque:
-    """A class that torch does not hold for safe."""
+    """A class that torch does not consider safe."""
 
 
 @pytest.mark.parametrize("mmap", [False, True])
@@ -254,8 +254,8 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
 def test_what_a_killed_process_left_is_removed_by_the_next_and_by_no_other(tmp_path: Path) -> None:
     folder, target = small_folder(tmp_path / "x.ckpt"), tmp_path / "one.ckpt"
     begin = (
-        "import sys; from pathlib import Path; from ls_strategy.checkpoint.output import whole_or_nothing\n"
-        "with whole_or_nothing(Path(sys.argv[1]), nbytes=0, force=False) as path:\n"
+        "import sys; from pathlib import Path; from ls_strategy.checkpoint.output import atomic_output\n"
+        "with atomic_output(Path(sys.argv[1]), nbytes=0, force=False) as path:\n"
         "    path.write_text('half'); print('begun', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(
@@ -308,7 +308,7 @@ def test_objects_of_classes_that_are_not_there(tmp_path: Path, monkeypatch: pyte
     folder = write_folder(
         tmp_path / "x.ckpt", {("model", "w"): torch.ones(2)}, {}, {"hyper_parameters": {"a": Opaque()}}
     )
-    with pytest.raises(CheckpointError, match="does not hold for safe"):
+    with pytest.raises(CheckpointError, match="does not consider safe"):
         read_checkpoint(folder)
     consolidate(folder, tmp_path / "one.ckpt")
     assert isinstance(torch.load(tmp_path / "one.ckpt", weights_only=False)["hyper_parameters"]["a"], Opaque)

@@ -146,7 +146,7 @@ def test_refused_keys_name_key_and_cure(key):
         ({"zero_optimization": {"offload_optimizer": {"devise": "cpu"}}}, r"offload_optimizer\.device"),
         ({"stage": 2}, r"zero_optimization\.stage"),
         ({"fp16": {"gradient_clipping": 1.0}}, "outside of fp16"),
-        ({"fp16": True}, "this is a block"),
+        ({"fp16": True}, "fp16 is a block"),
     ],
 )
 def test_unknown_keys_are_refused_with_the_closest(config, word):
@@ -191,7 +191,7 @@ def test_offload():
         "offload_optimizer": {"device": "nvme", "nvme_path": "/a"},
         "offload_param": {"device": "nvme", "nvme_path": "/b"},
     }
-    with pytest.raises(ConfigError, match="one folder"):
+    with pytest.raises(ConfigError, match="share one folder"):
         zero(**paths)
 
 
@@ -376,7 +376,7 @@ def test_optimizers(name, params, kind, expected):
     [
         ("Lamb", {}, "Lamb scales"),
         ("OneBitAdam", {}, "removed"),
-        ("Muon", {}, "whole matrices"),
+        ("Muon", {}, "full matrices"),
         ("AdamX", {}, "torch.optim"),
         ("Optimizer", {"learning": 1}, "learning"),
         ("AdamW", {"amsgrad": True}, "amsgrad"),
@@ -426,7 +426,7 @@ def test_a_scheduler_without_a_type():
 def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(ConfigError, match="missing"):
         translate(tmp_path / "missing.json")
-    for text, word in (("{,}", "not JSON"), ('{"fp16": {}, "fp16": {}}', "twice"), ("[]", "JSON object")):
+    for text, word in (("{,}", "not valid JSON"), ('{"fp16": {}, "fp16": {}}', "twice"), ("[]", "holds a list")):
         path = tmp_path / "bad.json"
         path.write_text(text)
         with pytest.raises(ConfigError, match=word):

@@ -16,8 +16,7 @@ import pytest
 
 from ls_strategy import cli
 from ls_strategy.distributed.rendezvous import free_port
-from ls_strategy.doctor import cluster, collective, gpus, host, kernels, software
-from ls_strategy.doctor import nvme as drive
+from ls_strategy.doctor import cluster, collective, gpus, host, kernels, nvme, software
 from ls_strategy.doctor.examine import TOPICS, Check, choose, examine
 from ls_strategy.doctor.finding import Finding
 from ls_strategy.errors import ConfigError
@@ -76,7 +75,7 @@ def test_a_healthy_machine_in_words_and_json(capsys):
 
 def test_a_problem_is_the_exit_status(capsys, tmp_path):
     assert cli.main(["doctor", "--only", "drive", "--nvme-path", str(tmp_path / "typo")]) == 1
-    assert f"-> Make it on a local NVMe drive (mkdir -p {tmp_path}/typo)" in capsys.readouterr().out
+    assert f"-> Create it on a local NVMe device (mkdir -p {tmp_path}/typo)" in capsys.readouterr().out
     assert not (tmp_path / "typo").exists()
 
 
@@ -89,7 +88,7 @@ def test_the_folder_of_the_environment(capsys, tmp_path, monkeypatch):
 
 def test_unknown_checks_and_times(capsys):
     assert cli.main(["doctor", "--only", "hots"]) == 1
-    assert f"no check hots: there are {', '.join(TOPICS)}" in capsys.readouterr().err
+    assert f"Got the unknown check hots. The checks are {', '.join(TOPICS)}" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         cli.main(["doctor", "--only", "host", "--timeout-s", "0"])
     assert "argument --timeout-s: 0.0 is given" in capsys.readouterr().err
@@ -119,7 +118,7 @@ def test_versions_out_of_range_and_missing(monkeypatch):
     monkeypatch.setattr(software, "installed", lambda name: {"torch": "2.4.1", "fsspec": None}.get(name, plain(name)))
     found = {f.name: f for f in software.versions()}
     assert found["torch"].state == found["fsspec"].state == "problem"
-    assert found["torch"].value == "2.4.1, where >=2.11 is needed"
+    assert found["torch"].value == "2.4.1, but >=2.11 is required"
     assert found["torch"].cure == 'pip install "torch>=2.11"'
     assert found["lightning"].state == "ok"
 
@@ -265,20 +264,20 @@ def test_gpus_that_torch_cannot_use(monkeypatch):
     assert "Unset CUDA_VISIBLE_DEVICES" in gpus.unavailable(2, "13.0", "2.15.0").cure
 
 
-# --- the drive -------------------------------------------------------------------------------------------------------
+# --- NVMe ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_folder_in_memory():
     if mount_of(Path("/dev/shm")).kind != "tmpfs":
         pytest.skip("no tmpfs in /dev/shm")
-    (finding,) = drive.drive("/dev/shm")
+    (finding,) = nvme.folder("/dev/shm")
     assert finding.state == "problem"
     assert "tmpfs" in finding.value
     assert "ext4" in finding.cure
 
 
-def test_a_folder_on_a_drive(tmp_path):
-    found = {f.name: f for f in drive.drive(str(tmp_path))}
+def test_a_folder_on_a_disk(tmp_path):
+    found = {f.name: f for f in nvme.folder(str(tmp_path))}
     if found["folder"].state == "problem":
         pytest.skip("temporary files are in memory here")
     assert found["direct I/O"].state in ("ok", "note")
@@ -293,14 +292,14 @@ def test_a_file_system_without_direct_io(tmp_path, monkeypatch):
         raise OSError(22, "Invalid argument")
 
     monkeypatch.setattr(DirectFile, "_set_direct", refuses)
-    finding = drive.direct_io(tmp_path)
+    finding = nvme.direct_io(tmp_path)
     assert (finding.state, finding.value) == ("note", "the file system refuses O_DIRECT")
     assert "ext4" in finding.cure
 
 
 def test_a_file_instead_of_a_folder(tmp_path):
     (tmp_path / "file").touch()
-    (finding,) = drive.drive(str(tmp_path / "file"))
+    (finding,) = nvme.folder(str(tmp_path / "file"))
     assert finding.state == "problem"
     assert "is a file" in finding.value
 
@@ -325,14 +324,14 @@ def test_a_healthy_step(commands):
 @pytest.mark.parametrize(
     ("changes", "state", "value", "cure"),
     [
-        ({"SLURM_NTASKS": "four"}, "problem", "SLURM_NTASKS='four' is no number", "fresh job"),
+        ({"SLURM_NTASKS": "four"}, "problem", "SLURM_NTASKS='four' is not a number", "fresh job"),
         ({"SLURM_PROCID": "-1"}, "problem", "SLURM_PROCID='-1'", "fresh job"),
         ({"SLURM_NTASKS": None}, "problem", "SLURM_NTASKS missing", "--ntasks-per-node"),
         ({"SLURM_PROCID": "9"}, "problem", "task 9 of 4", "mixed"),
         ({"SLURM_STEP_TASKS_PER_NODE": "2(x3)"}, "problem", "lists others", "mixed"),
         ({"SLURM_STEP_TASKS_PER_NODE": "3,1"}, "problem", "different numbers of tasks", "--ntasks-per-node"),
         ({"SLURM_STEP_NUM_TASKS": None}, "note", "without srun", "srun python"),
-        ({"SLURM_JOB_ID": None}, "problem", "none, and SLURM_NTASKS", "unset SLURM_NTASKS"),
+        ({"SLURM_JOB_ID": None}, "problem", "none, but SLURM_NTASKS", "unset SLURM_NTASKS"),
         ({"SLURM_JOB_NAME": "bash"}, "problem", "4 tasks in a job named 'bash'", "SLURM_JOB_NAME=train"),
     ],
 )
@@ -352,7 +351,7 @@ def test_a_controller_that_does_not_answer(commands, monkeypatch):
     assert (down.state, "Unable to contact" in down.value) == ("problem", True)
     assert "scontrol ping" in down.cure
     program(commands, "sinfo", "while :; do :; done")
-    monkeypatch.setattr(cluster, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(cluster, "_TIMEOUT_S", 0.2)
     assert "does not answer" in cluster.sinfo(in_job=False).value
 
 
@@ -391,7 +390,7 @@ def test_a_port_that_is_taken():
 def test_two_ranks_add_up():
     finding = collective.all_reduce("gloo", timeout_s=60)
     assert finding.state == "ok", finding
-    assert "the sum is right" in finding.value
+    assert "the sum is correct" in finding.value
 
 
 @pytest.mark.parametrize(

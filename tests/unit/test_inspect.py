@@ -87,7 +87,7 @@ def test_files_that_are_missing_or_cut(tmp_path: Path, capsys: Any) -> None:
     whole = part.read_bytes()
     part.write_bytes(whole[:-1])
     assert run(folder) == 1
-    assert f"{part} has {len(whole) - 1} bytes, the manifest says {len(whole)}" in capsys.readouterr().err
+    assert f"{part} has {len(whole) - 1} bytes, but the manifest says {len(whole)}" in capsys.readouterr().err
     part.unlink()
     assert run(folder, "--verify") == 1
     assert f"{part} is missing" in capsys.readouterr().err

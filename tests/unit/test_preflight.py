@@ -75,7 +75,7 @@ def test_each_inconsistency_is_named_with_its_cure(environ, cures):
 
 def test_gpus_of_a_job_that_trains_on_the_cpu():
     environ = job(SLURM_GPUS_ON_NODE="2", CUDA_VISIBLE_DEVICES="0,1")
-    with pytest.raises(PlanError, match=r"2 GPUs on this node, and the Trainer runs on the CPU.*accelerator='gpu'"):
+    with pytest.raises(PlanError, match=r"2 GPUs on this node, but the Trainer runs on the CPU.*accelerator='gpu'"):
         require(environ, devices=4, num_nodes=2, gpus=False)
     assert check(environ | {"CUDA_VISIBLE_DEVICES": ""}, devices=4, num_nodes=2, gpus=False) == []
     assert check(environ, devices=4, num_nodes=2) == []

@@ -98,7 +98,7 @@ def test_a_file_replaces_a_folder_in_full_or_not_at_all(tmp_path: Path) -> None:
         IO.save_checkpoint({"a": lambda: None}, folder)
     assert "state_dict" in IO.load_checkpoint(folder)
     (folder / "mine.txt").write_text("a note")
-    with pytest.raises(CheckpointError, match=r"holds something else than a checkpoint: mine\.txt"):
+    with pytest.raises(CheckpointError, match=r"holds something other than a checkpoint: mine\.txt"):
         IO.save_checkpoint({"a": 1}, folder)
     assert (folder / "mine.txt").is_file()
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".") and p.name.endswith(".partial")]

@@ -1,0 +1,105 @@
+"""Locks on checkpoint names."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ls_strategy.checkpoint import claim as claims
+from ls_strategy.checkpoint.claim import claim, is_lock_file, lock_path, require_claim
+from ls_strategy.checkpoint.place import Place
+from ls_strategy.errors import CheckpointError
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path / "last.ckpt")
+
+
+def test_a_second_claim_of_a_name_fails(place: Place) -> None:
+    with require_claim(place):
+        assert claim(place) is None
+
+
+def test_other_names_are_free(place: Place) -> None:
+    with require_claim(place), require_claim(place.sibling("other.ckpt")) as other:
+        assert other.certain
+
+
+def test_the_error_names_the_holder(place: Place) -> None:
+    with require_claim(place), pytest.raises(CheckpointError, match=r"another process \(pid \d+ on .*default_root_dir"):
+        require_claim(place)
+
+
+def test_release_frees_the_name_and_removes_the_file(place: Place) -> None:
+    with require_claim(place):
+        assert Path(lock_path(place)).exists()
+    assert not Path(lock_path(place)).exists()
+    with require_claim(place) as again:
+        assert again.certain
+
+
+def test_release_may_be_repeated(place: Place) -> None:
+    held = require_claim(place)
+    held.release()
+    with require_claim(place):
+        held.release()
+        assert claim(place) is None, "the second release must not free the name of the next holder"
+
+
+def test_an_exception_releases_the_claim(place: Place) -> None:
+    with pytest.raises(RuntimeError, match="on purpose"), require_claim(place):
+        raise RuntimeError("on purpose")
+    assert claim(place) is not None
+
+
+def test_the_file_of_a_killed_process_of_this_machine_is_taken_over(place: Place) -> None:
+    require_claim(place)
+    claims.forget_all()  # as the end of the process does
+    assert Path(lock_path(place)).exists()
+    with require_claim(place) as held:
+        assert held.certain
+
+
+def test_the_file_of_another_machine_leaves_the_claim_uncertain(place: Place) -> None:
+    Path(lock_path(place)).write_text("ls_strategy another-boot-id pid 1 on elsewhere\n")
+    with require_claim(place) as held:
+        assert not held.certain
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_without_locks_the_claim_is_uncertain(place: Place, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(number, "no locks here")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    held = claim(place)
+    assert held is not None
+    assert not held.certain
+
+
+def test_other_errors_of_the_lock_are_raised(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(OSError, match="broken"):
+        claim(place)
+
+
+def test_object_stores_give_uncertain_claims() -> None:
+    held = claim(Place("memory://bucket/last.ckpt"))
+    assert held is not None
+    assert not held.certain
+
+
+def test_lock_files_are_recognized(place: Place, tmp_path: Path) -> None:
+    (tmp_path / "mine.saving").write_text("my notes")
+    with require_claim(place):
+        assert is_lock_file(Path(lock_path(place)))
+    assert not is_lock_file(tmp_path / "mine.saving")
+    assert not is_lock_file(tmp_path / "missing.saving")

@@ -1,0 +1,129 @@
+"""One rank's file, and the reader that verifies what it reads."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from ls_strategy.checkpoint import files
+from ls_strategy.checkpoint.files import RankFile, Reader, read_box, read_range
+from ls_strategy.checkpoint.manifest import FileRecord, read_manifest
+from ls_strategy.checkpoint.metadata import write_metadata
+from ls_strategy.checkpoint.place import Place
+from ls_strategy.errors import CheckpointError
+from tests.unit.checkpoint_folders import damage, small_folder, small_tensors
+
+TABLE = ("model", "table.weight")
+COLUMNS = ("optimizer_1", "state", "blocks.10.bias", "momentum_buffer")
+
+
+@pytest.fixture
+def reader(tmp_path: Path) -> Reader:
+    path = small_folder(tmp_path / "x.ckpt")
+    return Reader(path, read_manifest(path))
+
+
+def written(tmp_path: Path, numel: int) -> tuple[bytes, FileRecord]:
+    file = RankFile(Place(tmp_path), "f")
+    file.add_tensor(("a",), (numel,), (0,), torch.arange(float(numel)))
+    file.add_object(("b",), {"x": 1})
+    record = file.close()
+    return (tmp_path / "f").read_bytes(), record
+
+
+@pytest.mark.parametrize("numel", [3, 1 << 19], ids=["small", "checksummed in parallel"])
+def test_the_record_covers_the_file_without_gaps(tmp_path: Path, numel: int) -> None:
+    data, record = written(tmp_path, numel)
+    assert [start for start, _, _ in record.parts] == [0, record.parts[0][1]]
+    assert record.bytes == len(data) == sum(length for _, length, _ in record.parts)
+
+
+@pytest.mark.parametrize("numel", [3, 1 << 19], ids=["small", "checksummed in parallel"])
+def test_the_record_has_the_checksums_of_the_file(tmp_path: Path, numel: int) -> None:
+    data, record = written(tmp_path, numel)
+    assert [zlib.crc32(data[start : start + length]) for start, length, _ in record.parts] == [
+        crc for _, _, crc in record.parts
+    ]
+
+
+def test_a_view_is_written_without_the_rest_of_its_storage(tmp_path: Path) -> None:
+    file = RankFile(Place(tmp_path), "f")
+    file.add_tensor(("a",), (1 << 20,), (8,), torch.zeros(1 << 20)[8:16])
+    assert file.close().bytes < 10_000
+
+
+def test_the_disks_error_is_raised_not_torchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = RankFile(Place(tmp_path), "f")
+
+    class Full:
+        def write(self, data: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        def close(self) -> None:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(file, "_file", Full())
+    with pytest.raises(OSError, match="No space left"):
+        file.add_tensor(("a",), (3,), (0,), torch.zeros(3))
+    file.abandon()
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 66), (5, 17), (30, 31), (9, 9)])
+def test_ranges_cross_chunks(reader: Reader, start: int, stop: int) -> None:
+    assert torch.equal(read_range(reader, TABLE, start, stop), small_tensors()[TABLE].flatten()[start:stop])
+
+
+@pytest.mark.parametrize(("offsets", "sizes"), [((0, 0), (5, 4)), ((1, 1), (3, 2)), ((4, 3), (1, 1))])
+def test_boxes_cross_column_shards(reader: Reader, offsets: tuple[int, int], sizes: tuple[int, int]) -> None:
+    (row, column), (rows, columns) = offsets, sizes
+    expected = small_tensors()[COLUMNS][row : row + rows, column : column + columns]
+    assert torch.equal(read_box(reader, COLUMNS, offsets, sizes), expected)
+
+
+def test_each_chunk_is_read_once(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[object] = []
+    plain = files.Reader._load
+    monkeypatch.setattr(Reader, "_load", lambda self, index, **k: [read.append(index), plain(self, index, **k)][1])
+    read_range(reader, TABLE, 5, 40)
+    assert len(read) == len(set(read)) > 1
+
+
+def test_a_missing_chunk_is_an_error(tmp_path: Path) -> None:
+    file = RankFile(Place(tmp_path), "f")
+    file.add_tensor(("a",), (6,), (0,), torch.zeros(4))
+    file.close()
+    write_metadata(Place(tmp_path), [("f", item) for item in file.items], {})
+    with pytest.raises(CheckpointError, match="a is incomplete: it has 4 of the 6 elements"):
+        read_range(Reader(tmp_path, None), ("a",), 0, 6)
+
+
+def read_everything(reader: Reader) -> None:
+    for path in reader.paths:
+        if reader.tensor_metadata(path) is None:
+            reader.read_object(path)
+        else:
+            read_range(reader, path, 0, small_tensors().get(path, small_tensors()[TABLE]).numel())
+
+
+def test_a_damaged_chunk_is_an_error(reader: Reader, tmp_path: Path) -> None:
+    for rank in range(3):
+        damage(tmp_path / "x.ckpt", f"__{rank}_0.distcp")
+    with pytest.raises(CheckpointError, match=r"__\d_0\.distcp is damaged: bytes \["):
+        read_everything(reader)
+
+
+def test_a_missing_file_is_an_error(reader: Reader, tmp_path: Path) -> None:
+    (tmp_path / "x.ckpt" / "__1_0.distcp").unlink()
+    with pytest.raises(CheckpointError, match=r"__1_0\.distcp is missing"):
+        read_range(reader, TABLE, 0, 66)
+
+
+def test_objects_come_back(reader: Reader) -> None:
+    assert reader.read_object(("optimizer_1", "param_groups")) == [{"lr": 0.3, "params": ["blocks.10.bias"]}]
+
+
+def test_paths_below_a_prefix(reader: Reader) -> None:
+    assert set(reader.under("optimizer_1")) == {COLUMNS, ("optimizer_1", "param_groups")}

@@ -1,0 +1,147 @@
+"""Output of the command-line tools: complete under its name, or not there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+
+from ls_strategy.checkpoint.claim import require_claim
+from ls_strategy.checkpoint.output import WRITER, atomic_output
+from ls_strategy.checkpoint.place import Place
+from ls_strategy.errors import CheckpointError, ConfigError
+
+
+def write(target: Path, text: str = "new", *, force: bool = False, nbytes: int = 0) -> None:
+    with atomic_output(target, nbytes=nbytes, force=force) as path:
+        assert not path.exists()
+        path.write_text(text)
+
+
+def write_and_raise(target: Path, error: BaseException, *, force: bool = False) -> None:
+    with atomic_output(target, nbytes=0, force=force) as path:
+        path.write_text("half")
+        raise error
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir())
+
+
+def export(folder: Path, *files: str) -> Path:
+    """As an export writes it: the weights name all files."""
+    folder.mkdir()
+    header = json.dumps({"__metadata__": {WRITER: json.dumps(["model.safetensors", *files])}}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    for name in files:
+        (folder / name).touch()
+    return folder
+
+
+def test_a_file_appears_at_the_end(tmp_path: Path) -> None:
+    with atomic_output(tmp_path / "x", nbytes=0, force=False) as path:
+        path.write_text("new")
+        assert not (tmp_path / "x").exists()
+    assert (tmp_path / "x").read_text() == "new"
+
+
+def test_nothing_else_remains(tmp_path: Path) -> None:
+    write(tmp_path / "x")
+    assert names(tmp_path) == ["x"]
+
+
+def test_after_an_exception_nothing_remains(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        write_and_raise(tmp_path / "x", KeyboardInterrupt())
+    assert names(tmp_path) == []
+
+
+def test_after_an_exception_the_old_file_remains(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("old")
+    with pytest.raises(RuntimeError, match="on purpose"):
+        write_and_raise(tmp_path / "x", RuntimeError("on purpose"), force=True)
+    assert (tmp_path / "x").read_text() == "old"
+
+
+def test_an_error_of_the_disk_names_the_target(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"x could not be written: .*No space left.*Nothing was left behind"):
+        write_and_raise(tmp_path / "x", OSError(28, "No space left on device"))
+
+
+def test_a_file_is_replaced_with_force(tmp_path: Path) -> None:
+    write(tmp_path / "x", "old")
+    write(tmp_path / "x", "new", force=True)
+    assert (tmp_path / "x").read_text() == "new"
+
+
+def test_a_file_is_kept_without_force(tmp_path: Path) -> None:
+    write(tmp_path / "x", "old")
+    with pytest.raises(ConfigError, match=r"exists\. Give another name, or --force"):
+        write(tmp_path / "x")
+
+
+def test_a_file_that_appears_meanwhile_is_kept(tmp_path: Path) -> None:
+    output = atomic_output(tmp_path / "x", nbytes=0, force=False)
+    output.__enter__().write_text("new")
+    (tmp_path / "x").write_text("another's")
+    with pytest.raises(ConfigError, match="exists"):
+        output.__exit__(None, None, None)
+    assert (tmp_path / "x").read_text() == "another's"
+
+
+def test_an_export_is_replaced_with_force(tmp_path: Path) -> None:
+    export(tmp_path / "x", "config.json")
+    with atomic_output(tmp_path / "x", nbytes=0, force=True) as path:
+        path.mkdir()
+        (path / "new").touch()
+    assert names(tmp_path / "x") == ["new"]
+    assert names(tmp_path) == ["x"]
+
+
+@pytest.mark.parametrize("extra", ["notes.txt", "model-2.safetensors"])
+def test_an_export_with_other_files_is_kept(tmp_path: Path, extra: str) -> None:
+    (export(tmp_path / "x") / extra).touch()
+    with pytest.raises(ConfigError, match="a folder that no export wrote, or that has other files"):
+        write(tmp_path / "x", force=True)
+    assert extra in names(tmp_path / "x")
+
+
+def test_weights_of_another_program_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "model.safetensors").write_bytes(bytes(8) + b"{}")
+    with pytest.raises(ConfigError, match="no export wrote"):
+        write(tmp_path / "x", force=True)
+
+
+def test_too_little_space_is_noticed_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**10, 0, 10**9))
+    with pytest.raises(CheckpointError, match=r"needs 2.00 GB, but .* has 1.00 GB free"):
+        write(tmp_path / "x", nbytes=2 * 10**9)
+    write(tmp_path / "x", nbytes=10**9)
+
+
+def test_two_processes_cannot_write_one_target(tmp_path: Path) -> None:
+    with require_claim(Place(tmp_path / "x")), pytest.raises(CheckpointError, match="by another process"):
+        write(tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [("s3://bucket/x", "not a local path"), ("missing/x", "mkdir -p"), ("/..", "a parent folder")],
+)
+def test_targets_that_cannot_be(target: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        write(Path(target))
+
+
+def test_a_link_is_kept(tmp_path: Path) -> None:
+    torch.save(1, tmp_path / "x")
+    (tmp_path / "link").symlink_to("x")
+    with pytest.raises(ConfigError, match="is a link to x"):
+        write(tmp_path / "link", force=True)
