@@ -1,7 +1,7 @@
-"""Averaged gradients of one flat buffer: where they rest between backward and step, and what is known of them there.
+"""Averaged gradients of one flat buffer, and the tier that stores them between backward and step.
 
-On the device and in host memory they are a tensor. On the NVMe tier they are written once per micro-batch, with the sum
-of their squares taken on the way; where the update follows at once, they do not go to the drive at all.
+On the device and in host memory they are a tensor. On the NVMe tier they are written once per micro-batch, and the sum
+of squares is computed from the data before the write. If the update follows at once, they are not written.
 """
 
 from __future__ import annotations
@@ -25,50 +25,49 @@ from ls_strategy.zero.storage import chunks
 
 
 class Averages:
-    """Gradients averaged over ranks, of the range that this rank steps (stage 0: of the whole buffer, in place)."""
+    """Averaged gradients of the range that this rank steps (stage 0: of the full buffer, in place)."""
 
     def __init__(self, flat: FlatBuffer) -> None:
-        """Nothing yet."""
+        """Begin without averages."""
         self._flat = flat
         self.values: Tensor | None = None
-        """Where they are a tensor: ``(stepped,)``."""
+        """The averages, ``(stepped,)``; None on the NVMe tier and before the first reduction."""
 
         self.hold_values = False
-        """Whether any gradient was averaged since the last `zero_grad`; what is left of before counts for nothing."""
+        """Whether a gradient was averaged since the last `zero_grad`. If not, ``values`` are outdated."""
 
         self.folds_factors = False
-        """Whether a fused update steps this buffer: it multiplies loss scale and clip factor in, and reads 16 bit."""
+        """Whether a fused update steps this buffer: it applies loss scale and clip factor, and reads 16 bit."""
 
         self.recorded_sums: Tensor | None = None
-        """Sum of squares and number of non-finite elements of averages that are no longer at hand, ``(2,)`` fp64."""
+        """Sum of squares and number of non-finite elements of averages no longer in memory, ``(2,)`` fp64."""
 
         self.gone = False
-        """Whether an update has taken them before its step."""
+        """Whether an update has taken the averages before its step."""
 
         self.generation = 0
-        """How often they were added to or changed, but for what user code has written."""
+        """Number of changes by the engine, without those by user code."""
 
         self.edited = False
-        """Whether they were clipped, or changed by user code, since they were averaged; the same on all ranks."""
+        """Whether they were clipped or changed by user code since they were averaged; the same on all ranks."""
 
         self.landing: Future[None] | None = None
-        """On their way to the host."""
+        """A copy to host memory in flight."""
 
-        self._lent: Tensor | None = None
+        self._in_update: Tensor | None = None
         self._scale = 1.0
 
     @property
     def scale(self) -> float:
-        """What the gradients are multiplied by here: the loss scale of their backward pass, or 1 once it was undone.
+        """Return the factor in the gradients: the loss scale of their backward pass, or 1 once it was undone.
 
-        The only note of it. Who reads them multiplies by `unscale`; who adds gradients of another scale brings these
-        to it first.
+        Readers multiply by `unscale`. Before gradients of another scale are added, these are converted to it.
         """
         return self._flat.grad_scale if self.in_place else self._scale
 
     @property
     def unscale(self) -> float:
-        """What they are still to be multiplied by."""
+        """Return the factor that readers still have to apply."""
         return 1.0 / self.scale
 
     def _set_scale(self, scale: float) -> None:
@@ -78,14 +77,14 @@ class Averages:
             self._flat.grad_scale = scale
 
     def forget(self) -> None:
-        """What was averaged so far counts for nothing."""
+        """Discard the averages so far."""
         self.hold_values = self.gone = self.edited = False
         self._set_scale(1.0)
 
     def tensor(self) -> Tensor:
-        """Averaged gradients of the range that this rank steps: ``(stepped,)``. Stage 0: ``grad`` itself.
+        """Return the averages of the range that this rank steps, ``(stepped,)``. Stage 0: ``grad`` itself.
 
-        fp32, but 16 bit where that holds the average exactly and nobody but the update looks (see `land`).
+        fp32, or 16 bit if that is exact and only the update reads them (see `land`).
         """
         if self.in_place:
             self._flat.hold_grad_buffer(self._flat.average_dtype)
@@ -97,7 +96,7 @@ class Averages:
         return self.values
 
     def at_hand(self) -> Tensor:
-        """As `tensor`, but perhaps still on their way: for who waits for `landing`."""
+        """Return the averages as `tensor` does, without waiting for `landing`."""
         return self.tensor() if self.values is None else self.values
 
     def _new(self, dtype: torch.dtype) -> Tensor:
@@ -107,12 +106,12 @@ class Averages:
         return torch.zeros(numel, dtype=dtype, device=self._flat.full.device)
 
     def owned(self) -> Tensor:
-        """Averaged gradients of this rank's shard, ``(shard,)``, at every stage: what norms are summed over."""
+        """Return the averages of this rank's shard, ``(shard,)``, at every stage. Norms are sums over it."""
         reduced = self.tensor()
         return reduced[slice(*self._flat.owned)] if self.in_place else reduced
 
     def gather(self, out: Tensor | None = None) -> Tensor:
-        """Gather the averaged gradients of all ranks, times their loss scale, ``(numel,)``. Collective."""
+        """Gather the averages of all ranks, times their loss scale, ``(numel,)``. Collective."""
         flat = self._flat
         if not self.hold_values:
             return torch.zeros_like(flat.full, dtype=flat.average_dtype) if out is None else out.zero_()
@@ -121,32 +120,33 @@ class Averages:
 
     @property
     def in_place(self) -> bool:
-        """Whether they are in ``grad``, and ``p.grad`` is what the step takes, as under DDP (stage 0)."""
+        """Whether the averages are in ``grad``, and the step reads ``p.grad``, as under DDP (stage 0)."""
         return not self._flat.policy.optimizer
 
     @property
     def on_nvme(self) -> bool:
-        """Whether the averages rest on the NVMe tier, where nobody but the update reaches them."""
+        """Whether the averages are on the NVMe tier."""
         return self._flat.gradient_tier == "nvme" and self.values is None
 
-    def land(self, reducing: PendingReduce, *, exact_16_bit: bool, at_hand: bool = False) -> None:
-        """Let the averages rest on their tier, added to what is there already. Their scale is that of ``grad``.
+    def land(self, reducing: PendingReduce, *, exact_16_bit: bool, stay_in_memory: bool = False) -> None:
+        """Add the result of a reduce-scatter to the averages on their tier. Their scale becomes that of ``grad``.
 
         Args:
-            reducing: the reduce-scatter, under way or done.
-            exact_16_bit: keep 16-bit gradients of a single rank as they are, until a second micro-batch comes: the
+            reducing: the reduce-scatter, in flight or done.
+            exact_16_bit: keep 16-bit gradients of a single rank in 16 bit until a second micro-batch comes: the
                 average of one value is the value.
-            at_hand: the update follows at once, so do not take them to the drive. `spill` does, if it does not follow.
+            stay_in_memory: do not write to the NVMe tier, because the update follows at once. If it does not, call
+                `spill`.
         """
         if self.values is not None or self.on_nvme:
-            self._flat.wait_updated()  # it may still read what would be overwritten
+            self._flat.wait_updated()  # it may still read the old averages
         accumulate = self.hold_values
         self.recorded_sums = None
         self.generation += 1
         self.hold_values, self.gone = True, False
-        factor = self._flat.grad_scale / self._scale  # what is there takes on the scale of what comes
+        factor = self._flat.grad_scale / self._scale  # convert the old averages to the new scale
         self._scale = self._flat.grad_scale
-        if self.on_nvme and (accumulate or not at_hand):
+        if self.on_nvme and (accumulate or not stay_in_memory):
             mine = self._flat.comm.pool.take(self._flat.stepped_numel, self._flat.average_dtype, self._flat.full.device)
             if accumulate:
                 with self._waiting():
@@ -172,12 +172,12 @@ class Averages:
         self._land_on_host(reducing, self.values, accumulate=accumulate)
 
     def widen(self) -> None:
-        """Hold them in full precision, also where 16 bit were exact so far."""
+        """Convert averages in 16 bit to full precision."""
         if self.values is not None:
             self._convert(self._flat.average_dtype, keep=True)
 
     def _convert(self, dtype: torch.dtype, *, keep: bool) -> None:
-        """Go on with a tensor of ``dtype``. ``keep``: that has the values."""
+        """Replace ``values`` by a tensor of ``dtype``. ``keep``: copy the values."""
         if self.values is None or self.values.dtype == dtype:
             return
         before, self.values = self.values, self._new(dtype)
@@ -187,7 +187,7 @@ class Averages:
             self._flat.rest.ring.give([before])
 
     def _land_on_host(self, reducing: PendingReduce, out: Tensor, *, accumulate: bool) -> None:
-        """Sum on the device, in the order and precision of a run without offload, then copy beside the computation."""
+        """Sum on the device, in the order and precision of a run without offload, then copy in the background."""
         mine = self._flat.comm.pool.take(out.numel(), out.dtype, self._flat.full.device)
         if accumulate:
             self._flat.rest.link.to_device(mine, out).wait_on_device()
@@ -201,7 +201,7 @@ class Averages:
         self.landing = self._flat.rest.in_background(land)
 
     def spill(self) -> None:
-        """Take averages that `land` left at hand to the drive after all."""
+        """Write averages that `land` left in memory to the NVMe tier."""
         if self._flat.gradient_tier == "nvme" and self.values is not None:
             self.wait()
             mine, self.values = self.values, None
@@ -209,7 +209,7 @@ class Averages:
             self._flat.rest.ring.give([mine])
 
     def _to_nvme(self, mine: Tensor) -> None:
-        """Sum squares while they are at hand, and write."""
+        """Compute the sum of squares, and write to the NVMe tier."""
         drive, key = self._flat.rest.drive, self._flat.rest.key("grad")
         self.recorded_sums = torch.zeros(2, dtype=torch.float64)
         for start, stop in chunks(0, mine.numel()):
@@ -219,14 +219,14 @@ class Averages:
                 drive.put(key, part.float(), start)
 
     def require_here(self) -> None:
-        """Refuse to give averages that an update has taken.
+        """Require that no update has taken the averages.
 
         Raises:
-            StateError: it has.
+            StateError: an update has.
         """
         if self.gone:
             raise StateError(
-                f"the gradients of {self._flat.name!r} and its neighbours are gone: their update began while backward "
+                f"the gradients in the buffer of {self._flat.name!r} were freed: their update began while backward "
                 "ran. Read them before the step, in on_before_optimizer_step, or set sharding.overlap_step=False on "
                 "the strategy."
             )
@@ -237,7 +237,7 @@ class Averages:
             self.change_unscaled(lambda _: None)
 
     def change_unscaled(self, edit: Callable[[Tensor], Any]) -> None:
-        """Divide by the scale, then as `change`."""
+        """Divide by the scale, then call `change`."""
         factor = self.unscale
         self._set_scale(1.0)  # first: sums of squares are taken of what is written
 
@@ -248,7 +248,7 @@ class Averages:
         self.change(both)
 
     def change(self, edit: Callable[[Tensor], Any]) -> None:
-        """Change averaged gradients in place, wherever they rest and whatever their scale is."""
+        """Change the averages in place on any tier, without regard to their scale."""
         self.generation += 1
         if not self.on_nvme:
             edit(self.tensor())
@@ -263,9 +263,9 @@ class Averages:
             self._flat.rest.drive.put(key, lease, lo)
 
     def sums(self) -> Tensor:
-        """Sum of squares and number of non-finite elements of this rank's averages, ``(2,)`` fp64.
+        """Return sum of squares and number of non-finite elements of this rank's averages, ``(2,)`` fp64.
 
-        Added up in portions of `DRIVE_CHUNK` elements, so that the bits are the same wherever the averages rest.
+        The sum runs over chunks of `DRIVE_CHUNK` elements, so that the result is bitwise the same on every tier.
         """
         if self._flat.updated_early:
             self._flat.wait_updated()
@@ -281,7 +281,7 @@ class Averages:
         return total
 
     def zero(self, start: int = 0, stop: int | None = None) -> None:
-        """Set a range of the averages to zero, where there are any."""
+        """Set a range of the averages to zero, if there are any."""
         self._flat.wait_updated()
         self.wait()
         if self.in_place:
@@ -292,10 +292,10 @@ class Averages:
         elif self.on_nvme and self.hold_values:
             stop = self._flat.stepped_numel if stop is None else stop
             self._flat.rest.write("grad", start, torch.zeros(stop - start))
-            self.change(lambda _: None)  # takes the sums anew
+            self.change(lambda _: None)  # recomputes the sums
 
     def wait(self) -> None:
-        """Wait until the averages are where they rest."""
+        """Wait until the averages have reached their tier."""
         if self.landing is not None:
             with spans.waiting(spans.COPY), self._waiting():
                 self.landing.result()
@@ -303,24 +303,24 @@ class Averages:
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Inside, the training thread waits for gradients on their way to or from their tier."""
+        """Count the time inside as waiting for gradients in flight to or from their tier."""
         started = time.perf_counter()
         try:
             yield
         finally:
             self._flat.waited_s += time.perf_counter() - started
 
-    def let_go(self) -> None:
-        """An update under way has them; backward may fill new ones meanwhile. `take_back` when the update is done."""
+    def hand_to_update(self) -> None:
+        """Give the averages to an update in flight; backward fills new ones. `reclaim` ends it."""
         self.gone = True
         if self.values is not None:
-            self._lent, self.values = self.values, None
+            self._in_update, self.values = self.values, None
 
-    def take_back(self) -> None:
-        """The update is done: the buffer goes round again."""
-        if self._lent is not None:
-            self._flat.rest.ring.give([self._lent])
-            self._lent = None
+    def reclaim(self) -> None:
+        """Return the buffer of a finished update to its pool."""
+        if self._in_update is not None:
+            self._flat.rest.ring.give([self._in_update])
+            self._in_update = None
 
 
 def _multiply_(grads: Tensor, factor: float) -> None:

@@ -1,4 +1,4 @@
-"""The memory of a flat buffer: masters and this rank's gradients, see `ls_strategy.zero.units`."""
+"""The memory of a flat buffer: master weights and this rank's gradients, see `ls_strategy.zero.units`."""
 
 from __future__ import annotations
 
@@ -25,60 +25,60 @@ from ls_strategy.zero_stages import StagePolicy
 
 
 class Holding(Protocol):
-    """What keeps the states of a flat buffer from changing unnoticed."""
+    """A save in the background that still has to read the states of a flat buffer."""
 
     def release(self) -> None:
-        """Return when they may change."""
+        """Copy what was not read yet, and return when the states may change."""
         ...
 
 
 class FlatBuffer:
-    """What a flat buffer is made of: masters, and this rank's gradients."""
+    """Master weights and local gradients of a flat buffer. `ls_strategy.zero.units.Flat` adds the parameters."""
 
     hold: Holding | None = None
-    """Of a save under way that has still to read its states."""
+    """A save in flight that still has to read the states."""
 
     may_be_written = False
-    """Whether somebody has looked at the parameters' memory since `bind`, see `ls_strategy.zero.writes`."""
+    """Whether user code has accessed the parameters' memory since `bind`, see `ls_strategy.zero.writes`."""
 
     was_written = False
-    """Whether something was written since the last step, as far as versions tell."""
+    """Whether tensor versions show a write to a parameter since the last step."""
 
-    lent = False
-    """Stage 3: gathered for somebody's touch, not for the unit's own module."""
+    gathered_on_demand = False
+    """Stage 3: gathered because a parameter was used outside the unit's own module."""
 
-    kept: Tensor | None = None
-    """Stage 3: this rank's part of a buffer that is released, and keeps its memory for somebody's view of it."""
+    viewed_shard: Tensor | None = None
+    """Stage 3: a copy of this rank's shard of a released buffer that keeps its memory, because a view of it exists."""
 
     is_viewed = False
-    """Stage 3: whether somebody has, or had, such a view."""
+    """Stage 3: whether such a view exists or existed."""
 
     hidden = False
-    """Stages 0 to 2: new values are on their way; a touch waits for them."""
+    """Stages 0 to 2: new values are in flight, and any use of a parameter waits for them."""
 
     users = 0
-    """Touches that are not over."""
+    """Operations in progress that use the gathered parameters."""
 
     grad_scale = 1.0
-    """What this rank's gradients, in ``grad`` or ``p.grad``, are multiplied by; see `Averages.scale`."""
+    """Factor in this rank's gradients, in ``grad`` or ``p.grad``; see `Averages.scale`."""
 
     average_dtype: torch.dtype
-    """Of averaged gradients."""
+    """Dtype of averaged gradients."""
 
-    seen: list[tuple[int, int]]
-    """Version and address of every parameter when they were looked at last."""
+    recorded_versions: list[tuple[int, int]]
+    """Version and address of every parameter at the last `record_versions`."""
 
-    handed_out: dict[int, list[weakref.ref[Tensor]]]
-    """What ``param.data`` gave, by parameter: views of its slot."""
+    data_views: dict[int, list[weakref.ref[Tensor]]]
+    """Tensors that ``param.data`` returned, by parameter: views of its slot."""
 
-    outdated: list[tuple[weakref.ref[Tensor], int]]
-    """Those among them that do not show the parameters since the step, and their versions then."""
+    outdated_views: list[tuple[weakref.ref[Tensor], int]]
+    """Those of `data_views` that have shown outdated values since the step, with their versions at that time."""
 
     _adopted: dict[int, Tensor]
-    """Stage 0: tensors that user code made ``p.grad``."""
+    """Stage 0: tensors that user code assigned to ``p.grad``, by parameter; they use the memory of the slot."""
 
-    _holders: int
-    """Who uses the memory of ``full`` as long as nobody else has a view of it."""
+    _own_references: int
+    """References to the memory of ``full`` while user code has no view of it."""
 
     def __init__(
         self,
@@ -90,15 +90,15 @@ class FlatBuffer:
         rest: StateStorage | None = None,
         axis: Axis | None = None,
     ) -> None:
-        """Only records; `Flat.load` moves the values in.
+        """Record the arguments; `Flat.load` allocates the buffers.
 
         Args:
-            plan: what it is.
-            params: in the order of the plan's slots.
-            policy: what is sharded.
-            comm: the ranks over which it is.
-            rest: its place on the tiers; on the device without.
-            axis: the tensor- or expert-parallel ranks, which hold other parts of the parameters, or copies.
+            plan: layout, dtypes and tiers.
+            params: parameters in the order of the plan's slots.
+            policy: which states are sharded.
+            comm: ranks over which they are sharded.
+            rest: storage on the tiers; without it everything is on the device.
+            axis: tensor- or expert-parallel ranks, which hold other parts or copies of the parameters.
         """
         layout = plan.layout
         self.plan = plan
@@ -113,7 +113,7 @@ class FlatBuffer:
         self.axis = axis or Axis("tensor")
         self.trainable = plan.trainable
         self.owned = layout.shard_range(comm.rank)
-        """Range of the buffer whose gradients this rank averages, and from stage 1 on steps."""
+        """Range of the buffer whose gradients this rank averages and, from stage 1 on, steps."""
         self.stepped = self.owned if policy.optimizer else (0, layout.numel)
         self.pieces: tuple[Piece, ...] = layout.pieces(*self.stepped)
         self.full: Tensor
@@ -121,19 +121,19 @@ class FlatBuffer:
         self.master: Tensor
         self.shard: Tensor | None = None
         self.updating: Ticket | None = None
-        """The update of this buffer's states that is under way on the stream."""
+        """The update of this buffer's states that is in flight."""
         self.arriving: Arrival | None = None
-        """New parameters on their way to the device."""
+        """New parameters in flight to the device."""
         self.updated_early = False
-        """Whether the backward pass under way has updated it already."""
+        """Whether the current backward pass has already updated this buffer."""
         self.publish_due = False
-        """Whether new weights wait to be sent to the other ranks."""
+        """Whether new weights still have to be sent to the other ranks."""
         self._refresh_due = False
-        """Whether the masters are newer than this rank's part of the parameters."""
+        """Whether the masters are newer than this rank's shard of the parameters."""
         self.waited_s = 0.0
-        """Seconds that the training thread has waited for updates, and for gradients to reach their tier."""
+        """Seconds that the training thread has waited for updates and for gradients to reach their tier."""
         self.reading: Future[Arrival] | None = None
-        """This rank's part of the parameters, on its way from the drive."""
+        """This rank's shard of the parameters, in flight from its tier."""
         self.is_gathered = True
         self.gathering: PendingGather | None = None
         self._start_without_gradients(len(params))
@@ -144,67 +144,67 @@ class FlatBuffer:
         self.reducing: PendingReduce | None = None
         self.gathering_grads: PendingGather | None = None
         self.filled = [False] * count
-        """Stages 2 and 3: which slots of ``grad`` hold something."""
+        """Stages 2 and 3: which slots of ``grad`` hold a gradient."""
         self.sent_mask = [False] * count
         """Stages 0 and 1: which parameters had a gradient when the buffer was sent."""
         self.local_grad_mask = [False] * count
-        """Whether this rank produced a gradient of each parameter since the last `zero_grad`."""
+        """Which parameters got a gradient on this rank since the last `zero_grad`."""
         self.dirty = False
-        """Whether this rank has gradients that no reduction has seen yet."""
+        """Whether this rank has gradients that were not sent yet."""
 
     @property
     def name(self) -> str:
-        """Of its first parameter."""
+        """Return the name of the first parameter."""
         return self.layout.slots[0].name if self.layout.slots else ""
 
     @property
     def stepped_numel(self) -> int:
-        """Elements of ``stepped``."""
+        """Return the number of elements in ``stepped``."""
         return self.stepped[1] - self.stepped[0]
 
     @property
     def counted(self) -> bool:
-        """Whether this rank is the first one, along its axis and of the pipeline's stages, that holds these.
+        """Whether this rank counts these parameters in norms and saves them.
 
-        That one counts them in norms, and saves them.
+        It is the first rank that holds them, along its axis and over the pipeline stages.
         """
         return self.axis.rank % self.plan.copies == 0 and not self.plan.replica
 
     @property
     def optimizer_tier(self) -> TierName:
-        """Where masters and optimizer states rest."""
+        """Return the tier of masters and optimizer states."""
         return self.plan.optimizer_tier
 
     @property
     def param_tier(self) -> TierName:
-        """Stage 3: where this rank's part of the parameters rests."""
+        """Return the tier of this rank's shard of the parameters (stage 3)."""
         return self.plan.param_tier
 
     @property
     def gradient_tier(self) -> TierName:
-        """Where averaged gradients rest between backward and step."""
+        """Return the tier of averaged gradients between backward and step."""
         return self.plan.gradient_tier
 
     @property
     def has_own_shard(self) -> bool:
-        """Stage 3: whether that part is kept beside the masters."""
+        """Whether that shard is stored in addition to the masters (stage 3)."""
         return self.plan.has_own_shard(self.policy)
 
     def split(self, buffer: Tensor) -> list[Tensor]:
-        """Return a view per parameter of any buffer of this one's layout."""
+        """Return one view per parameter of a buffer with this layout."""
         return [buffer[s.offset : s.end].view(s.shape) for s in self.layout.slots]
 
     # masters ---------------------------------------------------------------------------------------------------------
 
     def read_master(self) -> Tensor:
-        """Master weights of this rank's range: the tensor itself, or a copy of what is on the drive. ``(stepped,)``."""
+        """Return this rank's master weights, ``(stepped,)``: the tensor itself, or a copy from the NVMe tier."""
         self.wait_updated()
         return self.master if self.optimizer_tier != "nvme" else self.rest.read("master")
 
     def master_range(self, start: int, stop: int) -> Tensor:
-        """Elements ``[start, stop)`` of this rank's master weights: a view, or a copy of what is on the drive.
+        """Return elements ``[start, stop)`` of this rank's master weights: a view, or a copy from the NVMe tier.
 
-        From any thread, while no update is under way.
+        Any thread may call this while no update is in flight.
         """
         if self.optimizer_tier != "nvme":
             return self.master.detach()[start:stop]
@@ -213,13 +213,13 @@ class FlatBuffer:
         return out
 
     def before_change(self) -> None:
-        """Masters or optimizer states are about to change: a save that has not read them copies them aside first."""
+        """Let a save in flight copy masters and optimizer states that are about to change."""
         hold = self.hold
         if hold is not None:
             hold.release()
 
     def write_master(self, start: int, values: Tensor) -> None:
-        """Replace master weights from element ``start`` of this rank's range on; `refresh` takes them further."""
+        """Replace master weights from element ``start`` of this rank's range on. `refresh` updates the parameters."""
         self.wait_updated()
         self.before_change()
         if self.optimizer_tier == "nvme":
@@ -228,7 +228,7 @@ class FlatBuffer:
             self.master.detach()[start : start + values.numel()].copy_(values)
 
     def full_master(self) -> Tensor:
-        """Master weights of all ranks, ``(numel,)``; read-only where this rank has them all anyway. Collective."""
+        """Return the master weights of all ranks, ``(numel,)``; read-only at stage 0. Collective."""
         mine = self.read_master()
         if not self.policy.optimizer:
             return mine
@@ -237,12 +237,12 @@ class FlatBuffer:
     def gather_shards(
         self, dtype: torch.dtype, mine: Tensor | Callable[[Tensor], Any], out: Tensor | None = None
     ) -> Tensor:
-        """Gather every rank's shard of any values of this buffer, ``(numel,)``. Collective.
+        """Gather values with this buffer's layout from the shards of all ranks, ``(numel,)``. Collective.
 
         Args:
-            dtype: of the values.
-            mine: this rank's shard, or what writes it.
-            out: where to put them.
+            dtype: dtype of the values.
+            mine: this rank's shard, or a function that writes it into the tensor that it gets.
+            out: tensor for the result, ``(numel,)``.
         """
         full = torch.zeros(self.layout.numel, dtype=dtype, device=self.full.device) if out is None else out
         shard = full[slice(*self.owned)]
@@ -254,17 +254,17 @@ class FlatBuffer:
         return full
 
     def require_refresh(self, due: bool = True) -> None:
-        """Note that the next gather has to copy the masters to this rank's part of the parameters, or need not."""
+        """Set whether the next gather copies the masters to this rank's shard of the parameters first."""
         self._refresh_due = due
 
     def refresh_if_due(self) -> None:
-        """`refresh`, once for each `require_refresh`."""
+        """Call `refresh` if `require_refresh` asked for it."""
         if self._refresh_due:
             self._refresh_due = False
             self.refresh()
 
     def refresh(self) -> None:
-        """Bring this rank's masters to where its part of the parameters rests. Not collective: the others' stay."""
+        """Copy this rank's masters to its shard of the parameters. Not collective."""
         if self.master_is_slice or (self.policy.parameters and not self.has_own_shard):
             return
         mine = self.read_master()
@@ -277,16 +277,16 @@ class FlatBuffer:
 
     @property
     def master_is_slice(self) -> bool:
-        """Whether the master weights are a slice of ``full`` and need no copy into it."""
+        """Whether the masters are a slice of ``full``, so that no copy into it is needed."""
         return self.master.untyped_storage().data_ptr() == self.full.untyped_storage().data_ptr() != 0
 
     @property
     def master_is_complete(self) -> bool:
-        """Whether this rank's masters are all of ``full``: who steps them changes the parameters at once."""
+        """Whether the masters are ``full`` itself, so that a step changes the parameters at once."""
         return self.master_is_slice and not self.policy.optimizer
 
     def wait_updated(self) -> None:
-        """Wait until no update is under way that reads or writes this buffer's states."""
+        """Wait for the update in flight, if any, that reads or writes this buffer's states."""
         if self.updating is not None:
             started = time.perf_counter()
             self.updating.wait()
@@ -298,24 +298,24 @@ class FlatBuffer:
             self.arriving = None
 
     def _on_updated(self) -> None:
-        """An update that read and wrote these states is done."""
+        """Handle the end of an update of these states."""
 
-    def look(self) -> None:
-        """Note how the parameters are, so that `ls_strategy.zero.writes` sees what becomes of them."""
+    def record_versions(self) -> None:
+        """Record versions and addresses, from which `ls_strategy.zero.writes` detects later writes."""
         with unnoticed():
-            self.seen = [(p._version, p.data_ptr()) for p in self.params]
+            self.recorded_versions = [(p._version, p.data_ptr()) for p in self.params]
         self.may_be_written = False
 
     # gradients -------------------------------------------------------------------------------------------------------
 
     @property
-    def is_held(self) -> bool:
-        """Whether somebody else has a view of ``full``, where masters are elsewhere."""
-        own = self._holders if self.is_gathered else self._holders - len(self.params)
+    def has_other_views(self) -> bool:
+        """Whether user code has a view of ``full``. Only valid if the masters are not a slice of it."""
+        own = self._own_references if self.is_gathered else self._own_references - len(self.params)
         return storage_users(self.full) > own
 
     def hold_grad_buffer(self, dtype: torch.dtype) -> None:
-        """Make sure there is a buffer for this rank's gradients, with zeros between the slots."""
+        """Allocate the buffer for this rank's gradients if there is none, with zeros between the slots."""
         if self.grad is not None:
             return
         device = self.full.device
@@ -328,10 +328,10 @@ class FlatBuffer:
         self.grad_views = self.split(self.grad)
 
     def take_held_grads(self, scales: Mapping[int, float]) -> None:
-        """Stages 0 and 1: take what ``p.grad`` holds since an earlier engine; it is averaged again by the step.
+        """Take over gradients in ``p.grad`` from an earlier engine (stages 0 and 1). The step averages them again.
 
         Args:
-            scales: by ``id`` of the parameters, what their gradients were multiplied by.
+            scales: loss scale of each gradient, by ``id`` of the parameter.
         """
         grads = [grad_of(p) for p in self.params]
         held = [g for g in grads if g is not None]
@@ -345,8 +345,8 @@ class FlatBuffer:
                 self.take_replaced(i)
         self.dirty = True
 
-    def carry(self, scale: float) -> None:
-        """Gradients to come are multiplied by ``scale``: bring those that are here already to it."""
+    def rescale_grads(self, scale: float) -> None:
+        """Multiply the gradients so far such that their loss scale is ``scale``, as that of the next ones."""
         factor, self.grad_scale = scale / self.grad_scale, scale
         if factor == 1.0:
             return
@@ -356,12 +356,12 @@ class FlatBuffer:
                 grad.detach().mul_(factor)
 
     def take_replaced(self, index: int) -> bool:
-        """Take another tensor that ``p.grad`` was made. Returns whether it was made None.
+        """Copy a tensor that user code assigned to ``p.grad`` into its slot. Return whether ``p.grad`` is None.
 
-        At stage 0 it stays ``p.grad``, as in plain torch: until `give_back_grads` its memory is that of the slot.
+        At stage 0 the tensor stays ``p.grad``, as in plain torch, and uses the slot's memory until `give_back_grads`.
         """
         grad, view = grad_of(self.params[index]), self.grad_views[index]
-        self._bring_back_view(index)
+        self._restore_view(index)
         if grad is None or grad is view or self.has_adopted(index, grad):
             if grad is None:
                 self.give_back_grads([index])
@@ -373,8 +373,8 @@ class FlatBuffer:
         self.show_grad(index)
         return False
 
-    def _bring_back_view(self, index: int) -> None:
-        """User code may have given it other memory: ``p.grad.data = other``."""
+    def _restore_view(self, index: int) -> None:
+        """Copy values back that user code has moved to other memory (``p.grad.data = other``)."""
         assert self.grad is not None
         view, slot = self.grad_views[index], self.layout.slots[index]
         if view.numel() and view.data_ptr() != self.grad.data_ptr() + slot.offset * self.grad.element_size():
@@ -383,7 +383,7 @@ class FlatBuffer:
             view.data = here
 
     def has_adopted(self, index: int, grad: Tensor) -> bool:
-        """Whether ``grad`` is at the slot already; another tensor that was loses it."""
+        """Whether ``grad`` uses the slot's memory. Another tensor that did gets memory of its own."""
         adopted = self._adopted.get(index)
         if adopted is None:
             return False
@@ -393,22 +393,22 @@ class FlatBuffer:
         return False
 
     def _can_be_adopted(self, grad: Tensor, view: Tensor) -> bool:
-        """Whether its memory can be the slot: not that of another slot's."""
+        """Whether ``grad`` can use the slot's memory: not if it is another slot's."""
         same_kind = type(grad) is Tensor and grad.dtype == view.dtype and grad.device == view.device
         return same_kind and not grad.requires_grad and storage_key(grad) != storage_key(view)
 
     def give_back_grads(self, indices: Iterable[int]) -> None:
-        """Tensors that ``p.grad`` was made get memory of their own again, with the values of now."""
+        """Move adopted tensors out of their slots, with their current values."""
         for i in indices:
             grad = self._adopted.pop(i, None)
             if grad is not None and grad.data_ptr() == self.grad_views[i].data_ptr():
                 grad.data = grad.detach().clone()
 
     def show_grad(self, index: int) -> None:
-        """Make the slot the parameter's gradient, also where that is fp32 and the parameter is not.
+        """Make the slot the parameter's ``grad``, which may be fp32 where the parameter is not.
 
-        Not before a gradient has come: what autograd adds up within one backward pass (tied weights) it adds in the
-        parameter's dtype, as at the stages that keep no ``p.grad``.
+        Call it after autograd has produced the gradient: within one backward pass autograd accumulates (tied weights)
+        in the parameter's dtype, as at the stages that keep no ``p.grad``.
         """
         param, view = self.params[index], self.grad_views[index]
         if param.grad_dtype != view.dtype:  # type: ignore[attr-defined]
@@ -416,23 +416,23 @@ class FlatBuffer:
             param.grad_dtype = view.dtype  # type: ignore[attr-defined]
         set_grad(param, self._adopted.get(index, view))
 
-    def holds_gradients(self, besides: int) -> bool:
-        """Whether this rank has gradients, not counting the one that parameter ``besides`` has just got."""
-        others = any(grad_of(p) is not None for i, p in enumerate(self.params) if i != besides)
-        added = bool(self.grad_views) and grad_of(self.params[besides]) is self.grad_views[besides]
+    def has_other_gradients(self, than: int) -> bool:
+        """Whether this rank has gradients other than the one that parameter ``than`` has just got."""
+        others = any(grad_of(p) is not None for i, p in enumerate(self.params) if i != than)
+        added = bool(self.grad_views) and grad_of(self.params[than]) is self.grad_views[than]
         return others or added or any(self.filled) or self.reducing is not None
 
     def drop_grad_buffer(self) -> None:
-        """Stages 2 and 3: the gradients were reduced, their buffer serves the next unit."""
+        """Return the buffer to the pool after its gradients were reduced (stages 2 and 3)."""
         assert self.grad is not None
         self.comm.pool.give([self.grad])
         self.grad = None
         self.grad_views = []
 
     def widen_grads(self) -> None:
-        """Stages 0 and 1: go on accumulating in fp32. Exact: fp32 holds every 16-bit value.
+        """Convert the buffer to fp32, to accumulate further micro-batches (stages 0 and 1).
 
-        The first backward fills a buffer in the parameters' dtype; only runs that accumulate pay for the wide one.
+        The first backward fills a buffer in the parameters' dtype, so only runs that accumulate allocate fp32.
         """
         if self.grad is None or self.grad.dtype == torch.float32:
             return

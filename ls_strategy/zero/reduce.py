@@ -1,15 +1,15 @@
-"""Gradients on their way from autograd to fp32 averages: when they are sent, and in which order.
+"""Average gradients: when they are sent from autograd to the fp32 averages, and in which order.
 
-The order is fixed: units in reverse order of registration, on every rank, whatever order their gradients become ready
-in. A unit is sent when its last gradient has arrived and all units before it were sent; the end of backward sends the
-rest, with zeros for parameters that had no gradient here.
+The order is fixed on every rank: units in reverse order of registration, independent of the order in which their
+gradients are ready. A unit is sent when its last gradient has arrived and all units before it were sent. The end of
+backward sends all others, with zeros for parameters without a gradient on this rank.
 
 =========  ======================================================  =============================================
 stage      gradients of this rank                                  sent
 =========  ======================================================  =============================================
 0, 1       stay in ``p.grad`` until `zero_grad`, accumulate there  once: in the last micro-batch's backward, or by
-                                                                   the step where nobody can know which is the last
-2, 3       live in a transient buffer during backward              in every backward, added to the fp32 shard
+                                                                   the step if it is not known which is the last
+2, 3       are in a transient buffer during backward               in every backward, added to the fp32 shard
 =========  ======================================================  =============================================
 """
 
@@ -29,9 +29,9 @@ from ls_strategy.zero.units import Flat, Unit
 from ls_strategy.zero_stages import StagePolicy
 
 IN_FLIGHT_BYTES = 64 << 20
-"""Stages 2 and 3, and all on NCCL: gradient buffers under way at a time.
+"""Bytes of gradient buffers in flight at a time (stages 2 and 3, and all stages on NCCL).
 
-Beyond that, and two units, the oldest is waited for.
+With more than that and more than two buffers in flight, the reducer waits for the oldest one.
 """
 
 
@@ -39,54 +39,53 @@ class Reducer:
     """Collects gradients of all units and averages them over ranks."""
 
     def __init__(self, units: list[Unit], *, policy: StagePolicy, comm: Comm, reduce_in_fp32: bool) -> None:
-        """Expect gradients.
+        """Begin with no gradients.
 
         Args:
-            units: in order of registration.
-            policy: what is sharded.
-            comm: the ranks that must agree on what has gradients: all with whom some unit is averaged.
-            reduce_in_fp32: the dtype of sums, where the transport sums.
+            units: units in order of registration.
+            policy: which states are sharded.
+            comm: the ranks that agree on which parameters have gradients: all ranks that average some unit together.
+            reduce_in_fp32: whether to send fp32 where the transport computes the sums.
         """
         self.order = [u for u in reversed(units) if u.trainable_flats]
         self.policy = policy
         self.comm = comm
         self.wire_dtype = torch.float32 if reduce_in_fp32 else None
         self.holds = False
-        """Stages 2 and 3: several micro-batches add up on this rank, in fp32, before they are sent (pipelines)."""
+        """Stages 2 and 3: accumulate several micro-batches on this rank, in fp32, before sending (pipelines)."""
         self.selective = False
-        """Several optimizers: ask all ranks which units got gradients, and send only those (stages 2 and 3)."""
+        """Several optimizers: agree on which units got gradients, and send only those (stages 2 and 3)."""
         self.eager = True
-        """Whether the backward pass under way sends what it completes."""
+        """Whether the current backward pass sends complete units."""
         self.loss_scale = 1.0
-        """What the gradients to come are multiplied by. 1 between passes: who calls ``loss.backward()`` by himself has
-        not scaled the loss."""
+        """Factor in the next gradients. It is 1 between passes: a direct call of ``loss.backward()`` has no scale."""
         self.private = False
-        """Nobody but the step looks at averaged gradients: they may be kept in fewer bits where that is exact."""
+        """Whether only the step reads averaged gradients, so that they may stay in 16 bit where that is exact."""
         self.on_complete: Callable[[Flat], None] | None = None
-        """Called with every buffer whose averages are complete before backward is over."""
+        """Called with every buffer as soon as its averages are complete, before backward is over."""
         self._next = 0
         self._in_flight: deque[Flat] = deque()
         self._gathers: list[Flat] = []
         self._abandoned: list[Any] = []
         self.abandoned = 0
-        """Operations that the last `abort` has left in flight."""
+        """Number of operations that the last `abort` has left in flight."""
         self.reset()
 
     # one backward pass -----------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Expect every gradient again."""
+        """Expect a gradient of every parameter."""
         self._next = 0
         for unit in self.order:
             unit.launched = False
             unit.waiting_for = sum(p.requires_grad and p.numel() > 0 for f in unit.trainable_flats for p in f.params)
 
     def begin_backward(self, *, eager: bool, loss_scale: float = 1.0) -> None:
-        """A backward pass starts.
+        """Begin a backward pass.
 
         Args:
-            eager: its gradients complete what the next step needs (stages 0 and 1).
-            loss_scale: what they are multiplied by.
+            eager: send the gradients in this pass, because it is the last one before the step (stages 0 and 1).
+            loss_scale: factor in the gradients.
         """
         self.finish_in_flight()
         self.eager = eager or (self.policy.gradients and not self.holds)
@@ -96,10 +95,10 @@ class Reducer:
             for flat in unit.trainable_flats:
                 if any(flat.local_grad_mask) and not self.policy.gradients:
                     flat.widen_grads()
-                flat.carry(loss_scale)
+                flat.rescale_grads(loss_scale)
 
     def on_grad(self, unit: Unit, flat: Flat, index: int, param: nn.Parameter) -> None:
-        """Autograd finished ``param.grad``."""
+        """Take ``param.grad`` from autograd."""
         grad = grad_of(param)
         if grad is None:
             return
@@ -117,19 +116,19 @@ class Reducer:
             self._advance()
 
     def _begin_scale(self, flat: Flat, index: int) -> None:
-        """The first gradient of a pass that nobody announced says what the others are multiplied by."""
-        if flat.holds_gradients(besides=index):
+        """Adopt the loss scale of a pass that began without `begin_backward`."""
+        if flat.has_other_gradients(than=index):
             raise StateError(
-                f"loss.backward() was called where the loss scale of fp16 is {flat.grad_scale:g}, and added unscaled "
-                f"gradients to scaled ones at {flat.layout.slots[index].name!r}. Call self.manual_backward(loss) "
-                "instead."
+                f"loss.backward() was called while the loss scale of fp16 is {flat.grad_scale:g}, and added "
+                f"unscaled gradients to scaled ones at {flat.layout.slots[index].name!r}. Call "
+                "self.manual_backward(loss) instead."
             )
         flat.grad_scale = self.loss_scale
 
     def _take_resident(self, unit: Unit, flat: Flat, index: int, grad: Tensor) -> None:
         flat.dirty = True
         if unit.launched and flat.reducing is not None:
-            return  # a second gradient in one pass, while the first is under way: kept apart in p.grad until it is back
+            return  # a second gradient in one pass, while the first is in flight: it stays in p.grad until then
         flat.hold_grad_buffer(grad.dtype if self.policy.optimizer else flat.average_dtype)
         view = flat.grad_views[index]
         if grad is not view and not flat.has_adopted(index, grad):
@@ -137,7 +136,7 @@ class Reducer:
             flat.show_grad(index)
 
     def _take_transient(self, unit: Unit, flat: Flat, index: int, param: nn.Parameter, grad: Tensor) -> None:
-        if unit.launched:  # a second gradient in one pass (reentrant recompute): kept in p.grad, sent by the step
+        if unit.launched:  # a second gradient in one pass (reentrant recompute): it stays in p.grad for the step
             flat.dirty = True
             return
         flat.hold_grad_buffer(flat.average_dtype if self.holds else grad.dtype)
@@ -156,7 +155,7 @@ class Reducer:
             self._next += 1
 
     def end_backward(self) -> None:
-        """The backward pass is over: send what is left, in order. Collective where the pass was eager."""
+        """End the backward pass: send the remaining units, in order. Collective if the pass was eager."""
         self.loss_scale = 1.0
         if not self.eager:
             return
@@ -169,10 +168,10 @@ class Reducer:
             self._launch_unit(unit)
         self._next = len(self.order)
         if not self.policy.gradients or self.on_complete is not None:
-            self.finish_in_flight()  # hooks after backward read p.grad; or the last updates are to begin
+            self.finish_in_flight()  # hooks read p.grad, or the last updates begin
 
     def send_held(self) -> None:
-        """Send what `holds` has kept and no eager pass has sent. Collective."""
+        """Send the gradients accumulated under `holds` that no eager pass has sent. Collective."""
         if any(not unit.launched for unit in self.order):
             self.eager = True
             self.end_backward()
@@ -210,13 +209,13 @@ class Reducer:
 
     def _too_much_in_flight(self) -> bool:
         if self.on_complete is not None:
-            return len(self._in_flight) > 1  # what is complete is waited for: its update can begin
-        # Resident gradients are sent from where they are, but NCCL sums copies of them in `wire_dtype`.
+            return len(self._in_flight) > 1  # wait early, so that updates can begin
+        # Resident gradients are sent in place, but NCCL sums copies of them in `wire_dtype`.
         bounded = self.policy.gradients or self.comm.native
         return bounded and len(self._in_flight) > 2 and self._bytes_in_flight() > IN_FLIGHT_BYTES
 
     def _fill_transient(self, flat: Flat) -> None:
-        """Make every slot of the buffer valid: late gradients added, zeros where there was none."""
+        """Add late gradients to the buffer, and zero the slots without a gradient."""
         for i, (param, view) in enumerate(zip(flat.params, flat.grad_views, strict=True)):
             late = grad_of(param)
             if late is not None:
@@ -227,7 +226,7 @@ class Reducer:
         flat.filled = [False] * len(flat.params)
 
     def _fill_resident(self, flat: Flat) -> None:
-        """Make every slot of the buffer what ``p.grad`` says, which the user may have changed."""
+        """Copy every ``p.grad``, which user code may have changed, into its slot."""
         for i, view in enumerate(flat.grad_views):
             if flat.take_replaced(i):
                 view.zero_()
@@ -251,11 +250,10 @@ class Reducer:
             complete = self.on_complete is not None and self._complete(flat)
             if flat.updated_early:
                 raise StateError(
-                    f"{flat.layout.slots[0].name!r} got another gradient after its unit was updated in the same "
-                    "backward pass (a reentrant checkpoint, or a second backward). Set sharding.overlap_step=False on "
-                    "the strategy."
+                    f"{flat.name!r} got another gradient after its unit was updated in the same backward pass (a "
+                    "reentrant checkpoint, or a second backward). Set sharding.overlap_step=False on the strategy."
                 )
-            flat.averages.land(flat.reducing, exact_16_bit=self.private, at_hand=complete)
+            flat.averages.land(flat.reducing, exact_16_bit=self.private, stay_in_memory=complete)
             if self.policy.gradients:
                 flat.drop_grad_buffer()
             if complete and self.on_complete is not None:
@@ -265,9 +263,9 @@ class Reducer:
             self._show_grads(flat)
 
     def _complete(self, flat: Flat) -> bool:
-        """Whether every parameter of the buffer has its gradient, so that nothing more is to come in this step.
+        """Whether every parameter of the buffer has its gradient, so that none follows before the step.
 
-        A frozen buffer is not complete: it may be sent before its unit's backward, which still has to gather it.
+        A frozen buffer is never complete: it may be sent before its unit's backward, which still gathers it.
         """
         return (
             self.eager
@@ -276,7 +274,7 @@ class Reducer:
         )
 
     def _show_grads(self, flat: Flat) -> None:
-        """Put the resident gradients back into ``p.grad``, with whatever came while they were under way."""
+        """Put the resident gradients back into ``p.grad``, and add gradients that came while they were in flight."""
         for i, (param, view, held) in enumerate(zip(flat.params, flat.grad_views, flat.sent_mask, strict=True)):
             late = grad_of(param)
             if late is not None and late is not view:
@@ -286,7 +284,7 @@ class Reducer:
                 flat.show_grad(i)
 
     def finish_in_flight(self) -> None:
-        """Wait until everything that was sent is averaged."""
+        """Wait until all gradients that were sent are averaged."""
         while self._in_flight:
             self._finish(self._in_flight.popleft())
         for flat in self._gathers:
@@ -299,10 +297,13 @@ class Reducer:
     # between backward and step ---------------------------------------------------------------------------------------
 
     def complete(self, flats: list[Flat]) -> list[bool]:
-        """Average whatever any rank has left, and agree on which parameters have a gradient. Collective.
+        """Average gradients that any rank has not sent, and agree on which parameters have one. Collective.
 
         Returns:
-            For every parameter of ``flats`` in order: whether some rank produced a gradient since the last `zero_grad`.
+            One flag per parameter of ``flats``: whether any rank produced a gradient since the last `zero_grad`.
+
+        Raises:
+            StateError: a parameter was written to on some ranks only.
         """
         self.finish_in_flight()
         for flat in flats:
@@ -319,8 +320,8 @@ class Reducer:
             flat.was_written = False
             if here and elsewhere:
                 raise StateError(
-                    f"a parameter of {flat.name!r} and its neighbours was written to on some ranks and not on others, "
-                    "which each hold a shard of it. Run the code that writes weights on every rank."
+                    f"a parameter in the buffer of {flat.name!r} was written to on some ranks and not on others, but "
+                    "each rank holds a shard of it. Run the code that writes weights on every rank."
                 )
         for flat, dirty in zip(flats, left, strict=True):
             if dirty:
@@ -336,14 +337,16 @@ class Reducer:
         return used
 
     def _match_sent(self, flat: Flat, used: list[bool], held: list[bool]) -> None:
-        """Stages 0 and 1: the averages count what ``p.grad`` says now, whatever was sent.
+        """Make the averages follow ``p.grad``, which may have changed since it was sent (stages 0 and 1).
 
         Args:
-            flat: averaged.
-            used: which parameters have a gradient on some rank.
-            held: which had one on some rank when they were sent, or asked for last.
+            flat: an averaged buffer.
+            used: which parameters have a gradient on any rank.
+            held: which had one on any rank when the buffer was sent.
         """
-        if flat.averages.in_place and any(used) and not flat.averages.hold_values:  # made by hand, without a backward
+        if (
+            flat.averages.in_place and any(used) and not flat.averages.hold_values
+        ):  # set by user code without a backward
             flat.hold_grad_buffer(flat.average_dtype)
             self._fill_resident(flat)
             flat.averages.hold_values = True
@@ -355,7 +358,7 @@ class Reducer:
         flat.sent_mask = used
 
     def zero_grad(self, flats: list[Flat], *, set_to_none: bool) -> None:
-        """``optimizer.zero_grad()`` for the optimizer that owns ``flats``."""
+        """Drop or zero the gradients of ``flats`` (``optimizer.zero_grad()``)."""
         if any(f.reducing is not None or f.gathering_grads is not None for f in flats):
             self.finish_in_flight()
         for flat in flats:
@@ -382,7 +385,7 @@ class Reducer:
                     grad.zero_()
 
     def zero_params(self, flats: list[Flat], wanted: set[int], *, set_to_none: bool) -> None:
-        """Drop the averaged gradients of the parameters whose ``id`` is in ``wanted``, not their ``p.grad``."""
+        """Drop the averaged gradients of the parameters with an ``id`` in ``wanted``, but not their ``p.grad``."""
         self.finish_in_flight()
         for flat in flats:
             for i, (param, piece) in enumerate(zip(flat.params, flat.pieces, strict=True)):
@@ -397,7 +400,7 @@ class Reducer:
     def abort(self) -> None:
         """Forget a backward pass that an exception ended. Nothing is sent.
 
-        What was under way stays referenced for good: freeing a buffer that is still being received into would be worse.
+        Operations in flight stay referenced for good, because their buffers must not be freed while they receive.
         """
         self.abandoned = len(self._in_flight) + len(self._gathers)
         self._abandoned.append([(f.reducing, f.gathering_grads, f.grad) for f in (*self._in_flight, *self._gathers)])
