@@ -63,7 +63,7 @@ class Averages:
 
         Readers multiply by `unscale`. Before gradients of another scale are added, these are converted to it.
         """
-        return self._flat.grad_scale if self.in_place else self._scale
+        return self._flat.local.scale if self.in_place else self._scale
 
     @property
     def unscale(self) -> float:
@@ -74,7 +74,7 @@ class Averages:
         if not self.in_place:
             self._scale = scale
         else:
-            self._flat.grad_scale = scale
+            self._flat.local.scale = scale
 
     def forget(self) -> None:
         """Discard the averages so far."""
@@ -87,9 +87,9 @@ class Averages:
         fp32, or 16 bit if that is exact and only the update reads them (see `land`).
         """
         if self.in_place:
-            self._flat.hold_grad_buffer(self._flat.average_dtype)
-            assert self._flat.grad is not None
-            return self._flat.grad
+            self._flat.local.allocate(self._flat.average_dtype)
+            assert self._flat.local.buffer is not None
+            return self._flat.local.buffer
         self.wait()
         if self.values is None:
             self.values = self._new(self._flat.average_dtype)
@@ -144,8 +144,8 @@ class Averages:
         self.recorded_sums = None
         self.generation += 1
         self.hold_values, self.gone = True, False
-        factor = self._flat.grad_scale / self._scale  # convert the old averages to the new scale
-        self._scale = self._flat.grad_scale
+        factor = self._flat.local.scale / self._scale  # convert the old averages to the new scale
+        self._scale = self._flat.local.scale
         if self.on_nvme and (accumulate or not stay_in_memory):
             mine = self._flat.comm.pool.take(self._flat.stepped_numel, self._flat.average_dtype, self._flat.full.device)
             if accumulate:
@@ -157,7 +157,7 @@ class Averages:
             self._flat.comm.pool.give([mine])
             return
         self.wait()
-        arrived = self._flat.average_dtype if self._flat.grad is None else self._flat.grad.dtype
+        arrived = self._flat.average_dtype if self._flat.local.buffer is None else self._flat.local.buffer.dtype
         narrow = exact_16_bit and self.folds_factors and self._flat.comm.world_size == 1 and arrived.itemsize == 2
         wanted = arrived if narrow and not accumulate else self._flat.average_dtype
         if self.values is None:
@@ -285,8 +285,8 @@ class Averages:
         self._flat.wait_updated()
         self.wait()
         if self.in_place:
-            if self._flat.grad is not None:
-                self._flat.grad[start:stop].zero_()
+            if self._flat.local.buffer is not None:
+                self._flat.local.buffer[start:stop].zero_()
         elif self.values is not None:
             self.values[start:stop].zero_()
         elif self.on_nvme and self.hold_values:

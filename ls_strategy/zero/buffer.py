@@ -1,25 +1,23 @@
-"""The memory of a flat buffer: master weights and this rank's gradients, see `ls_strategy.zero.units`."""
+"""The states of a flat buffer: layout, tiers and master weights, see `ls_strategy.zero.units`."""
 
 from __future__ import annotations
 
 import time
-import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from ls_strategy._compat import storage_key, storage_users
 from ls_strategy.config import TierName
 from ls_strategy.distributed.axis import Axis
-from ls_strategy.distributed.comm import Comm, PendingGather, PendingReduce
+from ls_strategy.distributed.comm import Comm, PendingGather
 from ls_strategy.layout import Piece
 from ls_strategy.plan import FlatPlan
 from ls_strategy.tiers.link import Arrival
 from ls_strategy.tiers.stream import Ticket
-from ls_strategy.zero.parameters import grad_of, set_grad, unnoticed
+from ls_strategy.zero.local_gradients import LocalGradients, slot_views
 from ls_strategy.zero.storage import StateStorage
 from ls_strategy.zero_stages import StagePolicy
 
@@ -29,29 +27,16 @@ class Holding(Protocol):
 
     def release(self) -> None:
         """Copy what was not read yet, and return when the states may change."""
-        ...
 
 
 class FlatBuffer:
-    """Master weights and local gradients of a flat buffer. `ls_strategy.zero.units.Flat` adds the parameters."""
+    """Layout, tiers and master weights of a flat buffer. `ls_strategy.zero.units.Flat` adds the parameters."""
 
     hold: Holding | None = None
     """A save in flight that still has to read the states."""
 
-    may_be_written = False
-    """Whether user code has accessed the parameters' memory since `bind`, see `ls_strategy.zero.writes`."""
-
-    was_written = False
-    """Whether tensor versions show a write to a parameter since the last step."""
-
     gathered_on_demand = False
     """Stage 3: gathered because a parameter was used outside the unit's own module."""
-
-    viewed_shard: Tensor | None = None
-    """Stage 3: a copy of this rank's shard of a released buffer that keeps its memory, because a view of it exists."""
-
-    is_viewed = False
-    """Stage 3: whether such a view exists or existed."""
 
     hidden = False
     """Stages 0 to 2: new values are in flight, and any use of a parameter waits for them."""
@@ -59,26 +44,11 @@ class FlatBuffer:
     users = 0
     """Operations in progress that use the gathered parameters."""
 
-    grad_scale = 1.0
-    """Factor in this rank's gradients, in ``grad`` or ``p.grad``; see `Averages.scale`."""
+    local: LocalGradients
+    """This rank's own gradients."""
 
     average_dtype: torch.dtype
     """Dtype of averaged gradients."""
-
-    recorded_versions: list[tuple[int, int]]
-    """Version and address of every parameter at the last `record_versions`."""
-
-    data_views: dict[int, list[weakref.ref[Tensor]]]
-    """Tensors that ``param.data`` returned, by parameter: views of its slot."""
-
-    outdated_views: list[tuple[weakref.ref[Tensor], int]]
-    """Those of `data_views` that have shown outdated values since the step, with their versions at that time."""
-
-    _adopted: dict[int, Tensor]
-    """Stage 0: tensors that user code assigned to ``p.grad``, by parameter; they use the memory of the slot."""
-
-    _own_references: int
-    """References to the memory of ``full`` while user code has no view of it."""
 
     def __init__(
         self,
@@ -102,6 +72,16 @@ class FlatBuffer:
         """
         layout = plan.layout
         self.plan = plan
+        self.name = layout.slots[0].name if layout.slots else ""
+        """Name of the first parameter."""
+        self.optimizer_tier: TierName = plan.optimizer_tier
+        """Tier of masters and optimizer states."""
+        self.param_tier: TierName = plan.param_tier
+        """Stage 3: tier of this rank's shard of the parameters."""
+        self.gradient_tier: TierName = plan.gradient_tier
+        """Tier of averaged gradients between backward and step."""
+        self.has_own_shard = plan.has_own_shard(policy)
+        """Stage 3: whether that shard is stored in addition to the masters."""
         self.rest = rest or StateStorage()
         self.layout = layout
         self.dtype = plan.dtype
@@ -115,6 +95,8 @@ class FlatBuffer:
         self.owned = layout.shard_range(comm.rank)
         """Range of the buffer whose gradients this rank averages and, from stage 1 on, steps."""
         self.stepped = self.owned if policy.optimizer else (0, layout.numel)
+        self.stepped_numel = self.stepped[1] - self.stepped[0]
+        """Number of elements in ``stepped``."""
         self.pieces: tuple[Piece, ...] = layout.pieces(*self.stepped)
         self.full: Tensor
         self.views: list[Tensor]
@@ -136,31 +118,6 @@ class FlatBuffer:
         """This rank's shard of the parameters, in flight from its tier."""
         self.is_gathered = True
         self.gathering: PendingGather | None = None
-        self._start_without_gradients(len(params))
-
-    def _start_without_gradients(self, count: int) -> None:
-        self.grad: Tensor | None = None
-        self.grad_views: list[Tensor] = []
-        self.reducing: PendingReduce | None = None
-        self.gathering_grads: PendingGather | None = None
-        self.filled = [False] * count
-        """Stages 2 and 3: which slots of ``grad`` hold a gradient."""
-        self.sent_mask = [False] * count
-        """Stages 0 and 1: which parameters had a gradient when the buffer was sent."""
-        self.local_grad_mask = [False] * count
-        """Which parameters got a gradient on this rank since the last `zero_grad`."""
-        self.dirty = False
-        """Whether this rank has gradients that were not sent yet."""
-
-    @property
-    def name(self) -> str:
-        """Return the name of the first parameter."""
-        return self.layout.slots[0].name if self.layout.slots else ""
-
-    @property
-    def stepped_numel(self) -> int:
-        """Return the number of elements in ``stepped``."""
-        return self.stepped[1] - self.stepped[0]
 
     @property
     def counted(self) -> bool:
@@ -170,29 +127,9 @@ class FlatBuffer:
         """
         return self.axis.rank % self.plan.copies == 0 and not self.plan.replica
 
-    @property
-    def optimizer_tier(self) -> TierName:
-        """Return the tier of masters and optimizer states."""
-        return self.plan.optimizer_tier
-
-    @property
-    def param_tier(self) -> TierName:
-        """Return the tier of this rank's shard of the parameters (stage 3)."""
-        return self.plan.param_tier
-
-    @property
-    def gradient_tier(self) -> TierName:
-        """Return the tier of averaged gradients between backward and step."""
-        return self.plan.gradient_tier
-
-    @property
-    def has_own_shard(self) -> bool:
-        """Whether that shard is stored in addition to the masters (stage 3)."""
-        return self.plan.has_own_shard(self.policy)
-
     def split(self, buffer: Tensor) -> list[Tensor]:
         """Return one view per parameter of a buffer with this layout."""
-        return [buffer[s.offset : s.end].view(s.shape) for s in self.layout.slots]
+        return slot_views(self.layout, buffer)
 
     # masters ---------------------------------------------------------------------------------------------------------
 
@@ -299,152 +236,3 @@ class FlatBuffer:
 
     def _on_updated(self) -> None:
         """Handle the end of an update of these states."""
-
-    def record_versions(self) -> None:
-        """Record versions and addresses, from which `ls_strategy.zero.writes` detects later writes."""
-        with unnoticed():
-            self.recorded_versions = [(p._version, p.data_ptr()) for p in self.params]
-        self.may_be_written = False
-
-    # gradients -------------------------------------------------------------------------------------------------------
-
-    @property
-    def has_other_views(self) -> bool:
-        """Whether user code has a view of ``full``. Only valid if the masters are not a slice of it."""
-        own = self._own_references if self.is_gathered else self._own_references - len(self.params)
-        return storage_users(self.full) > own
-
-    def hold_grad_buffer(self, dtype: torch.dtype) -> None:
-        """Allocate the buffer for this rank's gradients if there is none, with zeros between the slots."""
-        if self.grad is not None:
-            return
-        device = self.full.device
-        if self.policy.gradients:
-            self.grad = self.comm.pool.take(self.layout.numel, dtype, device)
-            for lo, hi in self.layout.gaps():
-                self.grad[lo:hi].zero_()
-        else:
-            self.grad = torch.zeros(self.layout.numel, dtype=dtype, device=device)
-        self.grad_views = self.split(self.grad)
-
-    def take_held_grads(self, scales: Mapping[int, float]) -> None:
-        """Take over gradients in ``p.grad`` from an earlier engine (stages 0 and 1). The step averages them again.
-
-        Args:
-            scales: loss scale of each gradient, by ``id`` of the parameter.
-        """
-        grads = [grad_of(p) for p in self.params]
-        held = [g for g in grads if g is not None]
-        if not held:
-            return
-        self.grad_scale = next(scales[id(p)] for p, g in zip(self.params, grads, strict=True) if g is not None)
-        self.hold_grad_buffer(held[0].dtype if self.policy.optimizer else self.average_dtype)
-        self.local_grad_mask = [g is not None for g in grads]
-        for i, used in enumerate(self.local_grad_mask):
-            if used:
-                self.take_replaced(i)
-        self.dirty = True
-
-    def rescale_grads(self, scale: float) -> None:
-        """Multiply the gradients so far such that their loss scale is ``scale``, as that of the next ones."""
-        factor, self.grad_scale = scale / self.grad_scale, scale
-        if factor == 1.0:
-            return
-        here = [v for v, filled in zip(self.grad_views, self.filled, strict=False) if filled]
-        for grad in [*here, *map(grad_of, self.params)]:
-            if grad is not None:
-                grad.detach().mul_(factor)
-
-    def take_replaced(self, index: int) -> bool:
-        """Copy a tensor that user code assigned to ``p.grad`` into its slot. Return whether ``p.grad`` is None.
-
-        At stage 0 the tensor stays ``p.grad``, as in plain torch, and uses the slot's memory until `give_back_grads`.
-        """
-        grad, view = grad_of(self.params[index]), self.grad_views[index]
-        self._restore_view(index)
-        if grad is None or grad is view or self.has_adopted(index, grad):
-            if grad is None:
-                self.give_back_grads([index])
-            return grad is None
-        view.copy_(grad)
-        if not self.policy.optimizer and self._can_be_adopted(grad, view):
-            grad.data = view
-            self._adopted[index] = grad
-        self.show_grad(index)
-        return False
-
-    def _restore_view(self, index: int) -> None:
-        """Copy values back that user code has moved to other memory (``p.grad.data = other``)."""
-        assert self.grad is not None
-        view, slot = self.grad_views[index], self.layout.slots[index]
-        if view.numel() and view.data_ptr() != self.grad.data_ptr() + slot.offset * self.grad.element_size():
-            here = self.grad[slot.offset : slot.end].view(slot.shape)
-            here.copy_(view)
-            view.data = here
-
-    def has_adopted(self, index: int, grad: Tensor) -> bool:
-        """Whether ``grad`` uses the slot's memory. Another tensor that did gets memory of its own."""
-        adopted = self._adopted.get(index)
-        if adopted is None:
-            return False
-        if adopted is grad and grad.data_ptr() == self.grad_views[index].data_ptr():
-            return True
-        self.give_back_grads([index])
-        return False
-
-    def _can_be_adopted(self, grad: Tensor, view: Tensor) -> bool:
-        """Whether ``grad`` can use the slot's memory: not if it is another slot's."""
-        same_kind = type(grad) is Tensor and grad.dtype == view.dtype and grad.device == view.device
-        return same_kind and not grad.requires_grad and storage_key(grad) != storage_key(view)
-
-    def give_back_grads(self, indices: Iterable[int]) -> None:
-        """Move adopted tensors out of their slots, with their current values."""
-        for i in indices:
-            grad = self._adopted.pop(i, None)
-            if grad is not None and grad.data_ptr() == self.grad_views[i].data_ptr():
-                grad.data = grad.detach().clone()
-
-    def show_grad(self, index: int) -> None:
-        """Make the slot the parameter's ``grad``, which may be fp32 where the parameter is not.
-
-        Call it after autograd has produced the gradient: within one backward pass autograd accumulates (tied weights)
-        in the parameter's dtype, as at the stages that keep no ``p.grad``.
-        """
-        param, view = self.params[index], self.grad_views[index]
-        if param.grad_dtype != view.dtype:  # type: ignore[attr-defined]
-            set_grad(param, None)
-            param.grad_dtype = view.dtype  # type: ignore[attr-defined]
-        set_grad(param, self._adopted.get(index, view))
-
-    def has_other_gradients(self, than: int) -> bool:
-        """Whether this rank has gradients other than the one that parameter ``than`` has just got."""
-        others = any(grad_of(p) is not None for i, p in enumerate(self.params) if i != than)
-        added = bool(self.grad_views) and grad_of(self.params[than]) is self.grad_views[than]
-        return others or added or any(self.filled) or self.reducing is not None
-
-    def drop_grad_buffer(self) -> None:
-        """Return the buffer to the pool after its gradients were reduced (stages 2 and 3)."""
-        assert self.grad is not None
-        self.comm.pool.give([self.grad])
-        self.grad = None
-        self.grad_views = []
-
-    def widen_grads(self) -> None:
-        """Convert the buffer to fp32, to accumulate further micro-batches (stages 0 and 1).
-
-        The first backward fills a buffer in the parameters' dtype, so only runs that accumulate allocate fp32.
-        """
-        if self.grad is None or self.grad.dtype == torch.float32:
-            return
-        self.give_back_grads(list(self._adopted))
-        wide = self.grad.float()
-        views = self.split(wide)
-        for p, old, new in zip(self.params, self.grad_views, views, strict=True):
-            held = grad_of(p)
-            set_grad(p, None)
-            p.grad_dtype = torch.float32  # type: ignore[attr-defined]
-            if held is old:
-                set_grad(p, new)
-            elif held is not None:
-                set_grad(p, held.float())
-        self.grad, self.grad_views = wide, views

@@ -73,7 +73,7 @@ class Gatherer:
         if self.sharded and not unit.pinned:
             for flat in unit.flats:
                 if not stepped:
-                    flat.take_writes()
+                    flat.writes.take()
                 if flat.is_gathered or flat.gathering is not None or flat.reading is not None:
                     flat.release()
 
@@ -122,7 +122,7 @@ class Gatherer:
             if self.sharded:
                 if flat.is_gathered:
                     flat.release()
-                flat.outdate_views()
+                flat.writes.outdate_memory()
             elif not flat.master_is_complete:
                 flat.publish_due = True
                 flat.hide()
@@ -143,10 +143,10 @@ class Gatherer:
                 flat.publish_due = True
             else:
                 flat.start_gather()
-            if flat.is_on_its_way and not lazily and flat.has_data_views:  # a view can be read at any time
+            if flat.is_on_its_way and not lazily and flat.writes.has_data_views:  # a view can be read at any time
                 flat.finish_gather()
             elif flat.is_on_its_way:
-                flat.mark_views_outdated()
+                flat.writes.mark_outdated()
                 flat.hide()
 
     def _start_due(self, unit: Unit) -> None:

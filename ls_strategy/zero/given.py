@@ -116,4 +116,4 @@ def _take(copy: _Copy, values: Tensor) -> None:
     if flat.is_gathered:
         slot = flat.layout.slots[copy.index]
         flat.full[slot.offset : slot.end].copy_(values.detach().reshape(-1))
-        flat.record_versions()
+        flat.writes.record()

@@ -104,9 +104,9 @@ class Gradients:
         """Set ``p.grad``. Collective the first time after a backward."""
         if not flat.policy.optimizer and not self._is_local():
             self._average_in_place(flat)
-            if value is None and flat.grad is not None:
-                flat.give_back_grads([index])
-                flat.grad_views[index].zero_()
+            if value is None and flat.local.buffer is not None:
+                flat.local.give_back([index])
+                flat.local.views[index].zero_()
         if not flat.policy.optimizer or self._is_local():
             if value is not None and self.holds(sharded_gradient.as_plain(value)):
                 value = value.clone()
@@ -152,8 +152,8 @@ class Gradients:
     def _read_in_place(self, flat: Flat, index: int) -> Tensor | None:
         """Return ``p.grad`` at stage 0, also where only another rank produced a gradient."""
         self._average_in_place(flat)
-        if grad_of(flat.params[index]) is None and flat.averages.hold_values and flat.grad_views[index].any():
-            flat.show_grad(index)
+        if grad_of(flat.params[index]) is None and flat.averages.hold_values and flat.local.views[index].any():
+            flat.local.show(index)
         return grad_of(flat.params[index])
 
     def _average_in_place(self, flat: Flat) -> None:
@@ -270,13 +270,13 @@ def _start_from_averages(flat: Flat) -> None:
     flat.averages.edited = False
     if not flat.averages.hold_values or flat.averages.gone:
         return
-    flat.hold_grad_buffer(flat.average_dtype)
-    flat.widen_grads()
-    full = flat.averages.gather().mul_(flat.grad_scale * flat.averages.unscale)
+    flat.local.allocate(flat.average_dtype)
+    flat.local.widen()
+    full = flat.averages.gather().mul_(flat.local.scale * flat.averages.unscale)
     for i, average in enumerate(flat.split(full)):
-        if flat.local_grad_mask[i]:
-            flat.grad_views[i].copy_(average)
-            flat.show_grad(i)
+        if flat.local.mask[i]:
+            flat.local.views[i].copy_(average)
+            flat.local.show(i)
 
 
 def _local_gradient(flat: Flat, index: int) -> Tensor | None:
@@ -284,9 +284,10 @@ def _local_gradient(flat: Flat, index: int) -> Tensor | None:
     found = grad_of(flat.params[index])
     if found is not None or current_backward_pass() < 0:
         return found
-    if flat.policy.gradients and flat.filled[index] and flat.reducing is None and flat.grad is not None:
-        return flat.grad_views[index]
-    if flat.local_grad_mask[index]:
+    local = flat.local
+    if flat.policy.gradients and local.filled[index] and local.reducing is None and local.buffer is not None:
+        return local.views[index]
+    if local.mask[index]:
         raise StateError(
             f"{flat.layout.slots[index].name}.grad was read inside backward after it had been sent to the other ranks "
             "(a hook that was registered after the fit had begun). Register such hooks in __init__ or configure_model, "

@@ -144,14 +144,13 @@ class OnDemandGather:
             if flat.users == 0:
                 self._release(flat)
         for flat in self._flats if self._sharded else ():
-            if flat.is_viewed and not flat.is_gathered and flat.gathering is None and not flat.has_other_views:
-                flat.forget_views()
+            flat.free_if_not_viewed()
 
     def _release(self, flat: Flat) -> None:
         del self._on_demand_flats[id(flat)]
         if not flat.gathered_on_demand:
             return  # gathered by the unit's own module since
-        flat.take_writes()
+        flat.writes.take()
         flat.release()
 
     @contextmanager
@@ -172,7 +171,7 @@ class OnDemandGather:
             self.touch(flat)
         try:
             yield
-            written = torch.tensor([any([flat.take_writes() for flat in flats])], dtype=torch.uint8)
+            written = torch.tensor([any([flat.writes.take() for flat in flats])], dtype=torch.uint8)
             if not modify and world.agree(written).item():
                 raise StateError(
                     "parameters were written to inside gathered_parameters(), which was opened for reading. Open it "
@@ -196,7 +195,7 @@ class OnDemandGather:
     def take_parameter_writes(self) -> None:
         """Copy writes to parameters into masters and shards. Not collective."""
         for flat in self._flats:
-            flat.take_writes()
+            flat.writes.take()
 
     # called while a state dict is collected --------------------------------------------------------------------------
 

@@ -69,18 +69,26 @@ _GIVE_MEMORY = _ways("__array__ __dlpack__ data_ptr detach numpy storage untyped
 """Torch functions to whose results writes do not count in ``_version``, as in ``p.detach().numpy()[0] = 1``."""
 
 
+class Writes(Protocol):
+    """Detects writes to the parameters of one home."""
+
+    possible: bool
+    """Whether their memory was accessed in a way in which writes do not count in ``_version``."""
+
+
 class Home(Protocol):
     """Provides the values of a parameter."""
 
-    may_be_written: bool
-    """Whether its memory was accessed in a way in which writes do not count in ``_version``."""
+    @property
+    def writes(self) -> Writes:
+        """Return what detects writes to the parameters."""
+        ...
 
     gathered_on_demand: bool
     """Whether the values are in memory only temporarily, and every further use calls `touch`."""
 
     def touch(self) -> None:
         """Gather the values, and keep them until `touched`. Collective."""
-        ...
 
     def saving(self) -> AbstractContextManager[Any]:
         """Wrap an operation on them: autograd gathers again what it saved of them."""
@@ -88,11 +96,9 @@ class Home(Protocol):
 
     def touched(self) -> None:
         """End the operation that `touch` began."""
-        ...
 
     def note_data_view(self, param: nn.Parameter, values: Tensor) -> None:
         """Record that user code got a view of a parameter's memory, which it may use after the parameter has moved."""
-        ...
 
     def unshared(self, value: Tensor) -> Tensor:
         """Return the tensor to set a parameter's ``data`` to: a copy, if ``value`` is a view of a flat buffer."""
@@ -100,11 +106,9 @@ class Home(Protocol):
 
     def read_grad(self, param: nn.Parameter) -> Tensor | None:
         """Return ``param.grad``. Collective."""
-        ...
 
     def write_grad(self, param: nn.Parameter, value: Tensor | None) -> None:
         """Set ``param.grad``. Collective."""
-        ...
 
     def is_collecting(self) -> bool:
         """Whether a state dict is being collected, for which hooks fetch the values."""
@@ -158,7 +162,7 @@ class Present(nn.Parameter):
             if type(self) is Absent:
                 home.touch()
                 home.touched()
-            home.may_be_written = True
+            home.writes.possible = True
         elif torch_function_is_on() and type(self) is Absent:
             _home_now(self)
 
@@ -220,7 +224,7 @@ class Absent(Present):
         try:
             if func in _GIVE_MEMORY:
                 for home in homes.values():
-                    home.may_be_written = True
+                    home.writes.possible = True
             with next(iter(homes.values())).saving() if homes else nullcontext():
                 return func(*args, **kwargs)
         finally:

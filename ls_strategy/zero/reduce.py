@@ -20,9 +20,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ls_strategy.distributed.comm import Comm
+from ls_strategy.distributed.comm import Comm, PendingReduce
 from ls_strategy.errors import StateError
 from ls_strategy.zero.parameters import grad_of, set_grad
 from ls_strategy.zero.units import Flat, Unit
@@ -93,22 +93,25 @@ class Reducer:
         self.reset()
         for unit in self.order:
             for flat in unit.trainable_flats:
-                if any(flat.local_grad_mask) and not self.policy.gradients:
-                    flat.widen_grads()
-                flat.rescale_grads(loss_scale)
+                if any(flat.local.mask) and not self.policy.gradients:
+                    flat.local.widen()
+                flat.local.rescale(loss_scale)
 
     def on_grad(self, unit: Unit, flat: Flat, index: int, param: nn.Parameter) -> None:
         """Take ``param.grad`` from autograd."""
         grad = grad_of(param)
         if grad is None:
             return
-        if flat.grad_scale != self.loss_scale:
+        local = flat.local
+        if local.scale != self.loss_scale:
             self._begin_scale(flat, index)
-        flat.local_grad_mask[index] = True
+        local.mask[index] = local.dirty = True
+        # A second gradient in one pass stays in p.grad: until the first one is back (stages 0 and 1), or for the step.
         if self.policy.gradients:
-            self._take_transient(unit, flat, index, param, grad)
-        else:
-            self._take_resident(unit, flat, index, grad)
+            if not unit.launched:
+                local.add(index, grad, flat.average_dtype if self.holds else grad.dtype)
+        elif not (unit.launched and local.reducing is not None):
+            local.collect(index, grad, grad.dtype if self.policy.optimizer else flat.average_dtype)
         if param.numel() == 0:
             return  # never waited for
         unit.waiting_for -= 1
@@ -117,37 +120,13 @@ class Reducer:
 
     def _begin_scale(self, flat: Flat, index: int) -> None:
         """Adopt the loss scale of a pass that began without `begin_backward`."""
-        if flat.has_other_gradients(than=index):
+        if flat.local.has_others(than=index):
             raise StateError(
-                f"loss.backward() was called while the loss scale of fp16 is {flat.grad_scale:g}, and added "
+                f"loss.backward() was called while the loss scale of fp16 is {flat.local.scale:g}, and added "
                 f"unscaled gradients to scaled ones at {flat.layout.slots[index].name!r}. Call "
                 "self.manual_backward(loss) instead."
             )
-        flat.grad_scale = self.loss_scale
-
-    def _take_resident(self, unit: Unit, flat: Flat, index: int, grad: Tensor) -> None:
-        flat.dirty = True
-        if unit.launched and flat.reducing is not None:
-            return  # a second gradient in one pass, while the first is in flight: it stays in p.grad until then
-        flat.hold_grad_buffer(grad.dtype if self.policy.optimizer else flat.average_dtype)
-        view = flat.grad_views[index]
-        if grad is not view and not flat.has_adopted(index, grad):
-            view.copy_(grad)
-            flat.show_grad(index)
-
-    def _take_transient(self, unit: Unit, flat: Flat, index: int, param: nn.Parameter, grad: Tensor) -> None:
-        if unit.launched:  # a second gradient in one pass (reentrant recompute): it stays in p.grad for the step
-            flat.dirty = True
-            return
-        flat.hold_grad_buffer(flat.average_dtype if self.holds else grad.dtype)
-        view = flat.grad_views[index]
-        if flat.filled[index]:
-            view.add_(grad)
-        else:
-            view.copy_(grad)
-            flat.filled[index] = True
-        flat.dirty = True
-        set_grad(param, None)
+        flat.local.scale = self.loss_scale
 
     def _advance(self) -> None:
         while self._next < len(self.order) and self.order[self._next].waiting_for <= 0:
@@ -159,12 +138,12 @@ class Reducer:
         self.loss_scale = 1.0
         if not self.eager:
             return
-        rest = self.order[self._next :]
+        unsent = self.order[self._next :]
         if self.selective and self.policy.gradients:
-            touched = torch.tensor([u.launched or any(f.dirty for f in u.trainable_flats) for u in self.order])
+            touched = torch.tensor([u.launched or any(f.local.dirty for f in u.trainable_flats) for u in self.order])
             touched = self.comm.agree(touched.to(torch.uint8))
-            rest = [u for u, t in zip(self.order, touched.tolist(), strict=True) if t and not u.launched]
-        for unit in rest:
+            unsent = [u for u, t in zip(self.order, touched.tolist(), strict=True) if t and not u.launched]
+        for unit in unsent:
             self._launch_unit(unit)
         self._next = len(self.order)
         if not self.policy.gradients or self.on_complete is not None:
@@ -185,15 +164,15 @@ class Reducer:
 
     def _launch(self, flat: Flat) -> None:
         """Start averaging a flat's gradients. Collective."""
-        flat.hold_grad_buffer(flat.full.dtype if self.policy.optimizer else flat.average_dtype)
-        assert flat.grad is not None
+        local = flat.local
+        local.allocate(flat.full.dtype if self.policy.optimizer else flat.average_dtype)
+        assert local.buffer is not None
         if self.policy.gradients:
-            self._fill_transient(flat)
+            local.fill_missing()
         else:
-            self._fill_resident(flat)
-        flat.dirty = False
-        if not self.policy.gradients:
-            flat.sent_mask = [grad_of(p) is not None for p in flat.params]
+            local.take_all_replaced()
+            local.sent_mask = [grad_of(p) is not None for p in flat.params]
+        local.dirty = False
         if flat.averages.in_place:
             flat.averages.hold_values = True
             if flat.comm.world_size == 1:  # nothing to average over
@@ -201,8 +180,8 @@ class Reducer:
         if not self.policy.gradients:
             for p in flat.params:
                 set_grad(p, None)  # autograd must not add to what is being sent
-        wire = None if self.wire_dtype is None else torch.promote_types(self.wire_dtype, flat.grad.dtype)
-        flat.reducing = flat.comm.reduce_scatter(flat.grad, wire, flat.name, flat.layout.sizes)
+        wire = None if self.wire_dtype is None else torch.promote_types(self.wire_dtype, local.buffer.dtype)
+        local.reducing = flat.comm.reduce_scatter(local.buffer, wire, flat.name, flat.layout.sizes)
         self._in_flight.append(flat)
         while self._too_much_in_flight():
             self._finish(self._in_flight.popleft())
@@ -211,56 +190,42 @@ class Reducer:
         if self.on_complete is not None:
             return len(self._in_flight) > 1  # wait early, so that updates can begin
         # Resident gradients are sent in place, but NCCL sums copies of them in `wire_dtype`.
-        bounded = self.policy.gradients or self.comm.native
-        return bounded and len(self._in_flight) > 2 and self._bytes_in_flight() > IN_FLIGHT_BYTES
-
-    def _fill_transient(self, flat: Flat) -> None:
-        """Add late gradients to the buffer, and zero the slots without a gradient."""
-        for i, (param, view) in enumerate(zip(flat.params, flat.grad_views, strict=True)):
-            late = grad_of(param)
-            if late is not None:
-                view.add_(late) if flat.filled[i] else view.copy_(late)
-                set_grad(param, None)
-            elif not flat.filled[i]:
-                view.zero_()
-        flat.filled = [False] * len(flat.params)
-
-    def _fill_resident(self, flat: Flat) -> None:
-        """Copy every ``p.grad``, which user code may have changed, into its slot."""
-        for i, view in enumerate(flat.grad_views):
-            if flat.take_replaced(i):
-                view.zero_()
-
-    def _bytes_in_flight(self) -> int:
-        return sum(f.grad.nbytes for f in self._in_flight if f.grad is not None)
+        if len(self._in_flight) <= 2 or not (self.policy.gradients or self.comm.native):
+            return False
+        return sum(f.local.buffer.nbytes for f in self._in_flight if f.local.buffer is not None) > IN_FLIGHT_BYTES
 
     def _finish(self, flat: Flat) -> None:
-        assert flat.reducing is not None
-        if not self.policy.optimizer:
-            assert flat.grad is not None
-            shard = flat.comm.pool.take(flat.layout.shard, flat.grad.dtype, flat.grad.device)
-            flat.reducing.finish(shard, accumulate=False)
-            flat.grad[slice(*flat.owned)].copy_(shard)
-            flat.comm.pool.give([shard])
-            flat.gathering_grads = flat.comm.all_gather(flat.grad, flat.name)
-            self._gathers.append(flat)
+        local = flat.local
+        assert local.reducing is not None
+        if self.policy.optimizer:
+            self._land(flat, local.reducing)
         else:
-            if not self.policy.gradients:
-                flat.averages.forget()  # the resident gradients hold every micro-batch
-            complete = self.on_complete is not None and self._complete(flat)
-            if flat.updated_early:
-                raise StateError(
-                    f"{flat.name!r} got another gradient after its unit was updated in the same backward pass (a "
-                    "reentrant checkpoint, or a second backward). Set sharding.overlap_step=False on the strategy."
-                )
-            flat.averages.land(flat.reducing, exact_16_bit=self.private, stay_in_memory=complete)
-            if self.policy.gradients:
-                flat.drop_grad_buffer()
-            if complete and self.on_complete is not None:
-                self.on_complete(flat)
-        flat.reducing = None
-        if not (self.policy.gradients or flat.averages.in_place):
-            self._show_grads(flat)
+            assert local.buffer is not None
+            shard = flat.comm.pool.take(flat.layout.shard, local.buffer.dtype, local.buffer.device)
+            local.reducing.finish(shard, accumulate=False)
+            local.buffer[slice(*flat.owned)].copy_(shard)
+            flat.comm.pool.give([shard])
+            local.gathering = flat.comm.all_gather(local.buffer, flat.name)
+            self._gathers.append(flat)
+        local.reducing = None
+        if self.policy.optimizer and not self.policy.gradients:
+            local.show_sent()
+
+    def _land(self, flat: Flat, reducing: PendingReduce) -> None:
+        """Add a reduced buffer to the averages (stages 1 to 3)."""
+        if not self.policy.gradients:
+            flat.averages.forget()  # the resident gradients hold every micro-batch
+        complete = self.on_complete is not None and self._complete(flat)
+        if flat.updated_early:
+            raise StateError(
+                f"{flat.name!r} got another gradient after its unit was updated in the same backward pass (a "
+                "reentrant checkpoint, or a second backward). Set sharding.overlap_step=False on the strategy."
+            )
+        flat.averages.land(reducing, exact_16_bit=self.private, stay_in_memory=complete)
+        if self.policy.gradients:
+            flat.local.free()
+        if complete and self.on_complete is not None:
+            self.on_complete(flat)
 
     def _complete(self, flat: Flat) -> bool:
         """Whether every parameter of the buffer has its gradient, so that none follows before the step.
@@ -269,29 +234,19 @@ class Reducer:
         """
         return (
             self.eager
-            and any(flat.local_grad_mask)
-            and all(u or not p.requires_grad for u, p in zip(flat.local_grad_mask, flat.params, strict=True))
+            and any(flat.local.mask)
+            and all(u or not p.requires_grad for u, p in zip(flat.local.mask, flat.params, strict=True))
         )
-
-    def _show_grads(self, flat: Flat) -> None:
-        """Put the resident gradients back into ``p.grad``, and add gradients that came while they were in flight."""
-        for i, (param, view, held) in enumerate(zip(flat.params, flat.grad_views, flat.sent_mask, strict=True)):
-            late = grad_of(param)
-            if late is not None and late is not view:
-                view.add_(late) if held else view.copy_(late)
-                flat.dirty = True
-            if held or late is not None:
-                flat.show_grad(i)
 
     def finish_in_flight(self) -> None:
         """Wait until all gradients that were sent are averaged."""
         while self._in_flight:
             self._finish(self._in_flight.popleft())
         for flat in self._gathers:
-            assert flat.gathering_grads is not None
-            flat.gathering_grads.wait()
-            flat.gathering_grads = None
-            self._show_grads(flat)
+            assert flat.local.gathering is not None
+            flat.local.gathering.wait()
+            flat.local.gathering = None
+            flat.local.show_sent()
         self._gathers.clear()
 
     # between backward and step ---------------------------------------------------------------------------------------
@@ -308,16 +263,19 @@ class Reducer:
         self.finish_in_flight()
         for flat in flats:
             if not self.policy.gradients:
-                flat.local_grad_mask = [grad_of(p) is not None for p in flat.params]
-        flags = [u for f in flats for u in f.local_grad_mask] + [h for f in flats for h in f.sent_mask]
-        flags += [f.dirty for f in flats]
-        flags += [f.was_written for f in flats] + [not f.was_written for f in flats]
-        agreed = [bool(flag) for flag in self.comm.agree(torch.tensor(flags, dtype=torch.uint8)).tolist()]
-        count = (len(agreed) - 3 * len(flats)) // 2
-        used, held, rest = agreed[:count], agreed[count : 2 * count], agreed[2 * count :]
-        left, written, unwritten = (rest[i * len(flats) : (i + 1) * len(flats)] for i in range(3))
+                flat.local.mask = [grad_of(p) is not None for p in flat.params]
+        flags = [
+            [used for f in flats for used in f.local.mask],
+            [sent for f in flats for sent in f.local.sent_mask],
+            [f.local.dirty for f in flats],
+            [f.writes.detected for f in flats],
+            [not f.writes.detected for f in flats],
+        ]
+        agreed = self.comm.agree(torch.tensor([flag for each in flags for flag in each], dtype=torch.uint8))
+        found = [part.bool().tolist() for part in agreed.split([len(each) for each in flags])]
+        used, sent, left, written, unwritten = found
         for flat, here, elsewhere in zip(flats, written, unwritten, strict=True):
-            flat.was_written = False
+            flat.writes.detected = False
             if here and elsewhere:
                 raise StateError(
                     f"a parameter in the buffer of {flat.name!r} was written to on some ranks and not on others, but "
@@ -331,46 +289,42 @@ class Reducer:
             start = 0
             for flat in flats:
                 stop = start + len(flat.params)
-                self._match_sent(flat, used[start:stop], held[start:stop])
+                self._match_sent(flat, used[start:stop], sent[start:stop])
                 start = stop
         self.reset()
         return used
 
-    def _match_sent(self, flat: Flat, used: list[bool], held: list[bool]) -> None:
+    def _match_sent(self, flat: Flat, used: list[bool], sent: list[bool]) -> None:
         """Make the averages follow ``p.grad``, which may have changed since it was sent (stages 0 and 1).
 
         Args:
             flat: an averaged buffer.
             used: which parameters have a gradient on any rank.
-            held: which had one on any rank when the buffer was sent.
+            sent: which had one on any rank when the buffer was sent.
         """
-        if (
-            flat.averages.in_place and any(used) and not flat.averages.hold_values
-        ):  # set by user code without a backward
-            flat.hold_grad_buffer(flat.average_dtype)
-            self._fill_resident(flat)
+        # Gradients that user code has set without a backward.
+        if flat.averages.in_place and any(used) and not flat.averages.hold_values:
+            flat.local.allocate(flat.average_dtype)
+            flat.local.take_all_replaced()
             flat.averages.hold_values = True
         for i, piece in enumerate(flat.pieces):
-            if held[i] and not used[i]:
+            if sent[i] and not used[i]:
                 flat.averages.zero(piece.start, piece.stop)
-            elif used[i] and flat.averages.in_place and flat.take_replaced(i):
-                flat.show_grad(i)  # another rank's
-        flat.sent_mask = used
+            elif used[i] and flat.averages.in_place and flat.local.take_replaced(i):
+                flat.local.show(i)  # another rank's
+        flat.local.sent_mask = used
 
     def zero_grad(self, flats: list[Flat], *, set_to_none: bool) -> None:
         """Drop or zero the gradients of ``flats`` (``optimizer.zero_grad()``)."""
-        if any(f.reducing is not None or f.gathering_grads is not None for f in flats):
+        if any(f.local.reducing is not None or f.local.gathering is not None for f in flats):
             self.finish_in_flight()
         for flat in flats:
             if set_to_none:
-                flat.give_back_grads(range(len(flat.params)))
-                flat.local_grad_mask = [False] * len(flat.params)
+                flat.local.give_back(range(len(flat.params)))
+                flat.local.forget()
                 flat.averages.forget()
-                flat.sent_mask = [False] * len(flat.params)
-                flat.dirty = False
-                flat.filled = [False] * len(flat.params)
-                if self.policy.gradients and flat.grad is not None:
-                    flat.drop_grad_buffer()
+                if self.policy.gradients and flat.local.buffer is not None:
+                    flat.local.free()
             else:
                 flat.averages.zero()
             for param in flat.params:
@@ -392,10 +346,9 @@ class Reducer:
                 if id(param) not in wanted:
                     continue
                 if set_to_none:
-                    flat.give_back_grads([i])
+                    flat.local.give_back([i])
+                    flat.local.mask[i] = flat.local.filled[i] = False
                 flat.averages.zero(piece.start, piece.stop)
-                if set_to_none:
-                    flat.local_grad_mask[i] = flat.filled[i] = False
 
     def abort(self) -> None:
         """Forget a backward pass that an exception ended. Nothing is sent.
@@ -403,12 +356,13 @@ class Reducer:
         Operations in flight stay referenced for good, because their buffers must not be freed while they receive.
         """
         self.abandoned = len(self._in_flight) + len(self._gathers)
-        self._abandoned.append([(f.reducing, f.gathering_grads, f.grad) for f in (*self._in_flight, *self._gathers)])
+        left = [flat.local for flat in (*self._in_flight, *self._gathers)]
+        self._abandoned.append([(local.reducing, local.gathering, local.buffer) for local in left])
         self._in_flight.clear()
         self._gathers.clear()
         for unit in self.order:
             for flat in unit.trainable_flats:
-                flat.reducing = None
-                flat.gathering_grads = None
+                flat.local.reducing = None
+                flat.local.gathering = None
         self.loss_scale = 1.0
         self.reset()

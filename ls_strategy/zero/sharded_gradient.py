@@ -34,7 +34,6 @@ class Source(Protocol):
 
     def gather(self) -> None:
         """Make the object an ordinary tensor with all elements. Collective."""
-        ...
 
     def norm(self, order: float) -> Tensor:
         """Return the norm of all elements, ``()``. Collective."""
@@ -42,11 +41,9 @@ class Source(Protocol):
 
     def edit(self, change: Callable[[Tensor], Any], *, linear: bool) -> None:
         """Change this rank's elements in place. ``linear``: applied to a norm, the change gives the new norm."""
-        ...
 
     def used(self) -> None:
         """End the operation for which `gather` was called."""
-        ...
 
 
 class ShardedGradient(torch.Tensor):

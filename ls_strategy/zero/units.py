@@ -17,7 +17,6 @@ it first (`ls_strategy.zero.parameters`).
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -26,14 +25,14 @@ import torch
 from torch import Tensor, nn
 
 from ls_strategy import spans
-from ls_strategy._compat import storage_users, version_of
 from ls_strategy.errors import StateError
 from ls_strategy.tiers.link import DONE, Arrival, host_empty
 from ls_strategy.tiers.stream import Ticket
 from ls_strategy.zero.averages import Averages
 from ls_strategy.zero.buffer import FlatBuffer
+from ls_strategy.zero.local_gradients import LocalGradients
 from ls_strategy.zero.parameters import Absent, Present, bind_home, grad_of, point, set_grad, unnoticed
-from ls_strategy.zero.writes import take_writes
+from ls_strategy.zero.writes import UserWrites
 
 
 class GathersOnDemand(Protocol):
@@ -41,7 +40,6 @@ class GathersOnDemand(Protocol):
 
     def touch(self, flat: Flat) -> None:
         """Gather the parameters, and keep them until `touched`. Collective."""
-        ...
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is a view of a flat buffer."""
@@ -49,11 +47,9 @@ class GathersOnDemand(Protocol):
 
     def note_memory(self, flat: Flat) -> None:
         """Record that ``flat.full`` was reallocated."""
-        ...
 
     def touched(self, flat: Flat) -> None:
         """Allow the buffer to be released again."""
-        ...
 
     def is_collecting(self) -> bool:
         """Whether a state dict is being collected, for which hooks fetch the values."""
@@ -69,11 +65,9 @@ class ShowsGradients(Protocol):
 
     def read(self, flat: Flat, index: int) -> Tensor | None:
         """Return ``p.grad``. Collective."""
-        ...
 
     def write(self, flat: Flat, index: int, value: Tensor | None) -> None:
         """Set ``p.grad``. Collective."""
-        ...
 
 
 class Flat(FlatBuffer):
@@ -81,6 +75,9 @@ class Flat(FlatBuffer):
 
     averages: Averages
     """Gradients averaged over ranks."""
+
+    writes: UserWrites
+    """User code's views of the buffer, and its writes to the parameters."""
 
     on_demand: GathersOnDemand | None = None
     """Gathers the buffer when a parameter is used while it is released. None once training has ended."""
@@ -107,15 +104,23 @@ class Flat(FlatBuffer):
             self.full = full if dtype == master_dtype else full.to(dtype)
         self._place(full[slice(*self.stepped)])
         self.average_dtype = torch.promote_types(torch.float32, master_dtype) if self.trainable else torch.float32
+        self.local = LocalGradients(
+            self.params,
+            layout,
+            policy=self.policy,
+            pool=self.comm.pool,
+            device=device,
+            average_dtype=self.average_dtype,
+        )
         self.views = self.split(self.full)
         self._switched = [p for p in self.params if bind_home(p, self)]
         self._index = {id(p): i for i, p in enumerate(self.params)}
-        self._adopted, self.data_views, self.outdated_views = {}, {}, []
+        self.writes = UserWrites(self)
         # One element per parameter: `places_of` recognizes a released parameter by its address.
         placeholder = float("nan") if dtype.is_floating_point else 0
         self._released = torch.full((len(self.params),), placeholder, device=device, dtype=dtype)
         self.bind()
-        self._own_references = storage_users(self.full)
+        self.writes.count_references(bound=True)
         if self.policy.parameters:
             self.release()
 
@@ -174,15 +179,11 @@ class Flat(FlatBuffer):
         self._switch(Absent if on_demand else Present)
         self.is_gathered = True
         self.gathered_on_demand = on_demand
-        self.record_versions()
+        self.writes.record()
 
     def _switch(self, to: type[nn.Parameter]) -> None:
         for p in self._switched:
             p.__class__ = to
-
-    def take_writes(self) -> bool:
-        """Copy what user code wrote to the parameters into the masters, see `ls_strategy.zero.writes`."""
-        return take_writes(self)
 
     def hide(self) -> None:
         """Make every use of a parameter wait for values in flight (stages 0 to 2)."""
@@ -224,17 +225,11 @@ class Flat(FlatBuffer):
 
     def note_data_view(self, param: nn.Parameter, values: Tensor) -> None:
         """Record a tensor that ``param.data`` returned."""
-        alive = [r for r in self.data_views.get(self._index[id(param)], ()) if r() is not None]
-        self.data_views[self._index[id(param)]] = [*alive, weakref.ref(values)]
+        self.writes.note_data_view(self._index[id(param)], values)
 
     def unshared(self, value: Tensor) -> Tensor:
         """Return ``value``, or a copy if it is a view of a flat buffer."""
         return value.detach().clone() if self.on_demand is not None and self.on_demand.holds(value) else value
-
-    @property
-    def has_data_views(self) -> bool:
-        """Whether a tensor that ``param.data`` returned is still alive."""
-        return any(r() is not None for references in self.data_views.values() for r in references)
 
     def is_collecting(self) -> bool:
         """Whether a state dict is being collected, for which hooks fetch the values."""
@@ -262,8 +257,8 @@ class Flat(FlatBuffer):
                     "add_graph) would record a placeholder instead of its values. Trace a copy with full weights: "
                     "copy.deepcopy(module), made on all ranks."
                 )
-            self.take_writes()
-            self.viewed_shard, self.outdated_views = None, []
+            self.writes.take()
+            self.writes.drop_shard()
             self.start_read()
             if self.full.untyped_storage().size() == 0:
                 self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
@@ -329,14 +324,13 @@ class Flat(FlatBuffer):
     def reveal(self) -> None:
         """Make the parameters ordinary tensors: their values have arrived."""
         self._switch(Present)
-        self.is_viewed |= self.gathered_on_demand and self.has_other_views
+        if self.gathered_on_demand:
+            self.writes.note_memory_views()
         self.gathered_on_demand = False
         if self.hidden:
             self.hidden = False
-            if self.outdated_views:
-                self.take_writes()
-                self.outdated_views = []
-            self.record_versions()
+            self.writes.end_outdated()
+            self.writes.record()
 
     def release(self) -> None:
         """Free the full buffer, unless user code has a view of it (stage 3). The parameters keep their shapes."""
@@ -346,14 +340,14 @@ class Flat(FlatBuffer):
         if self.reading is not None:
             self.reading.result()
             self.reading = None
-        keep = self.is_viewed = (self.gathered_on_demand or self.is_viewed) and self.has_other_views
+        keep = self.writes.keeps_memory(gathered_on_demand=self.gathered_on_demand)
         with unnoticed():
             for i, (p, slot) in enumerate(zip(self.params, self.layout.slots, strict=True)):
                 point(p, self._released[i].expand(slot.shape))
         self._switch(Absent)
         self.is_gathered = self.gathered_on_demand = False
         if keep:
-            self.viewed_shard = self.full[slice(*self.stepped)].clone()
+            self.writes.keep_shard()
         else:
             self._free()
 
@@ -362,27 +356,15 @@ class Flat(FlatBuffer):
         if not self.full.untyped_storage().resizable():
             self.full = torch.empty_like(self.full)
             self.views = self.split(self.full)
-            self._own_references = storage_users(self.full) + len(self.params)
+            self.writes.count_references(bound=False)
             if self.on_demand is not None:
                 self.on_demand.note_memory(self)
         self.full.untyped_storage().resize_(0)
 
-    def outdate_views(self) -> None:
-        """Fill a released buffer that user code has a view of with NaN: the masters are newer (stage 3)."""
-        if self.viewed_shard is not None:
-            self.viewed_shard = None
-            self.full.fill_(float("nan"))
-            self.mark_views_outdated()
-
-    def mark_views_outdated(self) -> None:
-        """Record that tensors which ``param.data`` returned do not show the current parameters."""
-        handed = [r for references in self.data_views.values() for r in references]
-        self.outdated_views = [(r, version_of(values)) for r in handed if (values := r()) is not None]
-
-    def forget_views(self) -> None:
-        """Free a released buffer that no view uses any more (stage 3)."""
-        self.viewed_shard, self.is_viewed = None, False
-        self._free()
+    def free_if_not_viewed(self) -> None:
+        """Free a released buffer that kept its memory for views which do not exist any more (stage 3)."""
+        if self.writes.forget_memory():
+            self._free()
 
 
 class Unit:

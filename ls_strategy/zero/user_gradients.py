@@ -32,11 +32,9 @@ class Owner(Protocol):
 
     def gather(self, shown: UserGradients) -> None:
         """Gather one buffer, and keep it until `used`. Collective."""
-        ...
 
     def used(self, shown: UserGradients) -> None:
         """End an operation that needed the elements."""
-        ...
 
     def norm(self, shown: UserGradients, index: int, order: float) -> Tensor:
         """Return the norm of one parameter's gradient, ``()``. Collective unless it is cached."""
@@ -293,7 +291,7 @@ class UserGradients:
         changed, self.changed = self.changed, False
         if changed:
             flat.averages.edited = True
-            flat.local_grad_mask = list(self.used)
+            flat.local.mask = list(self.used)
             for i, used in enumerate(self.used) if not flat.policy.gradients else ():
                 _match_local(flat, i, used=used)
         return changed
@@ -334,8 +332,8 @@ def _match_local(flat: Flat, i: int, *, used: bool) -> None:
     param: nn.Parameter = flat.params[i]
     if not used:
         set_grad(param, None)
-        flat.sent_mask[i] = False
+        flat.local.sent_mask[i] = False
     elif grad_of(param) is None:
-        flat.hold_grad_buffer(param.dtype)
-        flat.grad_views[i].zero_()
-        flat.show_grad(i)
+        flat.local.allocate(param.dtype)
+        flat.local.views[i].zero_()
+        flat.local.show(i)
