@@ -30,6 +30,9 @@ class Averages:
     def __init__(self, flat: FlatBuffer) -> None:
         """Begin without averages."""
         self._flat = flat
+        self.in_place = not flat.policy.optimizer
+        """Whether the averages are in ``flat.local``, and the step reads ``p.grad``, as under DDP (stage 0)."""
+
         self.values: Tensor | None = None
         """The averages, ``(stepped,)``; None on the NVMe tier and before the first reduction."""
 
@@ -65,24 +68,25 @@ class Averages:
         """
         return self._flat.local.scale if self.in_place else self._scale
 
+    @scale.setter
+    def scale(self, scale: float) -> None:
+        if self.in_place:
+            self._flat.local.scale = scale
+        else:
+            self._scale = scale
+
     @property
     def unscale(self) -> float:
         """Return the factor that readers still have to apply."""
         return 1.0 / self.scale
 
-    def _set_scale(self, scale: float) -> None:
-        if not self.in_place:
-            self._scale = scale
-        else:
-            self._flat.local.scale = scale
-
     def forget(self) -> None:
         """Discard the averages so far."""
         self.hold_values = self.gone = self.edited = False
-        self._set_scale(1.0)
+        self.scale = 1.0
 
     def tensor(self) -> Tensor:
-        """Return the averages of the range that this rank steps, ``(stepped,)``. Stage 0: ``grad`` itself.
+        """Return the averages of the range that this rank steps, ``(stepped,)``. Stage 0: ``flat.local.buffer``.
 
         fp32, or 16 bit if that is exact and only the update reads them (see `land`).
         """
@@ -119,17 +123,12 @@ class Averages:
         return flat.gather_shards(flat.average_dtype, mine, out)
 
     @property
-    def in_place(self) -> bool:
-        """Whether the averages are in ``grad``, and the step reads ``p.grad``, as under DDP (stage 0)."""
-        return not self._flat.policy.optimizer
-
-    @property
     def on_nvme(self) -> bool:
         """Whether the averages are on the NVMe tier."""
         return self._flat.gradient_tier == "nvme" and self.values is None
 
     def land(self, reducing: PendingReduce, *, exact_16_bit: bool, stay_in_memory: bool = False) -> None:
-        """Add the result of a reduce-scatter to the averages on their tier. Their scale becomes that of ``grad``.
+        """Add the result of a reduce-scatter to the averages on their tier. Their scale becomes that of ``local``.
 
         Args:
             reducing: the reduce-scatter, in flight or done.
@@ -239,7 +238,7 @@ class Averages:
     def change_unscaled(self, edit: Callable[[Tensor], Any]) -> None:
         """Divide by the scale, then call `change`."""
         factor = self.unscale
-        self._set_scale(1.0)  # first: sums of squares are taken of what is written
+        self.scale = 1.0  # first: sums of squares are taken of what is written
 
         def both(grads: Tensor) -> None:
             _multiply_(grads, factor)

@@ -32,6 +32,8 @@ class Holding(Protocol):
 class FlatBuffer:
     """Layout, tiers and master weights of a flat buffer. `ls_strategy.zero.units.Flat` adds the parameters."""
 
+    # More than 20 public members: half of them are constants of the plan, which all parts of a step read.
+
     hold: Holding | None = None
     """A save in flight that still has to read the states."""
 
@@ -216,11 +218,6 @@ class FlatBuffer:
     def master_is_slice(self) -> bool:
         """Whether the masters are a slice of ``full``, so that no copy into it is needed."""
         return self.master.untyped_storage().data_ptr() == self.full.untyped_storage().data_ptr() != 0
-
-    @property
-    def master_is_complete(self) -> bool:
-        """Whether the masters are ``full`` itself, so that a step changes the parameters at once."""
-        return self.master_is_slice and not self.policy.optimizer
 
     def wait_updated(self) -> None:
         """Wait for the update in flight, if any, that reads or writes this buffer's states."""

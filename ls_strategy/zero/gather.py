@@ -123,7 +123,7 @@ class Gatherer:
                 if flat.is_gathered:
                     flat.release()
                 flat.writes.outdate_memory()
-            elif not flat.master_is_complete:
+            elif flat.policy.optimizer or not flat.master_is_slice:  # else the step changes the parameters at once
                 flat.publish_due = True
                 flat.hide()
 

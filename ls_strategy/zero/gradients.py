@@ -19,7 +19,6 @@ Reading gradients is collective: every rank does it, in the same order.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,6 +32,9 @@ from ls_strategy.zero.on_demand import OnDemandGather
 from ls_strategy.zero.parameters import grad_of, set_grad
 from ls_strategy.zero.units import Flat
 from ls_strategy.zero.user_gradients import UserGradients
+
+_EXTREMES = {0.0: dist.ReduceOp.SUM, float("inf"): dist.ReduceOp.MAX, float("-inf"): dist.ReduceOp.MIN}
+"""Orders of norms that need no powers, with the reduction of the shards' norms."""
 
 KEPT = 2
 """Gathered buffers that stay in memory when another one is gathered."""
@@ -304,8 +306,11 @@ def take_norms(group: list[UserGradients], order: float) -> None:
         shown.flat.averages.require_here()
         shown.flush()
         parts.append(_norms_of_shard(shown.flat, order))
-    together = _to_sum(torch.cat(parts), order)
-    values = _from_sum(reduce_numbers(together, group[0].flat.comm, _operation(order)), order)
+    norms, comm = torch.cat(parts), group[0].flat.comm
+    if order in _EXTREMES:
+        values = reduce_numbers(norms, comm, _EXTREMES[order])
+    else:
+        values = reduce_numbers(norms.pow(order), comm, dist.ReduceOp.SUM).pow(1.0 / order)
     for shown, part in zip(group, values.split([len(s.flat.params) for s in group]), strict=True):
         found = part.to(device=shown.flat.full.device, dtype=shown.flat.average_dtype)
         shown.norms[order] = dict(enumerate(found.unbind()))
@@ -323,16 +328,3 @@ def _norms_of_shard(flat: Flat, order: float) -> Tensor:
         norms = foreach_function("norm")([values[p.start : p.stop].to(flat.average_dtype) for _, p in pieces], order)
         result[[i for i, _ in pieces]] = torch.stack(list(norms)).to(result)
     return result
-
-
-def _to_sum(norms: Tensor, order: float) -> Tensor:
-    return norms if order in (0.0, float("inf"), float("-inf")) else norms.pow(order)
-
-
-def _from_sum(sums: Tensor, order: float) -> Tensor:
-    return sums if order in (0.0, float("inf"), float("-inf")) else sums.pow(1.0 / order)
-
-
-def _operation(order: float) -> Any:
-    extreme = {float("inf"): dist.ReduceOp.MAX, float("-inf"): dist.ReduceOp.MIN}
-    return extreme.get(order, dist.ReduceOp.SUM)

@@ -65,7 +65,10 @@ class OnDemandGather:
         self.refuse_other_threads(flat.name)
         flat.users += 1
         if not self._sharded:
-            self._wait_for(flat)
+            flat.wait_updated()
+            if flat.publish_due:
+                flat.start_gather()
+            flat.finish_gather()
             return
         if not flat.is_gathered:
             self.begin(flat)
@@ -92,13 +95,6 @@ class OnDemandGather:
         """Start gathering a buffer, without waiting. Collective."""
         if self._sharded and not flat.is_gathered and flat.gathering is None:
             flat.start_gather()
-
-    @staticmethod
-    def _wait_for(flat: Flat) -> None:
-        flat.wait_updated()
-        if flat.publish_due:
-            flat.start_gather()
-        flat.finish_gather()
 
     def touched(self, flat: Flat) -> None:
         """End the use that `touch` began, and release all idle buffers but the last `KEPT`."""

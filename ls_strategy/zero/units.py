@@ -73,6 +73,9 @@ class ShowsGradients(Protocol):
 class Flat(FlatBuffer):
     """One flat buffer: the parameters of a unit that share an optimizer and a dtype."""
 
+    # More than 20 public members: this is the one place where the phases of a parameter (released, reading, gathering,
+    # gathered, updating, publishing) change, and `Home`, which has eight of the members, is implemented.
+
     averages: Averages
     """Gradients averaged over ranks."""
 
@@ -248,8 +251,8 @@ class Flat(FlatBuffer):
         if self.policy.parameters:
             if self.updated_early:
                 raise StateError(
-                    f"a parameter in the buffer of {self.layout.slots[0].name!r} is read again in the backward pass "
-                    "that has already updated it. Set sharding.overlap_step=False on the strategy."
+                    f"a parameter in the buffer of {self.name!r} is read again in the backward pass that has already "
+                    "updated it. Set sharding.overlap_step=False on the strategy."
                 )
             if torch.jit.is_tracing():
                 raise StateError(
@@ -319,9 +322,9 @@ class Flat(FlatBuffer):
         if not self.is_gathered:
             self.bind(on_demand=on_demand)
         elif (self.hidden or self.gathered_on_demand) and not on_demand:
-            self.reveal()
+            self._reveal()
 
-    def reveal(self) -> None:
+    def _reveal(self) -> None:
         """Make the parameters ordinary tensors: their values have arrived."""
         self._switch(Present)
         if self.gathered_on_demand:
