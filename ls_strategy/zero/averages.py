@@ -27,6 +27,9 @@ from ls_strategy.zero.storage import chunks
 class Averages:
     """Averaged gradients of the range that this rank steps (stage 0: of the full buffer, in place)."""
 
+    # More than 20 public members: every one of reducer, norm, clipping, user gradients and update reads or changes the
+    # averages in a way of its own, and this is the one place that knows their tier, dtype and scale.
+
     def __init__(self, flat: FlatBuffer) -> None:
         """Begin without averages."""
         self._flat = flat

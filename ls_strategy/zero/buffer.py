@@ -66,7 +66,7 @@ class FlatBuffer:
 
         Args:
             plan: layout, dtypes and tiers.
-            params: parameters in the order of the plan's slots.
+            params: parameters in the order of the layout's slots.
             policy: which states are sharded.
             comm: ranks over which they are sharded.
             rest: storage on the tiers; without it everything is on the device.
@@ -178,10 +178,7 @@ class FlatBuffer:
     ) -> Tensor:
         """Gather values with this buffer's layout from the shards of all ranks, ``(numel,)``. Collective.
 
-        Args:
-            dtype: dtype of the values.
-            mine: this rank's shard, or a function that writes it into the tensor that it gets.
-            out: tensor for the result, ``(numel,)``.
+        ``mine`` is this rank's shard, or a function that writes it into the tensor that it gets.
         """
         full = torch.zeros(self.layout.numel, dtype=dtype, device=self.full.device) if out is None else out
         shard = full[slice(*self.owned)]

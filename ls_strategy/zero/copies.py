@@ -72,7 +72,7 @@ class NotHereError(StateError, TypeError):
     """
 
 
-def not_here(
+def _not_here(
     why: str = "sharded (stage 3)", cure: str = "Copy it inside gathered_parameters(), or take"
 ) -> NotHereError:
     """Return the error. ``why``: state of the parameters; ``cure``: beginning of the sentence with the cures."""
@@ -98,11 +98,11 @@ def require_here(params: Iterable[nn.Parameter], *, gathers: bool = False) -> No
         if flat is None or index is None:
             continue
         if flat.layout.slots[index].part is not None:
-            raise not_here("partitioned over ranks", "Take")
+            raise _not_here("partitioned over ranks", "Take")
         if flat.gathering is not None and not flat.policy.parameters:
             flat.finish_gather()
         if flat.policy.parameters and not flat.is_gathered and not gathers:
-            raise not_here()
+            raise _not_here()
 
 
 def _reduce_module(method: Method, protocol: Any) -> Any:

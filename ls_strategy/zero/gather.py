@@ -66,9 +66,7 @@ class Gatherer:
     def release(self, unit: Unit, *, stepped: bool = False) -> None:
         """Free a unit's full parameters, unless it is pinned, after taking writes to them (stage 3).
 
-        Args:
-            unit: the unit.
-            stepped: the masters are newer than the gathered parameters, so that writes are not taken.
+        ``stepped``: the masters are newer than the gathered parameters, so writes are not taken.
         """
         if self.sharded and not unit.pinned:
             for flat in unit.flats:
@@ -99,11 +97,11 @@ class Gatherer:
     def fetch_root(self) -> None:
         """Gather the root units, the parameters of which may be used anywhere in a step. Collective at stage 3."""
         roots = [u for u in self.units if u.is_root]
-        for unit in roots:
-            if self.sharded:
+        for unit in roots if self.sharded else ():
+            self.start(unit)
+        if self.sharded and self.prefetch_units:
+            for unit in self._order[:1]:
                 self.start(unit)
-        if self.sharded and self._order and self.prefetch_units:
-            self.start(self._order[0])
             for unit in self._order[1:2]:
                 self._read(unit)
         for unit in roots:
@@ -130,11 +128,9 @@ class Gatherer:
     # stages 0 to 2 ---------------------------------------------------------------------------------------------------
 
     def publish(self, flats: list[Flat], *, lazily: bool = False) -> None:
-        """Start sending the new weights after a step. Each unit's forward waits for its own. Collective.
+        """Start sending the new weights of ``flats`` after a step. Each unit's forward waits for its own. Collective.
 
-        Args:
-            flats: the buffers that were stepped, in order of the units.
-            lazily: updates are still in flight, so send a unit's weights only when it or the unit before it runs.
+        ``lazily``: updates are still in flight, so a unit's weights are sent when it or the unit before it runs.
         """
         for flat in flats:
             if flat.gathering is not None:

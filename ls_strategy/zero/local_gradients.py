@@ -38,16 +38,7 @@ class LocalGradients:
         device: torch.device,
         average_dtype: torch.dtype,
     ) -> None:
-        """Begin without gradients.
-
-        Args:
-            params: parameters in the order of the layout's slots.
-            layout: layout of the flat buffer.
-            policy: which states are sharded.
-            pool: buffers of stages 2 and 3.
-            device: device of the buffer.
-            average_dtype: dtype of averaged gradients.
-        """
+        """Begin without gradients of ``params``, which are in the order of the layout's slots."""
         self._params = params
         self._layout = layout
         self._policy = policy
@@ -95,8 +86,7 @@ class LocalGradients:
     def take_held(self, scales: Mapping[int, float]) -> None:
         """Take over gradients in ``p.grad`` from an earlier engine (stages 0 and 1). The step averages them again.
 
-        Args:
-            scales: loss scale of each gradient, by ``id`` of the parameter.
+        ``scales`` has the loss scale of each gradient, by ``id`` of the parameter.
         """
         grads = [grad_of(p) for p in self._params]
         held = [(p, g) for p, g in zip(self._params, grads, strict=True) if g is not None]

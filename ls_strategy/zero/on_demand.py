@@ -151,15 +151,10 @@ class OnDemandGather:
 
     @contextmanager
     def all_gathered(self, flats: list[Flat], world: Comm, *, modify: bool) -> Iterator[None]:
-        """Keep all of ``flats`` gathered on every rank inside the context. Collective.
-
-        Args:
-            flats: buffers to gather.
-            world: all ranks.
-            modify: whether writes inside are allowed.
+        """Keep all of ``flats`` gathered on every rank inside the context. Collective over ``world``.
 
         Raises:
-            StateError: on every rank, if any rank has written without ``modify``.
+            StateError: on every rank, if any rank has written to them without ``modify``.
         """
         for flat in flats:
             self.begin(flat)

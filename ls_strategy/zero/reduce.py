@@ -50,7 +50,7 @@ class Reducer:
         self.order = [u for u in reversed(units) if u.trainable_flats]
         self.policy = policy
         self.comm = comm
-        self.wire_dtype = torch.float32 if reduce_in_fp32 else None
+        self._wire_dtype = torch.float32 if reduce_in_fp32 else None
         self.holds = False
         """Stages 2 and 3: accumulate several micro-batches on this rank, in fp32, before sending (pipelines)."""
         self.selective = False
@@ -81,11 +81,9 @@ class Reducer:
             unit.waiting_for = sum(p.requires_grad and p.numel() > 0 for f in unit.trainable_flats for p in f.params)
 
     def begin_backward(self, *, eager: bool, loss_scale: float = 1.0) -> None:
-        """Begin a backward pass.
+        """Begin a backward pass with a loss scale.
 
-        Args:
-            eager: send the gradients in this pass, because it is the last one before the step (stages 0 and 1).
-            loss_scale: factor in the gradients.
+        ``eager``: send the gradients in this pass, because it is the last one before the step (stages 0 and 1).
         """
         self.finish_in_flight()
         self.eager = eager or (self.policy.gradients and not self.holds)
@@ -180,7 +178,7 @@ class Reducer:
         if not self.policy.gradients:
             for p in flat.params:
                 set_grad(p, None)  # autograd must not add to what is being sent
-        wire = None if self.wire_dtype is None else torch.promote_types(self.wire_dtype, local.buffer.dtype)
+        wire = None if self._wire_dtype is None else torch.promote_types(self._wire_dtype, local.buffer.dtype)
         local.reducing = flat.comm.reduce_scatter(local.buffer, wire, flat.name, flat.layout.sizes)
         self._in_flight.append(flat)
         while self._too_much_in_flight():
@@ -297,10 +295,7 @@ class Reducer:
     def _match_sent(self, flat: Flat, used: list[bool], sent: list[bool]) -> None:
         """Make the averages follow ``p.grad``, which may have changed since it was sent (stages 0 and 1).
 
-        Args:
-            flat: an averaged buffer.
-            used: which parameters have a gradient on any rank.
-            sent: which had one on any rank when the buffer was sent.
+        ``used``: which parameters have a gradient on any rank; ``sent``: which had one when the buffer was sent.
         """
         # Gradients that user code has set without a backward.
         if flat.averages.in_place and any(used) and not flat.averages.hold_values:

@@ -260,8 +260,7 @@ class Flat(FlatBuffer):
                     "add_graph) would record a placeholder instead of its values. Trace a copy with full weights: "
                     "copy.deepcopy(module), made on all ranks."
                 )
-            self.writes.take()
-            self.writes.drop_shard()
+            self.writes.begin_gather()
             self.start_read()
             if self.full.untyped_storage().size() == 0:
                 self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
@@ -343,15 +342,13 @@ class Flat(FlatBuffer):
         if self.reading is not None:
             self.reading.result()
             self.reading = None
-        keep = self.writes.keeps_memory(gathered_on_demand=self.gathered_on_demand)
+        keeps_memory = self.writes.begin_release()
         with unnoticed():
             for i, (p, slot) in enumerate(zip(self.params, self.layout.slots, strict=True)):
                 point(p, self._released[i].expand(slot.shape))
         self._switch(Absent)
         self.is_gathered = self.gathered_on_demand = False
-        if keep:
-            self.writes.keep_shard()
-        else:
+        if not keeps_memory:
             self._free()
 
     def _free(self) -> None:

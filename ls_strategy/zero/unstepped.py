@@ -24,12 +24,9 @@ class Unstepped:
     """Provides ``p.grad`` of buffers that no optimizer updates."""
 
     def __init__(self, flats: list[Flat], comm: Comm, is_local: Callable[[], bool]) -> None:
-        """Provide the gradients of those ``flats`` that no optimizer updates.
+        """Provide the gradients of those ``flats`` that no optimizer updates, averaged over ``comm``.
 
-        Args:
-            flats: all flat buffers of the engine.
-            comm: ranks over which gradients are averaged.
-            is_local: whether the gradients of the last backward stay on their rank.
+        ``is_local`` says whether the gradients of the last backward stay on their rank.
         """
         self._comm = comm
         self._is_local = is_local

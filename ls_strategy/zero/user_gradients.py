@@ -48,6 +48,8 @@ class Owner(Protocol):
 class UserGradients:
     """The averaged gradients of one flat buffer, as user code sees them."""
 
+    # More than 20 public members: `Gradients`, which decides what is gathered, shares half of the attributes.
+
     def __init__(self, owner: Owner, flat: Flat) -> None:
         self.owner = owner
         self.flat = flat
@@ -59,7 +61,7 @@ class UserGradients:
         """Tensors that user code assigned to ``p.grad``, by parameter."""
         self.full: Tensor | None = None
         """The gathered elements, ``(numel,)``. It stays as long as user code has a view of it."""
-        self.views: list[Tensor] = []
+        self._views: list[Tensor] = []
         self.is_current = False
         """Whether the objects are views of ``full``."""
         self.owned_before: Tensor | None = None
@@ -96,7 +98,7 @@ class UserGradients:
             shape = torch.Size(self.flat.layout.slots[i].shape)
             self.objects[i] = sharded_gradient.new_gradient(shape, self._placeholder, self._sources[i])
             if self.is_current:
-                sharded_gradient.give_elements(self.objects[i], self.views[i])
+                sharded_gradient.give_elements(self.objects[i], self._views[i])
         return self.objects[i]
 
     def _refresh_given(self) -> None:
@@ -105,7 +107,7 @@ class UserGradients:
         self.owner.gather(self)
         for i, given in self.given.items():
             if self._versions[i] != -1:
-                given.detach().copy_(self.views[i])
+                given.detach().copy_(self._views[i])
                 self._versions[i] = given._version
         self._generation = self.flat.averages.generation
         self.owner.used(self)
@@ -168,7 +170,7 @@ class UserGradients:
                 self.drop(i)
                 continue
             if self.full is not None:
-                self.views[i].zero_()
+                self._views[i].zero_()
             if i in self.given:
                 self.given[i].detach().zero_()
                 self._versions[i] = self.given[i]._version
@@ -185,12 +187,12 @@ class UserGradients:
         flat = self.flat
         if self.full is None:
             self.full = torch.zeros(flat.layout.numel, dtype=flat.average_dtype, device=flat.full.device)
-            self.views = [view.detach() for view in flat.split(self.full)]
+            self._views = [view.detach() for view in flat.split(self.full)]
             self._own_users = storage_users(self.full)
         flat.averages.gather(self.full)
         self.owned_before = self.full[slice(*flat.owned)].clone()
         for i, gradient in self.objects.items():
-            sharded_gradient.give_elements(gradient, self.views[i])
+            sharded_gradient.give_elements(gradient, self._views[i])
         self.is_current = self.changed = True  # user code may write to the elements
         self.norms.clear()
 
@@ -202,7 +204,7 @@ class UserGradients:
                 shape = torch.Size(self.flat.layout.slots[i].shape)
                 sharded_gradient.take_elements(gradient, shape, self._placeholder, self._sources[i])
         if self.full is not None and (self._has_leavers or storage_users(self.full) <= self._own_users):
-            self.full, self.views, self.owned_before = None, [], None
+            self.full, self._views, self.owned_before = None, [], None
             self._has_leavers = False
 
     def flush(self) -> None:
@@ -231,8 +233,8 @@ class UserGradients:
     def _take_moved(self) -> None:
         """Copy the values of objects that user code has moved to other memory (``p.grad.data = other``)."""
         for i, gradient in self.objects.items() if self.is_current else ():
-            if gradient.numel() and gradient.data_ptr() != self.views[i].data_ptr():
-                self.views[i].copy_(gradient)
+            if gradient.numel() and gradient.data_ptr() != self._views[i].data_ptr():
+                self._views[i].copy_(gradient)
 
     def _write(self, start: int, values: Tensor, where: Tensor | None = None) -> None:
         """Write elements of this rank's shard from ``start`` on, those selected by ``where``."""

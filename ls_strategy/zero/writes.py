@@ -90,22 +90,21 @@ class UserWrites:
 
     # memory of a released buffer, stage 3 ----------------------------------------------------------------------------
 
-    def keeps_memory(self, *, gathered_on_demand: bool) -> bool:
-        """Whether a gathered buffer has to keep its memory when it is released, because user code has a view of it."""
-        self._is_viewed = (gathered_on_demand or self._is_viewed) and self.has_memory_views
-        return self._is_viewed
-
     def note_memory_views(self) -> None:
         """Record whether user code has a view of a buffer that it gathered on demand."""
         self._is_viewed |= self.has_memory_views
 
-    def keep_shard(self) -> None:
-        """Copy the shard of a released buffer that keeps its memory, to detect writes."""
+    def begin_release(self) -> bool:
+        """Return whether the buffer has to keep its memory, because user code has a view of it."""
         flat = self._flat
-        self._viewed_shard = flat.full[slice(*flat.stepped)].clone()
+        self._is_viewed = (flat.gathered_on_demand or self._is_viewed) and self.has_memory_views
+        if self._is_viewed:
+            self._viewed_shard = flat.full[slice(*flat.stepped)].clone()
+        return self._is_viewed
 
-    def drop_shard(self) -> None:
-        """Forget the copy of `keep_shard`: the buffer is gathered again."""
+    def begin_gather(self) -> None:
+        """Take writes to a buffer that kept its memory, before it is overwritten."""
+        self.take()
         self._viewed_shard, self._outdated = None, []
 
     def outdate_memory(self) -> None:
@@ -126,10 +125,7 @@ class UserWrites:
     # writes ----------------------------------------------------------------------------------------------------------
 
     def take(self) -> bool:
-        """Take the writes to the parameters, if the buffer is in memory. Not collective.
-
-        Returns:
-            Whether this rank's shard has changed, or may have.
+        """Take the writes to the parameters. Return whether this rank's shard may have changed. Not collective.
 
         Raises:
             StateError: ``p.data`` was set to a tensor of another shape or dtype; the write came while an update of the
@@ -221,17 +217,10 @@ class UserWrites:
 
 
 def take_elements(flat: FlatBuffer, start: int, now: Tensor, before: Tensor, master: Tensor | None = None) -> bool:
-    """Copy elements that differ from ``before`` into this rank's masters and shard, from element ``start`` on.
+    """Copy elements of ``now`` that differ from ``before`` into this rank's masters and shard.
 
-    Args:
-        flat: buffer of the masters.
-        start: first element, in this rank's range.
-        now: current values.
-        before: values to compare with.
-        master: masters of the same elements, if the caller has read them.
-
-    Returns:
-        Whether any element differs.
+    ``start`` is the first element in this rank's range. ``master`` has the masters of these elements, if the caller has
+    read them. Returns whether any element differs.
     """
     differs = bits(now) != bits(before)
     if not bool(differs.any()):

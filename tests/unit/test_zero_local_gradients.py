@@ -163,7 +163,7 @@ def test_another_loss_scale_converts_the_gradients_so_far() -> None:
     assert buffer.local.scale == 8.0
 
 
-def test_gradients_of_other_parameters_are_told_from_the_newest() -> None:
+def test_the_newest_gradient_is_not_counted_among_the_others() -> None:
     buffer = flat(1)
     set_grad(buffer.params[0], random_like(buffer.params[0]))
     assert not buffer.local.has_others(than=0)
