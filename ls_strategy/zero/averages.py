@@ -140,43 +140,47 @@ class Averages:
             stay_in_memory: do not write to the NVMe tier, because the update follows at once. If it does not, call
                 `spill`.
         """
+        flat = self._flat
         if self.values is not None or self.on_nvme:
-            self._flat.wait_updated()  # it may still read the old averages
+            flat.wait_updated()  # it may still read the old averages
         accumulate = self.hold_values
         self.recorded_sums = None
         self.generation += 1
         self.hold_values, self.gone = True, False
-        factor = self._flat.local.scale / self._scale  # convert the old averages to the new scale
-        self._scale = self._flat.local.scale
+        factor = flat.local.scale / self._scale  # convert the old averages to the new scale
+        self._scale = flat.local.scale
         if self.on_nvme and (accumulate or not stay_in_memory):
-            mine = self._flat.comm.pool.take(self._flat.stepped_numel, self._flat.average_dtype, self._flat.full.device)
-            if accumulate:
-                with self._waiting():
-                    self._flat.rest.read_into("grad", mine)
-                _multiply_(mine, factor)
-            reducing.finish(mine, accumulate=accumulate)
-            self._to_nvme(mine)
-            self._flat.comm.pool.give([mine])
+            self._land_on_nvme(reducing, factor, accumulate=accumulate)
             return
         self.wait()
-        arrived = self._flat.average_dtype if self._flat.local.buffer is None else self._flat.local.buffer.dtype
-        narrow = exact_16_bit and self.folds_factors and self._flat.comm.world_size == 1 and arrived.itemsize == 2
-        wanted = arrived if narrow and not accumulate else self._flat.average_dtype
+        arrived = flat.average_dtype if flat.local.buffer is None else flat.local.buffer.dtype
+        narrow = exact_16_bit and self.folds_factors and flat.comm.world_size == 1 and arrived.itemsize == 2
+        wanted = arrived if narrow and not accumulate else flat.average_dtype
         if self.values is None:
             self.values = self._new(wanted)
         elif accumulate or narrow:
             self._convert(wanted, keep=accumulate)
         if accumulate:
             _multiply_(self.values, factor)
-        if self.values.device == self._flat.full.device:
+        if self.values.device == flat.full.device:
             reducing.finish(self.values, accumulate=accumulate)
-            return
-        self._land_on_host(reducing, self.values, accumulate=accumulate)
+        else:
+            self._land_on_host(reducing, self.values, accumulate=accumulate)
+
+    def _land_on_nvme(self, reducing: PendingReduce, factor: float, *, accumulate: bool) -> None:
+        flat = self._flat
+        mine = flat.comm.pool.take(flat.stepped_numel, flat.average_dtype, flat.full.device)
+        if accumulate:
+            with self._waiting():
+                flat.rest.read_into("grad", mine)
+            _multiply_(mine, factor)
+        reducing.finish(mine, accumulate=accumulate)
+        self._to_nvme(mine)
+        flat.comm.pool.give([mine])
 
     def widen(self) -> None:
         """Convert averages in 16 bit to full precision."""
-        if self.values is not None:
-            self._convert(self._flat.average_dtype, keep=True)
+        self._convert(self._flat.average_dtype, keep=True)
 
     def _convert(self, dtype: torch.dtype, *, keep: bool) -> None:
         """Replace ``values`` by a tensor of ``dtype``. ``keep``: copy the values."""
@@ -221,11 +225,7 @@ class Averages:
                 drive.put(key, part.float(), start)
 
     def require_here(self) -> None:
-        """Require that no update has taken the averages.
-
-        Raises:
-            StateError: an update has.
-        """
+        """Raise a StateError if an update has taken the averages."""
         if self.gone:
             raise StateError(
                 f"the gradients in the buffer of {self._flat.name!r} were freed: their update began while backward "
