@@ -40,6 +40,45 @@ class FlatBuffer:
     gathered_on_demand = False
     """Stage 3: gathered because a parameter was used outside the unit's own module."""
 
+    full: Tensor
+    """The parameters, ``(numel,)``, on the device. At stage 3 it has memory only while gathered."""
+
+    views: list[Tensor]
+    """One view of ``full`` per parameter."""
+
+    master: Tensor
+    """This rank's master weights, ``(stepped,)``; a placeholder on the NVMe tier."""
+
+    shard: Tensor | None = None
+    """Stage 3: this rank's shard of the parameters in memory, if it is stored in addition to the masters."""
+
+    updating: Ticket | None = None
+    """The update of this buffer's states that is in flight."""
+
+    arriving: Arrival | None = None
+    """New parameters in flight to the device."""
+
+    updated_early = False
+    """Whether the current backward pass has already updated this buffer."""
+
+    publish_due = False
+    """Whether new weights still have to be sent to the other ranks."""
+
+    _refresh_due = False
+    """Whether the masters are newer than this rank's shard of the parameters."""
+
+    waited_s = 0.0
+    """Seconds that the training thread has waited for updates and for gradients to reach their tier."""
+
+    reading: Future[Arrival] | None = None
+    """This rank's shard of the parameters, in flight from its tier."""
+
+    is_gathered = True
+    """Whether the parameters point at ``full``."""
+
+    gathering: PendingGather | None = None
+    """The all-gather into ``full`` in flight."""
+
     hidden = False
     """Stages 0 to 2: new values are in flight, and any use of a parameter waits for them."""
 
@@ -100,26 +139,6 @@ class FlatBuffer:
         self.stepped_numel = self.stepped[1] - self.stepped[0]
         """Number of elements in ``stepped``."""
         self.pieces: tuple[Piece, ...] = layout.pieces(*self.stepped)
-        self.full: Tensor
-        self.views: list[Tensor]
-        self.master: Tensor
-        self.shard: Tensor | None = None
-        self.updating: Ticket | None = None
-        """The update of this buffer's states that is in flight."""
-        self.arriving: Arrival | None = None
-        """New parameters in flight to the device."""
-        self.updated_early = False
-        """Whether the current backward pass has already updated this buffer."""
-        self.publish_due = False
-        """Whether new weights still have to be sent to the other ranks."""
-        self._refresh_due = False
-        """Whether the masters are newer than this rank's shard of the parameters."""
-        self.waited_s = 0.0
-        """Seconds that the training thread has waited for updates and for gradients to reach their tier."""
-        self.reading: Future[Arrival] | None = None
-        """This rank's shard of the parameters, in flight from its tier."""
-        self.is_gathered = True
-        self.gathering: PendingGather | None = None
 
     @property
     def counted(self) -> bool:
