@@ -71,7 +71,7 @@ class Gatherer:
         if self.sharded and not unit.pinned:
             for flat in unit.flats:
                 if not stepped:
-                    flat.writes.take()
+                    flat.take_writes()
                 if flat.is_gathered or flat.gathering is not None or flat.reading is not None:
                     flat.release()
 

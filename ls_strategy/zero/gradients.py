@@ -69,7 +69,7 @@ class Gradients:
         self._of = {n: [f for f in flats if f.optimizer_index == n] for n in {f.optimizer_index for f in flats}}
         self._shown: dict[int, UserGradients] = {}
         self._averaged: set[int] = set()
-        """Optimizers all of whose gradients were averaged since the last backward."""
+        """Optimizers with all gradients averaged since the last backward."""
         self._gathered: list[UserGradients] = []
         """Gathered buffers in the order of their last use."""
         self.averaged = False

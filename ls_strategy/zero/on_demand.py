@@ -146,7 +146,7 @@ class OnDemandGather:
         del self._on_demand_flats[id(flat)]
         if not flat.gathered_on_demand:
             return  # gathered by the unit's own module since
-        flat.writes.take()
+        flat.take_writes()
         flat.release()
 
     @contextmanager
@@ -162,7 +162,7 @@ class OnDemandGather:
             self.touch(flat)
         try:
             yield
-            written = torch.tensor([any([flat.writes.take() for flat in flats])], dtype=torch.uint8)
+            written = torch.tensor([any([flat.take_writes() for flat in flats])], dtype=torch.uint8)
             if not modify and world.agree(written).item():
                 raise StateError(
                     "parameters were written to inside gathered_parameters(), which was opened for reading. Open it "
@@ -186,7 +186,7 @@ class OnDemandGather:
     def take_parameter_writes(self) -> None:
         """Copy writes to parameters into masters and shards. Not collective."""
         for flat in self._flats:
-            flat.writes.take()
+            flat.take_writes()
 
     # called while a state dict is collected --------------------------------------------------------------------------
 

@@ -66,7 +66,7 @@ NEED_NO_VALUES = (
 """Torch functions that read or set attributes of a parameter and need no values."""
 
 _GIVE_MEMORY = _ways("__array__ __dlpack__ data_ptr detach numpy storage untyped_storage")
-"""Torch functions to whose results writes do not count in ``_version``, as in ``p.detach().numpy()[0] = 1``."""
+"""Torch functions with results to which writes do not count in ``_version``, as in ``p.detach().numpy()[0] = 1``."""
 
 
 class Writes(Protocol):
@@ -179,7 +179,7 @@ class Present(nn.Parameter):
         return super().detach()
 
     def untyped_storage(self) -> Any:
-        """Return the storage. Only if the values are in memory, the access is recorded."""
+        """Return the storage. The access is recorded if the values are in memory."""
         if type(self) is Present:
             self._record_access()
         return super().untyped_storage()

@@ -188,6 +188,10 @@ class Flat(FlatBuffer):
         for p in self._switched:
             p.__class__ = to
 
+    def take_writes(self) -> bool:
+        """Copy user code's writes into the masters, see `UserWrites.take`. Not collective."""
+        return self.writes.take()
+
     def hide(self) -> None:
         """Make every use of a parameter wait for values in flight (stages 0 to 2)."""
         self._switch(Absent)
@@ -416,7 +420,7 @@ class Unit:
 def places_of(state: Mapping[str, Any], units: list[Unit]) -> dict[str, tuple[Flat, int]]:
     """Map the keys of ``module.state_dict()`` that are parameters of the units to ``(flat, slot)``. Not collective.
 
-    Entries are recognized by address, whatever their key. A released parameter has an address of its own too.
+    Entries are recognized by address, whatever their key. A released parameter has a unique address too.
     """
     flats = [flat for unit in units for flat in unit.flats]
     with unnoticed():
