@@ -1,7 +1,7 @@
-"""Averaged gradients of one flat buffer: where they rest between backward and step, and what is known of them there.
+"""Averaged gradients of one flat buffer, and the tier that stores them between backward and step.
 
-On the device and in host memory they are a tensor. On the NVMe tier they are written once per micro-batch, with the sum
-of their squares taken on the way; where the update follows at once, they do not go to the drive at all.
+On the device and in host memory they are a tensor. On the NVMe tier they are written once per micro-batch, and the sum
+of squares is computed from the data before the write. If the update follows at once, they are not written.
 """
 
 from __future__ import annotations
@@ -25,79 +25,85 @@ from ls_strategy.zero.storage import chunks
 
 
 class Averages:
-    """Gradients averaged over ranks, of the range that this rank steps (stage 0: of the whole buffer, in place)."""
+    """Averaged gradients of the range that this rank steps (stage 0: of the full buffer, in place)."""
+
+    # More than 20 public members: every one of reducer, norm, clipping, user gradients and update reads or changes the
+    # averages in a way of its own, and this is the one place that knows their tier, dtype and scale.
 
     def __init__(self, flat: FlatBuffer) -> None:
-        """Nothing yet."""
+        """Begin without averages."""
         self._flat = flat
+        self.in_place = not flat.policy.optimizer
+        """Whether the averages are in ``flat.local``, and the step reads ``p.grad``, as under DDP (stage 0)."""
+
         self.values: Tensor | None = None
-        """Where they are a tensor: ``(stepped,)``."""
+        """The averages, ``(stepped,)``; None on the NVMe tier and before the first reduction."""
 
         self.hold_values = False
-        """Whether any gradient was averaged since the last `zero_grad`; what is left of before counts for nothing."""
+        """Whether a gradient was averaged since the last `zero_grad`. If not, ``values`` are outdated."""
 
         self.folds_factors = False
-        """Whether a fused update steps this buffer: it multiplies loss scale and clip factor in, and reads 16 bit."""
+        """Whether a fused update steps this buffer: it applies loss scale and clip factor, and reads 16 bit."""
 
         self.recorded_sums: Tensor | None = None
-        """Sum of squares and number of non-finite elements of averages that are no longer at hand, ``(2,)`` fp64."""
+        """Sum of squares and number of non-finite elements of averages no longer in memory, ``(2,)`` fp64."""
 
         self.gone = False
-        """Whether an update has taken them before its step."""
+        """Whether an update has taken the averages before its step."""
 
         self.generation = 0
-        """How often they were added to or changed, but for what user code has written."""
+        """Number of changes by the engine, without those by user code."""
 
         self.edited = False
-        """Whether they were clipped, or changed by user code, since they were averaged; the same on all ranks."""
+        """Whether they were clipped or changed by user code since they were averaged; the same on all ranks."""
 
         self.landing: Future[None] | None = None
-        """On their way to the host."""
+        """A copy to host memory in flight."""
 
-        self._lent: Tensor | None = None
+        self._in_update: Tensor | None = None
         self._scale = 1.0
 
     @property
     def scale(self) -> float:
-        """What the gradients are multiplied by here: the loss scale of their backward pass, or 1 once it was undone.
+        """Return the factor in the gradients: the loss scale of their backward pass, or 1 once it was undone.
 
-        The only note of it. Who reads them multiplies by `unscale`; who adds gradients of another scale brings these
-        to it first.
+        Readers multiply by `unscale`. Before gradients of another scale are added, these are converted to it.
         """
-        return self._flat.grad_scale if self.in_place else self._scale
+        return self._flat.local.scale if self.in_place else self._scale
+
+    @scale.setter
+    def scale(self, scale: float) -> None:
+        if self.in_place:
+            self._flat.local.scale = scale
+        else:
+            self._scale = scale
 
     @property
     def unscale(self) -> float:
-        """What they are still to be multiplied by."""
+        """Return the factor that readers still have to apply."""
         return 1.0 / self.scale
 
-    def _set_scale(self, scale: float) -> None:
-        if not self.in_place:
-            self._scale = scale
-        else:
-            self._flat.grad_scale = scale
-
     def forget(self) -> None:
-        """What was averaged so far counts for nothing."""
+        """Discard the averages so far."""
         self.hold_values = self.gone = self.edited = False
-        self._set_scale(1.0)
+        self.scale = 1.0
 
     def tensor(self) -> Tensor:
-        """Averaged gradients of the range that this rank steps: ``(stepped,)``. Stage 0: ``grad`` itself.
+        """Return the averages of the range that this rank steps, ``(stepped,)``. Stage 0: ``flat.local.buffer``.
 
-        fp32, but 16 bit where that holds the average exactly and nobody but the update looks (see `land`).
+        fp32, or 16 bit if that is exact and only the update reads them (see `land`).
         """
         if self.in_place:
-            self._flat.hold_grad_buffer(self._flat.average_dtype)
-            assert self._flat.grad is not None
-            return self._flat.grad
+            self._flat.local.allocate(self._flat.average_dtype)
+            assert self._flat.local.buffer is not None
+            return self._flat.local.buffer
         self.wait()
         if self.values is None:
             self.values = self._new(self._flat.average_dtype)
         return self.values
 
     def at_hand(self) -> Tensor:
-        """As `tensor`, but perhaps still on their way: for who waits for `landing`."""
+        """Return the averages as `tensor` does, without waiting for `landing`."""
         return self.tensor() if self.values is None else self.values
 
     def _new(self, dtype: torch.dtype) -> Tensor:
@@ -107,12 +113,12 @@ class Averages:
         return torch.zeros(numel, dtype=dtype, device=self._flat.full.device)
 
     def owned(self) -> Tensor:
-        """Averaged gradients of this rank's shard, ``(shard,)``, at every stage: what norms are summed over."""
+        """Return the averages of this rank's shard, ``(shard,)``, at every stage. Norms are sums over it."""
         reduced = self.tensor()
         return reduced[slice(*self._flat.owned)] if self.in_place else reduced
 
     def gather(self, out: Tensor | None = None) -> Tensor:
-        """Gather the averaged gradients of all ranks, times their loss scale, ``(numel,)``. Collective."""
+        """Gather the averages of all ranks, times their loss scale, ``(numel,)``. Collective."""
         flat = self._flat
         if not self.hold_values:
             return torch.zeros_like(flat.full, dtype=flat.average_dtype) if out is None else out.zero_()
@@ -120,64 +126,64 @@ class Averages:
         return flat.gather_shards(flat.average_dtype, mine, out)
 
     @property
-    def in_place(self) -> bool:
-        """Whether they are in ``grad``, and ``p.grad`` is what the step takes, as under DDP (stage 0)."""
-        return not self._flat.policy.optimizer
-
-    @property
     def on_nvme(self) -> bool:
-        """Whether the averages rest on the NVMe tier, where nobody but the update reaches them."""
+        """Whether the averages are on the NVMe tier."""
         return not self._flat.rest.is_resident("grad") and self.values is None
 
-    def land(self, reducing: PendingReduce, *, exact_16_bit: bool, at_hand: bool = False) -> None:
-        """Let the averages rest on their tier, added to what is there already. Their scale is that of ``grad``.
+    def land(self, reducing: PendingReduce, *, exact_16_bit: bool, stay_in_memory: bool = False) -> None:
+        """Add the result of a reduce-scatter to the averages on their tier. Their scale becomes that of ``local``.
 
         Args:
-            reducing: the reduce-scatter, under way or done.
-            exact_16_bit: keep 16-bit gradients of a single rank as they are, until a second micro-batch comes: the
+            reducing: the reduce-scatter, in flight or done.
+            exact_16_bit: keep 16-bit gradients of a single rank in 16 bit until a second micro-batch comes: the
                 average of one value is the value.
-            at_hand: the update follows at once, so do not take them to the drive. `spill` does, if it does not follow.
+            stay_in_memory: do not write to the NVMe tier, because the update follows at once. If it does not, call
+                `spill`.
         """
+        flat = self._flat
         if self.values is not None or self.on_nvme:
-            self._flat.wait_updated()  # it may still read what would be overwritten
+            flat.wait_updated()  # it may still read the old averages
         accumulate = self.hold_values
         self.recorded_sums = None
         self.generation += 1
         self.hold_values, self.gone = True, False
-        factor = self._flat.grad_scale / self._scale  # what is there takes on the scale of what comes
-        self._scale = self._flat.grad_scale
-        if self.on_nvme and (accumulate or not at_hand):
-            mine = self._flat.comm.pool.take(self._flat.stepped_numel, self._flat.average_dtype, self._flat.full.device)
-            if accumulate:
-                with self._waiting():
-                    self._flat.rest.read_into("grad", mine)
-                _multiply_(mine, factor)
-            reducing.finish(mine, accumulate=accumulate)
-            self._to_nvme(mine)
-            self._flat.comm.pool.give([mine])
+        factor = flat.local.scale / self._scale  # convert the old averages to the new scale
+        self._scale = flat.local.scale
+        if self.on_nvme and (accumulate or not stay_in_memory):
+            self._land_on_nvme(reducing, factor, accumulate=accumulate)
             return
         self.wait()
-        arrived = self._flat.average_dtype if self._flat.grad is None else self._flat.grad.dtype
-        narrow = exact_16_bit and self.folds_factors and self._flat.comm.world_size == 1 and arrived.itemsize == 2
-        wanted = arrived if narrow and not accumulate else self._flat.average_dtype
+        arrived = flat.average_dtype if flat.local.buffer is None else flat.local.buffer.dtype
+        narrow = exact_16_bit and self.folds_factors and flat.comm.world_size == 1 and arrived.itemsize == 2
+        wanted = arrived if narrow and not accumulate else flat.average_dtype
         if self.values is None:
             self.values = self._new(wanted)
         elif accumulate or narrow:
             self._convert(wanted, keep=accumulate)
         if accumulate:
             _multiply_(self.values, factor)
-        if self.values.device == self._flat.full.device:
+        if self.values.device == flat.full.device:
             reducing.finish(self.values, accumulate=accumulate)
-            return
-        self._land_on_host(reducing, self.values, accumulate=accumulate)
+        else:
+            self._land_on_host(reducing, self.values, accumulate=accumulate)
+
+    def _land_on_nvme(self, reducing: PendingReduce, factor: float, *, accumulate: bool) -> None:
+        flat = self._flat
+        mine = flat.comm.pool.take(flat.stepped_numel, flat.average_dtype, flat.full.device)
+        if accumulate:
+            with self._waiting():
+                flat.rest.read_into("grad", mine)
+            _multiply_(mine, factor)
+        reducing.finish(mine, accumulate=accumulate)
+        self._to_nvme(mine)
+        flat.comm.pool.give([mine])
 
     def widen(self) -> None:
-        """Hold them in full precision, also where 16 bit were exact so far."""
-        if self.values is not None:
-            self._convert(self._flat.average_dtype, keep=True)
+        """Convert averages in 16 bit to full precision."""
+        self._convert(self._flat.average_dtype, keep=True)
 
     def _convert(self, dtype: torch.dtype, *, keep: bool) -> None:
-        """Go on with a tensor of ``dtype``. ``keep``: that has the values."""
+        """Replace ``values`` by a tensor of ``dtype``. ``keep``: copy the values."""
         if self.values is None or self.values.dtype == dtype:
             return
         before, self.values = self.values, self._new(dtype)
@@ -187,7 +193,7 @@ class Averages:
             self._flat.rest.ring.give([before])
 
     def _land_on_host(self, reducing: PendingReduce, out: Tensor, *, accumulate: bool) -> None:
-        """Sum on the device, in the order and precision of a run without offload, then copy beside the computation."""
+        """Sum on the device, in the order and precision of a run without offload, then copy in the background."""
         mine = self._flat.comm.pool.take(out.numel(), out.dtype, self._flat.full.device)
         if accumulate:
             self._flat.rest.link.to_device(mine, out).wait_on_device()
@@ -201,7 +207,7 @@ class Averages:
         self.landing = self._flat.rest.in_background(land)
 
     def spill(self) -> None:
-        """Take averages that `land` left at hand to the drive after all."""
+        """Write averages that `land` left in memory to the NVMe tier."""
         if not self._flat.rest.is_resident("grad") and self.values is not None:
             self.wait()
             mine, self.values = self.values, None
@@ -209,7 +215,7 @@ class Averages:
             self._flat.rest.ring.give([mine])
 
     def _to_nvme(self, mine: Tensor) -> None:
-        """Sum squares while they are at hand, and write."""
+        """Compute the sum of squares, and write to the NVMe tier."""
         self.recorded_sums = torch.zeros(2, dtype=torch.float64)
         for start, stop in chunks(0, mine.numel()):
             part = mine[start:stop]
@@ -218,14 +224,10 @@ class Averages:
                 self._flat.rest.put("grad", part.float(), start)
 
     def require_here(self) -> None:
-        """Refuse to give averages that an update has taken.
-
-        Raises:
-            StateError: it has.
-        """
+        """Raise a StateError if an update has taken the averages."""
         if self.gone:
             raise StateError(
-                f"the gradients of {self._flat.name!r} and its neighbours are gone: their update began while backward "
+                f"the gradients in the buffer of {self._flat.name!r} were freed: their update began while backward "
                 "ran. Read them before the step, in on_before_optimizer_step, or set sharding.overlap_step=False on "
                 "the strategy."
             )
@@ -236,9 +238,9 @@ class Averages:
             self.change_unscaled(lambda _: None)
 
     def change_unscaled(self, edit: Callable[[Tensor], Any]) -> None:
-        """Divide by the scale, then as `change`."""
+        """Divide by the scale, then call `change`."""
         factor = self.unscale
-        self._set_scale(1.0)  # first: sums of squares are taken of what is written
+        self.scale = 1.0  # first: sums of squares are taken of what is written
 
         def both(grads: Tensor) -> None:
             _multiply_(grads, factor)
@@ -247,7 +249,7 @@ class Averages:
         self.change(both)
 
     def change(self, edit: Callable[[Tensor], Any]) -> None:
-        """Change averaged gradients in place, wherever they rest and whatever their scale is."""
+        """Change the averages in place on any tier, without regard to their scale."""
         self.generation += 1
         if not self.on_nvme:
             edit(self.tensor())
@@ -261,9 +263,9 @@ class Averages:
             self._flat.rest.put("grad", lease, lo)
 
     def sums(self) -> Tensor:
-        """Sum of squares and number of non-finite elements of this rank's averages, ``(2,)`` fp64.
+        """Return sum of squares and number of non-finite elements of this rank's averages, ``(2,)`` fp64.
 
-        Added up in portions of `DRIVE_CHUNK` elements, so that the bits are the same wherever the averages rest.
+        The sum runs over chunks of `DRIVE_CHUNK` elements, so that the result is bitwise the same on every tier.
         """
         if self._flat.updated_early:
             self._flat.wait_updated()
@@ -279,21 +281,21 @@ class Averages:
         return total
 
     def zero(self, start: int = 0, stop: int | None = None) -> None:
-        """Set a range of the averages to zero, where there are any."""
+        """Set a range of the averages to zero, if there are any."""
         self._flat.wait_updated()
         self.wait()
         if self.in_place:
-            if self._flat.grad is not None:
-                self._flat.grad[start:stop].zero_()
+            if self._flat.local.buffer is not None:
+                self._flat.local.buffer[start:stop].zero_()
         elif self.values is not None:
             self.values[start:stop].zero_()
         elif self.on_nvme and self.hold_values:
             stop = self._flat.stepped_numel if stop is None else stop
             self._flat.rest.write("grad", start, torch.zeros(stop - start))
-            self.change(lambda _: None)  # takes the sums anew
+            self.change(lambda _: None)  # recomputes the sums
 
     def wait(self) -> None:
-        """Wait until the averages are where they rest."""
+        """Wait until the averages have reached their tier."""
         if self.landing is not None:
             with spans.waiting(spans.COPY), self._waiting():
                 self.landing.result()
@@ -301,24 +303,24 @@ class Averages:
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Inside, the training thread waits for gradients on their way to or from their tier."""
+        """Count the time inside as waiting for gradients in flight to or from their tier."""
         started = time.perf_counter()
         try:
             yield
         finally:
             self._flat.waited_s += time.perf_counter() - started
 
-    def let_go(self) -> None:
-        """An update under way has them; backward may fill new ones meanwhile. `take_back` when the update is done."""
+    def hand_to_update(self) -> None:
+        """Give the averages to an update in flight; backward fills new ones. `reclaim` ends it."""
         self.gone = True
         if self.values is not None:
-            self._lent, self.values = self.values, None
+            self._in_update, self.values = self.values, None
 
-    def take_back(self) -> None:
-        """The update is done: the buffer goes round again."""
-        if self._lent is not None:
-            self._flat.rest.ring.give([self._lent])
-            self._lent = None
+    def reclaim(self) -> None:
+        """Return the buffer of a finished update to its pool."""
+        if self._in_update is not None:
+            self._flat.rest.ring.give([self._in_update])
+            self._in_update = None
 
 
 def _multiply_(grads: Tensor, factor: float) -> None:

@@ -1,15 +1,15 @@
-"""Copies and pickles of modules whose parameters lie in flat buffers: plain modules, with memory of their own.
+"""Copies and pickles of modules whose parameters are in flat buffers: plain modules with memory of their own.
 
-The one invariant: what ``copy.deepcopy``, ``pickle`` and ``torch.save`` make of a module holds its full weights, needs
-nothing of this package, and takes the room that the module takes.
+Invariant: what ``copy.deepcopy``, ``pickle`` and ``torch.save`` make of a module holds its full weights, does not need
+this package, and takes no more memory than the module.
 
 ::
 
-    module.__reduce_ex__     leaves out what is `Transient`: our hooks, and what stands in for methods
-    nn.Parameter             is pickled with its own elements, not with all of the flat buffer that it is a view of
+    module.__reduce_ex__     leaves out everything `Transient`: our hooks and replaced methods
+    nn.Parameter             is pickled with its own elements, without the rest of the flat buffer
 
-Shallow copies share hooks and parameters with the module, as ever. Processes that ``multiprocessing`` starts share the
-memory of parameters, as those of plain torch do.
+Shallow copies share hooks and parameters with the module, as in plain torch. So do processes that ``multiprocessing``
+starts: they share the parameters' memory.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from ls_strategy.zero.parameters import Absent, Present, unnoticed
 from ls_strategy.zero.units import Flat
 
 _FLAT_OF: weakref.WeakValueDictionary[int, Flat] = weakref.WeakValueDictionary()
-"""``id(parameter)`` -> its flat buffer, which holds the parameter for as long as it lives."""
+"""``id(parameter)`` -> its flat buffer, which keeps the parameter alive."""
 
 _BUFFERS: dict[int, StorageWeakRef] = {}
-"""Memory of flat buffers, by `storage_key`: parameters stay views of it when the engine has gone."""
+"""Memory of flat buffers, by `storage_key`: parameters stay views of it after the engine was freed."""
 
 _HOOK_TABLES = frozenset(key for key, value in vars(nn.Module()).items() if "_hooks" in key and isinstance(value, dict))
-"""Attributes in which a module has its hooks, and what is to be known of each, by the same numbers."""
+"""Attributes in which a module stores its hooks and their options, by the same ids."""
 
 
 class PlainCopies:
-    """Makes copies of a model's modules plain, for as long as it is attached."""
+    """Makes copies of a model's modules plain modules, as long as it is attached."""
 
     def __init__(self, model: nn.Module, flats: Iterable[Flat]) -> None:
-        """Attach to every module of ``model``, whose parameters are in ``flats``."""
+        """Attach to every module of ``model``, the parameters of which are in ``flats``."""
         for kind in (nn.Parameter, Present, Absent):
             copyreg.pickle(kind, reduce_parameter)  # type: ignore[arg-type]
         for kind in (Present, Absent):
@@ -59,23 +59,23 @@ class PlainCopies:
         self._methods = [Method(module, "__reduce_ex__", _reduce_module) for module in model.modules()]
 
     def remove(self) -> None:
-        """Detach. Parameters that stay views of flat buffers are pickled with their own elements all the same."""
+        """Detach. Parameters that stay views of flat buffers are still pickled with their own elements only."""
         for method in self._methods:
             method.remove()
         self._methods.clear()
 
 
 class NotHereError(StateError, TypeError):
-    """What a copy or a pickle raises whose parameters are on other ranks: it would be a copy of nothing.
+    """Raised by a copy or a pickle of a module whose parameters are on other ranks.
 
-    A ``TypeError``, as Python's own for what cannot be pickled: loggers leave such hyperparameters out.
+    It is a ``TypeError``, as Python's own for objects that cannot be pickled: loggers leave such hyperparameters out.
     """
 
 
-def not_here(
+def _not_here(
     why: str = "sharded (stage 3)", cure: str = "Copy it inside gathered_parameters(), or take"
 ) -> NotHereError:
-    """The error. ``why``: what the parameters are; ``cure``: how the cures begin."""
+    """Return the error. ``why``: state of the parameters; ``cure``: beginning of the sentence with the cures."""
     return NotHereError(
         f"this module's parameters are {why}, so it cannot be pickled or copied. {cure} module.state_dict() on all "
         "ranks, or trainer.save_checkpoint(path), and load that into a new module."
@@ -83,14 +83,14 @@ def not_here(
 
 
 def require_here(params: Iterable[nn.Parameter], *, gathers: bool = False) -> None:
-    """Let new weights that are on their way to parameters arrive. Not collective.
+    """Wait for new weights in flight to parameters that are to be copied. Not collective.
 
     Args:
-        params: to be copied.
-        gathers: whoever copies them will touch them, on every rank. A pickle is often made on one rank alone.
+        params: parameters to be copied.
+        gathers: whether the copy gathers them, on every rank. A pickle, often made on one rank alone, does not.
 
     Raises:
-        NotHereError: one is in parts, or in shards that are not gathered.
+        NotHereError: a parameter is partitioned over ranks, or sharded and not gathered.
     """
     for param in params:
         flat = _FLAT_OF.get(id(param))
@@ -98,11 +98,11 @@ def require_here(params: Iterable[nn.Parameter], *, gathers: bool = False) -> No
         if flat is None or index is None:
             continue
         if flat.layout.slots[index].part is not None:
-            raise not_here("divided over ranks", "Take")
+            raise _not_here("partitioned over ranks", "Take")
         if flat.gathering is not None and not flat.policy.parameters:
             flat.finish_gather()
         if flat.policy.parameters and not flat.is_gathered and not gathers:
-            raise not_here()
+            raise _not_here()
 
 
 def _reduce_module(method: Method, protocol: Any) -> Any:
@@ -112,19 +112,19 @@ def _reduce_module(method: Method, protocol: Any) -> Any:
         return reduced
     shallow = _called_by(copy.copy, depth=3)
     if not shallow:
-        deep = _called_by(copy.deepcopy, depth=3)  # which copies parameters one by one, and gathers for that
+        deep = _called_by(copy.deepcopy, depth=3)  # it copies parameters one by one, and gathers them
         require_here(module.parameters(), gathers=deep)
     function, args, state, *rest = reduced
     return (function, args, _without_ours(state, hooks=not shallow), *rest)
 
 
 def _called_by(function: Any, *, depth: int) -> bool:
-    """Whether ``copy.copy`` or ``copy.deepcopy`` has called: both give the arguments that pickle gives."""
+    """Whether ``function`` is the caller at ``depth``: ``copy`` passes the same arguments as pickle."""
     return sys._getframe(depth).f_code is function.__code__
 
 
 def _without_ours(state: Any, *, hooks: bool) -> Any:
-    """A module's state without what is `Transient`; with ``hooks``, without our hooks too."""
+    """Return a module's state without `Transient` attributes and, with ``hooks``, without our hooks."""
     if isinstance(state, tuple) and len(state) == 2:  # with slots
         return _without_ours(state[0], hooks=hooks), state[1]
     if not isinstance(state, dict):
@@ -141,7 +141,7 @@ def _without_ours(state: Any, *, hooks: bool) -> Any:
 
 
 def _share_parameter(param: nn.Parameter) -> Any:
-    """For a process that ``multiprocessing`` starts: the same memory, as of any parameter."""
+    """Share the memory of ``param`` with a process that ``multiprocessing`` starts, as torch does."""
     require_here([param])
     kind = type(param)
     param.__class__ = nn.Parameter
@@ -152,7 +152,7 @@ def _share_parameter(param: nn.Parameter) -> Any:
 
 
 def reduce_parameter(param: nn.Parameter) -> Any:
-    """As torch does, but for a view of a flat buffer, which would be pickled in full: with elements of its own."""
+    """Reduce ``param`` as torch does; a view of a flat buffer is cloned first, to leave out the buffer."""
     if _called_by(copy.copy, depth=2):
         with unnoticed():
             return nn.Parameter.__reduce_ex__(param, 2)

@@ -1,4 +1,4 @@
-"""When parameters are brought together and let go: gather with prefetch (stage 3), publish after a step (stages 1, 2).
+"""When parameters are gathered, prefetched and released (stage 3), and published after a step (stages 1 and 2).
 
 Stage 3, forward of unit k (backward runs the same in the other direction)::
 
@@ -12,10 +12,13 @@ from ls_strategy.zero.units import Flat, Unit
 
 
 class Gatherer:
-    """Fetches, prefetches, releases and publishes the units of one model."""
+    """Gathers, prefetches, releases and publishes the units of one model.
+
+    The planner runs `fetch`, `release` and the like on its simulated buffers, too: see `ls_strategy.planner.buffers`.
+    """
 
     def __init__(self, units: list[Unit], *, sharded: bool, prefetch_units: int) -> None:
-        """``sharded``: parameters are sharded (stage 3); otherwise units are resident and only published."""
+        """``sharded``: parameters are sharded (stage 3). Otherwise units are resident and only published."""
         self.units = units
         self.sharded = sharded
         self.prefetch_units = prefetch_units
@@ -32,7 +35,7 @@ class Gatherer:
                 flat.start_gather()
 
     def fetch(self, unit: Unit, *, backward: bool = False) -> None:
-        """Make a unit readable, and start on the ones that will be needed next. Collective at stage 3."""
+        """Gather a unit, or wait for its new weights, and start on the next ones. Collective at stage 3."""
         if self.sharded:
             self.start(unit)
             if not unit.is_root:
@@ -40,7 +43,7 @@ class Gatherer:
                     self._seen.append(unit)
                 direction = -1 if backward else 1
                 for neighbour in self._neighbours(unit, direction, self.prefetch_units):
-                    if not any(flat.updated_early for flat in neighbour.flats):  # else its backward has no need of it
+                    if not any(flat.updated_early for flat in neighbour.flats):  # else its backward is over
                         self.start(neighbour)
                 for neighbour in self._neighbours(unit, direction, self.prefetch_units + 1):
                     self._read(neighbour)
@@ -59,16 +62,14 @@ class Gatherer:
 
     @staticmethod
     def _read(unit: Unit) -> None:
-        """Begin to bring this rank's part from the drive, one unit before it is gathered. Not collective."""
+        """Start reading this rank's shard from its tier, one unit before it is gathered. Not collective."""
         for flat in unit.flats:
             flat.start_read()
 
     def release(self, unit: Unit, *, stepped: bool = False) -> None:
-        """Stage 3: let a unit's full parameters go, unless it is pinned; what was written there is taken.
+        """Free a unit's full parameters, unless it is pinned, after taking writes to them (stage 3).
 
-        Args:
-            unit: the unit.
-            stepped: the masters are newer than what is gathered.
+        ``stepped``: the masters are newer than the gathered parameters, so writes are not taken.
         """
         if self.sharded and not unit.pinned:
             for flat in unit.flats:
@@ -78,7 +79,7 @@ class Gatherer:
                     flat.release()
 
     def forward_order(self) -> list[Unit]:
-        """Units in the order in which the next forward needs them: what may be used anywhere comes first."""
+        """Return the units in the order in which the next forward needs them: root units first."""
         return [*(u for u in self.units if u.is_root), *self._order]
 
     def is_last(self, unit: Unit) -> bool:
@@ -86,9 +87,9 @@ class Gatherer:
         return bool(self._order) and self._order[-1] is unit
 
     def end_forward(self) -> None:
-        """Adopt the order in which the forward really ran, for the next prefetch.
+        """Prefetch in the order of the last forward from now on.
 
-        Every rank runs the same modules in the same order (a forward is collective at stage 3), so all adopt the same.
+        Every rank runs the same modules in the same order, because a forward is collective at stage 3.
         """
         seen = list(dict.fromkeys(self._seen))
         self._seen.clear()
@@ -97,44 +98,42 @@ class Gatherer:
             self._position = {id(u): i for i, u in enumerate(seen)}
 
     def fetch_root(self) -> None:
-        """Gather every root unit: their parameters may be used anywhere in a step. Collective at stage 3."""
+        """Gather the root units, the parameters of which may be used anywhere in a step. Collective at stage 3."""
         roots = [u for u in self.units if u.is_root]
-        for unit in roots:
-            if self.sharded:
+        for unit in roots if self.sharded else ():
+            self.start(unit)
+        if self.sharded and self.prefetch_units:
+            for unit in self._order[:1]:
                 self.start(unit)
-        if self.sharded and self._order and self.prefetch_units:
-            self.start(self._order[0])
             for unit in self._order[1:2]:
                 self._read(unit)
         for unit in roots:
             self.fetch(unit)
 
     def release_all(self, *, stepped: bool = False) -> None:
-        """Stage 3: let everything go that is gathered, or on its way. ``stepped``: as in `release`."""
+        """Release all units that are gathered or in flight (stage 3). ``stepped``: as in `release`."""
         for unit in self.units:
             unit.unpin()
             self.release(unit, stepped=stepped)
         self._seen.clear()
 
     def outdate(self, flats: list[Flat]) -> None:
-        """The optimizer is stepping these: hooks that run after its step find what it makes. Not collective."""
+        """Outdate parameters that the optimizer steps, so that hooks after it read new ones. Not collective."""
         for flat in flats:
             if self.sharded:
                 if flat.is_gathered:
                     flat.release()
-                flat.outdate_views()
-            elif not flat.master_is_complete:
+                flat.writes.outdate_memory()
+            elif flat.policy.optimizer or not flat.master_is_slice:  # else the step changes the parameters at once
                 flat.publish_due = True
                 flat.hide()
 
     # stages 0 to 2 ---------------------------------------------------------------------------------------------------
 
     def publish(self, flats: list[Flat], *, lazily: bool = False) -> None:
-        """After a step: start sending the new weights to all; each unit's forward waits for its own. Collective.
+        """Start sending the new weights of ``flats`` after a step. Each unit's forward waits for its own. Collective.
 
-        Args:
-            flats: those that were stepped, in order of the units.
-            lazily: updates are still under way: send a unit's weights when they are needed, the next unit's with them.
+        ``lazily``: updates are still in flight, so a unit's weights are sent when it or the unit before it runs.
         """
         for flat in flats:
             if flat.gathering is not None:
@@ -143,14 +142,14 @@ class Gatherer:
                 flat.publish_due = True
             else:
                 flat.start_gather()
-            if flat.is_on_its_way and not lazily and flat.is_seen:  # and may be read or written to at any time
+            if flat.is_on_its_way and not lazily and flat.writes.has_data_views:  # a view can be read at any time
                 flat.finish_gather()
             elif flat.is_on_its_way:
-                flat.note_outdated()
+                flat.writes.mark_outdated()
                 flat.hide()
 
     def _start_due(self, unit: Unit) -> None:
-        """Send what a unit waits for; of blocks always the first that are due, so that all ranks keep to one order."""
+        """Send the weights that a unit waits for, and of blocks all earlier ones, in the same order on all ranks."""
         due = [unit]
         if not unit.is_root:
             due = self._order[: self._position[id(unit)] + self.prefetch_units + 1]
@@ -160,7 +159,7 @@ class Gatherer:
                     flat.start_gather()
 
     def finish_all(self) -> None:
-        """Wait for every update and gather under way. Stage 3 keeps only what was complete or asked for."""
+        """Wait for every update and gather in flight."""
         for unit in self.units:
             for flat in unit.flats:
                 flat.wait_updated()

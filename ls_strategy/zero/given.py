@@ -1,11 +1,11 @@
-"""What ``state_dict()`` has given away at stage 3: writes to it count, as if it were the parameters' own memory.
+"""Copies that ``state_dict()`` has returned at stage 3: writes to them count as writes to the parameters.
 
-In plain torch a state dict shows the parameters themselves, and averages of weights are often kept by writing to its
-values. Here its values are copies. Until the next boundary (the end of a hook, a step) each rank takes what was written
-to them, of its own shard; one that lives on is a snapshot, and a write to it is an error. Nothing is sent.
+In plain torch a state dict contains the parameters' own memory, and code that averages weights often writes to it. Here
+its values are copies. Until the next boundary (the end of a hook, a step) each rank takes writes to its own shard of
+them. A copy that outlives the boundary is a snapshot, and a write to it is an error. Nothing is sent.
 
-While training runs, boundaries are near, and copies are held until then. After that a copy counts only if its owner
-holds it until somebody uses the model again: nothing of the model's size is kept for who may never come back.
+While training runs, copies are referenced until the next boundary, which is near. After training they are not, so that
+no memory of the model's size stays: writes to a copy count only if user code keeps it until the model is used again.
 """
 
 from __future__ import annotations
@@ -26,42 +26,42 @@ if TYPE_CHECKING:
 
 
 _OURS = 2
-"""References to a tensor that only a `_Copy` holds, while they are counted."""
+"""References to a tensor that only a `_Copy` holds, as ``sys.getrefcount`` counts them."""
 
 
 @dataclass
 class _Copy:
-    """A parameter's values, in full, that somebody has got."""
+    """The full values of a parameter that a state dict has returned."""
 
     flat: Flat
     index: int
     values: weakref.ref[Tensor]
     held: Tensor | None
-    """The same, kept from being dropped with what was written there."""
+    """A strong reference to the same tensor, so that writes to it are not lost."""
 
     version: int
     mine: Tensor
-    """This rank's part of them, as it was."""
+    """A copy of this rank's shard of the values."""
 
 
 class Given:
-    """The copies that state dicts of one model have given away."""
+    """The copies that state dicts of one model have returned."""
 
     def __init__(self) -> None:
-        """None yet."""
+        """Begin without copies."""
         self.training = True
-        """Whether boundaries are to come."""
+        """Whether training runs, so that a boundary follows soon."""
         self._fresh: list[_Copy] = []
         self._old: list[tuple[str, weakref.ref[Tensor], int]] = []
 
     def add(self, flat: Flat, index: int, values: Tensor) -> None:
-        """Somebody gets ``values`` of a parameter, on the CPU."""
+        """Record that a state dict returns ``values`` of a parameter, on the CPU."""
         if flat.layout.slots[index].part is None:
-            held, mine = values if self.training else None, _part(flat, index, values).clone()
+            held, mine = values if self.training else None, _shard_of(flat, index, values).clone()
             self._fresh.append(_Copy(flat, index, weakref.ref(values), held, version_of(values), mine))
 
     def drop(self) -> None:
-        """Take what was written to copies that nobody else holds any more, and let go of them. Not collective."""
+        """Take writes to copies that user code has dropped, and drop them here too. Not collective."""
         alive = []
         for copy in self._fresh:
             if copy.held is not None and sys.getrefcount(copy.held) <= _OURS:
@@ -71,10 +71,10 @@ class Given:
         self._fresh = alive
 
     def take_writes(self) -> None:
-        """Take what was written since the last boundary. Not collective.
+        """Take the writes since the last boundary. Not collective.
 
         Raises:
-            StateError: something was written to values that are older than that.
+            StateError: a copy from before that boundary was written to.
         """
         fresh, self._fresh = self._fresh, []
         for copy in fresh:
@@ -94,26 +94,26 @@ class Given:
             if version_of(values) != version:
                 self._old = []
                 raise StateError(
-                    f"what state_dict() returned for {name!r} was written to later than in the hook that asked for it: "
-                    "at stage 3 it is a copy of that moment, where plain torch shows the parameter itself. Write to "
-                    "the parameter, or keep a copy of your own: {k: v.clone() for k, v in module.state_dict().items()}."
+                    f"what state_dict() returned for {name!r} was written to later than in the hook that called it: at "
+                    "stage 3 it is a copy of that moment, while plain torch returns the parameter's own memory. Write "
+                    "to the parameter, or keep a copy: {k: v.clone() for k, v in module.state_dict().items()}."
                 )
             alive.append((name, reference, version))
         self._old = alive
 
 
-def _part(flat: Flat, index: int, values: Tensor) -> Tensor:
+def _shard_of(flat: Flat, index: int, values: Tensor) -> Tensor:
     piece = flat.pieces[index]
     return values.detach().reshape(-1)[piece.param_start : piece.param_start + piece.numel]
 
 
 def _take(copy: _Copy, values: Tensor) -> None:
-    """Not collective: every rank has the values in full, and takes its own part."""
-    flat, now = copy.flat, _part(copy.flat, copy.index, values)
+    """Take writes to this rank's shard of a copy. Not collective: every rank has the full values."""
+    flat, now = copy.flat, _shard_of(copy.flat, copy.index, values)
     taken = take_elements(flat, flat.pieces[copy.index].start, now, copy.mine)
     if not taken and version_of(values) == copy.version:
         return
     if flat.is_gathered:
         slot = flat.layout.slots[copy.index]
         flat.full[slot.offset : slot.end].copy_(values.detach().reshape(-1))
-        flat.look()
+        flat.writes.record()

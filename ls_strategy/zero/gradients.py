@@ -1,26 +1,24 @@
-"""Gradients that can be read and changed anywhere: after backward ``p.grad`` is what it is under DDP, at every stage.
+"""The ``p.grad`` that user code sees: after backward it is the averaged gradient, as under DDP, at every stage.
 
 ======  ============================================================================================================
 stage   ``p.grad`` between backward and `zero_grad`
 ======  ============================================================================================================
-0       the buffer that is averaged in place, if that has not happened yet; after that an ordinary tensor
+0       the flat buffer, which is averaged in place when ``p.grad`` is first read, if backward has not averaged it
 1 to 3  the averaged gradient. Its elements stay sharded for norms and scalings and are gathered per flat buffer for
-        anything else; what is written there, replaced or set to None is what the optimizer sees
+        anything else. The optimizer sees what user code writes there, replaces or sets to None
 ======  ============================================================================================================
 
-Of the gathered buffers the `KEPT` last stay, so that reading all gradients does not take the memory of all of them; a
-buffer of which somebody keeps a view stays as long as the view. An object that ``p.grad`` gave stays valid until
-`zero_grad`, also when the engine has changed the gradients since (clipping, another backward): then it is gathered
-again.
+Only the last `KEPT` gathered buffers stay in memory, so that reading all gradients does not take memory for all of
+them. A buffer that a view uses stays as long as the view. An object that ``p.grad`` returned stays valid until
+`zero_grad`. If the engine has changed the gradients since (clipping, another backward), it is gathered again.
 
 Inside backward, and in micro-batches whose gradients stages 0 and 1 keep on their rank, ``p.grad`` is this rank's own.
-Looking at gradients is collective: every rank does it, in the same order.
+Reading gradients is collective: every rank does it, in the same order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,12 +33,15 @@ from ls_strategy.zero.parameters import grad_of, set_grad
 from ls_strategy.zero.units import Flat
 from ls_strategy.zero.user_gradients import UserGradients
 
+_EXTREMES = {0.0: dist.ReduceOp.SUM, float("inf"): dist.ReduceOp.MAX, float("-inf"): dist.ReduceOp.MIN}
+"""Orders of norms that need no powers, with the reduction of the shards' norms."""
+
 KEPT = 2
-"""Gathered buffers that stay when another one is gathered."""
+"""Gathered buffers that stay in memory when another one is gathered."""
 
 
 class Gradients:
-    """What user code sees as ``p.grad`` of an engine's parameters."""
+    """Provides ``p.grad`` of an engine's trainable parameters."""
 
     def __init__(
         self,
@@ -51,15 +52,15 @@ class Gradients:
         *,
         parallel: str = "",
     ) -> None:
-        """Look at ``flats``.
+        """Provide the gradients of ``flats``.
 
         Args:
-            flats: of the engine.
-            complete: averages what is left of an optimizer's gradients, collectively; one flag per parameter of its
-                flats: whether any rank has a gradient.
-            unfold: multiplies what was left to an optimizer's fused update into its averages.
-            on_demand: knows which thread trains.
-            parallel: kinds of parallelism that leave a rank with a part of the model, for the message.
+            flats: flat buffers of the engine.
+            complete: averages the gradients of an optimizer that were not sent yet (collective). Returns one flag per
+                parameter of its flats: whether any rank has a gradient.
+            unfold: applies the factors to an optimizer's averages that were left to its fused update.
+            on_demand: refuses threads other than the training thread.
+            parallel: kinds of parallelism that give a rank a part of the model, for the error message.
         """
         self._complete = complete
         self._unfold = unfold
@@ -68,30 +69,30 @@ class Gradients:
         self._of = {n: [f for f in flats if f.optimizer_index == n] for n in {f.optimizer_index for f in flats}}
         self._shown: dict[int, UserGradients] = {}
         self._averaged: set[int] = set()
-        """Optimizers whose gradients were averaged to the last since the last backward."""
+        """Optimizers with all gradients averaged since the last backward."""
         self._gathered: list[UserGradients] = []
-        """In the order of their last use."""
+        """Gathered buffers in the order of their last use."""
         self.averaged = False
-        """Whether the last backward has sent everything, so that at stage 0 nothing is left to do."""
+        """Whether the last backward has sent all gradients, so that stage 0 has nothing left to average."""
         self.were_read = False
-        """Whether user code has read or changed averaged gradients; from stage 1 on the same on all ranks."""
+        """Whether user code has read or changed averaged gradients. From stage 1 on the same on all ranks."""
         self.local = False
-        """Whether the gradients of the last backward stay on their rank: for now, or since training has ended."""
+        """Whether the gradients of the last backward stay on their rank: for now, or because training has ended."""
 
         for flat in flats:
             if flat.trainable:
                 flat.gradients = self
 
-    # what user code does ---------------------------------------------------------------------------------------------
+    # called by user code ---------------------------------------------------------------------------------------------
 
     def read(self, flat: Flat, index: int) -> Tensor | None:
-        """``p.grad``. Collective, the first time after a backward."""
+        """Return ``p.grad``. Collective the first time after a backward."""
         if self._is_local():
             return _local_gradient(flat, index)
         if self._parallel:
             raise StateError(
                 f"{flat.layout.slots[index].name}.grad was read under {self._parallel} parallelism, where a rank has a "
-                "part of the model, so that norms over what it has differ from rank to rank. Use "
+                "part of the model, so that norms over its parameters differ from rank to rank. Use "
                 "trainer.strategy.grad_norm() and Trainer(gradient_clip_val=...) or self.clip_gradients(...); to "
                 "change gradients element by element, change those of optimizer.param_groups in "
                 "on_before_optimizer_step."
@@ -102,12 +103,12 @@ class Gradients:
         return shown.object_of(index) if shown.used[index] else None
 
     def write(self, flat: Flat, index: int, value: Tensor | None) -> None:
-        """``p.grad = value``. Collective, the first time after a backward."""
+        """Set ``p.grad``. Collective the first time after a backward."""
         if not flat.policy.optimizer and not self._is_local():
             self._average_in_place(flat)
-            if value is None and flat.grad is not None:
-                flat.give_back_grads([index])
-                flat.grad_views[index].zero_()
+            if value is None and flat.local.buffer is not None:
+                flat.local.give_back([index])
+                flat.local.views[index].zero_()
         if not flat.policy.optimizer or self._is_local():
             if value is not None and self.holds(sharded_gradient.as_plain(value)):
                 value = value.clone()
@@ -121,7 +122,7 @@ class Gradients:
             shown.give(index, value)
 
     def holds(self, value: Tensor) -> bool:
-        """Whether it is in a buffer of gathered gradients, which is used again."""
+        """Whether ``value`` is a view of a buffer of gathered gradients, which is reused."""
         key = storage_key(value)
         return any(shown.full is not None and storage_key(shown.full) == key for shown in self._shown.values())
 
@@ -129,12 +130,15 @@ class Gradients:
         return self.local or current_backward_pass() >= 0
 
     def average(self, flat: Flat) -> UserGradients:
-        """Average what is left of the gradients of its optimizer. Collective, the first time after a backward."""
+        """Average the gradients of the optimizer of ``flat`` that were not sent yet.
+
+        Collective the first time after a backward.
+        """
         if self._is_local():
             raise StateError(
-                f"a gradient of {flat.name!r}, or of a neighbour, that was kept from an earlier backward was used "
-                "where gradients are not averaged: inside a backward, in a micro-batch that stays on its rank, or "
-                "after the fit. Keep p.grad.clone() instead of p.grad."
+                f"a gradient in the buffer of {flat.name!r} that was kept from an earlier backward was used where "
+                "gradients are not averaged: inside a backward, in a micro-batch whose gradients stay on their rank, "
+                "or after the fit. Keep p.grad.clone() instead of p.grad."
             )
         self._on_demand.refuse_other_threads(flat.name)
         index = flat.optimizer_index
@@ -148,16 +152,16 @@ class Gradients:
         return self._shown[id(flat)]
 
     def _read_in_place(self, flat: Flat, index: int) -> Tensor | None:
-        """Stage 0: ``p.grad``, also where only another rank produced one."""
+        """Return ``p.grad`` at stage 0, also where only another rank produced a gradient."""
         self._average_in_place(flat)
-        if grad_of(flat.params[index]) is None and flat.averages.hold_values and flat.grad_views[index].any():
-            flat.show_grad(index)
+        if grad_of(flat.params[index]) is None and flat.averages.hold_values and flat.local.views[index].any():
+            flat.local.show(index)
         return grad_of(flat.params[index])
 
     def _average_in_place(self, flat: Flat) -> None:
-        """Stage 0: what is left is averaged, and ``p.grad`` is the buffer.
+        """Average the gradients that were not sent yet in the buffer itself (stage 0).
 
-        Collective, but not after a backward that has averaged all: there one rank may look alone, as under DDP.
+        Collective, except after a backward that has averaged all gradients: then one rank may read alone, as under DDP.
         """
         if not self.averaged and flat.comm.world_size > 1 and flat.optimizer_index not in self._averaged:
             self._complete(flat.optimizer_index)
@@ -178,7 +182,7 @@ class Gradients:
             start += len(flat.params)
 
     def gather(self, shown: UserGradients) -> None:
-        """Bring the elements of one buffer, until `used`. Collective."""
+        """Gather one buffer, and keep it until `used`. Collective."""
         self.average(shown.flat)
         shown.users += 1
         shown.gather()
@@ -187,7 +191,7 @@ class Gradients:
         self._gathered.append(shown)
 
     def used(self, shown: UserGradients) -> None:
-        """They are not needed any more: of those of before, all but the last may go."""
+        """End an operation that needed the elements. Release all idle buffers but the last `KEPT`."""
         shown.users -= 1
         for other in [each for each in self._gathered if not each.users][:-KEPT]:
             self._gathered.remove(other)
@@ -195,21 +199,24 @@ class Gradients:
             other.let_go()
 
     def norm(self, shown: UserGradients, index: int, order: float) -> Tensor:
-        """Norm of one parameter's gradient, ``()``, summed with all others'. Collective, unless it is known."""
+        """Return the norm of one parameter's gradient, ``()``.
+
+        Collective unless it is cached: the norms of all gradients of the optimizer are summed together.
+        """
         self.average(shown.flat)
         if index not in shown.norms.get(order, {}):
             group = [self._shown[id(flat)] for flat in self._of[shown.flat.optimizer_index]]
             take_norms([each for each in group if not each.is_current], order)
         return shown.norms[order][index].clone()
 
-    # what the engine does --------------------------------------------------------------------------------------------
+    # called by the engine --------------------------------------------------------------------------------------------
 
     def take(self, index: int, used: list[bool] | None = None) -> bool:
-        """What became of an optimizer's gradients counts from here on. Collective.
+        """Copy user code's changes to an optimizer's gradients into the averages. Collective.
 
         Args:
-            index: of the optimizer.
-            used: one flag per parameter of its flats, agreed on before: kept up to date.
+            index: number of the optimizer.
+            used: one flag per parameter of its flats, as agreed on before; updated in place.
 
         Returns:
             Whether anything may have changed, the same on all ranks.
@@ -227,10 +234,10 @@ class Gradients:
         return changed
 
     def take_all(self) -> None:
-        """A backward pass begins: of every optimizer. Collective.
+        """Call `take` for every optimizer before a backward pass. Collective.
 
-        What backward adds to has to be what user code and clipping have made of it. At stage 1 that is ``p.grad`` of
-        each rank, which is sent once more: it becomes the average, as it is under DDP.
+        Backward adds to the gradients as user code and clipping have left them. At stage 1 it adds to ``p.grad`` of
+        each rank, which is sent once more; so ``p.grad`` becomes the average first, as it is under DDP.
         """
         for index, flats in self._of.items():
             self.take(index)
@@ -239,14 +246,14 @@ class Gradients:
                     _start_from_averages(flat)
 
     def zero(self, params: set[int], *, set_to_none: bool) -> None:
-        """``module.zero_grad()`` drops those of the parameters with these ``id``. Not collective."""
+        """Drop or zero the gradients of the parameters with these ``id`` (``module.zero_grad()``). Not collective."""
         for shown in self._shown.values():
             wanted = [i for i, param in enumerate(shown.flat.params) if id(param) in params]
             if wanted:
                 shown.zero(wanted, set_to_none=set_to_none)
 
     def forget(self, index: int, *, set_to_none: bool) -> None:
-        """An optimizer's gradients are dropped, or set to zero. Not collective."""
+        """Drop or zero the gradients of an optimizer. Not collective."""
         for flat in self._of.get(index, []):
             shown = self._shown.get(id(flat))
             if shown is None:
@@ -261,27 +268,28 @@ class Gradients:
 
 
 def _start_from_averages(flat: Flat) -> None:
-    """Stage 1: gradients that are kept for another backward become the averages on every rank. Collective."""
+    """Replace local gradients, which the next backward accumulates to, by the averages (stage 1). Collective."""
     flat.averages.edited = False
     if not flat.averages.hold_values or flat.averages.gone:
         return
-    flat.hold_grad_buffer(flat.average_dtype)
-    flat.widen_grads()
-    full = flat.averages.gather().mul_(flat.grad_scale * flat.averages.unscale)
+    flat.local.allocate(flat.average_dtype)
+    flat.local.widen()
+    full = flat.averages.gather().mul_(flat.local.scale * flat.averages.unscale)
     for i, average in enumerate(flat.split(full)):
-        if flat.local_grad_mask[i]:
-            flat.grad_views[i].copy_(average)
-            flat.show_grad(i)
+        if flat.local.mask[i]:
+            flat.local.views[i].copy_(average)
+            flat.local.show(i)
 
 
 def _local_gradient(flat: Flat, index: int) -> Tensor | None:
-    """This rank's own gradient: what autograd has put there, or the engine has taken from there to send it."""
+    """Return this rank's own gradient: ``.grad`` as autograd set it, or the copy that the engine is to send."""
     found = grad_of(flat.params[index])
     if found is not None or current_backward_pass() < 0:
         return found
-    if flat.policy.gradients and flat.filled[index] and flat.reducing is None and flat.grad is not None:
-        return flat.grad_views[index]
-    if flat.local_grad_mask[index]:
+    local = flat.local
+    if flat.policy.gradients and local.filled[index] and local.reducing is None and local.buffer is not None:
+        return local.views[index]
+    if local.mask[index]:
         raise StateError(
             f"{flat.layout.slots[index].name}.grad was read inside backward after it had been sent to the other ranks "
             "(a hook that was registered after the fit had begun). Register such hooks in __init__ or configure_model, "
@@ -291,24 +299,27 @@ def _local_gradient(flat: Flat, index: int) -> Tensor | None:
 
 
 def take_norms(group: list[UserGradients], order: float) -> None:
-    """Norms of all parameters' gradients, from the shards: one all-reduce of a number per parameter."""
+    """Compute the norms of all gradients of ``group`` from their shards: one all-reduce, a number per parameter."""
     parts: list[Tensor] = []
     for shown in group:
         shown.flat.wait_updated()
         shown.flat.averages.require_here()
         shown.flush()
         parts.append(_norms_of_shard(shown.flat, order))
-    together = _to_sum(torch.cat(parts), order)
-    values = _from_sum(reduce_numbers(together, group[0].flat.comm, _operation(order)), order)
+    norms, comm = torch.cat(parts), group[0].flat.comm
+    if order in _EXTREMES:
+        values = reduce_numbers(norms, comm, _EXTREMES[order])
+    else:
+        values = reduce_numbers(norms.pow(order), comm, dist.ReduceOp.SUM).pow(1.0 / order)
     for shown, part in zip(group, values.split([len(s.flat.params) for s in group]), strict=True):
         found = part.to(device=shown.flat.full.device, dtype=shown.flat.average_dtype)
         shown.norms[order] = dict(enumerate(found.unbind()))
 
 
 def _norms_of_shard(flat: Flat, order: float) -> Tensor:
-    """Of each parameter's elements in this rank's shard, fp64."""
-    nothing = float("inf") if order == float("-inf") else 0.0
-    result = torch.full((len(flat.params),), nothing, dtype=torch.float64, device=flat.full.device)
+    """Return the norms of each parameter's elements in this rank's shard, fp64."""
+    neutral = float("inf") if order == float("-inf") else 0.0
+    result = torch.full((len(flat.params),), neutral, dtype=torch.float64, device=flat.full.device)
     if not flat.averages.hold_values:
         return result.zero_()
     values = flat.rest.read("grad") if flat.averages.on_nvme else flat.averages.owned()
@@ -317,16 +328,3 @@ def _norms_of_shard(flat: Flat, order: float) -> Tensor:
         norms = foreach_function("norm")([values[p.start : p.stop].to(flat.average_dtype) for _, p in pieces], order)
         result[[i for i, _ in pieces]] = torch.stack(list(norms)).to(result)
     return result
-
-
-def _to_sum(norms: Tensor, order: float) -> Tensor:
-    return norms if order in (0.0, float("inf"), float("-inf")) else norms.pow(order)
-
-
-def _from_sum(sums: Tensor, order: float) -> Tensor:
-    return sums if order in (0.0, float("inf"), float("-inf")) else sums.pow(1.0 / order)
-
-
-def _operation(order: float) -> Any:
-    extreme = {float("inf"): dist.ReduceOp.MAX, float("-inf"): dist.ReduceOp.MIN}
-    return extreme.get(order, dist.ReduceOp.SUM)

@@ -1,4 +1,4 @@
-"""All hooks on modules and on autograd, and nothing else: which event calls which part.
+"""All hooks on modules and on autograd: which event calls which part.
 
 ==================================  ====================================================================
 event                               call
@@ -7,7 +7,7 @@ a unit's module is about to run     gather it (stage 3), or wait for its newest 
 it has run                          release it, unless backward begins with it; watch its outputs
 the first output gets its gradient  gather it for backward
 its last input got its gradient     release it
-a parameter's gradient is complete  hand it to the reducer
+a parameter's gradient is complete  pass it to the reducer
 ==================================  ====================================================================
 """
 
@@ -30,7 +30,7 @@ from ls_strategy.zero.units import Flat, Unit
 
 
 class _Hook(Transient):
-    """A callable on a module that copies of the module lack, or have as one that does nothing."""
+    """A hook on a module. Copies of the module have none, or one that does nothing."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = torch.compiler.disable(call)
@@ -47,7 +47,7 @@ class _Hook(Transient):
 
 
 class _AfterForward(_Hook):
-    """Inside `torch.func` a backward may follow that no hook sees: the unit stays until the next one is over."""
+    """A forward hook. Inside `torch.func` hooks may miss the backward, so the unit stays until the next one."""
 
     def __init__(self, call: Callable[..., Any], unit: Unit) -> None:
         super().__init__(call)
@@ -61,7 +61,7 @@ class _AfterForward(_Hook):
 
 
 def _do_nothing_hook(*_: Any) -> None:
-    """What a hook becomes in a copy of its module."""
+    """Replace a hook in a copy of its module."""
 
 
 def _do_nothing() -> Callable[..., None]:
@@ -70,7 +70,7 @@ def _do_nothing() -> Callable[..., None]:
 
 @dataclass
 class _Call:
-    """One call of a unit's module, on its way through backward."""
+    """State of one call of a unit's module in backward."""
 
     sources: int
     sources_left: int = 0
@@ -78,7 +78,7 @@ class _Call:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested containers and dataclasses."""
+    """Yield every tensor in nested containers and dataclasses."""
     for leaf in tree_iter(value):
         if isinstance(leaf, Tensor):
             yield leaf
@@ -88,11 +88,11 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 @dataclass
-class _Place:
-    """The hook of a parameter's gradient: where it belongs.
+class _GradHook:
+    """The hook of a parameter's gradient.
 
-    It refers weakly to all of it: autograd keeps the hook where Python's garbage collection does not look, so that a
-    circle through it, and with it every buffer of a finished fit, would stay for good.
+    Its references are weak: Python's garbage collection does not see hooks inside autograd, so it could not free a
+    reference cycle through one, and every buffer of a finished fit would stay.
     """
 
     hooks: weakref.ref[UnitHooks]
@@ -121,7 +121,7 @@ class UnitHooks:
             unit.modules.clear()  # the engine must not keep the model alive
             for flat in unit.trainable_flats:
                 for i, param in enumerate(flat.params):
-                    self._attach_param(param, _Place(weakref.ref(self), weakref.ref(unit), weakref.ref(flat), i))
+                    self._attach_param(param, _GradHook(weakref.ref(self), weakref.ref(unit), weakref.ref(flat), i))
 
     def detach(self) -> None:
         """Remove every hook."""
@@ -135,7 +135,7 @@ class UnitHooks:
             self.gatherer.fetch(unit, backward=current_backward_pass() >= 0)
             spans.at_unit(unit.name)
 
-        # Before all others, which may read parameters.
+        # Before all other hooks, which may read parameters.
         self._handles.append(module.register_forward_pre_hook(_Hook(before), prepend=True))
         if self.sharded and not unit.is_root:
 
@@ -146,39 +146,39 @@ class UnitHooks:
             self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
 
     def on_grad(self, unit: Unit, flat: Flat, index: int, param: nn.Parameter) -> None:
-        """Autograd finished a parameter's gradient."""
+        """Handle a finished gradient."""
         self.reducer.on_grad(unit, flat, index, param)
         if self.sharded and unit.waiting_for <= 0 and not unit.is_root:
             self._close_all(unit)
 
-    def _attach_param(self, param: nn.Parameter, place: _Place) -> None:
-        # The parameter may be frozen for now; the hook needs a gradient accumulator, which only requires_grad has.
+    def _attach_param(self, param: nn.Parameter, hook: _GradHook) -> None:
+        # The parameter may be frozen for now, but only one with requires_grad can have this hook.
         required = param.requires_grad
         param.requires_grad_(True)
-        self._handles.append(param.register_post_accumulate_grad_hook(place))
+        self._handles.append(param.register_post_accumulate_grad_hook(hook))
         param.requires_grad_(required)
 
     # stage 3 ---------------------------------------------------------------------------------------------------------
 
     def _after_forward(self, unit: Unit, inputs: Any, output: Any) -> None:
         if unit.open_backwards:
-            return  # recomputed inside backward, which still needs it
+            return  # recomputed inside backward, which still needs the unit
         if not torch.is_grad_enabled():
             self.gatherer.release(unit)
             return
         outputs = [t for t in _tensors(output) if t.requires_grad]
         if not outputs:
-            unit.pin()  # its results leave by a way that cannot be seen, and their backward will need it
+            unit.pin()  # its results do not leave as outputs, but their backward needs the unit
             return
         self._watch_backward(unit, [t for t in _tensors(inputs) if t.requires_grad], outputs)
-        # A unit that is recomputed inside a backward pass stays until its own backward, which is about to come, ends.
+        # A unit that is recomputed inside a backward pass stays until the end of its own backward, which follows.
         if not self.gatherer.is_last(unit) and current_backward_pass() < 0:
             self.gatherer.release(unit)
 
     def _watch_backward(self, unit: Unit, sources: list[Tensor], outputs: list[Tensor]) -> None:
-        """Gather when the first output gets its gradient, release when the last input has got its own.
+        """Gather when the first output gets its gradient; release when the last input has got its gradient.
 
-        The hooks hold no tensor: one that did would keep the call's activations alive in a circle through autograd.
+        The hooks hold no tensor, which would keep the call's activations alive in a reference cycle through autograd.
         """
         call = _Call(len(sources))
 
@@ -191,7 +191,7 @@ class UnitHooks:
             self.gatherer.fetch(unit, backward=True)
 
         def ends(_: Tensor) -> None:
-            if torch.is_grad_enabled():  # create_graph=True: the second derivative will come back here
+            if torch.is_grad_enabled():  # create_graph=True: the second derivative needs the unit again
                 unit.pin()
             call.sources_left -= 1
             if call.sources_left:
@@ -205,6 +205,6 @@ class UnitHooks:
             tensor.register_hook(ends)
 
     def _close_all(self, unit: Unit) -> None:
-        """All gradients are there: calls whose inputs need no gradient have nothing left to compute."""
+        """End calls the inputs of which need no gradient: all gradients of the unit are there."""
         if unit.end_unclosable():
             self.gatherer.release(unit)

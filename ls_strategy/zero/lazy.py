@@ -1,4 +1,4 @@
-"""Tensors that are somewhere else, and are read range by range: what loading states is written against."""
+"""Tensors in files or on other ranks that are read range by range, to load states without a full copy."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ from torch import Tensor
 from ls_strategy._compat import tree_map
 
 READ_CHUNK = 1 << 24
-"""Elements that are brought at a time: 64 MiB of fp32, all that loading needs beside the states."""
+"""Elements that are read at a time: 64 MiB of fp32, all that loading needs in addition to the states."""
 
 
 class LazyTensor(Tensor):
-    """A tensor that knows its shape and dtype; any operation of torch brings it in full, every time.
+    """A tensor with shape and dtype, but no data in memory: every torch operation reads it in full.
 
-    What is looked at through a view, or changed in place, stays in memory, so that the change counts.
+    After a view or an in-place operation the data stay in memory, so that changes count.
     """
 
     held: Tensor | None = None
 
     def load(self, start: int, stop: int) -> Tensor:
-        """Elements ``[start, stop)`` of the flattened tensor from where they are, ``(stop - start,)``."""
+        """Read elements ``[start, stop)`` of the flattened tensor from their source, ``(stop - start,)``."""
         raise NotImplementedError
 
     def range(self, start: int, stop: int) -> Tensor:
-        """Elements ``[start, stop)`` of the flattened tensor, ``(stop - start,)``."""
+        """Return elements ``[start, stop)`` of the flattened tensor, ``(stop - start,)``."""
         return self.load(start, stop) if self.held is None else self.held.reshape(-1)[start:stop]
 
     def bring_box(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
-        """A rectangular part, from where it is; ``sizes``."""
+        """Read a rectangular part from its source. Shape: ``sizes``."""
         return _narrowed(self.materialize(), offsets, sizes)
 
     def box(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
-        """A rectangular part; ``sizes``."""
+        """Return a rectangular part. Shape: ``sizes``."""
         return self.bring_box(offsets, sizes) if self.held is None else _narrowed(self.held, offsets, sizes)
 
     def materialize(self) -> Tensor:
-        """All of it."""
+        """Return the full tensor."""
         return self.range(0, self.numel()).view(self.shape)
 
     def tolist(self) -> Any:
-        """All of it, as Python numbers."""
+        """Return the full tensor as nested lists."""
         return self.materialize().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """All of it."""
+        """Return the full tensor as an array."""
         return self.materialize().numpy(force=force)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -54,7 +54,7 @@ class LazyTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Bring what the operation needs."""
+        """Read the tensors that the operation needs."""
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if isinstance(value, LazyTensor) and argument.alias_info is not None and value.held is None:
                 value.held = value.materialize()
@@ -72,7 +72,7 @@ def _narrowed(value: Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -
 
 
 def parts_of(value: Tensor, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-    """Elements ``[start, stop)`` of a flattened tensor, be it here or elsewhere, as ``(first element, portion)``."""
+    """Yield elements ``[start, stop)`` of a flattened tensor, lazy or not, as ``(first element, portion)``."""
     if not isinstance(value, LazyTensor):
         yield start, value.detach().reshape(-1)[start:stop]
         return

@@ -1,4 +1,4 @@
-"""Bytes of model state that a rank holds now, measured on its tensors."""
+"""Bytes of model states that a rank holds now, measured on its tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ls_strategy.zero.units import Flat
 def memory_bytes(
     flats: Sequence[Flat], optimizers: Sequence[OptimizerStep], pools: Iterable[BufferPool]
 ) -> dict[str, int]:
-    """Bytes by kind; memory that several tensors share counts once, where it comes first. Not collective."""
+    """Return bytes by kind. Memory shared by several tensors counts once, under the first kind. Not collective."""
     seen: set[int] = set()
 
     def size(*tensors: Tensor | None) -> int:
@@ -29,7 +29,7 @@ def memory_bytes(
     return {
         "parameters": sum(size(f.full, f.shard) for f in flats),
         "masters": sum(size(f.master) for f in flats),
-        "gradients": sum(size(f.grad, f.averages.values, *map(grad_of, f.params)) for f in flats),
+        "gradients": sum(size(f.local.buffer, f.averages.values, *map(grad_of, f.params)) for f in flats),
         "optimizer": sum(s.sharded.state_bytes() for s in optimizers),
         "communication": sum(pool.bytes for pool in pools),
     }

@@ -1,10 +1,9 @@
-"""Buffers that are gathered because somebody touched a parameter outside the module that owns it.
+"""Gather buffers on demand: when a parameter is used outside the module that owns it.
 
-Such a buffer is *lent*. Of all that are, the `KEPT` last stay while others are touched, the rest is released, and all
-of them where the step goes on: a model that is read from end to end never takes more than these. What autograd saves of
-a lent buffer it saves by its place in it, and has gathered again when backward needs it. A buffer of which somebody
-keeps a view keeps its memory until the view is gone, and what is written there counts; after a step such a view shows
-NaN until the buffer is gathered again, for its values are then no longer the parameter's.
+Only the last `KEPT` of these buffers stay gathered while others are used, and none when the step goes on. So reading a
+model from end to end takes the memory of `KEPT` buffers. Autograd saves a reference to a position in such a buffer, and
+backward gathers it again. A buffer that user code has a view of keeps its memory until the view is freed, and writes to
+the view count. After a step such a view shows NaN until the buffer is gathered again, because its values are outdated.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from ls_strategy.zero.given import Given
 from ls_strategy.zero.units import Flat
 
 KEPT = 2
-"""Lent buffers that stay when another one is touched: reading a model in order needs one, comparing neighbours two."""
+"""Buffers that stay gathered when another one is used: one to read a model in order, two to compare neighbours."""
 
 
 @dataclass
 class _Saved:
-    """A tensor that autograd saved, by its place in a flat buffer."""
+    """A tensor that autograd saved, as a position in a flat buffer."""
 
     flat: Flat
     size: tuple[int, ...]
@@ -42,90 +41,86 @@ class _Saved:
 
 
 class OnDemandGather:
-    """Gathers and releases on touch. Touches are collective: every rank makes the same, in the same order."""
+    """Gathers and releases buffers on demand. Uses are collective: the same on every rank, in the same order."""
 
     def __init__(self, flats: list[Flat], *, sharded: bool) -> None:
-        """``sharded``: parameters are sharded (stage 3); otherwise a touch only waits for values on their way."""
+        """``sharded``: parameters are sharded (stage 3). Otherwise a use only waits for values in flight."""
         self._flats = flats
         self._sharded = sharded
         self._on_demand_flats: dict[int, Flat] = {}
         self._by_storage = {storage_key(flat.full): flat for flat in flats}
         self._collecting: FrameType | None = None
         self.thread: int | None = None
-        """The thread that trains, while it does: another one would exchange with other ranks at a moment of its own."""
+        """The training thread, while it trains. Another thread would run collectives out of order."""
 
         self.given = Given()
-        """Copies that state dicts have given away (stage 3)."""
+        """Copies that state dicts have returned (stage 3)."""
         for flat in flats:
             flat.on_demand = self
 
-    # on behalf of whoever touches ------------------------------------------------------------------------------------
+    # called when parameters are used ---------------------------------------------------------------------------------
 
     def touch(self, flat: Flat) -> None:
-        """Bring a buffer's values into memory, and keep them until `touched`. Collective."""
+        """Gather a buffer, and keep it until `touched`. Collective."""
         self.refuse_other_threads(flat.name)
         flat.users += 1
         if not self._sharded:
-            self._wait_for(flat)
+            flat.wait_updated()
+            if flat.publish_due:
+                flat.start_gather()
+            flat.finish_gather()
             return
         if not flat.is_gathered:
             self.begin(flat)
-            flat.finish_gather(lend=True)
-        if flat.lent:
+            flat.finish_gather(on_demand=True)
+        if flat.gathered_on_demand:
             self._on_demand_flats.pop(id(flat), None)
             self._on_demand_flats[id(flat)] = flat
 
     def refuse_other_threads(self, name: str) -> None:
-        """Not collective.
+        """Refuse to use a parameter in another thread than the training thread. Not collective.
 
         Raises:
-            StateError: this is not the thread that trains, nor one of autograd's.
+            StateError: the current thread is neither the training thread nor one of autograd's.
         """
         if self.thread not in (None, threading.get_ident()) and current_backward_pass() < 0:
             raise StateError(
-                f"{name!r}, or a neighbour, was used by the thread {threading.current_thread().name!r} while another "
-                "one trains. Its values, or its gradient's, are sharded or on their way, and the other ranks take "
-                "part in fetching them at one point of the training only. Take a copy in a hook, and hand that to the "
-                "thread."
+                f"a parameter in the buffer of {name!r} was used by the thread {threading.current_thread().name!r} "
+                "while another thread trains. Its values, or those of its gradient, are sharded or in flight, and the "
+                "other ranks take part in gathering them only at one point of the training. Take a copy in a hook, "
+                "and pass that to the thread."
             )
 
     def begin(self, flat: Flat) -> None:
-        """Start what `touch` would wait for. Collective."""
+        """Start gathering a buffer, without waiting. Collective."""
         if self._sharded and not flat.is_gathered and flat.gathering is None:
             flat.start_gather()
 
-    @staticmethod
-    def _wait_for(flat: Flat) -> None:
-        flat.wait_updated()
-        if flat.publish_due:
-            flat.start_gather()
-        flat.finish_gather()
-
     def touched(self, flat: Flat) -> None:
-        """The touch is over: those of before may go."""
+        """End the use that `touch` began, and release all idle buffers but the last `KEPT`."""
         flat.users -= 1
         idle = [f for f in self._on_demand_flats.values() if f.users == 0]
         for other in idle[:-KEPT]:
-            self._take_back(other)
+            self._release(other)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether it lies in the memory of parameters."""
+        """Whether ``tensor`` is a view of a flat buffer."""
         return storage_key(tensor) in self._by_storage
 
     def note_memory(self, flat: Flat) -> None:
-        """A buffer has other memory from now on."""
+        """Record that ``flat.full`` was reallocated."""
         self._by_storage = {key: each for key, each in self._by_storage.items() if each is not flat}
         self._by_storage[storage_key(flat.full)] = flat
 
     def saving(self) -> AbstractContextManager[Any]:
-        """Around an operation on lent buffers: what autograd saves of them is gathered again when it is needed."""
+        """Wrap an operation on buffers gathered on demand: autograd gathers again what it saved of them."""
         if not self._sharded or not torch.is_grad_enabled():
             return nullcontext()
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, tensor: Tensor) -> Tensor | _Saved:
         flat = self._by_storage.get(storage_key(tensor))
-        if flat is None or not flat.lent:
+        if flat is None or not flat.gathered_on_demand:
             return tensor
         return _Saved(flat, tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
 
@@ -134,38 +129,32 @@ class OnDemandGather:
             return saved
         self.touch(saved.flat)
         values = saved.flat.full.as_strided(saved.size, saved.stride, saved.offset)
-        self.touched(saved.flat)  # what is held is not given back
+        self.touched(saved.flat)  # a buffer with a view keeps its memory
         return values
 
-    # on behalf of the engine -----------------------------------------------------------------------------------------
+    # called by the engine --------------------------------------------------------------------------------------------
 
-    def give_back(self) -> None:
-        """Release what is lent, with what was written there. Not collective."""
+    def release_idle(self) -> None:
+        """Release all idle buffers that were gathered on demand, after taking writes to them. Not collective."""
         for flat in list(self._on_demand_flats.values()):
             if flat.users == 0:
-                self._take_back(flat)
+                self._release(flat)
         for flat in self._flats if self._sharded else ():
-            if flat.is_viewed and not flat.is_gathered and flat.gathering is None and not flat.is_held:
-                flat.forget_views()
+            flat.free_if_not_viewed()
 
-    def _take_back(self, flat: Flat) -> None:
+    def _release(self, flat: Flat) -> None:
         del self._on_demand_flats[id(flat)]
-        if not flat.lent:
-            return  # the unit's own module has taken it over
+        if not flat.gathered_on_demand:
+            return  # gathered by the unit's own module since
         flat.take_writes()
         flat.release()
 
     @contextmanager
     def all_gathered(self, flats: list[Flat], world: Comm, *, modify: bool) -> Iterator[None]:
-        """Inside, ``flats`` are in full on every rank, all at once. Collective.
-
-        Args:
-            flats: which.
-            world: all ranks.
-            modify: what is written inside counts. Otherwise it is an error.
+        """Keep all of ``flats`` gathered on every rank inside the context. Collective over ``world``.
 
         Raises:
-            StateError: on every rank, if any has written without ``modify``.
+            StateError: on every rank, if any rank has written to them without ``modify``.
         """
         for flat in flats:
             self.begin(flat)
@@ -185,28 +174,28 @@ class OnDemandGather:
             self.write_back()
 
     def write_back(self) -> None:
-        """Take what user code has written into parameters, and give back what was lent to it. Not collective."""
+        """Take user code's writes to parameters, and release what was gathered on demand. Not collective."""
         self.take_writes()
-        self.give_back()
+        self.release_idle()
 
     def take_writes(self) -> None:
-        """What was written anywhere reaches masters and shards. Not collective."""
+        """Copy writes to parameters and state dicts into masters and shards. Not collective."""
         self.given.take_writes()
         self.take_parameter_writes()
 
     def take_parameter_writes(self) -> None:
-        """What was written to parameters so far does. Not collective."""
+        """Copy writes to parameters into masters and shards. Not collective."""
         for flat in self._flats:
             flat.take_writes()
 
-    # while a state dict is collected ---------------------------------------------------------------------------------
+    # called while a state dict is collected --------------------------------------------------------------------------
 
     def collects(self, frame: FrameType | None) -> None:
-        """While ``frame`` runs, parameters are only looked at, by who brings their values himself; None: it is over."""
+        """Do not gather for ``detach`` while ``frame`` runs: it collects a state dict. None ends it."""
         self._collecting = frame
 
-    def is_collected(self) -> bool:
-        """Whether that frame runs."""
+    def is_collecting(self) -> bool:
+        """Whether the frame given to `collects` is running."""
         if self._collecting is None:
             return False
         frame: FrameType | None = sys._getframe()

@@ -172,7 +172,7 @@ class ShardedOptimizer:
                 piece = self.pieces[number]
                 if not used[number] or piece.numel() == 0:
                     continue
-                if flat.averages.in_place and flat.take_replaced(i):
+                if flat.averages.in_place and flat.local.take_replaced(i):
                     piece.grad = None
                     self._dropped.add(number)
                 elif self.shows_pieces:
@@ -266,7 +266,7 @@ class ShardedOptimizer:
             return None
         used, dropped = self._runs.composed_for
         numbers = range(self.states.offsets[n], self.states.offsets[n + 1])
-        if dropped or [used[i] for i in numbers] != flat.local_grad_mask:
+        if dropped or [used[i] for i in numbers] != flat.local.mask:
             return None
         parts = [self._part_of(r, self.states.steps_taken + 1) for r in self._runs if r.flat_number == n]
         update = self._update_of(n, parts, None)

@@ -1,17 +1,17 @@
-"""What a parameter does while its values are elsewhere: it can be read and written anywhere, by whoever touches it.
+"""Parameters that gather their values when any code uses them, inside and outside their module.
 
-A parameter object changes its class, which costs 0.1 us:
+A parameter object changes its class, which takes 0.1 us:
 
 =========  =============================================  =============================================================
-class      its values                                     what touches it
+class      its values                                     what happens when it is used
 =========  =============================================  =============================================================
-`Present`  in memory; at stage 3 while its unit computes  to torch an ordinary parameter. A look at ``.data`` is
-                                                          noted: what is written there does not count in ``_version``
-`Absent`   released, in flight, or lent                   any torch function asks its `Home` to gather it, or to wait
+`Present`  in memory; at stage 3 while its unit computes  an ordinary parameter to torch. Access to ``.data`` is
+                                                          recorded: ``_version`` does not count writes there
+`Absent`   released, in flight, or gathered on demand     any torch function asks its `Home` to gather it, or to wait
 =========  =============================================  =============================================================
 
-Questions that need no values (shape, dtype, ``requires_grad``) are answered as they are. A copy or a pickle of either
-is a plain `nn.Parameter` with memory of its own.
+Functions that need no values (shape, dtype, ``requires_grad``) do not gather. A copy or a pickle of either class is a
+plain `nn.Parameter` with memory of its own.
 """
 
 from __future__ import annotations
@@ -63,57 +63,60 @@ NEED_NO_VALUES = (
     | _ways(_METHODS)
     | {getattr(torch, name) for name in _FUNCTIONS.split()}
 )
-"""Torch functions that ask a parameter what it is, not what its values are."""
-
+"""Torch functions that read or set attributes of a parameter and need no values."""
 
 _GIVE_MEMORY = _ways("__array__ __dlpack__ data_ptr detach numpy storage untyped_storage")
-"""Torch functions whose results are written to without a trace in ``_version``, as in ``p.detach().numpy()[0] = 1``."""
+"""Torch functions with results to which writes do not count in ``_version``, as in ``p.detach().numpy()[0] = 1``."""
+
+
+class Writes(Protocol):
+    """Detects writes to the parameters of one home."""
+
+    possible: bool
+    """Whether their memory was accessed in a way in which writes do not count in ``_version``."""
 
 
 class Home(Protocol):
-    """Where a parameter's values come from."""
+    """Provides the values of a parameter."""
 
-    may_be_written: bool
-    """Whether somebody has looked at its memory in a way in which writes do not count in ``_version``."""
-
-    lent: bool
-    """Whether the values are here for a while only, and every further touch wants to be seen."""
-
-    def touch(self) -> None:
-        """Bring the values into memory, and keep them until `touched`. Collective."""
+    @property
+    def writes(self) -> Writes:
+        """Return what detects writes to the parameters."""
         ...
 
+    gathered_on_demand: bool
+    """Whether the values are in memory only temporarily, and every further use calls `touch`."""
+
+    def touch(self) -> None:
+        """Gather the values, and keep them until `touched`. Collective."""
+
     def saving(self) -> AbstractContextManager[Any]:
-        """Around an operation on them: what autograd saves is found again after they were let go."""
+        """Wrap an operation on them: autograd gathers again what it saved of them."""
         ...
 
     def touched(self) -> None:
-        """The operation is over."""
-        ...
+        """End the operation that `touch` began."""
 
-    def hand_out(self, param: nn.Parameter, values: Tensor) -> None:
-        """Somebody gets a view of a parameter's memory, which he may go on to use when the parameter has another."""
-        ...
+    def note_data_view(self, param: nn.Parameter, values: Tensor) -> None:
+        """Record that user code got a view of a parameter's memory, which it may use after the parameter has moved."""
 
-    def apart(self, value: Tensor) -> Tensor:
-        """What a parameter's ``data`` is set to; a copy, if it is the memory of a parameter, which others will have."""
+    def unshared(self, value: Tensor) -> Tensor:
+        """Return the tensor to set a parameter's ``data`` to: a copy, if ``value`` is a view of a flat buffer."""
         ...
 
     def read_grad(self, param: nn.Parameter) -> Tensor | None:
-        """``param.grad``. Collective."""
-        ...
+        """Return ``param.grad``. Collective."""
 
     def write_grad(self, param: nn.Parameter, value: Tensor | None) -> None:
-        """``param.grad = value``. Collective."""
-        ...
+        """Set ``param.grad``. Collective."""
 
-    def is_collected(self) -> bool:
-        """Whether a state dict is being put together, by hooks that bring the values in their own way."""
+    def is_collecting(self) -> bool:
+        """Whether a state dict is being collected, for which hooks fetch the values."""
         ...
 
 
 _HOMES: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Parameter -> weak reference to its home. Not an attribute of the parameter, which would go into pickles."""
+"""Parameter -> weak reference to its home. An attribute of the parameter would go into pickles."""
 
 
 class Present(nn.Parameter):
@@ -121,19 +124,19 @@ class Present(nn.Parameter):
 
     @property  # type: ignore[override]
     def data(self) -> Tensor:
-        """As of any parameter."""
-        self._look()
+        """Return the values, and record the access."""
+        self._record_access()
         with without_torch_function():
             values = _DATA.__get__(self)
         if torch_function_is_on() and (home := home_of(self)) is not None:
-            home.hand_out(self, values)
+            home.note_data_view(self, values)
         return values
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        self._look()
+        self._record_access()
         if torch_function_is_on() and (home := home_of(self)) is not None:
-            value = home.apart(value)
+            value = home.unshared(value)
         with without_torch_function():
             _DATA.__set__(self, value)
 
@@ -152,48 +155,48 @@ class Present(nn.Parameter):
         self._write_grad(None)
 
     grad: Any = property(_read_grad, _write_grad, _drop_grad)
-    """After backward the averaged gradient, as under DDP; see `ls_strategy.zero.gradients`."""
+    """The averaged gradient after backward, as under DDP; see `ls_strategy.zero.gradients`."""
 
-    def _look(self) -> None:
+    def _record_access(self) -> None:
         if torch_function_is_on() and (home := home_of(self)) is not None:
             if type(self) is Absent:
                 home.touch()
                 home.touched()
-            home.may_be_written = True
+            home.writes.possible = True
         elif torch_function_is_on() and type(self) is Absent:
             _home_now(self)
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
-        """As of any parameter."""
-        self._look()
+        """Return the values as an array, and record the access."""
+        self._record_access()
         return super().numpy(*args, **kwargs)
 
     def detach(self) -> Tensor:
-        """As of any parameter."""
-        # Torch's own code, such as a checkpointed forward in every step, does not write to what it gets.
+        """Return a view of the values, and record the access if the caller is outside torch."""
+        # Torch's own code, such as a checkpointed forward in every step, does not write to the result.
         if not torch.compiler.is_dynamo_compiling() and not _is_called_by_torch(sys._getframe(1)):
-            self._look()
+            self._record_access()
         return super().detach()
 
     def untyped_storage(self) -> Any:
-        """As of any parameter; of one that is elsewhere it is no question for values."""
+        """Return the storage. The access is recorded if the values are in memory."""
         if type(self) is Present:
-            self._look()
+            self._record_access()
         return super().untyped_storage()
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
-        """As of any parameter."""
-        self._look()
+        """Export the values, and record the access."""
+        self._record_access()
         return super().__dlpack__(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """A plain parameter with memory of its own."""
+        """Return a plain parameter with memory of its own."""
         if id(self) not in memo:
             memo[id(self)] = self._plain()
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A plain parameter: the buffer that this one is a part of stays out of pickles."""
+        """Pickle as a plain parameter, without the flat buffer."""
         return self._plain().__reduce_ex__(protocol)
 
     def _plain(self) -> nn.Parameter:
@@ -202,11 +205,11 @@ class Present(nn.Parameter):
 
 
 class Absent(Present):
-    """A parameter of an engine whose values are elsewhere, or here for a while only."""
+    """A parameter of an engine whose values are released, in flight or gathered on demand."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Bring the values first; what only asks for shapes and the like needs none."""
+        """Gather the values first, unless the function needs none."""
         kwargs = kwargs or {}
         if _needs_no_values(func, args):
             with without_torch_function():
@@ -215,18 +218,18 @@ class Absent(Present):
         homes = {id(home): home for home in map(_home_now, params)}
         for home in homes.values():
             home.touch()
-        # Torch, and what it calls inside, sees ordinary parameters; others that are absent stay so.
+        # Inside the call torch sees ordinary parameters; all other absent ones stay absent.
         for p in params:
             p.__class__ = Present
         try:
             if func in _GIVE_MEMORY:
                 for home in homes.values():
-                    home.may_be_written = True
+                    home.writes.possible = True
             with next(iter(homes.values())).saving() if homes else nullcontext():
                 return func(*args, **kwargs)
         finally:
             for p in params:
-                if (home := home_of(p)) is not None and home.lent:
+                if (home := home_of(p)) is not None and home.gathered_on_demand:
                     p.__class__ = Absent
             for home in homes.values():
                 home.touched()
@@ -237,17 +240,17 @@ def _is_called_by_torch(caller: FrameType) -> bool:
 
 
 def _needs_no_values(func: Any, args: Any) -> bool:
-    """Whether torch can answer from what the parameters are, whatever their values."""
+    """Whether torch can answer without the parameters' values."""
     if func is _DETACH:
         home = home_of(args[0])
-        return home is not None and home.is_collected()
+        return home is not None and home.is_collecting()
     if func is torch.equal and len(args) == 2:
         return args[0].shape != args[1].shape
     return func in NEED_NO_VALUES
 
 
 def bind_home(param: nn.Parameter, home: Home) -> bool:
-    """From now on the parameter's values come from ``home``; False for a class of another library's own."""
+    """Let ``home`` provide the parameter's values. Return False for a parameter class of another library."""
     if type(param) not in (nn.Parameter, Present, Absent):
         return False
     _HOMES[param] = weakref.ref(home)
@@ -255,50 +258,54 @@ def bind_home(param: nn.Parameter, home: Home) -> bool:
 
 
 def unbind_home(param: nn.Parameter) -> None:
-    """Make it an ordinary parameter again."""
+    """Make ``param`` an ordinary parameter again."""
     if _HOMES.pop(param, None) is not None:
         param.__class__ = nn.Parameter
 
 
 def home_of(param: Tensor) -> Any:
-    """Its home; None for a stranger, and once the engine is gone."""
+    """Return the home of ``param``, or None if no engine holds it (any more)."""
     reference = _HOMES.get(param)
     return None if reference is None else reference()
 
 
 def _home_now(param: Tensor) -> Any:
-    """The home of one whose values are elsewhere; an error once the engine that had them is gone."""
+    """Return the home of an absent parameter.
+
+    Raises:
+        StateError: the engine that held its values was freed.
+    """
     home = home_of(param)
     if home is None:
         raise StateError(
             f"a parameter of shape {tuple(param.shape)} was used after the model and the strategy that held its values "
-            "(stage 3) were gone. Keep the model, or take model.state_dict() before it goes."
+            "(stage 3) were freed. Keep the model, or take model.state_dict() before."
         )
     return home
 
 
 def point(param: nn.Parameter, values: Tensor) -> None:
-    """Let it be at ``values``, of its shape. Inside `unnoticed`."""
+    """Make ``param`` point at ``values``, of its shape. Call it inside `unnoticed`."""
     _DATA.__set__(param, values)
 
 
 def grad_of(param: Tensor) -> Tensor | None:
-    """What autograd has put into ``.grad``: of this rank, as it is."""
+    """Return this rank's ``.grad`` as autograd has set it."""
     with without_torch_function():
         return _GRAD.__get__(param)
 
 
 def set_grad(param: Tensor, value: Tensor | None) -> None:
-    """Put something there, or None."""
+    """Set this rank's ``.grad``."""
     with without_torch_function():
         _GRAD.__set__(param, value)
 
 
 def values_of(param: nn.Parameter) -> Tensor:
-    """What it points at, whatever that is; asks nobody."""
+    """Return the tensor that ``param`` points at, without gathering."""
     with without_torch_function():
         return _DATA.__get__(param)
 
 
 unnoticed = without_torch_function
-"""Inside, on this thread, touching a parameter gathers nothing and is not noted: for the engine's own code."""
+"""Context for the engine's own code: on this thread, using a parameter gathers nothing and is not recorded."""

@@ -1,4 +1,4 @@
-"""Between whole parameters and what a rank of the tensor- or expert-parallel axis holds of them."""
+"""Convert between full parameters and the part that a rank of the tensor- or expert-parallel axis holds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ls_strategy.zero.lazy import LazyTensor
 
 
 def part_of(value: Tensor, part: TensorPart | None) -> Tensor:
-    """What this rank holds of a whole value: a view or a copy; of a `LazyTensor`, a lazy one. Not collective."""
+    """Return this rank's part of a full value: a view or a copy; lazy if ``value`` is. Not collective."""
     if part is None:
         return value
     if isinstance(value, LazyTensor):
@@ -24,27 +24,27 @@ def part_of(value: Tensor, part: TensorPart | None) -> Tensor:
 
 
 def whole_of(mine: Tensor, part: TensorPart | None, axis: Axis) -> Tensor:
-    """The whole value from every rank's part of it. Collective over the axis."""
+    """Return the full value from every rank's part. Collective over the axis."""
     if part is None or axis.size == 1:
         return mine
     parts: list[TensorPart] = axis.comm.exchange_objects(part)
-    whole = mine.new_zeros(part.full_shape)
-    for value, its in zip(_everyones(mine, parts, axis), parts, strict=True):
+    full = mine.new_zeros(part.full_shape)
+    for value, other in zip(_all_parts(mine, parts, axis), parts, strict=True):
         at = 0
-        for first, length in its.runs:
-            whole.narrow(its.dim, first, length).copy_(value.narrow(its.dim, at, length))
+        for first, length in other.runs:
+            full.narrow(other.dim, first, length).copy_(value.narrow(other.dim, at, length))
             at += length
-    return whole
+    return full
 
 
-def _everyones(mine: Tensor, parts: list[TensorPart], axis: Axis) -> list[Tensor]:
+def _all_parts(mine: Tensor, parts: list[TensorPart], axis: Axis) -> list[Tensor]:
     dim = parts[0].dim
-    lengths = [its.shape[dim] for its in parts]
+    lengths = [other.shape[dim] for other in parts]
     return list(axis.all_gather(mine, dim, lengths).split(lengths, dim))
 
 
 class LazyPart(LazyTensor):
-    """What this rank holds of a tensor that is somewhere else."""
+    """This rank's part of a lazy tensor."""
 
     source: LazyTensor
     part: TensorPart
@@ -64,8 +64,8 @@ class LazyPart(LazyTensor):
         for box in flat_range_to_boxes(self.part.shape, start, stop):
             target = out[box.start - start : box.stop - start].view(box.sizes)
             for piece, offsets in self.part.in_full(box):
-                place = target
+                target_box = target
                 for dim, (at, size) in enumerate(zip(piece.offsets, piece.sizes, strict=True)):
-                    place = place.narrow(dim, at - box.offsets[dim], size)
-                place.copy_(self.source.box(offsets, piece.sizes))
+                    target_box = target_box.narrow(dim, at - box.offsets[dim], size)
+                target_box.copy_(self.source.box(offsets, piece.sizes))
         return out

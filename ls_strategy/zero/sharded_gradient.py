@@ -1,10 +1,9 @@
-"""A gradient in ``p.grad`` whose elements are sharded over ranks: it is gathered only if somebody needs its elements.
+"""A gradient in ``p.grad`` whose elements are sharded over ranks until an operation needs them.
 
-Norms are summed over the shards, one number per parameter on the wire. Multiplications by a number, clamps and the like
-change every rank's own shard, and send nothing. So ``torch.nn.utils.clip_grad_norm_``, ``clip_grad_value_``,
-``get_total_norm`` and Lightning's ``grad_norm`` take no memory for gradients in full. Whatever else torch is asked to
-do with such a tensor has it gathered first: the object changes its class, as parameters do
-(`ls_strategy.zero.parameters`).
+Norms are summed over the shards, with one number per parameter on the wire. Multiplications by a number, clamps and
+other elementwise operations change every rank's own shard and send nothing. So ``torch.nn.utils.clip_grad_norm_``,
+``clip_grad_value_``, ``get_total_norm`` and Lightning's ``grad_norm`` take no memory for full gradients. Any other
+torch function gathers the tensor first: the object changes its class, as parameters do (`ls_strategy.zero.parameters`).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from ls_strategy.zero.parameters import NEED_NO_VALUES
 _DATA: Any = torch.Tensor.data
 
 _ITSELF = {torch.Tensor.detach, torch.Tensor.detach_, _DATA.__get__}
-"""What gives another name for the same memory."""
+"""Functions that return an alias of the same memory."""
 
 _LINEAR = ("mul_", "multiply_", "div_", "divide_", "true_divide_", "__imul__", "__itruediv__", "neg_", "zero_")
 _ELEMENTWISE = (*_LINEAR, "clamp_", "clamp_min_", "clamp_max_", "clip_", "nan_to_num_")
@@ -31,34 +30,31 @@ _FOREACH = ("mul_", "div_", "neg_", "zero_", "clamp_min_", "clamp_max_")
 
 
 class Source(Protocol):
-    """What has the elements of one parameter's averaged gradient."""
+    """Provides the elements of one parameter's averaged gradient."""
 
     def gather(self) -> None:
-        """Put them into the object, and make it an ordinary tensor. Collective."""
-        ...
+        """Make the object an ordinary tensor with all elements. Collective."""
 
     def norm(self, order: float) -> Tensor:
-        """Norm of all elements, ``()``. Collective."""
+        """Return the norm of all elements, ``()``. Collective."""
         ...
 
     def edit(self, change: Callable[[Tensor], Any], *, linear: bool) -> None:
-        """Change this rank's elements in place. ``linear``: so that every norm changes as a single number does."""
-        ...
+        """Change this rank's elements in place. ``linear``: applied to a norm, the change gives the new norm."""
 
     def used(self) -> None:
-        """The operation for which `gather` was called is over."""
-        ...
+        """End the operation for which `gather` was called."""
 
 
 class ShardedGradient(torch.Tensor):
     """An averaged gradient of which this rank has a shard."""
 
     source: weakref.ref[Source] | None = None
-    """What has its elements. An ordinary tensor, which is what copies and pickles see, has none."""
+    """Provides the elements. Ordinary tensors, as copies and pickles are, have none."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Do without the other ranks' elements where that is possible, or gather them first."""
+        """Work on shards where that is possible; gather first otherwise."""
         kwargs = kwargs or {}
         if func in NEED_NO_VALUES:
             with without_torch_function():
@@ -80,38 +76,38 @@ class ShardedGradient(torch.Tensor):
                 source.used()
 
 
-def new_gradient(shape: torch.Size, nothing: Tensor, source: Source) -> Tensor:
-    """An object of ``shape`` whose elements ``source`` has; ``nothing``, of one element, says dtype and device."""
+def new_gradient(shape: torch.Size, placeholder: Tensor, source: Source) -> Tensor:
+    """Return a sharded gradient of ``shape``; ``placeholder``, of one element, gives dtype and device."""
     with torch.no_grad():
-        gradient = torch.empty(0, dtype=nothing.dtype, device=nothing.device)
-    take_elements(gradient, shape, nothing, source)
+        gradient = torch.empty(0, dtype=placeholder.dtype, device=placeholder.device)
+    take_elements(gradient, shape, placeholder, source)
     return gradient
 
 
 def give_elements(gradient: Tensor, values: Tensor) -> None:
-    """Make it an ordinary tensor at ``values``."""
+    """Make ``gradient`` an ordinary tensor at ``values``."""
     with without_torch_function():
         _DATA.__set__(gradient, values)
     gradient.__class__ = torch.Tensor
     vars(gradient).pop("source", None)
 
 
-def take_elements(gradient: Tensor, shape: torch.Size, nothing: Tensor, source: Source) -> None:
-    """Let it ask ``source`` from now on. What torch does behind the back of the class reads a NaN."""
+def take_elements(gradient: Tensor, shape: torch.Size, placeholder: Tensor, source: Source) -> None:
+    """Make ``gradient`` sharded: ``source`` provides its elements. Code that bypasses the class reads NaN."""
     with without_torch_function():
-        _DATA.__set__(gradient, nothing.expand(shape))
+        _DATA.__set__(gradient, placeholder.expand(shape))
     gradient.__class__ = ShardedGradient
     gradient.source = weakref.ref(source)  # type: ignore[attr-defined]
 
 
 def forget(gradient: Tensor) -> None:
-    """It is no parameter's gradient any more. An object that has its elements keeps them."""
+    """Detach ``gradient`` from its source. If it has its elements, it keeps them."""
     if type(gradient) is ShardedGradient:
         gradient.source = None
 
 
 def as_plain(value: Tensor) -> Tensor:
-    """The same object as an ordinary tensor. Collective."""
+    """Make ``value`` an ordinary tensor, and return it. Collective if it is sharded."""
     if type(value) is ShardedGradient:
         source = _source_of(value)
         source.gather()
@@ -198,4 +194,4 @@ _OVER_SHARDS: dict[Any, Callable[..., Any]] = {
     **{getattr(torch.Tensor, name): _in_place(name) for name in _ELEMENTWISE},
     **{foreach_function(name): _foreach_in_place(name) for name in _FOREACH},
 }
-"""What can be done shard by shard. Each returns NotImplemented for arguments with which it cannot."""
+"""Functions that work on shards. Each returns NotImplemented for arguments that need all elements."""

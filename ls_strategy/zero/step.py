@@ -110,15 +110,15 @@ class Stepper:
         self.gradients.local = previous.gradients.local
         self.gradients.were_read = previous.gradients.were_read
         before = previous._model.flats
-        scales = {id(p): flat.grad_scale for flat in before for p in flat.params}
-        held = {id(p): any(flat.local_grad_mask) for flat in before for p in flat.params}
+        scales = {id(p): flat.local.scale for flat in before for p in flat.params}
+        held = {id(p): any(flat.local.mask) for flat in before for p in flat.params}
         for i, state in enumerate(self.optimizers):
             number = previous.index_of(state.sharded.optimizer)
             if number is not None:
                 self.schedule.go_on_from(i, previous.schedule, number)
             if not self._model.policy.gradients:
                 for flat in state.flats:
-                    flat.take_held_grads(scales)
+                    flat.local.take_held(scales)
         if self._model.policy.gradients:
             trained = [f for f in self._model.flats if f.trainable]
             flags = torch.tensor([any(held[id(p)] for p in f.params) for f in trained], dtype=torch.uint8)

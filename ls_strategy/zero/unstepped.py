@@ -1,8 +1,8 @@
-"""Gradients of parameters that require one and are in no optimizer: averaged over ranks, as under DDP.
+"""Gradients of parameters that require one but are in no optimizer: averaged over ranks, as under DDP.
 
-Nobody steps them, so they are not sharded and not sent with the others: ``p.grad`` stays on its rank until somebody
-looks, and is averaged then, with its flat buffer's. Adding up local gradients to an average and averaging again is the
-average of all, so that accumulation needs no note of what was averaged before.
+No step needs them, so they are neither sharded nor sent in backward. ``p.grad`` stays on its rank until user code reads
+it, and is averaged then, together with all others of its flat buffer. Local gradients may accumulate on an average and
+be averaged again: the result is the average of the sums.
 """
 
 from __future__ import annotations
@@ -21,15 +21,12 @@ from ls_strategy.zero.units import Flat
 
 
 class Unstepped:
-    """What user code sees as ``p.grad`` of buffers that no optimizer updates."""
+    """Provides ``p.grad`` of buffers that no optimizer updates."""
 
     def __init__(self, flats: list[Flat], comm: Comm, is_local: Callable[[], bool]) -> None:
-        """Look at those of ``flats`` that no optimizer updates.
+        """Provide the gradients of those ``flats`` that no optimizer updates, averaged over ``comm``.
 
-        Args:
-            flats: of the engine.
-            comm: the ranks over which gradients are averaged.
-            is_local: whether the gradients of the last backward stay on their rank.
+        ``is_local`` says whether the gradients of the last backward stay on their rank.
         """
         self._comm = comm
         self._is_local = is_local
@@ -39,18 +36,18 @@ class Unstepped:
                 flat.gradients = self
 
     def outdate(self) -> None:
-        """Note that a backward pass adds to the gradients. Not collective."""
+        """Require a new average, because a backward pass changes the gradients. Not collective."""
         self._averaged.clear()
 
     def read(self, flat: Flat, index: int) -> Tensor | None:
-        """``p.grad``. Collective, the first time after a backward."""
+        """Return ``p.grad``. Collective the first time after a backward."""
         param = flat.params[index]
         if param.requires_grad and not self._is_local() and current_backward_pass() < 0:
             self._average(flat)
         return grad_of(param)
 
     def write(self, flat: Flat, index: int, value: Tensor | None) -> None:
-        """``p.grad = value``. Collective, the first time after a backward."""
+        """Set ``p.grad``. Collective the first time after a backward."""
         if value is not None:
             self.read(flat, index)
             if type(value) is ShardedGradient:

@@ -1,9 +1,8 @@
-"""The averaged gradients of one flat buffer, as user code sees them: sharded until somebody needs their elements.
+"""The averaged gradients of one flat buffer, as user code sees them: sharded until their elements are needed.
 
-Objects that ``p.grad`` gives ask for their elements when they are used (`ls_strategy.zero.sharded_gradient`). Then the
-buffer is gathered into one tensor, and what is written there is compared with what it was: elements that differ are
-taken into the averages, each by the rank that has them. Tensors that user code sets ``p.grad`` to stay the user's, and
-are read.
+Objects that ``p.grad`` returns are gathered when they are used (`ls_strategy.zero.sharded_gradient`). Each rank then
+compares its shard of the gathered buffer with a copy, and takes elements that user code has changed into the averages.
+Tensors that user code assigns to ``p.grad`` stay the user's; the engine reads them.
 """
 
 from __future__ import annotations
@@ -25,31 +24,31 @@ from ls_strategy.zero.writes import bits
 
 
 class Owner(Protocol):
-    """Who decides what is gathered, and when; see `ls_strategy.zero.gradients`."""
+    """Decides which buffers are gathered, and when; see `ls_strategy.zero.gradients`."""
 
     def average(self, flat: Flat) -> UserGradients:
-        """Average what is left of the gradients of its optimizer. Collective, the first time after a backward."""
+        """Average the gradients that were not sent yet. Collective the first time after a backward."""
         ...
 
     def gather(self, shown: UserGradients) -> None:
-        """Bring the elements of one buffer, until `used`. Collective."""
-        ...
+        """Gather one buffer, and keep it until `used`. Collective."""
 
     def used(self, shown: UserGradients) -> None:
-        """They are not needed any more."""
-        ...
+        """End an operation that needed the elements."""
 
     def norm(self, shown: UserGradients, index: int, order: float) -> Tensor:
-        """Norm of one parameter's gradient. Collective, unless it is known."""
+        """Return the norm of one parameter's gradient, ``()``. Collective unless it is cached."""
         ...
 
     def holds(self, value: Tensor) -> bool:
-        """Whether it is in a buffer of gathered gradients, which is used again."""
+        """Whether ``value`` is a view of a buffer of gathered gradients, which is reused."""
         ...
 
 
 class UserGradients:
     """The averaged gradients of one flat buffer, as user code sees them."""
+
+    # More than 20 public members: `Gradients`, which decides what is gathered, shares half of the attributes.
 
     def __init__(self, owner: Owner, flat: Flat) -> None:
         self.owner = owner
@@ -57,39 +56,39 @@ class UserGradients:
         self.used = [False] * len(flat.params)
         """Which parameters have a gradient."""
         self.objects: dict[int, Tensor] = {}
-        """What ``p.grad`` gave, by parameter."""
+        """Objects that ``p.grad`` returned, by parameter."""
         self.given: dict[int, Tensor] = {}
-        """What ``p.grad`` was set to."""
+        """Tensors that user code assigned to ``p.grad``, by parameter."""
         self.full: Tensor | None = None
-        """All elements, ``(numel,)``: where they were gathered, and after that as long as somebody has a view."""
-        self.views: list[Tensor] = []
+        """The gathered elements, ``(numel,)``. It stays as long as user code has a view of it."""
+        self._views: list[Tensor] = []
         self.is_current = False
-        """Whether the objects are at ``full``."""
+        """Whether the objects are views of ``full``."""
         self.owned_before: Tensor | None = None
-        """This rank's part of ``full`` as it was gathered, so that what was only read is not taken back."""
+        """A copy of this rank's shard of ``full`` as it was gathered, to detect writes."""
         self.users = 0
-        """Operations under way that need the elements."""
+        """Operations in progress that need the elements."""
         self.changed = False
-        """Whether user code may have changed anything since the engine asked last; the same on all ranks."""
+        """Whether user code may have changed anything since the last `take`; the same on all ranks."""
         self.norms: dict[float, dict[int, Tensor]] = {}
-        """Order -> parameter -> norm of the sharded gradient."""
+        """Cached norms: order -> parameter -> norm."""
         self._sources = [_Source(weakref.ref(self), i) for i in range(len(flat.params))]
-        self._nothing = torch.full((1,), float("nan"), dtype=flat.average_dtype, device=flat.full.device)
+        self._placeholder = torch.full((1,), float("nan"), dtype=flat.average_dtype, device=flat.full.device)
         self._versions: dict[int, int] = {}
-        """Of objects and given tensors when they were looked at last, to see what is written to them later."""
+        """Recorded versions of objects and given tensors, to detect writes. -1: not copied to the averages yet."""
         self._generation = flat.averages.generation
-        """Of the averages, when given tensors had what they have."""
+        """Generation of the averages that given tensors show."""
         self._sums_due = False
-        """NVMe tier: whether the sums of squares that were taken while writing are out of date."""
+        """NVMe tier: whether the recorded sums of squares are outdated."""
         self._own_users = 0
-        """Of the memory of ``full``, as long as nobody else has a view."""
+        """References to the memory of ``full`` while user code has no view of it."""
         self._has_leavers = False
-        """Whether somebody may have an object at ``full`` that is no gradient any more, and must keep its elements."""
+        """Whether user code may have an object at ``full`` that was dropped, and must keep its elements."""
 
-    # what user code does ---------------------------------------------------------------------------------------------
+    # called by user code ---------------------------------------------------------------------------------------------
 
     def object_of(self, i: int) -> Tensor:
-        """What ``p.grad`` is. Collective where it is a tensor that user code gave."""
+        """Return the object for ``p.grad``. Collective if user code has assigned it."""
         given = self.given.get(i)
         if given is not None:
             if self._generation != self.flat.averages.generation:
@@ -97,24 +96,24 @@ class UserGradients:
             return given
         if i not in self.objects:
             shape = torch.Size(self.flat.layout.slots[i].shape)
-            self.objects[i] = sharded_gradient.new_gradient(shape, self._nothing, self._sources[i])
+            self.objects[i] = sharded_gradient.new_gradient(shape, self._placeholder, self._sources[i])
             if self.is_current:
-                sharded_gradient.give_elements(self.objects[i], self.views[i])
+                sharded_gradient.give_elements(self.objects[i], self._views[i])
         return self.objects[i]
 
     def _refresh_given(self) -> None:
-        """Put into given tensors what the engine has done to the gradients since. Collective."""
+        """Copy the engine's changes of the gradients into the given tensors. Collective."""
         self.late_writes()
         self.owner.gather(self)
         for i, given in self.given.items():
             if self._versions[i] != -1:
-                given.detach().copy_(self.views[i])
+                given.detach().copy_(self._views[i])
                 self._versions[i] = given._version
         self._generation = self.flat.averages.generation
         self.owner.used(self)
 
     def give(self, i: int, value: Tensor) -> None:
-        """``p.grad = value``. Collective."""
+        """Set ``p.grad``. Collective."""
         slot = self.flat.layout.slots[i]
         if tuple(value.shape) != tuple(slot.shape):
             raise StateError(
@@ -131,7 +130,7 @@ class UserGradients:
         self._versions[i] = -1
 
     def drop(self, i: int) -> None:
-        """The parameter has no gradient any more."""
+        """Remove the gradient of parameter ``i``."""
         self.used[i] = False
         self.given.pop(i, None)
         self._versions.pop(i, None)
@@ -143,7 +142,7 @@ class UserGradients:
             self._has_leavers |= self.full is not None
 
     def edit(self, i: int, change: Callable[[Tensor], Any], *, linear: bool) -> None:
-        """Change this rank's elements of one parameter's gradient. Not collective."""
+        """Change this rank's elements of one gradient in place. ``linear``: see `Source.edit`. Not collective."""
         flat, piece = self.flat, self.flat.pieces[i]
         self.changed = True
         for norms in self.norms.values():
@@ -165,13 +164,13 @@ class UserGradients:
             change(flat.averages.tensor()[piece.start : piece.stop])
 
     def zero(self, wanted: list[int], *, set_to_none: bool) -> None:
-        """The averages of these parameters are set to zero by who calls. Not collective."""
+        """Drop or zero these gradients here; the caller does it in the averages. Not collective."""
         for i in wanted:
             if set_to_none:
                 self.drop(i)
                 continue
             if self.full is not None:
-                self.views[i].zero_()
+                self._views[i].zero_()
             if i in self.given:
                 self.given[i].detach().zero_()
                 self._versions[i] = self.given[i]._version
@@ -181,35 +180,35 @@ class UserGradients:
     # elements --------------------------------------------------------------------------------------------------------
 
     def gather(self) -> None:
-        """Fill ``full`` and every object. Collective."""
+        """Gather the elements into ``full``, and point every object at it. Collective."""
         if self.is_current:
             return
         self.flush()
         flat = self.flat
         if self.full is None:
             self.full = torch.zeros(flat.layout.numel, dtype=flat.average_dtype, device=flat.full.device)
-            self.views = [view.detach() for view in flat.split(self.full)]
+            self._views = [view.detach() for view in flat.split(self.full)]
             self._own_users = storage_users(self.full)
         flat.averages.gather(self.full)
         self.owned_before = self.full[slice(*flat.owned)].clone()
         for i, gradient in self.objects.items():
-            sharded_gradient.give_elements(gradient, self.views[i])
-        self.is_current = self.changed = True  # whoever has the elements may write to them
+            sharded_gradient.give_elements(gradient, self._views[i])
+        self.is_current = self.changed = True  # user code may write to the elements
         self.norms.clear()
 
     def let_go(self) -> None:
-        """The objects ask for their elements again; ``full`` goes, unless somebody has a view of it."""
+        """Make the objects sharded again, and free ``full`` unless user code has a view of it."""
         if self.is_current:
             self.is_current = False
             for i, gradient in self.objects.items():
                 shape = torch.Size(self.flat.layout.slots[i].shape)
-                sharded_gradient.take_elements(gradient, shape, self._nothing, self._sources[i])
+                sharded_gradient.take_elements(gradient, shape, self._placeholder, self._sources[i])
         if self.full is not None and (self._has_leavers or storage_users(self.full) <= self._own_users):
-            self.full, self.views, self.owned_before = None, [], None
+            self.full, self._views, self.owned_before = None, [], None
             self._has_leavers = False
 
     def flush(self) -> None:
-        """Take what user code has written into the averages. Not collective."""
+        """Copy what user code has written into the averages. Not collective."""
         flat = self.flat
         if self.full is not None and self.owned_before is not None:
             self._take_moved()
@@ -228,19 +227,19 @@ class UserGradients:
                 own = value.detach().reshape(-1)[piece.param_start : piece.param_start + piece.numel]
                 self._write(piece.start, own.to(flat.average_dtype))
         if self._sums_due:
-            flat.averages.change(lambda _: None)  # takes them anew
+            flat.averages.change(lambda _: None)  # recomputes the sums
             self._sums_due = False
 
     def _take_moved(self) -> None:
-        """An object whose memory user code has replaced (``p.grad.data = other``)."""
+        """Copy the values of objects that user code has moved to other memory (``p.grad.data = other``)."""
         for i, gradient in self.objects.items() if self.is_current else ():
-            if gradient.numel() and gradient.data_ptr() != self.views[i].data_ptr():
-                self.views[i].copy_(gradient)
+            if gradient.numel() and gradient.data_ptr() != self._views[i].data_ptr():
+                self._views[i].copy_(gradient)
 
     def _write(self, start: int, values: Tensor, where: Tensor | None = None) -> None:
-        """Elements of this rank's shard from ``start`` on, those of ``where``."""
+        """Write elements of this rank's shard from ``start`` on, those selected by ``where``."""
         flat, averages = self.flat, self.flat.averages
-        if not averages.hold_values:  # made by hand, without a backward: on every rank, also where it has no part of it
+        if not averages.hold_values:  # set by user code without a backward: on every rank, also one without elements
             averages.hold_values = True
             if averages.on_nvme:
                 flat.rest.write("grad", 0, torch.zeros(flat.stepped_numel, dtype=flat.average_dtype))
@@ -248,7 +247,7 @@ class UserGradients:
                 averages.tensor().zero_()
         if averages.on_nvme:
             if values.numel():
-                flat.rest.write("grad", start, values)  # elements that are not of ``where`` are what they were
+                flat.rest.write("grad", start, values)  # elements outside ``where`` are unchanged
             self._sums_due = True
             return
         averages.widen()
@@ -257,13 +256,13 @@ class UserGradients:
         values = values.to(out.device)
         out.copy_(values if where is None else torch.where(where.to(out.device), values, out))
 
-    # what the engine does --------------------------------------------------------------------------------------------
+    # called by the engine --------------------------------------------------------------------------------------------
 
     def late_writes(self) -> bool:
-        """Whether given tensors were written to since, the same on all ranks.
+        """Whether given tensors were written to since the last `take`; the same on all ranks.
 
         Raises:
-            StateError: a view was, that somebody kept from before the engine changed the gradients.
+            StateError: an outdated view was written to, from before the engine changed the gradients.
         """
         if not self.is_current and self.owned_before is None:
             for i, gradient in self.objects.items():
@@ -278,12 +277,12 @@ class UserGradients:
     def _refuse(self, i: int) -> None:
         raise StateError(
             f"a view of {self.flat.layout.slots[i].name}.grad, or the tensor that it was set to, was written to after "
-            "the gradients had been clipped, unscaled or added to, which it does not show. Write to p.grad itself, "
-            "read again in every hook."
+            "the gradients had been clipped, unscaled or added to, which the view does not show. Write to p.grad "
+            "itself, and read it again in every hook."
         )
 
     def take(self) -> bool:
-        """What is in the averages counts from here on. Returns whether anything may have changed. Not collective."""
+        """Copy changes into the averages, and return whether anything may have changed. Not collective."""
         flat = self.flat
         self.flush()
         self.let_go()
@@ -294,15 +293,15 @@ class UserGradients:
         changed, self.changed = self.changed, False
         if changed:
             flat.averages.edited = True
-            flat.local_grad_mask = list(self.used)
+            flat.local.mask = list(self.used)
             for i, used in enumerate(self.used) if not flat.policy.gradients else ():
-                _agree_here(flat, i, used=used)
+                _match_local(flat, i, used=used)
         return changed
 
 
 @dataclass(frozen=True)
 class _Source:
-    """Of one parameter's gradient."""
+    """The `Source` of one parameter's gradient."""
 
     shown_of: weakref.ref[UserGradients]
     index: int
@@ -311,7 +310,7 @@ class _Source:
     def _shown(self) -> UserGradients:
         shown = self.shown_of()
         if shown is None:
-            raise StateError("a gradient was used after the strategy that had its elements was gone. Keep a clone.")
+            raise StateError("a gradient was used after the strategy that held its elements was freed. Keep a clone.")
         return shown
 
     def gather(self) -> None:
@@ -330,13 +329,13 @@ class _Source:
             shown.edit(self.index, change, linear=linear)
 
 
-def _agree_here(flat: Flat, i: int, *, used: bool) -> None:
-    """Stage 1, where ``p.grad`` of this rank says whether there is a gradient."""
+def _match_local(flat: Flat, i: int, *, used: bool) -> None:
+    """Make this rank's ``p.grad`` show whether there is a gradient (stage 1)."""
     param: nn.Parameter = flat.params[i]
     if not used:
         set_grad(param, None)
-        flat.sent_mask[i] = False
+        flat.local.sent_mask[i] = False
     elif grad_of(param) is None:
-        flat.hold_grad_buffer(param.dtype)
-        flat.grad_views[i].zero_()
-        flat.show_grad(i)
+        flat.local.allocate(param.dtype)
+        flat.local.views[i].zero_()
+        flat.local.show(i)

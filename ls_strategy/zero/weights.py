@@ -1,4 +1,4 @@
-"""How much of the model states each rank holds, where ranks have unequal memory: by numbers, or by memory."""
+"""Weights of the ranks' shards, for ranks with unequal memory: given as numbers, or derived from memory."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ from ls_strategy.distributed.mesh import MeshShape
 from ls_strategy.errors import PlanError
 
 _STEP = 1 << 28
-"""Bytes to which memory is rounded, so that two devices of one kind count as the same."""
+"""Bytes to which memory is rounded, so that two devices of one kind have the same weight."""
 
 
 def refusal(weights: tuple[float, ...] | Literal["auto"] | None, shape: MeshShape) -> PlanError | None:
-    """Why shards cannot be cut by ``weights`` on these ranks, or None if they can. Not collective."""
+    """Return why ``weights`` cannot be used on these ranks, or None if they can. Not collective."""
     if weights is None:
         return None
-    divided = [axis for axis in ("tensor", "pipeline", "expert") if getattr(shape, axis) > 1]
-    if divided:
+    axes = [axis for axis in ("tensor", "pipeline", "expert") if getattr(shape, axis) > 1]
+    if axes:
         return PlanError(
-            f"sharding.rank_weights={weights!r} with parallel.{divided[0]}={getattr(shape, divided[0])}: weights are "
-            "of ranks that all hold the same layers. Leave rank_weights out, or divide the model by ZeRO alone."
+            f"Got sharding.rank_weights={weights!r} with parallel.{axes[0]}={getattr(shape, axes[0])}, but weights "
+            "require ranks that all hold the same layers. Leave rank_weights out, or shard the model by ZeRO alone."
         )
     if weights != "auto" and len(weights) != shape.world_size:
         return PlanError(
-            f"sharding.rank_weights={weights!r} has {len(weights)} weights, but there are {shape.world_size} ranks. "
-            "Give one "
-            'positive number per rank, or "auto" for weights by memory.'
+            f"Got sharding.rank_weights={weights!r} with {len(weights)} weights, but there are {shape.world_size} "
+            'ranks. Set one positive number per rank, or "auto" for weights by memory.'
         )
     return None
 
@@ -40,12 +39,12 @@ def refusal(weights: tuple[float, ...] | Literal["auto"] | None, shape: MeshShap
 def rank_weights(
     weights: tuple[float, ...] | Literal["auto"] | None, comm: Comm, device: torch.device
 ) -> tuple[Fraction, ...]:
-    """Weights of the ranks' shards; none where all are the same. With ``"auto"`` collective: one exchange.
+    """Return the weights of the ranks' shards; empty if all are the same. Collective with ``"auto"``: one exchange.
 
     Args:
-        weights: as given; ``"auto"``: by the memory of each rank's device, or its share of its host's.
-        comm: ranks over which states are divided.
-        device: where this rank's buffers live.
+        weights: one per rank; ``"auto"``: by the memory of each rank's GPU, or its part of the host's memory.
+        comm: ranks over which states are sharded.
+        device: device of this rank's buffers.
     """
     if weights is None or comm.world_size == 1:
         return ()
@@ -58,7 +57,7 @@ def rank_weights(
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Total memory of a GPU, or of the host."""
+    """Return the total memory of a GPU, or of the host."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -185,8 +185,8 @@ class Bus:
         return self.up.take(target.numel())
 
 
-def timed_bring(flat: units.Flat, out: Tensor, *, plain: Any = units.Flat._bring) -> None:
-    """`Flat._bring`, with the time it takes."""
+def timed_load(flat: units.Flat, out: Tensor, *, plain: Any = units.Flat._load_shard) -> None:
+    """`Flat._load_shard`, with the time it takes."""
     waited, started = Later.waited_s, time.perf_counter()
     plain(flat, out)
     Later.brought_s += time.perf_counter() - started
@@ -197,7 +197,7 @@ def timed_bring(flat: units.Flat, out: Tensor, *, plain: Any = units.Flat._bring
 def simulated(setting: str, flops: float) -> Iterator[None]:
     """Put a `Bus` in, and a clock."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(units.Flat, "_bring", timed_bring)
+        patch.setattr(units.Flat, "_load_shard", timed_load)
         if setting == "here":
             yield
             return

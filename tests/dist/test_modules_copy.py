@@ -209,13 +209,13 @@ def test_pickles_of_sharded_modules_are_refused_and_others_made(rank: int, world
             if way is copy.deepcopy:
                 assert_equal(weights(way(part)), weights(part), name)
                 continue
-            trainer.strategy.require_engine().on_demand.settle()  # what was touched before is given back
+            trainer.strategy.require_engine().on_demand.release_idle()  # what was touched before is given back
             with pytest.raises(StateError, match=r"sharded \(stage 3\).*state_dict\(\)"):
                 way(part)
         copied = way(module.loss_fn)
         assert_equal(copied(*samples(4)), module.loss_fn(*samples(4)), name)
         assert not copied._state_dict_hooks, name
-    trainer.strategy.require_engine().on_demand.settle()
+    trainer.strategy.require_engine().on_demand.release_idle()
     with pytest.raises(StateError, match=r"sharded \(stage 3\)"):
         pickle.dumps(module.blocks[1].wide.weight)
     x = samples(4)[0]

@@ -265,7 +265,7 @@ def refusals(rank: int, world_size: int) -> list[str]:
 
 def test_weights_that_do_not_fit_are_refused_on_all_ranks() -> None:
     for length, differ in spawn(refusals, 2, init_process_group=False, timeout_s=60):
-        assert "has 3 weights, but there are 2 ranks" in length
+        assert "with 3 weights, but there are 2 ranks" in length
         assert "the ranks were started with different options" in differ
 
 

@@ -1,0 +1,86 @@
+"""Copies that a state dict returns at stage 3: writes to them count until the next boundary."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from ls_strategy.errors import StateError
+from ls_strategy.zero.given import Given
+from ls_strategy.zero.units import Flat
+from tests.unit.flat_buffers import sharded
+
+
+@pytest.fixture
+def flat() -> Flat:
+    flat = sharded(3).flats[1]
+    flat.on_demand = None
+    return flat
+
+
+def values_of(flat: Flat) -> Tensor:
+    return flat.master[:9].view(3, 3).clone()
+
+
+def test_a_write_to_a_copy_reaches_the_masters(flat: Flat) -> None:
+    given, values = Given(), values_of(flat)
+    given.add(flat, 0, values)
+    values[0, 0] = 7.0
+    given.take_writes()
+    assert flat.master[0] == 7.0
+
+
+def test_elements_that_were_not_written_stay(flat: Flat) -> None:
+    given, values, before = Given(), values_of(flat), flat.master.clone()
+    given.add(flat, 0, values)
+    values[0, 0] = 7.0
+    given.take_writes()
+    assert torch.equal(flat.master[1:], before[1:])
+
+
+def test_a_write_to_a_copy_reaches_a_gathered_parameter(flat: Flat) -> None:
+    given, values = Given(), values_of(flat)
+    flat.start_gather()
+    flat.finish_gather()
+    given.add(flat, 0, values)
+    values.fill_(2.0)
+    given.take_writes()
+    assert bool((flat.views[0] == 2).all())
+    assert not flat.writes.take()
+
+
+def test_a_write_after_the_boundary_is_an_error_with_the_cure(flat: Flat) -> None:
+    given, values = Given(), values_of(flat)
+    given.add(flat, 0, values)
+    given.take_writes()
+    values.add_(1)
+    with pytest.raises(StateError, match=r"returned for 'blocks.0.weight'.*later than in the hook that called it"):
+        given.take_writes()
+
+
+def test_a_copy_that_was_written_and_dropped_counts_while_training_runs(flat: Flat) -> None:
+    given = Given()
+
+    def write() -> None:
+        values = values_of(flat)
+        given.add(flat, 0, values)
+        values.fill_(3.0)
+
+    write()
+    given.drop()
+    assert bool((flat.master[:9] == 3).all())
+
+
+def test_after_training_a_dropped_copy_is_not_kept(flat: Flat) -> None:
+    given, before = Given(), flat.master.clone()
+    given.training = False
+
+    def write() -> None:
+        values = values_of(flat)
+        given.add(flat, 0, values)
+        values.fill_(3.0)
+
+    write()
+    given.take_writes()
+    assert torch.equal(flat.master, before)
