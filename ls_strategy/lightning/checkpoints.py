@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import time
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -245,7 +245,7 @@ def read(path: Any, checkpoint_io: CheckpointIO, weights_only: bool | None) -> d
     return checkpoint
 
 
-def load_optimizers(engine: Engine, indices: list[int | None], states: list[Mapping[str, Any]]) -> None:
+def load_optimizers(engine: Engine, indices: list[int | None], states: Sequence[Mapping[str, Any]]) -> None:
     """Give every optimizer its parameters' states by name, whichever optimizers they were saved from.
 
     Of a parameter that was in several, the state of the optimizer at the same place.
@@ -270,6 +270,6 @@ def load_optimizers(engine: Engine, indices: list[int | None], states: list[Mapp
             )
 
 
-def is_named(states: list[Mapping[str, Any]]) -> bool:
+def is_named(states: Sequence[Mapping[str, Any]]) -> bool:
     """Whether optimizer states are by parameter name, as folders have them, and not by position."""
     return any(isinstance(p, str) for state in states for group in state["param_groups"] for p in group["params"])
