@@ -9,7 +9,7 @@
     trainer = L.Trainer(accelerator="auto", devices=2, strategy="zero3", precision="bf16-mixed")
     trainer.fit(Model(), data)
 
-Importing this package loads neither torch nor Lightning; the names below are imported when they are first used.
+Importing this package imports neither torch nor Lightning; the names below are imported on first use.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def __getattr__(name: str) -> object:
     from importlib import import_module
 
     value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-    globals()[name] = value  # the next access does not come here
+    globals()[name] = value  # later accesses do not call this function
     return value
 
 

@@ -1,8 +1,8 @@
-"""Values of options, checked against their type hints and ranges: one place for dataclasses, classes and functions.
+"""Checks option values against their type hints and ranges, for dataclasses, classes and functions.
 
 The one invariant: what `accept` returns has the type of the hint and lies in the range; anything else is a
 `ConfigError` that says what was given, what is allowed, and a value to set. The hints are those of the signature or of
-the dataclass, so that a new option is checked as soon as it exists; ranges are given beside them:
+the dataclass, so every new option is checked; ranges are given in addition:
 
     @dataclass(frozen=True)                          @checked(prefetch=at_least(0))
     class Config:                                    def load(path: str, *, prefetch: int = 1) -> None: ...
@@ -52,7 +52,7 @@ _NOTHING: Any = inspect.Parameter.empty
 
 
 class _NoMatchError(Exception):
-    """A value does not have the type of a hint; the text says which values do."""
+    """A value does not have the type of a hint; the text describes the values that do."""
 
 
 # --- where options come from ------------------------------------------------------------------------------------------
@@ -63,12 +63,12 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def checked(skip: Collection[str] = (), /, **ranges: Range) -> Callable[[Function], Function]:
     """Return a decorator that checks the arguments of a function, or of an ``__init__``, before it runs.
 
-    What is not passed is not checked. Values are handed on in the type of the hint: dictionaries become the dataclasses
-    that the hint names, as in YAML. The signature stays what it is, for parsers that read it.
+    Defaults are not checked. Values are converted to the type of the hint: a dictionary becomes the dataclass that the
+    hint names, as in YAML. The signature does not change, for parsers that read it.
 
     Args:
-        skip: names that are not checked.
-        ranges: of numbers, by argument.
+        skip: arguments that are not checked.
+        ranges: allowed numbers, by argument.
     """
 
     def decorate(function: Function) -> Function:
@@ -79,7 +79,7 @@ def checked(skip: Collection[str] = (), /, **ranges: Range) -> Callable[[Functio
 
         @wraps(function)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            bound = signature.bind(*args, **kwargs)  # a TypeError for names that are not there, as Python's own
+            bound = signature.bind(*args, **kwargs)  # raises Python's own TypeError for unknown names
             hints = hints_of(function)
             for name, value in bound.arguments.items():
                 parameter = signature.parameters[name]
@@ -98,12 +98,12 @@ _VARIOUS, _KEYWORDS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KE
 
 
 def check_fields(config: Any, /, *, group: str | None = None, **ranges: Range) -> None:
-    """Check the fields of a dataclass, frozen or not, and set them in the type of their hints.
+    """Check the fields of a dataclass, frozen or not, and convert them to the types of their hints.
 
     Args:
         config: the dataclass, in its ``__post_init__``.
-        group: what messages put before the name of a field, and a dot. Default: the name of the class.
-        ranges: of numbers, by field.
+        group: prefix of field names in messages (``group.field``). None: the name of the class.
+        ranges: allowed numbers, by field.
 
     Raises:
         ConfigError: a field has another type, or is out of its range.
@@ -123,7 +123,7 @@ def check_fields(config: Any, /, *, group: str | None = None, **ranges: Range) -
 
 @cache
 def hints_of(owner: Any) -> dict[str, Any]:
-    """Return the type hints of a function or class; a name that exists for type checkers alone counts as ``Any``."""
+    """Return the type hints of a function or class; a name that only type checkers import counts as ``Any``."""
     owner = inspect.unwrap(owner)
     found: dict[str, Any] = {}
     for each in reversed(owner.__mro__) if isinstance(owner, type) else (owner,):
@@ -153,7 +153,7 @@ class _AnyName(type):
 
 
 class _Unknown(metaclass=_AnyName):
-    """Takes the place of a name that is imported for type checkers only: any value fits, but None."""
+    """Stands for a name that only type checkers import: every value except None fits."""
 
 
 # --- one value --------------------------------------------------------------------------------------------------------
@@ -163,14 +163,14 @@ def accept(name: str, value: Any, hint: Any, limits: Range | None = None, defaul
     """Return ``value`` in the type of ``hint``.
 
     Args:
-        name: of the option; ``Class(option)`` for a field.
+        name: name of the option; ``Class(option)`` for a field.
         value: what was given.
-        hint: its type.
-        limits: of its numbers.
-        default: what the message suggests where nothing is closer.
+        hint: the allowed type.
+        limits: allowed numbers.
+        default: the value that the message suggests if there is no closer one.
 
     Raises:
-        ConfigError: it has another type, or is out of range.
+        ConfigError: the value has another type, or is out of range.
     """
     try:
         return _convert(value, hint, limits, name)
@@ -182,9 +182,9 @@ def refusal(name: str, value: Any, rule: str, cure: Any = _NOTHING) -> ConfigErr
     """Return the error for an option that is wrong by itself.
 
     Args:
-        name: of the option; ``Class(option)`` for a field.
+        name: name of the option; ``Class(option)`` for a field.
         value: what was given.
-        rule: what it must be, after "it".
+        rule: what it must be, as a predicate ("must be 1").
         cure: a value to set.
     """
     owner, _, field = name.rpartition("(")
@@ -198,10 +198,10 @@ def refusal(name: str, value: Any, rule: str, cure: Any = _NOTHING) -> ConfigErr
 
 
 def show(value: Any) -> str:
-    """Return ``value`` as it would be written, shortened."""
+    """Return ``value`` as source code, shortened."""
     try:
         text = value.__name__ if isinstance(value, type) else repr(value)
-    except Exception:  # somebody's __repr__
+    except Exception:  # a user's __repr__
         text = f"<{type(value).__name__}>"
     return text if len(text) <= 120 else f"{text[:117]}..."
 
@@ -259,7 +259,7 @@ def _same(value: Any, fits: bool, words: str) -> Any:
 
 def _convert_union(value: Any, hints: Sequence[Any], limits: Range | None, name: str) -> Any:
     words: list[str] = []
-    if isinstance(value, Mapping):  # a dataclass written as a dictionary: what is wrong in it is what is reported
+    if isinstance(value, Mapping):  # a dataclass given as a dictionary: report the error inside it
         hints = sorted(hints, key=lambda hint: not dataclasses.is_dataclass(hint))
     for hint in hints:
         try:
@@ -393,12 +393,12 @@ def _convert_dataclass(value: Any, kind: type[Any], name: str) -> Any:
 
 
 def unknown_option(kind: type[Any], name: str, given: str) -> ConfigError:
-    """Return the error for an option that a dataclass does not have, with the one that was most likely meant.
+    """Return the error for an option that a dataclass does not have, with the most likely correct one.
 
     Args:
-        kind: the dataclass; ``kind.RENAMED`` may say what became of options.
-        name: of the option.
-        given: what was written, for the message.
+        kind: the dataclass; ``kind.RENAMED`` may have the new names of options.
+        name: the unknown option.
+        given: what was given, for the message.
     """
     options = [field.name for field in dataclasses.fields(kind) if field.init]
     renamed = getattr(kind, "RENAMED", {})
@@ -413,7 +413,7 @@ def unknown_option(kind: type[Any], name: str, given: str) -> ConfigError:
 
 
 def _suggestion(value: Any, hint: Any, limits: Range | None, default: Any) -> Any:
-    """Return the allowed value that was most likely meant; nothing if there is no guess."""
+    """Return the allowed value that was most likely meant, `_NOTHING` or None if there is none."""
     choices = [c for h in (hint, *get_args(hint)) if get_origin(h) is Literal for c in get_args(h)]
     for guess in (*_guesses(value, limits, choices), default, *choices):
         if guess is _NOTHING or guess is None:
@@ -452,7 +452,7 @@ def _float(value: Any) -> float:
 
 
 def _read(text: str) -> Iterable[Any]:
-    """Return the number or the truth value that a text says."""
+    """Yield the numbers and the truth value that a text spells."""
     words = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
     if text.lower() in words:
         yield words[text.lower()]

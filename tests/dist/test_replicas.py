@@ -196,7 +196,7 @@ def test_fit_validate_test_and_predict_one_after_the_other(rank, world_size):
         torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-6)
     trainer = trainer_of(tensor_parallel(1), max_epochs=1)
     trainer.fit(module, data())
-    with pytest.raises(PlanError, match="was divided by an earlier run"):
+    with pytest.raises(PlanError, match="was partitioned by an earlier run"):
         trainer_of(ZeROStrategy(1), max_epochs=1).fit(module, data())
 
 
