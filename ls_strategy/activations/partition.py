@@ -165,5 +165,5 @@ class ActivationPartition:
                 f"activation partitioning: an input of a recomputed module ({region.numel()} elements, {region.dtype}) "
                 f"is not the same on the {self.axis.size} ranks of axis {self.axis.name!r}, so that no rank may keep a "
                 "part of it for the others. Recompute modules whose inputs are replicated over the axis "
-                "(RecomputeConfig(block_classes=...)), or leave activations.partitioning out."
+                "(RecomputeConfig(policy='full', block_classes=...)), or leave activations.partitioning out."
             )

@@ -16,7 +16,7 @@ class RecomputeConfig(Group):
 
     RENAMED: ClassVar[dict[str, str]] = {"classes": "block_classes"}
 
-    policy: Literal["full", "selective"] = "full"
+    policy: Literal["full", "selective"]
     """``full`` keeps a module's inputs only. ``selective`` also keeps the outputs of the operations in ``keep``."""
 
     block_classes: tuple[str, ...] = ()
@@ -41,7 +41,7 @@ class RecomputeConfig(Group):
 class ActivationOffloadConfig(Group):
     """Where tensors that backward needs are stored between forward and backward."""
 
-    tier: Literal["cpu", "nvme"] = "cpu"
+    tier: Literal["cpu", "nvme"]
     """``cpu``: host memory, pinned with CUDA. ``nvme``: a file on a local NVMe device."""
 
     min_bytes: int = 1 << 20

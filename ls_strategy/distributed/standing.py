@@ -21,6 +21,10 @@ _FOR_SOME = (
 )  # fmt: skip
 
 
+_STRATEGY = ("strategy.py", "ranks.py", "readings.py")
+"""Files of ``lightning/`` with the strategy's public methods, which a report names."""
+
+
 def standing(thread: int) -> tuple[str, str, bool]:
     """Return where a thread is.
 
@@ -46,7 +50,7 @@ def standing(thread: int) -> tuple[str, str, bool]:
             break
         elif path.startswith(folders["torch.distributed"]) and not users and name in (*_FOR_ALL, *_FOR_SOME):
             call, everyone = name, name in _FOR_ALL and _of_all(frame)
-        elif path == folders["strategy"] and not users and not method and not name.startswith("_"):
+        elif path in folders["strategy"] and not users and not method and not name.startswith("_"):
             method = f", during {name}"
         frame = frame.f_back
     if not users:
@@ -70,7 +74,7 @@ def _folders() -> dict[str, Any]:
         "libraries": tuple(of.values()),
         "lightning": tuple(folder for name, folder in of.items() if "lightning" in name),
         "torch.distributed": os.path.join(of["torch"], "distributed", ""),  # noqa: PTH118
-        "strategy": os.path.join(of["ls_strategy"], "strategy.py"),  # noqa: PTH118
+        "strategy": tuple(os.path.join(of["ls_strategy"], "lightning", name) for name in _STRATEGY),  # noqa: PTH118
         "standard": os.path.join(os.path.dirname(os.__file__), ""),  # noqa: PTH118, PTH120
     }
 

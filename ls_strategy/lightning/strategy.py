@@ -102,7 +102,7 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
         start_method: how ranks are started when no launcher did: ``popen``, ``spawn``, ``fork``, ``forkserver``.
     """
 
-    # Longer than other functions: one argument per option, which parsers read off the signature.
+    # As long as it is because of one argument per option, which parsers read off the signature.
     @takes_groups
     @takes_deepspeed_config(took_default)
     @checked(("deepspeed_config",), explain_waits_after=at_least(0.5))
