@@ -56,13 +56,13 @@ from ls_strategy.engine import Engine
 from ls_strategy.lightning import guards
 from ls_strategy.lightning.checkpoints import Collection
 from ls_strategy.lightning.deepspeed import DeepSpeedConfiguration, took_default
+from ls_strategy.lightning.engine_setup import EngineSetup
 from ls_strategy.lightning.loggers import take_part
 from ls_strategy.lightning.parallel import ActivationMemory, ModelParallel
 from ls_strategy.lightning.precision import ZeROPrecision
 from ls_strategy.lightning.readings import EngineStrategy
 from ls_strategy.lightning.resume import Resume
 from ls_strategy.lightning.saving import Saves
-from ls_strategy.lightning.setup import EngineSetup
 from ls_strategy.lightning.steps import Steps
 from ls_strategy.zero_stages import POLICIES
 
