@@ -14,24 +14,23 @@ the dataclass, so every new option is checked; ranges are given in addition:
 
 from __future__ import annotations
 
-import builtins
 import dataclasses
 import difflib
 import inspect
 import math
 import numbers
 import os
-import sys
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from datetime import timedelta
-from functools import cache, wraps
+from functools import wraps
 from pathlib import PurePath
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from ls_strategy.errors import ConfigError
+from ls_strategy.hints import Unknown, hints_of
 from ls_strategy.ranges import ANY, Range, above, at_least, between
 
 __all__ = [
@@ -43,7 +42,6 @@ __all__ = [
     "between",
     "check_fields",
     "checked",
-    "hints_of",
     "refusal",
     "show",
 ]
@@ -119,41 +117,6 @@ def check_fields(config: Any, /, *, group: str | None = None, **ranges: Range) -
         value = accept(name, given, hints[field.name], ranges.get(field.name), default)
         if value is not given:
             object.__setattr__(config, field.name, value)
-
-
-@cache
-def hints_of(owner: Any) -> dict[str, Any]:
-    """Return the type hints of a function or class; a name that only type checkers import counts as ``Any``."""
-    owner = inspect.unwrap(owner)
-    found: dict[str, Any] = {}
-    for each in reversed(owner.__mro__) if isinstance(owner, type) else (owner,):
-        space = _Lenient(vars(sys.modules[each.__module__]))
-        for name, hint in inspect.get_annotations(each).items():
-            found[name] = eval(hint, {}, space) if isinstance(hint, str) else hint
-    return found
-
-
-class _Lenient(dict[str, Any]):
-    """A namespace in which unknown names are `_Unknown`."""
-
-    def __missing__(self, name: str) -> Any:
-        return getattr(builtins, name, _Unknown)
-
-
-class _AnyName(type):
-    """Makes ``name.attribute`` and ``name[...]`` of an unknown name unknown as well."""
-
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return cls
-
-    def __getitem__(cls, _: Any) -> Any:
-        return cls
-
-
-class _Unknown(metaclass=_AnyName):
-    """Stands for a name that only type checkers import: every value except None fits."""
 
 
 # --- one value --------------------------------------------------------------------------------------------------------
@@ -233,7 +196,7 @@ def _convert_special(value: Any, hint: Any, origin: Any, limits: Range | None, n
 
 def _convert_other(value: Any, hint: Any, origin: Any, limits: Range | None, name: str) -> Any:
     kind = hint if origin is None else origin
-    if not isinstance(kind, type) or kind is _Unknown or getattr(kind, "_is_protocol", False):
+    if not isinstance(kind, type) or kind is Unknown or getattr(kind, "_is_protocol", False):
         return _same(value, value is not None, "given")
     if issubclass(kind, Mapping):
         return _convert_mapping(value, kind, get_args(hint), name)
@@ -332,7 +295,7 @@ _PLAIN: dict[Any, Callable[[Any, Range | None], Any]] = {
 
 def _convert_class(value: Any, bases: Sequence[Any]) -> type:
     base = get_origin(bases[0]) or bases[0] if bases else object
-    known = isinstance(base, type) and base is not _Unknown
+    known = isinstance(base, type) and base is not Unknown
     words = f"a class derived from {base.__name__}" if known and base is not object else "a class"
     return _same(value, isinstance(value, type) and (not known or issubclass(value, base)), words)
 

@@ -84,13 +84,11 @@ def spawn(
     Arguments and results, tensors included, are pickled. When ``fn`` has returned on every rank, the ranks end with
     ``os._exit``: their ``atexit`` handlers do not run.
 
-    A Lightning ``Trainer(accelerator="cpu", devices=world_size, ...)`` inside ``fn`` takes the environment for
-    torchrun's and starts no processes; pass ``init_process_group=False`` to leave the process group to Lightning:
+    A Lightning ``Trainer`` inside ``fn`` takes the environment for torchrun's and starts no processes; pass
+    ``init_process_group=False`` to leave the process group to it:
 
         def fit(rank, world_size, strategy):
-            trainer = Trainer(accelerator="cpu", devices=world_size, strategy=strategy, max_steps=4)
-            model = BoringModel()
-            trainer.fit(model)
+            Trainer(accelerator="cpu", devices=world_size, strategy=strategy, max_steps=4).fit(model := BoringModel())
             return {name: p.detach().clone() for name, p in model.named_parameters()}
 
         first, second = spawn(fit, 2, "zero2", init_process_group=False)
@@ -130,11 +128,7 @@ def spawn(
                 )
                 ranks.append(_start(context, setup, task))
             results = _collect(ranks, deadline, timeout_s, Path(scratch))
-            for each in ranks:
-                with contextlib.suppress(OSError):  # it died after its report: the result is in
-                    each.connection.send_bytes(b"end")
-            for each in ranks:
-                each.process.join(_KILL_GRACE_S)
+            _end(ranks)
             return cast("list[T]", results)
         finally:
             for each in ranks:
@@ -148,6 +142,15 @@ def _start(context: ForkServerContext, setup: _Setup, task: bytes) -> _Rank:
     process.start()
     child_end.close()
     return _Rank(setup.rank, process, cast("Connection", parent_end))
+
+
+def _end(ranks: Sequence[_Rank]) -> None:
+    """Let ranks that have reported end."""
+    for each in ranks:
+        with contextlib.suppress(OSError):  # it died after its report, which is here
+            each.connection.send_bytes(b"end")
+    for each in ranks:
+        each.process.join(_KILL_GRACE_S)
 
 
 def torchrun_env(rank: int, world_size: int, port: int) -> dict[str, str]:

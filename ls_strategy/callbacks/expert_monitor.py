@@ -122,14 +122,16 @@ class ExpertMonitor(Callback):
             layer.reset_statistics()
         self._since_step = trainer.global_step
         self._sent_before = _sent_bytes(trainer)
-        if _is_divided(trainer):
-            _axis(trainer).waits = Waits()
+        axis = _axis(trainer)
+        if axis is not None:
+            axis.waits = Waits()
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Stop measuring."""
-        if _is_divided(trainer):
-            _axis(trainer).waits = None
+        axis = _axis(trainer)
+        if axis is not None:
+            axis.waits = None
 
     @override
     def on_train_batch_end(
@@ -147,7 +149,7 @@ class ExpertMonitor(Callback):
             self._picture_step = step
         if trainer.is_global_zero:
             metrics = scalars(loads)
-            if _is_divided(trainer):
+            if _axis(trainer) is not None:
                 metrics["zero_experts/sent_mib_per_step"] = sent / steps / (1 << 20)
                 metrics["zero_experts/wait_ms_per_step"] = waited / steps * 1e3
             shown = self._charts.of(metrics)
@@ -170,8 +172,8 @@ class ExpertMonitor(Callback):
                 here = torch.zeros_like(row, device=device) if row.is_meta else row.to(device)
                 rows.append(here.double())
         sent = _sent_bytes(trainer) - self._sent_before
-        waits = _axis(trainer).waits if _is_divided(trainer) else None
-        waited = 0.0 if waits is None else waits.take()
+        axis = _axis(trainer)
+        waited = 0.0 if axis is None or axis.waits is None else axis.waits.take()
         mine = torch.cat([*rows, torch.tensor([sent, waited, 1.0], dtype=torch.double, device=device)])
         group: Any = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         total: Any = trainer.strategy.reduce(mine, group=group, reduce_op="sum")
@@ -190,23 +192,18 @@ class ExpertMonitor(Callback):
         return loads
 
 
-def _sent_bytes(trainer: pl.Trainer) -> int:
-    """Return the bytes that this rank has sent in expert-parallel exchanges."""
+def _axis(trainer: pl.Trainer) -> Axis | None:
+    """Return the expert-parallel ranks, None without expert parallelism."""
     strategy = trainer.strategy
-    return sum(strategy.expert_parallel_traffic.bytes.values()) if isinstance(strategy, ZeROStrategy) else 0
-
-
-def _axis(trainer: pl.Trainer) -> Axis:
-    """Return the expert-parallel ranks."""
-    strategy = trainer.strategy
-    assert isinstance(strategy, ZeROStrategy)
+    if not isinstance(strategy, ZeROStrategy) or strategy.parallel.config.expert == 1:
+        return None
     return strategy.require_engine().mesh.expert
 
 
-def _is_divided(trainer: pl.Trainer) -> bool:
-    """Whether experts are partitioned over ranks."""
-    strategy = trainer.strategy
-    return isinstance(strategy, ZeROStrategy) and strategy.parallel.config.expert > 1
+def _sent_bytes(trainer: pl.Trainer) -> int:
+    """Return the bytes that this rank has sent in expert-parallel exchanges."""
+    axis = _axis(trainer)
+    return 0 if axis is None else sum(axis.traffic.bytes.values())
 
 
 def _copies(trainer: pl.Trainer) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from ls_strategy.checked import at_least, check_fields
 from ls_strategy.config.group import Group
@@ -76,10 +76,10 @@ class ActivationsConfig(Group):
     partitioning: bool = False
     """Partition the inputs of recomputed blocks over the tensor-parallel ranks."""
 
-    @classmethod
-    def of(cls, option: Literal["full", "selective"] | ActivationsConfig | None) -> ActivationsConfig:
-        """Return the group that ``option`` is, or that it is the short form of."""
-        return option if isinstance(option, ActivationsConfig) else cls(checkpointing=option)
+    @staticmethod
+    def short_form(value: Any, stage: Any) -> dict[str, Any]:
+        """Return the options that ``"full"``, ``"selective"`` or None sets."""
+        return {"checkpointing": value, **({"offload": None} if value is None else {})}
 
     @property
     def recompute(self) -> RecomputeConfig | None:

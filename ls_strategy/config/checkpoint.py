@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ls_strategy.checked import check_fields
 from ls_strategy.config.group import Group
@@ -31,10 +31,10 @@ class CheckpointConfig(Group):
     """``raise`` when a checkpoint cannot be written (a full disk), or ``continue`` training: the error is logged and no
     earlier checkpoint is removed."""
 
-    @classmethod
-    def of(cls, option: CheckpointFormat | CheckpointConfig) -> CheckpointConfig:
-        """Return the group that ``option`` is, or that it is the short form of."""
-        return option if isinstance(option, CheckpointConfig) else cls(format=option)
+    @staticmethod
+    def short_form(value: Any, stage: Any) -> dict[str, Any]:
+        """Return the options that ``"sharded"`` or ``"file"`` sets."""
+        return {"format": value}
 
     def __post_init__(self) -> None:
         """Refuse invalid values."""

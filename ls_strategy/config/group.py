@@ -46,6 +46,16 @@ class Group:
                 )
         return _make(cls, {}, frozenset(written))
 
+    @staticmethod
+    def short_form(value: Any, stage: Any) -> dict[str, Any] | None:
+        """Return the options that ``value`` sets if it is a short form of this group, None if there are no short forms.
+
+        Args:
+            value: neither a group nor a mapping.
+            stage: the ZeRO stage, or ``"auto"``.
+        """
+        return None
+
     @property
     def written(self) -> dict[str, Any]:
         """The values of the options that were given."""

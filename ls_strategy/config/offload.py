@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from ls_strategy.checked import above, at_least, check_fields
 from ls_strategy.config.group import Group
@@ -94,12 +94,10 @@ class OffloadConfig(Group):
     """Stages 1 and 2: from this step on, apply every update one step late, overlapped with the next step (ZeRO-Offload,
     section 5.2). Changes the numbers. None: never."""
 
-    @classmethod
-    def of(cls, option: Literal["cpu", "nvme"] | OffloadConfig | None, stage: int) -> OffloadConfig:
-        """Return the group that ``option`` is, or that it is the short form of at ``stage``."""
-        if isinstance(option, OffloadConfig):
-            return option
-        return cls(optimizer=option, parameters=option if stage == 3 else None)
+    @staticmethod
+    def short_form(value: Any, stage: Any) -> dict[str, Any]:
+        """Return the options that ``"cpu"``, ``"nvme"`` or None sets at ``stage``."""
+        return {"optimizer": value, **({"parameters": value} if stage in (3, "auto") or value is None else {})}
 
     def tier_of(self, kind: StateKind) -> TierConfig | None:
         """Return the tier of one kind of state. None: the device, or for gradients the optimizer's tier."""

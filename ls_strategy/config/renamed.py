@@ -22,7 +22,7 @@ from ls_strategy.config.precision import PrecisionConfig
 from ls_strategy.config.sharding import ShardingConfig
 from ls_strategy.errors import ConfigError
 
-GROUPS = {
+GROUPS: dict[str, type[Group]] = {
     "sharding": ShardingConfig,
     "precision": PrecisionConfig,
     "offload": OffloadConfig,
@@ -163,12 +163,8 @@ def written_options(group: str, value: Any, stage: Any = 3) -> dict[str, Any]:
         value: a group, a dictionary, or a short form.
         stage: the ZeRO stage, which the short form of ``offload`` depends on.
     """
-    if group == "offload" and not isinstance(value, (Group, Mapping)):
-        value = {"optimizer": value, **({"parameters": value} if stage in (3, "auto") or value is None else {})}
-    elif group == "activations" and not isinstance(value, (Group, Mapping)):
-        value = {"checkpointing": value, **({"offload": None} if value is None else {})}
-    elif group == "checkpoint" and not isinstance(value, (Group, Mapping)):
-        value = {"format": value}
+    if group in GROUPS and not isinstance(value, (Group, Mapping)):
+        value = GROUPS[group].short_form(value, stage)
     result: dict[str, Any] = {}
     for name, option in _items(value).items():
         path = f"{group}.{name}"

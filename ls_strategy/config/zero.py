@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from ls_strategy.config.group import Group
 from ls_strategy.config.offload import OffloadConfig
 from ls_strategy.config.parallel import ParallelConfig
 from ls_strategy.config.precision import PrecisionConfig
+from ls_strategy.config.renamed import GROUPS
 from ls_strategy.config.sharding import ShardingConfig
 from ls_strategy.errors import ConfigError
 
@@ -41,11 +42,7 @@ class ZeROConfig(Group):
             ConfigError: groups contradict each other.
         """
         number = 3 if stage == "auto" else stage
-        full: dict[str, Any] = {
-            name: group if isinstance(group, Mapping) or name not in _SHORT else _SHORT[name](group, number)
-            for name, group in groups.items()
-        }
-        config = cls(stage=number, **full)
+        config = cls(stage=number, **{name: _full(name, group, number) for name, group in groups.items()})
         if stage == "auto":
             _check_auto(config)
         return config
@@ -56,12 +53,10 @@ class ZeROConfig(Group):
         check_together(self)
 
 
-_SHORT: dict[str, Callable[[Any, int], Group]] = {
-    "offload": OffloadConfig.of,
-    "activations": lambda option, _: ActivationsConfig.of(option),
-    "checkpoint": lambda option, _: CheckpointConfig.of(option),
-}
-"""The short forms of groups."""
+def _full(name: str, group: Any, stage: int) -> Any:
+    """Return a group without short forms: as it is, or as a mapping."""
+    options = None if isinstance(group, (Group, Mapping)) else GROUPS[name].short_form(group, stage)
+    return group if options is None else options
 
 
 def check_together(config: ZeROConfig) -> None:

@@ -18,7 +18,7 @@ class Failures:
         self.world_size = world_size
         self.where = Whereabouts(rank, world_size)
         self.round = 0
-        self.told = False
+        self.stopped = False
         """Whether this rank has stopped because of another rank's report."""
 
     def _key(self, rank: int) -> str:
@@ -59,15 +59,15 @@ class Failures:
             OutOfStepError: the connection was closed because no rank could have continued.
         """
         try:
-            verdict = self.where.told()
+            verdict = self.where.read_verdict()
             store = default_store()
             failed = [r for r in range(self.world_size) if r != self.rank and store.check([self._key(r)])]
             message = store.get(self._key(failed[0])).decode(errors="replace") if failed else None
             if not verdict and not failed:
-                verdict = self.where.deserted()
+                verdict = self.where.explain_ended()
         except Exception:  # without a store there are no reports
-            verdict, message = self.where.deserted(), None
-        self.told = self.told or bool(verdict) or message is not None
+            verdict, message = self.where.explain_ended(), None
+        self.stopped = self.stopped or bool(verdict) or message is not None
         if verdict:
             raise OutOfStepError(verdict) from error
         if message is not None:

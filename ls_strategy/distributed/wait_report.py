@@ -24,7 +24,7 @@ import time
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -69,9 +69,10 @@ class Entry:
 class Journal:
     """The collectives of one process group, in the order in which this rank entered them."""
 
-    def __init__(self, where: Whereabouts, ranks: Sequence[int]) -> None:
-        """``ranks``: the global ranks of the group."""
+    def __init__(self, where: Whereabouts, ranks: Sequence[int], name: str = "") -> None:
+        """``ranks``: the global ranks of the group; ``name``: the same on all of them."""
         self.where = where
+        self.name = name
         self.ranks = tuple(ranks)
         self.count = 0
         self.recent: deque[tuple[int, int]] = deque(maxlen=_RECENT)
@@ -133,7 +134,7 @@ class Whereabouts:
     def journal(self, name: str, ranks: Sequence[int]) -> Journal:
         """Return the journal of a process group, by a name that is the same on all its ranks."""
         if name not in self.journals:
-            self.journals[name] = Journal(self, ranks)
+            self.journals[name] = Journal(self, ranks, name)
         return self.journals[name]
 
     def wait(self, entry: Entry | None) -> _Waiting:
@@ -172,7 +173,7 @@ class Whereabouts:
         if after_s is not None and self.world_size > 1:
             self._watch = _Watch(self, after_s, device, end)
 
-    def told(self) -> str:
+    def read_verdict(self) -> str:
         """Return the verdict, from the store if this rank has not read it yet."""
         if not self.verdict and self.world_size > 1:
             store = default_store()
@@ -180,7 +181,7 @@ class Whereabouts:
                 self.verdict = store.get(_VERDICT).decode(errors="replace")
         return self.verdict
 
-    def deserted(self) -> str:
+    def explain_ended(self) -> str:
         """Return why a connection is closed, if this rank waits for ranks that have ended the run."""
         entry = self.waiting
         if entry is None:
@@ -211,7 +212,7 @@ class _Watch:
         self._store.compare_set(_ASKED, "", "0:-1:0")
         self._incident = self._shown = 0
         self._number = -1
-        self._heard = -1e9
+        self._last_question = -1e9
         self._next_question = 0.0
         self._progress = (-1, time.monotonic())
         self._suspected: object = None
@@ -249,17 +250,17 @@ class _Watch:
             self._done.set()
             return
         if number > self._number:
-            self._heed(number, incident)
+            self._note_question(number, incident)
             self._say(self._answer(), "")
             return
         now = time.monotonic()
         answer = self._answer(only_due=True)
         if answer is None or now < self._next_question:
             return
-        fresh = now - self._heard > 3 * (self._ask_again_s + 1)
+        fresh = now - self._last_question > 3 * (self._ask_again_s + 1)
         wanted = f"{number + 1}:{self._where.rank}:{incident + fresh}"
         if self._store.compare_set(_ASKED, asked, wanted).decode() == wanted:
-            self._heed(number + 1, incident + fresh)
+            self._note_question(number + 1, incident + fresh)
             self._investigate()
 
     def _read_question(self) -> tuple[str, int, int]:
@@ -272,9 +273,9 @@ class _Watch:
         number, _, incident = map(int, asked.split(":"))
         return asked, number, incident
 
-    def _heed(self, number: int, incident: int) -> None:
-        self._number, self._incident, self._heard = number, incident, time.monotonic()
-        self._next_question = self._heard + self._ask_again_s
+    def _note_question(self, number: int, incident: int) -> None:
+        self._number, self._incident, self._last_question = number, incident, time.monotonic()
+        self._next_question = self._last_question + self._ask_again_s
 
     def _key(self, rank: int) -> str:
         return f"ls_strategy/whereabouts/{rank}"
@@ -297,7 +298,7 @@ class _Watch:
             return None  # it computes, or sleeps
         wait: Answer | None = None
         if entry is not None and entry.era == where.era:
-            wait = {"group": _name(where.journals, entry.journal), "number": entry.number, "needs": entry.needs}
+            wait = {"group": entry.journal.name, "number": entry.number, "needs": entry.needs}
         return {
             "number": self._number,
             "rank": where.rank,
@@ -367,10 +368,6 @@ class _Watch:
             _print(self._where.verdict)
         if end is not None:
             end()
-
-
-def _name(journals: Mapping[str, Journal], journal: Journal) -> str:
-    return next(name for name, each in journals.items() if each is journal)
 
 
 def _print(text: str) -> None:

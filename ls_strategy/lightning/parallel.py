@@ -299,7 +299,7 @@ class ModelParallel:
         if self.replica_ranks > 1 and isinstance(dataloader, DataLoader) and dataloader.worker_init_fn is None:
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.data_rank[0])
 
-    def whole_outputs(self, output: Any) -> Any:
+    def full_outputs(self, output: Any) -> Any:
         """Return the output of a step with sharded logits gathered. Collective if there are any."""
         if self.replica_ranks == 1:
             return output

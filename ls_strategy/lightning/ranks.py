@@ -202,7 +202,7 @@ class RankStrategy(DDPStrategy):
 
         Waits a few seconds for the other ranks.
         """
-        complete = self._comm is None or not self._comm.failures.told  # else another rank failed alone and has left
+        complete = self._comm is None or not self._comm.failures.stopped  # else another rank failed alone and has left
         try:
             if self.engine is not None:
                 self.engine.check_whole()

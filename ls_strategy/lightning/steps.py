@@ -72,7 +72,7 @@ class Steps:
                     return pipeline.train(module, engine, step, args, last=not self.accumulating)
                 output = step(*args, **kwargs)
             engine.end_forward()
-            return strategy.parallel.whole_outputs(output)
+            return strategy.parallel.full_outputs(output)
 
     def evaluate(self, step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a validation, test or prediction step."""
@@ -83,7 +83,7 @@ class Steps:
             engine.begin_step()
             if strategy.parallel.pipeline is not None:
                 return strategy.parallel.pipeline.evaluate(module, step, args)
-            return strategy.parallel.whole_outputs(step(*args, **kwargs))
+            return strategy.parallel.full_outputs(step(*args, **kwargs))
 
     def _stop_if_asked(self, trainer: pl.Trainer, lockstep: Lockstep) -> None:
         """End an evaluation after SIGTERM, on all ranks together if they wait for each other."""

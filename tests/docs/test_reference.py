@@ -18,7 +18,7 @@ from torch.optim import AdamW
 
 import ls_strategy
 from ls_strategy import ZeROStrategy
-from ls_strategy.checked import hints_of
+from ls_strategy.hints import hints_of
 from tests.docs import option_tables
 from tests.docs.blocks import PAGES, ROOT
 

@@ -105,6 +105,6 @@ def test_an_interrupt_of_one_process_lets_it_save(strategy: ZeROStrategy) -> Non
 
 
 def test_an_interrupt_after_another_ranks_failure_does_not_save(strategy: ZeROStrategy) -> None:
-    strategy._comm = comm(failures=SimpleNamespace(told=True))
+    strategy._comm = comm(failures=SimpleNamespace(stopped=True))
     assert not strategy.all_interrupted()
     assert strategy._alone

@@ -45,7 +45,7 @@ def make(calls: list[Any], *, pipeline: Any = None, automatic: bool = True, aske
         engine_setup=SimpleNamespace(explaining_memory=nullcontext, follow_optimizers=lambda: engine),
         resume=SimpleNamespace(restore_random_states=lambda: calls.append(("random", {}))),
         activations=SimpleNamespace(around_forward=nullcontext),
-        parallel=SimpleNamespace(pipeline=pipeline, whole_outputs=lambda output: ("whole", output)),
+        parallel=SimpleNamespace(pipeline=pipeline, full_outputs=lambda output: ("full", output)),
     )
 
 
@@ -55,7 +55,7 @@ def step(calls: list[Any]) -> Any:
 
 def test_a_training_step_is_between_begin_and_end(calls: list[Any]) -> None:
     result = Steps(make(calls)).train(step(calls), ("batch", 0), {"x": 1})
-    assert result == ("whole", "loss")
+    assert result == ("full", "loss")
     assert calls == [
         ("random", {}),
         ("begin_step", {"sync_buffers_after": True}),
@@ -117,5 +117,5 @@ def test_sigterm_ends_an_evaluation(calls: list[Any]) -> None:
 
 
 def test_another_request_waits_for_the_next_training_batch(calls: list[Any]) -> None:
-    assert Steps(make(calls, asked=REQUEUE)).evaluate(step(calls), ("batch",), {}) == ("whole", "loss")
+    assert Steps(make(calls, asked=REQUEUE)).evaluate(step(calls), ("batch",), {}) == ("full", "loss")
     assert calls == [("ask", REQUEUE), ("begin_step", {}), ("step", ("batch",), {})]

@@ -31,9 +31,9 @@ from torch import nn
 
 import ls_strategy
 from ls_strategy import ZeROStrategy
-from ls_strategy.checked import hints_of
 from ls_strategy.config import ParallelConfig, ZeROConfig, nested
 from ls_strategy.errors import LSError
+from ls_strategy.hints import hints_of
 from ls_strategy.inference.sampling import SamplingConfig
 
 CONFIGS = (
