@@ -288,7 +288,7 @@ def test_a_plan_by_names(rank, world_size):
 def test_refusals(rank, world_size):
     cases: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (PlanError, "does not divide the 2 ranks", {"parallel.tensor.size": 3}),
-        (PlanError, "between repeated blocks", {"parallel.tensor.size": 2, "parallel.tensor.sequence_parallel": True}),
+        (PlanError, "requires repeated blocks", {"parallel.tensor.size": 2, "parallel.tensor.sequence_parallel": True}),
         (PlanError, "one stack of blocks", {"parallel.context": 2}),
         (ConfigError, "there is one", {"activations.checkpointing": "full", "activations.partitioning": True}),
     ]
