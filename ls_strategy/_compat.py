@@ -190,9 +190,9 @@ def forget_step_hooks(optimizer: Optimizer) -> None:
 
 
 def has_step_hooks(optimizer: Optimizer, *, besides: Any) -> bool:
-    """Whether any hook but a method of ``besides`` runs before or after the optimizer's ``step``."""
+    """Whether any hook but a method of ``besides``, if given, runs before or after the optimizer's ``step``."""
     hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
-    return any(getattr(hook, "__self__", None) is not besides for hook in hooks)
+    return any(besides is None or getattr(hook, "__self__", None) is not besides for hook in hooks)
 
 
 def put_step_hooks_inside(optimizer: Optimizer, before: Any, after: Any) -> None:

@@ -214,25 +214,25 @@ def _article(word: str) -> str:
     return "an" if word[:1].upper() in "AEIO" else "a"
 
 
-def _same(value: Any, fits: bool, words: str) -> Any:
+def _same(value: Any, fits: bool, rule: str) -> Any:
     if not fits:
-        raise _NoMatchError(words)
+        raise _NoMatchError(rule)
     return value
 
 
 def _convert_union(value: Any, hints: Sequence[Any], limits: Range | None, name: str) -> Any:
-    words: list[str] = []
+    rules: list[str] = []
     if isinstance(value, Mapping):  # a dataclass given as a dictionary: report the error inside it
         hints = sorted(hints, key=lambda hint: not dataclasses.is_dataclass(hint))
     for hint in hints:
         try:
             return _convert(value, hint, limits, name)
         except _NoMatchError as error:
-            words.append(str(error))
-    rest = [word for word in words if word != "None"]
-    if "None" in words:
-        rest.append("None")
-    raise _NoMatchError(" or ".join(dict.fromkeys(rest)))
+            rules.append(str(error))
+    unique = [rule for rule in dict.fromkeys(rules) if rule != "None"]
+    if "None" in rules:
+        unique.append("None")
+    raise _NoMatchError(" or ".join(unique))
 
 
 def _convert_literal(value: Any, choices: Sequence[Any]) -> Any:
@@ -251,21 +251,21 @@ def _convert_flag(value: Any, _: Range | None) -> bool:
 
 def _convert_whole(value: Any, limits: Range | None) -> int:
     limits = limits or ANY
-    words = " ".join(filter(None, ("a whole number", str(limits))))
-    _same(value, isinstance(value, numbers.Integral) and not isinstance(value, bool), words)
-    _same(value, abs(int(value)) < 1 << 63, f"{words}, below 2**63")
-    return _same(int(value), limits.holds(int(value)), words)
+    rule = " ".join(filter(None, ("a whole number", str(limits))))
+    _same(value, isinstance(value, numbers.Integral) and not isinstance(value, bool), rule)
+    _same(value, abs(int(value)) < 1 << 63, f"{rule}, below 2**63")
+    return _same(int(value), limits.holds(int(value)), rule)
 
 
 def _convert_number(value: Any, limits: Range | None) -> float:
     limits = limits or ANY
-    words = " ".join(filter(None, ("a number" if limits.infinite else "a finite number", str(limits))))
-    _same(value, isinstance(value, numbers.Real) and not isinstance(value, bool), words)
+    rule = " ".join(filter(None, ("a number" if limits.infinite else "a finite number", str(limits))))
+    _same(value, isinstance(value, numbers.Real) and not isinstance(value, bool), rule)
     try:
         number = float(value)
     except OverflowError:
-        raise _NoMatchError(words) from None
-    return _same(number, not math.isnan(number) and limits.holds(number), words)
+        raise _NoMatchError(rule) from None
+    return _same(number, not math.isnan(number) and limits.holds(number), rule)
 
 
 def _convert_text(value: Any, _: Range | None) -> str:
@@ -279,9 +279,9 @@ def _convert_text(value: Any, _: Range | None) -> str:
 
 
 def _convert_timedelta(value: Any, _: Range | None) -> timedelta:
-    words = "a timedelta above 0 and of at most a year"
-    _same(value, isinstance(value, timedelta), words)
-    return _same(value, timedelta(0) < value <= timedelta(days=366), words)
+    rule = "a timedelta above 0 and of at most a year"
+    _same(value, isinstance(value, timedelta), rule)
+    return _same(value, timedelta(0) < value <= timedelta(days=366), rule)
 
 
 _PLAIN: dict[Any, Callable[[Any, Range | None], Any]] = {
@@ -296,8 +296,8 @@ _PLAIN: dict[Any, Callable[[Any, Range | None], Any]] = {
 def _convert_class(value: Any, bases: Sequence[Any]) -> type:
     base = get_origin(bases[0]) or bases[0] if bases else object
     known = isinstance(base, type) and base is not Unknown
-    words = f"a class derived from {base.__name__}" if known and base is not object else "a class"
-    return _same(value, isinstance(value, type) and (not known or issubclass(value, base)), words)
+    rule = f"a class derived from {base.__name__}" if known and base is not object else "a class"
+    return _same(value, isinstance(value, type) and (not known or issubclass(value, base)), rule)
 
 
 def _convert_mapping(value: Any, kind: type, hints: Sequence[Any], name: str) -> Any:
@@ -416,9 +416,9 @@ def _float(value: Any) -> float:
 
 def _read(text: str) -> Iterable[Any]:
     """Yield the numbers and the truth value that a text spells."""
-    words = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-    if text.lower() in words:
-        yield words[text.lower()]
+    truths = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+    if text.lower() in truths:
+        yield truths[text.lower()]
     for kind in (int, float):
         try:
             yield kind(text)

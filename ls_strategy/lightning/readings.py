@@ -97,7 +97,7 @@ class EngineStrategy(RankStrategy):
         parameters are used repeatedly, at the cost of their memory.
 
         Args:
-            part: a module, or parameters. Default: the whole model.
+            part: a module, or parameters. Default: the full model.
             modify: keep what is written inside; every rank must write the same. Without it a write is an error.
 
         Raises:

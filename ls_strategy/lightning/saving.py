@@ -51,7 +51,7 @@ class Saves:
         strategy = self._strategy
         engine, module = strategy.engine, strategy.lightning_module
         if module is not None and module.trainer.interrupted and not strategy.all_interrupted():
-            rank_zero_warn("No checkpoint is saved on this exception: other ranks go on, or a step was half done.")
+            rank_zero_warn("No checkpoint is saved on this exception: other ranks continue, or a step is incomplete.")
             yield False
             return
         state = None if module is None else module.trainer.state
