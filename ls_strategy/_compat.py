@@ -28,94 +28,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import CompileContext
-from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo  # noqa: F401
+from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_iter, tree_map, tree_unflatten
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_iter as tree_iter
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_unflatten as tree_unflatten
 from torch.utils.checkpoint import checkpoint
-from torch.utils.weak import WeakIdKeyDictionary
-
-__all__ = [
-    "REQUEUE",
-    "STOP",
-    "StorageInfo",
-    "StorageWeakRef",
-    "TorchDispatchMode",
-    "WeakIdKeyDictionary",
-    "around_batches",
-    "around_data_setup",
-    "around_dumps",
-    "around_fetches",
-    "batches_of",
-    "checkpoint_folder",
-    "checkpoint_options",
-    "compiled_code",
-    "current_backward_pass",
-    "default_store",
-    "defer_signals",
-    "fake_tensors",
-    "foreach_function",
-    "forget_step_hooks",
-    "free_main_port",
-    "give_data",
-    "give_signals_back",
-    "has_step_hooks",
-    "intercept_cli",
-    "is_compiled",
-    "is_compiled_function",
-    "is_hooked",
-    "is_mock_optimizer",
-    "is_started_by_lightning",
-    "is_tracing",
-    "is_transforming",
-    "load_state",
-    "logs_graph",
-    "made_by_parser",
-    "make_wrapper",
-    "metric_state",
-    "migrate_checkpoint",
-    "name_logs_by_job",
-    "onednn_linear",
-    "open_sockets",
-    "outside_transforms",
-    "overwrite_saved_config",
-    "parse_again",
-    "persistent_buffer_names",
-    "plain_checkpoint_io",
-    "put_step_hooks_inside",
-    "raise_sigterm",
-    "replace_experiments",
-    "replace_links",
-    "resume_from",
-    "rewinds_pruned_weights",
-    "route_calls",
-    "run_step_pre_hooks",
-    "set_metric_state",
-    "shut_sockets",
-    "storage_key",
-    "storage_users",
-    "sync_batch_norm_error",
-    "take_signals_over",
-    "torch_function_is_on",
-    "training_data",
-    "training_loaders",
-    "tree_flatten",
-    "tree_iter",
-    "tree_map",
-    "tree_unflatten",
-    "uncompiled",
-    "uncompiled_code",
-    "unroute_calls",
-    "unwrap_optimizer",
-    "version_of",
-    "without_crc32",
-    "without_dispatch_modes",
-    "without_function_mode",
-    "without_torch_function",
-    "without_torch_functions",
-    "world_group",
-]
+from torch.utils.weak import WeakIdKeyDictionary as WeakIdKeyDictionary
 
 
 @cache

@@ -31,20 +31,10 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from ls_strategy.errors import ConfigError
 from ls_strategy.hints import Unknown, hints_of
-from ls_strategy.ranges import ANY, Range, above, at_least, between
-
-__all__ = [
-    "ANY",
-    "Range",
-    "above",
-    "accept",
-    "at_least",
-    "between",
-    "check_fields",
-    "checked",
-    "refusal",
-    "show",
-]
+from ls_strategy.ranges import ANY, Range
+from ls_strategy.ranges import above as above
+from ls_strategy.ranges import at_least as at_least
+from ls_strategy.ranges import between as between
 
 _NOTHING: Any = inspect.Parameter.empty
 

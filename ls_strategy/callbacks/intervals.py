@@ -171,7 +171,6 @@ class FitTable:
     """The table of a fit: all intervals, without the first one if there are several, because first steps compile."""
 
     def __init__(self) -> None:
-        """Start without intervals."""
         self._first, self._others = Sums(), Sums()
 
     def add(self, interval: Interval) -> None:

@@ -192,7 +192,6 @@ class Waits:
     """Measures how long computation waits for exchanges: on the host's thread, or on CUDA on the stream."""
 
     def __init__(self) -> None:
-        """Start at zero."""
         self._seconds = 0.0
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
@@ -223,7 +222,6 @@ class PendingExchange:
     """An exchange in flight. Its tensors must live until `wait`."""
 
     def __init__(self, axis: Axis, works: Sequence[Any], sends: Sequence[Tensor]) -> None:
-        """Keep the operations in flight and the tensors they read."""
         self._axis = axis
         self._works: Sequence[Any] = works
         self._sends: Sequence[Tensor] = sends

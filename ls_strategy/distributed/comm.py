@@ -135,7 +135,6 @@ class PendingGather:
     """An in-place all-gather in flight."""
 
     def __init__(self, works: Sequence[Any], comm: Comm) -> None:
-        """Keep the operations in flight."""
         self._works = works
         self._comm = comm
 

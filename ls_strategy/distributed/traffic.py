@@ -13,7 +13,6 @@ class Traffic:
     """Counts what this rank sends, per kind of collective: at the send calls, not from a formula."""
 
     def __init__(self) -> None:
-        """Start at zero."""
         self.elements: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
 

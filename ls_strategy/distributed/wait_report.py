@@ -115,7 +115,6 @@ class Whereabouts:
     """What the training thread records about itself. One per default process group."""
 
     def __init__(self, rank: int, world_size: int) -> None:
-        """Watch nothing before `watch`."""
         self.rank = rank
         self.world_size = world_size
         self.journals: dict[str, Journal] = {}

@@ -39,7 +39,6 @@ class DeepSpeedConfiguration:
     """Applies a translated configuration to the Trainer and the module of a strategy."""
 
     def __init__(self, translation: Translation) -> None:
-        """Keep the translation."""
         self.translation = translation
         self._batch_size: int | None = None
         self._reported = False

@@ -38,7 +38,6 @@ class EngineSetup:
     """Plans, builds and rebuilds the engine of a strategy."""
 
     def __init__(self, strategy: ZeROStrategy) -> None:
-        """Build nothing yet."""
         self.state_dict_hooks: StateDictHooks | None = None
         """Make ``module.state_dict()`` return full tensors; None where every rank has them anyway."""
         self._strategy = strategy

@@ -66,7 +66,6 @@ class ModelParallel:
     """The mesh of one strategy, and the partitioning of its module."""
 
     def __init__(self, config: ParallelConfig) -> None:
-        """Keep the options; `connect` creates the groups."""
         self.config = config
         self.mesh: Mesh | None = None
         self.pipeline: Pipeline | None = None
@@ -384,7 +383,6 @@ class ActivationMemory:
     """Recomputation and offload of a module's activations while it trains."""
 
     def __init__(self, config: ActivationsConfig) -> None:
-        """Keep the options; `apply` changes the module."""
         self.config = config
         self.active: Activations | None = None
 

@@ -363,7 +363,6 @@ class Logged:
     """Records what a module logs in every micro-batch, to log it once per batch."""
 
     def __init__(self, module: pl.LightningModule) -> None:
-        """Record nothing yet."""
         self._module = module
         self._values: dict[str, tuple[list[Any], dict[str, Any]]] = {}
         self._metrics = {name: m for name, m in module.named_modules() if hasattr(m, "metric_state")}

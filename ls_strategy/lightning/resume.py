@@ -26,7 +26,6 @@ class Resume:
     """What a loaded checkpoint still has to restore."""
 
     def __init__(self, strategy: ZeROStrategy) -> None:
-        """Restore nothing yet."""
         self._strategy = strategy
         self._ours: dict[str, Any] = {}
         """The entries of the last loaded checkpoint that only this package reads."""

@@ -39,7 +39,6 @@ class Saves:
     """The saves of a strategy, some of which may run in the background."""
 
     def __init__(self, strategy: ZeROStrategy) -> None:
-        """Save nothing yet."""
         self.failed = False
         """Whether the last checkpoint could not be written and training went on (``checkpoint.on_error``)."""
         self._strategy = strategy

@@ -24,7 +24,6 @@ class Steps:
     """Runs the steps of a strategy's module."""
 
     def __init__(self, strategy: ZeROStrategy) -> None:
-        """Run nothing yet."""
         self.accumulating = False
         """Whether the next backward leaves gradients to a later one (``accumulate_grad_batches``)."""
         self._strategy = strategy
