@@ -54,7 +54,7 @@ def test_a_plugin_of_lightning_becomes_ours() -> None:
 
 def test_a_plugin_without_an_equivalent_is_refused() -> None:
     plugin: Any = SimpleNamespace(precision="nf4")
-    with pytest.raises(ConfigError, match="Got the precision plugin SimpleNamespace .precision='nf4'., but"):
+    with pytest.raises(ConfigError, match=r"Got the precision plugin SimpleNamespace .precision='nf4'., but"):
         ZeROPrecision.from_plugin(plugin)
 
 
