@@ -9,7 +9,7 @@
     trainer = L.Trainer(accelerator="auto", devices=2, strategy="zero3", precision="bf16-mixed")
     trainer.fit(Model(), data)
 
-Importing this package loads neither torch nor Lightning; the names below are imported when they are first used.
+Importing this package imports neither torch nor Lightning; the names below are imported on first use.
 """
 
 from __future__ import annotations
@@ -97,45 +97,33 @@ __all__ = [
 ]
 
 _HOME = {
-    "ActivationOffloadConfig": "config",
-    "ActivationsConfig": "config",
-    "CheckpointConfig": "config",
-    "ParallelConfig": "config",
-    "PipelineConfig": "config",
-    "PrecisionConfig": "config",
-    "ShardingConfig": "config",
-    "TensorConfig": "config",
-    "TierConfig": "config",
-    "PipelineTimeline": "callbacks",
-    "RecomputeConfig": "config",
-    "CheckpointError": "errors",
-    "ConfigError": "errors",
-    "ExpertMonitor": "callbacks.expert_monitor",
-    "FeedForward": "moe.feed_forward",
-    "GatedFeedForward": "moe.feed_forward",
-    "InferenceEngine": "inference.engine",
-    "init_inference": "inference.engine",
-    "stream_blocks": "inference.stream",
-    "MoE": "moe.layer",
-    "convert_moe": "moe.convert",
-    "moe_losses": "moe.losses",
-    "update_router_bias": "moe.balance",
-    "LSError": "errors",
-    "Lion": "ops.lion",
-    "LossScaleConfig": "config",
-    "Monitor": "callbacks",
-    "NVMeIOConfig": "config",
-    "OffloadConfig": "config",
-    "PlanError": "errors",
-    "PreemptionHandler": "callbacks.preemption",
-    "RandomTokenDropping": "data_efficiency.token_dropping",
-    "SequenceCurriculum": "data_efficiency.curriculum",
-    "ShardedEMA": "callbacks",
-    "StateError": "errors",
-    "ZeROPrecision": "lightning.precision",
-    "ZeROStrategy": "lightning.strategy",
-    "load_from_checkpoint": "lightning.loading",
+    name: module
+    for module, names in {
+        "callbacks": "Monitor PipelineTimeline ShardedEMA",
+        "callbacks.expert_monitor": "ExpertMonitor",
+        "callbacks.preemption": "PreemptionHandler",
+        "config": (
+            "ActivationOffloadConfig ActivationsConfig CheckpointConfig LossScaleConfig NVMeIOConfig OffloadConfig "
+            "ParallelConfig PipelineConfig PrecisionConfig RecomputeConfig ShardingConfig TensorConfig TierConfig"
+        ),
+        "data_efficiency.curriculum": "SequenceCurriculum",
+        "data_efficiency.token_dropping": "RandomTokenDropping",
+        "errors": "CheckpointError ConfigError LSError PlanError StateError",
+        "inference.engine": "InferenceEngine init_inference",
+        "inference.stream": "stream_blocks",
+        "lightning.loading": "load_from_checkpoint",
+        "lightning.precision": "ZeROPrecision",
+        "lightning.strategy": "ZeROStrategy",
+        "moe.balance": "update_router_bias",
+        "moe.convert": "convert_moe",
+        "moe.feed_forward": "FeedForward GatedFeedForward",
+        "moe.layer": "MoE",
+        "moe.losses": "moe_losses",
+        "ops.lion": "Lion",
+    }.items()
+    for name in names.split()
 }
+"""The module of every public name."""
 
 
 def __getattr__(name: str) -> object:
@@ -144,7 +132,7 @@ def __getattr__(name: str) -> object:
     from importlib import import_module
 
     value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-    globals()[name] = value  # the next access does not come here
+    globals()[name] = value  # later accesses do not call this function
     return value
 
 

@@ -1,9 +1,10 @@
-"""The one place that touches private API of torch and Lightning, so that a new release breaks one file at most.
+"""The only file that uses private API of torch and Lightning, so that a new release breaks one file at most.
 
-The exception is `strategy.py`, which as a subclass uses what its base class keeps behind an underscore.
+The exceptions are `lightning/strategy.py` and `lightning/ranks.py`: as subclasses they use private members of
+Lightning's strategy.
 """
 
-# One file by design, longer than others: what a new release may break is found, and mended, in one place.
+# Longer than other files by design: what a new release may break is in one place.
 
 from __future__ import annotations
 
@@ -27,99 +28,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import CompileContext
-from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo  # noqa: F401
+from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_iter, tree_map, tree_unflatten
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_iter as tree_iter
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_unflatten as tree_unflatten
 from torch.utils.checkpoint import checkpoint
-from torch.utils.weak import WeakIdKeyDictionary
-
-__all__ = [
-    "REQUEUE",
-    "STOP",
-    "StorageInfo",
-    "StorageWeakRef",
-    "TorchDispatchMode",
-    "WeakIdKeyDictionary",
-    "around_batches",
-    "around_data_setup",
-    "around_dumps",
-    "around_fetches",
-    "batches_of",
-    "checkpoint_folder",
-    "checkpoint_options",
-    "compiled_code",
-    "current_backward_pass",
-    "default_store",
-    "defer_signals",
-    "fake_tensors",
-    "foreach_function",
-    "forget_step_hooks",
-    "free_main_port",
-    "give_data",
-    "give_signals_back",
-    "has_step_hooks",
-    "intercept_cli",
-    "is_compiled",
-    "is_compiled_function",
-    "is_hooked",
-    "is_mock_optimizer",
-    "is_started_by_lightning",
-    "is_tracing",
-    "is_transforming",
-    "load_state",
-    "logs_graph",
-    "made_by_parser",
-    "make_wrapper",
-    "metric_state",
-    "migrate_checkpoint",
-    "name_logs_by_job",
-    "onednn_linear",
-    "open_sockets",
-    "outside_transforms",
-    "overwrite_saved_config",
-    "parse_again",
-    "persistent_buffer_names",
-    "plain_checkpoint_io",
-    "put_step_hooks_inside",
-    "raise_sigterm",
-    "replace_experiments",
-    "replace_links",
-    "resume_from",
-    "rewinds_pruned_weights",
-    "route_calls",
-    "run_step_pre_hooks",
-    "set_metric_state",
-    "shut_sockets",
-    "storage_key",
-    "storage_users",
-    "sync_batch_norm_error",
-    "take_signals_over",
-    "torch_function_is_on",
-    "training_data",
-    "training_loaders",
-    "tree_flatten",
-    "tree_iter",
-    "tree_map",
-    "tree_unflatten",
-    "uncompiled",
-    "uncompiled_code",
-    "unroute_calls",
-    "unwrap_optimizer",
-    "version_of",
-    "without_crc32",
-    "without_dispatch_modes",
-    "without_function_mode",
-    "without_torch_function",
-    "without_torch_functions",
-    "world_group",
-]
+from torch.utils.weak import WeakIdKeyDictionary as WeakIdKeyDictionary
 
 
 @cache
 def onednn_linear() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
-    """``functional.linear`` by oneDNN, for fp32 tensors of the CPU without gradients; None in a torch without it."""
+    """Return oneDNN's linear for fp32 CPU tensors without gradients, None if torch does not have it."""
     product = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
     if product is None:
         return None
@@ -127,32 +51,32 @@ def onednn_linear() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | No
 
 
 def current_backward_pass() -> int:
-    """A number that tells backward passes apart; -1 outside of any."""
+    """Return a number that identifies the current backward pass; -1 outside of backward."""
     return torch._C._current_graph_task_id()
 
 
 def make_wrapper(kind: type[Any], local: torch.Tensor, shape: tuple[int, ...]) -> Any:
-    """A tensor of class ``kind`` that has ``shape``, no storage, and otherwise the metadata of ``local``."""
+    """Return a tensor of class ``kind`` with ``shape``, without storage, and with the metadata of ``local``."""
     return torch.Tensor._make_wrapper_subclass(kind, shape, dtype=local.dtype, device=local.device)
 
 
 def default_store() -> Any:
-    """Rendezvous store of the default process group. Raises if there is none."""
+    """Return the rendezvous store of the default process group. Raises if there is none."""
     return dist.distributed_c10d._get_default_store()
 
 
 def world_group() -> Any:
-    """The default process group, None if there is none. Another one is another object."""
+    """Return the default process group, None if there is none. A new group is a new object."""
     return dist.group.WORLD if dist.is_initialized() else None
 
 
 def open_sockets() -> set[tuple[int, int]]:
-    """Sockets of this process as ``(file descriptor, inode)``. Linux; empty elsewhere."""
+    """Return the sockets of this process as ``(file descriptor, inode)``. Empty on other systems than Linux."""
     result: set[tuple[int, int]] = set()
     for entry in Path("/proc/self/fd").glob("*"):
         try:
             status = os.fstat(int(entry.name))
-        except OSError:  # closed meanwhile
+        except OSError:  # closed in the meantime
             continue
         if stat.S_ISSOCK(status.st_mode):
             result.add((int(entry.name), status.st_ino))
@@ -160,22 +84,22 @@ def open_sockets() -> set[tuple[int, int]]:
 
 
 def shut_sockets(sockets: set[tuple[int, int]], *, except_port: int) -> None:
-    """Shut connections down without closing their descriptors, whose owner (gloo) then sees an error, as its peer does.
+    """Shut connections down without closing their descriptors, so that gloo gets an error on both sides.
 
-    gloo's groups cannot be aborted: ``ProcessGroup.abort`` does nothing there, and ``destroy_process_group`` leaves the
-    connections open for as long as the process lives. Connections to or from ``except_port`` stay.
+    gloo's groups cannot be aborted: ``ProcessGroup.abort`` has no effect, and ``destroy_process_group`` leaves the
+    connections open until the process ends. Connections to or from ``except_port`` stay open.
     """
     for fd, _ in sockets & open_sockets():
         try:
             with socket.socket(fileno=os.dup(fd)) as connection:
                 if except_port not in (connection.getsockname()[1], connection.getpeername()[1]):
                     connection.shutdown(socket.SHUT_RDWR)
-        except (OSError, IndexError):  # closed meanwhile, or a listening or a Unix socket: nobody waits on it
+        except (OSError, IndexError):  # closed in the meantime, or a listening or Unix socket: no rank waits on it
             continue
 
 
 def copy_of_optimizer(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """Return an optimizer with the same settings and state on other parameter groups; its hooks are the same."""
+    """Return an optimizer with the same settings, state and hooks, on other parameter groups."""
     copied = type(optimizer).__new__(type(optimizer))
     copied.__dict__.update(optimizer.__dict__)
     copied.param_groups = groups
@@ -183,28 +107,28 @@ def copy_of_optimizer(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Opt
 
 
 def forget_step_hooks(optimizer: Optimizer) -> None:
-    """Give a copy of an optimizer its own, empty, step hooks."""
+    """Give a copy of an optimizer its own, empty step hooks."""
     optimizer._optimizer_step_pre_hooks = OrderedDict()
     optimizer._optimizer_step_post_hooks = OrderedDict()
 
 
 def has_step_hooks(optimizer: Optimizer, *, besides: Any) -> bool:
-    """Whether anything runs before or after the optimizer's ``step``, other than a method of ``besides``."""
+    """Whether any hook but a method of ``besides``, if given, runs before or after the optimizer's ``step``."""
     hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
-    return any(getattr(hook, "__self__", None) is not besides for hook in hooks)
+    return any(besides is None or getattr(hook, "__self__", None) is not besides for hook in hooks)
 
 
 def put_step_hooks_inside(optimizer: Optimizer, before: Any, after: Any) -> None:
-    """Let a hook before ``step``, by its handle, run after all others, and one after it before all others."""
+    """Move two hooks, given by their handles, next to ``step``: the last one before it and the first one after it."""
     optimizer._optimizer_step_pre_hooks.move_to_end(before.id)  # type: ignore[attr-defined]
     optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]
 
 
 def run_step_pre_hooks(optimizer: Optimizer, kwargs: dict[str, Any], *, besides: Any) -> dict[str, Any]:
-    """Run what runs before the optimizer's ``step``, other than methods of ``besides``; return the step's arguments.
+    """Run the optimizer's step pre-hooks except methods of ``besides``; return the step's arguments.
 
     Raises:
-        RuntimeError: as torch does, where a hook returns something else than arguments.
+        RuntimeError: as in torch, if a hook returns anything but arguments.
     """
     args: tuple[Any, ...] = (optimizer,)
     for hook in list(optimizer._optimizer_step_pre_hooks.values()):
@@ -220,7 +144,7 @@ def run_step_pre_hooks(optimizer: Optimizer, kwargs: dict[str, Any], *, besides:
 
 @contextmanager
 def without_step_pre_hooks(optimizer: Optimizer, *, besides: Any) -> Generator[None, None, None]:
-    """Inside, nothing runs before the optimizer's ``step`` but methods of ``besides``."""
+    """Disable the optimizer's step pre-hooks inside, except methods of ``besides``."""
     hooks = optimizer._optimizer_step_pre_hooks
     kept = [(key, hook) for key, hook in hooks.items() if getattr(hook, "__self__", None) is besides]
     optimizer._optimizer_step_pre_hooks = OrderedDict(kept)
@@ -231,7 +155,7 @@ def without_step_pre_hooks(optimizer: Optimizer, *, besides: Any) -> Generator[N
 
 
 def persistent_buffer_names(model: nn.Module) -> set[str]:
-    """Names of the buffers that are in ``model.state_dict()``."""
+    """Return the names of the buffers in ``model.state_dict()``."""
     return {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules(remove_duplicate=False)
@@ -241,12 +165,12 @@ def persistent_buffer_names(model: nn.Module) -> set[str]:
 
 
 def sync_batch_norm_error() -> str | None:
-    """Why ``torch.nn.SyncBatchNorm`` cannot run here, or None where it can."""
+    """Return why ``torch.nn.SyncBatchNorm`` cannot run on this machine, None if it can."""
     return None if torch.cuda.is_available() else "torch.nn.SyncBatchNorm has no CPU implementation"
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
-    """The user's optimizer inside a LightningOptimizer, which imitates its class; any other as it is."""
+    """Return the user's optimizer inside a LightningOptimizer; any other optimizer is returned as it is."""
     return getattr(optimizer, "_optimizer", optimizer)
 
 
@@ -257,7 +181,7 @@ def is_mock_optimizer(optimizer: Optimizer) -> bool:
 
 @contextmanager
 def without_crc32() -> Generator[None, None, None]:
-    """Inside, ``torch.save`` leaves out the checksums of its zip records, which ``torch.load`` does not read."""
+    """Make ``torch.save`` skip the checksums of its zip records, which ``torch.load`` does not read."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -267,14 +191,14 @@ def without_crc32() -> Generator[None, None, None]:
 
 
 def replace_links(trainer: Any, link: Callable[[Any, str, str], None]) -> None:
-    """Let `ModelCheckpoint` make its ``save_last="link"`` by ``link(trainer, path, name)``, called on all ranks."""
+    """Make `ModelCheckpoint` call ``link(trainer, path, name)`` on all ranks for its ``save_last="link"``."""
     for callback in trainer.checkpoint_callbacks:
         if hasattr(callback, "_link_checkpoint"):
             callback._link_checkpoint = link
 
 
 def replace_experiments(called: Callable[[str, Sequence[Any], Mapping[str, Any]], None]) -> None:
-    """Let the dummy that Lightning's loggers have on all ranks but the first call ``called`` with what it is called."""
+    """Make the dummy experiment that Lightning's loggers have on ranks above 0 report every call to ``called``."""
     from lightning.fabric.loggers.logger import _DummyExperiment
 
     def get(_: Any, name: str) -> Callable[..., None]:
@@ -285,15 +209,15 @@ def replace_experiments(called: Callable[[str, Sequence[Any], Mapping[str, Any]]
 
 def logs_graph(logger: Any) -> bool:
     """Whether a logger traces the model when training starts (``TensorBoardLogger(log_graph=True)``)."""
-    return bool(vars(logger).get("_log_graph"))  # the logger of fast_dev_run has every attribute that is asked for
+    return bool(vars(logger).get("_log_graph"))  # by vars: the logger of fast_dev_run has every attribute
 
 
 def around_data_setup(trainer: Any, context: Callable[[], AbstractContextManager[None]]) -> None:
-    """Let the fit loop make its first iterator over the training data inside ``context()``."""
+    """Make the fit loop create its first iterator over the training data inside ``context()``."""
     loop = trainer.fit_loop
 
     def setup_data() -> None:
-        del loop.setup_data  # once
+        del loop.setup_data  # only once
         with context():
             loop.setup_data()
 
@@ -301,10 +225,10 @@ def around_data_setup(trainer: Any, context: Callable[[], AbstractContextManager
 
 
 def around_fetches(trainer: Any, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
-    """Let the fit loop call ``before()`` and ``after()`` around every batch that it fetches, from the next epoch on.
+    """Make the fit loop call ``before()`` and ``after()`` around every fetch of a batch, from the next epoch on.
 
     Returns:
-        what undoes it.
+        a function that undoes this.
     """
     loop = trainer.fit_loop.epoch_loop
     begin, end = loop._on_before_fetch, loop._on_after_fetch
@@ -335,7 +259,8 @@ def around_batches(
 
     Args:
         trainer: about to run.
-        begin: gets the kind of pass, the Trainer's option that bounds it, and what tells whether a batch is the last.
+        begin: gets the kind of pass, the Trainer's option that limits it, and a function that returns whether the
+            fetched batch is the last one.
         end: called without arguments.
         evaluation: also around validation, test and prediction.
     """
@@ -365,7 +290,7 @@ def around_batches(
 
 
 def _reaches_max_steps(trainer: Any) -> bool:
-    """Whether all ranks stop after this batch, however many more their loaders have."""
+    """Whether all ranks stop after this batch because of ``max_steps``, even if their loaders have more."""
     module, epochs = trainer.lightning_module, trainer.fit_loop.epoch_loop
     ends_accumulation = epochs.batch_progress.current.ready % trainer.accumulate_grad_batches == 0
     return module.automatic_optimization and ends_accumulation and epochs.global_step + 1 == trainer.max_steps
@@ -388,7 +313,7 @@ def _around_evaluation(loop: Any, begin: Callable[[], None], end: Callable[[], N
 
 
 def around_dumps(trainer: Any, context: Callable[[], AbstractContextManager[bool]]) -> None:
-    """Let every ``trainer.save_checkpoint`` collect its contents inside ``context()``; nothing if that is False."""
+    """Make ``trainer.save_checkpoint`` collect its contents inside ``context()``, or nothing if that yields False."""
     connector = trainer._checkpoint_connector
 
     def dump_checkpoint(weights_only: bool | None = None) -> dict[str, Any]:
@@ -399,21 +324,21 @@ def around_dumps(trainer: Any, context: Callable[[], AbstractContextManager[bool
 
 
 def load_state(module_class: Any, checkpoint: dict[str, Any], **options: Any) -> Any:
-    """A LightningModule from its class and a checkpoint, as ``load_from_checkpoint`` builds it."""
+    """Build a LightningModule from its class and a checkpoint, as ``load_from_checkpoint`` does."""
     from lightning.pytorch.core.saving import _load_state
 
     return _load_state(module_class, checkpoint, **options)
 
 
 def migrate_checkpoint(checkpoint: dict[str, Any], path: str) -> dict[str, Any]:
-    """A checkpoint of an earlier Lightning, as this one writes it."""
+    """Migrate a checkpoint of an earlier Lightning to the installed one."""
     from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
 
     return _pl_migrate_checkpoint(checkpoint, path)
 
 
 def plain_checkpoint_io(checkpoint_io: Any) -> Any:
-    """The `CheckpointIO` that does the work, without those that wrap it."""
+    """Return the innermost `CheckpointIO`, without its wrappers."""
     from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 
     while isinstance(checkpoint_io, _WrappingCheckpointIO) and checkpoint_io.checkpoint_io is not None:
@@ -422,18 +347,18 @@ def plain_checkpoint_io(checkpoint_io: Any) -> Any:
 
 
 def training_data(trainer: Any) -> Any:
-    """What ``train_dataloader`` returns for the fit that is about to begin: made anew."""
+    """Return a new result of ``train_dataloader`` for the fit that is about to begin."""
     return trainer.fit_loop._data_source.dataloader()
 
 
 def training_loaders(trainer: Any) -> list[Any]:
-    """The loaders of the fit that runs, without what combines them."""
+    """Return the loaders of the running fit, without the wrapper that combines them."""
     combined = trainer.fit_loop._combined_loader
     return [] if combined is None else list(combined.flattened)
 
 
 def batches_of(trainer: Any) -> Any:
-    """What the Trainer will loop over, before it prepares it: a loader, or a collection of some."""
+    """Return what the Trainer will loop over, before it prepares it: a loader, or a collection of loaders."""
     loops = {
         "fit": trainer.fit_loop,
         "validate": trainer.validate_loop,
@@ -448,41 +373,41 @@ def batches_of(trainer: Any) -> Any:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """What tells storages apart: the same for all views, while it lives and through every resize of the storage.
+    """Return a number that identifies the storage; all views share it, and it survives a resize.
 
-    A `StorageWeakRef` to the storage keeps the number from being given to another one.
+    A `StorageWeakRef` to the storage prevents the reuse of the number.
     """
-    with without_torch_function():  # of a parameter that is elsewhere this asks for a key, not for values
+    with without_torch_function():  # reading the key of a released parameter must not gather it
         return tensor.untyped_storage()._cdata
 
 
 def foreach_function(name: str) -> Callable[..., Any]:
-    """What torch's own clipping calls on lists of tensors: ``norm``, ``mul_``, ``clamp_min_``, ..."""
+    """Return a function on lists of tensors as torch's clipping uses it: ``norm``, ``mul_``, ``clamp_min_``, ..."""
     return getattr(torch, f"_foreach_{name}")
 
 
 def rewinds_pruned_weights(callback: Any) -> bool:
-    """Whether a `ModelPruning` ever sets weights back to their first values."""
+    """Whether a `ModelPruning` ever resets weights to their initial values."""
     return bool(callback._use_lottery_ticket_hypothesis)
 
 
 def storage_users(tensor: Tensor) -> int:
-    """How many tensors, and others, hold the memory of this one."""
+    """Return the number of references to the storage of this tensor."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 def without_torch_function() -> AbstractContextManager[Any]:
-    """Inside, on this thread, ``__torch_function__`` of subclasses is not called."""
+    """Disable ``__torch_function__`` of tensor subclasses on this thread."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
 def torch_function_is_on() -> bool:
-    """Whether this thread is not inside `without_torch_function`."""
+    """Whether this thread is outside of `without_torch_function`."""
     return torch._C._is_torch_function_enabled()
 
 
 def is_tracing() -> bool:
-    """Whether dynamo compiles on this thread; it looks at parameters, and on torch 2.11 at their gradients."""
+    """Whether dynamo compiles on this thread; it reads parameters, and with torch 2.11 their gradients."""
     return CompileContext.try_get() is not None
 
 
@@ -492,29 +417,29 @@ def is_transforming() -> bool:
 
 
 def outside_transforms() -> AbstractContextManager[Any]:
-    """Inside, operations on plain tensors are seen by no transform of `torch.func`."""
+    """Hide operations on plain tensors from the transforms of `torch.func`."""
     return temporarily_clear_interpreter_stack()
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often the tensor, or another view of its memory, was changed in place."""
+    """Return how often the tensor, or another view of its memory, was changed in place."""
     return tensor._version
 
 
 def without_dispatch_modes() -> AbstractContextManager[Any]:
-    """Inside, operations are seen by no ``TorchDispatchMode``."""
+    """Hide operations from every ``TorchDispatchMode``."""
     return _disable_current_modes()
 
 
 def fake_tensors() -> AbstractContextManager[Any]:
-    """Inside, tensors have shapes, dtypes and devices, and no memory; others that meet them are taken for such."""
+    """Give tensors shapes, dtypes and devices, but no memory; real tensors that they meet count as fake."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
-    """The module that ``torch.compile(module)`` wraps; any other as it is."""
+    """Return the module that ``torch.compile(module)`` wraps; any other module is returned as it is."""
     while "_orig_mod" in module._modules:
         module = module.get_submodule("_orig_mod")
     return module
@@ -527,17 +452,17 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def is_compiled_function(function: Any) -> bool:
-    """Whether a function or method is what ``torch.compile`` made of one."""
+    """Whether a function or method is the result of ``torch.compile``."""
     return hasattr(function, "_torchdynamo_orig_callable")
 
 
 def uncompiled_code() -> AbstractContextManager[Any]:
-    """Inside, what ``torch.compile`` made runs as it was written. Imports no compiler where none was used."""
+    """Run compiled code eagerly inside. Imports no compiler if none was used."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def compiled_code() -> AbstractContextManager[Any]:
-    """Inside of `uncompiled_code`, undoes it."""
+    """Undo `uncompiled_code` inside of it."""
     return torch.compiler.set_stance("default") if "torch._dynamo" in sys.modules else nullcontext()
 
 
@@ -548,7 +473,7 @@ def is_hooked(module: nn.Module) -> bool:
 
 
 class _Route:
-    """What a module's call goes through instead of `Module._call_impl`; hooks are part of the call that it is given."""
+    """Replaces `Module._call_impl` of a module; the call that the route gets includes hooks."""
 
     def __init__(self, module: nn.Module, route: Callable[..., Any]) -> None:
         self.compiled: Any = vars(module).get("_compiled_call_impl")
@@ -560,28 +485,28 @@ class _Route:
 
 
 def route_calls(module: nn.Module, route: Callable[..., Any]) -> None:
-    """Let ``module(...)`` be ``route(call, args, kwargs)``, where ``call`` is the module's own, hooks included.
+    """Make ``module(...)`` call ``route(call, args, kwargs)``, where ``call`` is the module's own, hooks included.
 
-    Copies and pickles of the module lack the route: torch leaves this attribute, its own for ``module.compile()``, out.
+    Copies and pickles of the module do not have the route: torch omits this attribute, which ``module.compile()`` sets.
     """
     vars(module)["_compiled_call_impl"] = _Route(module, route)
 
 
 def unroute_calls(module: nn.Module) -> None:
-    """Undo the last `route_calls`. Nothing if there was none."""
+    """Undo the last `route_calls`, if there was one."""
     call = vars(module).get("_compiled_call_impl")
     if isinstance(call, _Route):
         vars(module)["_compiled_call_impl"] = call.compiled
 
 
 def without_torch_functions() -> AbstractContextManager[Any]:
-    """Inside, neither a tensor's class nor a ``TorchFunctionMode`` sees what functions are called."""
+    """Disable ``__torch_function__`` of tensor subclasses and every ``TorchFunctionMode``."""
     return torch._C.DisableTorchFunction()
 
 
 @contextmanager
 def without_function_mode(mode: Any) -> Generator[None, None, None]:
-    """Inside, ``mode``, a ``TorchFunctionMode`` in force, is off, unless another one was entered after it."""
+    """Disable ``mode``, an active ``TorchFunctionMode``, unless another one was entered after it."""
     if torch.overrides._get_current_function_mode() is not mode:
         yield
         return
@@ -590,22 +515,22 @@ def without_function_mode(mode: Any) -> Generator[None, None, None]:
 
 
 def checkpoint_options() -> dict[str, Any]:
-    """Arguments of ``torch.utils.checkpoint.checkpoint`` that make all releases of torch do the same.
+    """Return arguments of ``torch.utils.checkpoint.checkpoint`` for equal behaviour in all releases of torch.
 
-    Newer ones ask whether what a selective policy keeps goes through the hooks on saved tensors that are in force, and
-    warn unless told. Older ones never do that.
+    Newer releases have an option to pass what a selective policy keeps through the active hooks on saved tensors, and
+    warn if it is not set. Older releases never do so.
     """
     asked = "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
     return {"respect_saved_tensors_hooks": False} if asked else {}
 
 
 def metric_state(metric: Any) -> tuple[int, dict[str, Any]]:
-    """How often a torchmetrics ``Metric`` was updated, and its state."""
+    """Return how often a torchmetrics ``Metric`` was updated, and its state."""
     return metric._update_count, dict(metric.metric_state)
 
 
 def set_metric_state(metric: Any, state: tuple[int, dict[str, Any]]) -> None:
-    """Give a ``Metric`` the state of another rank's."""
+    """Give a ``Metric`` the state of another rank's metric."""
     metric._update_count = state[0]
     metric._computed = None
     for name, value in state[1].items():
@@ -616,7 +541,7 @@ def set_metric_state(metric: Any, state: tuple[int, dict[str, Any]]) -> None:
 
 
 def take_signals_over(trainer: Any, restore: Callable[[], None]) -> None:
-    """Keep Lightning from registering handlers of its own, and call ``restore`` where it would restore the old ones.
+    """Prevent Lightning from registering its signal handlers, and call ``restore`` when it would restore the old ones.
 
     Its SIGTERM handler broadcasts from inside the handler, its SLURM handler saves from inside it, and
     ``_broadcast_sigterm_tensor`` broadcasts on the device and waits for it before every batch.
@@ -629,20 +554,20 @@ def take_signals_over(trainer: Any, restore: Callable[[], None]) -> None:
 
 
 REQUEUE, STOP = 1, 2
-"""What a signal asks for: a checkpoint and a place in SLURM's queue, or the end."""
+"""What a signal requests: a checkpoint and a requeue by SLURM, or the end of the run."""
 
 
 def defer_signals(trainer: Any, note: Callable[[int], None], agreed: Callable[[], int]) -> None:
-    """Let Lightning's handlers of signals only note what is asked for; it is done between batches, on all ranks.
+    """Make Lightning's signal handlers only record requests, which all ranks serve between two batches.
 
-    Lightning's handler of SIGTERM broadcasts, and the one of SLURM's signal saves, wherever the signal meets them: say
-    between two collectives of a backward, where other ranks take theirs for one of the backward. Nothing happens where
-    `take_signals_over` was called before.
+    Lightning's handler of SIGTERM broadcasts, and that of SLURM's signal saves, wherever the signal arrives: for
+    example between two collectives of a backward, where they would be matched with other ranks' collectives. Does
+    nothing after `take_signals_over`.
 
     Args:
         trainer: about to run.
         note: called from the handlers, with `REQUEUE` or `STOP`.
-        agreed: called before every training batch, on all ranks; what all of them do now, or 0.
+        agreed: called before every training batch on all ranks; returns the request that all of them serve now, or 0.
     """
     connector: Any = trainer._signal_connector
     if "register_signal_handlers" in vars(connector):
@@ -670,7 +595,7 @@ def defer_signals(trainer: Any, note: Callable[[int], None], agreed: Callable[[]
 
     connector._sigterm_notifier_fn = on_sigterm
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = before_batch
-    if trainer.world_size > 1:  # before_batch is not called in a single process, which waits for nobody
+    if trainer.world_size > 1:  # Lightning does not call before_batch in a single process
         connector._slurm_sigusr_handler_fn = on_requeue
 
 
@@ -678,7 +603,7 @@ def raise_sigterm(trainer: Any) -> None:
     """End the run as Lightning does after SIGTERM.
 
     Raises:
-        SIGTERMException: a ``SystemExit``.
+        SIGTERMException: always; it is a ``SystemExit``.
     """
     from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -687,7 +612,7 @@ def raise_sigterm(trainer: Any) -> None:
 
 
 def give_signals_back(trainer: Any) -> None:
-    """Undo `take_signals_over`. Does nothing the second time."""
+    """Undo `take_signals_over`. A second call does nothing."""
     for owner, names in (
         (trainer._signal_connector, ("register_signal_handlers", "teardown")),
         (trainer.fit_loop.epoch_loop, ("_broadcast_sigterm_tensor",)),
@@ -697,11 +622,11 @@ def give_signals_back(trainer: Any) -> None:
 
 
 def _do_nothing() -> None:
-    """Lightning's version is switched off."""
+    """Replace a method of Lightning that must not run."""
 
 
 def resume_from(trainer: Any, path: str) -> None:
-    """Make the restore that follows use ``path`` unless the user named another checkpoint. Once."""
+    """Make the next restore use ``path`` unless the user gave another checkpoint."""
     connector: Any = trainer._checkpoint_connector
 
     def resume_start(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
@@ -712,7 +637,7 @@ def resume_from(trainer: Any, path: str) -> None:
 
 
 def overwrite_saved_config(trainer: Any) -> None:
-    """Let LightningCLI write ``config.yaml`` into the log folder of the run that goes on. Before its ``setup``."""
+    """Let LightningCLI overwrite ``config.yaml`` in the log folder of a resumed run. Call it before its ``setup``."""
     cli = sys.modules.get("lightning.pytorch.cli")
     for callback in trainer.callbacks if cli is not None else ():  # type: ignore[attr-defined]
         if isinstance(callback, cli.SaveConfigCallback):  # type: ignore[union-attr]
@@ -720,10 +645,10 @@ def overwrite_saved_config(trainer: Any) -> None:
 
 
 def name_logs_by_job(trainer: Any, job: str, choose: Callable[[str, str], str]) -> None:
-    """Give loggers that are named after a SLURM job a folder of that job's own. Before they write.
+    """Give loggers that are named after a SLURM job their own folder. Call it before they write.
 
-    Lightning's default logger takes the number of the job for its version, so job 12 writes into ``version_12``, whose
-    ever that is; and its checkpoints are there. It becomes ``job_12``, which `ls-strategy submit` sets for others.
+    Lightning's default logger uses the job's number as its version: job 12 writes logs and checkpoints into
+    ``version_12``, even if that is another run's. It becomes ``job_12``, as `ls-strategy submit` sets it.
 
     Args:
         trainer: about to run.
@@ -740,13 +665,13 @@ def name_logs_by_job(trainer: Any, job: str, choose: Callable[[str, str], str]) 
 
 
 def checkpoint_folder(callback: Any, trainer: Any) -> str:
-    """Where ``callback`` will save. Before its own ``setup``, too."""
+    """Return where ``callback`` will save; works before its ``setup``, too."""
     resolve: Any = callback._ModelCheckpoint__resolve_ckpt_dir  # type: ignore[attr-defined]
     return str(resolve(trainer))
 
 
 def free_main_port(environment: Any, choose: Callable[[], int]) -> None:
-    """Set the rendezvous port of a run whose ranks Lightning itself starts, where nothing has fixed it yet.
+    """Set the rendezvous port of a run that Lightning's own launcher starts, unless it is already fixed.
 
     Args:
         environment: the Trainer's cluster environment.
@@ -761,25 +686,25 @@ def free_main_port(environment: Any, choose: Callable[[], int]) -> None:
 
 
 def is_started_by_lightning(environment: Any) -> bool:
-    """Whether Lightning's launcher has started this process as a further rank."""
+    """Whether Lightning's launcher started this process as a rank above 0."""
     from lightning.fabric.plugins.environments import LightningEnvironment
 
     return type(environment) is LightningEnvironment and environment.local_rank() > 0
 
 
 def give_data(trainer: Any, source: Any) -> None:
-    """Let a Trainer that runs nothing take its training data from ``source``, to count the steps of a fit."""
+    """Make a Trainer that does not run take its training data from ``source``, to count the steps of a fit."""
     trainer.fit_loop._data_source.instance = source
     trainer.fit_loop.max_epochs = trainer.fit_loop.max_epochs or (-1 if trainer.max_steps > 0 else 1000)
 
 
 @contextmanager
 def intercept_cli(stop: Callable[[Any], None], make_trainer: Callable[[Any], Any]) -> Generator[None, None, None]:
-    """Inside, a LightningCLI makes its Trainer by ``make_trainer`` and calls ``stop`` where it would begin to train.
+    """Make a LightningCLI create its Trainer by ``make_trainer`` and call ``stop`` instead of training.
 
     Args:
-        stop: takes the LightningCLI.
-        make_trainer: takes the options of the Trainer.
+        stop: gets the LightningCLI.
+        make_trainer: gets the options of the Trainer.
     """
     from lightning.pytorch.cli import LightningCLI
 
@@ -794,7 +719,7 @@ def intercept_cli(stop: Callable[[Any], None], make_trainer: Callable[[Any], Any
 
 
 def made_by_parser() -> bool:
-    """Whether jsonargparse, of a LightningCLI or by itself, makes the object whose ``__init__`` runs."""
+    """Whether jsonargparse, in a LightningCLI or alone, creates the object whose ``__init__`` is running."""
     return any(str(frame.f_globals.get("__name__")).startswith("jsonargparse.") for frame in _callers())
 
 
@@ -806,13 +731,13 @@ def _callers() -> Generator[FrameType, None, None]:
 
 
 def parse_again(kind: type, defaults: Mapping[type, Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The arguments of the Trainer's strategy, of class ``kind``, as a LightningCLI parses them with other defaults.
+    """Return the strategy's arguments as a LightningCLI parses them with other defaults.
 
-    Called while that LightningCLI makes the strategy. None without one, or if its Trainer has another strategy.
+    Call it while that LightningCLI creates the strategy. None without one, or if its Trainer has another strategy.
 
     Args:
-        kind: the class.
-        defaults: by class, ``kind`` or one that an argument may have: defaults of its constructor.
+        kind: the class of the strategy.
+        defaults: by class (``kind`` or the class of an argument): defaults of its constructor.
     """
     module = sys.modules.get("lightning.pytorch.cli")
     made = [f for f in _callers() if module and isinstance(f.f_locals.get("self"), module.LightningCLI)]
@@ -820,7 +745,7 @@ def parse_again(kind: type, defaults: Mapping[type, Mapping[str, Any]]) -> dict[
     if outer is None:
         return None
     cli, given = copy.copy(outer.f_locals["self"]), outer.f_locals
-    cli.parser_class = type("Again", (cli.parser_class,), {})  # jsonargparse keeps parsers, by class
+    cli.parser_class = type("Again", (cli.parser_class,), {})  # a new class: jsonargparse caches parsers by class
     with ExitStack() as stack:
         for each, changed in defaults.items():
             stack.enter_context(_with_defaults(each.__init__, changed))
@@ -836,7 +761,7 @@ def parse_again(kind: type, defaults: Mapping[type, Mapping[str, Any]]) -> dict[
 
 @contextmanager
 def _with_defaults(init: Any, defaults: Mapping[str, Any]) -> Generator[None, None, None]:
-    """Inside, the signature of a constructor shows other defaults."""
+    """Make the signature of a constructor show other defaults inside."""
     before = vars(init).get("__signature__")
     signature = inspect.signature(init)
     changed = [p.replace(default=defaults.get(n, p.default)) for n, p in signature.parameters.items()]

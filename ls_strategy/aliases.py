@@ -1,7 +1,7 @@
-"""The strategy's aliases as classes: ``zero3_offload`` is `ZeROStrategy` with the defaults of that name.
+"""The aliases as classes for jsonargparse: ``zero3_offload`` is `ZeROStrategy` with the defaults of that name.
 
-For jsonargparse, which finds classes by name: ``strategy: zero0`` in one file takes ``--trainer.strategy.stage 3`` from
-the command line, and ``--help`` lists the names.
+jsonargparse finds classes by name. With these, ``strategy: zero0`` in a file can be combined with
+``--trainer.strategy.stage 3`` on the command line, and ``--help`` lists the names.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ def _make(name: str, defaults: Mapping[str, Any]) -> type[ZeROStrategy]:
 
 
 def explain_old_names(parser: Any) -> None:
-    """Let a class of jsonargparse's parsers say the new name where it refuses an option of version 0.1."""
+    """Make a parser class of jsonargparse give the new name when it refuses an option of version 0.1."""
     if parser is None or "error" in vars(parser):
-        return  # without jsonargparse, or this was here before
+        return  # jsonargparse is missing, or this was called before
     error = parser.error
 
     @wraps(error)
     def explained(self: Any, message: str, *args: Any, **kwargs: Any) -> Any:
         found = re.findall(r"(?:Option|Key|key) ['\"](?:[\w.]*\.)?(\w+)['\"]", str(message))
         old = {name: Ellipsis for name in found if name in RENAMED}
-        if old and self.exit_on_error:  # not where its text becomes part of an outer parser's
+        if old and self.exit_on_error:  # not where the text becomes part of an outer parser's message
             message = f"{in_new_words(old)}\n{message}"
         return error(self, message, *args, **kwargs)
 
@@ -60,7 +60,7 @@ def explain_old_names(parser: Any) -> None:
 
 
 def _completed(given: Any, preset: OffloadConfig) -> Any:
-    """Return ``given`` with the tiers of the name where it says none: ``zero3_nvme`` with a folder is on NVMe still."""
+    """Return ``given`` with the alias's tiers where it sets none: ``zero3_nvme`` with a folder still offloads."""
     tiers = {kind: tier for kind in ("optimizer", "parameters") if (tier := preset.tier_of(kind)) is not None}
     if isinstance(given, OffloadConfig):
         return replace(given, **{kind: tier for kind, tier in tiers.items() if getattr(given, kind) is None})

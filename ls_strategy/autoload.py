@@ -1,17 +1,17 @@
-"""Lets Lightning know the strategy's aliases and checkpoint folders, without loading Lightning or torch.
+"""Registers the aliases and checkpoint folders with Lightning, without importing Lightning or torch.
 
 The one invariant: nothing here can make ``import torch`` or ``import lightning`` fail.
 
     import torch ── entry point "torch.backends" ──> install() ──> one finder on sys.meta_path
     import lightning.pytorch ... strategies has executed ──> register(StrategyRegistry)
-    import lightning.fabric.utilities.cloud_io ... has executed ──> its reader of checkpoints takes folders of ours
+    import lightning.fabric.utilities.cloud_io ... has executed ──> its checkpoint reader accepts our folders
     import lightning.pytorch.cli ... has executed ──> import ls_strategy.aliases, for its parser
-    Trainer(strategy="zero2") ── StrategyRegistry.get ──> ls_strategy.lightning.strategy is imported, now
+    Trainer(strategy="zero2") ── StrategyRegistry.get ──> only now ls_strategy.lightning.strategy is imported
 
-torch means that entry point group for device back ends. It is the only place from which a package is told in time:
-Lightning validates the strategy's name before it looks at its own entry points. ``import ls_strategy`` does the same
-by hand and is the documented way; this one is comfort. ``LS_STRATEGY_AUTOLOAD=0`` turns both off (call `register`
-then), ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` turns the entry point off.
+torch intends this entry point group for device back ends. It is the only one that runs early enough: Lightning
+validates the strategy's name before it loads its own entry points. ``import ls_strategy`` has the same effect and is
+the documented way. ``LS_STRATEGY_AUTOLOAD=0`` disables both (call `register` then), and
+``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` disables the entry point.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ ALIASES: dict[str, dict[str, object]] = {
     "zero1": {"stage": 1},
     "zero2": {"stage": 2},
     "zero3": {"stage": 3},
-    # The lightest of all that fits, counted when a fit begins.
+    # The lightest configuration that fits, planned when a fit begins.
     "zero_auto": {"stage": "auto"},
-    # Master weights and optimizer states in host memory; at stage 3 the parameters too, unless the name says what.
+    # Master weights and optimizer states in host memory; at stage 3 parameters too, unless the name says which.
     "zero1_offload": {"stage": 1, "offload": "cpu"},
     "zero2_offload": {"stage": 2, "offload": "cpu"},
     "zero3_offload": {"stage": 3, "offload": "cpu"},
     "zero3_offload_optimizer": {"stage": 3, "offload": {"optimizer": "cpu"}},
     "zero3_offload_param": {"stage": 3, "offload": {"parameters": "cpu"}},
-    # Likewise on a local NVMe drive (ZeRO-Infinity).
+    # The same on a local NVMe device (ZeRO-Infinity).
     "zero1_nvme": {"stage": 1, "offload": "nvme"},
     "zero2_nvme": {"stage": 2, "offload": "nvme"},
     "zero3_nvme": {"stage": 3, "offload": "nvme"},
@@ -61,15 +61,15 @@ ALIASES: dict[str, dict[str, object]] = {
     "zero1_notebook": {"stage": 1, "start_method": "fork"},
     "zero2_notebook": {"stage": 2, "start_method": "fork"},
     "zero3_notebook": {"stage": 3, "start_method": "fork"},
-    # LightningCLI hands a lone `--trainer.strategy=ls_strategy.ZeROStrategy` over as a name, in lower case.
+    # LightningCLI passes a lone `--trainer.strategy=ls_strategy.ZeROStrategy` on as a name in lower case.
     "zerostrategy": {},
     "ls_strategy.zerostrategy": {},
 }
-"""Every alias with the arguments it gives `ZeROStrategy`. Lower case: Lightning lowers what it is asked for."""
+"""Every alias with its arguments for `ZeROStrategy`. In lower case, as Lightning looks names up."""
 
 
 class _Registry(Protocol):
-    """What is used of Lightning's strategy registry."""
+    """The part of Lightning's strategy registry that is used here."""
 
     def register(
         self,
@@ -84,7 +84,7 @@ class _Registry(Protocol):
 
 
 def install() -> None:
-    """Register the aliases now if Lightning's strategies are loaded, else as soon as they are. Never raises."""
+    """Register the aliases now if Lightning's strategies are loaded, otherwise when they are. Never raises."""
     with _harmless():
         if os.environ.get("LS_STRATEGY_AUTOLOAD", "1") == "0":
             return
@@ -101,7 +101,7 @@ def install() -> None:
 
 
 def register(registry: _Registry | None = None) -> None:
-    """Add every alias to ``registry``, or to Lightning's own. Names that are taken stay as they are."""
+    """Add every alias to ``registry``, by default Lightning's. Names that exist are left alone."""
     if registry is None:
         registry = _lightning_registry()
         _take_folders(sys.modules[lightning_files.MODULES[0]])
@@ -115,9 +115,9 @@ def register(registry: _Registry | None = None) -> None:
 
 
 class _Names(list[str]):
-    """Names of strategies. To ask for one that is nearly one of ours is an error that says so.
+    """Names of strategies. Looking up a misspelt alias raises an error with the correct one.
 
-    Lightning asks before it says that a name is not valid, with examples that are not ours.
+    Lightning looks the name up before it raises its own error, which does not mention our aliases.
     """
 
     def __contains__(self, name: object) -> bool:
@@ -139,7 +139,7 @@ class _Names(list[str]):
 
 
 def _load_aliases(module: ModuleType) -> None:
-    """Load the aliases as classes. A program with LightningCLI pays for it, which has torch and Lightning anyway."""
+    """Import the aliases as classes. Only programs with LightningCLI do, and they have torch and Lightning anyway."""
     from importlib import import_module
 
     import_module("ls_strategy.aliases").explain_old_names(getattr(module, "LightningArgumentParser", None))
@@ -172,11 +172,11 @@ _AFTER: dict[str, Callable[[ModuleType], None]] = {
     _CLI_MODULE: _load_aliases,
     **dict.fromkeys(lightning_files.MODULES, _take_folders),
 }
-"""What is done as soon as a module has executed."""
+"""What to do as soon as a module has executed."""
 
 
 class _Finder:
-    """Finds modules of Lightning as the other finders do, and acts after they have executed."""
+    """Finds modules of Lightning through the other finders, and acts after they have executed."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -193,7 +193,7 @@ class _Finder:
 
 
 def _act_after(loader: Loader | None, action: Callable[[ModuleType], None]) -> None:
-    """Let ``loader`` call ``action`` when it has executed its module."""
+    """Make ``loader`` call ``action`` when it has executed its module."""
     if loader is None:
         return
     execute = loader.exec_module
@@ -207,8 +207,8 @@ def _act_after(loader: Loader | None, action: Callable[[ModuleType], None]) -> N
 
 
 @contextlib.contextmanager
-def _harmless(what: str = "register its strategy aliases"):  # noqa: ANN202  (the type's module is not worth importing in every process that uses torch)
-    """Turn an exception into a warning, and a warning that is an exception (``-W error``) into nothing."""
+def _harmless(what: str = "register its strategy aliases"):  # noqa: ANN202  (every process with torch would import the type's module)
+    """Turn an exception into a warning, and ignore a warning that is an exception (``-W error``)."""
     try:
         yield
     except Exception as error:

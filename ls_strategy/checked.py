@@ -1,8 +1,8 @@
-"""Values of options, checked against their type hints and ranges: one place for dataclasses, classes and functions.
+"""Checks option values against their type hints and ranges, for dataclasses, classes and functions.
 
 The one invariant: what `accept` returns has the type of the hint and lies in the range; anything else is a
 `ConfigError` that says what was given, what is allowed, and a value to set. The hints are those of the signature or of
-the dataclass, so that a new option is checked as soon as it exists; ranges are given beside them:
+the dataclass, so every new option is checked; ranges are given in addition:
 
     @dataclass(frozen=True)                          @checked(prefetch=at_least(0))
     class Config:                                    def load(path: str, *, prefetch: int = 1) -> None: ...
@@ -14,45 +14,33 @@ the dataclass, so that a new option is checked as soon as it exists; ranges are 
 
 from __future__ import annotations
 
-import builtins
 import dataclasses
 import difflib
 import inspect
 import math
 import numbers
 import os
-import sys
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from datetime import timedelta
-from functools import cache, wraps
+from functools import wraps
 from pathlib import PurePath
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from ls_strategy.errors import ConfigError
-from ls_strategy.ranges import ANY, Range, above, at_least, between
-
-__all__ = [
-    "ANY",
-    "Range",
-    "above",
-    "accept",
-    "at_least",
-    "between",
-    "check_fields",
-    "checked",
-    "hints_of",
-    "refusal",
-    "show",
-]
+from ls_strategy.hints import Unknown, hints_of
+from ls_strategy.ranges import ANY, Range
+from ls_strategy.ranges import above as above
+from ls_strategy.ranges import at_least as at_least
+from ls_strategy.ranges import between as between
 
 _NOTHING: Any = inspect.Parameter.empty
 
 
 class _NoMatchError(Exception):
-    """A value does not have the type of a hint; the text says which values do."""
+    """A value does not have the type of a hint; the text describes the values that do."""
 
 
 # --- where options come from ------------------------------------------------------------------------------------------
@@ -63,12 +51,12 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def checked(skip: Collection[str] = (), /, **ranges: Range) -> Callable[[Function], Function]:
     """Return a decorator that checks the arguments of a function, or of an ``__init__``, before it runs.
 
-    What is not passed is not checked. Values are handed on in the type of the hint: dictionaries become the dataclasses
-    that the hint names, as in YAML. The signature stays what it is, for parsers that read it.
+    Defaults are not checked. Values are converted to the type of the hint: a dictionary becomes the dataclass that the
+    hint names, as in YAML. The signature does not change, for parsers that read it.
 
     Args:
-        skip: names that are not checked.
-        ranges: of numbers, by argument.
+        skip: arguments that are not checked.
+        ranges: allowed numbers, by argument.
     """
 
     def decorate(function: Function) -> Function:
@@ -79,7 +67,7 @@ def checked(skip: Collection[str] = (), /, **ranges: Range) -> Callable[[Functio
 
         @wraps(function)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            bound = signature.bind(*args, **kwargs)  # a TypeError for names that are not there, as Python's own
+            bound = signature.bind(*args, **kwargs)  # raises Python's own TypeError for unknown names
             hints = hints_of(function)
             for name, value in bound.arguments.items():
                 parameter = signature.parameters[name]
@@ -98,12 +86,12 @@ _VARIOUS, _KEYWORDS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KE
 
 
 def check_fields(config: Any, /, *, group: str | None = None, **ranges: Range) -> None:
-    """Check the fields of a dataclass, frozen or not, and set them in the type of their hints.
+    """Check the fields of a dataclass, frozen or not, and convert them to the types of their hints.
 
     Args:
         config: the dataclass, in its ``__post_init__``.
-        group: what messages put before the name of a field, and a dot. Default: the name of the class.
-        ranges: of numbers, by field.
+        group: prefix of field names in messages (``group.field``). None: the name of the class.
+        ranges: allowed numbers, by field.
 
     Raises:
         ConfigError: a field has another type, or is out of its range.
@@ -121,41 +109,6 @@ def check_fields(config: Any, /, *, group: str | None = None, **ranges: Range) -
             object.__setattr__(config, field.name, value)
 
 
-@cache
-def hints_of(owner: Any) -> dict[str, Any]:
-    """Return the type hints of a function or class; a name that exists for type checkers alone counts as ``Any``."""
-    owner = inspect.unwrap(owner)
-    found: dict[str, Any] = {}
-    for each in reversed(owner.__mro__) if isinstance(owner, type) else (owner,):
-        space = _Lenient(vars(sys.modules[each.__module__]))
-        for name, hint in inspect.get_annotations(each).items():
-            found[name] = eval(hint, {}, space) if isinstance(hint, str) else hint
-    return found
-
-
-class _Lenient(dict[str, Any]):
-    """A namespace in which unknown names are `_Unknown`."""
-
-    def __missing__(self, name: str) -> Any:
-        return getattr(builtins, name, _Unknown)
-
-
-class _AnyName(type):
-    """Makes ``name.attribute`` and ``name[...]`` of an unknown name unknown as well."""
-
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return cls
-
-    def __getitem__(cls, _: Any) -> Any:
-        return cls
-
-
-class _Unknown(metaclass=_AnyName):
-    """Takes the place of a name that is imported for type checkers only: any value fits, but None."""
-
-
 # --- one value --------------------------------------------------------------------------------------------------------
 
 
@@ -163,14 +116,14 @@ def accept(name: str, value: Any, hint: Any, limits: Range | None = None, defaul
     """Return ``value`` in the type of ``hint``.
 
     Args:
-        name: of the option; ``Class(option)`` for a field.
+        name: name of the option; ``Class(option)`` for a field.
         value: what was given.
-        hint: its type.
-        limits: of its numbers.
-        default: what the message suggests where nothing is closer.
+        hint: the allowed type.
+        limits: allowed numbers.
+        default: the value that the message suggests if there is no closer one.
 
     Raises:
-        ConfigError: it has another type, or is out of range.
+        ConfigError: the value has another type, or is out of range.
     """
     try:
         return _convert(value, hint, limits, name)
@@ -182,9 +135,9 @@ def refusal(name: str, value: Any, rule: str, cure: Any = _NOTHING) -> ConfigErr
     """Return the error for an option that is wrong by itself.
 
     Args:
-        name: of the option; ``Class(option)`` for a field.
+        name: name of the option; ``Class(option)`` for a field.
         value: what was given.
-        rule: what it must be, after "it".
+        rule: what it must be, as a predicate ("must be 1").
         cure: a value to set.
     """
     owner, _, field = name.rpartition("(")
@@ -198,10 +151,10 @@ def refusal(name: str, value: Any, rule: str, cure: Any = _NOTHING) -> ConfigErr
 
 
 def show(value: Any) -> str:
-    """Return ``value`` as it would be written, shortened."""
+    """Return ``value`` as source code, shortened."""
     try:
         text = value.__name__ if isinstance(value, type) else repr(value)
-    except Exception:  # somebody's __repr__
+    except Exception:  # a user's __repr__
         text = f"<{type(value).__name__}>"
     return text if len(text) <= 120 else f"{text[:117]}..."
 
@@ -233,7 +186,7 @@ def _convert_special(value: Any, hint: Any, origin: Any, limits: Range | None, n
 
 def _convert_other(value: Any, hint: Any, origin: Any, limits: Range | None, name: str) -> Any:
     kind = hint if origin is None else origin
-    if not isinstance(kind, type) or kind is _Unknown or getattr(kind, "_is_protocol", False):
+    if not isinstance(kind, type) or kind is Unknown or getattr(kind, "_is_protocol", False):
         return _same(value, value is not None, "given")
     if issubclass(kind, Mapping):
         return _convert_mapping(value, kind, get_args(hint), name)
@@ -251,25 +204,25 @@ def _article(word: str) -> str:
     return "an" if word[:1].upper() in "AEIO" else "a"
 
 
-def _same(value: Any, fits: bool, words: str) -> Any:
+def _same(value: Any, fits: bool, rule: str) -> Any:
     if not fits:
-        raise _NoMatchError(words)
+        raise _NoMatchError(rule)
     return value
 
 
 def _convert_union(value: Any, hints: Sequence[Any], limits: Range | None, name: str) -> Any:
-    words: list[str] = []
-    if isinstance(value, Mapping):  # a dataclass written as a dictionary: what is wrong in it is what is reported
+    rules: list[str] = []
+    if isinstance(value, Mapping):  # a dataclass given as a dictionary: report the error inside it
         hints = sorted(hints, key=lambda hint: not dataclasses.is_dataclass(hint))
     for hint in hints:
         try:
             return _convert(value, hint, limits, name)
         except _NoMatchError as error:
-            words.append(str(error))
-    rest = [word for word in words if word != "None"]
-    if "None" in words:
-        rest.append("None")
-    raise _NoMatchError(" or ".join(dict.fromkeys(rest)))
+            rules.append(str(error))
+    unique = [rule for rule in dict.fromkeys(rules) if rule != "None"]
+    if "None" in rules:
+        unique.append("None")
+    raise _NoMatchError(" or ".join(unique))
 
 
 def _convert_literal(value: Any, choices: Sequence[Any]) -> Any:
@@ -288,21 +241,21 @@ def _convert_flag(value: Any, _: Range | None) -> bool:
 
 def _convert_whole(value: Any, limits: Range | None) -> int:
     limits = limits or ANY
-    words = " ".join(filter(None, ("a whole number", str(limits))))
-    _same(value, isinstance(value, numbers.Integral) and not isinstance(value, bool), words)
-    _same(value, abs(int(value)) < 1 << 63, f"{words}, below 2**63")
-    return _same(int(value), limits.holds(int(value)), words)
+    rule = " ".join(filter(None, ("a whole number", str(limits))))
+    _same(value, isinstance(value, numbers.Integral) and not isinstance(value, bool), rule)
+    _same(value, abs(int(value)) < 1 << 63, f"{rule}, below 2**63")
+    return _same(int(value), limits.holds(int(value)), rule)
 
 
 def _convert_number(value: Any, limits: Range | None) -> float:
     limits = limits or ANY
-    words = " ".join(filter(None, ("a number" if limits.infinite else "a finite number", str(limits))))
-    _same(value, isinstance(value, numbers.Real) and not isinstance(value, bool), words)
+    rule = " ".join(filter(None, ("a number" if limits.infinite else "a finite number", str(limits))))
+    _same(value, isinstance(value, numbers.Real) and not isinstance(value, bool), rule)
     try:
         number = float(value)
     except OverflowError:
-        raise _NoMatchError(words) from None
-    return _same(number, not math.isnan(number) and limits.holds(number), words)
+        raise _NoMatchError(rule) from None
+    return _same(number, not math.isnan(number) and limits.holds(number), rule)
 
 
 def _convert_text(value: Any, _: Range | None) -> str:
@@ -316,9 +269,9 @@ def _convert_text(value: Any, _: Range | None) -> str:
 
 
 def _convert_timedelta(value: Any, _: Range | None) -> timedelta:
-    words = "a timedelta above 0 and of at most a year"
-    _same(value, isinstance(value, timedelta), words)
-    return _same(value, timedelta(0) < value <= timedelta(days=366), words)
+    rule = "a timedelta above 0 and of at most a year"
+    _same(value, isinstance(value, timedelta), rule)
+    return _same(value, timedelta(0) < value <= timedelta(days=366), rule)
 
 
 _PLAIN: dict[Any, Callable[[Any, Range | None], Any]] = {
@@ -332,9 +285,9 @@ _PLAIN: dict[Any, Callable[[Any, Range | None], Any]] = {
 
 def _convert_class(value: Any, bases: Sequence[Any]) -> type:
     base = get_origin(bases[0]) or bases[0] if bases else object
-    known = isinstance(base, type) and base is not _Unknown
-    words = f"a class derived from {base.__name__}" if known and base is not object else "a class"
-    return _same(value, isinstance(value, type) and (not known or issubclass(value, base)), words)
+    known = isinstance(base, type) and base is not Unknown
+    rule = f"a class derived from {base.__name__}" if known and base is not object else "a class"
+    return _same(value, isinstance(value, type) and (not known or issubclass(value, base)), rule)
 
 
 def _convert_mapping(value: Any, kind: type, hints: Sequence[Any], name: str) -> Any:
@@ -393,12 +346,12 @@ def _convert_dataclass(value: Any, kind: type[Any], name: str) -> Any:
 
 
 def unknown_option(kind: type[Any], name: str, given: str) -> ConfigError:
-    """Return the error for an option that a dataclass does not have, with the one that was most likely meant.
+    """Return the error for an option that a dataclass does not have, with the most likely correct one.
 
     Args:
-        kind: the dataclass; ``kind.RENAMED`` may say what became of options.
-        name: of the option.
-        given: what was written, for the message.
+        kind: the dataclass; ``kind.RENAMED`` may have the new names of options.
+        name: the unknown option.
+        given: what was given, for the message.
     """
     options = [field.name for field in dataclasses.fields(kind) if field.init]
     renamed = getattr(kind, "RENAMED", {})
@@ -413,7 +366,7 @@ def unknown_option(kind: type[Any], name: str, given: str) -> ConfigError:
 
 
 def _suggestion(value: Any, hint: Any, limits: Range | None, default: Any) -> Any:
-    """Return the allowed value that was most likely meant; nothing if there is no guess."""
+    """Return the allowed value that was most likely meant, `_NOTHING` or None if there is none."""
     choices = [c for h in (hint, *get_args(hint)) if get_origin(h) is Literal for c in get_args(h)]
     for guess in (*_guesses(value, limits, choices), default, *choices):
         if guess is _NOTHING or guess is None:
@@ -452,10 +405,10 @@ def _float(value: Any) -> float:
 
 
 def _read(text: str) -> Iterable[Any]:
-    """Return the number or the truth value that a text says."""
-    words = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-    if text.lower() in words:
-        yield words[text.lower()]
+    """Yield the numbers and the truth value that a text spells."""
+    truths = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+    if text.lower() in truths:
+        yield truths[text.lower()]
     for kind in (int, float):
         try:
             yield kind(text)

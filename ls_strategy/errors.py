@@ -1,30 +1,30 @@
-"""One root error, one class per cause. Every message says what was given, the rule, and the cure."""
+"""The errors of this package, one class per cause. A message says what was given, the rule, and the cure."""
 
 from __future__ import annotations
 
 
 class LSError(Exception):
-    """Root of every error this package raises on purpose."""
+    """Base class of every error that this package raises on purpose."""
 
 
 class ConfigError(LSError, ValueError):
-    """An option is wrong by itself: raised where the option is read, before any process group exists."""
+    """An option is wrong by itself; raised where the option is read, before any process group exists."""
 
 
 class PlanError(LSError, ValueError):
-    """Options that cannot work with this model, optimizer or world size: raised on every rank before training."""
+    """Options cannot work with this model, optimizer or world size; raised on every rank before training."""
 
 
 class StateError(LSError, RuntimeError):
-    """A call came at a moment at which it has no meaning, for example a gradient norm before any backward."""
+    """A call came at the wrong time, for example a gradient norm before any backward."""
 
 
 class RankFailedError(LSError, RuntimeError):
-    """Another rank failed, and told so; the message carries its rank and its error."""
+    """Another rank failed and reported it; the message has its rank and its error."""
 
 
 class CheckpointError(LSError, RuntimeError):
-    """A checkpoint could not be written, or what is on the disk is not a whole, unharmed checkpoint."""
+    """A checkpoint could not be written, or what is on the disk is not a complete, undamaged checkpoint."""
 
 
 class DataError(LSError, RuntimeError):
@@ -32,4 +32,4 @@ class DataError(LSError, RuntimeError):
 
 
 class OutOfStepError(LSError, RuntimeError):
-    """Ranks wait for each other in different places, so that none can go on; the message says where each one is."""
+    """Ranks wait for each other in different places, so none can continue; the message says where each one is."""

@@ -1,14 +1,14 @@
-"""Run a function on several ranks, from a test, on one host.
+"""Run a function on several ranks of one host, from a test.
 
-The one promise: `spawn` returns every rank's result or raises, within ``timeout_s``, and leaves no rank behind.
+The one invariant: `spawn` returns every rank's result or raises, within ``timeout_s``, and leaves no rank running.
 
     parent ── start ──> rank 0 ─ fn(0, 2, ...) ─ report ─┐
        │                                                 ├─ all in: "end" ──> os._exit(0) on every rank
        └───── start ──> rank 1 ─ fn(1, 2, ...) ─ report ─┘
                                               └─ error, death or timeout: every rank is killed, the parent raises
 
-Ranks are forked from a server process that has torch and Lightning imported already, so two of them start in well
-under a second. Python's usual rule for start methods other than ``fork`` holds: a script that calls `spawn` needs the
+Ranks are forked from a server process that has already imported torch and Lightning, so two of them start in well
+under a second. As with every start method other than ``fork``, a script that calls `spawn` needs the
 ``if __name__ == "__main__":`` guard. Unix only.
 """
 
@@ -53,7 +53,7 @@ _STACK_LEAD_S = 0.5  # ranks write where they stand this long before the deadlin
 
 
 class RankTraceback(Exception):  # noqa: N818  (it is the cause of an error, not one itself)
-    """Cause of an exception that `spawn` re-raises: which rank raised it, and that rank's own traceback."""
+    """The cause of an exception that `spawn` re-raises: the rank that raised it, and its traceback."""
 
     def __init__(self, rank: int, text: str) -> None:
         super().__init__(f'rank {rank} raised:\n"""\n{text}"""')
@@ -62,11 +62,11 @@ class RankTraceback(Exception):  # noqa: N818  (it is the cause of an error, not
 
 
 class RankDiedError(RuntimeError):
-    """A rank ended without a report: it was killed, it aborted, or it called ``os._exit`` itself."""
+    """A rank ended without a report: it was killed, aborted, or called ``os._exit``."""
 
 
 class RankTimeoutError(TimeoutError):
-    """Not every rank reported in time. ``missing`` names them; the message shows where each one stood."""
+    """Some ranks (``missing``) did not report in time; the message shows the stack of each."""
 
     def __init__(self, message: str, missing: Sequence[int] = ()) -> None:
         super().__init__(message)
@@ -83,17 +83,15 @@ def spawn(
 ) -> list[T]:
     """Call ``fn(rank, world_size, *args)`` on ``world_size`` ranks and return their results in rank order.
 
-    Every rank has its own process with one compute thread and the environment ``torchrun`` would give it (see
-    `torchrun_env`). Results and arguments travel by value as pickles, tensors too. When ``fn`` has returned on every
-    rank, the ranks end with ``os._exit``: their ``atexit`` handlers do not run.
+    Every rank is a process with one compute thread and the environment that ``torchrun`` would set (`torchrun_env`).
+    Arguments and results, tensors included, are pickled. When ``fn`` has returned on every rank, the ranks end with
+    ``os._exit``: their ``atexit`` handlers do not run.
 
-    A Lightning ``Trainer(accelerator="cpu", devices=world_size, ...)`` inside ``fn`` recognises the environment as
-    torchrun's and starts no processes of its own; pass ``init_process_group=False`` to leave that to Lightning:
+    A Lightning ``Trainer`` inside ``fn`` takes the environment for torchrun's and starts no processes; pass
+    ``init_process_group=False`` to leave the process group to it:
 
         def fit(rank, world_size, strategy):
-            trainer = Trainer(accelerator="cpu", devices=world_size, strategy=strategy, max_steps=4)
-            model = BoringModel()
-            trainer.fit(model)
+            Trainer(accelerator="cpu", devices=world_size, strategy=strategy, max_steps=4).fit(model := BoringModel())
             return {name: p.detach().clone() for name, p in model.named_parameters()}
 
         first, second = spawn(fit, 2, "zero2", init_process_group=False)
@@ -101,14 +99,14 @@ def spawn(
     Args:
         fn: importable by name (a top-level function of a module).
         world_size: number of ranks.
-        *args: handed on to ``fn``, picklable.
-        timeout_s: everything together, process start included. Past it all ranks are killed: a hang is a failure.
-        env: environment on top of the parent's, on every rank; ``None`` as a value removes the variable.
-        init_process_group: have an initialised gloo group of all ranks ready when ``fn`` is called.
+        *args: passed to ``fn``, picklable.
+        timeout_s: for everything, process start included. After it all ranks are killed: a hang is a failure.
+        env: variables on top of the parent's environment, on every rank; None removes a variable.
+        init_process_group: initialise a gloo group of all ranks before ``fn`` is called.
 
     Raises:
-        Exception: whatever ``fn`` raised on the first rank that failed; ``__cause__`` is a `RankTraceback`.
-        RankDiedError: a rank ended without a report, or its exception or result cannot be sent.
+        Exception: what ``fn`` raised on the first rank that failed; ``__cause__`` is a `RankTraceback`.
+        RankDiedError: a rank ended without a report, or its exception or result cannot be pickled.
         RankTimeoutError: ``timeout_s`` is over.
     """
     if world_size < 1:
@@ -133,11 +131,7 @@ def spawn(
                 )
                 ranks.append(_start(context, setup, task))
             results = _collect(ranks, deadline, timeout_s, Path(scratch))
-            for each in ranks:
-                with contextlib.suppress(OSError):  # it died after its report: the result is in
-                    each.connection.send_bytes(b"end")
-            for each in ranks:
-                each.process.join(_KILL_GRACE_S)
+            _end(ranks)
             return cast("list[T]", results)
         finally:
             for each in ranks:
@@ -153,8 +147,17 @@ def _start(context: ForkServerContext, setup: _Setup, task: bytes) -> _Rank:
     return _Rank(setup.rank, process, cast("Connection", parent_end))
 
 
+def _end(ranks: Sequence[_Rank]) -> None:
+    """Let ranks that have reported end."""
+    for each in ranks:
+        with contextlib.suppress(OSError):  # it died after its report, which is here
+            each.connection.send_bytes(b"end")
+    for each in ranks:
+        each.process.join(_KILL_GRACE_S)
+
+
 def torchrun_env(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """The variables ``torchrun`` sets for ``rank`` of ``world_size`` ranks on one host."""
+    """Return the variables that ``torchrun`` sets for ``rank`` of ``world_size`` ranks on one host."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -176,7 +179,7 @@ def torchrun_env(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 @dataclass
 class _Report:
-    """What a rank says at its end. ``value`` is a pickle, empty when there was nothing that could be pickled."""
+    """What a rank sends when ``fn`` has ended. ``value`` is a pickle, empty if nothing could be pickled."""
 
     at: float
     ok: bool
@@ -193,20 +196,20 @@ class _Rank:
     connection: Connection
 
     def receive(self) -> _Report | None:
-        """The report, or ``None`` if the rank closed its end without one."""
+        """Return the report, None if the rank closed its end without one."""
         try:
             return pickle.loads(self.connection.recv_bytes())  # from our own child
         except (EOFError, OSError):
             return None
 
     def kill(self) -> None:
-        """End the process and the processes it started. Does nothing to one that has ended."""
+        """Kill the process and the processes it started, if it still runs."""
         pid = self.process.pid
         if pid is None or not self.process.is_alive():
             return
         try:
-            os.killpg(pid, signal.SIGKILL)  # the rank leads a process group of its own
-        except (ProcessLookupError, PermissionError):  # it has not come that far yet
+            os.killpg(pid, signal.SIGKILL)  # the rank leads its own process group
+        except (ProcessLookupError, PermissionError):  # it has not created the group yet
             self.process.kill()
         self.process.join(_KILL_GRACE_S)
 
@@ -233,7 +236,7 @@ def _collect(ranks: list[_Rank], deadline: float, timeout_s: float, scratch: Pat
                 results[each.rank] = pickle.loads(report.value)
             else:
                 failed.append((each, report))
-        if died:  # before errors: a peer's death is what the others trip over
+        if died:  # before errors: the death of a peer makes the others fail
             _raise_death(died[0])
     if failed:
         _raise_failure(*min(failed, key=lambda pair: pair[1].at))
@@ -246,7 +249,7 @@ def _raise_failure(each: _Rank, report: _Report) -> None:
         error = pickle.loads(report.value)
     except Exception:
         error = None
-    if not isinstance(error, Exception):  # SystemExit and its like must not end the caller
+    if not isinstance(error, Exception):  # SystemExit and KeyboardInterrupt must not end the caller
         last_line = report.text.strip().rsplit("\n", 1)[-1]
         error = RankDiedError(f"rank {each.rank} failed: {last_line}")
     raise error from cause
@@ -271,7 +274,7 @@ def _raise_timeout(missing: list[_Rank], timeout_s: float, scratch: Path) -> Non
 
 
 def _rank_environment(rank: int, world_size: int, port: int, extra: Mapping[str, str | None]) -> dict[str, str]:
-    """The parent's environment, torchrun's variables, one thread, gloo on loopback; ``extra`` has the last word."""
+    """Return the parent's environment with torchrun's variables, one thread and gloo on loopback, then ``extra``."""
     environment = {**os.environ, **torchrun_env(rank, world_size, port), "OMP_NUM_THREADS": "1"}
     if "lo" in {name for _, name in socket.if_nameindex()}:
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -288,7 +291,7 @@ def _rank_environment(rank: int, world_size: int, port: int, extra: Mapping[str,
 
 @dataclass
 class _Setup:
-    """What a rank must know before it can unpickle its task."""
+    """What a rank needs before it can unpickle its task."""
 
     rank: int
     world_size: int
@@ -300,24 +303,24 @@ class _Setup:
 
 
 def _rank_main(setup: _Setup, connection: Connection, task: bytes) -> None:
-    """Run the task, report, wait for the parent's word, leave."""
-    os.setsid()  # one process group per rank: the parent can end it together with its data loader workers
+    """Run the task, report, wait for the parent, and exit."""
+    os.setsid()  # one process group per rank: the parent can kill it together with its data loader workers
     threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
     stack_file = (Path(setup.scratch) / f"stack{setup.rank}").open("w")
-    # By a clock and not by a signal: Lightning resets the handlers of signals at the end of every fit.
+    # By a timer and not by a signal: Lightning resets signal handlers at the end of every fit.
     faulthandler.dump_traceback_later(max(setup.stack_after_s, 0.1), file=stack_file)
-    # The server's environment is the one of the moment it was started in; take the parent's of today.
+    # The server's environment dates from its start; use the parent's current one.
     os.environ.clear()
     os.environ.update(setup.env)
     report = _run(setup, task)
     with contextlib.suppress(OSError, EOFError):  # the parent is gone
         connection.send_bytes(pickle.dumps(report))
-        # Stay until all ranks are done: a rank that leaves closes connections its peers may still read from.
+        # Wait for all ranks: a rank that exits closes connections that its peers may still read from.
         connection.recv_bytes()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
-    os._exit(0)  # gloo's threads abort the process now and then in a regular interpreter exit
+    os._exit(0)  # gloo's threads sometimes abort the process in a regular interpreter exit
 
 
 def _run(setup: _Setup, task: bytes) -> _Report:

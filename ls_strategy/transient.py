@@ -1,4 +1,7 @@
-"""What this package hangs on other people's objects, and copies of these are to lack: see `ls_strategy.zero.copies`."""
+"""Hooks and methods that this package attaches to user objects and that copies must not have.
+
+`ls_strategy.zero.copies` removes them from copies and pickles.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +16,18 @@ __all__ = ["Method", "Transient"]
 
 
 class Transient:
-    """A hook of a module, or an attribute of an object, that copies and pickles of it lack."""
+    """A hook of a module, or an attribute of an object, that its copies and pickles do not have."""
 
     def plain(self) -> Any:
-        """What a copy has in place of an attribute; None: nothing, and so what its class has."""
+        """Return what a copy has instead of this attribute; None removes it, so that the class's own applies."""
         return None
 
 
 class Method(Transient):
-    """Stands in for a method on one object. A copy of the object has what it stands in for."""
+    """Replaces a method on one object. A copy of the object has the original method."""
 
     def __init__(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
-        """Put it on ``owner``; ``call`` gets this object, then the arguments."""
+        """Attach to ``owner``; ``call`` gets this object, then the arguments."""
         self._owner = weakref.ref(owner)
         self._name = name
         self._call = call
@@ -33,23 +36,23 @@ class Method(Transient):
         vars(owner)[name] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the method does."""
+        """Call the replacement."""
         return self._call(self, *args, **kwargs)
 
     @property
     def owner(self) -> Any:
-        """The object."""
+        """The object whose method is replaced."""
         return self._owner()
 
     @property
     def original(self) -> Callable[..., Any]:
-        """What it stands in for: the object's own, if somebody has put one there, or that of its class."""
+        """The replaced method: the object's own if it had one, else its class's."""
         if self._own is not None:
             return self._own
         return functools.partial(getattr(type(self.owner), self._name), self.owner)
 
     def replaces(self, function: Callable[..., Any]) -> bool:
-        """Whether it stands in for ``function`` of a class, and not for an override."""
+        """Whether the replaced method is ``function`` of a class, and not an override."""
         return self._own is None and getattr(type(self.owner), self._name) is function
 
     @override
@@ -57,11 +60,11 @@ class Method(Transient):
         return self._own
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Where a class copies its ``__dict__`` by itself."""
+        """Pickle as the original method, for classes that copy their ``__dict__`` themselves."""
         return functools.partial, (self.original,)
 
     def remove(self) -> None:
-        """Take it off, unless somebody else has put something in its place."""
+        """Restore the original method, unless something else has replaced this one."""
         owner = self._owner()
         if owner is None or vars(owner).get(self._name) is not self:
             return

@@ -163,5 +163,5 @@ class ActivationPartition:
                 f"activation partitioning: an input of a recomputed module ({region.numel()} elements, {region.dtype}) "
                 f"differs between the {self.axis.size} ranks of axis {self.axis.name!r}, but only replicated inputs "
                 "can be partitioned. Recompute modules whose inputs are replicated over the axis "
-                "(RecomputeConfig(block_classes=...)), or remove activations.partitioning."
+                "(RecomputeConfig(policy='full', block_classes=...)), or remove activations.partitioning."
             )

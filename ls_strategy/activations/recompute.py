@@ -100,7 +100,7 @@ def apply_recompute(model: nn.Module, config: RecomputeConfig, around_inputs: Ar
         raise PlanError(
             "activation checkpointing: the model has no ModuleList or Sequential whose children are blocks (modules "
             f"with parameters and submodules). Its classes are {', '.join(present)}. Name the classes to recompute: "
-            'RecomputeConfig(block_classes=["Block"]).'
+            'RecomputeConfig(policy="full", block_classes=["Block"]).'
         )
     return Recompute(modules, config, around_inputs)
 

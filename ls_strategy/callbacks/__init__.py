@@ -1,7 +1,7 @@
-"""Callbacks that know what is where.
+"""Callbacks for runs with sharded states.
 
-- `Monitor`: how fast the run is, where its time goes, and where the memory is.
-- `PipelineTimeline`: what every stage of a pipeline did when.
+- `Monitor`: speed of the run, and where time and memory go.
+- `PipelineTimeline`: the timeline of every pipeline stage.
 - `ShardedEMA`: an average of the weights.
 """
 

@@ -1,4 +1,4 @@
-"""`ShardedEMA`: an average of the weights, shard by shard."""
+"""`ShardedEMA`: an average of the weights, stored in shards."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from ls_strategy.errors import PlanError
 
 
 class ShardedEMA(Callback):
-    """Exponential moving average of the weights, kept as fp32 shards: every stage, no communication.
+    """Exponential moving average of the weights in fp32 shards, at every stage and without communication.
 
-    The average replaces the weights during validation. Checkpoints carry it in full under ``ema_state_dict``, with the
-    names and shapes of ``state_dict``, so that ``module.load_state_dict(checkpoint["ema_state_dict"])`` works anywhere.
+    The average replaces the weights during validation. Checkpoints have the full average under ``ema_state_dict``, with
+    the names and shapes of ``state_dict``, so that ``module.load_state_dict(checkpoint["ema_state_dict"])`` works
+    anywhere.
     """
 
     @checked(decay=between(0, 1), every_n_steps=at_least(1))
     def __init__(self, decay: float = 0.999, every_n_steps: int = 1, validate_with_average: bool = True) -> None:
-        """Choose the horizon.
+        """Set the averaging options.
 
         Args:
             decay: weight of the old average in each update: ``ema = decay * ema + (1 - decay) * weights``.
             every_n_steps: optimizer steps between updates.
-            validate_with_average: run validation with the average in place of the weights.
+            validate_with_average: run validation with the average instead of the weights.
         """
         self.decay = decay
         self.every_n_steps = every_n_steps
@@ -64,14 +65,14 @@ class ShardedEMA(Callback):
             average.lerp_(master.detach().float(), 1.0 - self.decay)
 
     def _engine(self, trainer: pl.Trainer) -> Engine:
-        """Return the engine, if its shards are those that the average began with. Not collective."""
+        """Return the engine, if its shards are still those of the average. Not collective."""
         engine = zero_strategy(trainer, self).require_engine()
         shards = [flat.stepped_numel for unit in engine.units for flat in unit.trainable_flats]
         if shards != [a.numel() for a in self._average]:
             raise PlanError(
-                "ShardedEMA averages the parameters that were in the optimizers when the fit began, and parameters "
-                "joined since (add_param_group, or a fine-tuning callback). Give all parameters to the optimizer in "
-                "configure_optimizers, and freeze those that are to wait by requires_grad_(False)."
+                "ShardedEMA averages the parameters that were in the optimizers when the fit began, but parameters "
+                "were added since (add_param_group, or a fine-tuning callback). Give all parameters to the optimizer "
+                "in configure_optimizers, and freeze those that train later by requires_grad_(False)."
             )
         return engine
 
@@ -81,26 +82,26 @@ class ShardedEMA(Callback):
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Put the average in place."""
+        """Swap the average in."""
         if self.validate_with_average and self._average and not self._swapped:
             self._swap(trainer, publish=True)
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Put the weights back, before `ModelCheckpoint` saves."""
+        """Swap the weights back in, before `ModelCheckpoint` saves."""
         if self._swapped:
             self._swap(trainer, publish=True)
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Nothing is collective here: only forget."""
+        """Forget a swap; nothing collective may run here."""
         self._swapped = False
 
     @override
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Add the average in full on rank 0. Collective."""
+        """Add the full average on rank 0. Collective."""
         if not self._average:
             return
         strategy = zero_strategy(trainer, self)
@@ -121,5 +122,5 @@ class ShardedEMA(Callback):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Remember the average until the shards exist."""
+        """Keep the average until the shards exist."""
         self._loaded = checkpoint.get("ema_state_dict")

@@ -1,4 +1,4 @@
-"""`ExpertMonitor`: which experts are busy, in numbers, histograms and one picture, for TensorBoard."""
+"""`ExpertMonitor`: the load of experts as scalars, histograms and a plot, for TensorBoard."""
 
 from __future__ import annotations
 
@@ -28,78 +28,77 @@ _UNUSED, _BACKGROUND = (40, 40, 40), 255
 
 @dataclass(frozen=True)
 class LayerLoad:
-    """What the experts of one layer did in an interval, over all ranks; on the CPU."""
+    """The load of one layer's experts in an interval, over all ranks; on the CPU."""
 
     routed: Tensor
     """``(E,)`` fp64: pairs of token and expert, before any was dropped."""
 
     kept: Tensor
-    """``(E,)`` fp64: those that were computed."""
+    """``(E,)`` fp64: pairs that were computed."""
 
     entropy: float
-    """Of the router's probabilities, nats, mean over tokens."""
+    """Entropy of the router's probabilities in nats, mean over tokens."""
 
     balance_loss: float
-    """Not weighted: 1 when loads are even."""
+    """Unweighted; 1 when loads are even."""
 
     z_loss: float
-    """Not weighted."""
+    """Unweighted."""
 
     @property
     def largest(self) -> float:
-        """Pairs routed to the busiest expert, over those of the mean one; 1 when loads are even."""
+        """Pairs routed to the busiest expert over the mean of all experts; 1 when loads are even."""
         return float(self.routed.max() / self.routed.mean()) if self.routed.any() else 0.0
 
     @property
     def dropped(self) -> float:
-        """Part of the pairs that found their expert full."""
+        """The share of pairs that were dropped because their expert was full."""
         routed = float(self.routed.sum())
         return 1 - float(self.kept.sum()) / routed if routed else 0.0
 
     @property
     def unused(self) -> float:
-        """Part of the experts that no token chose."""
+        """The share of experts that no token chose."""
         return float((self.routed == 0).double().mean())
 
 
 class ExpertMonitor(Callback):
-    """Logs what routers and experts of all `MoE` layers do, summed over all ranks. Works under every strategy.
+    """Logs the routing of all `MoE` layers, summed over all ranks. Works under every strategy.
 
     ==================================== ===============================================================================
     scalar                               meaning
     ==================================== ===============================================================================
-    ``zero_experts/largest_load``        tokens routed to the busiest expert over those of the mean one, of the worst
-                                         layer
-    ``zero_experts/unused``              part of all experts that no token chose
-    ``zero_experts/dropped``             part of the choices that found their expert full
-    ``zero_experts/entropy``             of the routers' probabilities, nats, mean over layers; log(E) without a
-                                         preference
-    ``zero_experts/balance_loss``        mean over layers, not weighted; 1 when loads are even
-    ``zero_experts/z_loss``              likewise
-    ``zero_experts/sent_mib_per_step``   MiB that a rank sent to others with experts, mean over ranks
-    ``zero_experts/wait_ms_per_step``    ms that computation stood still for these exchanges, mean over ranks
+    ``zero_experts/largest_load``        tokens routed to the busiest expert over the mean of all experts, worst layer
+    ``zero_experts/unused``              share of experts that no token chose
+    ``zero_experts/dropped``             share of tokens' choices dropped because the expert was full
+    ``zero_experts/entropy``             entropy of the routers' probabilities in nats, mean over layers; log(E) when
+                                         all are equal
+    ``zero_experts/balance_loss``        mean over layers, unweighted; 1 when loads are even
+    ``zero_experts/z_loss``              mean over layers, unweighted
+    ``zero_experts/sent_mib_per_step``   MiB that a rank sent in expert-parallel exchanges, mean over ranks
+    ``zero_experts/wait_ms_per_step``    ms that computation waited for these exchanges, mean over ranks
     ``zero_expert_largest_load/*``       and ``zero_expert_unused``, ``zero_expert_dropped``, ``zero_expert_entropy``,
                                          ``zero_expert_balance_loss``: the same by layer
     ==================================== ===============================================================================
 
-    Loggers with TensorBoard's interface also get the tokens of each expert as a histogram per layer,
-    ``zero_expert_tokens/*``, and a picture of all layers, ``zero_experts/load``: see `draw`. What is not used (drops
-    without a limit of tokens) has no chart: one begins when its number is not 0 for the first time.
+    Loggers with TensorBoard's interface also get a histogram of the tokens per expert for each layer,
+    ``zero_expert_tokens/*``, and a plot of all layers, ``zero_experts/load`` (see `draw`). A scalar gets a chart when
+    it is not 0 for the first time: drops have none without a capacity limit.
 
-    Of a step that trains, nothing changes. Ranks add up their counts once per interval, in one all-reduce of a few
-    numbers per expert.
+    The training step does not change. Ranks sum their counts once per interval, in one all-reduce of a few numbers per
+    expert.
     """
 
     @checked(every_n_steps=at_least(1), picture_every_n_steps=at_least(1))
     def __init__(self, every_n_steps: int | None = None, picture_every_n_steps: int = 100) -> None:
-        """Choose how often.
+        """Set the intervals.
 
         Args:
-            every_n_steps: optimizer steps over which scalars count. None: the Trainer's ``log_every_n_steps``.
-            picture_every_n_steps: optimizer steps between two pictures, and between two histograms, at least.
+            every_n_steps: optimizer steps per interval of the scalars. None: the Trainer's ``log_every_n_steps``.
+            picture_every_n_steps: the least number of optimizer steps between two plots, and between two histograms.
 
         Raises:
-            ConfigError: a number below 1.
+            ConfigError: a number is below 1.
         """
         self.every_n_steps = every_n_steps
         self.picture_every_n_steps = picture_every_n_steps
@@ -115,7 +114,7 @@ class ExpertMonitor(Callback):
         self._layers = {name: m for name, m in pl_module.named_modules() if isinstance(m, SparseLayer)}
         self._picture_step, self._charts = None, Charts()
         if not self._layers:
-            rank_zero_info("ExpertMonitor: the model has no MoE layer, so there is nothing to log.")
+            rank_zero_info("ExpertMonitor: the model has no MoE layer, so nothing is logged.")
         self._restart(trainer)
 
     def _restart(self, trainer: pl.Trainer) -> None:
@@ -123,20 +122,22 @@ class ExpertMonitor(Callback):
             layer.reset_statistics()
         self._since_step = trainer.global_step
         self._sent_before = _sent_bytes(trainer)
-        if _is_divided(trainer):
-            _axis(trainer).waits = Waits()
+        axis = _axis(trainer)
+        if axis is not None:
+            axis.waits = Waits()
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Measure no more."""
-        if _is_divided(trainer):
-            _axis(trainer).waits = None
+        """Stop measuring."""
+        axis = _axis(trainer)
+        if axis is not None:
+            axis.waits = None
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log when it is time. Collective, at the same steps on every rank."""
+        """Log at the end of an interval. Collective, at the same steps on every rank."""
         every: int = self.every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
         steps = trainer.global_step - self._since_step
         if not self._layers or not trainer.loggers or every < 1 or steps < every:
@@ -148,7 +149,7 @@ class ExpertMonitor(Callback):
             self._picture_step = step
         if trainer.is_global_zero:
             metrics = scalars(loads)
-            if _is_divided(trainer):
+            if _axis(trainer) is not None:
                 metrics["zero_experts/sent_mib_per_step"] = sent / steps / (1 << 20)
                 metrics["zero_experts/wait_ms_per_step"] = waited / steps * 1e3
             shown = self._charts.of(metrics)
@@ -159,9 +160,9 @@ class ExpertMonitor(Callback):
         self._restart(trainer)
 
     def _over_all_ranks(self, trainer: pl.Trainer, device: torch.device) -> tuple[dict[str, LayerLoad], float, float]:
-        """Loads by layer; and bytes sent, and seconds waited, per rank since the last time.
+        """Return loads by layer, and bytes sent and seconds waited per rank, since the last call. Collective.
 
-        A layer that is on other ranks of a pipeline, and on meta here, adds nothing.
+        A layer of another pipeline stage, which is on meta here, adds zeros.
         """
         rows: list[Tensor] = []
         for layer in self._layers.values():
@@ -171,8 +172,8 @@ class ExpertMonitor(Callback):
                 here = torch.zeros_like(row, device=device) if row.is_meta else row.to(device)
                 rows.append(here.double())
         sent = _sent_bytes(trainer) - self._sent_before
-        waits = _axis(trainer).waits if _is_divided(trainer) else None
-        waited = 0.0 if waits is None else waits.take()
+        axis = _axis(trainer)
+        waited = 0.0 if axis is None or axis.waits is None else axis.waits.take()
         mine = torch.cat([*rows, torch.tensor([sent, waited, 1.0], dtype=torch.double, device=device)])
         group: Any = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         total: Any = trainer.strategy.reduce(mine, group=group, reduce_op="sum")
@@ -180,7 +181,7 @@ class ExpertMonitor(Callback):
         return self._split(total.cpu(), _copies(trainer)), sent, waited
 
     def _split(self, total: Tensor, copies: int) -> dict[str, LayerLoad]:
-        """By layer, of sums over all ranks; every token was counted on ``copies`` of them."""
+        """Split the sums over all ranks by layer; ``copies`` ranks counted each token."""
         sizes = [size for layer in self._layers.values() for size in (layer.num_experts, layer.num_experts, 4)]
         parts = iter(total[:-3].split(sizes))
         loads: dict[str, LayerLoad] = {}
@@ -191,27 +192,22 @@ class ExpertMonitor(Callback):
         return loads
 
 
-def _sent_bytes(trainer: pl.Trainer) -> int:
-    """What this rank has sent so far to others with experts."""
+def _axis(trainer: pl.Trainer) -> Axis | None:
+    """Return the expert-parallel ranks, None without expert parallelism."""
     strategy = trainer.strategy
-    return sum(strategy.expert_parallel_traffic.bytes.values()) if isinstance(strategy, ZeROStrategy) else 0
-
-
-def _axis(trainer: pl.Trainer) -> Axis:
-    """The ranks that hold different experts."""
-    strategy = trainer.strategy
-    assert isinstance(strategy, ZeROStrategy)
+    if not isinstance(strategy, ZeROStrategy) or strategy.parallel.config.expert == 1:
+        return None
     return strategy.require_engine().mesh.expert
 
 
-def _is_divided(trainer: pl.Trainer) -> bool:
-    """Whether experts are divided over ranks."""
-    strategy = trainer.strategy
-    return isinstance(strategy, ZeROStrategy) and strategy.parallel.config.expert > 1
+def _sent_bytes(trainer: pl.Trainer) -> int:
+    """Return the bytes that this rank has sent in expert-parallel exchanges."""
+    axis = _axis(trainer)
+    return 0 if axis is None else sum(axis.traffic.bytes.values())
 
 
 def _copies(trainer: pl.Trainer) -> int:
-    """Ranks on which every token is counted: tensor-parallel ranks route the same tokens, unless these are divided."""
+    """Return how many ranks count each token: several, if tensor-parallel ranks route the same tokens."""
     strategy = trainer.strategy
     if not isinstance(strategy, ZeROStrategy) or strategy.parallel.config.tp.sequence_parallel:
         return 1
@@ -219,13 +215,13 @@ def _copies(trainer: pl.Trainer) -> int:
 
 
 def scalars(loads: dict[str, LayerLoad]) -> dict[str, float]:
-    """What `ExpertMonitor` logs of the layers, by tag."""
+    """Return the scalars that `ExpertMonitor` logs, by tag."""
     layers = list(loads.values())
     routed, kept = (torch.cat([getattr(load, key) for load in layers]) for key in ("routed", "kept"))
     values = ("entropy", "balance_loss", "z_loss")
     means = {key: statistics.fmean(getattr(load, key) for load in layers) for key in values}
-    whole = LayerLoad(routed, kept, **means)
-    result = {f"zero_experts/{key}": getattr(whole, key) for key in ("unused", "dropped", *means)}
+    total = LayerLoad(routed, kept, **means)
+    result = {f"zero_experts/{key}": getattr(total, key) for key in ("unused", "dropped", *means)}
     result["zero_experts/largest_load"] = max(load.largest for load in layers)
     for name, load in loads.items():
         result[f"zero_expert_largest_load/{name}"] = load.largest
@@ -235,7 +231,7 @@ def scalars(loads: dict[str, LayerLoad]) -> dict[str, float]:
 
 
 def _show(experiment: Any, loads: dict[str, LayerLoad], step: int) -> None:
-    """Give a logger's ``experiment`` histograms and the picture, if it takes such."""
+    """Log histograms and the plot to a logger's ``experiment``, if it supports them."""
     if hasattr(experiment, "add_image"):
         experiment.add_image("zero_experts/load", draw({name: load.routed for name, load in loads.items()}), step)
     if not hasattr(experiment, "add_histogram_raw"):
@@ -257,12 +253,12 @@ def _show(experiment: Any, loads: dict[str, LayerLoad], step: int) -> None:
 
 
 def draw(loads: Mapping[str, Tensor], *, width: int = 960, height: int = 24) -> Tensor:
-    """Loads as an image, ``(3, H, W)`` uint8, for TensorBoard's ``add_image``: `cells` with axes and a colour scale.
+    """Return a plot of loads, ``(3, H, W)`` uint8, for TensorBoard's ``add_image``: `cells` with axes and a scale.
 
     Args:
-        loads: ``(E,)`` tokens per expert, by the layer's name; E may differ.
-        width: of the cells, pixels.
-        height: of a line, pixels.
+        loads: ``(E,)`` tokens per expert, by layer name; E may differ.
+        width: width of the cells in pixels.
+        height: height of a line in pixels.
     """
     sizes = {len(load) for load in loads.values()}
     shades = _shades(torch.linspace(0, 2, 101)).tolist()
@@ -280,16 +276,16 @@ def draw(loads: Mapping[str, Tensor], *, width: int = 960, height: int = 24) -> 
 
 
 def _expert_ticks(experts: int) -> list[tuple[float, str]]:
-    """Numbers in the middle of cells, 16 at most."""
+    """Return positions and numbers of at most 16 experts, in the middle of their cells."""
     step = -(-experts // 16)
     return [((e + 0.5) / experts, str(e)) for e in range(0, experts, step)]
 
 
 def cells(loads: Sequence[Tensor], *, width: int = 960, height: int = 24) -> Tensor:
-    """The loads alone, ``(3, layers * (height + 4) + 4, width)`` uint8.
+    """Return the cells of the plot, ``(3, layers * (height + 4) + 4, width)`` uint8.
 
-    One line per layer, from the first at the top; one cell per expert, as wide as the layer has room for. White is the
-    mean load of the layer, red twice that or more, blue less; black is an expert that no token chose.
+    There is one line per layer, the first at the top, and one cell per expert. White is the mean load of the layer, red
+    twice the mean or more, blue less; black is an expert that no token chose.
     """
     image = torch.full((3, len(loads) * (height + ROW_GAP) + ROW_GAP, width), _BACKGROUND, dtype=torch.uint8)
     for line, load in enumerate(loads):
@@ -303,14 +299,14 @@ def cells(loads: Sequence[Tensor], *, width: int = 960, height: int = 24) -> Ten
 
 
 def _colours(load: Tensor) -> Tensor:
-    """``(E, 3)`` uint8."""
+    """Return the colours of loads, ``(E, 3)`` uint8."""
     colours = _shades(load.double() / load.double().mean().clamp(min=1e-9))
     colours[load == 0] = torch.tensor(_UNUSED, dtype=torch.uint8)
     return colours
 
 
 def _shades(relative: Tensor) -> Tensor:
-    """Colours ``(E, 3)`` uint8 of loads over their mean."""
+    """Return the colours of loads relative to their mean, ``(E, 3)`` uint8."""
     above = (relative.double() - 1).clamp(-1, 1)[:, None]
     even, busy, idle = (torch.tensor(c, dtype=torch.double) for c in (_EVEN, _BUSY, _IDLE))
     return torch.where(above > 0, even + (busy - even) * above, even + (even - idle) * above).round().to(torch.uint8)

@@ -1,4 +1,4 @@
-"""Where the time of a number of steps went: as scalars for a logger, and added up over a fit as a table."""
+"""Where the time of an interval of steps went: as scalars for a logger, and summed over a fit as a table."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from ls_strategy.spans import COMMUNICATION, COPY, PHASES, Record
 
 MIB = 1 << 20
 
-BESIDE = {COMMUNICATION: "communication", COPY: "copies"}
-"""Categories of spans, and what they are called in tags."""
+OVERLAPPED = {COMMUNICATION: "communication", COPY: "copies"}
+"""Categories of spans that overlap with computation, and their names in tags."""
 
 SAMPLED_AFTER = ("forward", "backward", "optimizer")
-"""Phases after which memory is told."""
+"""Phases after which memory is reported."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What was recorded in full: one step, or as many as were taken at once."""
+    """A full recording of one step, or of several steps that one batch took."""
 
     record: Record
     steps: int
 
     def metrics(self) -> dict[str, float]:
-        """Scalars of communication and copies."""
+        """Return the scalars of communication and copies."""
         record, result = self.record, {}
-        for category, name in BESIDE.items():
+        for category, name in OVERLAPPED.items():
             total, exposed = record.total_s(category), record.exposed_s(category)
             result[f"zero_time/{name}_ms"] = 1e3 * total / self.steps
             result[f"zero_time/{name}_exposed_ms"] = 1e3 * exposed / self.steps
@@ -42,7 +42,7 @@ class Sample:
         return result
 
     def memory_metrics(self, unit: ByteUnit) -> dict[str, float]:
-        """Scalars of memory by phase."""
+        """Return the scalars of memory by phase."""
         return {
             f"zero_memory_after_{where}_{unit.name}/{category}": n / unit.nbytes
             for where, held in self.memory().items()
@@ -50,11 +50,11 @@ class Sample:
         }
 
     def moved(self, category: str) -> int:
-        """Bytes: sent by this rank, as its meters count them; or copied."""
+        """Return the bytes that this rank sent, by its meters, or copied."""
         return sum(self.record.sent.values()) if category == COMMUNICATION else self.record.nbytes(category)
 
     def memory(self) -> dict[str, dict[str, int]]:
-        """The most bytes of each category after a forward, a backward, and the optimizer's step."""
+        """Return the most bytes of each category after a forward, a backward, and an optimizer step."""
         result: dict[str, dict[str, int]] = {}
         for _, where, held in self.record.memory:
             if where in SAMPLED_AFTER:
@@ -65,11 +65,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class Interval:
-    """The steps from one time of logging to the next, on this rank."""
+    """The steps between two logging times on this rank."""
 
     steps: int
     seconds: Mapping[str, float]
-    """By phase; validation, which belongs to no step, may be among them."""
+    """By phase, and validation, which is not part of a step."""
 
     sample: Sample | None
     samples_seen: int = 0
@@ -81,11 +81,11 @@ class Interval:
 
     @property
     def step_s(self) -> float:
-        """Seconds of all steps together: those of all phases of a step."""
+        """Seconds of all steps: the sum of all phases of a step."""
         return sum(self.seconds.get(phase, 0.0) for phase in PHASES)
 
     def metrics(self) -> dict[str, float]:
-        """Scalars of the phases, and of what was recorded in full."""
+        """Return the scalars of the phases and of the full recording."""
         result = {"zero_time/step_ms": 1e3 * self.step_s / self.steps}
         for phase in PHASES:
             seconds = self.seconds.get(phase, 0.0)
@@ -96,23 +96,23 @@ class Interval:
 
 @dataclass
 class Sums:
-    """Intervals, added up."""
+    """The sum of intervals."""
 
     steps: int = 0
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     overlapped: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Over samples: of communication and copies, seconds (total, exposed) and bytes."""
+    """Over samples: seconds (total, exposed) and bytes of communication and copies."""
 
     sampled_steps: int = 0
     seen: Counter[str] = field(default_factory=Counter)
     flops: float = 0.0
-    """Utilisation times seconds."""
+    """The sum of utilisation times seconds."""
 
     memory: Counter[str] = field(default_factory=Counter)
     """The most bytes of each category."""
 
     def add(self, interval: Interval) -> None:
-        """Count an interval."""
+        """Add an interval."""
         self.steps += interval.steps
         for phase in PHASES:
             self.seconds[phase] += interval.seconds.get(phase, 0.0)
@@ -123,7 +123,7 @@ class Sums:
 
     def _add_sample(self, sample: Sample) -> None:
         self.sampled_steps += sample.steps
-        for category, name in BESIDE.items():
+        for category, name in OVERLAPPED.items():
             self.overlapped[f"{name} total"] += sample.record.total_s(category)
             self.overlapped[f"{name} exposed"] += sample.record.exposed_s(category)
             self.overlapped[f"{name} bytes"] += sample.moved(category)
@@ -132,17 +132,17 @@ class Sums:
                 self.memory[category] = max(self.memory[category], nbytes)
 
     def text(self) -> str:
-        """A table; empty when nothing was counted."""
+        """Return a table; empty without intervals."""
         if not self.steps:
             return ""
         total = sum(self.seconds.values())
         lines = [f"Monitor: {self.steps} steps on rank 0", _line("step", 1e3 * total / self.steps, 1.0)]
-        lines += [_line(f"  {p}", 1e3 * self.seconds[p] / self.steps, _part(self.seconds[p], total)) for p in PHASES]
-        lines += [line for name in BESIDE.values() for line in self._beside_lines(name, total)]
+        lines += [_line(f"  {p}", 1e3 * self.seconds[p] / self.steps, _share(self.seconds[p], total)) for p in PHASES]
+        lines += [line for name in OVERLAPPED.values() for line in self._overlapped_lines(name, total)]
         lines += self._speed_lines(total)
         return "\n".join(lines)
 
-    def _beside_lines(self, name: str, total: float) -> list[str]:
+    def _overlapped_lines(self, name: str, total: float) -> list[str]:
         in_flight, exposed = self.overlapped[f"{name} total"], self.overlapped[f"{name} exposed"]
         if not in_flight:
             return []
@@ -152,14 +152,14 @@ class Sums:
             f"  + {(in_flight - exposed) * per_step:.1f} ms hidden; "
             f"{moved / self.sampled_steps / MIB:.1f} MiB per step{rate}"
         )
-        share = _part(exposed * per_step, 1e3 * total / self.steps)
+        share = _share(exposed * per_step, 1e3 * total / self.steps)
         return [_line(f"of which waiting for {name}", exposed * per_step, share) + note]
 
     def _speed_lines(self, total: float) -> list[str]:
-        words = [f"{self.seen[what] / total:.4g} {what}/s" for what in ("samples", "tokens") if self.seen[what]]
+        rates = [f"{self.seen[what] / total:.4g} {what}/s" for what in ("samples", "tokens") if self.seen[what]]
         if self.flops:
-            words.append(f"MFU {100 * self.flops / total:.1f} %")
-        lines = ["  ".join(words)] if words else []
+            rates.append(f"MFU {100 * self.flops / total:.1f} %")
+        lines = ["  ".join(rates)] if rates else []
         if self.memory:
             unit = unit_for(max(self.memory.values()))
             held = ", ".join(f"{name} {n / unit.nbytes:.3g}" for name, n in self.memory.items() if n)
@@ -168,18 +168,17 @@ class Sums:
 
 
 class FitTable:
-    """All intervals of a fit; those after the first one where there are several, since first steps compile."""
+    """The table of a fit: all intervals, without the first one if there are several, because first steps compile."""
 
     def __init__(self) -> None:
-        """None yet."""
         self._first, self._others = Sums(), Sums()
 
     def add(self, interval: Interval) -> None:
-        """Count an interval."""
+        """Add an interval."""
         (self._others if self._first.steps else self._first).add(interval)
 
     def text(self) -> str:
-        """The table; empty when nothing was counted."""
+        """Return the table; empty without intervals."""
         return self._others.text() or self._first.text()
 
 
@@ -187,5 +186,5 @@ def _line(name: str, milliseconds: float, share: float) -> str:
     return f"  {name:<32}{milliseconds:10.2f} ms{100 * share:6.1f} %"
 
 
-def _part(some: float, total: float) -> float:
-    return some / total if total else 0.0
+def _share(part: float, total: float) -> float:
+    return part / total if total else 0.0

@@ -1,4 +1,4 @@
-"""`Monitor`: how fast the run is, where its time goes, and where the memory is."""
+"""`Monitor`: speed of the run, and where time and memory go."""
 
 from __future__ import annotations
 
@@ -30,70 +30,69 @@ from ls_strategy.plots.charts import ByteUnit, Charts, unit_for
 from ls_strategy.spans import DATA, VALIDATION, Record, Recorder, Window
 
 _WITHOUT_LOGGING = 50
-"""Steps of an interval, where nothing is logged."""
+"""Steps per interval if nothing is logged."""
 
 _ALWAYS = ("zero/skipped_steps", "zero/exposed_update_ms", "zero/exposed_update")
-"""Scalars whose 0 says something."""
+"""Scalars for which 0 is information."""
 
 
 class Monitor(Callback):
-    """Logs how fast the run is, where its time goes and where the memory is, every ``trainer.log_every_n_steps`` steps.
+    """Logs the speed of the run, and where time and memory go, every ``trainer.log_every_n_steps`` steps.
 
     ====================================== =============================================================================
     scalar                                 meaning
     ====================================== =============================================================================
     ``zero/grad_norm``                     global norm of the averaged gradients, before clipping
     ``zero/loss_scale``                    loss scale (fp16 precisions)
-    ``zero/skipped_steps``                 steps skipped after an overflow so far
+    ``zero/skipped_steps``                 number of steps skipped after an overflow
     ``zero/samples_per_s``                 samples of all ranks per second, data loading included
-    ``zero/tokens_per_s``                  likewise tokens, where a batch's first tensor is (batch, tokens), int64 or
-                                           int32
-    ``zero/mfu``                           model FLOP utilisation, where the module has ``flops_per_token()`` or
+    ``zero/tokens_per_s``                  tokens of all ranks per second, if a batch's first tensor is (batch, tokens),
+                                           int64 or int32
+    ``zero/mfu``                           model FLOP utilisation, if the module has ``flops_per_token()`` or
                                            ``flops_per_sample()`` and the peak of the device is known
     ``zero/sent_mib_per_step``             MiB this rank sent per step for sharded states, layers and sequences
     ``zero/exposed_update_ms``             milliseconds per step that training waited for updates of offloaded states
     ``zero/exposed_update``                the same as a share of the step
-    ``zero_time/step_ms``                  milliseconds per optimizer step; validation between steps does not count
-    ``zero_time/forward_ms``               of it, in ``training_step``; in a pipeline also the waits between its actions
-    ``zero_time/backward_ms``              in backward passes
-    ``zero_time/optimizer_ms``             in ``optimizer.step()``: gradients that are still under way, clipping, update
-    ``zero_time/data_ms``                  waiting for the next batch, and bringing it to the device
-    ``zero_time/other_ms``                 callbacks, logging, checkpoints, Lightning's own work: all the rest
+    ``zero_time/step_ms``                  milliseconds per optimizer step, without validation
+    ``zero_time/forward_ms``               of it in ``training_step``; in a pipeline with the waits between its actions
+    ``zero_time/backward_ms``              of it in backward passes
+    ``zero_time/optimizer_ms``             of it in ``optimizer.step()``: gradients still in flight, clipping, update
+    ``zero_time/data_ms``                  of it waiting for the next batch and copying it to the device
+    ``zero_time/other_ms``                 everything else: callbacks, logging, checkpoints, Lightning's own work
     ``zero_time_share/*``                  the same as shares of the step, which add up to 1
-    ``zero_time/communication_ms``         collectives and messages were under way, of one step of the interval
-    ``zero_time/communication_exposed_ms`` of it, computation stood still for them
-    ``zero_time/communication_hidden_ms``  of it, something was computed meanwhile
-    ``zero_traffic/communication_*``       ``mib_per_step`` that this rank sent, for whatever; ``gb_per_s`` while under
-                                           way
+    ``zero_time/communication_ms``         time with collectives or messages in flight, in one step of the interval
+    ``zero_time/communication_exposed_ms`` of it, computation waited for them
+    ``zero_time/communication_hidden_ms``  of it, overlapped with computation
+    ``zero_traffic/communication_*``       ``mib_per_step`` that this rank sent in all; ``gb_per_s`` while in flight
     ``zero_traffic/*_mib_per_step``        of it, by kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ...
-    ``zero_time/copies*_ms``               likewise copies between device and host memory, and to and from drives
-    ``zero_traffic/copies_*``              likewise
+    ``zero_time/copies*_ms``               the same for copies between device and host memory, and to and from NVMe
+    ``zero_traffic/copies_*``              the same for copies
     ``zero_memory_UNIT/*``                 parameters, masters, gradients, optimizer, communication: model states on
                                            this rank; on CUDA also ``peak`` and ``activations`` (peak less states)
-    ``zero_memory_after_PHASE_UNIT/*``     the same when forward, backward, optimizer ends, of one step of the interval;
+    ``zero_memory_after_PHASE_UNIT/*``     the same when forward, backward, optimizer ends, in one step of the interval;
                                            also ``allocated`` (CUDA), ``process`` (resident memory) and ``offloaded``
                                            activations
-    ``zero_activations/*``                 what was kept, offloaded, and waited for, of the tensors that backward needs
+    ``zero_activations/*``                 tensors that backward needs: kept, offloaded, and waited for
     ====================================== =============================================================================
 
-    UNIT is ``gib``, ``mib`` or ``kib``, as fits what this rank holds when the fit begins. What is not used (copies,
-    messages of a single rank) has no chart: one begins when its number is not 0 for the first time.
+    UNIT is ``gib``, ``mib`` or ``kib``, chosen by what this rank stores when the fit begins. A scalar gets a chart when
+    it is not 0 for the first time: unused features have none.
 
-    Phases are measured in every step and add up to it. What goes on beside them (communication, copies) is part of
-    them where it is exposed. It takes more notes, so that it is recorded in one step of an interval, in its middle.
-    Times are those of the computation: of the training thread on CPUs, of the current stream on CUDA.
+    Phases are measured in every step and add up to it. Communication and copies are part of a phase as far as they are
+    exposed. Recording them takes more work, so it is done in one step in the middle of an interval. Times are those of
+    the computation: of the training thread on CPUs, of the current stream on CUDA.
 
-    At the end of a fit the log shows a table of it all; not with ``Trainer(enable_model_summary=False)``.
+    At the end of a fit the log shows a table, unless ``Trainer(enable_model_summary=False)``.
     """
 
     @checked(peak_tflops=above(0), trace_step=at_least(1))
     def __init__(self, peak_tflops: float | None = None, *, trace_step: int | None = None) -> None:
-        """Nothing is needed.
+        """Set the options; none is required.
 
         Args:
-            peak_tflops: peak of one device in 10^12 FLOP/s, for MFU on devices that Lightning's table does not know.
-            trace_step: write ``trace_step<N>.json`` beside the logs: all that all ranks did in the step after which
-                ``trainer.global_step`` is N, and memory by category, for https://ui.perfetto.dev.
+            peak_tflops: peak of one device in 10^12 FLOP/s, for MFU on devices missing in Lightning's table.
+            trace_step: write ``trace_step<N>.json`` to the log folder, for https://ui.perfetto.dev: what all ranks did
+                in the step after which ``trainer.global_step`` is N, and memory by category.
         """
         self.peak_tflops = peak_tflops
         self.trace_step = trace_step
@@ -108,14 +107,14 @@ class Monitor(Callback):
         self._step_before = 0
         self._last_step = 0
         self._stride = 1
-        """Steps that the last batch that stepped has taken: manual optimization may take several."""
+        """Optimizer steps of the last batch that took any: manual optimization may take several."""
         self._window_from = 0
         self._window: tuple[Window, int] | None = None
-        """Of this interval, and its steps."""
+        """The recording of this interval, and its steps."""
         self._norms: dict[str, Tensor] = {}
         self._charts = Charts()
         self._unit: ByteUnit | None = None
-        """Of memory, in this fit."""
+        """The unit of memory in this fit."""
 
     # fit -------------------------------------------------------------------------------------------------------------
 
@@ -125,7 +124,7 @@ class Monitor(Callback):
         strategy = zero_strategy(trainer, self)
         monitors = [c for c in trainer.callbacks if isinstance(c, Monitor)]  # type: ignore[attr-defined]
         if len(monitors) > 1:
-            raise PlanError(f"callbacks has {len(monitors)} Monitors, and there is one clock. Leave one of them.")
+            raise PlanError(f"Got {len(monitors)} Monitors in callbacks, but a run can have only one. Keep one.")
         self._recorder = Recorder(strategy.root_device)
         self._undo = around_fetches(
             trainer, partial(self._recorder.enter, DATA), partial(self._recorder.leave, DATA)
@@ -151,12 +150,12 @@ class Monitor(Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Note no more."""
+        """Stop recording."""
         self._stop()
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Likewise."""
+        """Stop recording."""
         self._stop()
 
     def _stop(self) -> None:
@@ -170,13 +169,13 @@ class Monitor(Callback):
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """What follows is no part of a step."""
+        """Start the time that does not count as part of a step."""
         if self._recorder is not None:
             self._recorder.enter(VALIDATION)
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """The steps go on."""
+        """Continue with the time of steps."""
         if self._recorder is None:
             return
         self._recorder.leave(VALIDATION)
@@ -223,7 +222,7 @@ class Monitor(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count, and log when it is time. Collective at the step that is traced."""
+        """Count, and log at the end of an interval. Collective at the step that is traced."""
         self._samples += extract_batch_size(batch)
         self._tokens += _tokens(batch)
         if self._recorder is None or trainer.global_step == self._last_step:
@@ -237,7 +236,7 @@ class Monitor(Callback):
     def _end_interval(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         strategy = zero_strategy(trainer, self)
         if strategy.root_device.type == "cuda":
-            torch.cuda.synchronize(strategy.root_device)  # otherwise the clock stops before the work does
+            torch.cuda.synchronize(strategy.root_device)  # otherwise the clock stops before the work is done
         utilisation = self._utilisation(module, strategy)
         interval = self._interval(trainer, strategy, utilisation)
         self._table.add(interval)
@@ -297,10 +296,10 @@ class Monitor(Callback):
             flops = float(per_sample()) * self._samples
         return flops / (time.perf_counter() - self._since) / peak if flops and peak else None
 
-    # the step that is recorded in full -------------------------------------------------------------------------------
+    # full recordings -------------------------------------------------------------------------------------------------
 
     def _look_ahead(self, trainer: pl.Trainer) -> None:
-        """Begin to record, if the next step is to be; or to prepare, if the one after it is."""
+        """Begin a full recording if the next step needs it; prepare it if the step after the next does."""
         assert self._recorder is not None
         step = trainer.global_step
         if self._wants(trainer, step):
@@ -314,7 +313,7 @@ class Monitor(Callback):
             self._recorder.detail = False
 
     def _wants(self, trainer: pl.Trainer, step: int) -> bool:
-        """Whether what begins when ``global_step`` is ``step`` is recorded in full."""
+        """Whether the step that begins when ``global_step`` is ``step`` is recorded in full."""
         every = self._every(trainer) or _WITHOUT_LOGGING
         ahead = step - self._step_before
         again = ahead >= every  # the interval after this one
@@ -335,7 +334,7 @@ class Monitor(Callback):
             self._write_trace(trainer, window.resolve())
 
     def _write_trace(self, trainer: pl.Trainer, record: Record) -> None:
-        """Collective."""
+        """Write the trace of all ranks. Collective."""
         strategy = zero_strategy(trainer, self)
         ranks = strategy.require_engine().mesh.world.exchange_objects(RankTrace.of(record))
         folder = Path(trainer.log_dir or trainer.default_root_dir)  # broadcast, so on all ranks
@@ -347,7 +346,7 @@ class Monitor(Callback):
 
 
 def _tokens(batch: Any) -> int:
-    """Elements of a batch's first tensor if it holds token numbers, ``(batch, tokens)`` int64 or int32; else 0."""
+    """Return the elements of a batch's first tensor if it has token ids, ``(batch, tokens)`` int64 or int32, else 0."""
     for t in tree_iter(batch):
         if isinstance(t, Tensor):
             return t.numel() if t.dim() == 2 and t.dtype in (torch.int64, torch.int32) else 0
@@ -355,7 +354,7 @@ def _tokens(batch: Any) -> int:
 
 
 def _sent_bytes(strategy: ZeROStrategy) -> int:
-    """What this rank has sent so far: for sharded states, and to those that divide its layers and sequences."""
+    """Return the bytes that this rank has sent for sharded states, and to its tensor- and context-parallel groups."""
     meters = (strategy.traffic, strategy.tensor_parallel_traffic, strategy.context_parallel_traffic)
     return sum(sum(meter.bytes.values()) for meter in {id(m): m for m in meters}.values())
 
@@ -374,7 +373,7 @@ def _memory(strategy: ZeROStrategy, unit: ByteUnit) -> dict[str, float]:
 
 
 def _bytes_in_use(strategy: ZeROStrategy) -> dict[str, int]:
-    """By category, now."""
+    """Return the bytes in use now, by category."""
     held = dict(strategy.memory_bytes())
     if strategy.root_device.type == "cuda":
         allocated = torch.cuda.memory_allocated(strategy.root_device)

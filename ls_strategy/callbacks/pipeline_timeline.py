@@ -1,4 +1,4 @@
-"""`PipelineTimeline`: what every stage of a pipeline did when."""
+"""`PipelineTimeline`: the timeline of every pipeline stage."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from ls_strategy.parallel.pipeline import timeline
 
 
 class PipelineTimeline(Callback):
-    """Shows what every stage of a pipeline did when, every so many steps.
+    """Shows the timeline of every pipeline stage, at regular intervals.
 
-    Loggers with TensorBoard's interface get a picture, ``zero_pipeline/timeline``, with one line per rank over the
-    time in ms: forwards blue, backwards green, bubbles grey; and all loggers the share of bubbles,
-    ``zero_pipeline/bubble``. Beside the logs comes ``pipeline_step<N>.json``, for chrome://tracing or ui.perfetto.dev.
+    Loggers with TensorBoard's interface get a plot, ``zero_pipeline/timeline``, with one line per rank over the time in
+    ms: forwards blue, backwards green, bubbles grey. All loggers get the share of bubbles, ``zero_pipeline/bubble``.
+    The log folder gets ``pipeline_step<N>.json``, for chrome://tracing or ui.perfetto.dev.
     """
 
     @checked(every_n_steps=at_least(1))
     def __init__(self, every_n_steps: int = 100) -> None:
-        """Choose how often.
+        """Set the interval.
 
         Args:
-            every_n_steps: optimizer steps between two pictures; the first one is of the second step.
+            every_n_steps: optimizer steps between two plots; the first plot shows the second step.
         """
         self.every_n_steps = every_n_steps
 
@@ -37,7 +37,7 @@ class PipelineTimeline(Callback):
         pipeline = zero_strategy(trainer, self).parallel.pipeline
         if pipeline is None:
             raise PlanError(
-                "PipelineTimeline shows the stages of a pipeline, and there is none: set parallel.pipeline, or "
+                "Got PipelineTimeline without a pipeline, but it shows the stages of one. Set parallel.pipeline, or "
                 "leave the callback out."
             )
         return pipeline
@@ -51,7 +51,7 @@ class PipelineTimeline(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Begin to note, if the step that begins is to be shown."""
+        """Start recording if this step will be shown."""
         due = trainer.global_step % self.every_n_steps == min(1, self.every_n_steps - 1)
         self._pipeline(trainer).record(on=due)
 
@@ -59,7 +59,7 @@ class PipelineTimeline(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log what was noted. Collective over the pipeline, at the same steps on every rank."""
+        """Log the recording. Collective over the pipeline, at the same steps on every rank."""
         pipeline = self._pipeline(trainer)
         if pipeline.runner.recorder is None:
             return

@@ -1,4 +1,4 @@
-"""`PreemptionHandler`: end a run in order when the cluster wants its machine back, and go on from there afterwards."""
+"""`PreemptionHandler`: saves and ends a run when the cluster takes its machine back, and resumes it afterwards."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.slurm import job
 
 _MAX_STEPS_BETWEEN_CHECKS = 100
-"""Bounds the delay where steps become slow after the number of them was chosen."""
+"""Limits the delay if steps become slow after their number was chosen."""
 
 _RANK_BITS = 32
 
 
 class Preempted(SIGTERMException):
-    """Ends the process after an orderly stop: status 0 if SLURM will run the job again, else 128 + the signal."""
+    """Ends the process after the save: with status 0 if SLURM will run the job again, else 128 + the signal."""
 
 
 class PreemptionHandler(Callback):
@@ -43,21 +43,21 @@ class PreemptionHandler(Callback):
 
     ::
 
-        signal on any rank        only sets a flag; in a SLURM job from the moment on at which this object is made
-        end of an optimizer step  every few seconds all ranks agree (CPU group): does anyone want to stop?
+        signal on any rank        only sets a flag; in a SLURM job as soon as this object is created
+        end of an optimizer step  every few seconds all ranks agree (CPU group) whether any of them has to stop
         stop                      all ranks save, rank 0 requeues the job, `Preempted` ends the process
         next start                the newest checkpoint is found and restored
 
-    Training stops whatever ``min_epochs`` and ``min_steps`` say. ``trainer.fit`` does not return: `Preempted`, a
-    ``SystemExit``, passes through it, so that a half-trained model is not tested or published as a whole one.
+    Training stops regardless of ``min_epochs`` and ``min_steps``. ``trainer.fit`` does not return: `Preempted`, a
+    ``SystemExit``, passes through it, so that a half-trained model is not tested or published.
 
-    A signal that arrives during validation waits for its end and one more step. Choose the lead of the signal, and
-    ``minutes_before_end``, longer than a validation and a save. Where the last step of an epoch is the one that is
-    saved, the run that follows starts with the next epoch, as from any checkpoint taken at the end of a step.
+    A signal during validation takes effect one step after it. Let the signal, and ``minutes_before_end``, come earlier
+    by more than a validation and a save take. If the last step of an epoch is saved, the next run starts with the next
+    epoch, as from every checkpoint taken at the end of a step.
 
-    Whether the job is requeued: yes at the end of its time and on any signal but SIGTERM, which SLURM sends for many
-    reasons. Then it is requeued only while SLURM counts it as running, so not after ``scancel``. Lightning's own
-    handlers for SIGTERM and SLURM are off in a fit with this callback, and so is their broadcast in every step.
+    The job is requeued at the end of its time and on every signal but SIGTERM, which SLURM sends for many reasons.
+    After SIGTERM it is requeued only while SLURM counts it as running, so not after ``scancel``. A fit with this
+    callback disables Lightning's handlers for SIGTERM and SLURM, and their broadcast in every step.
 
     Works with every strategy. Resuming in the middle of an epoch needs a data loader with ``state_dict``; Lightning
     warns without one.
@@ -74,23 +74,23 @@ class PreemptionHandler(Callback):
         requeue: bool = True,
         resume: bool = True,
     ) -> None:
-        """Nothing is needed.
+        """Set the options; none is required.
 
         Args:
-            dirpath: folder of the checkpoint, which all nodes share. Default: ``preemption/<job id>`` in the Trainer's
-                ``default_root_dir``, with ``_<task>`` in arrays, and with ``-1`` where an older job had that number;
-                outside SLURM ``preemption/local``, which is emptied when training ends by itself.
+            dirpath: folder of the checkpoint, shared by all nodes. Default: ``preemption/<job id>`` in the Trainer's
+                ``default_root_dir``, with ``_<task>`` in arrays, and with ``-1`` if an older job had that number;
+                outside SLURM ``preemption/local``, which is emptied when training ends normally.
             signals: names of the signals that stop the run.
-            check_every_s: seconds between agreements of the ranks, rounded to whole optimizer steps, at least 1 and at
-                most 100 of them. 0 agrees after every step.
-            minutes_before_end: stop this long before the end of a SLURM job, in minutes, but never in the first three
-                quarters of its time; 0 leaves it to signals.
+            check_every_s: seconds between agreements of the ranks, rounded to optimizer steps, at least 1 and at most
+                100 of them. 0 agrees after every step.
+            minutes_before_end: stop this many minutes before the end of a SLURM job, but never in the first three
+                quarters of its time; 0 stops only on signals.
             requeue: under SLURM, put the job back into the queue after the save.
             resume: start from the newest checkpoint in ``dirpath`` and the folders of every ``ModelCheckpoint``,
                 unless ``trainer.fit`` got a ``ckpt_path``.
 
         Raises:
-            ConfigError: an unknown signal, or a negative time.
+            ConfigError: a signal is unknown, or a time is negative.
         """
         self.dirpath = dirpath
         self.signals = _parse_signals(signals)
@@ -111,22 +111,22 @@ class PreemptionHandler(Callback):
         self._next_check = 1
         self._since = 0.0
         if job.job_id(os.environ) is not None and threading.current_thread() is threading.main_thread():
-            # Ranks may wait for each other for minutes, and what a signal does by itself is to end the process. SIGTERM
-            # may do so: there is nothing to save yet.
+            # Ranks may wait for each other for minutes, and an unhandled signal would end the process. SIGTERM may end
+            # it: there is nothing to save yet.
             self._install(number for number in self.signals if number != signal.SIGTERM)
 
     # start -----------------------------------------------------------------------------------------------------------
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Take the signals over, and look for a checkpoint to resume from. Collective."""
+        """Install the signal handlers, and look for a checkpoint to resume from. Collective."""
         if stage != "fit":
             return
-        if not self._old_handlers:  # else a signal may have come since the handler was made
+        if not self._old_handlers:  # otherwise a signal may have arrived since the handler was installed
             self._received = 0
         self._stop_at = None
-        # Last, so that what other callbacks do at the end of a step is in the checkpoint. A new list: Lightning walks
-        # through the old one right now.
+        # Last, so that the checkpoint has what other callbacks do at the end of a step. A new list, because Lightning
+        # iterates over the old one now.
         trainer.callbacks = [c for c in trainer.callbacks if c is not self] + [self]  # type: ignore[attr-defined]
         compat.take_signals_over(trainer, lambda: self._give_back(trainer))
         if threading.current_thread() is threading.main_thread():
@@ -148,7 +148,7 @@ class PreemptionHandler(Callback):
         if self._resumed_from is not None:
             rank_zero_info(
                 f"PreemptionHandler: {self._resumed_from} is the newest checkpoint; training resumes from it unless "
-                "ckpt_path names another. With resume=False, or without the file, it starts anew."
+                "ckpt_path names another. With resume=False, or without the file, it starts from scratch."
             )
             compat.resume_from(trainer, self._resumed_from)
 
@@ -159,7 +159,7 @@ class PreemptionHandler(Callback):
         return os.path.join(parent, job.own_folder(parent, name, os.environ) if name else "local")  # noqa: PTH118
 
     def _make_group(self, trainer: pl.Trainer) -> None:
-        """A gloo group for the agreement. ZeROStrategy has one, whose connections end with a rank that fails."""
+        """Create a gloo group for the agreement. ZeROStrategy has one, whose connections close when a rank fails."""
         if isinstance(trainer.strategy, ZeROStrategy) or trainer.world_size == 1:
             return
         if self._group_of is not dist.group.WORLD:
@@ -175,10 +175,10 @@ class PreemptionHandler(Callback):
                 self._old_handlers[number] = before
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._received = max(self._received, number)  # nothing else is safe in the middle of anything
+        self._received = max(self._received, number)  # a signal may arrive anywhere: nothing else is safe here
 
     def _give_back(self, trainer: pl.Trainer) -> None:
-        """Put back what was there before: at the end of the Trainer's teardown, after an error too."""
+        """Restore the previous handlers; called at the end of the Trainer's teardown, after an error too."""
         compat.give_signals_back(trainer)
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
@@ -186,7 +186,7 @@ class PreemptionHandler(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start the clock, and read the end of the job."""
+        """Start the clock, and read the end time of the job."""
         self._last_step = trainer.global_step
         self._steps = 0
         self._next_check = 1
@@ -207,7 +207,7 @@ class PreemptionHandler(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Agree when it is time; save and end the process if any rank was told to stop. Collective."""
+        """Agree when it is time; save and end the process if any rank has to stop. Collective."""
         if trainer.global_step == self._last_step:
             return  # gradients are being accumulated
         self._last_step = trainer.global_step
@@ -224,9 +224,9 @@ class PreemptionHandler(Callback):
         self._next_check = 0
 
     def _agree(self, trainer: pl.Trainer) -> tuple[int, bool]:
-        """What any rank received, as ``signal << 32 | rank``, and whether time is over.
+        """Return what any rank received, as ``signal << 32 | rank``, and whether the job's time is over. Collective.
 
-        The number of steps to the next agreement comes from the slowest rank's time, so it is the same on all.
+        The number of steps to the next agreement comes from the slowest rank's time, so it is equal on all ranks.
         """
         now = time.perf_counter()
         step_us = int(1e6 * (now - self._since) / self._steps)
@@ -266,14 +266,14 @@ class PreemptionHandler(Callback):
             if older != path:
                 trainer.strategy.remove_checkpoint(older)
         requeued = self._requeue(trainer, number) if trainer.is_global_zero else False
-        # Rank 0's answer for all; and no rank leaves while another still needs it.
+        # Rank 0's answer on all ranks; and no rank exits while another one still needs it.
         status = 0 if self._max(trainer, torch.tensor([int(requeued)])).item() else 128 + (number or signal.SIGTERM)
-        again = "SLURM runs the job again" if status == 0 else "start it again to go on"
+        again = "SLURM runs the job again" if status == 0 else "start it again to continue"
         rank_zero_info(f"PreemptionHandler: saved {path}. The process ends with status {status}; {again}.")
         raise Preempted(status)
 
     def _requeue(self, trainer: pl.Trainer, number: int) -> bool:
-        """Put the job back into the queue, where that is wanted. Rank 0 only."""
+        """Return whether the job was put back into the queue, if that is wanted. Rank 0 only."""
         if not self.requeue or job.job_id(os.environ) is None:
             return False
         if number == signal.SIGTERM and not job.is_running(os.environ):
@@ -285,7 +285,7 @@ class PreemptionHandler(Callback):
         return problem is None
 
     def _after_failed_save(self, trainer: pl.Trainer, number: int, error: Exception) -> None:
-        """Requeue only if this run has saved something else: otherwise the next one would end at the same point."""
+        """Requeue only if this run has saved another checkpoint: otherwise the next run would fail here too."""
         if not trainer.is_global_zero:
             return
         other = newest([self._folder, *_checkpoint_folders(trainer)])
@@ -294,14 +294,14 @@ class PreemptionHandler(Callback):
         else:
             next_step = f"{other} is the newest checkpoint."
             if self._requeue(trainer, number):
-                next_step += " The job is requeued and goes on from there."
+                next_step += " The job is requeued and continues from there."
         rank_zero_warn(f"PreemptionHandler: the checkpoint could not be saved: {error}\n{next_step}")
 
     # end -------------------------------------------------------------------------------------------------------------
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Training ended by itself: outside SLURM, remove the checkpoint, or the next run would resume from it."""
+        """Outside SLURM, remove the checkpoint after a complete training: the next run must not resume from it."""
         if self.dirpath is None and job.job_id(os.environ) is None:
             for older in self._older:
                 trainer.strategy.remove_checkpoint(older)
@@ -313,8 +313,8 @@ def _parse_signals(names: Sequence[str]) -> list[int]:
         return [signal.Signals[name].value for name in names]
     except KeyError as error:
         raise ConfigError(
-            f"PreemptionHandler(signals={list(names)!r}): {error} is no signal here. "
-            'Give names such as "SIGTERM", "SIGUSR1" and "SIGUSR2".'
+            f"Got PreemptionHandler(signals={list(names)!r}), but {error} is not a signal of this system. "
+            'Set names such as "SIGTERM", "SIGUSR1" and "SIGUSR2".'
         ) from None
 
 
@@ -324,7 +324,7 @@ def _checkpoint_folders(trainer: pl.Trainer) -> list[str]:
 
 
 def _saved_in(folder: str) -> list[str]:
-    """Checkpoints that this callback saved in ``folder`` before."""
+    """Return the checkpoints that this callback saved in ``folder`` earlier."""
     fs, path = url_to_fs(folder)
     if not fs.isdir(path):
         return []

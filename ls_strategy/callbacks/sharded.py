@@ -1,4 +1,4 @@
-"""What all callbacks here need: a `ZeROStrategy`."""
+"""The strategy that the callbacks of this package require."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ls_strategy.lightning.strategy import ZeROStrategy
 
 
 def zero_strategy(trainer: pl.Trainer, callback: Callback) -> ZeROStrategy:
-    """The Trainer's strategy.
+    """Return the Trainer's `ZeROStrategy`.
 
     Raises:
-        PlanError: it is another one.
+        PlanError: the Trainer has another strategy.
     """
     if not isinstance(trainer.strategy, ZeROStrategy):
         raise PlanError(

@@ -1,4 +1,4 @@
-"""One step of all ranks in one picture, for ui.perfetto.dev: a group of rows per rank, and its memory."""
+"""One trace of a step on all ranks, for ui.perfetto.dev: a group of rows per rank, and its memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ls_strategy.spans.chrome_trace import ChromeTrace
 
 _TRAINING, _WAITS = 0, 1
 _LANES = {COMMUNICATION: 100, COPY: 200}
-"""Numbers of the first rows; spans that overlap are in rows of their own."""
+"""Numbers of the first rows; spans that overlap go into separate rows."""
 
 _MIB = 1 << 20
 _PROCESS = "process"
@@ -19,7 +19,7 @@ _PROCESS = "process"
 
 @dataclass(frozen=True)
 class RankTrace:
-    """A rank's step, with times of the system clock, which hosts must have in step for a common picture."""
+    """A rank's step and its offset to the system clock, which must be synchronised between hosts."""
 
     record: Record
     shift_s: float
@@ -27,12 +27,12 @@ class RankTrace:
 
     @classmethod
     def of(cls, record: Record) -> RankTrace:
-        """Of this process."""
+        """Return the trace of this process."""
         return cls(record, time.time() - time.perf_counter())
 
 
 def merged(ranks: Sequence[RankTrace]) -> str:
-    """The file's text; ``ranks`` in order."""
+    """Return the trace of all ranks, given in order, as JSON."""
     trace = ChromeTrace(min(r.record.start + r.shift_s for r in ranks))
     for number, rank in enumerate(ranks):
         trace.name_process(number, f"rank {number}")
@@ -65,7 +65,7 @@ def _add(trace: ChromeTrace, rank: int, record: Record, shift: float) -> None:
 
 
 def _lanes(spans: Iterable[Span]) -> list[list[Span]]:
-    """As few rows as can be in which no two spans overlap."""
+    """Split spans into the fewest rows in which no two spans overlap."""
     lanes: list[list[Span]] = []
     for span in sorted(spans, key=lambda s: s.start):
         free = next((lane for lane in lanes if lane[-1].end <= span.start), None)
@@ -77,7 +77,7 @@ def _lanes(spans: Iterable[Span]) -> list[list[Span]]:
 
 
 def _without_overlap(waits: Iterable[Span]) -> list[Span]:
-    """Outer waits only: an update that is waited for may itself wait for a drive."""
+    """Return only outer waits: an update that is waited for may itself wait for NVMe."""
     result: list[Span] = []
     for span in sorted(waits, key=lambda s: (s.start, -s.end)):
         if not result or span.start >= result[-1].end:

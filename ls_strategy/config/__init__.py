@@ -1,6 +1,6 @@
 """Every option of the engine: frozen dataclasses, checked when they are made, standard library only.
 
-One file per group; `ls_strategy.config.zero` has all of them together, and what contradicts each other.
+One file per group. `ls_strategy.config.zero` joins the groups and refuses options that contradict each other.
 """
 
 from ls_strategy.config.activations import ActivationOffloadConfig, ActivationsConfig, RecomputeConfig

@@ -1,9 +1,9 @@
-"""``checkpoint``: what checkpoints are, and when they are written."""
+"""``checkpoint``: the format of checkpoints, and when they are written."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ls_strategy.checked import check_fields
 from ls_strategy.config.group import Group
@@ -14,30 +14,30 @@ CheckpointFormat = Literal["sharded", "file"]
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(Group):
-    """How checkpoints are written. ``"sharded"`` or ``"file"`` alone: ``format``."""
+    """How checkpoints are written. The short form ``"sharded"`` or ``"file"`` sets ``format``."""
 
     format: CheckpointFormat = "sharded"
-    """``sharded``: a checkpoint is a folder; every rank writes what it has, any other layout loads it. ``file``: one
-    file in Lightning's own format, gathered on rank 0, which needs the memory for it."""
+    """``sharded``: a checkpoint is a folder; every rank writes what it stores, and any other layout can load it.
+    ``file``: one file in Lightning's own format, gathered on rank 0, which needs the memory for it."""
 
     background: bool = False
-    """Write checkpoint folders while training goes on. A step waits only for copies of what is on the device; an error
-    is raised by the next save, or at the end."""
+    """Write checkpoint folders while training continues. A step waits only for copies from the device; the next save,
+    or the end of the run, raises an error of the write."""
 
     frozen: bool = True
-    """Put parameters that do not train into checkpoint folders too."""
+    """Include parameters that do not train in checkpoint folders."""
 
     on_error: Literal["raise", "continue"] = "raise"
-    """``raise``, or ``continue`` training when a checkpoint cannot be written (a full disk); the error is logged, and
-    no earlier checkpoint is removed then."""
+    """``raise`` when a checkpoint cannot be written (a full disk), or ``continue`` training: the error is logged and no
+    earlier checkpoint is removed."""
 
-    @classmethod
-    def of(cls, option: CheckpointFormat | CheckpointConfig) -> CheckpointConfig:
-        """Return the group that ``option`` is, or is short for."""
-        return option if isinstance(option, CheckpointConfig) else cls(format=option)
+    @staticmethod
+    def short_form(value: Any, stage: Any) -> dict[str, Any]:
+        """Return the options that ``"sharded"`` or ``"file"`` sets."""
+        return {"format": value}
 
     def __post_init__(self) -> None:
-        """Refuse values outside their sets."""
+        """Refuse invalid values."""
         check_fields(self, group="checkpoint")
         if self.background and self.format == "file":
             raise ConfigError(

@@ -1,6 +1,6 @@
-"""What every group of options is: a frozen dataclass that knows which of its options were written.
+"""`Group`: the base of all option dataclasses, which records which options were given explicitly.
 
-The one invariant: a group refuses what it has no option for, with the nearest option that it has.
+The one invariant: a group refuses an unknown option and names the nearest one it has.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)  # or jsonargparse writes class paths into YAML
 class Group:
-    """Base of all groups. Their ``__init__`` is that of a dataclass, with keywords alone."""
+    """Base of all groups. Their ``__init__`` is the dataclass's own, keyword-only."""
 
     RENAMED: ClassVar[dict[str, str]] = {}
-    """Options of earlier versions, with what they are now."""
+    """Old name of an option: what to write now."""
 
     __slots__ = ("_written",)  # jsonargparse takes what is in ``vars(group)`` for options
 
     _written: ClassVar[frozenset[str]]
 
     def __new__(cls, **written: Any) -> Self:
-        """Note which options are written, also those with the value of their default.
+        """Record which options are given, including those given with their default.
 
         Raises:
-            ConfigError: there is no option of this name, or one is missing.
+            ConfigError: an option is unknown, or a required one is missing.
         """
         fields = dataclasses.fields(cls)
         names = [field.name for field in fields]
@@ -46,16 +46,26 @@ class Group:
                 )
         return _make(cls, {}, frozenset(written))
 
+    @staticmethod
+    def short_form(value: Any, stage: Any) -> dict[str, Any] | None:
+        """Return the options that ``value`` sets if it is a short form of this group, None if there are no short forms.
+
+        Args:
+            value: neither a group nor a mapping.
+            stage: the ZeRO stage, or ``"auto"``.
+        """
+        return None
+
     @property
     def written(self) -> dict[str, Any]:
-        """Values of the options that were written."""
+        """The values of the options that were given."""
         return {name: getattr(self, name) for name in sorted(self._written)}
 
     def __reduce__(self) -> Any:
         return _make, (type(self), dict(vars(self)), self._written)
 
     def _set(self, name: str, value: Any) -> None:
-        """Replace a short form by what it stands for, in ``__post_init__``."""
+        """Set a field in ``__post_init__``, to replace a short form by its full form."""
         object.__setattr__(self, name, value)
 
 
@@ -63,7 +73,7 @@ Made = TypeVar("Made", bound=Group)
 
 
 def _make(kind: type[Made], options: dict[str, Any], written: frozenset[str]) -> Made:
-    """Return a group with ``options``, without a look at them."""
+    """Return a group with ``options``, unchecked."""
     group = object.__new__(kind)
     vars(group).update(options)
     object.__setattr__(group, "_written", written)

@@ -1,4 +1,4 @@
-"""``parallel``: how one model, or one sequence, is divided over ranks that work on the same batch."""
+"""``parallel``: how one model, or one sequence, is partitioned over ranks that work on the same batch."""
 
 from __future__ import annotations
 
@@ -18,22 +18,21 @@ _RANKS = at_least(1, 1 << 20)
 
 @dataclass(frozen=True, kw_only=True)
 class TensorConfig(Group):
-    """Tensor parallelism: ranks that divide every layer among them."""
+    """Tensor parallelism: every layer is partitioned over a group of ranks."""
 
     size: int
-    """Ranks that divide every layer among them; they work on the same batch."""
+    """Ranks that every layer is partitioned over; they work on the same batch."""
 
     plan: Literal["auto"] | Mapping[str, Any] = "auto"
-    """Which layer is divided how. ``auto``: what the module's ``tensor_parallel_plan()`` says, or its
-    ``configure_model`` has done by ``parallelize_module``, or Hugging Face's plan, or what names and shapes tell.
-    ``{"blocks.*.up": "column", "blocks.*.down": "row", ...}`` says it by module names."""
+    """How each layer is partitioned. ``auto``: by the module's ``tensor_parallel_plan()``, or by ``parallelize_module``
+    in its ``configure_model``, or by Hugging Face's plan, or by names and shapes.
+    ``{"blocks.*.up": "column", "blocks.*.down": "row", ...}`` sets it by module name."""
 
     sequence_parallel: bool = False
-    """Megatron's sequence parallelism: also divide what lies between divided layers (norms, dropout), along the
-    tokens."""
+    """Megatron's sequence parallelism: the layers in between (norms, dropout) are partitioned along the tokens."""
 
     def __post_init__(self) -> None:
-        """Refuse values outside their sets."""
+        """Refuse invalid values."""
         check_fields(self, group="parallel.tensor", size=_RANKS)
         if self.size == 1 and (self.sequence_parallel or self.plan != "auto"):
             raise ConfigError(
@@ -44,34 +43,34 @@ class TensorConfig(Group):
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig(Group):
-    """Pipeline parallelism: ranks that divide the blocks of the model among them, one after the other."""
+    """Pipeline parallelism: the blocks of the model are partitioned into stages over a group of ranks."""
 
     size: int
-    """Ranks that divide the blocks of the model among them, and work on micro-batches of the same batch.
-    ``training_step`` stays as it is."""
+    """Ranks that the blocks are partitioned over; they work on micro-batches of the same batch. ``training_step`` stays
+    as it is."""
 
     micro_batches: int | None = None
-    """Parts of every batch that are in flight in the pipeline. None: four per rank of it."""
+    """Micro-batches per batch. None: four per rank of the pipeline."""
 
     micro_batch_size: int | None = None
-    """Samples of a micro-batch, in place of their number."""
+    """Samples per micro-batch, instead of the number of micro-batches."""
 
     schedule: Schedule = "1f1b"
     """Order of forwards and backwards, see `ls_strategy.parallel.pipeline.schedules`."""
 
     partition: str = "parameters"
     """What is balanced over stages: ``parameters``, ``flops`` (of the forward, counted in a dry run on one batch),
-    ``uniform`` (numbers of blocks) or ``type:REGEX`` (blocks of classes whose name matches)."""
+    ``uniform`` (the number of blocks) or ``type:REGEX`` (blocks of a class with a matching name)."""
 
     stages_per_rank: int | None = None
-    """Stages that every rank holds, of the schedules that have several. None: two for ``interleaved_1f1b``."""
+    """Stages per rank, for schedules with several. None: two for ``interleaved_1f1b``."""
 
     blocks: str | None = None
-    """Name of the ModuleList or Sequential that is divided. None: what the model's ``to_layers()`` returns, or the
+    """Name of the ModuleList or Sequential to partition. None: what the model's ``to_layers()`` returns, or the
     longest one."""
 
     def __post_init__(self) -> None:
-        """Refuse values outside their sets."""
+        """Refuse invalid values."""
         counts: dict[str, Range] = dict.fromkeys(("micro_batches", "micro_batch_size", "stages_per_rank"), _RANKS)
         check_fields(self, group="parallel.pipeline", size=_RANKS, **counts)
         if self.size == 1:
@@ -94,7 +93,7 @@ class PipelineConfig(Group):
         if self.micro_batches or self.micro_batch_size:
             raise ConfigError(
                 "Got parallel.pipeline.micro_batches with parallel.pipeline.size=1, but micro-batches require a "
-                "pipeline. To add up gradients of several batches, use Trainer(accumulate_grad_batches=...)."
+                "pipeline. To accumulate gradients of several batches, use Trainer(accumulate_grad_batches=...)."
             )
         for option in fields(self):
             value = getattr(self, option.name)
@@ -117,41 +116,41 @@ def _check_pattern(partition: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig(Group):
-    """Sizes of tensor, context, expert and pipeline parallelism; 1 disables one."""
+    """Sizes of tensor, context, expert and pipeline parallelism; 1 disables each."""
 
     tensor: int | TensorConfig = 1
-    """Tensor parallelism: ranks that divide every layer among them."""
+    """Tensor parallelism: ranks that every layer is partitioned over."""
 
     context: int = 1
-    """Context parallelism: ranks that divide the tokens of every sequence among them, and exchange them for heads
-    around attention (Ulysses). For models that call ``scaled_dot_product_attention``."""
+    """Context parallelism: ranks that the tokens of every sequence are partitioned over; around attention they exchange
+    tokens for heads (Ulysses). For models that call ``scaled_dot_product_attention``."""
 
     expert: int = 1
-    """Expert parallelism: neighbouring ranks that divide the experts of every `MoE` layer among them and send each
-    other tokens. They keep batches of their own; the states of an expert are sharded over the ranks that hold it."""
+    """Expert parallelism: neighbouring ranks that the experts of every `MoE` layer are partitioned over; they exchange
+    tokens and train on different batches. The states of an expert are sharded over the ranks that hold it."""
 
     pipeline: int | PipelineConfig = 1
-    """Pipeline parallelism: ranks that divide the blocks of the model among them."""
+    """Pipeline parallelism: ranks that the blocks of the model are partitioned over."""
 
     @property
     def tp(self) -> TensorConfig:
-        """Return ``tensor``, which may be given as a size alone."""
+        """The full form of ``tensor``."""
         assert isinstance(self.tensor, TensorConfig)
         return self.tensor
 
     @property
     def pp(self) -> PipelineConfig:
-        """Return ``pipeline``, which may be given as a size alone."""
+        """The full form of ``pipeline``."""
         assert isinstance(self.pipeline, PipelineConfig)
         return self.pipeline
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Ranks along every axis."""
+        """The number of ranks along every axis."""
         return {"tensor": self.tp.size, "context": self.context, "expert": self.expert, "pipeline": self.pp.size}
 
     def __post_init__(self) -> None:
-        """Refuse values outside their sets."""
+        """Refuse invalid values."""
         check_fields(self, group="parallel", tensor=_RANKS, context=_RANKS, expert=_RANKS, pipeline=_RANKS)
         if isinstance(self.tensor, int):
             self._set("tensor", TensorConfig(size=self.tensor))

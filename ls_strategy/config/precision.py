@@ -1,4 +1,4 @@
-"""``precision``: what is kept, summed and stored in how many bits, beside ``Trainer(precision=...)``."""
+"""``precision``: formats of master weights, sums and moments, in addition to ``Trainer(precision=...)``."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ class LossScaleConfig(Group):
     """Loss scale of the fp16 modes. The knobs and their defaults are DeepSpeed's (its ``fp16`` section)."""
 
     static: float | None = None
-    """A constant scale. ``None``: the scale is dynamic and the other fields apply."""
+    """A constant scale. None: the scale is dynamic and the other options apply."""
 
     initial_power: int = 16
     """The first dynamic scale is ``2 ** initial_power``."""
 
     window: int = 1000
-    """The scale doubles after this many steps in a row without an overflow."""
+    """The scale doubles after this many consecutive steps without an overflow."""
 
     hysteresis: int = 2
-    """Overflows that are tolerated before the scale is halved; the step is skipped each time."""
+    """Overflows before the scale is halved; each of them skips the step."""
 
     consecutive_hysteresis: bool = False
-    """Refill the tolerance after every good step instead of only when the scale doubles."""
+    """Reset the count of overflows after every good step instead of only when the scale doubles."""
 
     min_scale: float = 1.0
     """The scale never falls below this; an overflow at this scale ends the run with an error."""
 
     def __post_init__(self) -> None:
-        """Refuse values that cannot scale a loss."""
-        largest = 2.0**127  # of a power of two in fp32
+        """Refuse invalid values."""
+        largest = 2.0**127  # the largest power of two in fp32
         check_fields(
             self,
             static=above(0, largest),
@@ -49,29 +49,27 @@ class LossScaleConfig(Group):
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig(Group):
-    """Master weights, sums, moments and the loss scale. The precision of the numbers is ``Trainer(precision=...)``."""
+    """Master weights, sums, moments and the loss scale. ``Trainer(precision=...)`` sets the computation's precision."""
 
     master_weights: bool = True
-    """Keep fp32 master weights with ``bf16-true`` and ``16-true``. False halves their memory and lets the optimizer
-    work in 16 bit."""
+    """Keep fp32 master weights with ``bf16-true`` and ``16-true``. False halves their memory, and the optimizer works
+    in 16 bit."""
 
     reduce_dtype: ReduceDtype = "fp32"
-    """NCCL: sum gradients over ranks in ``fp32``, or with ``compute`` in the dtype they were computed in, half the
-    bytes in the 16-bit modes. gloo always sums in fp32."""
+    """NCCL: sum gradients over ranks in ``fp32``, or with ``compute`` in the dtype they were computed in, which halves
+    the bytes in the 16-bit modes. gloo always sums in fp32."""
 
     fp32_modules: tuple[str, ...] = ()
-    """Class names of modules that stay in fp32 with ``bf16-true`` and ``16-true`` (a router, say).
-
-    Their inputs are cast to fp32 and their outputs back. Batch norms always keep fp32 parameters and statistics.
-    """
+    """Class names of modules that stay in fp32 with ``bf16-true`` and ``16-true``, such as a router. Their inputs are
+    cast to fp32 and their outputs back. Batch norms always keep fp32 parameters and statistics."""
 
     loss_scale: LossScaleConfig | None = None
-    """Knobs of the loss scale of the fp16 precisions. None: a dynamic scale with its defaults."""
+    """The loss scale of the fp16 precisions. None: a dynamic scale with the default options."""
 
     moments: MomentFormat = "fp32"
-    """``bf16`` or ``int8`` store the optimizer's moments in 2 bytes or 1 instead of 4, rounded stochastically. For
-    AdamW, Adam, SGD, Adagrad and Lion, with or without offload."""
+    """``bf16`` and ``int8`` store the optimizer's moments in 2 bytes and 1 byte instead of 4, rounded stochastically.
+    For AdamW, Adam, SGD, Adagrad and Lion, with or without offload."""
 
     def __post_init__(self) -> None:
-        """Refuse values outside their sets."""
+        """Refuse invalid values."""
         check_fields(self, group="precision")

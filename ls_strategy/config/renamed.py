@@ -1,6 +1,6 @@
-"""The options of version 0.1, which were flat, and where each is now: ``offload_optimizer`` is ``offload.optimizer``.
+"""The flat options of version 0.1 and their new places: ``offload_optimizer`` is ``offload.optimizer``.
 
-Nothing takes the old names; this table is for the error that says the new one.
+No old name is accepted; the table serves the error that gives the new one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ls_strategy.config.precision import PrecisionConfig
 from ls_strategy.config.sharding import ShardingConfig
 from ls_strategy.errors import ConfigError
 
-GROUPS = {
+GROUPS: dict[str, type[Group]] = {
     "sharding": ShardingConfig,
     "precision": PrecisionConfig,
     "offload": OffloadConfig,
@@ -75,12 +75,12 @@ RENAMED = {
 
 
 def nested(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return dictionaries in dictionaries for names with dots: ``{"offload.optimizer": "cpu"}``, as on a command line.
+    """Return nested dictionaries for dotted names, as on a command line (``{"offload.optimizer": "cpu"}``).
 
     >>> nested({"stage": 3, "parallel.tensor.size": 2, "parallel.expert": 2})
     {'stage': 3, 'parallel': {'tensor': {'size': 2}, 'expert': 2}}
 
-    A group that is given as well, in full or in its short form, is taken apart for it.
+    A group that is also given itself, in full or short form, is merged with its dotted options.
     """
     partly = {name.partition(".")[0] for name in options if "." in name}
     flat: dict[str, Any] = {}
@@ -100,7 +100,7 @@ Init = TypeVar("Init", bound=Callable[..., None])
 
 
 def takes_groups(init: Init) -> Init:
-    """Let a constructor refuse names that it does not have with those that it has. The signature stays what it is."""
+    """Make a constructor refuse unknown names with a suggestion. Its signature does not change."""
     options = [name for name in inspect.signature(init).parameters if name != "self"]
 
     @wraps(init)
@@ -112,14 +112,14 @@ def takes_groups(init: Init) -> Init:
 
 
 def refuse_unknown(given: Mapping[str, Any], options: Sequence[str]) -> None:
-    """Refuse options by their names of version 0.1, names that nothing has, and a precision of numbers.
+    """Refuse names of version 0.1, unknown names, and a ``precision`` that is meant for the Trainer.
 
     Args:
-        given: what was written.
-        options: the names there are.
+        given: the options that were given.
+        options: the names that exist.
 
     Raises:
-        ConfigError: with the new names, and the call that says the same.
+        ConfigError: with the new names and the equivalent call.
     """
     old = {name: value for name, value in given.items() if name in RENAMED}
     if old:
@@ -140,7 +140,7 @@ def refuse_unknown(given: Mapping[str, Any], options: Sequence[str]) -> None:
 
 
 def _nearest(name: str, options: Sequence[str]) -> str:
-    """Return what was most likely meant by an unknown name: an option, or one inside a group."""
+    """Return the most likely meaning of an unknown name: an option, or an option inside a group."""
     inside = {field.name: f"{group}.{field.name}" for group, kind in GROUPS.items() for field in fields(kind)}
     known = {**inside, **{option: option for option in options}}
     near = difflib.get_close_matches(name, known, n=1)
@@ -156,19 +156,15 @@ def _nearest(name: str, options: Sequence[str]) -> str:
 
 
 def written_options(group: str, value: Any, stage: Any = 3) -> dict[str, Any]:
-    """Return the options that ``value`` writes, with dots: ``offload="cpu"`` writes ``offload.optimizer`` and more.
+    """Return the dotted options that ``value`` sets: ``offload="cpu"`` sets ``offload.optimizer``, among others.
 
     Args:
-        group: name of the argument.
+        group: name of the group.
         value: a group, a dictionary, or a short form.
-        stage: which a short form depends on.
+        stage: the ZeRO stage, which the short form of ``offload`` depends on.
     """
-    if group == "offload" and not isinstance(value, (Group, Mapping)):
-        value = {"optimizer": value, **({"parameters": value} if stage in (3, "auto") or value is None else {})}
-    elif group == "activations" and not isinstance(value, (Group, Mapping)):
-        value = {"checkpointing": value, **({"offload": None} if value is None else {})}
-    elif group == "checkpoint" and not isinstance(value, (Group, Mapping)):
-        value = {"format": value}
+    if group in GROUPS and not isinstance(value, (Group, Mapping)):
+        value = GROUPS[group].short_form(value, stage)
     result: dict[str, Any] = {}
     for name, option in _items(value).items():
         path = f"{group}.{name}"
@@ -181,7 +177,7 @@ def written_options(group: str, value: Any, stage: Any = 3) -> dict[str, Any]:
 
 
 def default_of(name: str) -> Any:
-    """Return the default of an option by its name with dots."""
+    """Return the default of an option by its dotted name."""
     if name == "stage":
         return 3
     group, *path = name.split(".")
@@ -198,7 +194,7 @@ def _items(value: Any) -> dict[str, Any]:
 
 
 def in_new_words(old: Mapping[str, Any]) -> str:
-    """Return what options are called now, and how to write them."""
+    """Return the new names of options and the equivalent call."""
     names = " and ".join(f"{name} is {RENAMED[name]}" for name in old)
     return f"{names} since 0.2: ZeROStrategy({_call(nested({RENAMED[n]: v for n, v in old.items()}))})"
 

@@ -12,28 +12,28 @@ from ls_strategy.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingConfig(Group):
-    """Units of the model, which are gathered, reduced and updated together, and how ranks share their states."""
+    """Units, the modules whose parameters are gathered, reduced and updated together, and the sizes of their shards."""
 
     block_classes: tuple[str, ...] = ()
     """Class names (``["Block"]``) of the modules that become units. Empty: the children of every ModuleList and
     Sequential."""
 
     min_unit_numel: int = 100_000
-    """Blocks with fewer parameters join the root unit, which stays gathered during a step at stage 3. Elements."""
+    """Blocks with fewer elements join the root unit, which stays gathered during a step at stage 3."""
 
     prefetch_units: int = 1
-    """Stage 3: how many units are gathered ahead of the one that computes."""
+    """Stage 3: the number of units gathered ahead of the one that computes."""
 
     overlap_step: bool = True
-    """Gather new parameters (stages 1 and 2), and update offloaded states, while backward or the next forward runs.
-    The numbers are the same either way."""
+    """Overlap the gathering of new parameters (stages 1 and 2) and the update of offloaded states with backward or the
+    next forward. The numbers do not change."""
 
     rank_weights: tuple[float, ...] | Literal["auto"] | None = None
-    """For ranks of unequal memory: ``[2, 1]`` gives rank 0 two thirds of what the stage shards; ``auto`` weighs by each
-    rank's memory. The numbers are the same. None: all ranks hold the same."""
+    """For ranks with unequal memory: ``[2, 1]`` stores two thirds of what the stage shards on rank 0; ``auto`` weights
+    each rank by its memory. The numbers do not change. None: equal shards."""
 
     def __post_init__(self) -> None:
-        """Refuse values outside their sets."""
+        """Refuse invalid values."""
         check_fields(
             self,
             group="sharding",

@@ -1,8 +1,8 @@
-"""`ZeROConfig`: all groups together, as the engine reads them, and what contradicts each other across groups."""
+"""`ZeROConfig`: all groups as the engine reads them, and the checks across groups."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from ls_strategy.config.group import Group
 from ls_strategy.config.offload import OffloadConfig
 from ls_strategy.config.parallel import ParallelConfig
 from ls_strategy.config.precision import PrecisionConfig
+from ls_strategy.config.renamed import GROUPS
 from ls_strategy.config.sharding import ShardingConfig
 from ls_strategy.errors import ConfigError
 
@@ -21,7 +22,7 @@ ZeroStage = Literal[0, 1, 2, 3]
 
 @dataclass(frozen=True, kw_only=True)
 class ZeROConfig(Group):
-    """What the engine needs to know beside the model and the optimizers."""
+    """Every option of the engine."""
 
     stage: ZeroStage = 3
     """0 replicates everything, 1 shards optimizer states, 2 also gradients, 3 also parameters."""
@@ -35,40 +36,34 @@ class ZeROConfig(Group):
 
     @classmethod
     def of(cls, stage: Literal[0, 1, 2, 3, "auto"], **groups: Any) -> ZeROConfig:
-        """Return the configuration for groups in any form that `ZeROStrategy` takes; stage 3 for ``auto``.
+        """Return the configuration for groups in any form that `ZeROStrategy` accepts; ``auto`` counts as stage 3.
 
         Raises:
             ConfigError: groups contradict each other.
         """
         number = 3 if stage == "auto" else stage
-        full: dict[str, Any] = {
-            name: group if isinstance(group, Mapping) or name not in _SHORT else _SHORT[name](group, number)
-            for name, group in groups.items()
-        }
-        config = cls(stage=number, **full)
+        config = cls(stage=number, **{name: _full(name, group, number) for name, group in groups.items()})
         if stage == "auto":
             _check_auto(config)
         return config
 
     def __post_init__(self) -> None:
-        """Refuse values outside their sets, and groups that contradict each other."""
+        """Refuse invalid values, and groups that contradict each other."""
         check_fields(self, group="")
         check_together(self)
 
 
-_SHORT: dict[str, Callable[[Any, int], Group]] = {
-    "offload": OffloadConfig.of,
-    "activations": lambda option, _: ActivationsConfig.of(option),
-    "checkpoint": lambda option, _: CheckpointConfig.of(option),
-}
-"""Groups that have a short form."""
+def _full(name: str, group: Any, stage: int) -> Any:
+    """Return a group without short forms: as it is, or as a mapping."""
+    options = None if isinstance(group, (Group, Mapping)) else GROUPS[name].short_form(group, stage)
+    return group if options is None else options
 
 
 def check_together(config: ZeROConfig) -> None:
     """Refuse options that contradict options of another group.
 
     Raises:
-        ConfigError: with both, the rule and the cure.
+        ConfigError: with both options, the rule and the cure.
     """
     _check_weights(config)
     _check_offload(config)
@@ -96,8 +91,8 @@ def _check_weights(config: ZeROConfig) -> None:
     for axis, size in config.parallel.sizes.items():
         if axis != "context" and size > 1:
             raise ConfigError(
-                f"Got sharding.rank_weights={weights!r} with parallel.{axis}={size}, but weights are of ranks that all "
-                "hold the same layers. Leave rank_weights out, or divide the model by ZeRO alone."
+                f"Got sharding.rank_weights={weights!r} with parallel.{axis}={size}, but weights require ranks that "
+                "all hold the same layers. Leave rank_weights out, or use ZeRO without model parallelism."
             )
 
 
@@ -110,13 +105,13 @@ def _check_offload(config: ZeROConfig) -> None:
         )
     if offload.parameters is not None and stage != 3:
         raise ConfigError(
-            f"Got offload.parameters with stage={stage}, but parameters are stored in shards at stage 3 alone; below, "
-            "every rank needs them on the device at all times. Use stage=3, or offload.optimizer alone."
+            f"Got offload.parameters with stage={stage}, but parameters are stored in shards only at stage 3; below, "
+            "every rank needs them on the device at all times. Use stage=3, or only offload.optimizer."
         )
     if offload.delay_after is not None and stage == 3:
         raise ConfigError(
-            f"Got offload.delay_after={offload.delay_after} with stage=3, but late updates need weights of the last "
-            "step that are kept apart from the masters. Use stage 1 or 2, with offload.optimizer."
+            f"Got offload.delay_after={offload.delay_after} with stage=3, but late updates need the weights of the "
+            "last step apart from the master weights. Use stage 1 or 2, with offload.optimizer."
         )
 
 
@@ -124,12 +119,12 @@ def _check_auto(config: ZeROConfig) -> None:
     weights = config.sharding.rank_weights
     if weights is not None:
         raise ConfigError(
-            f'Got sharding.rank_weights={weights!r} with stage="auto", but what fits is planned for ranks of equal '
-            "memory. Name a stage."
+            f'Got sharding.rank_weights={weights!r} with stage="auto", but "auto" plans for ranks of equal memory. Set '
+            "a stage."
         )
     shards = any(size > 1 for size in config.parallel.sizes.values())
     if config.offload.any_state or config.activations.stored is not None or shards:
         raise ConfigError(
-            'Got offload or parallel with stage="auto", which chooses offload by itself, and does not plan for layers, '
-            "sequences, experts or blocks that are divided over ranks. Leave those options out, or name a stage."
+            'Got offload or parallel with stage="auto", but "auto" chooses offload itself and does not plan for '
+            "tensor, context, expert or pipeline parallelism. Leave these options out, or set a stage."
         )

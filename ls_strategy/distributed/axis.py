@@ -1,8 +1,8 @@
-"""Collectives on tensors of activations, along one axis of the mesh: the ranks that share a layer, or a sequence.
+"""Collectives on activations along one axis of the mesh, such as the ranks that share a layer or a sequence.
 
-Blocking, because what follows needs the result; `Axis.start_all_to_all` is not. Sums are taken in rank order, and every
-rank gets the same bits, so that what is replicated over the axis stays so. NCCL uses its own collectives; everything
-else exchanges pieces point to point, as `Comm` does.
+They block, except `Axis.start_all_to_all`. Sums are taken in rank order and every rank gets the same bits, so that
+replicated tensors stay replicated. NCCL uses its own collectives; other backends exchange pieces point to point, as
+`Comm` does.
 
 Every call is collective: all ranks of the axis make the same calls in the same order.
 """
@@ -31,7 +31,7 @@ class Axis:
         self.name = name
         self.comm = comm or Comm(None, None)
         self.waits: Waits | None = None
-        """Set, and taken from, by who wants to know how long `start_all_to_all` is waited for."""
+        """Set it to measure how long computation waits for `start_all_to_all`."""
         self.rank = self.comm.rank
         self.size = self.comm.world_size
 
@@ -41,7 +41,7 @@ class Axis:
         return self.comm.traffic
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum over the ranks; a new tensor of the same shape and dtype, the same bits on every rank.
+        """Return the sum over the ranks, a new tensor of the same shape and dtype with the same bits on every rank.
 
         16-bit terms are summed in fp32 and rounded once.
 
@@ -52,7 +52,7 @@ class Axis:
             return tensor.clone()
         if self.comm.native:
             result = tensor.contiguous().clone()
-            # What a ring sends; NCCL may choose another algorithm.
+            # The bytes of a ring; NCCL may choose another algorithm.
             self.traffic.count("all_reduce", result[:0].new_empty(2 * (self.size - 1) * result.numel() // self.size))
             with self.comm.blocking(f"{self.name} all_reduce"):
                 dist.all_reduce(result, group=self.comm.group)
@@ -78,8 +78,8 @@ class Axis:
 
         Args:
             tensor: this rank's part.
-            dim: where the parts differ.
-            sizes: length of every rank's part along ``dim``; all the same without.
+            dim: the dimension to concatenate.
+            sizes: length of every rank's part along ``dim``. None: equal lengths.
 
         Traffic:
             ``size - 1`` times this rank's part.
@@ -99,8 +99,8 @@ class Axis:
 
         Args:
             tensor: the same shape on every rank.
-            dim: what is divided.
-            sizes: length of every rank's part along ``dim``; all the same without, and then it must divide.
+            dim: the dimension to shard.
+            sizes: length of every rank's part along ``dim``. None: equal lengths, which must divide the dimension.
 
         Traffic:
             the other ranks' parts.
@@ -111,11 +111,11 @@ class Axis:
         return self._sum_of_mine(parts, "reduce_scatter")
 
     def all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]] | None = None) -> list[Tensor]:
-        """Send ``parts[r]`` to rank ``r``; returns what every rank sent here, in rank order.
+        """Send ``parts[r]`` to rank ``r``; return the tensors received from every rank, in rank order.
 
         Args:
             parts: one tensor per rank.
-            shapes: of what arrives, by rank; the shapes of ``parts`` without.
+            shapes: of the received tensors, by rank. None: the shapes of ``parts``.
 
         Traffic:
             every part but this rank's own.
@@ -137,9 +137,9 @@ class Axis:
         """Start sending ``parts[r]`` to rank ``r``, and receiving ``received[r]`` from it.
 
         Args:
-            parts: one contiguous tensor per rank; unchanged until `PendingExchange.wait`.
-            received: one contiguous tensor per rank, of the shape of what arrives; not to be read until then.
-            kind: under which the bytes are counted.
+            parts: one contiguous tensor per rank; do not change them before `PendingExchange.wait`.
+            received: one contiguous tensor per rank, of the shape that arrives; do not read them before that.
+            kind: the kind under which the bytes are counted.
 
         Traffic:
             every part but this rank's own.
@@ -148,7 +148,7 @@ class Axis:
         return PendingExchange(self, self._start(parts, received, kind), parts)
 
     def broadcast_(self, tensor: Tensor, source: int = 0) -> None:
-        """Overwrite ``tensor`` (contiguous) by that of rank ``source`` of the axis."""
+        """Overwrite the contiguous ``tensor`` with that of rank ``source`` of the axis."""
         self.comm.broadcast_(tensor, source)
 
     def _split(self, tensor: Tensor, dim: int, sizes: Sequence[int] | None) -> list[Tensor]:
@@ -160,14 +160,14 @@ class Axis:
         return [part.contiguous() for part in tensor.split(list(sizes), dim)]
 
     def _sum_of_mine(self, parts: list[Tensor], kind: str) -> Tensor:
-        """Send every rank its part of this rank's term, and sum this rank's part over all, in rank order."""
+        """Send every rank its part of this rank's term, and sum this rank's part over all ranks, in rank order."""
         mine = parts[self.rank]
         received = [mine if r == self.rank else torch.empty_like(mine) for r in range(self.size)]
         self._exchange(parts, received, kind)
         return sum_in_order(received)
 
     def _exchange(self, sends: list[Tensor], receives: list[Tensor], kind: str) -> None:
-        """Every rank sends ``sends[r]`` to rank ``r`` and gets ``receives[r]`` from it; its own stays where it is."""
+        """Send ``sends[r]`` to and receive ``receives[r]`` from every other rank ``r``."""
         works = self._start(sends, receives, kind)
         if works:
             self.comm.wait(works)
@@ -189,16 +189,15 @@ class Axis:
 
 
 class Waits:
-    """How long computation has stood still for exchanges: the host's thread, or on CUDA the stream."""
+    """Measures how long computation waits for exchanges: on the host's thread, or on CUDA on the stream."""
 
     def __init__(self) -> None:
-        """Nothing so far."""
         self._seconds = 0.0
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
     def measured(self, device: torch.device) -> Iterator[None]:
-        """Around waiting for what arrives on ``device``."""
+        """Measure a wait for data that arrives on ``device``."""
         if device.type != "cuda":
             started = time.perf_counter()
             yield
@@ -211,7 +210,7 @@ class Waits:
         self._events.append((before, after))
 
     def take(self) -> float:
-        """Seconds since the last call. Waits for the device."""
+        """Return the seconds since the last call. Waits for the device."""
         for before, after in self._events:
             after.synchronize()
             self._seconds += before.elapsed_time(after) / 1e3  # milliseconds
@@ -220,16 +219,15 @@ class Waits:
 
 
 class PendingExchange:
-    """An exchange that was started. What it reads and writes must live until `wait`."""
+    """An exchange in flight. Its tensors must live until `wait`."""
 
     def __init__(self, axis: Axis, works: Sequence[Any], sends: Sequence[Tensor]) -> None:
-        """Remember what must be waited for, and what is being read."""
         self._axis = axis
         self._works: Sequence[Any] = works
         self._sends: Sequence[Tensor] = sends
 
     def wait(self) -> None:
-        """Block until the parts are there (on CUDA: until the current stream may read them)."""
+        """Block until the parts have arrived (on CUDA: until the current stream may read them)."""
         waits = self._axis.waits
         with nullcontext() if waits is None else waits.measured(self._sends[0].device):
             self._axis.comm.wait(self._works)
@@ -237,7 +235,7 @@ class PendingExchange:
 
 
 def sum_in_order(terms: Sequence[Tensor]) -> Tensor:
-    """The sum, in the order of the terms; of 16-bit terms in fp32 and rounded once."""
+    """Return the sum in the order of the terms; 16-bit terms are summed in fp32 and rounded once."""
     total = terms[0].float() if terms[0].dtype in (torch.float16, torch.bfloat16) else terms[0].clone()
     for term in terms[1:]:
         total += term

@@ -1,8 +1,8 @@
-"""Collectives on flat buffers, asynchronous, with a traffic meter.
+"""Asynchronous collectives on flat buffers, with a traffic meter.
 
-Two transports. NCCL uses its own collectives. Everything else (gloo) exchanges shards point to point: every rank sends
-each shard straight to its owner, and the owner sums in rank order. gloo's own reduce-scatter is an all-reduce and a
-slice, twice the bytes, and its order of summation is not fixed; the exchange is deterministic.
+There are two transports. NCCL uses its own collectives. Other backends (gloo) exchange shards point to point: every
+rank sends each shard straight to its owner, and the owner sums in rank order. This is deterministic. gloo's own
+reduce-scatter is an all-reduce and a slice: it sends twice the bytes, and its order of summation is not fixed.
 
 Every call here is collective: all ranks of the group make the same calls in the same order.
 """
@@ -33,7 +33,7 @@ SUM_CHUNK = 1 << 16
 
 
 class BufferPool:
-    """Receive and staging buffers that are used again: a fresh 64 MiB allocation costs its page faults every time."""
+    """Reuses receive and staging buffers: a new allocation of 64 MiB costs its page faults every time."""
 
     def __init__(
         self,
@@ -46,8 +46,8 @@ class BufferPool:
         """Start empty.
 
         Args:
-            make: makes a new buffer.
-            kept: free buffers of one size that are kept; all of them without.
+            make: allocates a new buffer.
+            kept: the maximum number of free buffers per size. None: no maximum.
         """
         self._make = make
         self._kept = kept
@@ -55,7 +55,7 @@ class BufferPool:
         self.bytes = 0
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer of exactly this size, with arbitrary contents."""
+        """Return a buffer of exactly this size, with arbitrary contents."""
         free = self._free[(numel, dtype, device)]
         if free:
             return free.pop()
@@ -64,7 +64,7 @@ class BufferPool:
         return buffer
 
     def give(self, buffers: Iterable[Tensor]) -> None:
-        """Return buffers that nobody reads or writes any more."""
+        """Take back buffers that are no longer read or written."""
         for buffer in buffers:
             free = self._free[(buffer.numel(), buffer.dtype, buffer.device)]
             if self._kept is None or len(free) < self._kept:
@@ -72,13 +72,13 @@ class BufferPool:
 
 
 class Started:
-    """Sends and receives that were started. Each is waited for once: gloo blocks for ever in a second wait.
+    """Sends and receives in flight. Each is waited for once, because gloo never returns from a second wait.
 
-    An error is raised by every later wait again; after an interrupt the next wait goes on with what is left.
+    After an error every later wait raises it again; after an interrupt the next wait continues with what is left.
     """
 
     def __init__(self, works: Sequence[Any], entry: Entry | None = None) -> None:
-        """Nothing was waited for yet. ``entry``: what it is, for who asks where this rank waits."""
+        """``entry``: the collective in the journal, for reports of where this rank waits."""
         self._left = list(works)
         self._error: Exception | None = None
         self.entry = entry
@@ -97,20 +97,24 @@ class Started:
 
 
 class PendingReduce:
-    """A reduce-scatter that was started; `finish` puts its result where it belongs.
-
-    ``parts`` are the terms of the sum, in rank order; NCCL delivers one part, already summed.
-    """
+    """A reduce-scatter in flight; `finish` writes its result."""
 
     def __init__(self, works: Sequence[Any], parts: Sequence[Tensor], borrowed: Sequence[Tensor], comm: Comm) -> None:
-        """Remember what must be waited for, what is to be summed, and what goes back to the pool."""
+        """Keep what `finish` needs.
+
+        Args:
+            works: the operations in flight.
+            parts: the terms of the sum, in rank order; NCCL delivers one part, already summed.
+            borrowed: buffers to return to the pool.
+            comm: the group.
+        """
         self._works = works
         self._parts = parts
         self._borrowed = borrowed
         self._comm = comm
 
     def finish(self, out: Tensor, *, accumulate: bool) -> None:
-        """Write (or add, if ``accumulate``) the average over ranks into ``out``, ``(shard,)``."""
+        """Write the average over ranks to ``out``, ``(shard,)``, or add it if ``accumulate``."""
         self._comm.wait(self._works)
         scale = 1.0 / self._comm.world_size
         step = SUM_CHUNK if out.device.type == "cpu" else out.numel()
@@ -128,10 +132,9 @@ class PendingReduce:
 
 
 class PendingGather:
-    """An all-gather that was started, in place."""
+    """An in-place all-gather in flight."""
 
     def __init__(self, works: Sequence[Any], comm: Comm) -> None:
-        """Remember what must be waited for."""
         self._works = works
         self._comm = comm
 
@@ -142,7 +145,7 @@ class PendingGather:
 
 
 class Comm:
-    """The data-parallel group of one engine, and a gloo side group for small decisions that must not touch the GPU."""
+    """A process group, and a gloo control group for small decisions that must not wait for the GPU."""
 
     def __init__(
         self,
@@ -156,8 +159,8 @@ class Comm:
         Args:
             group: for tensors.
             control: gloo, for small decisions.
-            sockets: those that the process groups opened, see `break_connections`.
-            failures: of all ranks, for a group of some.
+            sockets: sockets of the process groups, which `break_connections` shuts.
+            failures: of all ranks, if this group has only some of them.
         """
         self._sockets = set() if sockets is None else sockets
         self._before = open_sockets() - self._sockets
@@ -173,32 +176,32 @@ class Comm:
         self.pool = BufferPool()
 
     def _journal_of(self, group: Any) -> Journal:
-        if not isinstance(group, dist.ProcessGroup):  # none, or one that this rank is not in
+        if not isinstance(group, dist.ProcessGroup):  # None, or a group without this rank
             return Journal(self.where, [self.where.rank])
         name = group.group_name
         return self.where.journals.get(name) or self.where.journal(name, dist.get_process_group_ranks(group))
 
     def is_alive(self) -> bool:
-        """Whether the process group it was made on still exists."""
+        """Whether the process group still exists."""
         return self.world_size == 1 or (dist.is_initialized() and self.group is dist.group.WORLD)
 
     def own_open_sockets(self) -> None:
-        """Take the sockets that were opened since for those of further process groups of this run."""
+        """Add the sockets opened since construction to those of this run's process groups."""
         self._sockets |= open_sockets() - self._before
 
     def break_connections(self) -> None:
-        """Make every rank that waits for this one, now or later, fail at once. The groups are of no use afterwards."""
+        """Make every rank that waits for this one, now or later, fail at once. The groups are unusable afterwards."""
         if self.native and self.group is not None:
             self.group.abort()
         shut_sockets(self._sockets, except_port=int(os.environ.get("MASTER_PORT", "0")))
 
     @contextmanager
     def naming_failures(self) -> Iterator[None]:
-        """Turn a broken connection into the error of the rank that broke it, if that left word.
+        """Replace the RuntimeError of a broken connection by the reported error of the rank that broke it.
 
         Raises:
-            RankFailedError: in place of the RuntimeError from a collective.
-            OutOfStepError: likewise; no rank could have gone on.
+            RankFailedError: another rank failed.
+            OutOfStepError: no rank could have continued.
         """
         try:
             yield
@@ -208,10 +211,10 @@ class Comm:
             raise
 
     def wait(self, works: Sequence[Any]) -> None:
-        """Wait for started operations.
+        """Wait for operations in flight.
 
         Raises:
-            RankFailedError: the connection broke, and another rank had left word why.
+            RankFailedError: the connection broke, and another rank has reported why.
         """
         if not works:
             return
@@ -224,16 +227,16 @@ class Comm:
     def blocking(
         self, kind: str, of: str = "", *, group: Any = None, source: int | None = None
     ) -> Generator[None, None, None]:
-        """Around a collective of torch's that blocks.
+        """Surround a blocking collective of torch.
 
         Args:
-            kind: of collective.
+            kind: of the collective.
             of: what it moves.
-            group: None: that of `group`.
+            group: None: `self.group`.
             source: rank within the group that alone sends.
 
         Raises:
-            RankFailedError: the connection broke, and another rank had left word why.
+            RankFailedError: the connection broke, and another rank has reported why.
         """
         journal = self.journal if group is None else self._journal_of(group)
         entry = journal.enter(kind, of, None if source is None else (journal.ranks[source],))
@@ -245,7 +248,7 @@ class Comm:
     ) -> Sequence[Any]:
         """Start sending ``sends[r]`` to every other rank ``r`` and receiving ``receives[r]`` from it.
 
-        What means something else there is never taken for it: it has another tag, and both wait.
+        Different operations are never matched with each other: their tags differ, so both wait.
         """
         entry = self.journal.enter(kind, of)
         operations: list[dist.P2POp] = []
@@ -258,17 +261,17 @@ class Comm:
             self.traffic.count(kind, outgoing)
             operations.append(dist.P2POp(dist.isend, outgoing, group=self.group, group_peer=to, tag=entry.tag))
             operations.append(dist.P2POp(dist.irecv, incoming, group=self.group, group_peer=frm, tag=entry.tag))
-        with self.where.wait(entry), self.naming_failures():  # a peer that has left shows here or in the wait
+        with self.where.wait(entry), self.naming_failures():  # fails here or in the wait if a peer has left
             works = dist.batch_isend_irecv(operations)
         return [Started(spans.followed(works, f"{kind} {of}", _sent_by(sends, self.rank)), entry)]
 
     def all_gather(self, full: Tensor, of: str = "", sizes: Sequence[int] | None = None) -> PendingGather:
-        """Complete ``full``, ``(world_size * shard,)``, of which this rank has filled its own shard.
+        """Complete ``full``, ``(world_size * shard,)``, in which this rank has filled its own shard.
 
         Args:
             full: any dtype.
-            of: what it is, for traces.
-            sizes: elements of every rank's shard, at least 1 each; all the same without. NCCL then broadcasts from
+            of: its name, for traces.
+            sizes: elements of every rank's shard, at least 1 each. None: equal shards. With sizes, NCCL broadcasts from
                 every rank in one group of calls.
 
         Traffic:
@@ -295,15 +298,15 @@ class Comm:
         """Average ``full``, ``(world_size * shard,)``, over ranks; this rank keeps its shard.
 
         Args:
-            full: any floating dtype; must stay unchanged until `PendingReduce.finish`.
-            dtype: of the sum where the transport sums (NCCL). The exchange sends ``full`` as it is and sums in the
+            full: any floating dtype; do not change it before `PendingReduce.finish`.
+            dtype: of the sum if the transport sums (NCCL). The exchange sends ``full`` as it is and sums in the
                 result's dtype, which costs no bytes.
-            of: what it is, for traces.
-            sizes: elements of every rank's shard, at least 1 each; all the same without. NCCL then reduces to every
-                rank in one group of calls.
+            of: its name, for traces.
+            sizes: elements of every rank's shard, at least 1 each. None: equal shards. With sizes, NCCL reduces to
+                every rank in one group of calls.
 
         Traffic:
-            The other ranks' shards: ``(world_size - 1) * shard`` elements sent per rank where all are the same.
+            The other ranks' shards: ``(world_size - 1) * shard`` elements sent per rank with equal shards.
         """
         shards = _cut(full, self.world_size, sizes)
         mine = shards[self.rank]
@@ -328,7 +331,7 @@ class Comm:
         return PendingReduce(works, parts, [p for r, p in enumerate(parts) if r != self.rank], self)
 
     def broadcast_(self, tensor: Tensor, source: int = 0) -> None:
-        """Overwrite ``tensor`` by rank ``source``'s (rank within the group). Blocking."""
+        """Overwrite ``tensor`` with that of rank ``source`` of the group. Blocking."""
         if self.world_size > 1 and tensor.numel():
             assert self.group is not None
             if self.rank == source:
@@ -337,7 +340,7 @@ class Comm:
                 dist.broadcast(tensor, dist.get_global_rank(self.group, source), group=self.group)
 
     def agree(self, values: Tensor, op: Any = dist.ReduceOp.MAX) -> Tensor:
-        """All-reduce a small CPU tensor over the side group, in place. Blocking; never waits for the GPU."""
+        """All-reduce a small CPU tensor over the control group, in place. Blocking; never waits for the GPU."""
         if self.world_size > 1 and values.numel():
             self.traffic.count("control", values)
             with self.blocking("all_reduce", "control", group=self.control):
@@ -345,7 +348,7 @@ class Comm:
         return values
 
     def exchange_objects(self, value: Any) -> list[Any]:
-        """Every rank's ``value``, in rank order. Pickled; for set-up and checkpoints, not for the training step."""
+        """Return every rank's ``value``, in rank order. Pickled: for set-up and checkpoints, not for training steps."""
         if self.world_size == 1:
             return [value]
         result: list[Any] = [None] * self.world_size
@@ -355,32 +358,32 @@ class Comm:
 
 
 def _cut(full: Tensor, ranks: int, sizes: Sequence[int] | None) -> Sequence[Tensor]:
-    """The shards, views of ``full``."""
+    """Return the shards, views of ``full``."""
     if full.numel() == 0:
         return [full] * ranks
     return full.chunk(ranks) if sizes is None else full.split(list(sizes))
 
 
 def _sent_by(sends: Sequence[Tensor | None], rank: int) -> int:
-    """Bytes that go to other ranks."""
+    """Return the bytes that go to other ranks."""
     return sum(tensor.nbytes for to, tensor in enumerate(sends) if to != rank and tensor is not None)
 
 
 class _KeepAlive:
-    """Holds a tensor until the collective that reads it was waited for."""
+    """Keeps a tensor alive until the collective that reads it is done."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
     def wait(self) -> None:
-        """Nothing to wait for."""
+        """Return at once: the collective itself is waited for elsewhere."""
 
 
 def make_comm(before: set[tuple[int, int]] | None = None) -> Comm:
-    """The communicator over all ranks of the default process group, or of one process without any. Collective.
+    """Return the communicator over the default process group, or of one process without a group. Collective.
 
     Args:
-        before: sockets that were open before the default process group was made.
+        before: sockets that were open before the default process group was created.
     """
     before = open_sockets() if before is None else before
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
@@ -396,7 +399,7 @@ def make_comm(before: set[tuple[int, int]] | None = None) -> Comm:
 
 @dataclass
 class _Shared:
-    """What all strategies of a process share that train on one default process group, one after the other."""
+    """What the strategies that use one default process group, one after the other, share."""
 
     failures: Failures
     sockets: set[tuple[int, int]] = field(default_factory=set)
@@ -404,8 +407,8 @@ class _Shared:
 
 
 _shared: weakref.WeakKeyDictionary[dist.ProcessGroup, _Shared] = weakref.WeakKeyDictionary()
-"""Of the default process group. The package's only state of a process: torch keeps every group, with its threads and
-connections, until the default one ends, so that a group for each fit would be one more for each."""
+"""By default process group. The package's only process-wide state: torch keeps every group, with its threads and
+connections, until the default group ends, so new groups for every fit would accumulate."""
 
 
 def _shared_by(world: dist.ProcessGroup) -> _Shared:
@@ -415,15 +418,15 @@ def _shared_by(world: dist.ProcessGroup) -> _Shared:
 
 
 def process_group(purpose: str, ranks: Sequence[int] | None = None, *, backend: str | None = None) -> Any:
-    """A process group for one purpose, made when it is first asked for. Collective over all ranks then.
+    """Return a process group for one purpose, created on the first call. Collective over all ranks then.
 
     Args:
         purpose: groups of different purposes never share a connection, so their operations need no common order.
         ranks: global ranks. None: all.
-        backend: None: the default group's.
+        backend: None: that of the default group.
 
     Returns:
-        The group; on ranks that are not in it torch's `GroupMember.NON_GROUP_MEMBER`.
+        The group; torch's `GroupMember.NON_GROUP_MEMBER` on ranks that are not in it.
     """
     world = dist.group.WORLD
     assert isinstance(world, dist.ProcessGroup)

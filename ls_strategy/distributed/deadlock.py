@@ -1,9 +1,9 @@
-"""Whether ranks that wait for each other could ever go on, by what each one says of itself; and the words for it.
+"""Decides from the ranks' reports whether ranks that wait for each other can ever continue, and explains it.
 
-A rank's answer says what it waits for (``wait``: process group, number of the collective there, the ranks without
-which it does not end), whether for long (``late``), whether it is done with the run (``left``), and what it has entered
-so far (``journals``: of every group how many collectives, number and tag of the last ones, and the ranks). Numbers
-count from the beginning of an ``era``, where all ranks met. Equal tags mean the same thing at the same batch.
+A rank's answer has what it waits for (``wait``: process group, number of the collective in it, ranks needed to complete
+it), whether it has waited for long (``late``), whether it has ended the run (``left``), and what it has entered so far
+(``journals``: for every group the number of collectives, number and tag of the last ones, and the ranks). Numbers count
+from the start of an ``era``, where all ranks synchronised. Equal tags mean the same operation at the same batch.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 Answer = dict[str, Any]
-"""What a rank says of itself; JSON, because whoever reaches the store's port can write to it."""
+"""What a rank reports; JSON and not a pickle, because anyone who reaches the store's port can write to it."""
 
 
 # --- evidence ---------------------------------------------------------------------------------------------------------
 
 
 def awaited(answer: Answer, answers: Mapping[int, Answer]) -> list[int]:
-    """The ranks that one waits for: those that have not come to where it is."""
+    """Return the ranks that this one waits for: those that have not reached the same collective."""
     wait, mine = answer["wait"], answer["rank"]
     if wait is None:
         others = answers if answer["everyone"] else ()
@@ -34,7 +34,7 @@ def awaited(answer: Answer, answers: Mapping[int, Answer]) -> list[int]:
 
 
 def differing(answer: Answer, answers: Mapping[int, Answer]) -> list[int]:
-    """The ranks that have entered something else where this one has entered what it waits for, or before."""
+    """Return the ranks that have entered a different collective at the same place of a group."""
     return [
         r
         for r, other in answers.items()
@@ -51,11 +51,10 @@ def _differ(mine: Sequence[Any], other: Sequence[Any] | None) -> bool:
 
 
 def proof(answers: Mapping[int, Answer]) -> list[int]:
-    """Ranks whose waits can never end, or none.
+    """Return ranks whose waits can never end; empty without proof.
 
-    Either ranks wait for each other in a circle; or one waits, and another one has entered a different collective of
-    the same group in the place of one of its own, or is done with the run. A slow rank, however long it takes, is none
-    of these.
+    Either ranks wait for each other in a circle, or a rank waits and another rank has entered a different collective at
+    the same place of a group, or has ended the run. A slow rank, however long it takes, is no proof.
     """
     for rank, answer in answers.items():
         if answer["late"] and (answer["wait"] is not None or answer["what"].endswith("GPU")):
@@ -72,7 +71,7 @@ def proof(answers: Mapping[int, Answer]) -> list[int]:
 
 
 def _circles(start: int, edges: Mapping[int, Sequence[int]], path: list[int]) -> Iterator[list[int]]:
-    """Ranks along a way from ``start`` back to it; every rank is gone through once."""
+    """Yield the ranks of circles through ``start``; every rank is visited once."""
     seen, ways = {start}, [path]
     while ways:
         way = ways.pop()
@@ -84,48 +83,47 @@ def _circles(start: int, edges: Mapping[int, Sequence[int]], path: list[int]) ->
                 ways.append([*way, rank])
 
 
-# --- words ------------------------------------------------------------------------------------------------------------
+# --- messages ---------------------------------------------------------------------------------------------------------
 
 _TOGETHER = (
-    "What ranks do together has to run on all of them: take forwards and reads of parameters at stage 3, "
-    "state_dict(), save_checkpoint(), barrier(), optimizer steps and self.log(..., sync_dist=True) out of what "
-    "one rank does alone, such as code under `if trainer.is_global_zero:` or after an exception that one "
-    "rank has caught."
+    "Collective operations must run on all ranks: move forwards and reads of parameters at stage 3, state_dict(), "
+    "save_checkpoint(), barrier(), optimizer steps and self.log(..., sync_dist=True) out of code that only one rank "
+    "runs, such as code under `if trainer.is_global_zero:` or after an exception that one rank has caught."
 )
 
 
 def explain(answers: Sequence[Answer]) -> str:
-    """Why these ranks wait for ever, and what to do about it."""
+    """Return why these ranks can never continue, and the cure."""
     where = "; ".join(map(place, answers[:8]))
     same_batch = len({tuple(a["batch"]) for a in answers}) == 1
     inside = all(any(w in a["what"] for w in (" all_gather of '", " reduce_scatter of '")) for a in answers)
     if same_batch and inside:
         cure = (
-            "In every batch all ranks have to run the same modules, forward and backward: let them take the same branch"
-            " of the model, or set ZeROStrategy(stage=2), where a rank may leave modules out."
+            "In every batch all ranks must run the same modules, forward and backward: let them take the same branch "
+            "of the model, or set ZeROStrategy(stage=2), where a rank may skip modules."
         )
     else:
         cure = _TOGETHER
-    return f"ranks wait for each other in different places, and would for ever: {where}. {cure}"
+    return f"ranks wait for each other in different places, so none can continue: {where}. {cure}"
 
 
 def explain_end(gone: Sequence[int], what: str) -> str:
-    """Why this rank waits for some that are done with the run, and what to do about it."""
+    """Return why this rank waits for ranks that have ended the run, and the cure."""
     have = "has" if len(gone) == 1 else "have"
     return (
-        f"this rank {what}, and {named(gone)} {have} ended a run without coming there. Unless an error in the log "
+        f"this rank {what}, and {named(gone)} {have} ended the run without reaching it. Unless an error in the log "
         f"of {named(gone)} is the cause: {_TOGETHER[0].lower()}{_TOGETHER[1:]}"
     )
 
 
 def place(answer: Answer) -> str:
-    """Where a rank is."""
+    """Return where a rank is, as a line of text."""
     _, batch, what = answer["batch"]
     at = f"batch {batch} of this {what}" if batch else "before the first batch"
     return f"rank {answer['rank']} {answer['what']} ({'after the run' if answer['left'] else at}, {answer['line']})"
 
 
 def named(ranks: Sequence[int]) -> str:
-    """``ranks 1, 2``."""
+    """Return ranks as text, ``ranks 1, 2``."""
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"rank{'' if len(ranks) == 1 else 's'} {shown}"

@@ -1,4 +1,4 @@
-"""Who failed, and the same error on every rank: word is left in the rendezvous store of the process group."""
+"""Reports of failed ranks, through the rendezvous store of the process group, so that every rank raises the error."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from ls_strategy.errors import OutOfStepError, RankFailedError
 
 
 class Failures:
-    """Who failed, left in the rendezvous store of the process group, so that no rank waits for one that is gone."""
+    """Writes and reads reports of failed ranks in the rendezvous store. One per default process group."""
 
     def __init__(self, rank: int, world_size: int) -> None:
-        """One per process; ``round`` tells apart failures that all ranks survived."""
+        """``round`` distinguishes failures that all ranks survived."""
         self.rank = rank
         self.world_size = world_size
         self.where = Whereabouts(rank, world_size)
         self.round = 0
-        self.told = False
-        """Whether this rank has stopped because another one failed."""
+        self.stopped = False
+        """Whether this rank has stopped because of another rank's report."""
 
     def _key(self, rank: int) -> str:
         return f"ls_strategy/failure/{self.round}/{rank}"
 
     def announce(self, error: BaseException, *, patience_s: float, place: str = "") -> bool:
-        """Leave word that this rank failed, and see whether all others fail too.
+        """Report that this rank failed, and wait for the other ranks to fail too.
 
         Args:
-            error: why.
-            patience_s: how long to wait for the others.
+            error: why this rank failed.
+            patience_s: seconds to wait for the others.
             place: what this rank has in flight.
 
         Returns:
-            True if every rank failed within ``patience_s`` seconds at the same place: nobody waits, and the group may
-            live on. What only some ranks have in flight would meet operations of the next run.
+            True if every rank failed within ``patience_s`` at the same place: none waits, and the group stays usable.
+            Operations that only some ranks have in flight would be matched with operations of the next run.
         """
         try:
             store = default_store()
@@ -47,27 +47,27 @@ class Failures:
                     self.round += 1
                     return len(set(places)) == 1
                 time.sleep(0.05)
-        except Exception:  # the store is gone with the rank that held it; the first error matters more
+        except Exception:  # the rank with the store has ended; the first error matters more
             return False
         return False
 
     def raise_if_any(self, error: BaseException) -> None:
-        """If another rank left word, raise that instead of the bare connection error.
+        """Raise another rank's report, if there is one, instead of the bare connection error.
 
         Raises:
             RankFailedError: with the other rank's number and message.
-            OutOfStepError: the connection was ended because no rank could have gone on.
+            OutOfStepError: the connection was closed because no rank could have continued.
         """
         try:
-            verdict = self.where.told()
+            verdict = self.where.read_verdict()
             store = default_store()
             failed = [r for r in range(self.world_size) if r != self.rank and store.check([self._key(r)])]
             message = store.get(self._key(failed[0])).decode(errors="replace") if failed else None
             if not verdict and not failed:
-                verdict = self.where.deserted()
-        except Exception:  # no store, no word
-            verdict, message = self.where.deserted(), None
-        self.told = self.told or bool(verdict) or message is not None
+                verdict = self.where.explain_ended()
+        except Exception:  # without a store there are no reports
+            verdict, message = self.where.explain_ended(), None
+        self.stopped = self.stopped or bool(verdict) or message is not None
         if verdict:
             raise OutOfStepError(verdict) from error
         if message is not None:

@@ -1,12 +1,12 @@
-"""Ranks that Lightning's launcher started end with it. Standard library only.
+"""Ends the ranks that Lightning's launcher started when the launcher ends. Standard library only.
 
 ::
 
-    launcher = rank 0 ── names itself in the environment ──> Popen ──> rank 1: a thread looks at its parent
-        │ raises, is killed                                              the parent has changed
-        └─ ends                                                          a grace period for messages, then the end
+    launcher = rank 0 ── its pid in the environment ──> Popen ──> rank 1: a thread watches its parent
+        │ raises or is killed                                       the parent has changed
+        └─ ends                                                     a grace period for messages, then SIGKILL
 
-Without it a rank that sleeps, or waits for a rank 0 that is gone, goes on for as long as its timeout.
+Otherwise a rank that sleeps, or waits for a rank 0 that has ended, continues until its timeout.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from contextlib import suppress
 from multiprocessing.process import BaseProcess
 
 VARIABLE = "LS_STRATEGY_LAUNCHER"
-"""Names the process that starts the ranks of a run, for these."""
+"""Environment variable with the pid of the process that starts the ranks of a run."""
 
 _GRACE_S = 10.0
-"""What a rank has for its own error message once the launcher has ended."""
+"""Seconds that a rank has for its own error message after the launcher has ended."""
 
 _LOOK_EVERY_S = 0.5
 
 
 class LauncherWatch:
-    """Ends this process some seconds after the launcher has ended, while it is in force."""
+    """Kills this process some seconds after the launcher has ended, between `start` and `stop`."""
 
     def __init__(self) -> None:
-        """Nothing is watched yet, and nothing is held that cannot be pickled for a spawned rank."""
+        """Watch nothing yet; the object can be pickled for a spawned rank."""
         self._thread: threading.Thread | None = None
         self._done: threading.Event | None = None
 
     def start(self) -> None:
-        """Watch the launcher that the environment names. Nothing where there is none, or it is no parent of this."""
+        """Watch the launcher that the environment names, if there is one and it is the parent of this process."""
         launcher = os.environ.get(VARIABLE, "")
         if self._thread is not None or not launcher.isdecimal():
             return
@@ -51,7 +51,7 @@ class LauncherWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         if self._thread is not None and self._done is not None:
             self._done.set()
             self._thread.join()
@@ -65,11 +65,11 @@ def _watch(launcher: int, done: threading.Event) -> None:
     if not done.wait(_GRACE_S):
         sys.stderr.write(f"ls_strategy: the process {launcher} that started this rank has ended, so it ends, too.\n")
         sys.stderr.flush()
-        os.kill(os.getpid(), signal.SIGKILL)  # whatever it waits for
+        os.kill(os.getpid(), signal.SIGKILL)  # ends every wait
 
 
 def end_processes(processes: Iterable[BaseProcess]) -> None:
-    """End forked or spawned ranks: by themselves if they are about to, else by SIGINT, else by SIGKILL."""
+    """End forked or spawned ranks: wait a little for them to end, then send SIGINT, then SIGKILL."""
     alive = [p for p in processes if p.is_alive()]
     for number, patience_s in ((0, 2.0), (signal.SIGINT, 5.0), (signal.SIGKILL, 5.0)):
         for process in alive if number else ():

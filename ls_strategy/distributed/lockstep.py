@@ -1,14 +1,14 @@
-"""Ranks at the same batch: notice the rank that has no further one, and stop all of them at the same one.
+"""Keeps ranks at the same batch: detects a rank that runs out of batches, and stops all ranks at the same one.
 
-The one invariant: a rank waits for another only where it also looks whether that other one is still coming.
+The one invariant: a rank that waits for another one also checks whether that rank will still come.
 
 ::
 
-    step n     note "batch n, the last: yes/no" in the store (nothing is waited for), then run it
-    the end    before the last batch, or when the loop is left: meet ─┬─ all are here: go on
-                                                                      └─ a rank has a batch that others lack: DataError
+    step n     write "batch n, last: yes/no" to the store (no wait), then run it
+    the end    before the last batch, or when the loop ends: meet ─┬─ all ranks are here: continue
+                                                                   └─ a rank has a batch that others lack: DataError
 
-The meeting is an all-reduce on a process group of its own. While it lasts, the notes in the store are read.
+To meet is an all-reduce on a separate process group. While a rank waits for it, it reads the notes in the store.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from ls_strategy.distributed.comm import Comm, process_group
 from ls_strategy.errors import DataError
 
 _CHECK_EVERY_S = 0.5
-"""Between two agreements on what signals ask for, rounded to whole batches."""
+"""Seconds between two agreements on the requests of signals, rounded to whole batches."""
 
 _MAX_BATCHES_BETWEEN_CHECKS = 16
-"""Bounds the delay where batches become slow after their number was chosen."""
+"""Limits the delay if batches become slow after their number was chosen."""
 
 _PATIENCE_S = 20.0
-"""How long a rank that left in the middle of a step waits for the others to do the same."""
+"""Seconds that a rank that left in the middle of a step waits for the others to do the same."""
 
 _LOOK_EVERY_S = (0.25, 2.0)
-"""Between two looks at the store: at first, and at most."""
+"""Seconds between two reads of the store: at first, and at most."""
 
 
 @dataclass
@@ -49,10 +49,10 @@ class Round:
 
     what: str
     limit: str
-    """The Trainer's option that bounds its batches."""
+    """The Trainer's option that limits its batches."""
 
     is_last: Callable[[], bool]
-    """Whether the loader has nothing after the batch that was fetched, as far as it knows."""
+    """Whether the fetched batch is the loader's last one, as far as the loader knows."""
 
     started: int = 0
     completed: int = 0
@@ -61,10 +61,10 @@ class Round:
 
 
 class Lockstep:
-    """This rank's progress among all ranks'. One per process group; steps and rounds are collective."""
+    """Compares this rank's progress with the other ranks'. One per process group; steps and rounds are collective."""
 
     def __init__(self, comm: Comm) -> None:
-        """Make a process group. Collective.
+        """Create a process group. Collective.
 
         Args:
             comm: over all ranks.
@@ -77,9 +77,9 @@ class Lockstep:
         self._batches = 0
         self._since = time.perf_counter()
         self.in_flight = False
-        """Whether an exception has ended a wait for other ranks; they may not have come."""
+        """Whether an exception has ended a wait for other ranks, which may not have arrived."""
         if comm.world_size > 1:
-            self._store = default_store().clone()  # a connection of its own: others wait on theirs
+            self._store = default_store().clone()  # its own connection: waits on another one block it
             self._keys = [f"ls_strategy/batch/{rank}" for rank in range(comm.world_size)]
             self._store.set(self._keys[comm.rank], "0 0 0")
             self._group: Any = process_group("lockstep", backend="gloo")
@@ -109,7 +109,7 @@ class Lockstep:
 
     @contextmanager
     def step(self) -> Generator[None, None, None]:
-        """Around the work on one batch.
+        """Surround the work on one batch.
 
         Raises:
             DataError: this is the last batch of this rank, and others have more.
@@ -128,7 +128,7 @@ class Lockstep:
         now.completed = now.started
 
     def end(self) -> None:
-        """End a pass over a loader: wait until all ranks do.
+        """End a pass over a loader: wait for all ranks.
 
         Raises:
             DataError: others have more batches.
@@ -151,13 +151,13 @@ class Lockstep:
 
     @contextmanager
     def _waiting(self, kind: str) -> Generator[None, None, None]:
-        """Around a collective of the group of this class."""
+        """Surround a collective on the group of this class."""
         entry = self._journal.enter(kind)
         with self._comm.where.wait(entry), self._comm.naming_failures(), spans.waiting(spans.COMMUNICATION, "batches"):
             yield
 
     def _wait(self, work: dist.Work, now: Round) -> None:
-        """Return once the others have come; look whether they do."""
+        """Wait for the other ranks, and raise if one of them has more batches and will not come."""
         begin = time.monotonic()
         pause, (look_every, slowest) = 0.0005, _LOOK_EVERY_S
         next_look = begin + look_every
@@ -166,7 +166,7 @@ class Lockstep:
             pause = min(2 * pause, 0.05)
             if time.monotonic() < next_look:
                 continue
-            # In the middle of a step the others may be about to leave, too.
+            # If this rank left in the middle of a step, the others may be about to leave, too.
             patient = now.completed < now.started and not now.last and time.monotonic() < begin + _PATIENCE_S
             ahead = self._ahead(now, of=now.started if patient or now.last else now.completed)
             if ahead:
@@ -175,17 +175,17 @@ class Lockstep:
             next_look = time.monotonic() + look_every
 
     def _ahead(self, now: Round, *, of: int) -> dict[int, int]:
-        """Ranks that have begun, or know of, a batch after ``of``; by their number of batches, at least."""
+        """Return ranks that have a batch after ``of``, with the least number of batches each is known to have."""
         found: dict[int, int] = {}
         for rank, note in enumerate(self._store.multi_get(self._keys)):
             number, started, last = (int(word) for word in note.decode().split())
-            reach = started + (not last and now.last)  # one that does not know its last batch has another
+            reach = started + (not last and now.last)  # a rank that is not at its last batch has another one
             if rank != self._comm.rank and number == now.number and reach > of:
                 found[rank] = reach
         return found
 
     def _check(self, values: torch.Tensor, now: Round) -> None:
-        """Raise on all ranks alike if they are not at the same place."""
+        """Raise on all ranks if they are not at the same place."""
         met, passing, most, least = values[2:].tolist()
         if not (met and passing) and most == -least:
             return
@@ -201,17 +201,17 @@ class Lockstep:
     # signals ----------------------------------------------------------------------------------------------------------
 
     def ask(self, what: int) -> None:
-        """Note what a signal asks for. Safe in a handler."""
+        """Record what a signal requests. Safe in a handler."""
         self._stop = self._stop or what == STOP
         self._requeue = self._requeue or what == REQUEUE
 
     @property
     def asked(self) -> int:
-        """What a signal asks this rank for."""
+        """What a signal has requested of this rank."""
         return STOP if self._stop else REQUEUE if self._requeue else 0
 
     def agree(self) -> int:
-        """What any rank is asked for. Twice a second or so; 0 in between. Collective.
+        """Return what a signal has requested of any rank, about twice a second, and 0 in between. Collective.
 
         Raises:
             DataError: ranks are not at the same batch.
@@ -232,11 +232,11 @@ class Lockstep:
         self._since = time.perf_counter()
         asked = int(values[0])
         if asked == REQUEUE:
-            self._requeue = False  # that is done now; a request to stop may have come since, and stays
+            self._requeue = False  # served now; a request to stop that came since then stays
         return asked
 
     def _values(self, now: Round, *, meeting: bool) -> torch.Tensor:
-        """What ranks compare, as maxima: what is asked for, batch time, meeting?, passing?, batch, -batch."""
+        """Return what ranks compare by maximum: request, batch time, meeting?, passing?, batch, -batch."""
         batch_us = int(1e6 * (time.perf_counter() - self._since) / max(self._batches, 1))
         place = now.number << 32 | now.started
         return torch.tensor([self.asked, batch_us, meeting, not meeting, place, -place], dtype=torch.int64)
@@ -249,19 +249,19 @@ _PREDICTION = (
 
 
 def _uneven(now: Round, few: dict[int, int], more: dict[int, int]) -> str:
-    """The message: who has how many batches, and the cure."""
+    """Return the message: how many batches which rank has, and the cure."""
     fewest = min(few.values())
     others = f"{_counts(more)} or more" if more else "another number on the other ranks"
     return (
         f"Got {_counts(few)} in this {now.what}, and {others}. Ranks wait for each other in every step, "
-        "so all need the same number. Let a DistributedSampler cut the data (Lightning inserts one unless "
+        "so all need the same number. Let a DistributedSampler split the data (Lightning inserts one unless "
         "use_distributed_sampler=False), let an IterableDataset yield as many batches on every rank, or set "
         f"Trainer({now.limit}={max(fewest, 1)})." + (_PREDICTION if now.what == "prediction" else "")
     )
 
 
 def _counts(ranks: dict[int, int]) -> str:
-    """``3 batches on rank 0 and 4 batches on ranks 1, 2``."""
+    """Return counts as text: ``3 batches on rank 0 and 4 batches on ranks 1, 2``."""
     by_count: dict[int, list[int]] = {}
     for rank, count in ranks.items():
         by_count.setdefault(count, []).append(rank)

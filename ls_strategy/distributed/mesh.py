@@ -1,10 +1,10 @@
-"""Which ranks work together on what: the grid of ranks, and a communicator for each of its axes.
+"""The device mesh: the grid of ranks, and a communicator for each of its axes.
 
 ::
 
     rank = ((pipeline * data_size + data) * sequence_size + sequence) * tensor_size + tensor
 
-The tensor axis, which sends most, is a host's neighbours; the pipeline axis, which sends least, goes over hosts.
+The tensor axis, which sends most, joins neighbours on a host; the pipeline axis, which sends least, spans hosts.
 
 =========  ==============================================================================================
 axis       ranks that differ along it
@@ -13,15 +13,14 @@ data       train on different batches
 sequence   train on different tokens of the same batch
 tensor     hold different parts of the same layers, and see the same tokens
 pipeline   hold different layers, and see the same batch one after the other
-zero       data and sequence together: hold copies of the same parameters, over which ZeRO shards states
+zero       data and sequence together: replicate parameters, over which ZeRO shards states
 model      pipeline, sequence and tensor together: see the same batch
 stage      data, sequence and tensor together: hold the same layers of a pipeline, or parts of them
 =========  ==============================================================================================
 
-Experts of a Mixture of Experts are folded over the ranks of a stage, whatever axes these have: ``expert_size``
-neighbours hold different experts (``expert``), and the ranks at the same place among their neighbours hold the same
-ones, over which ZeRO shards their states (``expert_zero``). As in Megatron's parallel folding (Liu et al. 2025,
-arXiv:2504.14960).
+Experts are folded over the ranks of a pipeline stage, whatever axes it has: ``expert_size`` neighbours hold different
+experts (``expert``), and the ranks at the same position among their neighbours hold the same experts, over which ZeRO
+shards their states (``expert_zero``). As in Megatron's parallel folding (Liu et al. 2025, arXiv:2504.14960).
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _FREE = {
     "pipeline": (0,), "data": (1,), "sequence": (2,), "tensor": (3,),
     "zero": (1, 2), "model": (0, 2, 3), "stage": (1, 2, 3),
 }  # fmt: skip
-"""Coordinates that differ along each axis."""
+"""Indices of the coordinates that differ along each axis."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +57,13 @@ class MeshShape:
     sequence: int = 1
     tensor: int = 1
     expert: int = 1
-    """Ranks of a stage that hold different experts; no axis of its own."""
+    """Ranks of a stage that hold different experts; folded over the other axes."""
 
     @classmethod
     def of(
         cls, world_size: int, *, tensor: int = 1, sequence: int = 1, pipeline: int = 1, expert: int = 1
     ) -> MeshShape:
-        """Give what the other axes leave to the data axis.
+        """Return the mesh of ``world_size`` ranks; the ranks that the other axes leave form the data axis.
 
         Raises:
             PlanError: the sizes do not divide the world size.
@@ -72,9 +71,9 @@ class MeshShape:
         ranks = tensor * sequence * pipeline
         if world_size % ranks:
             sizes = {"tensor": tensor, "context": sequence, "pipeline": pipeline}
-            told = " times ".join(f"parallel.{axis}={size}" for axis, size in sizes.items() if size > 1)
+            given = " times ".join(f"parallel.{axis}={size}" for axis, size in sizes.items() if size > 1)
             raise PlanError(
-                f"{told} is {ranks} ranks for one batch, which does not divide the {world_size} ranks of this run. "
+                f"{given} is {ranks} ranks for one batch, which does not divide the {world_size} ranks of this run. "
                 "Change a size, or devices."
             )
         if (world_size // pipeline) % expert:
@@ -87,27 +86,27 @@ class MeshShape:
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
+        """The number of all ranks."""
         return self.data * self.model_ranks
 
     @property
     def kinds(self) -> str:
-        """Kinds of parallelism that leave a rank with a part of the model, in words; empty without any."""
+        """The kinds of parallelism that give a rank only a part of the model, as text; empty without any."""
         return ", ".join(k for k in ("tensor", "pipeline", "expert") if getattr(self, k) > 1)
 
     @property
     def model_ranks(self) -> int:
-        """Ranks that work on one batch together."""
+        """The number of ranks that work on one batch together."""
         return self.pipeline * self.sequence * self.tensor
 
     def coordinates(self, rank: int) -> tuple[int, int, int, int]:
-        """``(pipeline, data, sequence, tensor)`` of a rank."""
-        rest, tensor = divmod(rank, self.tensor)
-        rest, sequence = divmod(rest, self.sequence)
-        return (*divmod(rest, self.data), sequence, tensor)
+        """Return ``(pipeline, data, sequence, tensor)`` of a rank."""
+        rank, tensor = divmod(rank, self.tensor)
+        rank, sequence = divmod(rank, self.sequence)
+        return (*divmod(rank, self.data), sequence, tensor)
 
     def groups(self, axis: str) -> Iterator[tuple[int, ...]]:
-        """The ranks of every group along ``axis``, in order."""
+        """Yield the ranks of every group along ``axis``, in order."""
         if axis in ("expert", "expert_zero"):
             yield from self._expert_groups(axis)
             return
@@ -146,7 +145,7 @@ class Mesh:
 
     @classmethod
     def data_only(cls, world: Comm) -> Mesh:
-        """All ranks along the data axis."""
+        """Return the mesh with all ranks along the data axis."""
         alone = Comm(None, None)
         shape = MeshShape(data=world.world_size)
         return cls(
@@ -155,14 +154,14 @@ class Mesh:
         )  # fmt: skip
 
     def holders(self, part: TensorPart | None) -> tuple[Comm, Axis]:
-        """The ranks that hold the same part of a parameter, and divide its states; and those of its other parts."""
+        """Return the ranks that replicate a part of a parameter, over which ZeRO shards, and those with other parts."""
         if part is not None and part.axis == "expert":
             return self.expert_zero, self.expert
         return self.zero, self.tensor
 
 
 def make_mesh(shape: MeshShape, world: Comm) -> Mesh:
-    """Make the process groups. Collective over all ranks."""
+    """Create the process groups and return the mesh. Collective over all ranks."""
     if shape.model_ranks == shape.expert == 1:
         return Mesh.data_only(world)
     made: dict[tuple[tuple[int, ...], ...], Comm] = {}
@@ -171,7 +170,7 @@ def make_mesh(shape: MeshShape, world: Comm) -> Mesh:
         groups = tuple(shape.groups(axis))
         if groups not in made:
             made[groups] = _comm_of(groups, world)
-        same = made[groups]  # with a traffic meter of its own
+        same = made[groups]  # each axis has its own traffic meter
         return Comm(same.group, same.control, failures=world.failures)
 
     axes = {axis: along(axis) for axis in (*_FREE, "expert", "expert_zero")}
@@ -180,7 +179,7 @@ def make_mesh(shape: MeshShape, world: Comm) -> Mesh:
 
 
 def _comm_of(groups: tuple[tuple[int, ...], ...], world: Comm) -> Comm:
-    """This rank's group among ``groups``. Collective over all ranks."""
+    """Return this rank's group among ``groups``. Collective over all ranks."""
     if len(groups) == 1:
         return world
     if len(groups[0]) == 1:

@@ -1,4 +1,4 @@
-"""The port on which ranks meet: choose one that is free, and say who holds one that is not. Standard library only."""
+"""The rendezvous port: choose a free one, and name the process that holds a taken one. Standard library only."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from pathlib import Path
 from ls_strategy.errors import PlanError, StateError
 
 PORTS = range(20_000, 32_000)
-"""Below the range that the kernel hands out to outgoing connections, so that none of these takes the port meanwhile."""
+"""Below the kernel's range for outgoing connections, so that none of them takes the port in the meantime."""
 
 _chance = random.SystemRandom()
-"""Not the global generator: two runs with one seed would choose one port, and the user's random numbers would move."""
+"""Not the global generator: two runs with one seed would choose one port, and the user's numbers would change."""
 
 
 _HOLD_S = 120.0
-"""Seconds from the choice of a port to the moment rank 0 listens there, at most: starting Python on a loaded node."""
+"""The most seconds from the choice of a port until rank 0 listens on it: Python starts slowly on a loaded node."""
 
 _held: dict[int, tuple[float, socket.socket]] = {}
-"""Ports this process has chosen, until when it holds them (`time.monotonic`), and what holds them."""
+"""Ports that this process has chosen, the time until which it holds them (`time.monotonic`), and what holds them."""
 
 
 def free_port() -> int:
-    """A TCP port of this host that nobody listens on now, and that no other caller has been given in the last 120 s.
+    """Return a TCP port of this host that is free and that no other caller got in the last 120 s.
 
-    The second matters: the ranks of two runs that were given one port at the same moment meet each other, and neither
-    run goes on. On Linux this holds among all processes of the host; elsewhere within this process.
+    If two runs got the same port at once, their ranks would connect to each other and neither could continue. On Linux
+    this holds for all processes of the host, elsewhere within this process.
 
     Raises:
         PlanError: every port that was tried is taken.
@@ -53,9 +53,9 @@ def free_port() -> int:
 
 
 def _hold(port: int) -> socket.socket | None:
-    """Tell the processes of this host that ``port`` is chosen, as long as the socket is open. None: one has it already.
+    """Reserve ``port`` among the processes of this host while the returned socket is open; None if it is reserved.
 
-    By a name without a file (Linux's abstract sockets): the kernel forgets it when the process ends, however it ends.
+    The reservation is an abstract socket name (Linux), which the kernel frees when the process ends, however it ends.
     """
     holder = socket.socket(socket.AF_UNIX if hasattr(socket, "AF_UNIX") else socket.AF_INET, socket.SOCK_DGRAM)
     if sys.platform != "linux":
@@ -69,16 +69,16 @@ def _hold(port: int) -> socket.socket | None:
 
 
 _left: dict[tuple[str, int], str] = {}
-"""Where this process has left its process group after an error, and the error."""
+"""Address and port where this process has left its process group after an error, and the error."""
 
 
 def leave(address: str, port: int, why: str) -> None:
-    """Note that this process has closed its connections to the ranks that met there."""
+    """Record that this process has closed its connections to the ranks of this rendezvous."""
     _left[address, port] = why
 
 
 def check_left(address: str, port: int) -> None:
-    """Raise where ranks cannot meet again: the store there has the addresses of connections that are closed.
+    """Raise if ranks cannot meet here again: the store has the addresses of connections that are closed.
 
     Raises:
         StateError: with the error that closed them.
@@ -86,15 +86,15 @@ def check_left(address: str, port: int) -> None:
     if (address, port) in _left:
         raise StateError(
             f"an earlier run of this process ended with an error that other ranks did not share ({_left[address, port]}"
-            f"), so connections were closed, and ranks cannot meet at {address}:{port} again. Start all processes of "
-            "the run anew."
+            f"), so connections were closed, and ranks cannot meet at {address}:{port} again. Restart all processes of "
+            "the run."
         )
 
 
 def check_port(address: str, port: int, rank: int) -> None:
-    """Raise before the process group is made if rank 0 cannot listen on ``port``. Call it on every rank.
+    """Raise if rank 0 cannot listen on ``port``. Call it on every rank before the process group is created.
 
-    Does nothing on other ranks, and under ``torchrun``, whose agent listens there by itself.
+    It does nothing on other ranks, and under ``torchrun``, where the agent listens on the port.
 
     Args:
         address: ``MASTER_ADDR``, for the message.
@@ -102,7 +102,7 @@ def check_port(address: str, port: int, rank: int) -> None:
         rank: global rank of this process.
 
     Raises:
-        PlanError: the port is taken, by whom, and what to do.
+        PlanError: the port is taken; with the process that holds it and the cure.
     """
     if rank != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return
@@ -116,8 +116,8 @@ def check_port(address: str, port: int, rank: int) -> None:
         )
     holders = listeners(port)
     if any(pid == os.getpid() for pid, _ in holders):
-        return  # a process group of this very process; torch shares its store
-    who = " and ".join(f"process {pid} ({command})" for pid, command in holders) or "somebody else's process"
+        return  # a process group of this process; torch shares its store
+    who = " and ".join(f"process {pid} ({command})" for pid, command in holders) or "a process of another user"
     cause = ""
     if "SLURM_JOB_ID" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
         cause = " Without MASTER_PORT, Lightning takes 15000 plus the last four digits of the job id: jobs collide."
@@ -128,14 +128,14 @@ def check_port(address: str, port: int, rank: int) -> None:
 
 
 def listeners(port: int) -> list[tuple[int, str]]:
-    """Processes of this host that listen on a TCP port, as ``(pid, command line)``.
+    """Return the processes of this host that listen on a TCP port, as ``(pid, command line)``.
 
-    Linux; empty elsewhere, and for processes that this user may not look at.
+    Empty on other systems than Linux, and without processes that this user may not inspect.
     """
     wanted = {f"socket:[{inode}]" for table in ("tcp", "tcp6") for inode in _inodes(Path("/proc/net") / table, port)}
     found: list[tuple[int, str]] = []
     for process in Path("/proc").glob("[0-9]*") if wanted else ():
-        with contextlib.suppress(OSError):  # it ended meanwhile, or belongs to somebody else
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             if wanted.isdisjoint(_links(process / "fd")):
                 continue
             words = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").split()
@@ -152,7 +152,7 @@ def _links(folder: Path) -> set[str]:
 
 
 def _inodes(table: Path, port: int) -> list[str]:
-    """Inodes of the listening sockets in ``/proc/net/tcp`` or ``tcp6``."""
+    """Return the inodes of the sockets that listen on ``port``, from ``/proc/net/tcp`` or ``tcp6``."""
     try:
         rows = [line.split() for line in table.read_text().splitlines()[1:]]
     except OSError:
@@ -161,14 +161,14 @@ def _inodes(table: Path, port: int) -> list[str]:
 
 
 def _bind_error(port: int) -> OSError | None:
-    """What stands in the way of listening on ``port`` of every address, as torch's store does."""
+    """Return the error of listening on ``port`` of every address, as torch's store does; None if that works."""
     for family, everywhere in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):
         try:
             probe = socket.socket(family, socket.SOCK_STREAM)
-        except OSError:  # no IPv6 here
+        except OSError:  # this host has no IPv6
             continue
         with probe:
-            # As torch does: connections that are still winding down do not count, listeners do.
+            # As in torch: connections that are closing do not count, listeners do.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 if family == socket.AF_INET6:
@@ -176,7 +176,7 @@ def _bind_error(port: int) -> OSError | None:
                 probe.bind((everywhere, port))
                 probe.listen(1)
             except OSError as error:
-                if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):  # IPv6 is switched off
+                if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):  # IPv6 is disabled
                     continue
                 return error
     return None

@@ -1,4 +1,4 @@
-"""The line of the user's code at which a thread stands. Looked up only when somebody asks."""
+"""Finds the line of user code that a thread is executing, for reports of waits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FOR_ALL = (
     "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single",
     "barrier", "monitored_barrier", "reduce_scatter", "reduce_scatter_tensor",
 )  # fmt: skip
-"""Functions of ``torch.distributed`` that end on no rank before all have come."""
+"""Functions of ``torch.distributed`` that return on no rank before all ranks have called them."""
 
 _FOR_SOME = (
     "batch_isend_irecv", "broadcast", "broadcast_object_list", "gather", "gather_object", "recv", "reduce", "scatter",
@@ -21,16 +21,20 @@ _FOR_SOME = (
 )  # fmt: skip
 
 
+_STRATEGY = ("strategy.py", "ranks.py", "readings.py")
+"""Files of ``lightning/`` with the strategy's public methods, which a report names."""
+
+
 def standing(thread: int) -> tuple[str, str, bool]:
-    """Where a thread is.
+    """Return where a thread is.
 
     Args:
         thread: its identifier.
 
     Returns:
-        ``file:line in function`` of the innermost frame that is neither torch's nor Lightning's, nor this package's,
-        and of the one further out that Lightning has called; the function of ``torch.distributed`` that was called
-        there, if it has not come back; whether that waits for all ranks of the run.
+        ``file:line in function`` of the innermost user frame, and of the outer one that Lightning has called; the
+        function of ``torch.distributed`` that was called there and has not returned; whether it waits for all ranks of
+        the run.
     """
     frame = sys._current_frames().get(thread)
     if frame is None:
@@ -46,15 +50,15 @@ def standing(thread: int) -> tuple[str, str, bool]:
             break
         elif path.startswith(folders["torch.distributed"]) and not users and name in (*_FOR_ALL, *_FOR_SOME):
             call, everyone = name, name in _FOR_ALL and _of_all(frame)
-        elif path == folders["strategy"] and not users and not method and not name.startswith("_"):
+        elif path in folders["strategy"] and not users and not method and not name.startswith("_"):
             method = f", during {name}"
         frame = frame.f_back
     if not users:
-        return f"in no code of the user's{method}", call, everyone
-    words = f"at {_line(users[0])}"
+        return f"outside of user code{method}", call, everyone
+    text = f"at {_line(users[0])}"
     if len(users) > 1 and frame is not None:
-        words += f", from {_line(users[-1])}"
-    return words + method, call, everyone
+        text += f", from {_line(users[-1])}"
+    return text + method, call, everyone
 
 
 def _line(frame: FrameType) -> str:
@@ -64,13 +68,13 @@ def _line(frame: FrameType) -> str:
 
 
 def _folders() -> dict[str, Any]:
-    """Where code is that is not the user's; folders with a separator at the end."""
+    """Return the places of code that is not the user's; folders end with a separator."""
     of = {name: os.path.join(os.path.dirname(path), "") for name in _LIBRARIES if (path := _file(name))}  # noqa: PTH118, PTH120
     return {
         "libraries": tuple(of.values()),
         "lightning": tuple(folder for name, folder in of.items() if "lightning" in name),
         "torch.distributed": os.path.join(of["torch"], "distributed", ""),  # noqa: PTH118
-        "strategy": os.path.join(of["ls_strategy"], "strategy.py"),  # noqa: PTH118
+        "strategy": tuple(os.path.join(of["ls_strategy"], "lightning", name) for name in _STRATEGY),  # noqa: PTH118
         "standard": os.path.join(os.path.dirname(os.__file__), ""),  # noqa: PTH118, PTH120
     }
 
@@ -80,7 +84,7 @@ def _file(module: str) -> str | None:
 
 
 def _is_users(path: str, folders: dict[str, Any]) -> bool:
-    """Neither of the libraries nor of Python itself; other packages that are installed count as the user's."""
+    """Whether a file is neither in the libraries nor in Python itself; other installed packages count as user code."""
     if path.startswith(folders["libraries"]) or path.startswith("<frozen"):
         return False
     return not path.startswith(folders["standard"]) or "site-packages" in path

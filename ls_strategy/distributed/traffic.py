@@ -1,4 +1,4 @@
-"""A meter of what a rank sends."""
+"""`Traffic`: counts what a rank sends."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from ls_strategy import spans
 
 
 class Traffic:
-    """Counts what this rank sends, per kind of collective. Filled where the bytes leave, not from a formula."""
+    """Counts what this rank sends, per kind of collective: at the send calls, not from a formula."""
 
     def __init__(self) -> None:
-        """Start at zero."""
         self.elements: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
 

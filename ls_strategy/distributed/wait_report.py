@@ -1,15 +1,15 @@
-"""Where every rank is: an explanation when one of them waits long for the others, and an end when it would be for ever.
+"""Reports where every rank is when one of them waits long for the others, and ends waits that can never end.
 
 ::
 
-    rank 0  waits in all_gather of 'blocks.0' ── 20 s ──> asks ─┬─> collects the answers: its own line, and a verdict
-    rank 1  waits in barrier                  <── once a second ┴─> answers: its own line
-            verdict   nobody waits for a rank that waits for it: rank 1 is slow, and the wait goes on
-                      otherwise, seen twice: every rank ends its connections, and its wait raises `OutOfStepError`
+    rank 0  waits in all_gather of 'blocks.0' ── 20 s ──> asks ─┬─> collects the answers: prints its line, and a verdict
+    rank 1  waits in barrier                  <── once a second ┴─> answers: prints its line
+            verdict   no two ranks wait for each other: rank 1 is slow, and the wait continues
+                      otherwise, seen twice: every rank closes its connections, and its wait raises `OutOfStepError`
 
-The training thread keeps a journal of the collectives of every process group, and notes what it waits for: plain
-attributes. A thread of its own looks at them, asks and answers through the rendezvous store, on a connection of its
-own, and touches no process group. One rank at a time asks, so that the load grows with the number of ranks.
+The training thread keeps a journal of the collectives of every process group, and of what it waits for, in plain
+attributes. A second thread reads them. It asks and answers through the rendezvous store, on a separate connection, and
+uses no process group. One rank asks at a time, so that the load grows only linearly with the number of ranks.
 
 The one invariant: a run is ended early only on proof, see `ls_strategy.distributed.deadlock.proof`.
 """
@@ -24,7 +24,7 @@ import time
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -49,7 +49,7 @@ _ENDED = "ended"
 
 
 class Entry:
-    """One collective that this rank has come to."""
+    """One collective that this rank has entered."""
 
     __slots__ = ("era", "journal", "kind", "needs", "number", "of", "since", "tag")
 
@@ -63,27 +63,28 @@ class Entry:
         self.number = journal.count
         self.since = 0.0
         self.tag = zlib.crc32(f"{kind} {of} {where.batch}".encode()) & 0x7FFFFFFF
-        """The same on two ranks if they mean the same thing, at the same batch."""
+        """The same on two ranks if they enter the same operation at the same batch."""
 
 
 class Journal:
-    """The collectives of one process group, in the order in which this rank came to them."""
+    """The collectives of one process group, in the order in which this rank entered them."""
 
-    def __init__(self, where: Whereabouts, ranks: Sequence[int]) -> None:
-        """``ranks``: global, of the group."""
+    def __init__(self, where: Whereabouts, ranks: Sequence[int], name: str = "") -> None:
+        """``ranks``: the global ranks of the group; ``name``: the same on all of them."""
         self.where = where
+        self.name = name
         self.ranks = tuple(ranks)
         self.count = 0
         self.recent: deque[tuple[int, int]] = deque(maxlen=_RECENT)
-        """Number and tag of the last entries."""
+        """Numbers and tags of the last entries."""
 
     def enter(self, kind: str, of: str = "", needs: Sequence[int] | None = None) -> Entry:
-        """This rank comes to a collective.
+        """Record that this rank enters a collective.
 
         Args:
-            kind: of collective.
+            kind: of the collective.
             of: what it moves.
-            needs: global ranks without which it does not end. None: all of the group.
+            needs: global ranks that must enter it before it returns. None: all ranks of the group.
         """
         self.count += 1
         self.where.progress += 1
@@ -93,7 +94,7 @@ class Journal:
 
 
 class _Waiting:
-    """Around a wait for other ranks."""
+    """Records a wait for other ranks."""
 
     __slots__ = ("_before", "_entry", "_where")
 
@@ -111,37 +112,36 @@ class _Waiting:
 
 
 class Whereabouts:
-    """What the training thread notes of itself. One per default process group."""
+    """What the training thread records about itself. One per default process group."""
 
     def __init__(self, rank: int, world_size: int) -> None:
-        """Nothing is watched before `watch`."""
         self.rank = rank
         self.world_size = world_size
         self.journals: dict[str, Journal] = {}
         self.era = 0
         self.batch = _NO_BATCH
-        """Number of the pass over the data, batch, and kind of pass; the same on all ranks at the same place."""
+        """Number of the pass over the data, number of the batch, and kind of pass; equal on ranks at the same place."""
         self.progress = 0
         self.last: Entry | None = None
         self.waiting: Entry | None = None
         self.left = False
-        """Whether this rank is done with the run of this era."""
+        """Whether this rank has ended the run of this era."""
         self.verdict = ""
         """Why the waits of this run cannot end."""
         self._watch: _Watch | None = None
 
     def journal(self, name: str, ranks: Sequence[int]) -> Journal:
-        """The journal of a process group, by a name that its ranks have in common."""
+        """Return the journal of a process group, by a name that is the same on all its ranks."""
         if name not in self.journals:
-            self.journals[name] = Journal(self, ranks)
+            self.journals[name] = Journal(self, ranks, name)
         return self.journals[name]
 
     def wait(self, entry: Entry | None) -> _Waiting:
-        """Around a wait for what was entered; around nothing in particular for None."""
+        """Return a context that records a wait for ``entry``; None records nothing."""
         return _Waiting(self, entry)
 
     def begin_era(self) -> None:
-        """All ranks are here: what comes is counted from 1. Collective, but waits for nobody."""
+        """Restart all counts; call it where all ranks have just synchronised. Collective, but does not wait."""
         self.era += 1
         self.left = False
         self.batch = _NO_BATCH
@@ -150,19 +150,19 @@ class Whereabouts:
             journal.recent.clear()
 
     def leave(self) -> None:
-        """This rank is done with the run, and leaves word of it for those that wait for it still."""
+        """Report that this rank has ended the run, for ranks that still wait for it."""
         self.left = True
         if self.world_size > 1 and world_group() is not None:
-            with suppress(RuntimeError, OSError):  # the store is gone with the rank that held it
+            with suppress(RuntimeError, OSError):  # the rank with the store has ended
                 default_store().set(f"{_LEFT}/{self.rank}", str(self.era))
 
     def watch(self, after_s: float | None, device: torch.device, end: Callable[[], None]) -> None:
-        """Explain waits of the calling thread that last longer than ``after_s``; None: none.
+        """Explain waits of the calling thread that last longer than ``after_s``.
 
         Args:
-            after_s: seconds.
-            device: on which this rank trains.
-            end: a method that makes every wait of this rank fail. Its object may be gone by then.
+            after_s: seconds. None: explain none.
+            device: the device on which this rank trains.
+            end: a method that makes every wait of this rank fail; its object is referenced weakly.
         """
         if self._watch is not None and self._watch.goes_on(after_s, device, end):
             return
@@ -172,16 +172,16 @@ class Whereabouts:
         if after_s is not None and self.world_size > 1:
             self._watch = _Watch(self, after_s, device, end)
 
-    def told(self) -> str:
-        """The verdict, from the store if this rank has not heard it yet."""
+    def read_verdict(self) -> str:
+        """Return the verdict, from the store if this rank has not read it yet."""
         if not self.verdict and self.world_size > 1:
             store = default_store()
             if store.check([_VERDICT]):
                 self.verdict = store.get(_VERDICT).decode(errors="replace")
         return self.verdict
 
-    def deserted(self) -> str:
-        """Why a connection is closed, if ranks are done with the run in which this one waits for them."""
+    def explain_ended(self) -> str:
+        """Return why a connection is closed, if this rank waits for ranks that have ended the run."""
         entry = self.waiting
         if entry is None:
             return ""
@@ -190,7 +190,7 @@ class Whereabouts:
             store = default_store()
             known = [r for r in others if store.check([f"{_LEFT}/{r}"])]
             gone = [r for r in known if int(store.get(f"{_LEFT}/{r}")) >= entry.era]
-        except RuntimeError:  # the store is gone with the rank that held it
+        except RuntimeError:  # the rank with the store has ended
             gone = others if self.left else []
         return explain_end(gone, _what(entry, "", None, time.monotonic() - entry.since)) if gone else ""
 
@@ -207,11 +207,11 @@ class _Watch:
         self._ask_again_s = min(_ASK_AGAIN_S, after_s)
         self._trained_by = threading.get_ident()
         self._world = weakref.ref(world_group())
-        self._store = default_store().clone()  # a connection of its own: others wait on theirs
+        self._store = default_store().clone()  # its own connection: waits on another one block it
         self._store.compare_set(_ASKED, "", "0:-1:0")
         self._incident = self._shown = 0
         self._number = -1
-        self._heard = -1e9
+        self._last_question = -1e9
         self._next_question = 0.0
         self._progress = (-1, time.monotonic())
         self._suspected: object = None
@@ -219,10 +219,10 @@ class _Watch:
         _, self._number, _ = self._read_question()
         self._thread = threading.Thread(target=self._run, name="ls_wait_report", daemon=True)
         self._thread.start()
-        atexit.register(self.stop)  # a thread that is inside the store when the interpreter ends aborts the process
+        atexit.register(self.stop)  # a thread inside the store when the interpreter ends aborts the process
 
     def goes_on(self, after_s: float | None, device: torch.device, end: Callable[[], None]) -> bool:
-        """Serve the next run of this process, if it is watched as the last one."""
+        """Return whether this thread can serve the next run of this process, which has these arguments."""
         if (after_s, device, threading.get_ident()) != (self._after_s, self._device, self._trained_by):
             return False
         self._end = weakref.WeakMethod(end)
@@ -239,7 +239,7 @@ class _Watch:
         while not self._done.wait(self._look_every_s) and world_group() is self._world():
             try:
                 self._look()
-            except (RuntimeError, OSError):  # the store is gone with the rank that held it
+            except (RuntimeError, OSError):  # the rank with the store has ended
                 break
         atexit.unregister(self.stop)
 
@@ -249,21 +249,21 @@ class _Watch:
             self._done.set()
             return
         if number > self._number:
-            self._heed(number, incident)
+            self._note_question(number, incident)
             self._say(self._answer(), "")
             return
         now = time.monotonic()
         answer = self._answer(only_due=True)
         if answer is None or now < self._next_question:
             return
-        fresh = now - self._heard > 3 * (self._ask_again_s + 1)
+        fresh = now - self._last_question > 3 * (self._ask_again_s + 1)
         wanted = f"{number + 1}:{self._where.rank}:{incident + fresh}"
         if self._store.compare_set(_ASKED, asked, wanted).decode() == wanted:
-            self._heed(number + 1, incident + fresh)
+            self._note_question(number + 1, incident + fresh)
             self._investigate()
 
     def _read_question(self) -> tuple[str, int, int]:
-        """The last question as it is in the store, its number, and that of its occasion. A verdict ends the waits."""
+        """Return the last question as stored, its number, and its incident's number. A verdict ends the waits."""
         asked = self._store.get(_ASKED).decode()
         if asked == _ENDED:
             self._where.verdict = self._store.get(_VERDICT).decode(errors="replace")
@@ -272,9 +272,9 @@ class _Watch:
         number, _, incident = map(int, asked.split(":"))
         return asked, number, incident
 
-    def _heed(self, number: int, incident: int) -> None:
-        self._number, self._incident, self._heard = number, incident, time.monotonic()
-        self._next_question = self._heard + self._ask_again_s
+    def _note_question(self, number: int, incident: int) -> None:
+        self._number, self._incident, self._last_question = number, incident, time.monotonic()
+        self._next_question = self._last_question + self._ask_again_s
 
     def _key(self, rank: int) -> str:
         return f"ls_strategy/whereabouts/{rank}"
@@ -282,7 +282,7 @@ class _Watch:
     # this rank --------------------------------------------------------------------------------------------------------
 
     def _answer(self, *, only_due: bool = False) -> Any:
-        """What this rank says of itself; None if ``only_due`` and it has not waited for long."""
+        """Return this rank's report; None if ``only_due`` and it has not waited for long."""
         where, now = self._where, time.monotonic()
         entry, progress = where.waiting, where.progress
         if self._progress[0] != progress:
@@ -297,7 +297,7 @@ class _Watch:
             return None  # it computes, or sleeps
         wait: Answer | None = None
         if entry is not None and entry.era == where.era:
-            wait = {"group": _name(where.journals, entry.journal), "number": entry.number, "needs": entry.needs}
+            wait = {"group": entry.journal.name, "number": entry.number, "needs": entry.needs}
         return {
             "number": self._number,
             "rank": where.rank,
@@ -315,11 +315,11 @@ class _Watch:
         }
 
     def _device_is_busy(self) -> bool:
-        """Whether a GPU has not done what it was given: after so long, it waits in a collective of NCCL."""
+        """Whether a GPU has work left: after so long, it waits in a collective of NCCL."""
         return self._device.type == "cuda" and not torch.cuda.default_stream(self._device).query()
 
     def _say(self, answer: Answer, waits_for: str) -> None:
-        """Give the answer, and print it once for every occasion."""
+        """Store the answer, and print it once per incident."""
         self._store.set(self._key(self._where.rank), json.dumps(answer))
         if self._shown < self._incident:
             self._shown = self._incident
@@ -334,10 +334,10 @@ class _Watch:
         answers[self._where.rank] = mine
         absent = [r for r in range(self._where.world_size) if r not in answers]
         waits_for = sorted({*awaited(mine, answers), *(differing(mine, answers) if mine["late"] else ()), *absent})
-        words = f"; it waits for {named(waits_for)}" if waits_for else ""
+        text = f"; it waits for {named(waits_for)}" if waits_for else ""
         if absent:
-            words += f" ({named(absent)} did not answer: ended, stopped, or in code that keeps Python's lock)"
-        self._say(mine, words)
+            text += f" ({named(absent)} did not answer: ended, stopped, or in code that holds Python's lock)"
+        self._say(mine, text)
         guilty = proof(answers)
         seen = [(r, answers[r]["progress"], answers[r]["wait"]) for r in guilty]
         if guilty and seen == self._suspected:
@@ -349,7 +349,7 @@ class _Watch:
         self._suspected = seen
 
     def _collect(self) -> dict[int, Answer]:
-        """The others' answers to this question, as far as they come."""
+        """Return the answers of other ranks to this question that arrive in time."""
         answers: dict[int, Answer] = {}
         left = {r for r in range(self._where.world_size) if r != self._where.rank}
         deadline = time.monotonic() + 2.5 * max(self._look_every_s, 0.2)
@@ -363,18 +363,14 @@ class _Watch:
 
     def _stop_waiting(self) -> None:
         entry, end = self._where.waiting, self._end()
-        if entry is None:  # then no wait of this package raises the verdict
+        if entry is None:  # no wait of this package raises the verdict
             _print(self._where.verdict)
         if end is not None:
             end()
 
 
-def _name(journals: Mapping[str, Journal], journal: Journal) -> str:
-    return next(name for name, each in journals.items() if each is journal)
-
-
-def _print(words: str) -> None:
-    sys.stderr.write(f"ls_strategy: {words}\n")  # in one piece: ranks share the terminal
+def _print(text: str) -> None:
+    sys.stderr.write(f"ls_strategy: {text}\n")  # in one call: ranks share the terminal
     sys.stderr.flush()
 
 

@@ -1,10 +1,10 @@
-"""Lightning's checkpoint hooks, for checkpoints that no rank ever holds in full.
+"""Contents of Lightning's checkpoints, which no rank ever holds in full.
 
 ::
 
-    trainer.save_checkpoint     dump_checkpoint collects: stand-ins for what is sharded    `collecting`
-                                strategy.save_checkpoint writes                            `save`
-    trainer.fit(ckpt_path)      strategy.load_checkpoint: the small things, lazy tensors   `load`
+    trainer.save_checkpoint     dump_checkpoint collects stand-ins for what is sharded     `Collection`
+                                strategy.save_checkpoint writes                            `write`, `write_file`
+    trainer.fit(ckpt_path)      strategy.load_checkpoint: small values and lazy tensors    `read`, `map_file`
                                 strategy.load_model_state_dict, load_optimizer_state_dict: each rank reads its part
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import time
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,7 +39,7 @@ from ls_strategy.errors import CheckpointError
 
 
 class Collection:
-    """What one ``trainer.save_checkpoint`` collects, and how an engine's values enter it."""
+    """The contents of a checkpoint folder while ``trainer.save_checkpoint`` collects them."""
 
     def __init__(self, engine: Engine, *, frozen: bool) -> None:
         """``frozen``: include parameters that do not train."""
@@ -51,13 +51,13 @@ class Collection:
         self._frozen = frozen
 
     def weights(self, raw: dict[str, Any], masters: list[Tensor] | None = None) -> dict[str, Any]:
-        """Stand-ins for the parameters in ``raw``, ``module.state_dict()``; or for ``masters`` in their place."""
+        """Return stand-ins for the parameters in ``raw``, a ``module.state_dict()``; or for ``masters`` instead."""
         weights, left_out = self.contents.weights(raw, self.engine.units, masters=masters, frozen=self._frozen)
         self.left_out = left_out if masters is None else self.left_out
         return weights
 
     def optimizer_state(self, index: int) -> dict[str, Any]:
-        """State by parameter name, as far as this rank has it."""
+        """Return the part of the optimizer's state that this rank has, by parameter name."""
 
         def stand_in(flat: Any, slot: int, read: Any, dtype: torch.dtype) -> Tensor:
             at_rest = flat.optimizer_tier != "device"
@@ -74,7 +74,7 @@ def write(
     storage_options: Any,
     background: BackgroundSaver | None = None,
 ) -> None:
-    """Write a checkpoint folder; with ``background`` return when nothing of it can change any more. Collective.
+    """Write a checkpoint folder; with ``background``, return when training can no longer change it. Collective.
 
     Raises:
         CheckpointError: on every rank, if any rank failed; with ``background``, if the save before this one failed.
@@ -98,7 +98,7 @@ def write(
     started = time.perf_counter()
 
     def done(total: int, seconds: float) -> None:
-        stalled = f", {stall:.1f} s of it in training's way" if background is not None else ""
+        stalled = f", {stall:.1f} s of it blocked training" if background is not None else ""
         rank_zero_info(f"ZeROStrategy: saved {path} ({total / 2**20:,.1f} MiB in {seconds:.1f} s{stalled})")
 
     if background is None:
@@ -110,10 +110,10 @@ def write(
 
 
 def with_full_modules(checkpoint: dict[str, Any], engine: Engine) -> dict[str, Any]:
-    """The checkpoint with copies of modules that hold sharded parameters: hyperparameters that are parts of the model.
+    """Return the checkpoint with copies of modules with sharded parameters, as in hyperparameters that are modules.
 
-    Collective if there are any, which is then the same on all ranks. The copies are made on rank 0, which writes them;
-    others get None.
+    Collective if there are any, which is the same on all ranks. Rank 0, which writes the copies, makes them; other
+    ranks get None.
     """
     small = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
     modules = [leaf for leaf in tree_iter(small) if isinstance(leaf, nn.Module)]
@@ -124,9 +124,9 @@ def with_full_modules(checkpoint: dict[str, Any], engine: Engine) -> dict[str, A
     with engine.gathered(wanted):
         try:
             copies = copy.deepcopy(modules) if engine.mesh.world.rank == 0 else [None] * len(modules)
-        except Exception:  # of the module's own: the save, which meets it again, tells all ranks
+        except Exception:  # of the module: the save raises it again, on all ranks
             return checkpoint
-    found = {id(module): twin for module, twin in zip(modules, copies, strict=True)}
+    found = {id(module): copied for module, copied in zip(modules, copies, strict=True)}
     return {**checkpoint, **tree_map(lambda leaf: found.get(id(leaf), leaf), small)}
 
 
@@ -140,7 +140,7 @@ def write_file(
 ) -> None:
     """Write what was gathered on rank 0, and every rank's random states, to one file. Collective.
 
-    Lightning's own `CheckpointIO` writes to a file system; the file takes its name when it is on the disk.
+    With Lightning's own `CheckpointIO` on a file system, the file gets its name when it is on the disk.
 
     Raises:
         CheckpointError: on every rank, if rank 0 could not write it; earlier checkpoints are untouched.
@@ -148,7 +148,7 @@ def write_file(
     states = exchange(random_states())
     error: Exception | None = None
     if rank == 0:
-        if "optimizer_states" in checkpoint:  # else there is nothing to resume
+        if "optimizer_states" in checkpoint:  # otherwise it cannot be resumed from
             ours = checkpoint.setdefault(OURS, {})
             ours[RANDOM] = {f"rank_{number}": state for number, state in enumerate(states)}
         try:
@@ -161,18 +161,18 @@ def write_file(
                 checkpoint_io.save_checkpoint(checkpoint, path)
         except Exception as raised:
             error = raised
-    told = exchange(None if error is None else save.described(error))[0]
-    if told is not None:
-        raise CheckpointError(f"saving {path} failed: rank 0: {told}. Earlier checkpoints are untouched.") from error
+    message = exchange(None if error is None else save.described(error))[0]
+    if message is not None:
+        raise CheckpointError(f"saving {path} failed: rank 0: {message}. Earlier checkpoints are untouched.") from error
 
 
 def is_lightnings(checkpoint_io: CheckpointIO) -> bool:
-    """Whether it is Lightning's own, which writes files with ``torch.save``, and none of the user's."""
+    """Whether this is Lightning's own plugin, which writes files with ``torch.save``, and not the user's."""
     return type(checkpoint_io) is TorchCheckpointIO
 
 
 def _writes(engine: Engine, path: tuple[str, ...]) -> bool:
-    """Whether this rank writes a value that is not sharded: rank 0, but for buffers of blocks that others hold."""
+    """Whether this rank writes a value that is not sharded: rank 0, except for buffers of other stages' blocks."""
     own = engine.share.blocks
     in_blocks = path[0] == "model" and path[1].startswith(engine.share.all_blocks)
     return engine.mesh.stage.rank == 0 and (path[1].startswith(own) if in_blocks else engine.mesh.world.rank == 0)
@@ -206,16 +206,16 @@ def _write_meta(checkpoint_io: CheckpointIO, rest: dict[str, Any], storage_optio
 
 
 def is_folder(path: Any) -> bool:
-    """Whether a checkpoint path is a folder, or was one before its save was interrupted. Not collective."""
+    """Whether a checkpoint path is a folder, committed or not. Not collective."""
     place = Place(path)
     return bool(place.fs.isdir(place.path))
 
 
 def map_file(path: Any, checkpoint_io: CheckpointIO, weights_only: bool | None) -> dict[str, Any] | None:
-    """A single-file checkpoint whose tensors are mapped, not read: all ranks of a host share one copy. Not collective.
+    """Map a single-file checkpoint, so that all ranks of a host share one copy of its tensors. Not collective.
 
     Returns:
-        None where that cannot be done: a remote file, another format, a `CheckpointIO` of the user.
+        None if it cannot be mapped: a remote file, another format, a `CheckpointIO` of the user.
     """
     place = Place(path)
     if not is_lightnings(checkpoint_io) or not place.local or not zipfile.is_zipfile(place.path):
@@ -224,7 +224,7 @@ def map_file(path: Any, checkpoint_io: CheckpointIO, weights_only: bool | None) 
 
 
 def read(path: Any, checkpoint_io: CheckpointIO, weights_only: bool | None) -> dict[str, Any]:
-    """A Lightning checkpoint from a folder: the small things are here, tensors are read when they are used.
+    """Return a Lightning checkpoint from a folder: small values are read now, tensors when they are used.
 
     Raises:
         CheckpointError: the folder is not a committed checkpoint, or damaged.
@@ -238,38 +238,38 @@ def read(path: Any, checkpoint_io: CheckpointIO, weights_only: bool | None) -> d
         verify(path, META, manifest.files[META])
     meta = plain_checkpoint_io(checkpoint_io).load_checkpoint(f"{place}/{META}", weights_only=weights_only)
     if manifest is None and OURS in meta:
-        read_manifest(path)  # raises: ours, and without a manifest
+        read_manifest(path)  # raises: a folder of ours without a manifest
     reader = Reader(path, manifest)
     checkpoint = assemble(reader, meta, weights_only=True if weights_only is None else weights_only)
     checkpoint.setdefault(OURS, {})["left_out"] = manifest.left_out if manifest is not None else []
     return checkpoint
 
 
-def load_optimizers(engine: Engine, indices: list[int | None], states: list[Mapping[str, Any]]) -> None:
-    """Give every optimizer its parameters' states by name, whichever optimizers they were saved from.
+def load_optimizers(engine: Engine, indices: list[int | None], states: Sequence[Mapping[str, Any]]) -> None:
+    """Give every optimizer the states of its parameters by name, whichever optimizers they were saved from.
 
-    Of a parameter that was in several, the state of the optimizer at the same place.
+    If a parameter was in several optimizers, the one at the same position counts.
     """
-    for place, index in enumerate(indices):
+    for position, index in enumerate(indices):
         if index is None:
             continue
-        own: Mapping[str, Any] = states[place] if place < len(states) else {"param_groups": []}
+        own: Mapping[str, Any] = states[position] if position < len(states) else {"param_groups": []}
         by_name: dict[str, Any] = {}
         groups: list[dict[str, Any]] = []
         for state in [*(s for s in states if s is not own), own]:
             by_name.update(state.get("state", {}))
             groups += state["param_groups"]
         for name in {name for group in own["param_groups"] for name in group["params"]} - own.get("state", {}).keys():
-            by_name.pop(name, None)  # it had none there, whatever others had
+            by_name.pop(name, None)  # it had no state there, even if it had one elsewhere
         sharded = engine.optimizers[index].sharded
         if not sharded.states.load_named_state(by_name, groups):
             rank_zero_info(
                 f"ZeROStrategy: {type(sharded.optimizer).__name__} has other parameter groups than the checkpoint's "
-                "optimizers. States were taken by parameter name; learning rates and other settings stay as "
-                "configure_optimizers made them."
+                "optimizers. States were loaded by parameter name; learning rates and other settings stay as "
+                "configure_optimizers set them."
             )
 
 
-def is_named(states: list[Mapping[str, Any]]) -> bool:
-    """Whether optimizer states are by parameter name, as folders have them, and not by position."""
+def is_named(states: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether optimizer states are by parameter name, as in folders, and not by position."""
     return any(isinstance(p, str) for state in states for group in state["param_groups"] for p in group["params"])

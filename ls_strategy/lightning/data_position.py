@@ -1,12 +1,12 @@
-"""Where in an epoch a run was: a run that resumes in the middle of an epoch goes on with the next batch.
+"""The position in an epoch: a run that resumes in the middle of an epoch continues with the next batch.
 
-Lightning restores the number of the batch, and then starts the loader from its first. For a plain ``DataLoader`` over
-a sampler whose order is a function of the epoch (``DistributedSampler``, which Lightning inserts, or a sequential one)
-the position is that number alone: the sampler's first indices are left out, and no data is loaded for it. Loaders with
-a ``state_dict`` restore themselves. Iterable datasets have no position that could be known here.
+Lightning restores the number of the batch, but starts the loader from its first. For a plain ``DataLoader`` whose
+sampler's order is a function of the epoch (``DistributedSampler``, which Lightning inserts, or a sequential one) the
+position is that number alone: the sampler's first indices are skipped, and no data is loaded for them. Loaders with a
+``state_dict`` restore themselves. The position in an iterable dataset cannot be known here.
 
-An epoch is over once Lightning has counted it as processed, also one that ``max_steps`` or ``should_stop`` ended early.
-A checkpoint saved from then on resumes with the batches that DDP would take: nothing is left out.
+An epoch is over when Lightning has counted it as processed, even if ``max_steps`` or ``should_stop`` ended it early. A
+checkpoint saved from then on resumes with the batches that DDP would use: nothing is skipped.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SubsetRand
 from ls_strategy._compat import training_loaders
 
 _RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-"""Draw an order that nothing remembers: they resume as Lightning does it, with its warning."""
+"""Samplers whose order is not recorded: they resume as in Lightning, with its warning."""
 
 
 class SkippingSampler:
-    """A sampler whose first pass begins later."""
+    """A sampler whose first pass starts later."""
 
     def __init__(self, sampler: Any, skip: int) -> None:
-        """``skip``: indices to leave out, once."""
+        """``skip``: indices to skip in the first pass."""
         self.inner = sampler
         self._skip = skip
 
@@ -42,22 +42,22 @@ class SkippingSampler:
         return len(self.inner)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["inner"], name)  # set_epoch, for one
+        return getattr(self.__dict__["inner"], name)  # such as set_epoch
 
 
 def position(trainer: pl.Trainer) -> dict[str, Any]:
-    """What a checkpoint needs beside Lightning's own counters."""
+    """Return what a checkpoint needs in addition to Lightning's counters."""
     loaders = training_loaders(trainer)
     return {"world_size": _replicas(trainer), "batch_sizes": [getattr(dl, "batch_size", None) for dl in loaders]}
 
 
 def _replicas(trainer: pl.Trainer) -> int:
-    """Ranks that train on different batches."""
+    """Return the number of model replicas, which train on different batches."""
     return trainer.strategy.data_parallel_size  # type: ignore[attr-defined]
 
 
 def forget(loader: Any) -> None:
-    """Take a `SkippingSampler` of an earlier fit off ``loader``, which may be the user's own object."""
+    """Remove a `SkippingSampler` of an earlier fit from ``loader``, which may be the user's own object."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     sampler = getattr(batch_sampler, "sampler", None)
     if isinstance(sampler, SkippingSampler):
@@ -65,9 +65,9 @@ def forget(loader: Any) -> None:
 
 
 def resume(trainer: pl.Trainer, loader: Any, saved: dict[str, Any]) -> None:
-    """Let ``loader`` begin where the run was that ``saved`` comes from, if that was in the middle of an epoch.
+    """Make ``loader`` start where ``saved`` was saved, if that was in the middle of an epoch.
 
-    On another number of ranks, or with another batch size, the run goes on after as many samples, in full batches.
+    On another number of ranks, or with another batch size, the run continues after as many samples, in full batches.
     """
     if "world_size" not in saved or not _order_is_known(loader):
         return
@@ -81,10 +81,10 @@ def resume(trainer: pl.Trainer, loader: Any, saved: dict[str, Any]) -> None:
     sampler = loader.batch_sampler.sampler
     if hasattr(sampler, "set_epoch"):  # loaders with workers take their first indices before Lightning does this
         sampler.set_epoch(epochs.processed + no_more)
-    done = progress.current.processed  # one that an exception ended is done again
+    done = progress.current.processed  # a batch that an exception ended is repeated
     if not no_more and done % len(loader):
         loader.batch_sampler.sampler = SkippingSampler(sampler, done % len(loader) * loader.batch_sampler.batch_size)
-        rank_zero_info(f"ZeROStrategy: the training data goes on after batch {done} of {len(loader)} of the epoch")
+        rank_zero_info(f"ZeROStrategy: the training data continues after batch {done} of {len(loader)} of the epoch")
     warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
 
 
@@ -96,18 +96,18 @@ def _order_is_known(loader: Any) -> bool:
     if not isinstance(batch_sampler, BatchSampler) or type(batch_sampler).__iter__ is not BatchSampler.__iter__:
         return False
     sampler = batch_sampler.sampler
-    below = getattr(getattr(sampler, "dataset", None), "_sampler", sampler)  # what Lightning distributed over ranks
+    below = getattr(getattr(sampler, "dataset", None), "_sampler", sampler)  # the sampler that Lightning has wrapped
     return isinstance(loader, Sized) and len(loader) > 0 and not isinstance(below, _RANDOM)
 
 
 def _convert(trainer: pl.Trainer, loader: Any, saved: dict[str, Any], *, no_more: bool) -> None:
-    """Count the epoch's batches as this run does; further loaders find them converted.
+    """Convert the progress to this run's batches. ``saved`` is updated, so that further loaders do not convert again.
 
     Args:
         trainer: its progress is changed.
         loader: the training data.
-        saved: what `position` gave.
-        no_more: all batches of the epoch are done.
+        saved: the result of `position`.
+        no_more: whether all batches of the epoch are done.
     """
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     batch_size = loader.batch_sampler.batch_size
@@ -123,6 +123,6 @@ def _convert(trainer: pl.Trainer, loader: Any, saved: dict[str, Any], *, no_more
 
 
 def _batches(trainer: pl.Trainer, loader: Any) -> int:
-    """Batches of an epoch."""
+    """Return the number of batches of an epoch."""
     limit = trainer.limit_train_batches
     return min(len(loader), limit) if isinstance(limit, int) else int(len(loader) * limit)

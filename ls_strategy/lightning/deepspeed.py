@@ -1,12 +1,12 @@
-"""``ZeROStrategy(deepspeed_config=...)``: what a DeepSpeed configuration says about the Trainer and the module.
+"""``ZeROStrategy(deepspeed_config=...)``: what a DeepSpeed configuration sets on the Trainer and the module.
 
 ===========================  =======================================================================================
 when                         what
 ===========================  =======================================================================================
-the strategy is made         `deepspeed.translate`; its options are the strategy's
+the strategy is made         `deepspeed.translate`; its options become the strategy's
 the Trainer gives a plugin   `DeepSpeedConfiguration.precision`
-``connect``                  the module gets optimizer and schedule, where it has none
-``setup``                    clipping and accumulation are taken over, or compared; the report is logged
+``connect``                  the module gets optimizer and schedule if it has none
+``setup``                    clipping and accumulation are set, or compared; the report is logged
 ``on_train_start``           batch sizes are compared
 ===========================  =======================================================================================
 """
@@ -36,16 +36,15 @@ from ls_strategy.lightning.precision import ZeROPrecision
 
 
 class DeepSpeedConfiguration:
-    """A translated configuration in the hands of a strategy."""
+    """Applies a translated configuration to the Trainer and the module of a strategy."""
 
     def __init__(self, translation: Translation) -> None:
-        """Note it."""
         self.translation = translation
         self._batch_size: int | None = None
         self._reported = False
 
     def precision(self, plugin: ZeROPrecision) -> ZeROPrecision:
-        """The Trainer's plugin, or that of the configuration.
+        """Return the Trainer's plugin, or one with the configuration's precision.
 
         Raises:
             ConfigError: they contradict each other.
@@ -54,27 +53,27 @@ class DeepSpeedConfiguration:
         return plugin if chosen == plugin.precision else ZeROPrecision(chosen)
 
     def connect(self, module: pl.LightningModule) -> None:
-        """Let ``configure_optimizers`` give what the configuration has and the module has not."""
+        """Make ``configure_optimizers`` return what the configuration has and the module does not."""
         self.disconnect(module)
         if self.translation.optimizer is None and self.translation.scheduler is None:
             return
         own = module.configure_optimizers if is_overridden("configure_optimizers", module) else None
         if own is None and self.translation.optimizer is None:
-            return  # Lightning says that it is missing
+            return  # Lightning reports that it is missing
         module.configure_optimizers = partial(_configure, self.translation, module, own)
 
     def disconnect(self, module: pl.LightningModule) -> None:
-        """Give the module its own ``configure_optimizers`` back."""
-        there = module.__dict__.get("configure_optimizers")
-        if isinstance(there, partial) and there.func is _configure:
+        """Restore the module's own ``configure_optimizers``."""
+        present = module.__dict__.get("configure_optimizers")
+        if isinstance(present, partial) and present.func is _configure:
             del module.__dict__["configure_optimizers"]
 
     def resolve(self, trainer: pl.Trainer, replicas: int) -> None:
-        """Take clipping and accumulation over into the Trainer, or compare them; log the report once.
+        """Set clipping and accumulation on the Trainer, or compare them; log the report once.
 
         Args:
             trainer: about to fit.
-            replicas: data-parallel ranks.
+            replicas: the number of data-parallel ranks.
 
         Raises:
             ConfigError: Trainer and configuration contradict each other.
@@ -86,14 +85,14 @@ class DeepSpeedConfiguration:
         scheduled = any(isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks)  # type: ignore[attr-defined]
         if scheduled and settings.accumulate_grad_batches is not None:
             raise ConfigError(
-                "a GradientAccumulationScheduler and gradient_accumulation_steps in the DeepSpeed configuration. Write "
-                '"gradient_accumulation_steps": "auto".'
+                "Got a GradientAccumulationScheduler and gradient_accumulation_steps in the DeepSpeed configuration, "
+                'but only one of them can apply. Set "gradient_accumulation_steps": "auto".'
             )
         if not trainer.lightning_module.automatic_optimization and (settings.gradient_clip_val or steps > 1):
             raise ConfigError(
-                f"the module optimizes by hand (automatic_optimization=False), and the DeepSpeed configuration has "
-                f"gradient_clipping={settings.gradient_clip_val}, gradient_accumulation_steps={steps}. Clip and "
-                'accumulate in training_step, and write "auto" for both.'
+                f"Got gradient_clipping={settings.gradient_clip_val}, gradient_accumulation_steps={steps} in the "
+                "DeepSpeed configuration, but the module uses manual optimization (automatic_optimization=False). Clip "
+                'and accumulate in training_step, and set "auto" for both.'
             )
         trainer.gradient_clip_val = clipping
         if not scheduled:
@@ -103,7 +102,7 @@ class DeepSpeedConfiguration:
             self._reported = True
 
     def watch(self, schedulers: list[Any], skipped_steps: Callable[[], int]) -> None:
-        """A step that an fp16 overflow skips does not move the configuration's schedule."""
+        """Keep the configuration's schedule from advancing on steps that an fp16 overflow skips."""
         for config in schedulers:
             if isinstance(config.scheduler, Schedule):
                 config.scheduler.skipped_steps = skipped_steps
@@ -121,10 +120,10 @@ class DeepSpeedConfiguration:
 
 
 def _configure(translation: Translation, module: pl.LightningModule, own: Callable[[], Any] | None) -> Any:
-    """In place of ``configure_optimizers``.
+    """Return what ``configure_optimizers`` should: the module's, completed by the configuration's.
 
     Raises:
-        ConfigError: module and configuration both have an optimizer, or a schedule.
+        ConfigError: module and configuration both have an optimizer, or both have a schedule.
     """
     result = None if own is None else own()
     optimizer, schedule = translation.optimizer, translation.scheduler
@@ -151,7 +150,7 @@ def _configure(translation: Translation, module: pl.LightningModule, own: Callab
 
 
 def _learning_rate(module: pl.LightningModule) -> Any:
-    """Where Lightning's own learning rate finder looks for it."""
+    """Return the learning rate from where Lightning's learning rate finder looks for it."""
     for holder in (module, module.hparams):
         for name in ("lr", "learning_rate"):
             if hasattr(holder, name):
@@ -160,14 +159,14 @@ def _learning_rate(module: pl.LightningModule) -> Any:
 
 
 def took_default(strategy: Any, said: dict[str, Any]) -> list[str]:
-    """Return the options of a strategy in the making that nobody wrote: a LightningCLI passes every default.
+    """Return the options that the user did not give: a LightningCLI passes every default to the constructor.
 
-    To find out, the same command line and files are parsed again, with what the DeepSpeed configuration says as
-    defaults: an option that somebody wrote does not follow.
+    The same command line and files are parsed again, with the DeepSpeed configuration's values as defaults. An option
+    that takes the new default was not given.
 
     Args:
-        strategy: in its ``__init__``.
-        said: by name with dots, what the DeepSpeed configuration says; each was passed with the value of its default.
+        strategy: the strategy, in its ``__init__``.
+        said: the DeepSpeed configuration's values by dotted name; the constructor got the default of each.
     """
     if not made_by_parser():
         return []
@@ -193,7 +192,7 @@ def took_default(strategy: Any, said: dict[str, Any]) -> list[str]:
 
 
 def _as_default(kind: type[Any], options: dict[str, Any], defaults: dict[type, dict[str, Any]]) -> Any:
-    """Return a group with ``options``, and note them as the defaults of its class, for files that write some of it."""
+    """Return a group with ``options``, and add them to ``defaults`` of its class, for files that set a part of it."""
     inner = {"tensor": TensorConfig, "pipeline": PipelineConfig}
     values = {n: _as_default(inner[n], v, defaults) if n in inner else v for n, v in options.items()}
     defaults[kind] = values
@@ -202,7 +201,7 @@ def _as_default(kind: type[Any], options: dict[str, Any], defaults: dict[type, d
 
 
 def _same_option(group: Any, option: str, value: Any) -> bool:
-    """Whether a group says the same of an option; a tier may be a name alone."""
+    """Whether a group has this value of an option; a tier and a policy may be given by name."""
     for name in option.split("."):
         group = getattr(group, name)
     if isinstance(value, str) and not isinstance(group, str):

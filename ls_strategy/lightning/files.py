@@ -1,16 +1,16 @@
-"""Lightning's reader and writer of checkpoint files, which then know checkpoint folders too.
+"""Makes Lightning's reader and writer of checkpoint files handle checkpoint folders.
 
-The one invariant: whatever is no folder of this package goes through Lightning's own functions, with their results and
-their errors. Imports neither torch nor Lightning, so that it costs nothing until a folder is there.
+The one invariant: everything but a folder of this package goes through Lightning's own functions, with their results
+and their errors. Imports neither torch nor Lightning, so that it costs nothing until there is a folder.
 
 ::
 
     Model.load_from_checkpoint(path)  ──┐
     Trainer(strategy="ddp").fit(...)  ──┼── cloud_io._load ── fails, and it is a folder of ours ── `source.read_full`
     Fabric.load(path)                 ──┘
-    TorchCheckpointIO.save_checkpoint ───── cloud_io._atomic_save, but where a folder of ours is ── `save.run_file`
+    TorchCheckpointIO.save_checkpoint ───── cloud_io._atomic_save, except over a folder of ours ── `save.run_file`
 
-These two names are private to Lightning, as those in `_compat.py` are, which would import torch.
+These two private names are not in `_compat.py`, which imports torch.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from typing import Any
 __all__ = ["MODULES", "take_folders"]
 
 MODULES = ("lightning.fabric.utilities.cloud_io", "lightning_fabric.utilities.cloud_io")
-"""Where Lightning's two packages have the reader and the writer."""
+"""The modules with the reader and the writer in Lightning's two packages."""
 
 _IMPORTED_AS = ("_load", "pl_load", "_atomic_save")
 """Names under which other modules import them."""
 
 
 def take_folders(module: ModuleType) -> None:
-    """Let the reader and the writer in ``module``, one of `MODULES`, take folders of ours. Once; again does nothing."""
+    """Make the reader and the writer in ``module``, one of `MODULES`, accept our folders. Idempotent."""
     for name, change in (("_load", _reading), ("_atomic_save", _replacing)):
         theirs = getattr(module, name)
         if hasattr(theirs, "__ls_strategy__"):
@@ -70,7 +70,7 @@ def _reading(load: Callable[..., Any]) -> Callable[..., Any]:
 def _replacing(save: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(save)
     def save_any(checkpoint: Any, filepath: Any) -> Any:
-        # Lightning would move its file into the folder, whose old contents would be what is loaded next.
+        # Lightning would move its file into the folder, and the next load would read the folder's old contents.
         path = str(filepath).removeprefix("file://")
         if not Path(path).is_dir() or not _is_ours(path):
             return save(checkpoint, filepath)
@@ -82,7 +82,7 @@ def _replacing(save: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_ours(path: Any) -> bool:
-    """Whether a path is a folder of ours; whatever goes wrong here, it is not."""
+    """Whether a path is a folder of ours; False on any error."""
     if not isinstance(path, (str, os.PathLike)) or str(path).startswith("http"):
         return False
     try:
@@ -100,9 +100,9 @@ def _read(path: Any, map_location: Any, weights_only: bool | None) -> dict[str, 
     left_out = checkpoint.get(OURS, {}).get("left_out", ())
     if left_out:
         warnings.warn(
-            f"{path} was saved without {len(left_out)} frozen parameters (checkpoint.frozen=False), {left_out[0]} "
-            "among them. Where names are compared they are missing: pass strict=False, or set strict_loading = False "
-            "on the module; ls_strategy.load_from_checkpoint knows them.",
+            f"{path} was saved without {len(left_out)} frozen parameters (checkpoint.frozen=False), such as "
+            f"{left_out[0]}. A strict load reports them as missing: pass strict=False, or set strict_loading = False "
+            "on the module, or use ls_strategy.load_from_checkpoint, which accepts this.",
             stacklevel=4,
         )
     return checkpoint

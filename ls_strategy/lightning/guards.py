@@ -1,4 +1,4 @@
-"""What Lightning lets pass and ZeRO must not: callbacks that cannot work, and calls that would miss the engine."""
+"""Guards for what Lightning allows but ZeRO cannot: callbacks that cannot work, and calls that bypass the engine."""
 
 from __future__ import annotations
 
@@ -44,23 +44,23 @@ _AFTER_STEP = ("on_before_zero_grad", "on_train_batch_end")
 _OWN = ("lightning.pytorch.", "ls_strategy.")
 
 _IN_CHARGE = ("configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad")
-"""Hooks of the module that change gradients, or decide whether a step follows at all."""
+"""Hooks of the module that change gradients, or decide whether a step follows."""
 
 
 def check_trainer(trainer: pl.Trainer, precision: ZeROPrecision, parallel: str) -> None:
     """Refuse what cannot work, before anything is sharded.
 
     Args:
-        trainer: about to fit, or to evaluate.
-        precision: of the run.
-        parallel: kinds of parallelism that leave a rank with a part of the model.
+        trainer: about to fit or to evaluate.
+        precision: the precision plugin.
+        parallel: kinds of parallelism that give a rank only a part of the model.
 
     Raises:
         PlanError: with the cure.
     """
     if POLICIES[trainer.strategy.config.stage].parameters and any(map(logs_graph, trainer.loggers)):  # type: ignore[attr-defined]
         raise PlanError(
-            "log_graph=True has rank 0 trace the model alone, whose parameters are sharded at stage 3. Set "
+            "Got log_graph=True, but only rank 0 would trace the model, and its parameters are sharded at stage 3. Set "
             "log_graph=False, or stage=2."
         )
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
@@ -68,26 +68,26 @@ def check_trainer(trainer: pl.Trainer, precision: ZeROPrecision, parallel: str) 
         name = type(callback).__name__
         if isinstance(callback, BaseFinetuning) and parallel:
             raise PlanError(
-                f"{name} adds parameters to the optimizer while training runs, and under {parallel} parallelism the "
-                "layout of the shards stays as it is. Give all parameters to the optimizer in configure_optimizers, "
-                "and freeze and unfreeze them by requires_grad_()."
+                f"{name} adds parameters to the optimizer while training runs, but under {parallel} parallelism the "
+                "layout of the shards is fixed. Give all parameters to the optimizer in configure_optimizers, and "
+                "freeze and unfreeze them by requires_grad_()."
             )
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)) and parallel:
             raise PlanError(
-                f"{name} copies the model before {parallel} parallelism leaves each rank a part of it. Use "
-                "ls_strategy.ShardedEMA, which averages the parts."
+                f"{name} copies the model before {parallel} parallelism partitions it. Use ls_strategy.ShardedEMA, "
+                "which averages the parts."
             )
         if isinstance(callback, ModelPruning) and rewinds_pruned_weights(callback):
             raise PlanError(
                 f"{name} rewinds weights by p.data = original.data (use_lottery_ticket_hypothesis, its default): in "
-                "plain torch the original is trained along from then on, here it is not, so that the second rewinding "
-                "would come to other weights. Set use_lottery_ticket_hypothesis=False."
+                "plain torch training changes the original from then on, here it does not, so the second rewinding "
+                "would give other weights. Set use_lottery_ticket_hypothesis=False."
             )
         if isinstance(callback, WeightAveraging) and precision.policy.rounds:
             raise PlanError(
-                f"{name} swaps the module's weights with averages, and weights are rounded to 16 bit here "
-                f"(precision={precision.precision}), so that the fp32 master weights would be lost. Use "
-                "ls_strategy.ShardedEMA, which averages the fp32 shards."
+                f"{name} swaps the module's weights with averages, but with precision={precision.precision} they are "
+                "rounded to 16 bit, so the fp32 master weights would be lost. Use ls_strategy.ShardedEMA, which "
+                "averages the fp32 shards."
             )
     if trainer.strategy._layer_sync is not None:  # type: ignore[attr-defined]
         reason = sync_batch_norm_error()
@@ -96,9 +96,9 @@ def check_trainer(trainer: pl.Trainer, precision: ZeROPrecision, parallel: str) 
 
 
 def steps_by_itself(trainer: pl.Trainer, module: pl.LightningModule, engine: Engine | None) -> bool:
-    """Whether user code decides when a step follows, and by which gradients.
+    """Whether user code decides when to step and with which gradients.
 
-    Manual optimization does, and so do hooks of the module that clip, step or drop gradients, and of an optimizer.
+    Manual optimization does, and so do hooks of the module that clip, step or drop gradients, and optimizer hooks.
     """
     own = None if engine is None else engine.stepper
     return (
@@ -120,7 +120,7 @@ def has_hooks_after_backward(trainer: pl.Trainer, module: pl.LightningModule) ->
 
 
 def _has_hooks(trainer: pl.Trainer, module: pl.LightningModule, hooks: tuple[str, ...]) -> bool:
-    """Of the module or a callback; those that Lightning or this package have written read no gradients."""
+    """Whether the module or a user's callback has one of these hooks; Lightning's and our callbacks do not count."""
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return any(
         is_overridden(hook, module, parent=pl.LightningModule)
@@ -134,7 +134,7 @@ def _has_hooks(trainer: pl.Trainer, module: pl.LightningModule, hooks: tuple[str
 
 
 def forward_zero_grad(wrappers: list[LightningOptimizer]) -> None:
-    """``opt.zero_grad()`` on Lightning's wrapper runs torch's method on the wrapper; make it run the optimizer's."""
+    """Make ``opt.zero_grad()`` on Lightning's wrapper run the optimizer's method instead of torch's on the wrapper."""
     for wrapper in wrappers:
         Method(wrapper, "zero_grad", _zero_inner)
 
@@ -148,10 +148,10 @@ _TOGGLES = ("toggle_optimizer", "untoggle_optimizer")
 
 
 def watch_methods(module: pl.LightningModule, engine: Engine) -> None:
-    """Let the engine know of what the module's own methods do to gradients.
+    """Notify the engine when the module's own methods change gradients.
 
-    ``toggle_optimizer`` flips ``requires_grad`` on what the groups hold, pieces: it is copied to the parameters. And
-    ``zero_grad`` of any module clears ``p.grad``, which is not where gradients are once they are averaged.
+    ``toggle_optimizer`` sets ``requires_grad`` on the pieces in the parameter groups: it is copied to the parameters.
+    ``zero_grad`` of a module clears ``p.grad``, but averaged gradients are stored elsewhere.
     """
     for name in _TOGGLES:
         Method(module, name, partial(_toggle, engine))
@@ -168,10 +168,10 @@ def _toggle(engine: Engine, method: Method, *args: Any, **kwargs: Any) -> Any:
 def _zero_grad(engine: Engine, method: Method, *args: Any, **kwargs: Any) -> None:
     if method.replaces(nn.Module.zero_grad):
         set_to_none = kwargs.get("set_to_none", args[0] if args else True)
-        with unnoticed():  # it looks at every gradient, only to drop it
+        with unnoticed():  # it reads every gradient only to drop it
             method.original(set_to_none)
         engine.zero_params(method.owner.parameters(), set_to_none=set_to_none)
-    else:  # it may look for other reasons, and drop some, or none
+    else:  # an override may read gradients, and drop some or none
         method.original(*args, **kwargs)
         engine.zero_params([p for p in method.owner.parameters() if p.grad is None], set_to_none=True)
 
@@ -187,7 +187,7 @@ def unwatch_methods(module: pl.LightningModule) -> None:
 
 @contextmanager
 def explain_released_parameters() -> Generator[None, None, None]:
-    """Say what it means when backward meets memory that was given back.
+    """Explain the error of a backward that uses memory that was released.
 
     Raises:
         StateError: instead of torch's message about a storage of size 0.
@@ -199,14 +199,14 @@ def explain_released_parameters() -> Generator[None, None, None]:
             raise
         raise StateError(
             "backward used a parameter of a unit that was already released (stage 3): a result left the unit's module "
-            "by another way than its return value, say as an attribute. Return it from forward, or let the module that "
-            "takes it up be the unit (sharding.block_classes=[...])."
+            "by another way than its return value, for example as an attribute. Return it from forward, or make the "
+            "module that uses it the unit (sharding.block_classes=[...])."
         ) from error
 
 
 @contextmanager
 def refuse_loading_into_meta() -> Generator[None, None, None]:
-    """Weights loaded into a meta module vanish; torch only warns.
+    """Refuse to load weights into a meta module, which loses them; torch only warns.
 
     Raises:
         PlanError: where torch would have warned.
@@ -217,7 +217,7 @@ def refuse_loading_into_meta() -> Generator[None, None, None]:
             yield
         except UserWarning as warning:
             raise PlanError(
-                "configure_model loads weights into a module that has no memory yet: at stage 3 and in pipelines it "
-                "runs on the meta device, so that no rank ever holds the whole model, and the weights would be lost. "
-                "Load them by trainer.fit(ckpt_path=...), or build the module under `with torch.device('cpu'):`."
+                "configure_model loads weights into a module without memory: at stage 3 and in pipelines it runs on "
+                "the meta device, so that no rank ever holds the full model, and the weights would be lost. Load them "
+                "by trainer.fit(ckpt_path=...), or build the module under `with torch.device('cpu'):`."
             ) from warning

@@ -1,4 +1,4 @@
-"""Modules out of checkpoints, folder or file, without a second copy of the weights in memory."""
+"""Loads modules from checkpoints, folders or files, without a second copy of the weights in memory."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ def load_from_checkpoint(
     weights_only: bool | None = None,
     **kwargs: Any,
 ) -> Module:
-    """``module_class.load_from_checkpoint`` for sharded checkpoints too. No process group is needed.
+    """Load a module from a checkpoint, also from a folder. No process group is needed.
 
-    The module is built from the saved hyperparameters, and each parameter filled straight from the files, in the dtype
-    that the module has. Everything that is read is compared with its checksum.
+    The module is built from the saved hyperparameters, and each parameter is read straight from the files, in the
+    module's dtype. Everything that is read is compared with its checksum.
 
     Args:
-        module_class: what was trained.
+        module_class: the class of the module.
         path: a checkpoint folder, or a single file.
         map_location: device of the module, as for ``torch.load``. None: the CPU for a folder.
         strict: whether missing and unexpected names are errors. None: as ``module_class.strict_loading``. Frozen
-            parameters that the checkpoint left out on purpose are never missing.
-        weights_only: whether ``torch.load`` may build only what it holds for safe. None: torch's own default.
+            parameters that the checkpoint omits on purpose are never missing.
+        weights_only: restrict ``torch.load`` to types it considers safe. None: torch's own default.
         kwargs: arguments of ``module_class`` that replace saved hyperparameters.
 
     Raises:
-        CheckpointError: the checkpoint is not whole, or holds what cannot be built.
+        CheckpointError: the checkpoint is incomplete or damaged, or does not fit the module.
     """
     if not is_folder(path):
         return module_class.load_from_checkpoint(
@@ -63,7 +63,7 @@ def load_from_checkpoint(
 def _load_without(
     left_out: set[str], module_class: type[Module], checkpoint: dict[str, Any], path: Any, kwargs: dict[str, Any]
 ) -> Module:
-    """Load as strictly as without the names that were left out."""
+    """Load strictly, except for the omitted names."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Found keys that are")
         module = cast("Module", load_state(module_class, checkpoint, strict=False, **kwargs))

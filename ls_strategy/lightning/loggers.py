@@ -1,7 +1,7 @@
-"""``self.logger.experiment`` on the ranks that log nothing, where Lightning has a dummy in its place.
+"""``self.logger.experiment`` on ranks above 0, where Lightning has a dummy.
 
-What rank 0 reads of parameters that are sharded, or on their way, all ranks fetch together. So the dummy looks at what
-it is given, as the experiment of rank 0 does, and keeps nothing.
+When rank 0 reads sharded parameters, or parameters in flight, all ranks fetch them together. So the dummy reads its
+arguments as the experiment of rank 0 does, and discards them.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from ls_strategy.zero.parameters import Present
 from ls_strategy.zero.sharded_gradient import as_plain
 
 _WATCHED: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
-"""Modules that rank 0 watches, and what takes our hook off."""
+"""Modules that rank 0 watches, and the handles of our hooks."""
 
 
 def take_part() -> None:
-    """From now on, and for every Trainer of this process."""
+    """Make the dummy read its arguments, from now on and for every Trainer of this process."""
     replace_experiments(_look)
 
 
 def _look(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """What ``experiment.name(*args, **kwargs)`` reads on rank 0."""
+    """Read what ``experiment.name(*args, **kwargs)`` reads on rank 0."""
     if name == "watch":
         _watch(*args, **kwargs)
         return
@@ -44,7 +44,7 @@ def _look(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
 def _watch(
     models: Any = None, criterion: Any = None, log: str | None = "gradients", log_freq: int = 1000, *_: Any, **__: Any
 ) -> None:
-    """W&B's: parameters are read after every ``log_freq``-th forward. Gradients come to its hooks by themselves."""
+    """Imitate W&B's ``watch``, which reads parameters after every ``log_freq``-th forward, and gradients in hooks."""
     if log in ("parameters", "all"):
         for model in _each(models):
             _WATCHED.setdefault(model, []).append(model.register_forward_hook(_Reads(log_freq)))

@@ -1,7 +1,7 @@
-"""One model on several ranks, as Lightning has to see it: who gets which batch, who averages with whom.
+"""Model parallelism under Lightning: which rank gets which batch, and which ranks average with each other.
 
-The ranks of one model replica work on the same batch. What Lightning does per rank, by ``trainer.global_rank`` and over
-all ranks, is done per replica here: samplers, seeds of workers, reductions of logged values, metrics.
+The ranks of one model replica work on the same batch. What Lightning does per rank (by ``trainer.global_rank`` and over
+all ranks) is done per replica here: samplers, seeds of workers, reductions of logged values, metrics.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from ls_strategy.zero.share import Share
 
 _CHECKED_FIRST = 8
 _CHECKED_EVERY = 100
-"""Batches of a run that are compared over the ranks of a replica: the first few, then one in so many."""
+"""Batches of a run that are compared over the ranks of a replica: the first few, then every n-th."""
 
 
 class _Sharded:
-    """What was done to a module, remembered for the next fit."""
+    """How a module was partitioned, for the next fit."""
 
     def __init__(self, config: ParallelConfig, ranks: int) -> None:
         self.config = config
@@ -59,14 +59,13 @@ class _Sharded:
         self.pipeline: Pipeline | None = None
 
 
-_DIVIDED: weakref.WeakKeyDictionary[nn.Module, _Sharded] = weakref.WeakKeyDictionary()
+_SHARDED: weakref.WeakKeyDictionary[nn.Module, _Sharded] = weakref.WeakKeyDictionary()
 
 
 class ModelParallel:
-    """Mesh, divided layers and sequences of one strategy."""
+    """The mesh of one strategy, and the partitioning of its module."""
 
     def __init__(self, config: ParallelConfig) -> None:
-        """Only records; `connect` makes the groups."""
         self.config = config
         self.mesh: Mesh | None = None
         self.pipeline: Pipeline | None = None
@@ -79,12 +78,12 @@ class ModelParallel:
 
     @property
     def replica_ranks(self) -> int:
-        """Ranks that work on one batch together."""
+        """The number of ranks that work on one batch together."""
         config = self.config
         return config.pp.size * config.tp.size * config.context
 
     def connect(self, world: Comm, device_type: str) -> Mesh:
-        """Make the process groups. Collective over all ranks.
+        """Create the process groups. Collective over all ranks.
 
         Raises:
             PlanError: the sizes do not divide the number of ranks.
@@ -107,52 +106,52 @@ class ModelParallel:
         return self.mesh
 
     def show_device_mesh(self, module: pl.LightningModule | None) -> None:
-        """Let the module's ``configure_model`` use ``self.device_mesh``, as with Lightning's ModelParallelStrategy."""
+        """Provide ``self.device_mesh`` in ``configure_model``, as Lightning's ModelParallelStrategy does."""
         if module is not None and self._device_mesh is not None:
             module._device_mesh = self._device_mesh
 
     @property
     def shards(self) -> bool:
-        """Whether anything but batches is divided over ranks."""
+        """Whether anything except batches is partitioned over ranks."""
         return self.replica_ranks > 1 or self.config.expert > 1
 
     @property
     def data_rank(self) -> tuple[int, int]:
-        """Which of how many replicas this rank belongs to."""
+        """The replica that this rank belongs to, and the number of replicas."""
         assert self.mesh is not None
         shape = self.mesh.shape
         return shape.coordinates(self.mesh.world.rank)[1], shape.data
 
     @property
     def first_rank(self) -> int:
-        """Rank of the first member of this rank's replica."""
+        """The first rank of this rank's replica."""
         assert self.mesh is not None
         return self.data_rank[0] * self.mesh.shape.sequence * self.mesh.shape.tensor
 
     # the module ------------------------------------------------------------------------------------------------------
 
     def shard(self, module: pl.LightningModule, device: torch.device, *, recomputes: bool) -> dict[int, TensorPart]:
-        """Divide blocks, layers and sequences, once per module. Collective.
+        """Partition blocks, layers and sequences, once per module. Collective.
 
         Args:
-            module: whole, but for what `configure_model` has divided.
-            device: where it will be.
-            recomputes: some of it will be computed again in backward.
+            module: the full module, except for what `configure_model` has partitioned.
+            device: the device of the module.
+            recomputes: whether parts of it are recomputed in backward.
 
         Returns:
-            ``id(parameter)`` -> what of it is on this rank.
+            ``id(parameter)`` -> the part of it on this rank.
 
         Raises:
-            PlanError: the module cannot be divided so; with the cure.
+            PlanError: the module cannot be partitioned this way; with the cure.
         """
         assert self.mesh is not None
         ranks = self.mesh.world.world_size
-        done = _DIVIDED.get(module)
+        done = _SHARDED.get(module)
         if done is not None:
             if done.config != self.config or done.ranks != ranks:
                 raise PlanError(
-                    f"the module was divided by an earlier run with {done.config} on {done.ranks} ranks, and this run "
-                    f"has {self.config} on {ranks}. Save a checkpoint, and load it into a new module."
+                    f"the module was partitioned by an earlier run with {done.config} on {done.ranks} ranks, but this "
+                    f"run has {self.config} on {ranks}. Save a checkpoint, and load it into a new module."
                 )
             self.pipeline = done.pipeline
             return done.parts
@@ -169,17 +168,17 @@ class ModelParallel:
         self._shard_sequences(module, done)
         self._shard_experts(module, done)
         self._average_metrics_over_replicas(module)
-        _DIVIDED[module] = done
+        _SHARDED[module] = done
         return done.parts
 
     def share(self, module: pl.LightningModule, optimizers: list[Any]) -> Share:
-        """What of the module's parameters is on this rank; takes the others out of the optimizers."""
+        """Return which parameters are on this rank, and remove the others from the optimizers."""
         if self.pipeline is None:
             return Share()
         return self.pipeline.share(module, optimizers)
 
     def _start_from_rank_0(self, module: nn.Module) -> None:
-        """Give all ranks rank 0's values, as DDP does, while every rank still has the model in full. Collective.
+        """Broadcast rank 0's values, as DDP does, while every rank still has the full model. Collective.
 
         Raises:
             PlanError: the ranks built different models.
@@ -191,7 +190,7 @@ class ModelParallel:
         broadcast_values(module, Axis("world", self.mesh.world))
 
     def _share_random_states(self) -> None:
-        """Ranks of a replica draw the same numbers: for dropout, and for the order of the data."""
+        """Give all ranks of a replica the same random states, for dropout and the order of the data. Collective."""
         assert self.mesh is not None
         restore_random_states(self.mesh.model.exchange_objects(random_states())[0])
 
@@ -203,21 +202,21 @@ class ModelParallel:
         if has_dtensors(module):
             if config.tp.plan != "auto" or config.tp.sequence_parallel:
                 raise PlanError(
-                    "configure_model has divided the module by parallelize_module already (it holds DTensors): leave "
-                    "parallel.tensor.plan and its sequence_parallel out, or do not divide it there."
+                    "Got parallel.tensor.plan or sequence_parallel, but configure_model has already partitioned the "
+                    "module by parallelize_module (it holds DTensors). Leave these options out, or do not partition it "
+                    "in configure_model."
                 )
             local = localize(module, axis)
             done.parts |= local.parts
             done.handles.append(local)
-            rank_zero_info("ZeROStrategy: the module was divided over tensor-parallel ranks in configure_model.")
+            rank_zero_info("ZeROStrategy: configure_model has partitioned the module over tensor-parallel ranks.")
             return
         plan = resolve_tensor_plan(module, config.tp.plan, axis.size)
         sequence = config.tp.sequence_parallel
         if sequence and (plan.torch_styles or not plan.blocks):
             raise PlanError(
-                "parallel.tensor.sequence_parallel=True shards the tokens between repeated blocks (children of a "
-                "ModuleList or Sequential that look alike) whose plan is in this package's styles, and there is none. "
-                "Leave it out."
+                "Got parallel.tensor.sequence_parallel=True, but it requires repeated blocks (equal children of a "
+                "ModuleList or Sequential) with a plan in this package's styles, and there are none. Leave it out."
             )
         rank_zero_info(f"ZeROStrategy: {plan.describe()}")
         tensor: Any
@@ -250,16 +249,16 @@ class ModelParallel:
             mesh.expert,
             tensor_axis=mesh.tensor,
             tokens_divided=config.tp.sequence_parallel,
-            # An expert's gradient, summed over its group, is averaged over the groups: stage / expert ranks. The loss
-            # is a mean over zero = stage / tensor ranks.
+            # An expert's gradient is summed over its group and averaged over the groups: stage / expert ranks. The
+            # loss is a mean over zero = stage / tensor ranks.
             gradient_scale=mesh.tensor.size / mesh.expert.size,
         )
-        rank_zero_info(f"ZeROStrategy: the experts of every MoE layer were divided over {mesh.expert.size} ranks.")
+        rank_zero_info(f"ZeROStrategy: the experts of every MoE layer are partitioned over {mesh.expert.size} ranks.")
 
     def balance_experts(self, module: nn.Module) -> None:
-        """Let routers that balance loads without a loss see those of all ranks, after an optimizer step.
+        """Update the bias of routers that balance loads without a loss, from the loads of all ranks.
 
-        Collective over the ranks that see different tokens.
+        Call it after an optimizer step. Collective over the ranks that see different tokens.
         """
         assert self.mesh is not None
         if self._balanced is None or self._balanced[0]() is not module:
@@ -271,18 +270,19 @@ class ModelParallel:
 
     @staticmethod
     def _one_stack(module: nn.Module) -> list[nn.Module]:
-        """The blocks that a sequence runs through, one after the other."""
+        """Return the blocks that a sequence passes through, in order."""
         stacks = repeated_blocks(module)
         if len(stacks) != 1:
             found = ", ".join(stacks) or "none"
             raise PlanError(
-                "dividing sequences needs one stack of blocks, a ModuleList or Sequential that the tokens run through "
-                f"from the first to the last; found: {found}. Encoder-decoder models cannot be divided this way."
+                "parallel.context requires one stack of blocks, a ModuleList or Sequential that the tokens pass "
+                f"through from the first to the last; found: {found}. Encoder-decoder models are not supported: set "
+                "parallel.context=1."
             )
         return next(iter(stacks.values()))
 
     def _average_metrics_over_replicas(self, module: nn.Module) -> None:
-        """Let torchmetrics count every replica once."""
+        """Make torchmetrics count every replica once."""
         assert self.mesh is not None
         for metric in module.modules():
             if hasattr(metric, "process_group") and hasattr(metric, "distributed_available_fn"):
@@ -298,17 +298,17 @@ class ModelParallel:
         if self.replica_ranks > 1 and isinstance(dataloader, DataLoader) and dataloader.worker_init_fn is None:
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.data_rank[0])
 
-    def whole_outputs(self, output: Any) -> Any:
-        """What a step returns, with divided logits put together. Collective where there are some."""
+    def full_outputs(self, output: Any) -> Any:
+        """Return the output of a step with sharded logits gathered. Collective if there are any."""
         if self.replica_ranks == 1:
             return output
         return logits.gather(output)
 
     def check_batch(self, batch: Any) -> None:
-        """See to it that the ranks of a replica work on the same batch. Collective over them.
+        """Check that the ranks of a replica work on the same batch. Collective over them.
 
         Raises:
-            StateError: they do not; naming what differs.
+            StateError: they do not; with what differs.
         """
         self._batches += 1
         if self.replica_ranks == 1 or (self._batches > _CHECKED_FIRST and self._batches % _CHECKED_EVERY):
@@ -324,7 +324,7 @@ class ModelParallel:
             world = self.mesh.world.rank
             ranks = next(group for group in self.mesh.shape.groups("model") if world in group)
             raise StateError(
-                f"ranks {ranks[0]} and {ranks[rank]} work on the same replica of the model and got different data: "
+                f"ranks {ranks[0]} and {ranks[rank]} work on the same replica of the model but got different data: "
                 f"{path} differs in batch {self._batches} of this run. Samplers, IterableDatasets and augmentation "
                 "must depend on the replica (strategy.data_parallel_rank of strategy.data_parallel_size), not on the "
                 "global rank."
@@ -336,7 +336,7 @@ def _never() -> bool:
 
 
 def _head(module: nn.Module, blocks: list[nn.Module]) -> nn.Module | None:
-    """The layer that makes logits of what comes out of the blocks, if there is just one candidate."""
+    """Return the layer that computes logits from the output of the blocks, None unless there is one candidate."""
     for candidate in module.modules():
         get = getattr(candidate, "get_output_embeddings", None)
         named = get() if callable(get) else None
@@ -367,7 +367,7 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _fingerprint(leaf: Any) -> Any:
-    """Something small that is the same for the same data."""
+    """Return a small value that is equal for equal data."""
     if not isinstance(leaf, Tensor):
         return repr(leaf) if isinstance(leaf, (int, float, str, bytes, bool)) else type(leaf).__name__
     if leaf.layout != torch.strided or leaf.numel() == 0:
@@ -380,20 +380,19 @@ def _fingerprint(leaf: Any) -> Any:
 
 
 class ActivationMemory:
-    """What is done about a module's activations, while it trains."""
+    """Recomputation and offload of a module's activations while it trains."""
 
     def __init__(self, config: ActivationsConfig) -> None:
-        """Only records; `apply` changes the module."""
         self.config = config
         self.active: Activations | None = None
 
     def apply(
         self, module: nn.Module, mesh: Mesh, device: torch.device, protected: Callable[[], set[int]], drive: NVMeFolder
     ) -> None:
-        """Begin, on a module that may have been used before.
+        """Start on a module, which may have been used before.
 
         Raises:
-            PlanError: nothing in the module matches.
+            PlanError: no module matches the options.
         """
         self.remove()
         config = self.config
@@ -412,24 +411,24 @@ class ActivationMemory:
 
     @property
     def recomputes(self) -> bool:
-        """Whether blocks are computed again in backward."""
+        """Whether blocks are recomputed in backward."""
         return self.config.recompute is not None
 
     @property
     def needs_nvme(self) -> bool:
-        """Whether activations go to a drive."""
+        """Whether activations are stored on NVMe."""
         return self.config.stored is not None and self.config.stored.tier == "nvme"
 
     def around_forward(self) -> AbstractContextManager[Any]:
-        """Around a training step's forward."""
+        """Surround the forward of a training step."""
         return nullcontext() if self.active is None else self.active.around_forward()
 
     def metrics(self) -> dict[str, float]:
-        """Numbers to log."""
+        """Return numbers to log."""
         return {} if self.active is None else {f"zero_activations/{k}": v for k, v in self.active.metrics().items()}
 
     def remove(self) -> None:
-        """Let the module be what it was."""
+        """Undo `apply`."""
         if self.active is not None:
             self.active.remove()
             self.active = None

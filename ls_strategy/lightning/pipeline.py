@@ -1,14 +1,14 @@
-"""A pipeline inside Lightning: ``training_step`` stays as written, and runs once per micro-batch on every stage.
+"""Pipelines under Lightning: ``training_step`` is unchanged and runs once per micro-batch on every stage.
 
 ::
 
     trainer's loop   training_step ───────────────────────────────> zero_grad ─> backward ─> optimizer step
-    here             zero the gradients, split the batch,            (kept)       hooks only   as without
+    here             zero the gradients, split the batch,            (skipped)    hooks only   unchanged
                      all forwards and backwards in the schedule's
                      order, loss and logged values to all stages
 
 What the last stage logs is averaged over the micro-batches and logged on every rank, so that callbacks, the progress
-bar and checkpoints see the same everywhere; states of torchmetrics follow it.
+bar and checkpoints get the same values everywhere. So are the states of torchmetrics.
 """
 
 from __future__ import annotations
@@ -54,23 +54,23 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class Pipeline:
-    """The stages of one module on this rank, and the way from Lightning's steps to them."""
+    """The stages of one module on this rank, which run Lightning's steps."""
 
     def __init__(
         self, config: ParallelConfig, module: pl.LightningModule, mesh: Mesh, device: torch.device, *, recomputes: bool
     ) -> None:
-        """Divide the module: what other ranks hold goes to the meta device here. Collective.
+        """Partition the module: blocks of other ranks go to the meta device. Collective.
 
         Args:
             config: options.
-            module: whole.
+            module: the full module.
             mesh: the ranks.
-            device: where it will be.
-            recomputes: blocks are computed again in backward, which then is not divided into inputs and weights: they
-                would be computed again for each.
+            device: the device of the module.
+            recomputes: whether blocks are recomputed in backward. Then backward is not split into gradients of inputs
+                and of weights, which would recompute twice.
 
         Raises:
-            PlanError: the module cannot be divided so.
+            PlanError: the module cannot be partitioned this way.
         """
         size = mesh.pipeline.world_size
         stages = stages_per_rank_of(config.pp.schedule, config.pp.stages_per_rank)
@@ -84,8 +84,8 @@ class Pipeline:
         norms = [name for name, m in module.named_modules() if isinstance(m, _BATCH_NORMS)]
         if norms:
             rank_zero_warn(
-                f"{norms[0]} and others are batch norms: in a pipeline they see one micro-batch at a time, so that "
-                "statistics are those of smaller batches. Group norm does not depend on it."
+                f"{norms[0]} and others are batch norms: in a pipeline they see one micro-batch at a time, so their "
+                "statistics are those of smaller batches. Group norm does not depend on the batch size."
             )
         self._names = {id(p): name for name, p in module.named_parameters()}
         keep_own(module, self.cut, mesh.pipeline.rank)
@@ -102,13 +102,13 @@ class Pipeline:
         self._tied_group = self._make_tied_group()
         self._engine: Engine | None = None
         self._last = False
-        self._evaluated = 0  # batches since the last one that was trained
+        self._evaluated = 0  # batches since the last training batch
 
     def _dry_run(self, module: pl.LightningModule, stages: int) -> Usage:
-        """The user's step once, on the shapes of a batch, on a copy of the module. Collective over all ranks.
+        """Run the user's step once on fake tensors, on a copy of the module. Collective over all ranks.
 
         Raises:
-            PlanError: it failed on some rank; on all.
+            PlanError: it failed on some rank; raised on all.
         """
         states = random_states()
         outcome: Usage | str
@@ -122,8 +122,8 @@ class Pipeline:
         for each in outcomes:
             if isinstance(each, str):
                 raise PlanError(
-                    "parallel.pipeline.partition='flops' calls the step once, without values, on a batch, to count "
-                    f"operations. That failed: {each} Balance 'parameters' instead."
+                    "parallel.pipeline.partition='flops' runs the step once on fake tensors to count operations. That "
+                    f"failed: {each} Set partition='parameters' instead."
                 )
         return outcomes[0]  # batches of other replicas may have other shapes
 
@@ -135,32 +135,32 @@ class Pipeline:
             batch = tree_map(sample_batch, loaders)
         else:
             batch = sample_batch(next(iter(loaders)) if isinstance(loaders, list | tuple) else loaders)
-        # The class's own: ours compares the batches of a replica, which are still to come.
+        # The base class's method: ours compares the batches of a replica, which are not there yet.
         micro_batch = self._split(Strategy.batch_to_device(trainer.strategy, batch))[0][0]
-        twin = cast("pl.LightningModule", stand_in(module))
-        twin.trainer = trainer
+        fake = cast("pl.LightningModule", stand_in(module))
+        fake.trainer = trainer
         step = {
-            TrainerFn.FITTING: twin.training_step,
-            TrainerFn.VALIDATING: twin.validation_step,
-            TrainerFn.TESTING: twin.test_step,
-            TrainerFn.PREDICTING: twin.predict_step,
+            TrainerFn.FITTING: fake.training_step,
+            TrainerFn.VALIDATING: fake.validation_step,
+            TrainerFn.TESTING: fake.test_step,
+            TrainerFn.PREDICTING: fake.predict_step,
         }[cast("TrainerFn", trainer.state.fn)]
         more = [name for name in ("batch_idx", "dataloader_idx") if is_param_in_hook_signature(step, name)]
-        with Logged(twin).recording():
-            blocks = find_row(twin, stages, self.config.pp.blocks)
-            return observe(twin, blocks, lambda part: step(part, *[0] * len(more)), micro_batch, self.device)
+        with Logged(fake).recording():
+            blocks = find_row(fake, stages, self.config.pp.blocks)
+            return observe(fake, blocks, lambda part: step(part, *[0] * len(more)), micro_batch, self.device)
 
     def record(self, *, on: bool) -> None:
-        """Note start and end of every action from now on, or no longer."""
+        """Start or stop recording the start and end of every action."""
         self.runner.recorder = self.recorder if on else None
 
     def spans(self) -> list[list[Span]]:
-        """What all ranks of the pipeline have noted, by rank; forgotten then. Collective over the pipeline."""
+        """Return and clear the recordings of all ranks of the pipeline, by rank. Collective over the pipeline."""
         return self.mesh.pipeline.exchange_objects(self.recorder.take())
 
     @property
     def is_last(self) -> bool:
-        """Whether the user's steps run to their end on this rank."""
+        """Whether this rank holds the last stage, where the user's steps end."""
         return self.mesh.pipeline.rank == self.runner.last_rank
 
     def break_connections(self) -> None:
@@ -170,10 +170,13 @@ class Pipeline:
     # what the engine needs -------------------------------------------------------------------------------------------
 
     def _make_tied_group(self) -> dist.ProcessGroup | None:
-        """Of the ranks that hold what is tied, next to each other in every pipeline. Collective over all ranks."""
+        """Return the group of the ranks with tied parameters, None on other ranks. Collective over all ranks."""
         members = {tied.ranks for tied in self.cut.tied if len(tied.ranks) > 1}
         if len(members) > 1:
-            raise PlanError(f"parameters are tied over different sets of stages: {sorted(members)}. Cut elsewhere.")
+            raise PlanError(
+                f"Got parameters tied over different sets of stages: {sorted(members)}, but all must be tied over the "
+                "same stages. Set another parallel.pipeline.partition or size."
+            )
         mine = None
         for ranks in self.mesh.shape.groups("pipeline") if members else ():
             group = process_group("tied", [ranks[i] for i in next(iter(members))])
@@ -184,7 +187,7 @@ class Pipeline:
         return mine
 
     def share(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> Share:
-        """What this rank holds; takes what it does not out of the optimizers' groups."""
+        """Return which parameters are on this rank, and remove the others from the optimizers' groups."""
         here = self.cut.names_of(self.mesh.pipeline.rank)
         params = dict(module.named_parameters(remove_duplicate=False))
         absent = frozenset(id(p) for name, p in params.items() if name not in here)
@@ -213,17 +216,17 @@ class Pipeline:
     def train(
         self, module: pl.LightningModule, engine: Engine, step: Callable[..., Any], args: Sequence[Any], *, last: bool
     ) -> Tensor:
-        """All micro-batches of one batch, forward and backward. Collective.
+        """Run forward and backward of all micro-batches of one batch. Collective.
 
         Args:
-            module: whose ``training_step`` it is.
-            engine: of its parameters.
-            step: takes ``args`` with a micro-batch for the batch.
-            args: of ``training_step``.
-            last: gradients are complete afterwards, and are sent.
+            module: the module.
+            engine: the engine of its parameters.
+            step: ``training_step``; called with a micro-batch instead of the batch.
+            args: arguments of ``training_step``.
+            last: whether gradients are complete afterwards and are reduced.
 
         Returns:
-            the mean loss, on every rank, without a graph.
+            The mean loss, on every rank, without a graph.
         """
         trainer = module.trainer
         parts, sizes = self._split(args[0])
@@ -243,10 +246,10 @@ class Pipeline:
                 lambda part: step(part, *args[1:]), parts, [share * scale / accumulate for share in shares]
             )
         engine.end_micro_batches(reduce=last)
-        engine.keeps_gradients = True  # the loop zeroes them next, before its own, empty, backward
+        engine.keeps_gradients = True  # the loop calls zero_grad next, before its own, empty backward
         loss = sum(loss.item() * share for loss, share in zip(report.losses, shares, strict=self.is_last))
-        loss, told = self.runner.from_last((loss, logged.summary(shares, sizes) if self.is_last else None))
-        logged.replay(told)
+        loss, summary = self.runner.from_last((loss, logged.summary(shares, sizes) if self.is_last else None))
+        logged.replay(summary)
         return torch.tensor(loss, device=self.device, requires_grad=True)
 
     def _before(self, action: Action) -> None:
@@ -260,7 +263,7 @@ class Pipeline:
             self._engine.end_backward()
 
     def _on_last_backward(self, stage: int) -> None:
-        """With one stage per rank, the last backward sends what it completes, beside what other ranks still compute."""
+        """With one stage per rank, reduce gradients during the last backward, while other ranks still compute."""
         assert self._engine is not None
         if self._last and self.cut.rank_of.count(self.mesh.pipeline.rank) == 1:
             self._engine.begin_backward(eager=True)
@@ -268,7 +271,7 @@ class Pipeline:
     # evaluation ------------------------------------------------------------------------------------------------------
 
     def evaluate(self, module: pl.LightningModule, step: Callable[..., Any], args: Sequence[Any]) -> Any:
-        """A validation, test or predict step; what it returns is on every rank. Collective."""
+        """Run a validation, test or predict step and return its result on every rank. Collective."""
         parts, sizes = self._split(args[0])
         logged = Logged(module)
         self._evaluated += 1
@@ -276,21 +279,20 @@ class Pipeline:
             results = self.runner.evaluate(lambda part: step(part, *args[1:]), parts)
         shares = [size / sum(sizes) for size in sizes]
         merged = merge(results, shares) if self.is_last else None
-        merged, told = self.runner.from_last((merged, logged.summary(shares, sizes) if self.is_last else None))
-        logged.replay(told)
+        merged, summary = self.runner.from_last((merged, logged.summary(shares, sizes) if self.is_last else None))
+        logged.replay(summary)
         return merged
 
     # batches ---------------------------------------------------------------------------------------------------------
 
     def _split(self, batch: Any) -> tuple[list[Any], list[int]]:
-        """Micro-batches of as equal sizes as can be, and their sizes.
+        """Return micro-batches of sizes as equal as possible, and their sizes.
 
         Raises:
             StateError: no tensor of the batch has its samples as rows.
         """
         samples = extract_batch_size(batch)
         count = self._count(samples)
-
         if not has_rows(batch, samples):
             raise StateError(
                 "a pipeline shards batches along the first dimension of their tensors, and this one has no tensor "
@@ -299,27 +301,27 @@ class Pipeline:
         return split(batch, samples, count)
 
     def _count(self, samples: int) -> int:
-        """Micro-batches of a batch."""
+        """Return the number of micro-batches of a batch."""
         number, size = self.config.pp.micro_batches, self.config.pp.micro_batch_size
         wanted = -(-samples // size) if size else number or 4 * self._ranks
         if wanted > samples and number:
             rank_zero_warn(
-                f"a batch of {samples} samples makes as many micro-batches, not "
-                f"parallel.pipeline.micro_batches={number}."
+                f"Got parallel.pipeline.micro_batches={number}, but this batch has only {samples} samples: it is split "
+                f"into {samples} micro-batches."
             )
         found, least = min(wanted, samples), least_micro_batches(self.config.pp.schedule, self._ranks)
         if found < least:
             rank_zero_warn(
-                f"a batch of {samples} samples makes {found} micro-batches, {self.config.pp.schedule} needs "
-                f"{least}: it goes by zbv."
+                f"{self.config.pp.schedule} needs {least} micro-batches, but this batch of {samples} samples has only "
+                f"{found}: it uses the schedule zbv."
             )
         return found
 
     @contextmanager
     def _own_random_numbers(self, trainer: pl.Trainer) -> Generator[None, None, None]:
-        """Inside, every stage draws its own numbers; afterwards all go on from where they were.
+        """Give every stage its own random numbers inside, and restore the generators afterwards.
 
-        The numbers follow from the generator's state and the place in the run, which a checkpoint restores.
+        The numbers depend on the generator's state and the position in the run, which a checkpoint restores.
         """
         place = hash64(trainer.current_epoch << 32 | trainer.fit_loop.epoch_loop.batch_idx + 1)
         seed = hash64(place ^ hash64(self._evaluated << 16 | self.mesh.pipeline.rank))
@@ -337,9 +339,9 @@ class Pipeline:
 
 
 def _side_loss(module: nn.Module) -> SideLoss:
-    """What MoE layers of earlier stages leave for ``moe_losses(self)``, which users call on the last one."""
+    """Return how losses of MoE layers on earlier stages reach ``moe_losses(self)``, called on the last stage."""
 
-    @cache  # at the first call, when all that changes layers has done so
+    @cache  # on the first call, after everything that replaces layers
     def keepers() -> list[LossKeeper]:
         return [m for m in module.modules() if isinstance(m, LossKeeper)]
 
@@ -349,7 +351,7 @@ def _side_loss(module: nn.Module) -> SideLoss:
 
     def receive(loss: Tensor | None) -> None:
         if loss is not None:
-            keepers()[-1].leave(loss)  # whose it is does not matter
+            keepers()[-1].leave(loss)  # any keeper will do
 
     return SideLoss(give=give, receive=receive)
 
@@ -358,10 +360,9 @@ def _side_loss(module: nn.Module) -> SideLoss:
 
 
 class Logged:
-    """What a module logs while its step runs once per micro-batch, to be logged once."""
+    """Records what a module logs in every micro-batch, to log it once per batch."""
 
     def __init__(self, module: pl.LightningModule) -> None:
-        """Record nothing yet."""
         self._module = module
         self._values: dict[str, tuple[list[Any], dict[str, Any]]] = {}
         self._metrics = {name: m for name, m in module.named_modules() if hasattr(m, "metric_state")}
@@ -369,7 +370,7 @@ class Logged:
 
     @contextmanager
     def recording(self) -> Generator[None, None, None]:
-        """Inside, ``self.log`` and ``self.log_dict`` of the module note what they are given."""
+        """Make ``self.log`` and ``self.log_dict`` of the module record their arguments inside."""
         module: Any = self._module
 
         def log(name: str, value: Any, **options: Any) -> None:
@@ -386,25 +387,25 @@ class Logged:
             del module.log, module.log_dict
 
     def summary(self, shares: Sequence[float], sizes: Sequence[int]) -> Any:
-        """What to log, and the metrics' states: small, on the CPU."""
-        told: list[tuple[str, Any, dict[str, Any]]] = []
+        """Return what to log, and the metrics' states: small, on the CPU."""
+        summary: list[tuple[str, Any, dict[str, Any]]] = []
         for name, (values, options) in self._values.items():
             options = dict(options)
             if isinstance(options.get("batch_size"), int):
                 options["batch_size"] = sum(sizes)
             metric = next((n for n, m in self._metrics.items() if m is values[0]), None)
             if metric is not None:
-                told.append((name, ("metric", metric), options))
+                summary.append((name, ("metric", metric), options))
             else:
-                told.append((name, ("value", mean_of(values, shares, options.get("reduce_fx", "mean"))), options))
+                summary.append((name, ("value", mean_of(values, shares, options.get("reduce_fx", "mean"))), options))
         states = {
             name: metric_state(m) for name, m in self._metrics.items() if metric_state(m)[0] != self._counts[name]
         }
-        return told, states
+        return summary, states
 
-    def replay(self, told: Any) -> None:
-        """Log it, on every rank alike."""
-        values, states = told
+    def replay(self, summary: Any) -> None:
+        """Log a summary; called on every rank with the same one."""
+        values, states = summary
         for name, state in states.items():
             set_metric_state(self._metrics[name], state)
         for name, (kind, value), options in values:
@@ -413,15 +414,16 @@ class Logged:
 
 
 def refuse(module: pl.LightningModule, config: ParallelConfig) -> None:
-    """What a pipeline cannot do, before anything is divided.
+    """Refuse what a pipeline cannot do, before anything is partitioned.
 
     Raises:
         PlanError: with the cure.
     """
     if not module.automatic_optimization:
         raise PlanError(
-            "a pipeline runs all forwards and backwards of a batch together, so manual optimization has no place in "
-            "it, nor have several optimizers: use automatic_optimization=True, or parallel.pipeline=1."
+            "Got a pipeline with automatic_optimization=False, but a pipeline runs all forwards and backwards of a "
+            "batch together, without manual optimization and with one optimizer. Set automatic_optimization=True, or "
+            "parallel.pipeline=1."
         )
     least = least_micro_batches(config.pp.schedule, config.pp.size)
     if (config.pp.micro_batches or least) < least:
@@ -432,8 +434,8 @@ def refuse(module: pl.LightningModule, config: ParallelConfig) -> None:
     for name in ("forward", "training_step", "validation_step", "test_step", "predict_step"):
         if is_compiled_function(getattr(module, name)):
             raise PlanError(
-                f"{name} is compiled (torch.compile(module) compiles all steps), and a pipeline leaves it in the "
-                "middle on every stage but the last. Compile the blocks instead: for block in blocks: block.compile()."
+                f"{name} is compiled (torch.compile(module) compiles all steps), but a pipeline exits it early on "
+                "every stage but the last. Compile the blocks instead: for block in blocks: block.compile()."
             )
     for name, given in (
         ("parallel.context", config.context > 1),
@@ -441,6 +443,6 @@ def refuse(module: pl.LightningModule, config: ParallelConfig) -> None:
     ):
         if given:
             raise PlanError(
-                f"{name} and parallel.pipeline do not go together: blocks that divide tokens must be on one rank "
-                "from the first to the last. Leave one of them out."
+                f"Got {name} with parallel.pipeline, but blocks that partition tokens must all be on one rank. Leave "
+                "one of the two out."
             )

@@ -30,7 +30,7 @@ _FOREIGN_SCALER_KEYS = ("MixedPrecision", "FSDPPrecision", "native_amp_scaling_s
 
 
 class _Result:
-    """What an optimizer gets for a closure once forward and backward have run: their result, and only once."""
+    """The closure that an optimizer gets after forward and backward have run: it returns their result, once."""
 
     def __init__(self, result: Any, name: str) -> None:
         self._result = result
@@ -46,7 +46,7 @@ class _Result:
 
 @contextmanager
 def _default_dtype(dtype: torch.dtype | None) -> Generator[None, None, None]:
-    """Around code whose new tensors are of this dtype; None: of that which the user has set."""
+    """Set the default dtype of new tensors inside; None keeps the user's."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(before if dtype is None else dtype)
     try:
@@ -56,7 +56,7 @@ def _default_dtype(dtype: torch.dtype | None) -> Generator[None, None, None]:
 
 
 class ZeROPrecision(Precision):
-    """Precision plugin of `ZeROStrategy`, which makes it from any ``Trainer(precision=...)`` by itself.
+    """Precision plugin of `ZeROStrategy`, which creates it from ``Trainer(precision=...)``.
 
     Pass one explicitly (``ZeROStrategy(precision_plugin=ZeROPrecision("16-mixed"))``) only to run fp16 on the CPU,
     where the Trainer turns the string ``16-mixed`` into ``bf16-mixed``.
@@ -77,29 +77,29 @@ class ZeROPrecision(Precision):
         self.engine: Engine | None = None
         self._pending_scaler_state: dict[str, Any] | None = None
         self.on_batch: Callable[[], None] | None = None
-        """Run when a batch has been fetched, before any hook sees it."""
+        """Called when a batch has been fetched, before any hook sees it."""
         self.around_backward: Callable[[pl.LightningModule], AbstractContextManager[bool]] | None = None
-        """Around the user's backward; it yields whether that is still to run."""
+        """Surrounds the user's backward; yields whether that is still to run."""
 
     @classmethod
     def from_plugin(cls, plugin: Precision) -> ZeROPrecision:
-        """The equivalent of one of Lightning's own plugins.
+        """Return the equivalent of one of Lightning's own plugins.
 
         Raises:
-            ConfigError: the plugin does more than the six precisions (quantised, ...).
+            ConfigError: the plugin has none of the six precisions (quantised, ...).
         """
         if isinstance(plugin, cls):
             return plugin
         name = str(plugin.precision)
         if name not in PRECISIONS:
             raise ConfigError(
-                f"precision plugin {type(plugin).__name__} (precision={name!r}): ZeROStrategy supports "
-                f"{', '.join(PRECISIONS)}. Choose one of these with Trainer(precision=...)."
+                f"Got the precision plugin {type(plugin).__name__} (precision={name!r}), but ZeROStrategy supports "
+                f"{', '.join(PRECISIONS)}. Set one of these with Trainer(precision=...)."
             )
         return cls(name)
 
     def attach(self, engine: Engine) -> None:
-        """Called by the strategy when the engine is ready."""
+        """Connect the plugin to the engine; the strategy calls it when the engine is ready."""
         self.engine = engine
         if self._pending_scaler_state is not None:
             self.load_state_dict(self._pending_scaler_state)
@@ -109,17 +109,17 @@ class ZeROPrecision(Precision):
 
     @override
     def tensor_init_context(self) -> AbstractContextManager:
-        """Weights are initialised unrounded in every mode, since masters are made of them."""
+        """Initialise weights unrounded in every mode, because master weights are copied from them."""
         return nullcontext() if self.policy.rounds else _default_dtype(self.policy.cast)
 
     @override
     def module_init_context(self) -> AbstractContextManager:
-        """As `tensor_init_context`."""
+        """Return `tensor_init_context`."""
         return self.tensor_init_context()
 
     @override
     def convert_input(self, data: Any) -> Any:
-        """Cast floating tensors to the parameters' dtype in the 16-bit ``*-true`` modes, and in ``64-true``."""
+        """Cast floating-point tensors to the parameters' dtype in the 16-bit ``*-true`` modes and in ``64-true``."""
         if self.on_batch is not None:
             self.on_batch()
         dtype = self.policy.cast
@@ -130,7 +130,7 @@ class ZeROPrecision(Precision):
     @override
     @contextmanager
     def forward_context(self) -> Generator[None, None, None]:
-        """Autocast (``*-mixed``), or the parameters' dtype as the default of new tensors."""
+        """Enter autocast (``*-mixed``), or make the parameters' dtype the default of new tensors."""
         if self.policy.autocast is not None:
             device = self.engine.device.type if self.engine is not None else "cpu"
             with torch.autocast(device, dtype=self.policy.autocast, cache_enabled=False):
@@ -152,7 +152,7 @@ class ZeROPrecision(Precision):
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: pl.LightningModule, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> None:
-        """Run the user's backward inside the engine's; in a pipeline it has run, with ``training_step``."""
+        """Run the user's backward inside the engine's; in a pipeline it has already run in ``training_step``."""
         with nullcontext(True) if self.around_backward is None else self.around_backward(model) as to_run:
             if to_run:
                 super().backward(tensor, model, optimizer, *args, **kwargs)
@@ -161,10 +161,10 @@ class ZeROPrecision(Precision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizer, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Forward and backward (the closure), hooks and clipping on averaged gradients, then the sharded step."""
+        """Run the closure (forward and backward), hooks and clipping on averaged gradients, then the sharded step."""
         if self.engine is None or is_mock_optimizer(optimizer):
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
-        hooks_first = self.engine.scaler is None  # as where `step` itself calls the closure; a scaled step comes after
+        hooks_first = self.engine.scaler is None  # as if `step` called the closure; a scaled step runs after it
         if hooks_first:
             kwargs = run_step_pre_hooks(optimizer, kwargs, besides=self.engine.stepper)
         result = closure()
@@ -172,7 +172,7 @@ class ZeROPrecision(Precision):
         if index is None:
             raise PlanError(
                 f"{type(optimizer).__name__} is to step, but joined the strategy in the middle of a training step. Set "
-                "trainer.strategy.optimizers before: in on_train_epoch_start or on_train_batch_start."
+                "trainer.strategy.optimizers earlier: in on_train_epoch_start or on_train_batch_start."
             )
         stepper = self.engine.stepper
         self.engine.finish(index)
@@ -210,14 +210,14 @@ class ZeROPrecision(Precision):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """The loss scale."""
+        """Return the state of the loss scale."""
         if self.engine is None or self.engine.scaler is None:
             return {}
         return self.engine.scaler.state_dict()
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the loss scale; a state that comes before the engine waits for it."""
+        """Restore the loss scale; without an engine the state is kept until there is one."""
         if self.engine is None:
             self._pending_scaler_state = state_dict
         elif self.engine.scaler is not None and state_dict:
@@ -225,11 +225,11 @@ class ZeROPrecision(Precision):
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take the loss scale of a run under another strategy."""
+        """Restore the loss scale of a run under another strategy."""
         for key in _FOREIGN_SCALER_KEYS:
             if checkpoint.get(key) and type(self).__qualname__ not in checkpoint:
                 self.load_state_dict(checkpoint[key])
 
     @override
     def teardown(self) -> None:
-        """The engine stays: the trainer may be asked for a checkpoint after the fit."""
+        """Keep the engine: a checkpoint may be saved after the fit."""

@@ -108,7 +108,9 @@ def ladder(
     if recompute is not None:
         choices: list[RecomputeConfig | None] = [recompute]
     else:
-        choices = [None, *([RecomputeConfig(policy="selective"), RecomputeConfig()] if recomputable else [])]
+        choices = [None]
+        if recomputable:
+            choices += [RecomputeConfig(policy="selective"), RecomputeConfig(policy="full")]
     stages: tuple[ZeroStage, ...] = (0, 1, 2, 3) if ranks > 1 else (0,)
     for chosen in choices:
         for stage in stages:
@@ -118,8 +120,8 @@ def ladder(
         for stage in sharded:
             yield Candidate(stage, _CPU, recompute=chosen)
         yield Candidate(3, _CPU, _CPU, recompute=chosen)
-    yield Candidate(3, _CPU, _CPU, choices[-1], ActivationOffloadConfig())
+    yield Candidate(3, _CPU, _CPU, choices[-1], ActivationOffloadConfig(tier="cpu"))
     if drive:
         yield Candidate(3, _NVME, None, choices[-1])
         yield Candidate(3, _NVME, _NVME, choices[-1])
-        yield Candidate(3, _NVME, _NVME, choices[-1], ActivationOffloadConfig())
+        yield Candidate(3, _NVME, _NVME, choices[-1], ActivationOffloadConfig(tier="cpu"))

@@ -127,7 +127,7 @@ class Forecaster:
     def recomputable(self) -> bool:
         """Whether there are blocks to recompute."""
         try:
-            self.trace(RecomputeConfig())
+            self.trace(RecomputeConfig(policy="full"))
         except PlanError:
             return False
         return True

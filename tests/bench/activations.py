@@ -59,10 +59,10 @@ def choices(in_flight_bytes: int) -> dict[str, dict[str, Any]]:
     )
     return {
         "none": {},
-        "full": {"recompute": RecomputeConfig()},
+        "full": {"recompute": RecomputeConfig(policy="full")},
         "selective": {"recompute": RecomputeConfig(policy="selective")},
         "offload to NVMe": {"offload": offload},
-        "full, offload to NVMe": {"recompute": RecomputeConfig(), "offload": offload},
+        "full, offload to NVMe": {"recompute": RecomputeConfig(policy="full"), "offload": offload},
     }
 
 

@@ -60,7 +60,7 @@ MODELS: dict[str, GPTConfig] = {
 SMALL = GPTConfig(vocab_size=96, block_size=32, num_layers=4, num_heads=4, width=96)
 """What real ranks train."""
 
-_FULL, _CPU = RecomputeConfig(), TierConfig(tier="cpu")
+_FULL, _CPU = RecomputeConfig(policy="full"), TierConfig(tier="cpu")
 CANDIDATES = (
     Candidate(0, recompute=_FULL),
     Candidate(1, recompute=_FULL),

@@ -73,11 +73,11 @@ def parts(rank: int, size: int, folder: str) -> None:
     part = -(-(BYTES // 4) // size) * 4
     offloads = {
         "": None,
-        "cpu": ActivationOffloadConfig(min_bytes=MIN_PARTITIONED_BYTES, in_flight_bytes=part),
+        "cpu": ActivationOffloadConfig(tier="cpu", min_bytes=MIN_PARTITIONED_BYTES, in_flight_bytes=part),
         "nvme": ActivationOffloadConfig(tier="nvme", min_bytes=MIN_PARTITIONED_BYTES, in_flight_bytes=0),
     }
     for name, offload in offloads.items():
-        for recompute in (RecomputeConfig(), RecomputeConfig(policy="selective")):
+        for recompute in (RecomputeConfig(policy="full"), RecomputeConfig(policy="selective")):
             model = Net()
             activations = Activations(
                 model,
@@ -156,7 +156,9 @@ class Shifted(Net):
 
 def different(rank: int, size: int) -> None:
     model = Shifted(rank)
-    activations = Activations(model, CPU, recompute=RecomputeConfig(), partition=Axis("tensor", make_comm()))
+    activations = Activations(
+        model, CPU, recompute=RecomputeConfig(policy="full"), partition=Axis("tensor", make_comm())
+    )
     with pytest.raises(PlanError, match=r"differs between the 2 ranks of axis 'tensor'"):
         train(activations, model, steps=1)
 
@@ -168,6 +170,6 @@ def test_inputs_that_are_not_replicated_are_refused_on_all_ranks() -> None:
 def test_one_rank_keeps_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "unused")  # torch sets it when it first looks
     model = Net()
-    activations = Activations(model, CPU, recompute=RecomputeConfig(), partition=Axis("tensor"))
+    activations = Activations(model, CPU, recompute=RecomputeConfig(policy="full"), partition=Axis("tensor"))
     assert activations.partition is None
     assert_same(train(activations, model), train(None, Net()))

@@ -211,8 +211,8 @@ def test_the_link_to_the_last_one_is_never_broken(
         monkeypatch.setattr(f"{owner}.{name}", watched)
 
     watch("ls_strategy.checkpoint.commit", "commit", commit.commit)
-    watch("ls_strategy.lightning.strategy", "link_checkpoint", commit.link)
-    watch("ls_strategy.lightning.strategy", "remove_checkpoint", commit.remove)
+    watch("ls_strategy.lightning.saving", "link_checkpoint", commit.link)
+    watch("ls_strategy.lightning.saving", "remove_checkpoint", commit.remove)
     strategy = ZeROStrategy(2, sharding={"min_unit_numel": 0}, checkpoint={"background": background})
     save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_last="link")
     with slow_writes(0.002):

@@ -221,7 +221,7 @@ def test_a_scheduled_accumulation_is_a_contradiction():
 def test_manual_optimization_clips_by_hand():
     module = Net()
     module.automatic_optimization = False
-    with pytest.raises(ConfigError, match="by hand"):
+    with pytest.raises(ConfigError, match="uses manual optimization"):
         run(module, CONFIG)
 
 

@@ -315,7 +315,7 @@ def test_a_rank_that_has_ended_is_named(rank: int, world_size: int) -> None:
         module.trainer.strategy._break_connections()  # as when its process ends
         return
     torch.distributed.barrier()
-    words = r"this rank has waited .* of 'first.weight', and rank 1 has ended a run.*is_global_zero"
+    words = r"this rank has waited .* of 'first.weight', and rank 1 has ended the run.*is_global_zero"
     with pytest.raises(OutOfStepError, match=words):
         module.state_dict()
 

@@ -31,7 +31,7 @@ from tests.live_bytes import LiveBytes
 
 WIDTH, BLOCKS, STEPS = 96, 4, 2
 CPU = TierConfig(tier="cpu")
-FULL, SELECTIVE = RecomputeConfig(), RecomputeConfig(policy="selective")
+FULL, SELECTIVE = RecomputeConfig(policy="full"), RecomputeConfig(policy="selective")
 RUNS: tuple[tuple[Candidate, str, int, tuple[str, ...]], ...] = (
     (Candidate(0), "32-true", 1, ("private",)),
     (Candidate(0), "bf16-true", 1, ()),

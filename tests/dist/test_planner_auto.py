@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ls_strategy.config import nested
 from ls_strategy.errors import ConfigError, PlanError
-from ls_strategy.lightning import strategy as strategies
+from ls_strategy.lightning import engine_setup
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.planner.hardware import Hardware
 from ls_strategy.planner.out_of_memory import OutOfMemory
@@ -30,7 +30,7 @@ def trainer(strategy: Any, world_size: int) -> pl.Trainer:
 
 def fit_on(rooms: list[int], world_size: int, stage: Any = "auto") -> tuple[Any, PrivateNet]:
     """Train on ranks with so much room each: the smallest counts."""
-    plain = strategies.smallest
+    plain = engine_setup.smallest
 
     def smallest(world: Any, device: torch.device, path: str) -> Hardware:
         everyones = world.exchange_objects(rooms[world.rank])
@@ -41,14 +41,14 @@ def fit_on(rooms: list[int], world_size: int, stage: Any = "auto") -> tuple[Any,
             reserved_share=0, reserved_bytes=0,
         )  # fmt: skip
 
-    strategies.smallest = smallest
+    engine_setup.smallest = smallest
     try:
         chosen = ZeROStrategy(stage, sharding={"min_unit_numel": 0})
         module = PrivateNet(CASE)
         trainer(chosen, world_size).fit(module, loader(CASE, world_size))
         return chosen, module
     finally:
-        strategies.smallest = plain
+        engine_setup.smallest = plain
 
 
 def choose_many(rank: int, world_size: int) -> list[Any]:

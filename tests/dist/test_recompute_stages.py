@@ -106,13 +106,13 @@ def fit(folder: Path, world_size: int, model: Net, stage: int, **options: Any) -
 CHOICES: dict[str, dict[str, Any]] = {
     "full": {"activations.checkpointing": "full"},
     "selective": {"activations.checkpointing": "selective"},
-    "every 2": {"activations.checkpointing": RecomputeConfig(every=2)},
-    "inside the units": {"activations.checkpointing": RecomputeConfig(block_classes=("Sequential",))},
-    "offload": {"activations.offload": ActivationOffloadConfig(min_bytes=0, in_flight_bytes=500)},
+    "every 2": {"activations.checkpointing": RecomputeConfig(policy="full", every=2)},
+    "inside the units": {"activations.checkpointing": RecomputeConfig(policy="full", block_classes=("Sequential",))},
+    "offload": {"activations.offload": ActivationOffloadConfig(tier="cpu", min_bytes=0, in_flight_bytes=500)},
     "offload to a drive": {"activations.offload": ActivationOffloadConfig(tier="nvme", min_bytes=0, in_flight_bytes=0)},
     "recompute and offload": {
         "activations.checkpointing": "full",
-        "activations.offload": ActivationOffloadConfig(min_bytes=0, in_flight_bytes=0),
+        "activations.offload": ActivationOffloadConfig(tier="cpu", min_bytes=0, in_flight_bytes=0),
     },
 }
 
@@ -139,7 +139,7 @@ def test_recomputed_modules_of_several_units(rank: int, world_size: int, tmp_pat
         world_size,
         Net(Pair, 3),
         3,
-        **{"activations.checkpointing": RecomputeConfig(block_classes=("Pair",))},
+        **{"activations.checkpointing": RecomputeConfig(policy="full", block_classes=("Pair",))},
         **options,
     )
     assert losses == expected

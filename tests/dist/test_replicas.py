@@ -196,7 +196,7 @@ def test_fit_validate_test_and_predict_one_after_the_other(rank, world_size):
         torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-6)
     trainer = trainer_of(tensor_parallel(1), max_epochs=1)
     trainer.fit(module, data())
-    with pytest.raises(PlanError, match="was divided by an earlier run"):
+    with pytest.raises(PlanError, match="was partitioned by an earlier run"):
         trainer_of(ZeROStrategy(1), max_epochs=1).fit(module, data())
 
 
@@ -288,7 +288,7 @@ def test_a_plan_by_names(rank, world_size):
 def test_refusals(rank, world_size):
     cases: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (PlanError, "does not divide the 2 ranks", {"parallel.tensor.size": 3}),
-        (PlanError, "between repeated blocks", {"parallel.tensor.size": 2, "parallel.tensor.sequence_parallel": True}),
+        (PlanError, "requires repeated blocks", {"parallel.tensor.size": 2, "parallel.tensor.sequence_parallel": True}),
         (PlanError, "one stack of blocks", {"parallel.context": 2}),
         (ConfigError, "there is one", {"activations.checkpointing": "full", "activations.partitioning": True}),
     ]

@@ -244,4 +244,4 @@ def test_the_fit_after_a_failure(rank: int, world_size: int, first: str) -> None
         fails(Net(), loader((FEW, MORE)[rank], sized=False), "Got 4 batches on rank 0")
     else:
         fails(FailsInLast(), loader((FEW, MORE)[rank], sized=True), "Got 4 batches on rank 0|user code failed")
-    fails(Net(), loader(FEW, sized=True), "cannot meet at .* again. Start all processes of the run anew")
+    fails(Net(), loader(FEW, sized=True), "cannot meet at .* again. Restart all processes of the run")

@@ -117,9 +117,9 @@ def same(actual: list[Tensor], expected: list[Tensor]) -> bool:
 
 RECOMPUTE = {
     "alone": None,
-    "full": RecomputeConfig(),
+    "full": RecomputeConfig(policy="full"),
     "selective": RecomputeConfig(policy="selective"),
-    "every 3": RecomputeConfig(every=3),
+    "every 3": RecomputeConfig(policy="full", every=3),
 }
 
 
@@ -147,7 +147,7 @@ def test_no_bit_changes_with_autocast_and_compiled_blocks(drive: NVMeFolder) -> 
         model = Net(2)
         for block in model.blocks:
             block.compile(backend="aot_eager")
-        recompute = RecomputeConfig()
+        recompute = RecomputeConfig(policy="full")
         activations = Activations(model, CPU, recompute=recompute, offload=offload, drive=drive)
         results = train(model, activations)
         if offload is not None:
@@ -181,7 +181,7 @@ def test_accumulated_steps_and_two_losses_of_one_graph(tier: str, drive: NVMeFol
 
 
 def test_with_recompute_only_inputs_of_blocks_are_taken(drive: NVMeFolder) -> None:
-    for recompute in (RecomputeConfig(), RecomputeConfig(policy="selective")):
+    for recompute in (RecomputeConfig(policy="full"), RecomputeConfig(policy="selective")):
         model = Net()
         activations = Activations(model, CPU, recompute=recompute, offload=options(in_flight_bytes=0))
         train(model, activations, steps=1)
@@ -483,7 +483,7 @@ def test_file_space_is_used_again_and_grows_together() -> None:
 
 def test_the_configuration_is_described(drive: NVMeFolder) -> None:
     assert Activations(Net(), CPU).describe() == "kept on the device"
-    chosen = Activations(Net(), CPU, recompute=RecomputeConfig(), offload=options("nvme"), drive=drive)
+    chosen = Activations(Net(), CPU, recompute=RecomputeConfig(policy="full"), offload=options("nvme"), drive=drive)
     assert chosen.describe() == (
         "recomputed: 4 Block, full; inputs of recomputed modules of at least 0.000976562 MiB offloaded to NVMe, "
         "0.046875 MiB in flight"
@@ -499,4 +499,4 @@ def test_wrong_choices(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="tier='disk'"):
         ActivationOffloadConfig(tier="disk")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="min_bytes=-1"):
-        ActivationOffloadConfig(min_bytes=-1)
+        ActivationOffloadConfig(tier="cpu", min_bytes=-1)

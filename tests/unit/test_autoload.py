@@ -150,7 +150,7 @@ def test_the_version_is_the_distribution_s() -> None:
 BREAK = {
     "register": "ls_strategy.autoload.register = None",
     "table": "ls_strategy.autoload.ALIASES = None",
-    "finder": "ls_strategy.autoload._register_after = None",
+    "finder": "ls_strategy.autoload._act_after = None",
     "strategy": "sys.modules['ls_strategy.lightning.strategy'] = None",
 }
 

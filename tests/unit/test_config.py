@@ -101,7 +101,13 @@ def test_short_forms_are_what_they_stand_for() -> None:
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_group_survives_copies_and_cannot_change(name: str) -> None:
-    required = {"TierConfig": {"tier": "cpu"}, "TensorConfig": {"size": 2}, "PipelineConfig": {"size": 2}}
+    required = {
+        "ActivationOffloadConfig": {"tier": "cpu"},
+        "RecomputeConfig": {"policy": "full"},
+        "TierConfig": {"tier": "cpu"},
+        "TensorConfig": {"size": 2},
+        "PipelineConfig": {"size": 2},
+    }
     group = getattr(ls_strategy, name)(**required.get(name, {}))
     for made in (copy.copy(group), copy.deepcopy(group), pickle.loads(pickle.dumps(group)), dataclasses.replace(group)):
         assert made == group
@@ -286,7 +292,7 @@ def test_help_describes_groups_and_their_options(capsys: pytest.CaptureFixture[s
         cli(f"--trainer.strategy.help={OURS}")
     text = capsys.readouterr().out
     assert "--trainer.strategy.offload.help" in text
-    assert "the optimizer's states, and at stage 3 the" in " ".join(text.split())
+    assert "optimizer states, and at stage 3 the" in " ".join(text.split())
     assert "offload_optimizer" not in text
     assert "renamed" not in text
 
@@ -354,6 +360,24 @@ def test_a_share_in_a_file_names_its_tier(tmp_path: Path, capsys: pytest.Capture
     with pytest.raises(SystemExit):
         build(written(tmp_path, "zero3_nvme", offload={"optimizer": {"ratio": 0.5}}))
     assert "the following arguments are required: tier" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "required"),
+    [
+        (["activations.offload=nvme", "activations.offload.min_bytes=0"], "tier"),
+        (["activations.checkpointing=selective", "activations.checkpointing.every=2"], "policy"),
+        (["activations=selective", "activations.checkpointing.every=2"], "policy"),
+    ],
+    ids=str,
+)
+def test_a_further_option_does_not_turn_a_short_form_into_a_default(
+    words: list[str], required: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A parser forgets the short form, so that ``nvme`` would become ``cpu``, and ``selective`` ``full``."""
+    with pytest.raises(SystemExit):
+        build(STRATEGY, *(f"--trainer.strategy.{word}" for word in words))
+    assert f"the following arguments are required: {required}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

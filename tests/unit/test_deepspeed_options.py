@@ -117,7 +117,7 @@ AGREEMENTS = [
     ({"fp16": {"hysteresis": 4}}, {"precision.loss_scale": LossScaleConfig(hysteresis=4, window=9)}),
     (
         {"activation_checkpointing": {"cpu_checkpointing": True}},
-        {"activations.offload": ActivationOffloadConfig(min_bytes=0)},
+        {"activations.offload": ActivationOffloadConfig(tier="cpu", min_bytes=0)},
     ),
     ({"activation_checkpointing": {"cpu_checkpointing": True}}, {"activations.checkpointing": "selective"}),
 ]

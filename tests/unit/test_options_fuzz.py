@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from decimal import Decimal
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -30,15 +31,24 @@ from torch import nn
 
 import ls_strategy
 from ls_strategy import ZeROStrategy
-from ls_strategy.checked import hints_of
 from ls_strategy.config import ParallelConfig, ZeROConfig, nested
 from ls_strategy.errors import LSError
+from ls_strategy.hints import hints_of
 from ls_strategy.inference.sampling import SamplingConfig
 
 CONFIGS = (
     ls_strategy.OffloadConfig, ls_strategy.NVMeIOConfig, ls_strategy.LossScaleConfig, ls_strategy.RecomputeConfig,
     ls_strategy.ActivationOffloadConfig, ZeROConfig, ParallelConfig, SamplingConfig,
 )  # fmt: skip
+
+REQUIRED: dict[str, dict[str, Any]] = {
+    "RecomputeConfig": {"policy": "full"},
+    "ActivationOffloadConfig": {"tier": "cpu"},
+    "TierConfig": {"tier": "cpu"},
+    "TensorConfig": {"size": 2},
+    "PipelineConfig": {"size": 2},
+}
+"""Options without a default."""
 
 WRONG: list[Any] = [
     "x", "", "1", "-1", "no", "auto", "a\0b", "\ud800", "type:[", "zbv", "nvme", b"x",
@@ -49,7 +59,8 @@ WRONG: list[Any] = [
     {"block_bytes": 4097}, {"static": math.inf}, {"keep": "x"}, {"policy": "selective", "keep": []},
     object(), object, int, len, lambda *_: 1 / 0, timedelta(0), timedelta(seconds=-1), timedelta.max,
     Path("x"), Path("a\0b"), torch.device("cpu"), torch.tensor(1), torch.tensor([1.0, 2.0]), torch.float32, torch.int8,
-    np.int64(2), np.float32(0.5), np.array([1]), np.bool_(True), np.str_("x"), *(config() for config in CONFIGS),
+    np.int64(2), np.float32(0.5), np.array([1]), np.bool_(True), np.str_("x"),
+    *(config(**REQUIRED.get(config.__name__, {})) for config in CONFIGS),
 ]  # fmt: skip
 
 
@@ -72,9 +83,7 @@ ARGUMENTS: dict[str, Callable[[], dict[str, Any]]] = {
     "stream_blocks": lambda: {"model": network()},
     "convert_moe": lambda: {"model": network()},
     "load_from_checkpoint": lambda: {"module_class": BoringModel, "path": "not there"},
-    "TierConfig": lambda: {"tier": "cpu"},
-    "TensorConfig": lambda: {"size": 2},
-    "PipelineConfig": lambda: {"size": 2},
+    **{name: partial(dict, options) for name, options in REQUIRED.items()},
 }
 """Arguments without a default."""
 

@@ -135,7 +135,7 @@ def test_the_ladder_begins_with_nothing_and_ends_with_everything():
 
 def test_one_rank_divides_nothing_and_a_choice_of_the_user_stays():
     assert [c.stage for c in ladder(ranks=1) if c.optimizer is None] == [0, 0, 0]
-    chosen = RecomputeConfig(every=2)
+    chosen = RecomputeConfig(policy="full", every=2)
     assert {c.recompute for c in ladder(ranks=4, recompute=chosen, drive=True)} == {chosen}
 
 
@@ -174,7 +174,7 @@ def test_a_forecast_leaves_the_module_as_it_was():
 def test_activations_are_what_a_real_step_holds():
     module, batch = Net(), [torch.randn(5, 16)]
     asked = question()
-    for recompute in (None, RecomputeConfig()):
+    for recompute in (None, RecomputeConfig(policy="full")):
         with simulated(asked.module, asked.precision, (), CPU) as fakes:
             forecaster = Forecaster(
                 asked.module, [], fakes=fakes, precision=asked.precision,
@@ -227,7 +227,7 @@ def test_offload_moves_states_from_tier_to_tier():
 
 def test_offloaded_activations_are_bounded_by_what_is_in_flight():
     asked = question()
-    offload = ActivationOffloadConfig(min_bytes=0, in_flight_bytes=100)
+    offload = ActivationOffloadConfig(tier="cpu", min_bytes=0, in_flight_bytes=100)
     with simulated(asked.module, asked.precision, (), CPU) as fakes:
         optimizers = [fakes.optimizer(o) for o in asked.optimizers]
         forecaster = Forecaster(

@@ -114,14 +114,21 @@ class Saved:
         return self.bytes
 
 
-FULL = RecomputeConfig()
+FULL = RecomputeConfig(policy="full")
 SELECTIVE = RecomputeConfig(policy="selective")
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
 @pytest.mark.parametrize("call", ["plain", "keyword", "checkpointed"])
 @pytest.mark.parametrize(
-    "config", [FULL, SELECTIVE, RecomputeConfig(every=2), RecomputeConfig(block_classes=("Sequential",))], ids=str
+    "config",
+    [
+        FULL,
+        SELECTIVE,
+        RecomputeConfig(policy="full", every=2),
+        RecomputeConfig(policy="full", block_classes=("Sequential",)),
+    ],
+    ids=str,
 )
 def test_no_bit_changes(config: RecomputeConfig, call: str, autocast: bool) -> None:
     expected = gradients(Net(call), autocast=autocast)
@@ -314,7 +321,7 @@ def test_unknown_operations_are_refused(name: str) -> None:
 
 def test_a_model_without_such_modules_is_refused() -> None:
     with pytest.raises(PlanError, match=r"no module of class Blok .* Block, Dropout, GELU"):
-        apply_recompute(Net(), RecomputeConfig(block_classes=("Blok", "Block")))
+        apply_recompute(Net(), RecomputeConfig(policy="full", block_classes=("Blok", "Block")))
     flat = nn.Sequential(nn.Linear(2, 2), nn.ReLU())  # recomputing a single linear layer saves nothing
     with pytest.raises(PlanError, match="Linear, ReLU"):
         apply_recompute(flat, FULL)
@@ -419,7 +426,7 @@ class _Wrapped(nn.Module):
 
 
 def test_describe() -> None:
-    assert apply_recompute(Net(), RecomputeConfig(every=2)).describe() == "2 Block, full"
+    assert apply_recompute(Net(), RecomputeConfig(policy="full", every=2)).describe() == "2 Block, full"
     assert apply_recompute(Net(), SELECTIVE).describe().startswith("4 Block, selective (keeps matmul")
 
 
@@ -427,8 +434,9 @@ def test_describe() -> None:
     ("options", "message"),
     [
         ({"policy": "some"}, "policy='some'"),
-        ({"every": 0}, "every=0"),
-        ({"block_classes": "Block"}, "a list of texts"),
+        ({"every": 2}, "policy is required"),
+        ({"policy": "full", "every": 0}, "every=0"),
+        ({"policy": "full", "block_classes": "Block"}, "a list of texts"),
         ({"policy": "selective", "keep": ()}, "empty keep"),
     ],
 )

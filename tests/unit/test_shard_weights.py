@@ -60,7 +60,7 @@ def test_values_that_are_no_weights(weights: Any) -> None:
     ("options", "words"),
     [
         ({"stage": 0}, "stage=0.*Set stage to 1, 2 or 3"),
-        ({"stage": "auto"}, "Name a stage"),
+        ({"stage": "auto"}, "Set a stage"),
         ({"parallel.tensor.size": 2}, "parallel.tensor=2"),
         ({"parallel.pipeline.size": 2}, "parallel.pipeline=2"),
         ({"parallel.expert": 2}, "parallel.expert=2"),

@@ -1,0 +1,210 @@
+"""The engine of a run: what it should look like (``stage="auto"``), how it is built, and when it has to be rebuilt."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.optim import Optimizer
+
+from ls_strategy._compat import is_mock_optimizer, unwrap_optimizer
+from ls_strategy.activations.storage import NVMeFolder
+from ls_strategy.checkpoint.full import StateDictHooks
+from ls_strategy.engine import Engine
+from ls_strategy.layout import TensorPart
+from ls_strategy.lightning import guards
+from ls_strategy.lightning.parallel import ActivationMemory
+from ls_strategy.planner.choice import Question, candidate_of, choose, explain, smallest
+from ls_strategy.planner.fit import before_sharding, question_of_fit
+from ls_strategy.planner.hardware import Hardware, found_here
+from ls_strategy.planner.out_of_memory import explaining
+from ls_strategy.precision import PrecisionPolicy, resolve_precision
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from ls_strategy.lightning.strategy import ZeROStrategy
+
+_NVME_PATH = "LS_STRATEGY_NVME_PATH"
+
+
+class EngineSetup:
+    """Plans, builds and rebuilds the engine of a strategy."""
+
+    def __init__(self, strategy: ZeROStrategy) -> None:
+        self.state_dict_hooks: StateDictHooks | None = None
+        """Make ``module.state_dict()`` return full tensors; None where every rank has them anyway."""
+        self._strategy = strategy
+        self._hardware: Hardware | None = None
+        self._unsharded: list[Optimizer] = []
+
+    # plan ------------------------------------------------------------------------------------------------------------
+
+    def plan(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Record the memory that is free before the fit, for error messages. With ``stage="auto"`` choose what fits.
+
+        Collective with ``stage="auto"``.
+        """
+        strategy = self._strategy
+        comm = strategy._comm
+        assert comm is not None
+        self._unsharded = before_sharding(strategy.optimizers)
+        path = strategy.config.offload.nvme_path or os.environ.get(_NVME_PATH, "")
+        if not strategy.auto:
+            if self._hardware is None:
+                per_node = min(strategy.num_processes, comm.world_size)
+                device = strategy.root_device
+                self._hardware = found_here(device, ranks=comm.world_size, ranks_per_node=per_node, nvme_path=path)
+            return
+        self._hardware = smallest(comm, strategy.root_device, path)
+        choice = choose(lambda: self._question(trainer, module), comm, self._hardware)
+        rank_zero_info(f"ZeROStrategy(stage='auto'): {choice.words}")
+        strategy.auto = False
+        strategy.config = choice.candidate.config(strategy.config)
+        strategy.activations = ActivationMemory(strategy.config.activations)
+
+    def _question(self, trainer: pl.Trainer, module: pl.LightningModule) -> Question:
+        engine = self._strategy.engine
+        return question_of_fit(
+            trainer,
+            module,
+            self._unsharded,
+            config=self._strategy.config,
+            precision=self._policy(),
+            recompute=self._strategy.config.activations.recompute,
+            updates_early=not guards.steps_by_itself(trainer, module, engine)
+            and not guards.has_hooks_before_step(trainer, module),
+        )
+
+    @contextmanager
+    def explaining_memory(self) -> Generator[None, None, None]:
+        """Make a failed allocation inside say what takes how much memory, and which options take less."""
+
+        def describe() -> str:
+            module, hardware = self._strategy.lightning_module, self._hardware
+            assert module is not None
+            assert hardware is not None
+            question = self._question(module.trainer, module)
+            return explain(question, hardware, candidate_of(self._strategy.config))()
+
+        with explaining(describe):
+            yield
+
+    def choose_nvme_path(self, trainer: pl.Trainer) -> None:
+        """Set ``offload.nvme_path`` if something is stored on NVMe and no folder was given."""
+        strategy = self._strategy
+        wanted = "nvme" in strategy.config.offload.tiers or strategy.activations.needs_nvme
+        if not wanted or strategy.config.offload.nvme_path:
+            return
+        named = os.environ.get(_NVME_PATH)
+        path = named or str(Path(trainer.default_root_dir) / "nvme")
+        source = _NVME_PATH if named else "default_root_dir; set offload.nvme_path to a folder on a local NVMe device"
+        rank_zero_info(f"ZeROStrategy: states on NVMe are stored in {path} (from {source})")
+        strategy.config = replace(strategy.config, offload=replace(strategy.config.offload, nvme_path=path))
+
+    # build -----------------------------------------------------------------------------------------------------------
+
+    def build(self, module: pl.LightningModule, parts: dict[int, TensorPart]) -> None:
+        """Give the strategy a new engine. Collective.
+
+        Args:
+            module: the module to train or evaluate.
+            parts: of the model-parallel parameters, by ``id(parameter)``.
+        """
+        strategy, plugin = self._strategy, self._strategy.zero_precision()
+        assert strategy.parallel.mesh is not None
+        self.state_dict_hooks = None
+        optimizers = self._real_optimizers()
+        engine = strategy.engine = Engine(
+            module,
+            optimizers,
+            config=strategy.config,
+            precision=self._policy(),
+            mesh=strategy.parallel.mesh,
+            device=strategy.root_device,
+            loss_scale=strategy.config.precision.loss_scale,
+            parts=parts,
+            share=strategy.parallel.share(module, optimizers),
+        )
+        if engine.policy.parameters or parts:
+            self.state_dict_hooks = StateDictHooks(module, engine.units, engine.mesh)
+            engine.on_detach.append(self.state_dict_hooks.remove)
+        rank_zero_info(f"ZeROStrategy(stage={strategy.config.stage}): {engine.describe()}")
+        plugin.attach(engine)
+        plugin.on_batch = strategy.resume.on_batch
+        plugin.around_backward = strategy.steps.around_backward
+        strategy.resume.weights_for(engine)
+
+    def detach(self) -> None:
+        """Give a module with full parameters back; at stage 3 and under model parallelism the engine stays attached."""
+        engine = self._strategy.engine
+        if engine is None:
+            return
+        engine.gradients.local = True  # no step follows; Trainers call zero_grad() before they validate
+        engine.on_demand.thread = None
+        engine.on_demand.given.training = False
+        if engine.comm.world_size == 1 or dist.is_initialized():
+            engine.wait()
+            if self.state_dict_hooks is None:
+                engine.detach()
+
+    def _policy(self) -> PrecisionPolicy:
+        config = self._strategy.config.precision
+        return resolve_precision(
+            str(self._strategy.zero_precision().precision),
+            master_weights=config.master_weights,
+            reduce_dtype=config.reduce_dtype,
+        )
+
+    def _real_optimizers(self) -> list[Optimizer]:
+        return [unwrap_optimizer(o) for o in self._strategy.optimizers if not is_mock_optimizer(o)]
+
+    def follow_optimizers(self) -> Engine:
+        """Return the engine; rebuild it first if user code has changed optimizers or their groups. Collective then.
+
+        Raises:
+            PlanError: no engine can follow the change.
+        """
+        strategy = self._strategy
+        engine, module = strategy.require_engine(), strategy.lightning_module
+        optimizers = self._real_optimizers()
+        if engine.follows(optimizers):
+            return engine
+        assert module is not None
+        engine.check_change(optimizers)
+        strategy.wait_for_saves()
+        self.build(module, {})
+        strategy.require_engine().go_on_from(engine)
+        self.arm(module.trainer, module, fitting=True)
+        return strategy.require_engine()
+
+    def arm(self, trainer: pl.Trainer, module: pl.LightningModule, *, fitting: bool) -> None:
+        """Set what the engine may do before user code could notice, and start the handling of activations."""
+        strategy, engine = self._strategy, self._strategy.require_engine()
+        overlap = strategy.config.sharding.overlap_step
+        engine.schedule.overlap = fitting and overlap
+        automatic = fitting and not guards.steps_by_itself(trainer, module, engine)
+        # A read of `p.grad` is noticed; a read of the gradients of model-parallel pieces is not.
+        engine.private_gradients = automatic and not (
+            engine.mesh.shape.kinds and guards.has_hooks_after_backward(trainer, module)
+        )
+        engine.early_step = (
+            engine.private_gradients
+            and not guards.has_hooks_before_step(trainer, module)
+            and overlap
+            and not trainer.gradient_clip_val
+            and strategy.parallel.pipeline is None  # gradients tied over stages have to be summed first
+        )
+        if not fitting:
+            return
+        guards.watch_methods(module, engine)
+        assert strategy.parallel.mesh is not None
+        offload = strategy.config.offload
+        folder = NVMeFolder(offload.nvme_path, offload.nvme_io, strategy.global_rank, allow_ram=offload.nvme_allow_ram)
+        strategy.activations.apply(module, strategy.parallel.mesh, strategy.root_device, engine.storages, folder)

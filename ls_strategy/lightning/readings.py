@@ -1,0 +1,118 @@
+"""What users read off a run: norms, bytes, sizes, and full parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ls_strategy._compat import unwrap_optimizer
+from ls_strategy.distributed.comm import Traffic
+from ls_strategy.engine import Engine
+from ls_strategy.errors import StateError
+from ls_strategy.lightning.ranks import RankStrategy
+from ls_strategy.precision import PrecisionPolicy
+
+
+class EngineStrategy(RankStrategy):
+    """A strategy with an engine, as callbacks and modules see it through ``trainer.strategy``."""
+
+    def grad_norm(self, norm_type: float = 2.0, *, optimizer: Optimizer | None = None) -> Tensor:
+        """Return the global norm of the averaged gradients of one optimizer, or of all, ``()`` fp32. Collective.
+
+        Call it between backward and the next ``zero_grad``, for example in ``on_before_optimizer_step``, which runs
+        before clipping.
+
+        Raises:
+            StateError: there are no gradients.
+        """
+        engine = self.require_engine()
+        index = None if optimizer is None else engine.index_of(unwrap_optimizer(optimizer))
+        return engine.grad_norm(index, norm_type)
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Return the bytes of model state on this rank, by kind. Not collective."""
+        return self.require_engine().memory_bytes()
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this rank has sent for sharded states, counted at the send calls."""
+        return self.require_engine().comm.traffic
+
+    @property
+    def tensor_parallel_traffic(self) -> Traffic:
+        """What this rank has sent to its tensor-parallel group."""
+        return self.require_engine().mesh.tensor.traffic
+
+    @property
+    def context_parallel_traffic(self) -> Traffic:
+        """What this rank has sent to its context-parallel group."""
+        return self.require_engine().mesh.sequence.traffic
+
+    @property
+    def expert_parallel_traffic(self) -> Traffic:
+        """What this rank has sent to its expert-parallel group: tokens and their gradients."""
+        return self.require_engine().mesh.expert.traffic
+
+    @property
+    def data_parallel_size(self) -> int:
+        """The number of model replicas; each trains on its own batches."""
+        return self.parallel.data_rank[1]
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """The model replica that this rank belongs to."""
+        return self.parallel.data_rank[0]
+
+    @property
+    def loss_scale(self) -> float | None:
+        """The current loss scale, None in precisions without one."""
+        scaler = self.require_engine().scaler
+        return None if scaler is None else scaler.scale
+
+    @property
+    def precision_policy(self) -> PrecisionPolicy:
+        """The dtypes in force."""
+        return self.require_engine().precision
+
+    @property
+    def skipped_steps(self) -> int:
+        """The number of optimizer steps skipped after an fp16 overflow."""
+        return self.require_engine().skipped_steps
+
+    @property
+    def exposed_step_s(self) -> float:
+        """Seconds that training has waited for updates of offloaded states that computation did not hide."""
+        return self.require_engine().exposed_step_s
+
+    @contextmanager
+    def gathered_parameters(
+        self, part: nn.Module | Iterable[nn.Parameter] | None = None, *, modify: bool = False
+    ) -> Generator[None, None, None]:
+        """Hold full parameters on every rank inside, all at once. Collective.
+
+        This is never needed: reading a parameter gathers it, and writes take effect. It saves time where many
+        parameters are used repeatedly, at the cost of their memory.
+
+        Args:
+            part: a module, or parameters. Default: the full model.
+            modify: keep what is written inside; every rank must write the same. Without it a write is an error.
+
+        Raises:
+            StateError: something was written without ``modify``; on every rank.
+        """
+        params = part.parameters() if isinstance(part, nn.Module) else part
+        with self.require_engine().gathered(params, modify=modify):
+            yield
+
+    def require_engine(self) -> Engine:
+        """Return the engine of the current module.
+
+        Raises:
+            StateError: the module is not set up yet.
+        """
+        if self.engine is None:
+            raise StateError("the model is not set up yet: this works from on_fit_start (or on_validation_start) on.")
+        return self.engine

@@ -1,0 +1,165 @@
+"""Restoring a strategy's run from a checkpoint: weights, optimizer states, random numbers, position in the data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ls_strategy._compat import unwrap_optimizer
+from ls_strategy.checkpoint.commit import recover
+from ls_strategy.checkpoint.full import load_full_state_dict
+from ls_strategy.checkpoint.random import random_states, restore_random_states
+from ls_strategy.engine import Engine
+from ls_strategy.errors import StateError
+from ls_strategy.lightning import checkpoints, data_position
+from ls_strategy.parallel.dtensor import has_dtensors
+from ls_strategy.zero.lazy import LazyTensor
+
+if TYPE_CHECKING:
+    from ls_strategy.lightning.strategy import ZeROStrategy
+
+
+class Resume:
+    """What a loaded checkpoint still has to restore."""
+
+    def __init__(self, strategy: ZeROStrategy) -> None:
+        self._strategy = strategy
+        self._ours: dict[str, Any] = {}
+        """The entries of the last loaded checkpoint that only this package reads."""
+        self._position: dict[str, Any] | None = None
+        self._weights: Callable[[Engine], None] | None = None
+        """Loads weights that wait for the engine."""
+        self._random: dict[str, Any] | None = None
+        """Random states that wait for the first batch."""
+
+    def load(
+        self,
+        path: str | Path,
+        weights_only: bool | None,
+        load_file: Callable[[str | Path, bool | None], dict[str, Any]],
+    ) -> dict[str, Any]:
+        """Return a Lightning checkpoint of any strategy. Collective.
+
+        Args:
+            path: a file or a folder; a folder's tensors are lazy, and every rank reads its part later.
+            weights_only: as for ``torch.load``.
+            load_file: Lightning's own way to read a file.
+
+        Raises:
+            CheckpointError: the folder is not committed, or damaged.
+        """
+        strategy = self._strategy
+        strategy.wait_for_saves()
+        if strategy.is_global_zero:
+            recover(path)
+        strategy.barrier("ZeROStrategy.load_checkpoint")
+        if not checkpoints.is_folder(path):
+            mapped = checkpoints.map_file(path, strategy.checkpoint_io, weights_only)
+            checkpoint = load_file(path, weights_only) if mapped is None else mapped
+            self._ours = self._position = checkpoint.pop(checkpoints.OURS, {})
+            self._take_random_states(self._ours)  # a file's top level is Lightning's and the user's
+            return checkpoint
+        read = partial(checkpoints.read, path, strategy.checkpoint_io, weights_only)
+        checkpoint = strategy.on_all_ranks(read)
+        self._ours = self._position = checkpoint.pop(checkpoints.OURS)
+        self._take_random_states(checkpoint)
+        return checkpoint
+
+    def _take_random_states(self, saved: dict[str, Any]) -> None:
+        self._random = saved.pop(checkpoints.RANDOM, {}).get(f"rank_{self._strategy.parallel.first_rank}")
+
+    # weights and optimizer states ------------------------------------------------------------------------------------
+
+    def load_weights(self, weights: Mapping[str, Any], *, strict: bool) -> None:
+        """Load weights into the module, or keep them until there is an engine that can. Collective with an engine."""
+        module, engine = self._strategy.lightning_module, self._strategy.engine
+        assert module is not None
+        may_lack = self._ours.get("left_out", ())
+
+        def load(engine: Engine) -> None:
+            load_full_state_dict(module, weights, engine.units, strict=strict, may_lack=may_lack)
+
+        if engine is not None and Engine.holding(module) is engine:
+            self._strategy.on_all_ranks(partial(load, engine))
+        elif (
+            may_lack
+            or any(p.is_meta for p in module.parameters())
+            or has_dtensors(module)
+            or any(isinstance(v, LazyTensor) for v in weights.values())
+        ):
+            self._weights = load
+        else:
+            module.load_state_dict(weights, strict=strict)
+
+    def weights_for(self, engine: Engine) -> None:
+        """Load weights that waited for this engine, if there are any. Collective then."""
+        if self._weights is not None:
+            load, self._weights = self._weights, None
+            self._strategy.on_all_ranks(partial(load, engine))
+
+    def load_optimizer_states(self, states: Sequence[dict[str, Any]]) -> None:
+        """Load optimizer states, by parameter name (folders) or by position (files). Collective.
+
+        Raises:
+            StateError: states by position are not of as many optimizers as there are.
+        """
+        engine, optimizers = self._strategy.engine_setup.follow_optimizers(), self._strategy.optimizers
+        indices = [engine.index_of(unwrap_optimizer(o)) for o in optimizers]
+        if checkpoints.is_named(states):
+            self._strategy.on_all_ranks(partial(checkpoints.load_optimizers, engine, indices, states))
+            return
+        if len(states) != len(optimizers):
+            raise StateError(
+                f"the checkpoint holds the states of {len(states)} optimizers, configure_optimizers returned "
+                f"{len(optimizers)}. Return the same optimizers, in the same order."
+            )
+        for index, state in zip(indices, states, strict=True):
+            if index is not None:
+                engine.optimizers[index].sharded.states.load_full_state_dict(state)
+
+    # random numbers and data -----------------------------------------------------------------------------------------
+
+    @property
+    def pending(self) -> bool:
+        """Whether random states wait for the first batch."""
+        return self._random is not None
+
+    def on_batch(self) -> None:
+        """Restore random states once the first training batch was fetched, before the module sees it."""
+        module = self._strategy.lightning_module
+        if self.pending and module is not None and module.trainer.training:
+            self.restore_random_states()
+
+    def restore_random_states(self) -> None:
+        """Restore the random states of the checkpoint, once."""
+        self._position = None
+        states, self._random = self._random, None
+        if states is not None:
+            restore_random_states(states)
+
+    @contextmanager
+    def making_iterators(self) -> Generator[None, None, None]:
+        """Surround the creation of the first iterator over the training data after a resume.
+
+        Between two epochs the iterator draws its seeds from the saved random states. In the middle of an epoch it does
+        not: the uninterrupted run made the iterator of that epoch earlier.
+        """
+        module = self._strategy.lightning_module
+        boundary = module is not None and module.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        if self._random is None or not boundary:
+            yield
+            return
+        restore_random_states(self._random)
+        yield
+        self._random = random_states()  # undoes what hooks draw before the first batch
+
+    def data(self, dataloader: Any) -> None:
+        """Let the training data continue where the checkpoint was saved."""
+        module = self._strategy.lightning_module
+        trainer = None if module is None else module._trainer
+        data_position.forget(dataloader)
+        if self._position and trainer is not None and trainer.training and trainer.fit_loop.restarting:
+            data_position.resume(trainer, dataloader, self._position)

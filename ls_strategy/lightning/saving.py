@@ -1,0 +1,222 @@
+"""Saving a strategy's checkpoints: collect, write, link and remove them.
+
+The one invariant: a checkpoint is removed only after the one that replaces it is committed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.optim import Optimizer
+
+from ls_strategy._compat import unwrap_optimizer
+from ls_strategy.checkpoint.background import BackgroundSaver
+from ls_strategy.checkpoint.commit import link as link_checkpoint
+from ls_strategy.checkpoint.commit import remove as remove_checkpoint
+from ls_strategy.checkpoint.full import full_state_dict
+from ls_strategy.checkpoint.target import check_replaceable
+from ls_strategy.errors import CheckpointError
+from ls_strategy.lightning import checkpoints, data_position
+from ls_strategy.lightning.checkpoints import Collection
+from ls_strategy.zero.parameters import unnoticed
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from ls_strategy.lightning.strategy import ZeROStrategy
+
+_FITTING = (TrainerFn.FITTING, TrainerStatus.RUNNING)
+"""The Trainer's state during a fit, including its validation."""
+
+
+class Saves:
+    """The saves of a strategy, some of which may run in the background."""
+
+    def __init__(self, strategy: ZeROStrategy) -> None:
+        self.failed = False
+        """Whether the last checkpoint could not be written and training went on (``checkpoint.on_error``)."""
+        self._strategy = strategy
+        self._saver: BackgroundSaver | None = None
+
+    @contextmanager
+    def collecting(self) -> Generator[bool, None, None]:
+        """Surround what Lightning collects for one checkpoint; yield False if there is to be no checkpoint."""
+        strategy = self._strategy
+        engine, module = strategy.engine, strategy.lightning_module
+        if module is not None and module.trainer.interrupted and not strategy.all_interrupted():
+            rank_zero_warn("No checkpoint is saved on this exception: other ranks continue, or a step is incomplete.")
+            yield False
+            return
+        state = None if module is None else module.trainer.state
+        if engine is not None and state is not None and (state.fn, state.status) == _FITTING:
+            engine = strategy.engine_setup.follow_optimizers()
+        if engine is None or strategy.config.checkpoint.format == "file":
+            yield True
+            return
+        engine.check_whole()
+        engine.wait()
+        strategy.collection = Collection(engine, frozen=strategy.config.checkpoint.frozen)
+        try:
+            yield True
+        except BaseException:
+            strategy.collection = None
+            raise
+
+    def weights(self) -> dict[str, Any]:
+        """Return full weights on the CPU of rank 0, or stand-ins while a folder is collected. Collective without it."""
+        strategy, engine, module = self._strategy, self._strategy.engine, self._strategy.lightning_module
+        assert module is not None
+        if engine is None:
+            return module.state_dict()
+        if strategy.collection is not None:
+            return strategy.collection.weights(self.raw_weights())
+        engine.check_whole()
+        released = self.raw_weights()
+        full = full_state_dict(released, engine.units, engine.mesh)
+        full = {k: v for part in engine.mesh.pipeline.exchange_objects(full) for k, v in part.items()}
+        return full or ({} if strategy.engine_setup.state_dict_hooks is not None else released)
+
+    def raw_weights(self) -> dict[str, Any]:
+        """Return the module's own ``state_dict()``, at stage 3 with released parameters."""
+        strategy, module = self._strategy, self._strategy.lightning_module
+        assert module is not None
+        if strategy.engine is not None:
+            strategy.engine.wait()
+        hooks = strategy.engine_setup.state_dict_hooks
+        with unnoticed() if hooks is None else hooks.disabled():
+            return module.state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state of an optimizer: full, or stand-ins while a folder is collected. Collective without it."""
+        inner, engine = unwrap_optimizer(optimizer), self._strategy.require_engine()
+        collection = self._strategy.collection
+        index = engine.index_of(inner)
+        if index is None:
+            return inner.state_dict()
+        if collection is not None:
+            return collection.optimizer_state(index)
+        return engine.optimizers[index].sharded.states.full_state_dict()
+
+    def save(self, checkpoint: dict[str, Any], path: str, storage_options: Any) -> None:
+        """Write what was collected. Collective.
+
+        Raises:
+            CheckpointError: on every rank, if any rank failed; earlier checkpoints are untouched.
+        """
+        strategy, config = self._strategy, self._strategy.config.checkpoint
+        collection, strategy.collection = strategy.collection, None
+        if not checkpoint:
+            return
+        module, checkpoint_io = strategy.lightning_module, strategy.checkpoint_io
+        if module is not None:
+            position = data_position.position(module.trainer)
+            checkpoint = {**checkpoint, checkpoints.OURS: position}  # not in place: hooks keep the dictionary they got
+        if strategy.engine is not None:
+            checkpoint = checkpoints.with_full_modules(checkpoint, strategy.engine)
+        if collection is None:
+            comm, rank = strategy._comm, strategy.global_rank
+            exchange = comm.exchange_objects if comm is not None else lambda value: [value]
+            with self.tolerating():
+                checkpoints.write_file(checkpoint, path, checkpoint_io, storage_options, rank, exchange)
+            return
+        assert module is not None
+        fitting = module.trainer.training  # a save after the fit is complete when the call returns
+        with self.tolerating():
+            self.wait()
+        with self.tolerating():
+            saver = self._background() if config.background and fitting else None
+            if saver is not None:  # a wrong path is an error now, not at the next save
+                strategy.on_all_ranks(partial(check_replaceable, path) if strategy.is_global_zero else lambda: None)
+            checkpoints.write(collection, checkpoint, path, checkpoint_io, storage_options, saver)
+
+    def _background(self) -> BackgroundSaver:
+        comm = self._strategy._comm
+        assert comm is not None
+        if self._saver is None:
+            self._saver = BackgroundSaver(comm.rank, comm.world_size)
+        return self._saver
+
+    @contextmanager
+    def tolerating(self) -> Generator[None, None, None]:
+        """Raise the error of a save, or log it, as ``checkpoint.on_error`` says."""
+        try:
+            yield
+            self.failed = False
+        except CheckpointError as error:
+            self.failed = True
+            self._raise_or_log(error)
+
+    def _raise_or_log(self, error: CheckpointError) -> None:
+        if self._strategy.config.checkpoint.on_error == "raise":
+            raise error
+        rank_zero_warn(f"{error} Training continues (checkpoint.on_error='continue').")
+
+    def wait(self) -> None:
+        """Return when every checkpoint that was saved is committed. Collective.
+
+        Raises:
+            CheckpointError: one could not be written.
+        """
+        if self._saver is not None:
+            self._saver.wait()
+
+    def _after_save(self, action: Callable[[], None]) -> None:
+        """Run ``action`` on rank 0 when the last save is committed; never, if that save failed."""
+        if not self._strategy.is_global_zero:
+            return
+        if self._saver is not None:
+            self._saver.then(action)
+        elif not self.failed:
+            action()
+
+    def remove(self, path: str | Path) -> None:
+        """Remove a folder or a file when the checkpoint that replaces it is committed."""
+        self._after_save(partial(self._remove, path))
+
+    def _remove(self, path: str | Path) -> None:
+        checkpoint_io = self._strategy.checkpoint_io
+        if self._strategy.config.checkpoint.format == "file" and not checkpoints.is_lightnings(checkpoint_io):
+            checkpoint_io.remove_checkpoint(path)
+            return
+        try:
+            remove_checkpoint(path)
+        except CheckpointError as error:
+            rank_zero_warn(f"A checkpoint was not removed. {error}")
+
+    def link(self, _trainer: pl.Trainer, path: str, name: str) -> None:
+        """Make ``name`` a link to the checkpoint ``path`` (`ModelCheckpoint`'s ``save_last="link"``). Collective."""
+
+        def link() -> None:
+            if Path(path).absolute() != Path(name).absolute():
+                self._after_save(partial(link_checkpoint, path, name))
+
+        try:
+            link() if self._strategy._alone else self._strategy.on_all_ranks(link)
+        except CheckpointError as error:
+            self._raise_or_log(error)
+
+    def abandon(self) -> None:
+        """Give up saves in the background that other ranks will not complete."""
+        if self._saver is not None:
+            self._saver.abandon()
+
+    def close(self, *, quietly: bool) -> None:
+        """Wait for saves in the background; with ``quietly``, after an exception, only log their errors."""
+        saver, self._saver = self._saver, None
+        if saver is None:
+            return
+        try:
+            with self.tolerating():
+                saver.wait()
+        except CheckpointError as error:
+            if not quietly:
+                raise
+            rank_zero_warn(str(error))
+        finally:
+            saver.close()

@@ -1,0 +1,107 @@
+"""What surrounds the user's training, validation, test and prediction steps and the backward pass.
+
+The one invariant: ranks that wait for each other in a step are at the same batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from ls_strategy._compat import STOP, around_batches, defer_signals, raise_sigterm
+from ls_strategy.distributed.lockstep import Lockstep
+from ls_strategy.lightning import guards
+from ls_strategy.zero_stages import POLICIES
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from ls_strategy.lightning.strategy import ZeROStrategy
+
+
+class Steps:
+    """Runs the steps of a strategy's module."""
+
+    def __init__(self, strategy: ZeROStrategy) -> None:
+        self.accumulating = False
+        """Whether the next backward leaves gradients to a later one (``accumulate_grad_batches``)."""
+        self._strategy = strategy
+        self._meets_in_evaluation = False
+
+    @property
+    def _lockstep(self) -> Lockstep:
+        lockstep = self._strategy._lockstep
+        assert lockstep is not None
+        return lockstep
+
+    @property
+    def _module(self) -> pl.LightningModule:
+        module = self._strategy.lightning_module
+        assert module is not None
+        return module
+
+    def begin_run(self, trainer: pl.Trainer) -> None:
+        """Compare the batches of all ranks, and handle signals on all ranks at the same batch. Collective."""
+        strategy, lockstep, parallel = self._strategy, self._lockstep, self._strategy.parallel
+        lockstep.reset()
+        strategy._stops_alone = False
+        # Otherwise ranks may evaluate different numbers of batches, as under DDP.
+        self._meets_in_evaluation = (
+            POLICIES[strategy.config.stage].parameters
+            or parallel.config.expert > 1
+            or (parallel.shards and strategy.data_parallel_size == 1)
+        )
+        around_batches(trainer, lockstep.begin, lockstep.end, evaluation=self._meets_in_evaluation)
+        defer_signals(trainer, lockstep.ask, lockstep.agree)
+
+    def train(self, step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run ``training_step``, in a pipeline together with its backward."""
+        strategy, module = self._strategy, self._module
+        # DDP broadcasts rank 0's buffers before a forward if the step before it synchronised gradients.
+        synchronises = module.automatic_optimization and not self.accumulating
+        comm = strategy.require_engine().comm
+        with self._lockstep.step(), comm.naming_failures(), strategy.engine_setup.explaining_memory():
+            strategy.resume.restore_random_states()
+            engine = strategy.engine_setup.follow_optimizers()
+            engine.begin_step(sync_buffers_after=synchronises)
+            pipeline = strategy.parallel.pipeline
+            with strategy.activations.around_forward():
+                if pipeline is not None:
+                    return pipeline.train(module, engine, step, args, last=not self.accumulating)
+                output = step(*args, **kwargs)
+            engine.end_forward()
+            return strategy.parallel.full_outputs(output)
+
+    def evaluate(self, step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run a validation, test or prediction step."""
+        strategy, module, lockstep = self._strategy, self._module, self._lockstep
+        engine = strategy.require_engine()
+        self._stop_if_asked(module.trainer, lockstep)
+        with lockstep.step() if self._meets_in_evaluation else nullcontext(), engine.comm.naming_failures():
+            engine.begin_step()
+            if strategy.parallel.pipeline is not None:
+                return strategy.parallel.pipeline.evaluate(module, step, args)
+            return strategy.parallel.full_outputs(step(*args, **kwargs))
+
+    def _stop_if_asked(self, trainer: pl.Trainer, lockstep: Lockstep) -> None:
+        """End an evaluation after SIGTERM, on all ranks together if they wait for each other."""
+        asked = lockstep.agree() if self._meets_in_evaluation else lockstep.asked
+        if asked == STOP:
+            self._strategy._stops_alone = not self._meets_in_evaluation
+            raise_sigterm(trainer)
+        lockstep.ask(asked)  # any other request waits for the next training batch
+
+    @contextmanager
+    def around_backward(self, module: pl.LightningModule) -> Generator[bool, None, None]:
+        """Surround the backward that `Strategy.backward` runs between its hooks; yield whether it is still to run."""
+        strategy, engine = self._strategy, self._strategy.require_engine()
+        if strategy.parallel.pipeline is not None:  # it ran in training_step
+            engine.keeps_gradients = False
+            yield False
+            return
+        engine.begin_backward(eager=module.automatic_optimization and not self.accumulating)
+        explained = strategy.engine_setup.explaining_memory()
+        with guards.explain_released_parameters(), engine.comm.naming_failures(), explained:
+            yield True
+        engine.end_backward(local=self.accumulating)

@@ -1,0 +1,123 @@
+"""Buffers, started operations and averages of `ls_strategy.distributed.comm`, in one process."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ls_strategy.distributed.comm import BufferPool, Comm, PendingReduce, Started
+from ls_strategy.distributed.traffic import Traffic
+from ls_strategy.errors import RankFailedError
+
+CPU = torch.device("cpu")
+
+
+def test_a_buffer_is_used_again() -> None:
+    pool = BufferPool()
+    first = pool.take(4, torch.float32, CPU)
+    pool.give([first])
+    assert pool.take(4, torch.float32, CPU) is first
+    assert pool.bytes == 16
+
+
+@pytest.mark.parametrize(("numel", "dtype"), [(5, torch.float32), (4, torch.bfloat16)])
+def test_a_buffer_of_another_kind_is_not(numel: int, dtype: torch.dtype) -> None:
+    pool = BufferPool()
+    first = pool.take(4, torch.float32, CPU)
+    pool.give([first])
+    other = pool.take(numel, dtype, CPU)
+    assert (other.numel(), other.dtype) == (numel, dtype)
+
+
+def test_a_pool_keeps_no_more_free_buffers_than_it_may() -> None:
+    pool = BufferPool(kept=1)
+    buffers = [pool.take(4, torch.float32, CPU) for _ in range(2)]
+    pool.give(buffers)
+    assert pool.take(4, torch.float32, CPU) is buffers[0]
+    assert pool.take(4, torch.float32, CPU) is not buffers[1]
+
+
+class Work:
+    """An operation that fails so many times."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.error = error
+        self.waits = 0
+
+    def wait(self) -> None:
+        self.waits += 1
+        if self.error is not None and self.waits == 1:
+            raise self.error
+
+
+def test_an_operation_is_waited_for_once() -> None:
+    work = Work()
+    started = Started([work])
+    started.wait()
+    started.wait()
+    assert work.waits == 1
+
+
+def test_an_error_is_raised_by_every_wait() -> None:
+    started = Started([Work(RuntimeError("closed")), Work()])
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="closed"):
+            started.wait()
+
+
+def test_a_wait_after_an_interrupt_goes_on_with_the_next() -> None:
+    works = [Work(KeyboardInterrupt()), Work()]
+    started = Started(works)
+    with pytest.raises(KeyboardInterrupt):
+        started.wait()
+    started.wait()
+    assert [work.waits for work in works] == [1, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_reduction_averages_in_the_dtype_of_the_result(dtype: torch.dtype, accumulate: bool) -> None:
+    comm = Comm(None, None)
+    comm.world_size = 4
+    parts = [torch.full((70_000,), float(value), dtype=dtype) for value in (1, 2, 3, 7)]  # more than one chunk
+    out = torch.full((70_000,), 0.5)
+    PendingReduce((), parts, parts[1:], comm).finish(out, accumulate=accumulate)
+    assert out.eq(13 / 4 + 0.5 * accumulate).all()
+    assert comm.pool.take(70_000, dtype, CPU) is parts[3]
+
+
+def test_a_broken_connection_is_named_and_another_error_is_not() -> None:
+    comm = Comm(None, None)
+    asked: list[Any] = []
+
+    def raise_if_any(error: Exception) -> None:
+        asked.append(error)
+        raise RankFailedError("rank 1")
+
+    comm.failures = SimpleNamespace(raise_if_any=raise_if_any)  # type: ignore[assignment]
+    with pytest.raises(RankFailedError), comm.naming_failures():
+        raise RuntimeError("Connection reset by peer")
+    with pytest.raises(RuntimeError, match="size mismatch"), comm.naming_failures():
+        raise RuntimeError("size mismatch")
+    assert len(asked) == 1
+
+
+def test_a_process_without_a_group_agrees_with_itself() -> None:
+    comm = Comm(None, None)
+    assert comm.agree(torch.tensor([3])).tolist() == [3]
+    assert comm.exchange_objects("a") == ["a"]
+    assert comm.is_alive()
+
+
+def test_traffic_counts_by_kind() -> None:
+    traffic = Traffic()
+    traffic.count("all_gather", torch.ones(3, dtype=torch.bfloat16), times=2)
+    traffic.count("all_gather", torch.ones(1))
+    traffic.count("control", torch.ones(5, dtype=torch.uint8))
+    assert dict(traffic.elements) == {"all_gather": 7, "control": 5}
+    assert dict(traffic.bytes) == {"all_gather": 16, "control": 5}
+    traffic.reset()
+    assert not traffic.bytes

@@ -1,0 +1,89 @@
+"""`EngineSetup`: where states on NVMe are stored, and what is planned."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ls_strategy.config import ZeROConfig
+from ls_strategy.lightning import engine_setup
+from ls_strategy.lightning.engine_setup import EngineSetup
+from ls_strategy.lightning.parallel import ActivationMemory
+
+TRAINER: Any = SimpleNamespace(default_root_dir="/runs/a")
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LS_STRATEGY_NVME_PATH", raising=False)
+
+
+def strategy(**options: Any) -> Any:
+    config = ZeROConfig.of(3, **options)
+    return SimpleNamespace(config=config, activations=ActivationMemory(config.activations), auto=False)
+
+
+def chosen(**options: Any) -> str:
+    own = strategy(**options)
+    EngineSetup(own).choose_nvme_path(TRAINER)
+    return own.config.offload.nvme_path
+
+
+def test_without_nvme_no_folder_is_chosen() -> None:
+    assert chosen(offload="cpu") == ""
+
+
+@pytest.mark.parametrize("options", [{"offload": "nvme"}, {"activations": {"offload": "nvme"}}], ids=str)
+def test_nvme_goes_to_the_trainers_folder(options: dict[str, Any]) -> None:
+    assert chosen(**options) == "/runs/a/nvme"
+
+
+def test_the_environment_names_another_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LS_STRATEGY_NVME_PATH", "/scratch")
+    assert chosen(offload="nvme") == "/scratch"
+
+
+def test_an_option_names_the_folder_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LS_STRATEGY_NVME_PATH", "/scratch")
+    assert chosen(offload={"optimizer": "nvme", "nvme_path": "/mine"}) == "/mine"
+
+
+def test_the_rest_of_the_options_stays_with_a_chosen_folder() -> None:
+    own = strategy(offload="nvme", sharding={"prefetch_units": 3})
+    EngineSetup(own).choose_nvme_path(TRAINER)
+    assert own.config.offload.tiers == {"nvme"}
+    assert own.config.sharding.prefetch_units == 3
+
+
+def test_free_memory_is_read_once_for_several_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Any] = []
+    monkeypatch.setattr(engine_setup, "found_here", lambda *_, **options: read.append(options) or object())
+    monkeypatch.setattr(engine_setup, "before_sharding", list)
+    own = strategy(offload={"optimizer": "nvme", "nvme_path": "/mine"})
+    own._comm, own.optimizers = SimpleNamespace(world_size=4), []
+    own.root_device, own.num_processes = "cpu", 2
+    setup = EngineSetup(own)
+    setup.plan(TRAINER, None)  # type: ignore[arg-type]
+    setup.plan(TRAINER, None)  # type: ignore[arg-type]
+    assert read == [{"ranks": 4, "ranks_per_node": 2, "nvme_path": "/mine"}]
+
+
+def test_an_engine_is_detached_only_where_every_rank_has_full_parameters() -> None:
+    events: list[str] = []
+    engine = SimpleNamespace(
+        gradients=SimpleNamespace(local=False),
+        on_demand=SimpleNamespace(thread=1, given=SimpleNamespace(training=True)),
+        comm=SimpleNamespace(world_size=1),
+        wait=lambda: events.append("wait"),
+        detach=lambda: events.append("detach"),
+    )
+    setup = EngineSetup(SimpleNamespace(engine=engine))  # type: ignore[arg-type]
+    setup.detach()
+    assert events == ["wait", "detach"]
+    assert engine.gradients.local
+    assert (engine.on_demand.thread, engine.on_demand.given.training) == (None, False)
+    setup.state_dict_hooks = object()  # type: ignore[assignment]
+    setup.detach()
+    assert events == ["wait", "detach", "wait"]

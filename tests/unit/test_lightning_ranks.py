@@ -1,0 +1,110 @@
+"""`RankStrategy`: collectives before there are groups, and errors that reach every rank."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ls_strategy.errors import CheckpointError, PlanError, RankFailedError
+from ls_strategy.lightning.strategy import ZeROStrategy
+
+
+@pytest.fixture
+def strategy() -> ZeROStrategy:
+    return ZeROStrategy(1)
+
+
+def test_nothing_is_reduced_before_there_are_groups(strategy: ZeROStrategy) -> None:
+    tensor = torch.ones(2)
+    assert strategy.reduce(tensor) is tensor
+    assert strategy.reduce("text") == "text"
+    assert strategy.reduce_boolean_decision(True)
+    assert not strategy.reduce_boolean_decision(False)
+
+
+def test_a_rank_that_failed_alone_waits_for_none(strategy: ZeROStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[Any] = []
+    monkeypatch.setattr("lightning.pytorch.strategies.ddp.DDPStrategy.barrier", lambda self, name: waited.append(name))
+    strategy.barrier("first")
+    strategy._alone = True
+    strategy.barrier("second")
+    assert waited == ["first"]
+
+
+def comm(*messages: Any, **more: Any) -> Any:
+    """A communicator whose other ranks have sent these messages."""
+    return SimpleNamespace(rank=0, world_size=2, exchange_objects=lambda mine: [mine, *messages], **more)
+
+
+def test_work_that_succeeds_everywhere_gives_its_result(strategy: ZeROStrategy) -> None:
+    strategy._comm = comm(None)
+    assert strategy.on_all_ranks(lambda: 7) == 7
+
+
+def test_work_that_fails_here_raises_its_own_error(strategy: ZeROStrategy) -> None:
+    strategy._comm = comm("rank 1: other")
+
+    def work() -> None:
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        strategy.on_all_ranks(work)
+
+
+def test_work_that_fails_elsewhere_raises_here(strategy: ZeROStrategy) -> None:
+    strategy._comm = comm("rank 1: no such file")
+    with pytest.raises(CheckpointError, match="rank 1: no such file"):
+        strategy.on_all_ranks(lambda: 7)
+
+
+class Failed:
+    """What `on_exception` does with the failures and the connections."""
+
+    def __init__(self, strategy: ZeROStrategy, monkeypatch: pytest.MonkeyPatch, *, all_failed: bool) -> None:
+        self.events: list[str] = []
+        failures = SimpleNamespace(announce=lambda *_, **__: self.events.append("announce") or all_failed)
+        strategy._comm = comm(failures=failures, break_connections=lambda: self.events.append("break"))
+        monkeypatch.setattr(strategy.saves, "abandon", lambda: self.events.append("abandon"))
+        monkeypatch.setattr(dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(dist, "destroy_process_group", lambda: self.events.append("destroy"))
+
+
+def test_an_error_on_one_rank_breaks_the_connections(strategy: ZeROStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = Failed(strategy, monkeypatch, all_failed=False)
+    strategy.on_exception(ValueError("mine"))
+    assert failed.events == ["announce", "abandon", "break", "destroy"]
+
+
+def test_an_error_on_all_ranks_keeps_the_group(strategy: ZeROStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = Failed(strategy, monkeypatch, all_failed=True)
+    strategy.on_exception(ValueError("mine"))
+    assert failed.events == ["announce"]
+
+
+def test_a_rank_that_another_one_has_failed_leaves_too(strategy: ZeROStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = Failed(strategy, monkeypatch, all_failed=True)
+    strategy.on_exception(RankFailedError("rank 1: ..."))
+    assert failed.events == ["announce", "break", "destroy"]
+
+
+def test_an_error_that_all_ranks_raise_is_not_announced(
+    strategy: ZeROStrategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = Failed(strategy, monkeypatch, all_failed=False)
+    strategy.on_exception(PlanError("on every rank"))
+    assert failed.events == []
+
+
+def test_an_interrupt_of_one_process_lets_it_save(strategy: ZeROStrategy) -> None:
+    assert strategy.all_interrupted()
+    assert not strategy._alone
+
+
+def test_an_interrupt_after_another_ranks_failure_does_not_save(strategy: ZeROStrategy) -> None:
+    strategy._comm = comm(failures=SimpleNamespace(stopped=True))
+    assert not strategy.all_interrupted()
+    assert strategy._alone

@@ -1,0 +1,121 @@
+"""`Resume`: what a loaded checkpoint restores, and when."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ls_strategy.checkpoint.random import random_states
+from ls_strategy.errors import StateError
+from ls_strategy.lightning import resume as resume_module
+from ls_strategy.lightning.resume import Resume
+
+
+def strategy(module: Any = None, *, optimizers: Any = ()) -> Any:
+    return SimpleNamespace(
+        lightning_module=module, engine=None, optimizers=list(optimizers), on_all_ranks=lambda work: work()
+    )
+
+
+def pending(**attributes: Any) -> Resume:
+    """A resume with random states of seed 5, in a run with these attributes of the module's trainer."""
+    resume = Resume(strategy(SimpleNamespace(trainer=SimpleNamespace(**attributes))))
+    torch.manual_seed(5)
+    resume._random = random_states()
+    torch.manual_seed(6)
+    return resume
+
+
+def drawn(seed: int) -> float:
+    return float(torch.rand(1, generator=torch.Generator().manual_seed(seed)))
+
+
+def test_random_states_are_restored_once() -> None:
+    resume = pending()
+    resume.restore_random_states()
+    assert not resume.pending
+    assert float(torch.rand(1)) == drawn(5)
+    torch.manual_seed(6)
+    resume.restore_random_states()
+    assert float(torch.rand(1)) == drawn(6)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_batch_restores_random_states_in_training_alone(training: bool) -> None:
+    resume = pending(training=training)
+    resume.on_batch()
+    assert resume.pending is not training
+
+
+def boundary(is_last: bool) -> Any:
+    return SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=SimpleNamespace(is_last_batch=is_last)))
+
+
+def test_an_iterator_between_epochs_draws_from_the_saved_states() -> None:
+    resume = pending(fit_loop=boundary(True))
+    with resume.making_iterators():
+        assert float(torch.rand(1)) == drawn(5)
+    torch.manual_seed(6)
+    resume.restore_random_states()
+    second = torch.rand(2, generator=torch.Generator().manual_seed(5))[1]
+    assert float(torch.rand(1)) == float(second)  # continues after the draw
+
+
+def test_an_iterator_in_the_middle_of_an_epoch_draws_as_before() -> None:
+    resume = pending(fit_loop=boundary(False))
+    with resume.making_iterators():
+        assert float(torch.rand(1)) == drawn(6)
+    assert resume.pending
+
+
+def test_a_plain_module_is_loaded_at_once() -> None:
+    module, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    Resume(strategy(module)).load_weights(other.state_dict(), strict=True)
+    assert torch.equal(module.weight, other.weight)
+
+
+def test_a_strict_load_of_a_plain_module_refuses_missing_names() -> None:
+    with pytest.raises(RuntimeError, match="Missing key"):
+        Resume(strategy(nn.Linear(2, 1))).load_weights({}, strict=True)
+
+
+def test_weights_of_a_meta_module_wait_for_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(resume_module, "load_full_state_dict", lambda *args, **options: calls.append((args, options)))
+    module = nn.Linear(2, 1, device="meta")
+    resume = Resume(strategy(module))
+    weights = nn.Linear(2, 1).state_dict()
+    resume.load_weights(weights, strict=False)
+    assert calls == []
+    engine: Any = SimpleNamespace(units=["units"])
+    resume.weights_for(engine)
+    resume.weights_for(engine)
+    assert calls == [((module, weights, ["units"]), {"strict": False, "may_lack": ()})]
+
+
+def test_states_by_position_need_as_many_optimizers() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    own = strategy(optimizers=[optimizer])
+    own.engine_setup = SimpleNamespace(follow_optimizers=lambda: SimpleNamespace(index_of=lambda _: 0))
+    with pytest.raises(StateError, match="states of 2 optimizers, configure_optimizers returned 1"):
+        Resume(own).load_optimizer_states([optimizer.state_dict()] * 2)
+
+
+def test_states_by_position_go_to_the_optimizer_at_that_position() -> None:
+    loaded: list[Any] = []
+    sharded = [
+        SimpleNamespace(states=SimpleNamespace(load_full_state_dict=lambda s, i=i: loaded.append((i, s))))
+        for i in (0, 1)
+    ]
+    engine = SimpleNamespace(
+        index_of={"a": 1, "b": None, "c": 0}.get, optimizers=[SimpleNamespace(sharded=each) for each in sharded]
+    )
+    own = strategy(optimizers=["a", "b", "c"])
+    own.engine_setup = SimpleNamespace(follow_optimizers=lambda: engine)
+    states = [{"param_groups": [{"params": [0]}], "of": name} for name in "abc"]
+    Resume(own).load_optimizer_states(states)
+    assert loaded == [(1, states[0]), (0, states[2])]

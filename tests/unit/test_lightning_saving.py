@@ -1,0 +1,159 @@
+"""`Saves`: what happens to a failed save, and when checkpoints are removed or linked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from torch import nn
+
+from ls_strategy.config import CheckpointConfig
+from ls_strategy.errors import CheckpointError
+from ls_strategy.lightning import saving
+from ls_strategy.lightning.saving import Saves
+
+
+def strategy(*, zero: bool = True, **checkpoint: Any) -> Any:
+    return SimpleNamespace(
+        config=SimpleNamespace(checkpoint=CheckpointConfig(**checkpoint)),
+        is_global_zero=zero,
+        checkpoint_io=TorchCheckpointIO(),
+        collection=None,
+        engine=None,
+        lightning_module=None,
+        engine_setup=SimpleNamespace(state_dict_hooks=None),
+        on_all_ranks=lambda work: work(),
+        _alone=False,
+        _comm=None,
+    )
+
+
+class Saver:
+    """A background saver: `then` runs an action when the test says so."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.actions: list[Any] = []
+        self.closed = False
+
+    def wait(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def then(self, action: Any) -> None:
+        self.actions.append(action)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def fail() -> None:
+    raise CheckpointError("the disk is full")
+
+
+def test_an_error_is_raised_by_default() -> None:
+    saves = Saves(strategy())
+    with pytest.raises(CheckpointError, match="disk is full"), saves.tolerating():
+        fail()
+    assert saves.failed
+
+
+def test_an_error_is_logged_where_training_continues() -> None:
+    saves = Saves(strategy(on_error="continue"))
+    with pytest.warns(UserWarning, match="disk is full Training continues"), saves.tolerating():
+        fail()
+    assert saves.failed
+    with saves.tolerating():
+        pass
+    assert not saves.failed
+
+
+@pytest.fixture
+def removed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    paths: list[Any] = []
+    monkeypatch.setattr(saving, "remove_checkpoint", paths.append)
+    return paths
+
+
+def test_a_checkpoint_is_removed_at_once_without_a_background_save(removed: list[Any]) -> None:
+    Saves(strategy()).remove("old.ckpt")
+    assert removed == ["old.ckpt"]
+
+
+def test_a_checkpoint_stays_after_a_failed_save(removed: list[Any]) -> None:
+    saves = Saves(strategy())
+    saves.failed = True
+    saves.remove("old.ckpt")
+    assert removed == []
+
+
+def test_a_checkpoint_is_removed_on_rank_0_alone(removed: list[Any]) -> None:
+    Saves(strategy(zero=False)).remove("old.ckpt")
+    assert removed == []
+
+
+def test_a_checkpoint_is_removed_when_the_background_save_is_committed(removed: list[Any]) -> None:
+    saves = Saves(strategy())
+    saves._saver = saver = Saver()  # type: ignore[assignment]
+    saves.remove("old.ckpt")
+    assert removed == []
+    for action in saver.actions:
+        action()
+    assert removed == ["old.ckpt"]
+
+
+def test_what_cannot_be_removed_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "remove_checkpoint", lambda _: fail())
+    with pytest.warns(UserWarning, match="A checkpoint was not removed. the disk is full"):
+        Saves(strategy()).remove("old.ckpt")
+
+
+def test_a_users_plugin_removes_its_own_files() -> None:
+    removed: list[Any] = []
+    own = strategy(format="file")
+    own.checkpoint_io = SimpleNamespace(remove_checkpoint=removed.append)
+    Saves(own).remove("old.ckpt")
+    assert removed == ["old.ckpt"]
+
+
+def test_a_link_to_itself_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    linked: list[Any] = []
+    monkeypatch.setattr(saving, "link_checkpoint", lambda *paths: linked.append(paths))
+    saves, path = Saves(strategy()), str(tmp_path / "a.ckpt")
+    saves.link(None, path, path)  # type: ignore[arg-type]
+    assert linked == []
+    saves.link(None, path, str(tmp_path / "last.ckpt"))  # type: ignore[arg-type]
+    assert linked == [(path, str(tmp_path / "last.ckpt"))]
+
+
+def test_the_end_of_a_run_raises_what_a_background_save_raises() -> None:
+    saves = Saves(strategy())
+    saves._saver = saver = Saver(CheckpointError("the disk is full"))  # type: ignore[assignment]
+    with pytest.raises(CheckpointError, match="disk is full"):
+        saves.close(quietly=False)
+    assert saver.closed
+
+
+def test_the_end_of_a_failed_run_only_logs_it() -> None:
+    saves = Saves(strategy())
+    saves._saver = saver = Saver(CheckpointError("the disk is full"))  # type: ignore[assignment]
+    with pytest.warns(UserWarning, match="disk is full"):
+        saves.close(quietly=True)
+    assert saver.closed
+
+
+def test_no_checkpoint_is_collected_after_an_exception_on_this_rank_only() -> None:
+    own = strategy()
+    own.lightning_module = SimpleNamespace(trainer=SimpleNamespace(interrupted=True))
+    own.all_interrupted = lambda: False
+    with pytest.warns(UserWarning, match="No checkpoint is saved"), Saves(own).collecting() as wanted:
+        assert not wanted
+
+
+def test_weights_without_an_engine_are_the_modules() -> None:
+    own = strategy()
+    own.lightning_module = nn.Linear(2, 1)
+    assert Saves(own).weights().keys() == {"weight", "bias"}

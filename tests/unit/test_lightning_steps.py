@@ -1,0 +1,121 @@
+"""`Steps`: what surrounds the user's steps and the backward pass."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from ls_strategy._compat import REQUEUE, STOP
+from ls_strategy.lightning.steps import Steps
+
+
+class Recorded:
+    """Notes every call of a method, with its keywords."""
+
+    def __init__(self, calls: list[Any]) -> None:
+        self.calls = calls
+        self.comm = SimpleNamespace(naming_failures=nullcontext)
+        self.keeps_gradients = True
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **options: self.calls.append((name, options))
+
+
+@pytest.fixture
+def calls() -> list[Any]:
+    return []
+
+
+def make(calls: list[Any], *, pipeline: Any = None, automatic: bool = True, asked: int = 0) -> Any:
+    engine = Recorded(calls)
+    lockstep = SimpleNamespace(
+        step=nullcontext, agree=lambda: asked, asked=asked, ask=lambda what: calls.append(("ask", what))
+    )
+    trainer = SimpleNamespace(_signal_connector=SimpleNamespace(received_sigterm=False))
+    return SimpleNamespace(
+        lightning_module=SimpleNamespace(automatic_optimization=automatic, trainer=trainer),
+        _lockstep=lockstep,
+        _stops_alone=False,
+        require_engine=lambda: engine,
+        engine=engine,
+        engine_setup=SimpleNamespace(explaining_memory=nullcontext, follow_optimizers=lambda: engine),
+        resume=SimpleNamespace(restore_random_states=lambda: calls.append(("random", {}))),
+        activations=SimpleNamespace(around_forward=nullcontext),
+        parallel=SimpleNamespace(pipeline=pipeline, full_outputs=lambda output: ("full", output)),
+    )
+
+
+def step(calls: list[Any]) -> Any:
+    return lambda *args, **kwargs: calls.append(("step", args, kwargs)) or "loss"
+
+
+def test_a_training_step_is_between_begin_and_end(calls: list[Any]) -> None:
+    result = Steps(make(calls)).train(step(calls), ("batch", 0), {"x": 1})
+    assert result == ("full", "loss")
+    assert calls == [
+        ("random", {}),
+        ("begin_step", {"sync_buffers_after": True}),
+        ("step", ("batch", 0), {"x": 1}),
+        ("end_forward", {}),
+    ]
+
+
+@pytest.mark.parametrize(("automatic", "accumulating"), [(False, False), (True, True)])
+def test_buffers_are_synchronised_only_after_steps_that_reduce(
+    calls: list[Any], automatic: bool, accumulating: bool
+) -> None:
+    steps = Steps(make(calls, automatic=automatic))
+    steps.accumulating = accumulating
+    steps.train(step(calls), (), {})
+    assert ("begin_step", {"sync_buffers_after": False}) in calls
+
+
+def test_a_pipeline_runs_the_training_step_itself(calls: list[Any]) -> None:
+    pipeline = SimpleNamespace(train=lambda *args, last: (args[3], last))
+    steps = Steps(make(calls, pipeline=pipeline))
+    assert steps.train(step(calls), ("batch",), {}) == (("batch",), True)
+    steps.accumulating = True
+    assert steps.train(step(calls), ("batch",), {}) == (("batch",), False)
+    assert ("end_forward", {}) not in calls
+
+
+@pytest.mark.parametrize("accumulating", [True, False])
+def test_gradients_stay_local_while_they_accumulate(calls: list[Any], accumulating: bool) -> None:
+    own = make(calls)
+    steps = Steps(own)
+    steps.accumulating = accumulating
+    with steps.around_backward(own.lightning_module) as to_run:
+        assert to_run
+    assert calls == [("begin_backward", {"eager": not accumulating}), ("end_backward", {"local": accumulating})]
+
+
+def test_a_pipelines_backward_has_run(calls: list[Any]) -> None:
+    own = make(calls, pipeline=object())
+    with Steps(own).around_backward(own.lightning_module) as to_run:
+        assert not to_run
+    assert calls == []
+    assert not own.engine.keeps_gradients
+
+
+def test_a_failed_backward_is_not_ended(calls: list[Any]) -> None:
+    own = make(calls)
+    with pytest.raises(ValueError, match="mine"), Steps(own).around_backward(own.lightning_module):
+        raise ValueError("mine")
+    assert [name for name, _ in calls] == ["begin_backward"]
+
+
+def test_sigterm_ends_an_evaluation(calls: list[Any]) -> None:
+    own = make(calls, asked=STOP)
+    with pytest.raises(SIGTERMException):
+        Steps(own).evaluate(step(calls), (), {})
+    assert own._stops_alone  # ranks do not wait for each other in this evaluation
+    assert calls == []
+
+
+def test_another_request_waits_for_the_next_training_batch(calls: list[Any]) -> None:
+    assert Steps(make(calls, asked=REQUEUE)).evaluate(step(calls), ("batch",), {}) == ("full", "loss")
+    assert calls == [("ask", REQUEUE), ("begin_step", {}), ("step", ("batch",), {})]

@@ -1,0 +1,126 @@
+"""What a rank records of its collectives and waits, and what its reports say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ls_strategy.distributed import wait_report
+from ls_strategy.distributed.wait_report import Whereabouts
+
+
+def ranks(count: int = 2) -> list[Whereabouts]:
+    return [Whereabouts(rank, count) for rank in range(count)]
+
+
+def test_equal_operations_at_one_batch_have_one_tag() -> None:
+    first, second = (where.journal("world", [0, 1]).enter("all_gather", "a") for where in ranks())
+    assert first.tag == second.tag
+    assert first.number == second.number == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "of", "batch"),
+    [("all_reduce", "a", (0, 0, "")), ("all_gather", "b", (0, 0, "")), ("all_gather", "a", (1, 2, "training epoch"))],
+    ids=["kind", "tensor", "batch"],
+)
+def test_different_operations_have_different_tags(kind: str, of: str, batch: Any) -> None:
+    first, second = ranks()
+    second.batch = batch
+    tag = first.journal("world", [0, 1]).enter("all_gather", "a").tag
+    assert second.journal("world", [0, 1]).enter(kind, of).tag != tag
+
+
+def test_groups_are_counted_apart() -> None:
+    where = Whereabouts(0, 4)
+    where.journal("world", range(4)).enter("barrier")
+    where.journal("model", [0, 1]).enter("barrier")
+    entry = where.journal("model", [0, 1]).enter("barrier")
+    assert (entry.number, entry.journal.name, entry.journal.ranks) == (2, "model", (0, 1))
+    assert where.journals["world"].count == 1
+    assert where.progress == 3
+
+
+def test_an_era_counts_from_the_beginning() -> None:
+    where = Whereabouts(0, 2)
+    where.journal("world", [0, 1]).enter("barrier")
+    where.left, where.batch = True, (1, 1, "training epoch")
+    where.begin_era()
+    assert (where.era, where.left, where.batch) == (1, False, (0, 0, ""))
+    assert where.journal("world", [0, 1]).enter("barrier").number == 1
+
+
+def test_a_wait_inside_of_a_wait_gives_the_outer_one_back() -> None:
+    where = Whereabouts(0, 2)
+    journal = where.journal("world", [0, 1])
+    outer, inner = journal.enter("all_gather"), journal.enter("barrier")
+    with where.wait(outer):
+        with where.wait(inner):
+            assert where.waiting is inner
+        with where.wait(None):
+            assert where.waiting is outer
+        assert where.waiting is outer
+    assert where.waiting is None
+
+
+def test_a_wait_ends_with_an_exception_too() -> None:
+    where = Whereabouts(0, 2)
+    with pytest.raises(RuntimeError), where.wait(where.journal("world", [0, 1]).enter("barrier")):
+        raise RuntimeError("closed")
+    assert where.waiting is None
+
+
+class Store(dict[str, bytes]):
+    """What is used of torch's store."""
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self for key in keys)
+
+    def get(self, key: str) -> bytes:  # type: ignore[override]
+        return self[key]
+
+    def set(self, key: str, value: str) -> None:
+        self[key] = value.encode()
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Store:
+    made = Store()
+    monkeypatch.setattr(wait_report, "default_store", lambda: made)
+    monkeypatch.setattr(wait_report, "world_group", lambda: object())
+    return made
+
+
+@pytest.mark.usefixtures("store")
+def test_ranks_that_ended_the_run_are_named() -> None:
+    first, second = ranks()
+    second.leave()
+    with first.wait(first.journal("world", [0, 1]).enter("all_gather", "weights")):
+        text = first.explain_ended()
+    assert text.startswith("this rank has waited 0 s in all_gather of 'weights', and rank 1 has ended the run")
+
+
+@pytest.mark.usefixtures("store")
+def test_ranks_that_ended_an_earlier_run_are_not() -> None:
+    first, second = ranks()
+    second.leave()
+    first.begin_era()
+    with first.wait(first.journal("world", [0, 1]).enter("barrier")):
+        assert first.explain_ended() == ""
+
+
+@pytest.mark.usefixtures("store")
+def test_a_rank_that_does_not_wait_names_none() -> None:
+    first, second = ranks()
+    second.leave()
+    assert first.explain_ended() == ""
+
+
+def test_a_verdict_is_read_from_the_store_once(store: Store) -> None:
+    where = Whereabouts(0, 2)
+    assert where.read_verdict() == ""
+    store.set("ls_strategy/whereabouts/verdict", "no rank can continue")
+    assert where.read_verdict() == "no rank can continue"
+    store.clear()
+    assert where.read_verdict() == "no rank can continue"
