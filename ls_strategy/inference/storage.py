@@ -251,8 +251,12 @@ class StoredBlocks:
     @property
     def buffers_nbytes(self) -> int:
         """Bytes of the buffers, on the device and, for NVMe, in host memory."""
-        on_host = self.tier.name == "nvme"
-        return self.capacity * self.buffer_nbytes * (on_host + (self._on_device is not None))
+        return self.capacity * self.buffer_nbytes * ((not self.in_host_memory) + (self._on_device is not None))
+
+    @property
+    def in_host_memory(self) -> bool:
+        """Whether the blocks are in host memory, not on NVMe."""
+        return isinstance(self.tier, ResidentTier)
 
     def write(self, index: int, slots: Sequence[Extent], tensors: Sequence[Tensor]) -> None:
         """Store block ``index``, one tensor per slot, on any device. Returns before it is written to NVMe."""

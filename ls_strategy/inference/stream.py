@@ -185,7 +185,7 @@ class StreamedBlocks:
 
     def describe(self) -> str:
         """Return one line for a log."""
-        place = {"cpu": "in host memory", "nvme": "on NVMe"}[self._storage.tier.name]
+        place = "in host memory" if self._storage.in_host_memory else "on NVMe"
         buffers = f"buffers for {self._storage.capacity} of them take {self.buffers_nbytes / 2**20:.1f} MiB"
         return (
             f"{len(self._blocks)} blocks with a total of {self.resting_nbytes / 2**20:.1f} MiB are stored {place}; "
