@@ -106,4 +106,4 @@ def test_checkpoints_of_something_else(tmp_path: Path, capsys: Any) -> None:
     meta = {"hyper_parameters": dict(module_of().hparams)}
     folder = write_folder(tmp_path / "y.ckpt", {("model", "model.other"): torch.ones(2)}, {}, meta)
     assert huggingface.main([str(folder), str(tmp_path / "out")]) == 1
-    assert "model.other is no weight of the GPT" in capsys.readouterr().err
+    assert "Got model.other, which is not a weight of the GPT" in capsys.readouterr().err
