@@ -197,4 +197,4 @@ def test_required(tmp_path):
 
 def test_neither(tmp_path):
     process = start(tmp_path, LS_STRATEGY_OPS="yes")
-    assert "ConfigError: LS_STRATEGY_OPS='yes'" in process.communicate(timeout=60)[1]
+    assert "ConfigError: Got LS_STRATEGY_OPS='yes'" in process.communicate(timeout=60)[1]
