@@ -105,6 +105,15 @@ def test_a_tensor_given_back_keeps_its_values_when_the_slot_changes() -> None:
     assert torch.equal(other, before)
 
 
+def test_an_assigned_tensor_keeps_its_values_when_p_grad_becomes_none() -> None:
+    buffer, other = replaced(0)
+    before = other.clone()
+    set_grad(buffer.params[0], None)
+    assert buffer.local.take_replaced(0)
+    buffer.local.views[0].zero_()
+    assert torch.equal(other, before)
+
+
 def test_a_second_assigned_tensor_moves_the_first_out_of_the_slot() -> None:
     buffer, first = replaced(0)
     before = first.clone()

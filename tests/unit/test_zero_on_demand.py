@@ -53,6 +53,12 @@ def test_idle_buffers_are_released(model: Sharded) -> None:
     assert gathered(model) == []
 
 
+def test_a_released_buffer_that_nothing_views_is_freed(model: Sharded) -> None:
+    weight(model, 0).sum()
+    model.on_demand.release_idle()
+    assert model.flats[1].full.untyped_storage().size() == 0
+
+
 def test_a_buffer_that_its_module_has_gathered_since_stays(model: Sharded) -> None:
     weight(model, 0).sum()
     model.gatherer.fetch(model.units[1])

@@ -75,6 +75,15 @@ def test_two_micro_batches_are_added(stage: int) -> None:
         torch.testing.assert_close(found, trusted)
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_resident_gradients_that_are_sent_twice_count_once(stage: int) -> None:
+    model = model_of(stage)
+    backward(model, factor=0.25)
+    backward(model, factor=0.75)
+    for found, trusted in zip(averages(model), expected(), strict=True):
+        torch.testing.assert_close(found, trusted)
+
+
 def test_units_are_sent_in_reverse_order_of_registration(sent: list[str]) -> None:
     backward(model_of(2))
     assert sent == ["blocks.2", "blocks.1", "blocks.0", "first"]
