@@ -27,6 +27,15 @@ class FakeFlat:
     counted: bool = True
 
     @property
+    def rest(self) -> FakeFlat:
+        """Where its states are stored."""
+        return self
+
+    def is_resident(self, _name: str) -> bool:
+        """Whether a state is a tensor in memory."""
+        return self.optimizer_tier != "nvme"
+
+    @property
     def stepped(self) -> tuple[int, int]:
         """The range of the master weights."""
         return self.owned
