@@ -92,6 +92,8 @@ class Resume:
         ):
             self._weights = load
         else:
+            if self._strategy.zero_precision().precision == "64-true":
+                module.double()  # Lightning converts later, so that resumed DDP runs round the weights to fp32
             module.load_state_dict(weights, strict=strict)
 
     def weights_for(self, engine: Engine) -> None:

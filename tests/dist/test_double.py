@@ -122,7 +122,7 @@ def test_not_on_nvme(rank: int, world_size: int, tmp_path: Path) -> None:
         outcome(rank, world_size, "64-true", strategy)
 
 
-@pytest.mark.parametrize("format", ["sharded"])
+@pytest.mark.parametrize("format", ["sharded", "file"])
 @on_ranks(2)
 def test_a_run_in_fp64_goes_on_with_the_same_bits(rank: int, world_size: int, format: Any, tmp_path: Path) -> None:
     """fp32 anywhere on the way would show."""
