@@ -356,7 +356,7 @@ class Engine:
         """Drop averaged gradients of some parameters, as ``module.zero_grad()`` does. Not collective."""
         self.stepper.zero_params(params, set_to_none=set_to_none)
 
-    def check_whole(self) -> None:
+    def check_complete(self) -> None:
         """Refuse to return weights if only some of them have taken the last step. Not collective.
 
         Raises:

@@ -250,12 +250,12 @@ class Plan:
         return {kind: sum(tier[kind] for tier in tiers) for kind in ("parameters", "masters", "gradients", "optimizer")}
 
     def drive_bytes_per_step(
-        self, *, gradients_rest: bool, micro_batches: int = 1, optimizer_bytes: Sequence[float] | None = None
+        self, *, gradients_stored: bool, micro_batches: int = 1, optimizer_bytes: Sequence[float] | None = None
     ) -> tuple[int, int]:
         """Return the bytes that one rank reads from and writes to tiers out of memory in one optimizer step.
 
         Args:
-            gradients_rest: averages stay on their tier until backward is over, for example for clipping, instead of
+            gradients_stored: averages stay on their tier until backward is over, for example for clipping, instead of
                 going directly into the update.
             micro_batches: per step.
             optimizer_bytes: bytes of state per element, by optimizer. None: AdamW's two moments.
@@ -268,13 +268,13 @@ class Plan:
                 if flat.trainable and not TIERS[flat.optimizer_tier].resident:
                     moved = each.masters + each.optimizer
                     read, written = read + moved, written + moved
-                    if not gradients_rest and not self.policy.parameters:
+                    if not gradients_stored and not self.policy.parameters:
                         read += each.masters  # updated while backward ran; read again to update the parameters
                 if not TIERS[flat.param_tier].resident:
                     read += gathers * flat.layout.shard * flat.dtype.itemsize
                     written += each.own_shard if flat.trainable else 0
                 leased = flat.trainable and not TIERS[flat.gradient_tier].resident
-                if leased and (gradients_rest or rounds > 1):
+                if leased and (gradients_stored or rounds > 1):
                     read, written = read + rounds * each.averages, written + rounds * each.averages
         return read, written
 

@@ -91,7 +91,7 @@ class ActivationOffload:
         """Keep a region. Waits while the bytes in flight would exceed the bound.
 
         Raises:
-            DriveError: An earlier write failed.
+            NVMeError: An earlier write failed.
             PlanError: The NVMe device is full.
             StateError: The offload was closed.
         """
@@ -122,7 +122,7 @@ class ActivationOffload:
         """Return the region on the device, and prefetch the regions that were kept before it.
 
         Raises:
-            DriveError: A write or read failed.
+            NVMeError: A write or read failed.
             StateError: A tensor that backward needs was changed in place.
         """
         kept.loads += 1

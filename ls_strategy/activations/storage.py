@@ -393,7 +393,7 @@ class _FileStorage(ActivationStorage):
 def make_storage(config: ActivationOffloadConfig, link: Link, folder: NVMeFolder | None) -> ActivationStorage:
     """Return the storage of ``config.tier``, still empty.
 
-    Its methods raise `DriveError` for an earlier failed write, and `PlanError` if the NVMe device is full.
+    Its methods raise `NVMeError` for an earlier failed write, and `PlanError` if the NVMe device is full.
 
     Raises:
         ConfigError: The folder is unsuitable.

@@ -21,7 +21,7 @@ from ls_strategy.transient import Transient
 from ls_strategy.zero.lazy import parts_of
 from ls_strategy.zero.on_demand import OnDemandGather
 from ls_strategy.zero.parameters import unnoticed
-from ls_strategy.zero.parts import part_of, whole_of
+from ls_strategy.zero.parts import full_of, part_of
 from ls_strategy.zero.units import Flat, Unit, places_of
 
 
@@ -55,13 +55,13 @@ def full_state_dict(
                 continue
             gathered = flat.full_master()
             copies: dict[int, Tensor] = {}
-            # Also on the ranks that hold other parts of rank 0's values: `whole_of` is collective.
+            # Also on the ranks that hold other parts of rank 0's values: `full_of` is collective.
             keep = all_ranks or mesh.zero.rank == 0 or flat.axis is mesh.expert
             for key, i in wanted.get(id(flat), []) if keep else []:
                 if i not in copies:  # tied entries stay one tensor, as torch.save keeps them
                     slot = flat.layout.slots[i]
                     mine = gathered[slot.offset : slot.end].view(slot.shape)
-                    full = whole_of(mine, slot.part, flat.axis)
+                    full = full_of(mine, slot.part, flat.axis)
                     copies[i] = full.to("cpu", dtype=None if master else flat.full.dtype, copy=True)
                 result[key] = copies[i]
     return result if all_ranks or first else {}

@@ -244,7 +244,7 @@ class SavedTensor(LazyTensor):
         return read_range(self.reader, self.path, start, stop)
 
     @override
-    def bring_box(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+    def load_box(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
         return read_box(self.reader, self.path, offsets, sizes)
 
 

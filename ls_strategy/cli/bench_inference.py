@@ -318,7 +318,7 @@ def _memory(engine: InferenceEngine) -> dict[str, int]:
         found["weight_bytes_before"] = engine.quantization.bytes_before
         found["weight_bytes"] = engine.quantization.bytes_after
     if engine.stream is not None:
-        found["resting_bytes"] = engine.stream.resting_nbytes
+        found["resting_bytes"] = engine.stream.stored_nbytes
     return found
 
 

@@ -54,7 +54,7 @@ def stream(  # noqa: PLR0913 - one argument per option
     cache: KVCache | None = None,
     device: torch.device | str | None = None,
     all_steps: bool | None = None,
-    whole_sequences: int = 0,
+    full_sequences: int = 0,
 ) -> Iterator[list[int | None]]:
     """Continue every prompt, and yield each step's tokens as soon as they are sampled.
 
@@ -72,7 +72,7 @@ def stream(  # noqa: PLR0913 - one argument per option
         cache: a cache to reuse, from the network's `make_cache`. None: a new one.
         device: the network's device. None: the device of tensor prompts, otherwise the CPU.
         all_steps: continue after every row has ended, because other ranks may not have. None: if there are other ranks.
-        whole_sequences: use no cache: read all tokens in every step, padded to a multiple of this. For networks with
+        full_sequences: use no cache: read all tokens in every step, padded to a multiple of this. For networks with
             sequence parallelism.
 
     Yields:
@@ -88,8 +88,8 @@ def stream(  # noqa: PLR0913 - one argument per option
     if isinstance(network, nn.Module):
         refuse_absent(network)
     where = torch.device(device if device is not None else prompts.device if isinstance(prompts, Tensor) else "cpu")
-    if whole_sequences:
-        read = _full_reader(network, rows, where, whole_sequences)
+    if full_sequences:
+        read = _full_reader(network, rows, where, full_sequences)
     else:
         read = _cached_reader(network, rows, where, cache if cache is not None else network.make_cache())
     uniforms: Uniforms | None = None
@@ -179,7 +179,7 @@ def _cached_reader(network: CausalNetwork, rows: list[list[int]], device: torch.
 def _full_reader(network: CausalNetwork, rows: list[list[int]], device: torch.device, multiple: int) -> Read:
     limit = network.make_cache().max_length // multiple * multiple
     if not limit:
-        raise ConfigError(f"Got whole_sequences={multiple}, but the network reads fewer tokens than that at once.")
+        raise ConfigError(f"Got full_sequences={multiple}, but the network reads fewer tokens than that at once.")
 
     def read(_chosen: Tensor | None) -> Tensor:
         recent = [row[-limit:] for row in rows]

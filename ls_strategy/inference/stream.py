@@ -160,7 +160,7 @@ class StreamedBlocks:
         return [block.name for block in self._blocks]
 
     @property
-    def resting_nbytes(self) -> int:
+    def stored_nbytes(self) -> int:
         """Bytes of all stored blocks."""
         return sum(block.nbytes for block in self._blocks)
 
@@ -188,7 +188,7 @@ class StreamedBlocks:
         place = "in host memory" if self._storage.in_host_memory else "on NVMe"
         buffers = f"buffers for {self._storage.capacity} of them take {self.buffers_nbytes / 2**20:.1f} MiB"
         return (
-            f"{len(self._blocks)} blocks with a total of {self.resting_nbytes / 2**20:.1f} MiB are stored {place}; "
+            f"{len(self._blocks)} blocks with a total of {self.stored_nbytes / 2**20:.1f} MiB are stored {place}; "
             f"{buffers if self.buffers_nbytes else 'they compute there, without buffers'}"
         )
 

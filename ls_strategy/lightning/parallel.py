@@ -248,7 +248,7 @@ class ModelParallel:
             module,
             mesh.expert,
             tensor_axis=mesh.tensor,
-            tokens_divided=config.tp.sequence_parallel,
+            tokens_sharded=config.tp.sequence_parallel,
             # An expert's gradient is summed over its group and averaged over the groups: stage / expert ranks. The
             # loss is a mean over zero = stage / tensor ranks.
             gradient_scale=mesh.tensor.size / mesh.expert.size,

@@ -205,7 +205,7 @@ class RankStrategy(DDPStrategy):
         complete = self._comm is None or not self._comm.failures.stopped  # else another rank failed alone and has left
         try:
             if self.engine is not None:
-                self.engine.check_whole()
+                self.engine.check_complete()
         except StateError:
             complete = False  # the others need no message: they do not wait long for this rank
         if self._comm is None or self._comm.world_size == 1:

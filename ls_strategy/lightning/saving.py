@@ -59,7 +59,7 @@ class Saves:
         if engine is None or strategy.config.checkpoint.format == "file":
             yield True
             return
-        engine.check_whole()
+        engine.check_complete()
         engine.wait()
         strategy.collection = Collection(engine, frozen=strategy.config.checkpoint.frozen)
         try:
@@ -76,7 +76,7 @@ class Saves:
             return module.state_dict()
         if strategy.collection is not None:
             return strategy.collection.weights(self.raw_weights())
-        engine.check_whole()
+        engine.check_complete()
         released = self.raw_weights()
         full = full_state_dict(released, engine.units, engine.mesh)
         full = {k: v for part in engine.mesh.pipeline.exchange_objects(full) for k, v in part.items()}

@@ -24,7 +24,7 @@ def apply_expert_parallel(
     expert_axis: Axis,
     *,
     tensor_axis: Axis | None = None,
-    tokens_divided: bool = False,
+    tokens_sharded: bool = False,
     gradient_scale: float = 1.0,
 ) -> dict[int, TensorPart]:
     """Keep only this rank's ``E / size`` experts of each MoE layer. The parameter objects stay the same.
@@ -35,7 +35,7 @@ def apply_expert_parallel(
         model: The model, with equal values on all ranks, or on meta.
         expert_axis: Ranks that hold different experts.
         tensor_axis: Ranks whose layers get the same tokens. ``expert_axis`` may span them.
-        tokens_divided: The MoE layers get different tokens on the ranks of ``tensor_axis`` (sequence parallelism).
+        tokens_sharded: The MoE layers get different tokens on the ranks of ``tensor_axis`` (sequence parallelism).
         gradient_scale: Corrects a later average of gradients that runs over fewer ranks than the tokens are summed
             over.
 
@@ -59,7 +59,7 @@ def apply_expert_parallel(
                 f"expert parallelism over {size} ranks: layer {name!r} has num_experts={layer.num_experts}, which is "
                 f"not a multiple of {size}. Change its num_experts, or parallel.expert."
             )
-    replicas = tensor_axis if tensor_axis is not None and tensor_axis.size > 1 and not tokens_divided else None
+    replicas = tensor_axis if tensor_axis is not None and tensor_axis.size > 1 and not tokens_sharded else None
     parts: dict[int, TensorPart] = {}
     for _, layer in layers:
         layer.shard(ExpertParallel(expert_axis, replicas, gradient_scale))

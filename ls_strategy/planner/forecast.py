@@ -187,7 +187,7 @@ class Forecaster:
             micro_batches=self._run.micro_batches,
             native_fp32=device == "cuda" and self._states.precision.reduce_in_fp32,
             cuda=device == "cuda",
-            gradients_rest=not self.setting(config, candidate, device).early_step,
+            gradients_stored=not self.setting(config, candidate, device).early_step,
         )
 
     def forecast(self, candidate: Candidate, hardware: Hardware) -> Forecast:

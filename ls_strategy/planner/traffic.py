@@ -28,7 +28,7 @@ def traffic(
     micro_batches: int = 1,
     native_fp32: bool = False,
     cuda: bool = False,
-    gradients_rest: bool = False,
+    gradients_stored: bool = False,
 ) -> StepTraffic:
     """Count the bytes of a step.
 
@@ -38,7 +38,7 @@ def traffic(
         micro_batches: per optimizer step.
         native_fp32: the transport reduces in fp32 (NCCL).
         cuda: the device has its own memory.
-        gradients_rest: averages stay on their tier until backward ends.
+        gradients_stored: averages stay on their tier until backward ends.
     """
     bus = 0
     for unit, gathers in zip(plan.units, plan.gathers_per_step(micro_batches), strict=True) if cuda else ():
@@ -49,7 +49,7 @@ def traffic(
             if flat.param_tier != "device":
                 bus += gathers * shard_bytes
     read_and_written = plan.drive_bytes_per_step(
-        gradients_rest=gradients_rest, micro_batches=micro_batches, optimizer_bytes=optimizer_bytes
+        gradients_stored=gradients_stored, micro_batches=micro_batches, optimizer_bytes=optimizer_bytes
     )
     return StepTraffic(_sent(plan, micro_batches, native_fp32=native_fp32), bus, sum(read_and_written))
 

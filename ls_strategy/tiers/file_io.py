@@ -46,7 +46,7 @@ _CURES = {
 _CURE = "See the kernel's messages about the device in dmesg, or use another one."
 
 
-class DriveError(LSError, OSError):
+class NVMeError(LSError, OSError):
     """Reading or writing a file of the NVMe tier failed; `errno` has the reason."""
 
 
@@ -84,7 +84,7 @@ class DirectFile:
         """Write the page cache back, so that an error of the device is not lost there.
 
         Raises:
-            DriveError: writing back failed.
+            NVMeError: writing back failed.
         """
         if self.direct:
             return
@@ -106,7 +106,7 @@ class DirectFile:
         """Move every byte, with more calls if one moves fewer bytes than requested.
 
         Raises:
-            DriveError: a call failed, or calls move nothing.
+            NVMeError: a call failed, or calls move nothing.
         """
         call = os.preadv if verb == "reading" else os.pwritev
         done = idle = 0
@@ -144,9 +144,9 @@ class DirectFile:
             error.strerror,
         )
 
-    def _error(self, verb: str, nbytes: int, offset: int, number: int) -> DriveError:
+    def _error(self, verb: str, nbytes: int, offset: int, number: int) -> NVMeError:
         text = f"{verb} {nbytes} bytes at offset {offset} failed: {os.strerror(number)}. {_CURES.get(number, _CURE)}"
-        return DriveError(number, f"{text} The states in this file are lost. Resume from a checkpoint", self.name)
+        return NVMeError(number, f"{text} The states in this file are lost. Resume from a checkpoint", self.name)
 
 
 class Transfer:
@@ -166,7 +166,7 @@ class Transfer:
         """Wait until every byte was moved.
 
         Raises:
-            DriveError: a block failed.
+            NVMeError: a block failed.
             StateError: the engine is stalled.
         """
         self._engine.wait_until(self.finished)

@@ -26,7 +26,7 @@ from ls_strategy.errors import StateError
 from ls_strategy.layout import round_up
 from ls_strategy.tiers.base import Key, Lease, Sizes, resolve_range
 from ls_strategy.tiers.buffers import PAGE, AlignedBuffer, BoundedPool
-from ls_strategy.tiers.file_io import DriveError, IOEngine, Transfer
+from ls_strategy.tiers.file_io import IOEngine, NVMeError, Transfer
 from ls_strategy.tiers.nvme_folder import open_scratch
 
 logger = logging.getLogger("ls_strategy.tiers")
@@ -73,7 +73,7 @@ class NVMeLease:
         """Return the elements, a view of the buffer.
 
         Raises:
-            DriveError: reading failed.
+            NVMeError: reading failed.
             StateError: the lease was released or put, or the device hangs.
         """
         if self._ended:
@@ -170,7 +170,7 @@ class NVMeTier:
 
         Raises:
             StateError: there is no such state or range, the tier is closed, or no buffer is returned.
-            DriveError: an earlier write failed.
+            NVMeError: an earlier write failed.
         """
         end, dtype = resolve_range(self.sizes, key, start, stop)
         self._raise_if_unusable()
@@ -203,7 +203,7 @@ class NVMeTier:
 
         Raises:
             StateError: there is no such state or range, the tier is closed, or no buffer is returned.
-            DriveError: the lease's read or an earlier write failed.
+            NVMeError: the lease's read or an earlier write failed.
         """
         if isinstance(value, NVMeLease) and value.belongs_to(self):
             self._put_lease(key, value, start)
@@ -229,7 +229,7 @@ class NVMeTier:
         """Wait until every write is done.
 
         Raises:
-            DriveError: the first failed write.
+            NVMeError: the first failed write.
             StateError: the device hangs.
         """
         for access in self._all_in_flight():
@@ -238,7 +238,7 @@ class NVMeTier:
         try:
             if not self._closed:
                 self._file.sync()
-        except DriveError as error:  # the kernel reports it only once
+        except NVMeError as error:  # the kernel reports it only once
             self._error = self._error or error
         self._raise_error()
 

@@ -98,10 +98,10 @@ def check_path(directory: str | Path, need_bytes: int, allow_tmpfs: bool = False
         raise PlanError(_too_small(path, need_bytes, free))
 
 
-def drive_wear(bytes_per_step: int) -> str:
+def nvme_wear(bytes_per_step: int) -> str:
     """Return one sentence about the wear of the NVMe device by a step.
 
-    >>> drive_wear(84_000_000_000)
+    >>> nvme_wear(84_000_000_000)
     'Each step writes 84.0 GB per rank: an NVMe device rated for 600 TB lasts about 7,143 such steps.'
     """
     if bytes_per_step <= 0:

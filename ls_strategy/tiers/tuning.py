@@ -77,7 +77,7 @@ def measure(
     Raises:
         ConfigError: no file can be created there.
         PlanError: there is not enough space.
-        DriveError: the device failed.
+        NVMeError: the device failed.
     """
     largest = max(io.block_bytes for io in settings)
     nbytes = max(nbytes // largest, 1) * largest

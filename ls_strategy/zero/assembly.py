@@ -173,7 +173,7 @@ class Draft:
                 members = [params[slot.name] for slot in flat_plan.layout.slots]
                 comm, axis = mesh.holders(flat_plan.layout.slots[0].part)
                 flat = Flat(
-                    flat_plan, members, policy=self.policy, comm=comm, rest=offload.rest(number), axis=axis
+                    flat_plan, members, policy=self.policy, comm=comm, storage=offload.storage(number), axis=axis
                 )  # fmt: skip
                 number += 1
                 flat.load([values[id(p)] for p in members], device)

@@ -102,14 +102,14 @@ class Averages:
             self.values = self._new(self._flat.average_dtype)
         return self.values
 
-    def at_hand(self) -> Tensor:
+    def in_memory(self) -> Tensor:
         """Return the averages as `tensor` does, without waiting for `landing`."""
         return self.tensor() if self.values is None else self.values
 
     def _new(self, dtype: torch.dtype) -> Tensor:
         numel = self._flat.stepped_numel
         if self._flat.gradient_tier != "device":
-            return self._flat.rest.ring.take(numel, dtype, torch.device("cpu"))
+            return self._flat.storage.ring.take(numel, dtype, torch.device("cpu"))
         return torch.zeros(numel, dtype=dtype, device=self._flat.full.device)
 
     def owned(self) -> Tensor:
@@ -122,13 +122,13 @@ class Averages:
         flat = self._flat
         if not self.hold_values:
             return torch.zeros_like(flat.full, dtype=flat.average_dtype) if out is None else out.zero_()
-        mine = partial(flat.rest.read_into, "grad") if self.on_nvme else self.owned()
+        mine = partial(flat.storage.read_into, "grad") if self.on_nvme else self.owned()
         return flat.gather_shards(flat.average_dtype, mine, out)
 
     @property
     def on_nvme(self) -> bool:
         """Whether the averages are on the NVMe tier."""
-        return not self._flat.rest.is_resident("grad") and self.values is None
+        return not self._flat.storage.is_resident("grad") and self.values is None
 
     def land(self, reducing: PendingReduce, *, exact_16_bit: bool, stay_in_memory: bool = False) -> None:
         """Add the result of a reduce-scatter to the averages on their tier. Their scale becomes that of ``local``.
@@ -172,7 +172,7 @@ class Averages:
         mine = flat.comm.pool.take(flat.stepped_numel, flat.average_dtype, flat.full.device)
         if accumulate:
             with self._waiting():
-                flat.rest.read_into("grad", mine)
+                flat.storage.read_into("grad", mine)
             _multiply_(mine, factor)
         reducing.finish(mine, accumulate=accumulate)
         self._to_nvme(mine)
@@ -190,29 +190,29 @@ class Averages:
         if keep:
             self.values.copy_(before)
         if self._flat.gradient_tier != "device":
-            self._flat.rest.ring.give([before])
+            self._flat.storage.ring.give([before])
 
     def _land_on_host(self, reducing: PendingReduce, out: Tensor, *, accumulate: bool) -> None:
         """Sum on the device, in the order and precision of a run without offload, then copy in the background."""
         mine = self._flat.comm.pool.take(out.numel(), out.dtype, self._flat.full.device)
         if accumulate:
-            self._flat.rest.link.to_device(mine, out).wait_on_device()
+            self._flat.storage.link.to_device(mine, out).wait_on_device()
         reducing.finish(mine, accumulate=accumulate)
-        arrival = self._flat.rest.link.to_host(out, mine)
+        arrival = self._flat.storage.link.to_host(out, mine)
 
         def land() -> None:
             arrival.wait_on_host()
             self._flat.comm.pool.give([mine])
 
-        self.landing = self._flat.rest.in_background(land)
+        self.landing = self._flat.storage.in_background(land)
 
     def spill(self) -> None:
         """Write averages that `land` left in memory to the NVMe tier."""
-        if not self._flat.rest.is_resident("grad") and self.values is not None:
+        if not self._flat.storage.is_resident("grad") and self.values is not None:
             self.wait()
             mine, self.values = self.values, None
             self._to_nvme(mine)
-            self._flat.rest.ring.give([mine])
+            self._flat.storage.ring.give([mine])
 
     def _to_nvme(self, mine: Tensor) -> None:
         """Compute the sum of squares, and write to the NVMe tier."""
@@ -221,7 +221,7 @@ class Averages:
             part = mine[start:stop]
             self.recorded_sums += sum_of_squares(part, unscale=self.unscale).cpu()
             with self._waiting():
-                self._flat.rest.put("grad", part.float(), start)
+                self._flat.storage.put("grad", part.float(), start)
 
     def require_here(self) -> None:
         """Raise a StateError if an update has taken the averages."""
@@ -256,16 +256,16 @@ class Averages:
             return
         self.recorded_sums = torch.zeros(2, dtype=torch.float64)
         for lo, hi in chunks(0, self._flat.stepped_numel):
-            lease = self._flat.rest.get("grad", lo, hi)
+            lease = self._flat.storage.get("grad", lo, hi)
             part = lease.wait()
             edit(part)
             self.recorded_sums += sum_of_squares(part, unscale=self.unscale)
-            self._flat.rest.put("grad", lease, lo)
+            self._flat.storage.put("grad", lease, lo)
 
     def sums(self) -> Tensor:
         """Return sum of squares and number of non-finite elements of this rank's averages, ``(2,)`` fp64.
 
-        The sum runs over chunks of `DRIVE_CHUNK` elements, so that the result is bitwise the same on every tier.
+        The sum runs over chunks of `NVME_CHUNK` elements, so that the result is bitwise the same on every tier.
         """
         if self._flat.updated_early:
             self._flat.wait_updated()
@@ -291,7 +291,7 @@ class Averages:
             self.values[start:stop].zero_()
         elif self.on_nvme and self.hold_values:
             stop = self._flat.stepped_numel if stop is None else stop
-            self._flat.rest.write("grad", start, torch.zeros(stop - start))
+            self._flat.storage.write("grad", start, torch.zeros(stop - start))
             self.change(lambda _: None)  # recomputes the sums
 
     def wait(self) -> None:
@@ -319,7 +319,7 @@ class Averages:
     def reclaim(self) -> None:
         """Return the buffer of a finished update to its pool."""
         if self._in_update is not None:
-            self._flat.rest.ring.give([self._in_update])
+            self._flat.storage.ring.give([self._in_update])
             self._in_update = None
 
 

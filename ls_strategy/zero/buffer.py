@@ -98,7 +98,7 @@ class FlatBuffer:
         *,
         policy: StagePolicy,
         comm: Comm,
-        rest: StateStorage | None = None,
+        storage: StateStorage | None = None,
         axis: Axis | None = None,
     ) -> None:
         """Record the arguments; `Flat.load` allocates the buffers.
@@ -108,7 +108,7 @@ class FlatBuffer:
             params: parameters in the order of the layout's slots.
             policy: which states are sharded.
             comm: ranks over which they are sharded.
-            rest: storage on the tiers; without it everything is on the device.
+            storage: the states' storage on the tiers; without it everything is on the device.
             axis: tensor- or expert-parallel ranks, which hold other parts or copies of the parameters.
         """
         layout = plan.layout
@@ -123,7 +123,7 @@ class FlatBuffer:
         """Tier of averaged gradients between backward and step."""
         self.has_own_shard = plan.has_own_shard(policy)
         """Stage 3: whether that shard is stored in addition to the masters."""
-        self.rest = rest or StateStorage()
+        self.storage = storage or StateStorage()
         self.layout = layout
         self.dtype = plan.dtype
         self.master_dtype = plan.master_dtype
@@ -157,17 +157,17 @@ class FlatBuffer:
     def read_master(self) -> Tensor:
         """Return this rank's master weights, ``(stepped,)``: the tensor itself, or a copy from the NVMe tier."""
         self.wait_updated()
-        return self.master if self.rest.is_resident("master") else self.rest.read("master")
+        return self.master if self.storage.is_resident("master") else self.storage.read("master")
 
     def master_range(self, start: int, stop: int) -> Tensor:
         """Return elements ``[start, stop)`` of this rank's master weights: a view, or a copy from the NVMe tier.
 
         Any thread may call this while no update is in flight.
         """
-        if self.rest.is_resident("master"):
+        if self.storage.is_resident("master"):
             return self.master.detach()[start:stop]
         out = torch.empty(stop - start, dtype=self.master_dtype)
-        self.rest.read_into("master", out, start)
+        self.storage.read_into("master", out, start)
         return out
 
     def before_change(self) -> None:
@@ -180,10 +180,10 @@ class FlatBuffer:
         """Replace master weights from element ``start`` of this rank's range on. `refresh` updates the parameters."""
         self.wait_updated()
         self.before_change()
-        if self.rest.is_resident("master"):
+        if self.storage.is_resident("master"):
             self.master.detach()[start : start + values.numel()].copy_(values)
         else:
-            self.rest.write("master", start, values.to(self.master_dtype))
+            self.storage.write("master", start, values.to(self.master_dtype))
 
     def full_master(self) -> Tensor:
         """Return the master weights of all ranks, ``(numel,)``; read-only at stage 0. Collective."""
@@ -226,7 +226,7 @@ class FlatBuffer:
         if self.shard is not None:
             self.shard.copy_(mine)
         elif self.policy.parameters:
-            self.rest.write("param", 0, mine.to(self.dtype))
+            self.storage.write("param", 0, mine.to(self.dtype))
         else:
             self.full[slice(*self.stepped)].copy_(mine)
 

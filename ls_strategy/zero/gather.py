@@ -142,9 +142,9 @@ class Gatherer:
                 flat.publish_due = True
             else:
                 flat.start_gather()
-            if flat.is_on_its_way and not lazily and flat.writes.has_data_views:  # a view can be read at any time
+            if flat.is_arriving and not lazily and flat.writes.has_data_views:  # a view can be read at any time
                 flat.finish_gather()
-            elif flat.is_on_its_way:
+            elif flat.is_arriving:
                 flat.writes.mark_outdated()
                 flat.hide()
 

@@ -54,7 +54,7 @@ def _at_hand(flat: Flat) -> Tensor:
     if not flat.averages.hold_values:
         return torch.zeros(1, dtype=flat.average_dtype, device=flat.full.device)
     flat.averages.require_here()
-    grads = flat.rest.read("grad") if flat.averages.on_nvme else flat.averages.owned()
+    grads = flat.storage.read("grad") if flat.averages.on_nvme else flat.averages.owned()
     return grads.to(flat.average_dtype) * flat.averages.unscale
 
 

@@ -29,13 +29,13 @@ class LazyTensor(Tensor):
         """Return elements ``[start, stop)`` of the flattened tensor, ``(stop - start,)``."""
         return self.load(start, stop) if self.held is None else self.held.reshape(-1)[start:stop]
 
-    def bring_box(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+    def load_box(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
         """Read a rectangular part from its source. Shape: ``sizes``."""
         return _narrowed(self.materialize(), offsets, sizes)
 
     def box(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
         """Return a rectangular part. Shape: ``sizes``."""
-        return self.bring_box(offsets, sizes) if self.held is None else _narrowed(self.held, offsets, sizes)
+        return self.load_box(offsets, sizes) if self.held is None else _narrowed(self.held, offsets, sizes)
 
     def materialize(self) -> Tensor:
         """Return the full tensor."""

@@ -17,7 +17,7 @@ from ls_strategy.plan import Plan
 from ls_strategy.tiers import TIERS
 from ls_strategy.tiers.base import Key, Tier
 from ls_strategy.tiers.link import Link
-from ls_strategy.tiers.nvme_folder import drive_wear
+from ls_strategy.tiers.nvme_folder import nvme_wear
 from ls_strategy.tiers.stream import Stream
 from ls_strategy.zero.kernels import FUSED_NAMES, kernel_for
 from ls_strategy.zero.states import moment_sizes
@@ -137,14 +137,14 @@ class Offload:
             place = "streamed through the device" if self.streamed else "updated by the CPU"
             lines.append(f"  offloaded states are {place} ({self.reason})")
         if "nvme" in self.config.offload.tiers:
-            read, written = plan.drive_bytes_per_step(gradients_rest=True)
+            read, written = plan.drive_bytes_per_step(gradients_stored=True)
             lines.append(
                 f"  NVMe ({self.config.offload.nvme_path}): up to {read / 1e9:.3f} GB read per step and rank. "
-                f"{drive_wear(written)}"
+                f"{nvme_wear(written)}"
             )
         return "\n".join(lines)
 
-    def rest(self, number: int) -> StateStorage:
+    def storage(self, number: int) -> StateStorage:
         """Return the storage of flat buffer ``number``."""
         return StateStorage(number, self.tiers, self.link, self.ring, self.worker)
 

@@ -307,7 +307,7 @@ class ShardedOptimizer:
             parts=tuple(parts),
             clip=clip,
             unscale=averages.unscale,
-            grads=None if averages.on_nvme else averages.at_hand(),
+            grads=None if averages.on_nvme else averages.in_memory(),
             landing=averages.landing,
             publish=offloaded,
         )

@@ -27,7 +27,7 @@ from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.errors import StateError
 from ls_strategy.layout import Slot
 from ls_strategy.zero.lazy import parts_of
-from ls_strategy.zero.parts import part_of, whole_of
+from ls_strategy.zero.parts import full_of, part_of
 from ls_strategy.zero.states import FlatStates
 from ls_strategy.zero.units import Flat
 
@@ -268,7 +268,7 @@ def _full_value(buffer: Tensor | None, slot: Slot, value: Any, axis: Axis) -> An
     if isinstance(value, Tensor):
         return value.clone()
     if value == ELEMENTWISE and buffer is not None:
-        return whole_of(buffer[slot.offset : slot.end].view(slot.shape), slot.part, axis).clone()
+        return full_of(buffer[slot.offset : slot.end].view(slot.shape), slot.part, axis).clone()
     return value
 
 

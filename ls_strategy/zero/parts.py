@@ -23,7 +23,7 @@ def part_of(value: Tensor, part: TensorPart | None) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, part.dim)
 
 
-def whole_of(mine: Tensor, part: TensorPart | None, axis: Axis) -> Tensor:
+def full_of(mine: Tensor, part: TensorPart | None, axis: Axis) -> Tensor:
     """Return the full value from every rank's part. Collective over the axis."""
     if part is None or axis.size == 1:
         return mine

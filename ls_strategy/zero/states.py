@@ -57,18 +57,18 @@ class FlatStates:
         """Create a state of zeros unless it exists. ``dtype`` applies to states without a fused update."""
         if name in self._in_memory or name in self._stored:
             return
-        flat, rest = self.flat, self.flat.rest
+        flat, storage = self.flat, self.flat.storage
         if not self.resident:
             assert name in self.moments
             self._stored.add(name)
             return
         fused = name in self.moments
         codes_dtype = _CODES[self.moment_format] if fused else dtype
-        codes = rest.resident(flat.optimizer_tier, name, self.numel, codes_dtype)
+        codes = storage.resident(flat.optimizer_tier, name, self.numel, codes_dtype)
         scales = None
         if fused and self.moment_format == "int8":
             blocks = -(-self.numel // BLOCK)
-            scales = rest.resident(flat.optimizer_tier, f"{name}.scales", blocks, torch.float32)
+            scales = storage.resident(flat.optimizer_tier, f"{name}.scales", blocks, torch.float32)
         self._in_memory[name] = Moment(codes, scales, self.moments.get(name, True))
 
     def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
@@ -89,9 +89,9 @@ class FlatStates:
             return self._in_memory[name].codes
         if self.resident:
             return self._in_memory[name].dequantize()
-        rest = self.flat.rest
-        scales = rest.read(f"{name}.scales") if self.moment_format == "int8" else None
-        return Moment(rest.read(name), scales, self.moments[name]).dequantize()
+        storage = self.flat.storage
+        scales = storage.read(f"{name}.scales") if self.moment_format == "int8" else None
+        return Moment(storage.read(name), scales, self.moments[name]).dequantize()
 
     def range(self, name: str, start: int, stop: int) -> Tensor:
         """Return elements ``[start, stop)`` of an existing state as a state dict shows them, as a view or a copy.
@@ -105,12 +105,12 @@ class FlatStates:
         first = start // BLOCK * BLOCK  # 8-bit codes share scales in blocks
         if self.resident:
             return self._in_memory[name].narrow(first, stop).dequantize()[start - first :]
-        rest = self.flat.rest
+        storage = self.flat.storage
         moment = Moment(torch.empty(stop - first, dtype=_CODES[self.moment_format]), None, self.moments[name])
-        rest.read_into(name, moment.codes, first)
+        storage.read_into(name, moment.codes, first)
         if self.moment_format == "int8":
             scales = torch.empty(-(-stop // BLOCK) - first // BLOCK)
-            rest.read_into(f"{name}.scales", scales, first // BLOCK)
+            storage.read_into(f"{name}.scales", scales, first // BLOCK)
             moment = replace(moment, scales=scales)
         return moment.dequantize()[start - first :]
 
@@ -127,15 +127,15 @@ class FlatStates:
             moment = self._in_memory[name].narrow(start, stop)
             moment.store_(values.to(moment.codes.device, torch.float32), seed=0)
             return
-        rest = self.flat.rest
+        storage = self.flat.storage
         for lo, hi in chunks(start, stop):
             part = Moment(torch.empty(hi - lo, dtype=_CODES[self.moment_format]), None, self.moments[name])
             if self.moment_format == "int8":
                 part = replace(part, scales=torch.empty(-(-(hi - lo) // BLOCK)))
             part.store_(values[lo - start : hi - start].float(), seed=0)
-            rest.write(name, lo, part.codes)
+            storage.write(name, lo, part.codes)
             if part.scales is not None:
-                rest.write(f"{name}.scales", lo // BLOCK, part.scales)
+                storage.write(f"{name}.scales", lo // BLOCK, part.scales)
 
     def nbytes(self) -> int:
         """Return the bytes in memory."""

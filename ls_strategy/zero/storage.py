@@ -1,7 +1,7 @@
 """Where the states of one flat buffer are stored between uses, and how to access them.
 
 On the device and in host memory, a state is a resident tensor. On the NVMe tier it is a range of a file, accessed in
-chunks of `DRIVE_CHUNK` elements. `read` and `write` are for set-up and checkpoints; the step streams (`update.py`).
+chunks of `NVME_CHUNK` elements. `read` and `write` are for set-up and checkpoints; the step streams (`update.py`).
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from ls_strategy.tiers.link import Link, host_empty
 
 T = TypeVar("T")
 
-DRIVE_CHUNK = CHUNK_BYTES // 4
+NVME_CHUNK = CHUNK_BYTES // 4
 """Elements per transfer of a tier with leases. Norms are summed in these chunks on every tier."""
 
 
 def chunks(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Split ``[start, stop)`` at multiples of `DRIVE_CHUNK`.
+    """Split ``[start, stop)`` at multiples of `NVME_CHUNK`.
 
-    >>> list(chunks(5, DRIVE_CHUNK + 3)) == [(5, DRIVE_CHUNK), (DRIVE_CHUNK, DRIVE_CHUNK + 3)]
+    >>> list(chunks(5, NVME_CHUNK + 3)) == [(5, NVME_CHUNK), (NVME_CHUNK, NVME_CHUNK + 3)]
     True
     """
     while start < stop:
-        end = min((start // DRIVE_CHUNK + 1) * DRIVE_CHUNK, stop)
+        end = min((start // NVME_CHUNK + 1) * NVME_CHUNK, stop)
         yield start, end
         start = end
 
@@ -125,8 +125,8 @@ class StateStorage:
         numel, _ = self.tiers[self._tier_of(name)].sizes[self.key(name)]
         for begin, end in chunks(start, start + values.numel()):
             # Full chunks are put directly. A range that begins or ends inside a chunk is merged with what is stored.
-            lo = begin // DRIVE_CHUNK * DRIVE_CHUNK
-            hi = min(lo + DRIVE_CHUNK, numel)
+            lo = begin // NVME_CHUNK * NVME_CHUNK
+            hi = min(lo + NVME_CHUNK, numel)
             part = values[begin - start : end - start]
             if (begin, end) == (lo, hi):
                 self.put(name, part, lo)

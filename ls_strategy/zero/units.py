@@ -129,27 +129,27 @@ class Flat(FlatBuffer):
 
     def _new_full_buffer(self, device: torch.device) -> Tensor:
         numel, dtype = self.layout.numel, self.master_dtype
-        if device.type == "cpu" and self.rest.tiers:
+        if device.type == "cpu" and self.storage.tiers:
             return host_empty(numel, dtype, device).zero_()
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def _place(self, mine: Tensor) -> None:
         """Store this rank's initial values on the tiers of masters and parameters."""
-        policy, rest, tier = self.policy, self.rest, self.optimizer_tier
+        policy, storage, tier = self.policy, self.storage, self.optimizer_tier
         one_copy = not policy.parameters and (self.dtype == self.master_dtype or not policy.optimizer)
         if tier == "device":
             self.master = mine if one_copy else mine.clone()
-        elif rest.is_resident("master"):
-            self.master = rest.resident(tier, "master", mine.numel(), self.master_dtype).copy_(mine)
+        elif storage.is_resident("master"):
+            self.master = storage.resident(tier, "master", mine.numel(), self.master_dtype).copy_(mine)
         else:
-            rest.write("master", 0, mine)
+            storage.write("master", 0, mine)
             placeholder = float("nan") if mine.dtype.is_floating_point else 0
             self.master = torch.full((1,), placeholder, dtype=self.master_dtype).expand(mine.numel())
         if self.has_own_shard:
-            if rest.is_resident("param"):
-                self.shard = rest.resident(self.param_tier, "param", mine.numel(), self.dtype).copy_(mine)
+            if storage.is_resident("param"):
+                self.shard = storage.resident(self.param_tier, "param", mine.numel(), self.dtype).copy_(mine)
             else:
-                rest.write("param", 0, mine.to(self.dtype))
+                storage.write("param", 0, mine.to(self.dtype))
 
     # updates in flight -----------------------------------------------------------------------------------------------
 
@@ -198,7 +198,7 @@ class Flat(FlatBuffer):
         self.hidden = True
 
     @property
-    def is_on_its_way(self) -> bool:
+    def is_arriving(self) -> bool:
         """Whether new values are in flight, or still have to be sent."""
         pending = (self.gathering, self.updating, self.arriving)
         return self.publish_due or any(p is not None for p in pending)
@@ -292,21 +292,21 @@ class Flat(FlatBuffer):
             return
         self.refresh_if_due()
         self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
-        out, updating, after = self.full[slice(*self.stepped)], self.updating, self.rest.link.mark()
+        out, updating, after = self.full[slice(*self.stepped)], self.updating, self.storage.link.mark()
 
         def read() -> Arrival:
             if updating is not None:
                 updating.wait()
             name = "param" if self.has_own_shard else "master"
-            if not self.rest.is_resident(name):
-                self.rest.read_into(name, out)
+            if not self.storage.is_resident(name):
+                self.storage.read_into(name, out)
                 return DONE
             source = self.master if self.shard is None else self.shard
             if source.dtype != out.dtype:  # cast on the host, so that half the bytes cross the bus
                 source = host_empty(out.numel(), out.dtype, out.device).copy_(source)
-            return self.rest.link.to_device(out, source, after)
+            return self.storage.link.to_device(out, source, after)
 
-        self.reading = self.rest.in_background(read)
+        self.reading = self.storage.in_background(read)
 
     def _load_shard(self, out: Tensor) -> None:
         """Copy this rank's shard of the parameters into ``out`` (stage 3)."""

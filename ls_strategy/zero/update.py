@@ -109,7 +109,7 @@ class CopyOut:
         """Cast on the host, so that half the bytes cross the bus, and copy."""
         flat = self._flat
         target = flat.full[slice(*flat.stepped)]
-        resident = flat.rest.is_resident("master")
+        resident = flat.storage.is_resident("master")
         if target.device.type == "cpu" and resident:
             target.copy_(flat.master)
             return
@@ -117,8 +117,8 @@ class CopyOut:
         if resident:
             out.copy_(flat.master)
         else:
-            flat.rest.read_into("master", out)
-        flat.arriving = flat.rest.link.to_device(target, out, self._after)
+            flat.storage.read_into("master", out)
+        flat.arriving = flat.storage.link.to_device(target, out, self._after)
 
     def write(self) -> None:
         """Do nothing: `update` has already written."""
@@ -151,8 +151,8 @@ class _ChunkUpdate:
     def read(self) -> None:
         """Start loading every state that is not resident."""
         self._update.flat.before_change()
-        rest = self._update.flat.rest
-        self._leases = {n: rest.get(n, *self._range(n)) for n in self._leased_names()}
+        storage = self._update.flat.storage
+        self._leases = {n: storage.get(n, *self._range(n)) for n in self._leased_names()}
 
     def update(self) -> None:
         """Wait for the reads, then run the fused operation on every part that overlaps this chunk."""
@@ -178,7 +178,7 @@ class _ChunkUpdate:
         flat = self._update.flat
         if not self._update.publish:
             return None
-        stored = not flat.rest.is_resident("param")
+        stored = not flat.storage.is_resident("param")
         if stored:
             out = torch.empty(self._hi - self._lo, dtype=flat.dtype)
         elif flat.shard is not None:
@@ -240,7 +240,7 @@ class _ChunkUpdate:
     ) -> None:
         """Run the same operation on the device: copy the states there and back."""
         update, device = self._update, self._update.flat.full.device
-        with update.flat.rest.link.aside(update.after):
+        with update.flat.storage.link.aside(update.after):
             there = {
                 name: Moment(_up(m.codes, device), None if m.scales is None else _up(m.scales, device), m.signed)
                 for name, m in moments.items()
@@ -262,21 +262,21 @@ class _ChunkUpdate:
 
     def write(self) -> None:
         """Start storing what changed, and copy the new parameters to the device."""
-        flat, rest = self._update.flat, self._update.flat.rest
+        flat, storage = self._update.flat, self._update.flat.storage
         for name, lease in self._leases.items():
             if name == "grad":
                 lease.release()
             else:
-                rest.put(name, lease, self._range(name)[0])
+                storage.put(name, lease, self._range(name)[0])
         self._leases = {}
         if self._out is None:
             return
-        if not rest.is_resident("param"):
-            rest.put("param", self._out, self._lo)
+        if not storage.is_resident("param"):
+            storage.put("param", self._out, self._lo)
         else:
             target = (flat.full[slice(*flat.stepped)] if flat.shard is None else flat.shard)[self._lo : self._hi]
             if target.data_ptr() != self._out.data_ptr():
-                flat.arriving = rest.link.to_device(target, self._out, self._update.after)
+                flat.arriving = storage.link.to_device(target, self._out, self._update.after)
         self._out = None
 
 

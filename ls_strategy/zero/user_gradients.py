@@ -155,9 +155,9 @@ class UserGradients:
             return
         if flat.averages.on_nvme:
             values = torch.empty(piece.numel, dtype=flat.average_dtype)
-            flat.rest.read_into("grad", values, piece.start)
+            flat.storage.read_into("grad", values, piece.start)
             change(values)
-            flat.rest.write("grad", piece.start, values)
+            flat.storage.write("grad", piece.start, values)
             self._sums_due = True
         else:
             flat.averages.widen()
@@ -242,12 +242,12 @@ class UserGradients:
         if not averages.hold_values:  # set by user code without a backward: on every rank, also one without elements
             averages.hold_values = True
             if averages.on_nvme:
-                flat.rest.write("grad", 0, torch.zeros(flat.stepped_numel, dtype=flat.average_dtype))
+                flat.storage.write("grad", 0, torch.zeros(flat.stepped_numel, dtype=flat.average_dtype))
             else:
                 averages.tensor().zero_()
         if averages.on_nvme:
             if values.numel():
-                flat.rest.write("grad", start, values)  # elements outside ``where`` are unchanged
+                flat.storage.write("grad", start, values)  # elements outside ``where`` are unchanged
             self._sums_due = True
             return
         averages.widen()

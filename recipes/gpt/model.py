@@ -262,7 +262,7 @@ class GPTModule(pl.LightningModule):
             seed=seeds,
             cache=self._cache,
             device=self.device,
-            whole_sequences=self._ranks_of_sequences(),
+            full_sequences=self._ranks_of_sequences(),
         )
 
     def _ranks_of_sequences(self) -> int:

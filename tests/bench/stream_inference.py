@@ -127,7 +127,7 @@ def weigh(case: Case) -> dict[str, Any]:
     tokens = generated(model, case)
     result = {
         **asdict(case),
-        "weights_bytes": handle.resting_nbytes + sum(p.nbytes for p in model.parameters() if not p.isnan().any()),
+        "weights_bytes": handle.stored_nbytes + sum(p.nbytes for p in model.parameters() if not p.isnan().any()),
         "buffers_bytes": handle.buffers_nbytes,
         "peak_while_filling_bytes": filled,
         "peak_bytes": status("VmHWM") - before,
@@ -201,7 +201,7 @@ def speeds(args: argparse.Namespace, folder: str) -> dict[str, Any]:
             times[name].append(spent)
             rates[name].append((handle.bytes_read - bytes_before) / spent / 1e9)
     result = {
-        "weights_bytes": handle.resting_nbytes,
+        "weights_bytes": handle.stored_nbytes,
         "buffers_bytes": handle.buffers_nbytes,
         "filled_s": round(filled_s, 2),
         "tier_alone_gbs": contest.spread(rates["tier alone"]),

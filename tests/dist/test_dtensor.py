@@ -31,7 +31,7 @@ from ls_strategy.distributed.mesh import MeshShape, make_mesh
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.parallel.dtensor import Localized, has_dtensors, localize
 from ls_strategy.testing import spawn
-from ls_strategy.zero.parts import part_of, whole_of
+from ls_strategy.zero.parts import full_of, part_of
 
 WIDTH, HEADS, HIDDEN, TOKENS, LENGTH = 16, 4, 24, 32, 8
 
@@ -197,7 +197,7 @@ class Divided:
         found: dict[str, Tensor] = {}
         for name, param in self.model.named_parameters():
             assert param.grad is not None, name
-            found[name] = whole_of(param.grad, self.localized.parts.get(id(param)), self.axis)
+            found[name] = full_of(param.grad, self.localized.parts.get(id(param)), self.axis)
         return found
 
 

@@ -265,7 +265,7 @@ def test_a_failed_update_ends_all_ranks_and_nothing_is_updated_after_it(
     if rank == 1:
         assert update.calls == 12
         with pytest.raises(StateError, match=r"ArithmeticError: in an update.*do not belong to one step"):
-            ours.require_engine().check_whole()
+            ours.require_engine().check_complete()
 
 
 @pytest.mark.parametrize("overlap", [True, False])

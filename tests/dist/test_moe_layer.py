@@ -346,7 +346,7 @@ def test_sharded_tokens_are_not_sharded_again():
 
 def sharded_tokens(rank: int, world: int, case: Case) -> dict[str, Tensor]:
     comm, layer = make_comm(), build(case)
-    apply_expert_parallel(layer, Axis("expert", comm), tensor_axis=Axis("tensor", comm), tokens_divided=True)
+    apply_expert_parallel(layer, Axis("expert", comm), tensor_axis=Axis("tensor", comm), tokens_sharded=True)
     return run(layer, case, *tokens_of(case, rank))
 
 

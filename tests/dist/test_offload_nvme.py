@@ -19,7 +19,7 @@ import torch
 from ls_strategy.config import TierConfig, nested
 from ls_strategy.errors import ConfigError, LSError, PlanError, RankFailedError
 from ls_strategy.lightning.strategy import ZeROStrategy
-from ls_strategy.tiers.file_io import DriveError
+from ls_strategy.tiers.file_io import NVMeError
 from tests.dist.ranks import Net, assert_equal, batches, fit, on_ranks, weights
 
 
@@ -110,11 +110,11 @@ def test_an_error_of_the_drive_ends_every_rank(rank: int, world_size: int, tmp_p
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(os, "pwritev", fails)
-        with pytest.raises(DriveError if rank == 1 else RankFailedError) as failure:
+        with pytest.raises(NVMeError if rank == 1 else RankFailedError) as failure:
             fit(strategy(tmp_path), OnDrive(), batches(numel=512))
     assert "Resume from a checkpoint" in str(failure.value)
     if rank == 0:
-        assert "rank 1: DriveError" in str(failure.value)
+        assert "rank 1: NVMeError" in str(failure.value)
     assert time.monotonic() - start < 40
 
 

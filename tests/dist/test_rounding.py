@@ -135,7 +135,7 @@ def stored_in_portions(rank: int, world_size: int, moments: str, folder: str) ->
     }
     fit(ZeROStrategy(1, **nested({"offload.optimizer": "cpu", **shared})), modules[0], max_steps=STEPS)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rest, "DRIVE_CHUNK", PORTION)
+        patch.setattr(rest, "NVME_CHUNK", PORTION)
         drive = {"offload.optimizer": "nvme", "offload.nvme_path": folder, "offload.nvme_allow_ram": True}
         fit(ZeROStrategy(1, **nested({**drive, **shared})), modules[1], max_steps=STEPS)
     whole, portions = (torch.stack(module.codes) for module in modules)

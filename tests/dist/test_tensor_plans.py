@@ -18,7 +18,7 @@ from ls_strategy.parallel.dtensor import parallelize
 from ls_strategy.parallel.plans import resolve_tensor_plan
 from ls_strategy.parallel.tensor import apply_tensor_parallel
 from ls_strategy.testing import spawn
-from ls_strategy.zero.parts import whole_of
+from ls_strategy.zero.parts import full_of
 from tests.unit.test_parallel_plan_from_names import Attention, Decoder, JointOnly
 
 LENGTH, TOKENS = 8, 32
@@ -83,7 +83,7 @@ def compare(name: str, axis: Axis, world_size: int) -> None:
         theirs = gradients[key]
         assert p.grad is not None
         assert theirs is not None
-        error = (whole_of(p.grad, parts.get(id(p)), axis) - theirs).abs().max().item()
+        error = (full_of(p.grad, parts.get(id(p)), axis) - theirs).abs().max().item()
         assert error <= 1e-12 * max(theirs.abs().max().item(), 0.01 * largest), f"{name}: {key}"
 
 

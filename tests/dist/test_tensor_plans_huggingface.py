@@ -15,7 +15,7 @@ from ls_strategy.distributed.comm import make_comm
 from ls_strategy.parallel.plans import resolve_tensor_plan
 from ls_strategy.parallel.tensor import apply_tensor_parallel
 from ls_strategy.testing import spawn
-from ls_strategy.zero.parts import whole_of
+from ls_strategy.zero.parts import full_of
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 
@@ -162,7 +162,7 @@ def compare(rank: int, world_size: int, cases: list[tuple[str, str]]) -> dict[st
         for key, p in ours.named_parameters():
             assert (p.grad is not None) == (key in gradients), f"{name}: {key}"
             if p.grad is not None:
-                its = error(whole_of(p.grad, parallel.parts.get(id(p)), axis), gradients[key], scale)
+                its = error(full_of(p.grad, parallel.parts.get(id(p)), axis), gradients[key], scale)
                 worst, where = max((worst, where), (its, key))
         assert len(parallel.parts) > 7
         found[f"{name}, {attention}: {where}"] = worst

@@ -27,7 +27,7 @@ class FakeFlat:
     counted: bool = True
 
     @property
-    def rest(self) -> FakeFlat:
+    def storage(self) -> FakeFlat:
         """Where its states are stored."""
         return self
 

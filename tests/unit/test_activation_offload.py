@@ -24,7 +24,7 @@ from ls_strategy.config import ActivationOffloadConfig, NVMeIOConfig, RecomputeC
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import ConfigError, LSError, StateError
 from ls_strategy.tiers.buffers import PAGE
-from ls_strategy.tiers.file_io import DirectFile, DriveError
+from ls_strategy.tiers.file_io import DirectFile, NVMeError
 
 CPU = torch.device("cpu")
 WIDTH = 64
@@ -433,7 +433,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
 
     def fail(self: DirectFile, verb: str, view: memoryview, offset: int) -> None:
         if verb in verbs:
-            raise DriveError(5, "the drive is broken", self.name)
+            raise NVMeError(5, "the drive is broken", self.name)
         move(self, verb, view, offset)
 
     monkeypatch.setattr(DirectFile, "_move", fail)
@@ -446,7 +446,7 @@ def test_errors_of_the_device_are_raised_in_the_step(verb: str, broken: set[str]
     activations = Activations(model, CPU, offload=options("nvme", in_flight_bytes=0), drive=drive)
     train(model, activations, steps=1)
     broken.add(verb)
-    with pytest.raises(DriveError, match="the drive is broken"):
+    with pytest.raises(NVMeError, match="the drive is broken"):
         train(model, activations, steps=1)
     gc.collect()
     activations.remove()

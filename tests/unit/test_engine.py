@@ -140,11 +140,11 @@ def test_a_write_needs_modify() -> None:
 
 def test_weights_after_a_torn_backward_are_refused() -> None:
     _model, engine = small(stage=1, offload="cpu")
-    engine.check_whole()
+    engine.check_complete()
     engine.flats[0].updated_early = True
     engine.abort()
     with pytest.raises(StateError, match="do not belong to one step"):
-        engine.check_whole()
+        engine.check_complete()
 
 
 def test_bytes_of_states_are_those_of_the_plan() -> None:

@@ -13,7 +13,7 @@ from ls_strategy.config import NVMeIOConfig
 from ls_strategy.errors import ConfigError, StateError
 from ls_strategy.tiers import file_io
 from ls_strategy.tiers.buffers import PAGE, AlignedBuffer, BoundedPool
-from ls_strategy.tiers.file_io import DirectFile, DriveError, IOEngine
+from ls_strategy.tiers.file_io import DirectFile, IOEngine, NVMeError
 
 NBYTES = 64 * PAGE
 
@@ -148,12 +148,12 @@ class TestEngine:
 
     def test_calls_that_move_nothing_end(self, file, engine, monkeypatch):
         monkeypatch.setattr(os, "pwritev", lambda fd, buffers, offset: 0)
-        with pytest.raises(DriveError, match="writing 8192 bytes"):
+        with pytest.raises(NVMeError, match="writing 8192 bytes"):
             engine.write(file, filled().view, 0).wait()
 
     def test_a_file_that_was_cut_is_an_error(self, file, engine):
         os.ftruncate(file.fd, NBYTES - PAGE)
-        with pytest.raises(DriveError, match=f"reading 4096 bytes at offset {NBYTES - PAGE}"):
+        with pytest.raises(NVMeError, match=f"reading 4096 bytes at offset {NBYTES - PAGE}"):
             engine.read(file, filled().view, 0).wait()
 
     def test_no_more_than_the_queue_depth_is_under_way(self, file, engine, monkeypatch):

@@ -279,7 +279,7 @@ def test_without_a_cache_whole_sequences_of_a_multiple_are_read(variant: str) ->
     model = build(variant)
     lengths: list[int] = []
     model.register_forward_pre_hook(lambda _m, args: lengths.append(args[0].shape[1]))
-    found = generate(model, PROMPTS, 20, sampling=GREEDY, whole_sequences=4)
+    found = generate(model, PROMPTS, 20, sampling=GREEDY, full_sequences=4)
     assert set(lengths) == {8, 12, 16, 20, 24}
     assert found == [greedy(model, row, 20) for row in PROMPTS]
 
@@ -291,7 +291,7 @@ def test_prompts_and_numbers_without_a_meaning_are_refused() -> None:
     with pytest.raises(ConfigError, match="max_new_tokens=-1"):
         stream(Counting(), [[1]], -1)
     with pytest.raises(ConfigError, match="fewer tokens"):
-        stream(Counting(), [[1]], 1, whole_sequences=16)
+        stream(Counting(), [[1]], 1, full_sequences=16)
     assert generate(Counting(), [[1]], 0) == [[]]
     model = build()
     model.blocks[1].to("meta")

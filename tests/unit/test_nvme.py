@@ -23,9 +23,9 @@ from ls_strategy.tiers import nvme
 from ls_strategy.tiers import nvme_folder as drive
 from ls_strategy.tiers.base import ResidentTier
 from ls_strategy.tiers.buffers import BoundedPool
-from ls_strategy.tiers.file_io import DirectFile, DriveError
+from ls_strategy.tiers.file_io import DirectFile, NVMeError
 from ls_strategy.tiers.nvme import NVMeTier
-from ls_strategy.tiers.nvme_folder import check_path, drive_wear
+from ls_strategy.tiers.nvme_folder import check_path, nvme_wear
 
 IO = NVMeIOConfig(block_bytes=8192, parallelism=3, queue_depth=8)
 SIZES = {
@@ -290,7 +290,7 @@ class TestErrors:
             self.fail(patch, "preadv", errno.EIO)
             lease = tier.get(BIG)
             with pytest.raises(
-                DriveError, match=r"reading 8192 bytes at offset \d+ failed: Input/output error.*rank0"
+                NVMeError, match=r"reading 8192 bytes at offset \d+ failed: Input/output error.*rank0"
             ) as info:
                 lease.wait()
             assert info.value.errno == errno.EIO
@@ -307,11 +307,11 @@ class TestErrors:
         with monkeypatch.context() as patch:
             self.fail(patch, "pwritev", number)
             tier.put(BIG, values(BIG))
-            with pytest.raises(DriveError, match=f"writing 8192 bytes at offset.*{cure}.*checkpoint") as info:
+            with pytest.raises(NVMeError, match=f"writing 8192 bytes at offset.*{cure}.*checkpoint") as info:
                 tier.flush()
             assert info.value.errno == number
         for call in (tier.flush, lambda: tier.get(BIG), lambda: tier.put(BIG, values(BIG))):
-            with pytest.raises(DriveError):
+            with pytest.raises(NVMeError):
                 call()
         tier.close()
 
@@ -320,7 +320,7 @@ class TestErrors:
         with monkeypatch.context() as patch:
             self.fail(patch, "pwritev", errno.EIO)
             tier.put(BIG, values(BIG))
-            with pytest.raises(DriveError):
+            with pytest.raises(NVMeError):
                 read(tier, BIG)
         tier.close()
 
@@ -333,9 +333,9 @@ class TestErrors:
         tier.put(BIG, values(BIG))
         with monkeypatch.context() as patch:
             patch.setattr(os, "fdatasync", refuse)
-            with pytest.raises(DriveError, match="writing back"):
+            with pytest.raises(NVMeError, match="writing back"):
                 tier.flush()
-        with pytest.raises(DriveError, match="writing back"):
+        with pytest.raises(NVMeError, match="writing back"):
             tier.get(BIG)
         tier.close()
 
@@ -569,9 +569,9 @@ class TestCheckPath:
         assert drive.mount_of(tmp_path / "without").kind == "btrfs"  # the later of two on one point
 
     def test_wear(self):
-        assert "84.0 GB per rank" in drive_wear(84 * 10**9)
-        assert "about 7,143 such steps" in drive_wear(84 * 10**9)
-        assert drive_wear(0) == "A step writes nothing to NVMe."
+        assert "84.0 GB per rank" in nvme_wear(84 * 10**9)
+        assert "about 7,143 such steps" in nvme_wear(84 * 10**9)
+        assert nvme_wear(0) == "A step writes nothing to NVMe."
 
 
 def test_extents_tile_the_file():

@@ -130,9 +130,9 @@ def test_bytes_are_on_the_tiers_of_the_options() -> None:
 def test_bytes_of_a_drive_per_step() -> None:
     plan = plan_of(1, offload=OffloadConfig(optimizer="nvme"))
     shard = 4 * NUMEL
-    assert plan.drive_bytes_per_step(gradients_rest=True) == (4 * shard, 4 * shard)
-    assert plan.drive_bytes_per_step(gradients_rest=False) == (4 * shard, 3 * shard), "masters are read once more"
-    assert plan_of(1, offload=OffloadConfig(optimizer="cpu")).drive_bytes_per_step(gradients_rest=True) == (0, 0)
+    assert plan.drive_bytes_per_step(gradients_stored=True) == (4 * shard, 4 * shard)
+    assert plan.drive_bytes_per_step(gradients_stored=False) == (4 * shard, 3 * shard), "masters are read once more"
+    assert plan_of(1, offload=OffloadConfig(optimizer="cpu")).drive_bytes_per_step(gradients_stored=True) == (0, 0)
 
 
 def test_the_table_joins_equal_blocks() -> None:

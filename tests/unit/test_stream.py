@@ -25,7 +25,7 @@ from ls_strategy.inference.fill import open_weights
 from ls_strategy.inference.storage import DeviceBuffers, StoredBlocks
 from ls_strategy.inference.stream import stream_blocks
 from ls_strategy.layout import TensorPart
-from ls_strategy.tiers.file_io import DirectFile, DriveError
+from ls_strategy.tiers.file_io import DirectFile, NVMeError
 from ls_strategy.tiers.link import Link
 from tests.bench.stream_inference import Case, build, config, generated, limited
 from tests.unit.checkpoint_folders import write_folder
@@ -507,11 +507,11 @@ def test_a_drive_that_fails_is_an_error_and_the_next_forward_reads_again(drive, 
     def fail(self, view, offset):
         left[0] -= 1
         if left[0] == 0:
-            raise DriveError(5, "Input/output error", "drive")
+            raise NVMeError(5, "Input/output error", "drive")
         move(self, view, offset)
 
     monkeypatch.setattr(DirectFile, "read", fail)
-    with pytest.raises(DriveError):
+    with pytest.raises(NVMeError):
         repeat(model, 3)
     assert model.blocks[0].up.weight.isnan().all()
     for _ in range(2):
@@ -945,7 +945,7 @@ def test_blocks_come_to_a_gpu(tier, prefetch, drive):
     for _ in range(5):
         assert torch.equal(run(model, TOKENS.cuda()), expected)
     taken = torch.cuda.memory_allocated()
-    assert taken < 0.8 * handle.resting_nbytes + handle.buffers_nbytes
+    assert taken < 0.8 * handle.stored_nbytes + handle.buffers_nbytes
     handle.restore()
     assert torch.equal(run(model, TOKENS.cuda()), expected)
 
@@ -972,7 +972,7 @@ def test_quantised_models_are_streamed(wanted, drive):
     Quantizer(resident, wanted).apply(resident)
     model = copy.deepcopy(resident)
     handle = stream_blocks(model, **drive)
-    assert handle.resting_nbytes < size / {"int8": 3.5, "int4": 6}[wanted]
+    assert handle.stored_nbytes < size / {"int8": 3.5, "int4": 6}[wanted]
     tokens = torch.arange(10).view(2, 5)
     for _ in range(2):
         assert torch.equal(run(model, tokens), run(resident, tokens))

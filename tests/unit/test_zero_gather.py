@@ -150,7 +150,7 @@ def test_finish_all_leaves_nothing_due() -> None:
     model = sharded(2, dtype=BF16)
     model.gatherer.publish(model.flats, lazily=True)
     model.gatherer.finish_all()
-    assert not any(flat.publish_due or flat.hidden or flat.is_on_its_way for flat in model.flats)
+    assert not any(flat.publish_due or flat.hidden or flat.is_arriving for flat in model.flats)
 
 
 def test_hooks_after_a_step_at_stage_3_find_released_parameters() -> None:

@@ -106,4 +106,4 @@ def test_a_failed_update_is_raised_and_weights_are_refused(monkeypatch: pytest.M
     with pytest.raises(OSError, match="lost"):
         take(engine)
     with pytest.raises(StateError, match=r"OSError: lost.*do not belong to one step"):
-        engine.check_whole()
+        engine.check_complete()

@@ -26,7 +26,7 @@ def threads_end() -> Iterator[None]:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "DRIVE_CHUNK", 4096)
+    monkeypatch.setattr(storage, "NVME_CHUNK", 4096)
 
 
 def on_shelf(dtype: torch.dtype = torch.float32) -> tuple[StateStorage, ShelfTier]:
@@ -35,9 +35,9 @@ def on_shelf(dtype: torch.dtype = torch.float32) -> tuple[StateStorage, ShelfTie
 
 
 def test_chunks_end_at_multiples() -> None:
-    assert list(chunks(5, storage.DRIVE_CHUNK + 3)) == [
-        (5, storage.DRIVE_CHUNK),
-        (storage.DRIVE_CHUNK, storage.DRIVE_CHUNK + 3),
+    assert list(chunks(5, storage.NVME_CHUNK + 3)) == [
+        (5, storage.NVME_CHUNK),
+        (storage.NVME_CHUNK, storage.NVME_CHUNK + 3),
     ]
     assert list(chunks(5, 5)) == []
 

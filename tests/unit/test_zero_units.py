@@ -174,5 +174,5 @@ def test_operations_that_have_failed_are_not_waited_for(layer: nn.Linear) -> Non
     flat.start_gather()
     flat.updated_early = flat.publish_due = True
     flat.give_up()
-    assert not flat.is_on_its_way
+    assert not flat.is_arriving
     assert not flat.updated_early

@@ -59,7 +59,7 @@ def test_chunks_give_the_bits_of_one_pass(
     stage: int, moments: str, shelves: list[ShelfTier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also with a parameter in the middle that is not stepped."""
-    monkeypatch.setattr(storage, "DRIVE_CHUNK", 256)
+    monkeypatch.setattr(storage, "NVME_CHUNK", 256)
     model, other = PartlyUsed(), PartlyUsed()
     other.load_state_dict(model.state_dict())
     kinds = OffloadConfig(optimizer="nvme", parameters="nvme" if stage == 3 else None)
@@ -77,7 +77,7 @@ def test_an_update_of_resident_states_is_one_job() -> None:
 def test_an_update_of_other_states_is_a_job_per_chunk(
     shelves: list[ShelfTier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage, "DRIVE_CHUNK", 256)
+    monkeypatch.setattr(storage, "NVME_CHUNK", 256)
     model = network()
     update = update_of(engine_with(model, "nvme"))
     assert len(update.jobs()) == -(-update.flat.stepped_numel // 256)
