@@ -267,8 +267,8 @@ class Averages:
 
         The sum runs over chunks of `NVME_CHUNK` elements, so that the result is bitwise the same on every tier.
         """
-        if self._flat.updated_early:
-            self._flat.wait_updated()
+        if self._flat.updated_early or self.gone:
+            self._flat.wait_updated()  # the update sums while it runs, and may run on after the step
         if not self.hold_values:
             return torch.zeros(2, dtype=torch.float64)
         if (self.gone or self.on_nvme) and self.recorded_sums is not None:
