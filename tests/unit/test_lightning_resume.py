@@ -12,12 +12,17 @@ from torch import nn
 from ls_strategy.checkpoint.random import random_states
 from ls_strategy.errors import StateError
 from ls_strategy.lightning import resume as resume_module
+from ls_strategy.lightning.precision import ZeROPrecision
 from ls_strategy.lightning.resume import Resume
 
 
-def strategy(module: Any = None, *, optimizers: Any = ()) -> Any:
+def strategy(module: Any = None, *, optimizers: Any = (), precision: Any = "32-true") -> Any:
     return SimpleNamespace(
-        lightning_module=module, engine=None, optimizers=list(optimizers), on_all_ranks=lambda work: work()
+        lightning_module=module,
+        engine=None,
+        optimizers=list(optimizers),
+        on_all_ranks=lambda work: work(),
+        zero_precision=lambda: ZeROPrecision(precision),
     )
 
 
@@ -75,6 +80,12 @@ def test_an_iterator_in_the_middle_of_an_epoch_draws_as_before() -> None:
 def test_a_plain_module_is_loaded_at_once() -> None:
     module, other = nn.Linear(2, 1), nn.Linear(2, 1)
     Resume(strategy(module)).load_weights(other.state_dict(), strict=True)
+    assert torch.equal(module.weight, other.weight)
+
+
+def test_a_plain_module_of_a_run_in_fp64_takes_all_bits() -> None:
+    module, other = nn.Linear(2, 1), nn.Linear(2, 1, dtype=torch.float64)
+    Resume(strategy(module, precision="64-true")).load_weights(other.state_dict(), strict=True)
     assert torch.equal(module.weight, other.weight)
 
 
