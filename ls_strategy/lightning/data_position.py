@@ -13,12 +13,20 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from ls_strategy._compat import training_loaders
 
@@ -92,12 +100,14 @@ def _order_is_known(loader: Any) -> bool:
     """Whether the batches of an epoch are determined by the number of the epoch."""
     if hasattr(loader, "load_state_dict") or not isinstance(loader, DataLoader):
         return False
+    if isinstance(loader.dataset, IterableDataset):  # its sampler says nothing, and it may have no length
+        return False
     batch_sampler: Any = loader.batch_sampler
     if not isinstance(batch_sampler, BatchSampler) or type(batch_sampler).__iter__ is not BatchSampler.__iter__:
         return False
     sampler = batch_sampler.sampler
     below = getattr(getattr(sampler, "dataset", None), "_sampler", sampler)  # the sampler that Lightning has wrapped
-    return isinstance(loader, Sized) and len(loader) > 0 and not isinstance(below, _RANDOM)
+    return not isinstance(below, _RANDOM) and sized_len(loader) not in (None, 0)
 
 
 def _convert(trainer: pl.Trainer, loader: Any, saved: dict[str, Any], *, no_more: bool) -> None:
