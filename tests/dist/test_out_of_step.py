@@ -320,7 +320,6 @@ def test_a_rank_that_has_ended_is_named(rank: int, world_size: int) -> None:
         module.state_dict()
 
 
-@pytest.mark.slow
 @on_ranks(2)
 def test_code_on_one_rank_at_the_end_of_a_run(rank: int, world_size: int) -> None:
     class ReadsAtTheEnd(Net):
@@ -329,9 +328,7 @@ def test_code_on_one_rank_at_the_end_of_a_run(rank: int, world_size: int) -> Non
                 self.state_dict()
 
     error, _, _ = run(ReadsAtTheEnd(), stage=3)
-    if rank == 0:
-        assert isinstance(error, OutOfStepError)
-        assert "rank 1 is in no collective (after the run, " in str(error)
-        assert "on_train_end" in str(error)
-    else:
-        time.sleep(5 * AFTER_S)
+    assert isinstance(error, OutOfStepError)
+    assert "none can continue" in str(error)
+    assert "on_train_end" in str(error)
+    assert "in barrier" in str(error)
