@@ -1,14 +1,22 @@
-"""A tier for tests of the registry."""
+"""What unit tests share: engines that end with their test, and a tier for tests of the registry."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from ls_strategy.tiers import TIERS, TierKind
 from ls_strategy.tiers.base import Sizes
-from tests.unit.one_rank import ShelfTier
+from tests.unit.one_rank import ShelfTier, close_engines
+
+
+@pytest.fixture(autouse=True)
+def no_engine_left() -> Iterator[None]:
+    """Close the engines of `one_rank`, whose threads would run on."""
+    yield
+    close_engines()
 
 
 @pytest.fixture

@@ -55,6 +55,12 @@ def engine_on(
 _OPEN: list[Engine] = []
 
 
+def small(**options: Any) -> tuple[nn.Module, Engine]:
+    """Return a model and its engine, which refers to the model weakly."""
+    model = network()
+    return model, engine_on(model, [adamw(model.parameters())], **options)
+
+
 def close_engines() -> None:
     """End the threads of all engines."""
     while _OPEN:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,19 +9,7 @@ from torch import Tensor, nn
 from ls_strategy.config import LossScaleConfig
 from ls_strategy.engine import Engine
 from ls_strategy.errors import PlanError, StateError
-from tests.unit.one_rank import adamw, backward, close_engines, engine_on, network, steps, weights
-
-
-@pytest.fixture(autouse=True)
-def threads_end() -> Iterator[None]:
-    yield
-    close_engines()
-
-
-def small(**options: Any) -> tuple[nn.Module, Engine]:
-    """Return a model and its engine, which refers to the model weakly."""
-    model = network()
-    return model, engine_on(model, [adamw(model.parameters())], **options)
+from tests.unit.one_rank import backward, engine_on, network, small, steps, weights
 
 
 def plain(count: int) -> list[Tensor]:

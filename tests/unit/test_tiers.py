@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, get_args
 
 import pytest
@@ -16,12 +15,6 @@ from ls_strategy.tiers.base import ResidentTier
 from tests.unit.one_rank import ShelfTier, adamw, close_engines, engine_on, network, steps
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def threads_end() -> Iterator[None]:
-    yield
-    close_engines()
 
 
 def trained(stage: int, offload: Any) -> list[Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,15 +17,9 @@ from ls_strategy.precision import resolve_precision
 from ls_strategy.zero.assembly import Draft
 from ls_strategy.zero.share import Share
 from ls_strategy.zero_stages import POLICIES
-from tests.unit.one_rank import adamw, close_engines, engine_on, network, steps, weights
+from tests.unit.one_rank import adamw, engine_on, network, steps, weights
 
 MESH = Mesh.data_only(Comm(None, None))
-
-
-@pytest.fixture(autouse=True)
-def threads_end() -> Iterator[None]:
-    yield
-    close_engines()
 
 
 def draft_of(model: nn.Module, *optimizers: torch.optim.Optimizer, stage: Any = 1, **groups: Any) -> Draft:

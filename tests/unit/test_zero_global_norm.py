@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,15 +11,9 @@ from torch import Tensor, nn
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.engine import Engine
 from ls_strategy.zero.global_norm import any_overflow, clip_factor, clip_value_, global_norm, scale_
-from tests.unit.one_rank import adamw, backward, close_engines, engine_on, network
+from tests.unit.one_rank import adamw, backward, engine_on, network
 
 ALONE = Comm(None, None)
-
-
-@pytest.fixture(autouse=True)
-def threads_end() -> Iterator[None]:
-    yield
-    close_engines()
 
 
 def with_gradients(offload: str | None) -> tuple[Engine, list[Tensor], nn.Module]:

@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from ls_strategy.config import OffloadConfig, PrecisionConfig
 from ls_strategy.engine import Engine
 from ls_strategy.errors import PlanError
 from ls_strategy.zero.offload import states_by_tier
-from tests.unit.one_rank import ShelfTier, adamw, close_engines, engine_on, network, steps
-
-
-@pytest.fixture(autouse=True)
-def threads_end() -> Iterator[None]:
-    yield
-    close_engines()
-
-
-def small(**options: Any) -> tuple[nn.Module, Engine]:
-    model = network()
-    return model, engine_on(model, [adamw(model.parameters())], **options)
+from tests.unit.one_rank import ShelfTier, engine_on, network, small, steps
 
 
 def names_by_tier(engine: Engine) -> dict[str, set[str]]:

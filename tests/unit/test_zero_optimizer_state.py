@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,13 +10,7 @@ from torch import Tensor, nn
 
 from ls_strategy.errors import StateError
 from ls_strategy.zero.optimizer_state import OptimizerStates
-from tests.unit.one_rank import ShelfTier, adamw, close_engines, engine_on, network, steps
-
-
-@pytest.fixture(autouse=True)
-def threads_end() -> Iterator[None]:
-    yield
-    close_engines()
+from tests.unit.one_rank import ShelfTier, adamw, engine_on, network, steps
 
 
 def plain(count: int = 2) -> dict[str, Any]:

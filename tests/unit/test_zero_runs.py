@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import nn
 
 from ls_strategy.zero.optimizer_state import ELEMENTWISE, OptimizerStates
 from ls_strategy.zero.runs import Runs
-from tests.unit.one_rank import close_engines, engine_on, steps
+from tests.unit.one_rank import engine_on, steps
 
 NAMES = "abcde"
-
-
-@pytest.fixture(autouse=True)
-def threads_end() -> Iterator[None]:
-    yield
-    close_engines()
 
 
 class Five(nn.Module):

@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from ls_strategy.config import OffloadConfig, ShardingConfig
 from ls_strategy.engine import Engine
 from ls_strategy.errors import StateError
-from tests.unit.one_rank import adamw, backward, close_engines, engine_on, network, steps, weights
+from tests.unit.one_rank import adamw, backward, engine_on, network, small, steps, weights
 
 INLINE = ShardingConfig(min_unit_numel=1, overlap_step=False)
-
-
-@pytest.fixture(autouse=True)
-def threads_end() -> Iterator[None]:
-    yield
-    close_engines()
-
-
-def small(**options: Any) -> tuple[nn.Module, Engine]:
-    model = network()
-    return model, engine_on(model, [adamw(model.parameters())], **options)
 
 
 def take(engine: Engine) -> None:

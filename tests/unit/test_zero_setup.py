@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,13 +10,7 @@ from torch import Tensor, nn
 
 from ls_strategy.config import PrecisionConfig
 from ls_strategy.zero.setup import broadcast_buffers
-from tests.unit.one_rank import close_engines, engine_on
-
-
-@pytest.fixture(autouse=True)
-def threads_end() -> Iterator[None]:
-    yield
-    close_engines()
+from tests.unit.one_rank import engine_on
 
 
 class Normed(nn.Module):

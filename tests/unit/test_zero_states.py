@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -13,15 +11,9 @@ from ls_strategy.tiers.base import ResidentTier
 from ls_strategy.zero import storage
 from ls_strategy.zero.states import FlatStates, moment_sizes
 from ls_strategy.zero.storage import StateStorage, chunks
-from tests.unit.one_rank import ShelfTier, adamw, close_engines, engine_on, network
+from tests.unit.one_rank import ShelfTier, adamw, engine_on, network
 
 NUMEL = 20_000
-
-
-@pytest.fixture(autouse=True)
-def threads_end() -> Iterator[None]:
-    yield
-    close_engines()
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import nn
@@ -13,13 +11,7 @@ from ls_strategy.errors import PlanError, StateError
 from ls_strategy.zero import regroup
 from ls_strategy.zero.parameters import unnoticed
 from ls_strategy.zero.phase import Phase
-from tests.unit.one_rank import adamw, backward, close_engines, engine_on, network, steps, weights
-
-
-@pytest.fixture(autouse=True)
-def threads_end() -> Iterator[None]:
-    yield
-    close_engines()
+from tests.unit.one_rank import adamw, backward, engine_on, network, steps, weights
 
 
 def take(engine: Engine, index: int = 0) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,13 +13,7 @@ from ls_strategy.config import OffloadConfig, PrecisionConfig
 from ls_strategy.engine import Engine
 from ls_strategy.zero import storage
 from ls_strategy.zero.update import CopyOut, Update, UpdatePart
-from tests.unit.one_rank import ShelfTier, adamw, backward, close_engines, engine_on, network, steps
-
-
-@pytest.fixture(autouse=True)
-def threads_end() -> Iterator[None]:
-    yield
-    close_engines()
+from tests.unit.one_rank import ShelfTier, adamw, backward, engine_on, network, steps
 
 
 class PartlyUsed(nn.Module):
