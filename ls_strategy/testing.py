@@ -73,6 +73,7 @@ class RankTimeoutError(TimeoutError):
         self.missing = list(missing)
 
 
+# More than 60 lines because of its docstring: this is what users' tests call.
 def spawn(
     fn: Callable[..., T],
     world_size: int,
