@@ -33,17 +33,20 @@ from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.layout import TensorPart
 from ls_strategy.loss_scale import LossScaler
 from ls_strategy.precision import PrecisionPolicy
-from ls_strategy.zero import memory, regroup, setup, weights
-from ls_strategy.zero.assembly import Draft
-from ls_strategy.zero.copies import PlainCopies
-from ls_strategy.zero.hooks import UnitHooks
-from ls_strategy.zero.one_step import require_one_step
-from ls_strategy.zero.parameters import unbind_home
-from ls_strategy.zero.phase import OptimizerStep
-from ls_strategy.zero.share import Share
-from ls_strategy.zero.step import Stepper
-from ls_strategy.zero.units import Flat
-from ls_strategy.zero.unstepped import Unstepped
+from ls_strategy.zero import memory
+from ls_strategy.zero.flat.parameters import unbind_home
+from ls_strategy.zero.flat.units import Flat
+from ls_strategy.zero.passes.hooks import UnitHooks
+from ls_strategy.zero.setup import weights
+from ls_strategy.zero.setup.assembly import Draft
+from ls_strategy.zero.setup.shard import broadcast_buffers, fp32_boundaries, shard
+from ls_strategy.zero.setup.share import Share
+from ls_strategy.zero.step import regroup
+from ls_strategy.zero.step.one_step import require_one_step
+from ls_strategy.zero.step.phase import OptimizerStep
+from ls_strategy.zero.step.stepper import Stepper
+from ls_strategy.zero.user_code.copies import PlainCopies
+from ls_strategy.zero.user_code.unstepped import Unstepped
 from ls_strategy.zero_stages import POLICIES
 
 _HOLDERS: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
@@ -108,7 +111,7 @@ class Engine:
         if previous is not None:
             previous.detach()
         held = {} if previous is None else {id(p): f for f in previous.flats for p in f.params}
-        sharded = setup.shard(draft, optimizers, mesh, device, held)
+        sharded = shard(draft, optimizers, mesh, device, held)
         self.plan, self.units, self.offload = sharded.plan, sharded.units, sharded.offload
         self.on_demand, self.gatherer, self.reducer = sharded.on_demand, sharded.gatherer, sharded.reducer
         scaler = LossScaler(loss_scale or LossScaleConfig()) if precision.loss_scaling else None
@@ -119,7 +122,7 @@ class Engine:
         self._unstepped = Unstepped([] if mesh.shape.kinds else self.flats, comm, lambda: self.gradients.local)
         self.reducer.reset()
         self.hooks = UnitHooks(self.units, self.gatherer, self.reducer, sharded=self.policy.parameters)
-        self._boundaries = setup.fp32_boundaries(draft)
+        self._boundaries = fp32_boundaries(draft)
         self._broadcast_buffers_next = True
         self._copies = PlainCopies(model, self.flats)
 
@@ -254,7 +257,7 @@ class Engine:
         self.on_demand.write_back()
         self.gatherer.fetch_root()
         if self._broadcast_buffers_next:
-            setup.broadcast_buffers(self.model, self.comm)
+            broadcast_buffers(self.model, self.comm)
         self._broadcast_buffers_next = sync_buffers_after
 
     def end_forward(self) -> None:

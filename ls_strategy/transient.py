@@ -1,6 +1,6 @@
 """Hooks and methods that this package attaches to user objects and that copies must not have.
 
-`ls_strategy.zero.copies` removes them from copies and pickles.
+`ls_strategy.zero.user_code.copies` removes them from copies and pickles.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from ls_strategy.checkpoint.reshard import Entry, Source
 from ls_strategy.checkpoint.save import Save, run
 from ls_strategy.errors import CheckpointError
 from ls_strategy.tiers.link import host_empty
-from ls_strategy.zero.units import Flat
+from ls_strategy.zero.flat.units import Flat
 
 _log = logging.getLogger(__name__)
 

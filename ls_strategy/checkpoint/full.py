@@ -18,11 +18,11 @@ from ls_strategy._compat import persistent_buffer_names
 from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.errors import StateError
 from ls_strategy.transient import Transient
+from ls_strategy.zero.flat.parameters import unnoticed
+from ls_strategy.zero.flat.units import Flat, Unit, places_of
 from ls_strategy.zero.lazy import parts_of
-from ls_strategy.zero.on_demand import OnDemandGather
-from ls_strategy.zero.parameters import unnoticed
 from ls_strategy.zero.parts import full_of, part_of
-from ls_strategy.zero.units import Flat, Unit, places_of
+from ls_strategy.zero.user_code.on_demand import OnDemandGather
 
 
 def full_state_dict(

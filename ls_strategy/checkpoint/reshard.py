@@ -23,8 +23,8 @@ from ls_strategy._compat import tree_iter
 from ls_strategy.checkpoint.files import Path, RankFile, Reader, read_box, read_range
 from ls_strategy.errors import CheckpointError
 from ls_strategy.layout import Box, flat_range_to_boxes
+from ls_strategy.zero.flat.units import Flat, Unit, places_of
 from ls_strategy.zero.lazy import READ_CHUNK, LazyTensor
-from ls_strategy.zero.units import Flat, Unit, places_of
 
 
 @dataclass(eq=False)

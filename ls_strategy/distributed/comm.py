@@ -347,6 +347,16 @@ class Comm:
                 dist.all_reduce(values, op=op, group=self.control)
         return values
 
+    def reduce_numbers(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+        """All-reduce a few numbers and return them, in place if the back end reduces on the device. Collective."""
+        if not self.native:
+            return self.agree(value, op)
+        if self.world_size > 1:  # on the device: the host does not wait
+            self.traffic.count("control", value)
+            with self.blocking("all_reduce", "control"):
+                dist.all_reduce(value, op=op, group=self.group)
+        return value
+
     def exchange_objects(self, value: Any) -> list[Any]:
         """Return every rank's ``value``, in rank order. Pickled: for set-up and checkpoints, not for training steps."""
         if self.world_size == 1:

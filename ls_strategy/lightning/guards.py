@@ -32,7 +32,7 @@ from ls_strategy.engine import Engine
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.lightning.precision import ZeROPrecision
 from ls_strategy.transient import Method
-from ls_strategy.zero.parameters import unnoticed
+from ls_strategy.zero.flat.parameters import unnoticed
 from ls_strategy.zero_stages import POLICIES
 
 _BEFORE_STEP = ("on_after_backward", "on_before_optimizer_step")

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from ls_strategy._compat import replace_experiments, tree_iter
 from ls_strategy.transient import Transient
-from ls_strategy.zero.parameters import Present
-from ls_strategy.zero.sharded_gradient import as_plain
+from ls_strategy.zero.flat.parameters import Present
+from ls_strategy.zero.user_code.sharded_gradient import as_plain
 
 _WATCHED: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
 """Modules that rank 0 watches, and the handles of our hooks."""

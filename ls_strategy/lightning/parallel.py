@@ -40,8 +40,8 @@ from ls_strategy.parallel.dtensor import has_dtensors, localize, parallelize
 from ls_strategy.parallel.plans import resolve_tensor_plan
 from ls_strategy.parallel.tensor import apply_tensor_parallel, broadcast_values
 from ls_strategy.parallel.ulysses import apply_sequence_parallel
-from ls_strategy.zero.agreement import agree
-from ls_strategy.zero.share import Share
+from ls_strategy.zero.setup.agreement import agree
+from ls_strategy.zero.setup.share import Share
 
 _CHECKED_FIRST = 8
 _CHECKED_EVERY = 100

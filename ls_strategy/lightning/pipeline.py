@@ -48,7 +48,7 @@ from ls_strategy.parallel.pipeline.timeline import Span, TimelineRecorder
 from ls_strategy.parallel.pipeline.trace import observe, stand_in
 from ls_strategy.parallel.pipeline.transfer import SideLoss
 from ls_strategy.parallel.random import draw, generator_of, hash64, position, set_state
-from ls_strategy.zero.share import Share
+from ls_strategy.zero.setup.share import Share
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 

@@ -18,7 +18,7 @@ from ls_strategy._compat import is_mock_optimizer, run_step_pre_hooks, unwrap_op
 from ls_strategy.checked import checked
 from ls_strategy.errors import ConfigError, PlanError
 from ls_strategy.precision import PRECISIONS, PrecisionPolicy, resolve_precision
-from ls_strategy.zero.elementwise import ONE_PASS
+from ls_strategy.zero.step.elementwise import ONE_PASS
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

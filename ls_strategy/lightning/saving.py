@@ -24,7 +24,7 @@ from ls_strategy.checkpoint.target import check_replaceable
 from ls_strategy.errors import CheckpointError
 from ls_strategy.lightning import checkpoints, data_position
 from ls_strategy.lightning.checkpoints import Collection
-from ls_strategy.zero.parameters import unnoticed
+from ls_strategy.zero.flat.parameters import unnoticed
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

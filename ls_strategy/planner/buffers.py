@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from ls_strategy.config import ActivationOffloadConfig
 from ls_strategy.plan import FlatPlan, Plan
-from ls_strategy.zero import reduce
+from ls_strategy.zero.passes import reduce
 
 
 @dataclass(frozen=True, kw_only=True)

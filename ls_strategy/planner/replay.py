@@ -14,7 +14,7 @@ from ls_strategy.config import TierName
 from ls_strategy.plan import FlatPlan, Plan
 from ls_strategy.planner.buffers import Setting, SimulatedFlat, SimulatedLedger, SimulatedReducer, SimulatedUnit
 from ls_strategy.planner.trace import Event, Trace
-from ls_strategy.zero.gather import Gatherer
+from ls_strategy.zero.passes.gather import Gatherer
 
 _STEPS = 2
 """Steps that are replayed. In the second one, everything that the first one allocated exists."""

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ls_strategy._compat import copy_of_optimizer, fake_tensors, tree_map
 from ls_strategy.precision import PrecisionPolicy
-from ls_strategy.zero.materialize import fp32_modules
+from ls_strategy.zero.setup.materialize import fp32_modules
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from ls_strategy.config import ZeROConfig
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.plan import MOMENT_BYTES, Plan
 from ls_strategy.precision import PrecisionPolicy
-from ls_strategy.zero.assembly import Draft
-from ls_strategy.zero.elementwise import copy_of
-from ls_strategy.zero.kernels import kernel_for
-from ls_strategy.zero.share import Share
+from ls_strategy.zero.setup.assembly import Draft
+from ls_strategy.zero.setup.share import Share
+from ls_strategy.zero.step.elementwise import copy_of
+from ls_strategy.zero.step.kernels import kernel_for
 from ls_strategy.zero_stages import POLICIES
 
 _PROBED = 64

@@ -22,10 +22,10 @@ from ls_strategy.errors import PlanError
 from ls_strategy.planner.live import StorageWatch
 from ls_strategy.planner.simulated import simulated_batch
 from ls_strategy.precision import PrecisionPolicy
-from ls_strategy.zero.hooks import UnitHooks
-from ls_strategy.zero.materialize import Fp32Boundary, fp32_modules
-from ls_strategy.zero.partition import UnitSpec
-from ls_strategy.zero.units import Unit
+from ls_strategy.zero.flat.units import Unit
+from ls_strategy.zero.passes.hooks import UnitHooks
+from ls_strategy.zero.setup.materialize import Fp32Boundary, fp32_modules
+from ls_strategy.zero.setup.partition import UnitSpec
 
 Kind = Literal["bytes", "saved", "fetch", "refetch", "release", "grad", "begin", "end_forward", "end_backward"]
 

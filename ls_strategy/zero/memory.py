@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from ls_strategy.distributed.comm import BufferPool
-from ls_strategy.zero.parameters import grad_of
-from ls_strategy.zero.phase import OptimizerStep
-from ls_strategy.zero.units import Flat
+from ls_strategy.zero.flat.parameters import grad_of
+from ls_strategy.zero.flat.units import Flat
+from ls_strategy.zero.step.phase import OptimizerStep
 
 
 def memory_bytes(

@@ -42,7 +42,8 @@ from ls_strategy.autoload import ALIASES
 from ls_strategy.config import nested
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.tiers import link
-from ls_strategy.zero import averages, offload, units, update
+from ls_strategy.zero.flat import averages, units
+from ls_strategy.zero.step import offload, update
 from recipes.gpt.model import GPTModule, OptimConfig, SampleConfig
 from recipes.gpt.network import GPTConfig
 from tests.bench import record

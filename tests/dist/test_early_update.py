@@ -18,7 +18,7 @@ from ls_strategy.errors import RankFailedError, StateError
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.ops.norm import sum_of_squares
 from ls_strategy.tiers.stream import Stream
-from ls_strategy.zero import kernels, update
+from ls_strategy.zero.step import kernels, update
 from tests.dist.ranks import Net, assert_close, assert_equal, batches, fit, on_ranks, weights
 
 

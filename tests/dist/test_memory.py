@@ -20,8 +20,8 @@ import pytest
 from torch import Tensor
 
 from ls_strategy.testing import spawn
-from ls_strategy.zero import reduce
-from ls_strategy.zero.parameters import unnoticed
+from ls_strategy.zero.flat.parameters import unnoticed
+from ls_strategy.zero.passes import reduce
 from tests.dist.models import VOCABULARY, Case, Net, loader, quiet, trainer_of
 
 WIDTH, BLOCKS = 192, 10

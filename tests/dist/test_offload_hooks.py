@@ -20,7 +20,8 @@ from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.tiers import stream
 from ls_strategy.tiers.nvme import NVMeTier
 from ls_strategy.tiers.stream import Ticket
-from ls_strategy.zero import averages, buffer, kernels
+from ls_strategy.zero.flat import averages, buffer
+from ls_strategy.zero.step import kernels
 from tests.dist.ranks import WIDTH, Block, Net, assert_equal, batches, fit, on_ranks, trainer_of, weights
 
 TIERS = {

@@ -25,7 +25,7 @@ from ls_strategy.planner.step import first_batch, training_step
 from ls_strategy.planner.traffic import traffic
 from ls_strategy.precision import resolve_precision
 from ls_strategy.testing import spawn
-from ls_strategy.zero import reduce
+from ls_strategy.zero.passes import reduce
 from tests.dist.models import Case, PrivateNet, loader, quiet, trainer_of
 from tests.dist.test_planner import Begin
 from tests.live_bytes import LiveBytes

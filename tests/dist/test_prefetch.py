@@ -14,7 +14,7 @@ from ls_strategy.config import nested
 from ls_strategy.distributed.comm import Comm, PendingGather
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
-from ls_strategy.zero.units import Flat
+from ls_strategy.zero.flat.units import Flat
 from tests.dist.ranks import WIDTH, Block, Net, fit, on_ranks
 
 BLOCKS, STEPS = 5, 3

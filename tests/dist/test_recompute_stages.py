@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ls_strategy.config import ActivationOffloadConfig, RecomputeConfig, nested
 from ls_strategy.lightning.strategy import ZeROStrategy
-from ls_strategy.zero.units import Flat
+from ls_strategy.zero.flat.units import Flat
 from tests.dist.ranks import on_ranks
 
 pytestmark = pytest.mark.dist

@@ -16,7 +16,7 @@ from ls_strategy import PlanError
 from ls_strategy.config import TierConfig
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
-from ls_strategy.zero import weights as by_memory
+from ls_strategy.zero.setup import weights as by_memory
 from tests.dist.models import Case, Net, Result, loader, quiet, run_all, same_bits, trainer_of
 
 NORM: dict[str, Any] = {"clip": "norm", "clip_at": 0.05}

@@ -11,11 +11,11 @@ from ls_strategy.config import ZeroStage
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.layout import FlatLayout
 from ls_strategy.plan import FROZEN, FlatPlan
-from ls_strategy.zero.gather import Gatherer
-from ls_strategy.zero.hooks import UnitHooks
-from ls_strategy.zero.on_demand import OnDemandGather
-from ls_strategy.zero.reduce import Reducer
-from ls_strategy.zero.units import Flat, Unit
+from ls_strategy.zero.flat.units import Flat, Unit
+from ls_strategy.zero.passes.gather import Gatherer
+from ls_strategy.zero.passes.hooks import UnitHooks
+from ls_strategy.zero.passes.reduce import Reducer
+from ls_strategy.zero.user_code.on_demand import OnDemandGather
 from ls_strategy.zero_stages import POLICIES
 
 WIDTH = 3

@@ -19,9 +19,9 @@ QUESTIONS = {
     "1F1B": "parallel/pipeline/schedules.py",
     "re-cut": "checkpoint/reshard.py",
     "new tier": "tiers/__init__.py",
-    "norm becomes global": "zero/global_norm.py",
+    "norm becomes global": "zero/step/global_norm.py",
     "aliases": "autoload.py",
-    "AdamW's fast path": "zero/kernels.py",
+    "AdamW's fast path": "zero/step/kernels.py",
     "expert reduces": "distributed/mesh.py",
 }
 

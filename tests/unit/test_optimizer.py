@@ -17,9 +17,9 @@ from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.layout import FlatLayout
 from ls_strategy.plan import FlatPlan
-from ls_strategy.zero.elementwise import require_elementwise
-from ls_strategy.zero.optimizer import OwnStep, ShardedOptimizer
-from ls_strategy.zero.units import Flat
+from ls_strategy.zero.flat.units import Flat
+from ls_strategy.zero.step.elementwise import require_elementwise
+from ls_strategy.zero.step.optimizer import OwnStep, ShardedOptimizer
 from ls_strategy.zero_stages import POLICIES
 
 SHAPES = ((5, 7), (3,), (), (16, 16), (0,), (1, 1), (2, 3, 4), (33,))

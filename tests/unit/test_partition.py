@@ -7,7 +7,7 @@ from torch import nn
 
 from ls_strategy.errors import PlanError
 from ls_strategy.moe.layer import MoE
-from ls_strategy.zero.partition import partition
+from ls_strategy.zero.setup.partition import partition
 
 
 class Block(nn.Module):

@@ -19,7 +19,7 @@ from ls_strategy.distributed.mesh import MeshShape
 from ls_strategy.layout import ALIGN, FlatLayout, weighted_bounds
 from ls_strategy.planner.states import ModelStates
 from ls_strategy.precision import resolve_precision
-from ls_strategy.zero import weights as weighing
+from ls_strategy.zero.setup import weights as weighing
 
 WEIGHTS = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=9).map(lambda w: tuple(map(Fraction, w)))
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ls_strategy.errors import StateError
-from ls_strategy.zero.sharded_gradient import (
+from ls_strategy.zero.user_code.sharded_gradient import (
     ShardedGradient,
     as_plain,
     forget,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ls_strategy.tiers.link import DONE, Link, host_empty
-from ls_strategy.zero.where_to_step import StepSpeed, measure
+from ls_strategy.zero.step.where_to_step import StepSpeed, measure
 
 CPU = torch.device("cpu")
 
@@ -37,7 +37,7 @@ def test_the_device_has_to_be_faster_than_the_noise() -> None:
 
 
 def test_both_ways_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ls_strategy.zero.where_to_step._NUMEL", 1 << 12)
+    monkeypatch.setattr("ls_strategy.zero.step.where_to_step._NUMEL", 1 << 12)
     speed = measure(CPU, Link(CPU))
     assert min(speed.cpu, speed.device) > 0
     assert "billion parameters per second by the CPU" in str(speed)

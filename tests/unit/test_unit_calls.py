@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ls_strategy.zero.units import Unit
+from ls_strategy.zero.flat.units import Unit
 
 
 def unit() -> Unit:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ls_strategy.errors import PlanError
-from ls_strategy.zero.agreement import agree, owners_of
+from ls_strategy.zero.setup.agreement import agree, owners_of
 
 ROWS = [("a.weight", (3, 4), "torch.float32"), ("a.bias", (3,), "torch.float32")]
 

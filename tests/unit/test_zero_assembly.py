@@ -14,8 +14,8 @@ from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.errors import PlanError
 from ls_strategy.plan import FROZEN
 from ls_strategy.precision import resolve_precision
-from ls_strategy.zero.assembly import Draft
-from ls_strategy.zero.share import Share
+from ls_strategy.zero.setup.assembly import Draft
+from ls_strategy.zero.setup.share import Share
 from ls_strategy.zero_stages import POLICIES
 from tests.unit.one_rank import adamw, engine_on, network, steps, weights
 

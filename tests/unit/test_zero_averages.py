@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ls_strategy.errors import StateError
-from ls_strategy.zero.units import Flat
+from ls_strategy.zero.flat.units import Flat
 from tests.unit.flat_buffers import flat_of
 
 BF16 = torch.bfloat16

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ls_strategy.errors import StateError
-from ls_strategy.zero.copies import PlainCopies
+from ls_strategy.zero.user_code.copies import PlainCopies
 from tests.unit.flat_buffers import Net, Sharded, sharded
 
 

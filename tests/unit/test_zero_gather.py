@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ls_strategy.zero.parameters import Absent, Present
-from ls_strategy.zero.units import Flat
+from ls_strategy.zero.flat.parameters import Absent, Present
+from ls_strategy.zero.flat.units import Flat
 from tests.unit.flat_buffers import Sharded, sharded
 
 BF16 = torch.bfloat16

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from ls_strategy.errors import StateError
-from ls_strategy.zero.given import Given
-from ls_strategy.zero.units import Flat
+from ls_strategy.zero.flat.units import Flat
+from ls_strategy.zero.user_code.given import Given
 from tests.unit.flat_buffers import sharded
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.engine import Engine
-from ls_strategy.zero.global_norm import any_overflow, clip_factor, clip_value_, global_norm, scale_
+from ls_strategy.zero.step.global_norm import any_overflow, clip_factor, clip_value_, global_norm, scale_
 from tests.unit.one_rank import adamw, backward, engine_on, network
 
 ALONE = Comm(None, None)

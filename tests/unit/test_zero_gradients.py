@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ls_strategy.errors import StateError
-from ls_strategy.zero.gradients import KEPT, Gradients
-from ls_strategy.zero.parameters import grad_of
-from ls_strategy.zero.sharded_gradient import ShardedGradient
+from ls_strategy.zero.flat.parameters import grad_of
+from ls_strategy.zero.user_code.gradients import KEPT, Gradients
+from ls_strategy.zero.user_code.sharded_gradient import ShardedGradient
 from tests.unit.flat_buffers import Sharded, sharded
 
 X = torch.tensor([[0.5, -1.0, 2.0]])

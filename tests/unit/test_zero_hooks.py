@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ls_strategy.zero.hooks import _tensors
-from ls_strategy.zero.parameters import grad_of
+from ls_strategy.zero.flat.parameters import grad_of
+from ls_strategy.zero.passes.hooks import _tensors
 from tests.unit.flat_buffers import Sharded, sharded
 
 X = torch.tensor([[0.5, -1.0, 2.0]])

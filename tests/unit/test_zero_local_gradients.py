@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ls_strategy.zero.parameters import grad_of, set_grad
-from ls_strategy.zero.units import Flat
+from ls_strategy.zero.flat.parameters import grad_of, set_grad
+from ls_strategy.zero.flat.units import Flat
 from tests.unit.flat_buffers import flat_of
 
 BF16 = torch.bfloat16

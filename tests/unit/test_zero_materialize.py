@@ -10,7 +10,7 @@ from ls_strategy.distributed.comm import Comm
 from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.errors import PlanError
 from ls_strategy.layout import TensorPart
-from ls_strategy.zero.materialize import Fp32Boundary, Materializer, fp32_modules, place_buffers
+from ls_strategy.zero.setup.materialize import Fp32Boundary, Materializer, fp32_modules, place_buffers
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ import torch
 from ls_strategy.config import OffloadConfig, PrecisionConfig
 from ls_strategy.engine import Engine
 from ls_strategy.errors import PlanError
-from ls_strategy.zero.offload import states_by_tier
+from ls_strategy.zero.step.offload import states_by_tier
 from tests.unit.one_rank import ShelfTier, engine_on, network, small, steps
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ls_strategy.errors import StateError
-from ls_strategy.zero.on_demand import KEPT
+from ls_strategy.zero.user_code.on_demand import KEPT
 from tests.unit.flat_buffers import Sharded, sharded
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ls_strategy.errors import StateError
-from ls_strategy.zero.optimizer_state import OptimizerStates
+from ls_strategy.zero.step.optimizer_state import OptimizerStates
 from tests.unit.one_rank import ShelfTier, adamw, engine_on, network, steps
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ls_strategy.errors import StateError
-from ls_strategy.zero.parameters import Absent, Present, grad_of, home_of, set_grad, unbind_home, unnoticed
+from ls_strategy.zero.flat.parameters import Absent, Present, grad_of, home_of, set_grad, unbind_home, unnoticed
 from tests.unit.flat_buffers import Sharded, flat_of, sharded
 
 

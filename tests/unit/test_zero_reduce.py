@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ls_strategy.errors import StateError
-from ls_strategy.zero.parameters import grad_of
-from ls_strategy.zero.units import Flat
+from ls_strategy.zero.flat.parameters import grad_of
+from ls_strategy.zero.flat.units import Flat
 from tests.unit.flat_buffers import Sharded, sharded
 
 X = torch.tensor([[0.5, -1.0, 2.0]])

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from ls_strategy.zero.optimizer_state import ELEMENTWISE, OptimizerStates
-from ls_strategy.zero.runs import Runs
+from ls_strategy.zero.step.optimizer_state import ELEMENTWISE, OptimizerStates
+from ls_strategy.zero.step.runs import Runs
 from tests.unit.one_rank import engine_on, steps
 
 NAMES = "abcde"

@@ -8,9 +8,9 @@ import torch
 from ls_strategy.config import MomentFormat, PrecisionConfig
 from ls_strategy.ops.moments import BLOCK
 from ls_strategy.tiers.base import ResidentTier
-from ls_strategy.zero import storage
-from ls_strategy.zero.states import FlatStates, moment_sizes
-from ls_strategy.zero.storage import StateStorage, chunks
+from ls_strategy.zero.flat import storage
+from ls_strategy.zero.flat.storage import StateStorage, chunks
+from ls_strategy.zero.step.states import FlatStates, moment_sizes
 from tests.unit.one_rank import ShelfTier, adamw, engine_on, network
 
 NUMEL = 20_000

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from ls_strategy.errors import StateError
-from ls_strategy.zero.parameters import Absent, Present, unnoticed, values_of
-from ls_strategy.zero.units import Flat, places_of
+from ls_strategy.zero.flat.parameters import Absent, Present, unnoticed, values_of
+from ls_strategy.zero.flat.units import Flat, places_of
 from tests.unit.flat_buffers import flat_of, sharded
 
 BF16 = torch.bfloat16

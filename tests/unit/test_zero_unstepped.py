@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ls_strategy.distributed.comm import Comm
-from ls_strategy.zero.parameters import set_grad
-from ls_strategy.zero.units import Flat
-from ls_strategy.zero.unstepped import Unstepped
+from ls_strategy.zero.flat.parameters import set_grad
+from ls_strategy.zero.flat.units import Flat
+from ls_strategy.zero.user_code.unstepped import Unstepped
 from tests.unit.flat_buffers import flat_of
 
 

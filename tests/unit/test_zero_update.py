@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ls_strategy.config import OffloadConfig, PrecisionConfig
 from ls_strategy.engine import Engine
-from ls_strategy.zero import storage
-from ls_strategy.zero.update import CopyOut, Update, UpdatePart
+from ls_strategy.zero.flat import storage
+from ls_strategy.zero.step.update import CopyOut, Update, UpdatePart
 from tests.unit.one_rank import ShelfTier, adamw, backward, engine_on, network, steps
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ls_strategy.errors import StateError
-from ls_strategy.zero.units import Flat
-from ls_strategy.zero.writes import bits, take_elements
+from ls_strategy.zero.flat.units import Flat
+from ls_strategy.zero.flat.writes import bits, take_elements
 from tests.unit.flat_buffers import Sharded, flat_of, sharded
 
 BF16 = torch.bfloat16

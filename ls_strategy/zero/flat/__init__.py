@@ -1,0 +1,1 @@
+"""Flat buffers: the memory of parameters, gradients and masters, and who may write to it."""

@@ -1,0 +1,328 @@
+"""Averaged gradients of one flat buffer, and the tier that stores them between backward and step.
+
+On the device and in host memory they are a tensor. On the NVMe tier they are written once per micro-batch, and the sum
+of squares is computed from the data before the write. If the update follows at once, they are not written.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ls_strategy import spans
+from ls_strategy.distributed.comm import PendingReduce
+from ls_strategy.errors import StateError
+from ls_strategy.ops.norm import sum_of_squares
+from ls_strategy.zero.flat.buffer import FlatBuffer
+from ls_strategy.zero.flat.storage import chunks
+
+
+class Averages:
+    """Averaged gradients of the range that this rank steps (stage 0: of the full buffer, in place)."""
+
+    # More than 20 public members: every one of reducer, norm, clipping, user gradients and update reads or changes the
+    # averages in a way of its own, and this is the one place that knows their tier, dtype and scale.
+
+    def __init__(self, flat: FlatBuffer) -> None:
+        """Begin without averages."""
+        self._flat = flat
+        self.in_place = not flat.policy.optimizer
+        """Whether the averages are in ``flat.local``, and the step reads ``p.grad``, as under DDP (stage 0)."""
+
+        self.values: Tensor | None = None
+        """The averages, ``(stepped,)``; None on the NVMe tier and before the first reduction."""
+
+        self.hold_values = False
+        """Whether a gradient was averaged since the last `zero_grad`. If not, ``values`` are outdated."""
+
+        self.folds_factors = False
+        """Whether a fused update steps this buffer: it applies loss scale and clip factor, and reads 16 bit."""
+
+        self.recorded_sums: Tensor | None = None
+        """Sum of squares and number of non-finite elements of averages no longer in memory, ``(2,)`` fp64."""
+
+        self.gone = False
+        """Whether an update has taken the averages before its step."""
+
+        self.generation = 0
+        """Number of changes by the engine, without those by user code."""
+
+        self.edited = False
+        """Whether they were clipped or changed by user code since they were averaged; the same on all ranks."""
+
+        self.landing: Future[None] | None = None
+        """A copy to host memory in flight."""
+
+        self._in_update: Tensor | None = None
+        self._scale = 1.0
+
+    @property
+    def scale(self) -> float:
+        """Return the factor in the gradients: the loss scale of their backward pass, or 1 once it was undone.
+
+        Readers multiply by `unscale`. Before gradients of another scale are added, these are converted to it.
+        """
+        return self._flat.local.scale if self.in_place else self._scale
+
+    @scale.setter
+    def scale(self, scale: float) -> None:
+        if self.in_place:
+            self._flat.local.scale = scale
+        else:
+            self._scale = scale
+
+    @property
+    def unscale(self) -> float:
+        """Return the factor that readers still have to apply."""
+        return 1.0 / self.scale
+
+    def forget(self) -> None:
+        """Discard the averages so far."""
+        self.hold_values = self.gone = self.edited = False
+        self.scale = 1.0
+
+    def tensor(self) -> Tensor:
+        """Return the averages of the range that this rank steps, ``(stepped,)``. Stage 0: ``flat.local.buffer``.
+
+        fp32, or 16 bit if that is exact and only the update reads them (see `land`).
+        """
+        if self.in_place:
+            self._flat.local.allocate(self._flat.average_dtype)
+            assert self._flat.local.buffer is not None
+            return self._flat.local.buffer
+        self.wait()
+        if self.values is None:
+            self.values = self._new(self._flat.average_dtype)
+        return self.values
+
+    def in_memory(self) -> Tensor:
+        """Return the averages as `tensor` does, without waiting for `landing`."""
+        return self.tensor() if self.values is None else self.values
+
+    def _new(self, dtype: torch.dtype) -> Tensor:
+        numel = self._flat.stepped_numel
+        if self._flat.gradient_tier != "device":
+            return self._flat.storage.ring.take(numel, dtype, torch.device("cpu"))
+        return torch.zeros(numel, dtype=dtype, device=self._flat.full.device)
+
+    def owned(self) -> Tensor:
+        """Return the averages of this rank's shard, ``(shard,)``, at every stage. Norms are sums over it."""
+        reduced = self.tensor()
+        return reduced[slice(*self._flat.owned)] if self.in_place else reduced
+
+    def gather(self, out: Tensor | None = None) -> Tensor:
+        """Gather the averages of all ranks, times their loss scale, ``(numel,)``. Collective."""
+        flat = self._flat
+        if not self.hold_values:
+            return torch.zeros_like(flat.full, dtype=flat.average_dtype) if out is None else out.zero_()
+        mine = partial(flat.storage.read_into, "grad") if self.on_nvme else self.owned()
+        return flat.gather_shards(flat.average_dtype, mine, out)
+
+    @property
+    def on_nvme(self) -> bool:
+        """Whether the averages are on the NVMe tier."""
+        return not self._flat.storage.is_resident("grad") and self.values is None
+
+    def land(self, reducing: PendingReduce, *, exact_16_bit: bool, stay_in_memory: bool = False) -> None:
+        """Add the result of a reduce-scatter to the averages on their tier. Their scale becomes that of ``local``.
+
+        Args:
+            reducing: the reduce-scatter, in flight or done.
+            exact_16_bit: keep 16-bit gradients of a single rank in 16 bit until a second micro-batch comes: the
+                average of one value is the value.
+            stay_in_memory: do not write to the NVMe tier, because the update follows at once. If it does not, call
+                `spill`.
+        """
+        flat = self._flat
+        if self.values is not None or self.on_nvme:
+            flat.wait_updated()  # it may still read the old averages
+        accumulate = self.hold_values
+        self.recorded_sums = None
+        self.generation += 1
+        self.hold_values, self.gone = True, False
+        factor = flat.local.scale / self._scale  # convert the old averages to the new scale
+        self._scale = flat.local.scale
+        if self.on_nvme and (accumulate or not stay_in_memory):
+            self._land_on_nvme(reducing, factor, accumulate=accumulate)
+            return
+        self.wait()
+        arrived = flat.average_dtype if flat.local.buffer is None else flat.local.buffer.dtype
+        narrow = exact_16_bit and self.folds_factors and flat.comm.world_size == 1 and arrived.itemsize == 2
+        wanted = arrived if narrow and not accumulate else flat.average_dtype
+        if self.values is None:
+            self.values = self._new(wanted)
+        elif accumulate or narrow:
+            self._convert(wanted, keep=accumulate)
+        if accumulate:
+            _multiply_(self.values, factor)
+        if self.values.device == flat.full.device:
+            reducing.finish(self.values, accumulate=accumulate)
+        else:
+            self._land_on_host(reducing, self.values, accumulate=accumulate)
+
+    def _land_on_nvme(self, reducing: PendingReduce, factor: float, *, accumulate: bool) -> None:
+        flat = self._flat
+        mine = flat.comm.pool.take(flat.stepped_numel, flat.average_dtype, flat.full.device)
+        if accumulate:
+            with self._waiting():
+                flat.storage.read_into("grad", mine)
+            _multiply_(mine, factor)
+        reducing.finish(mine, accumulate=accumulate)
+        self._to_nvme(mine)
+        flat.comm.pool.give([mine])
+
+    def widen(self) -> None:
+        """Convert averages in 16 bit to full precision."""
+        self._convert(self._flat.average_dtype, keep=True)
+
+    def _convert(self, dtype: torch.dtype, *, keep: bool) -> None:
+        """Replace ``values`` by a tensor of ``dtype``. ``keep``: copy the values."""
+        if self.values is None or self.values.dtype == dtype:
+            return
+        before, self.values = self.values, self._new(dtype)
+        if keep:
+            self.values.copy_(before)
+        if self._flat.gradient_tier != "device":
+            self._flat.storage.ring.give([before])
+
+    def _land_on_host(self, reducing: PendingReduce, out: Tensor, *, accumulate: bool) -> None:
+        """Sum on the device, in the order and precision of a run without offload, then copy in the background."""
+        mine = self._flat.comm.pool.take(out.numel(), out.dtype, self._flat.full.device)
+        if accumulate:
+            self._flat.storage.link.to_device(mine, out).wait_on_device()
+        reducing.finish(mine, accumulate=accumulate)
+        arrival = self._flat.storage.link.to_host(out, mine)
+
+        def land() -> None:
+            arrival.wait_on_host()
+            self._flat.comm.pool.give([mine])
+
+        self.landing = self._flat.storage.in_background(land)
+
+    def spill(self) -> None:
+        """Write averages that `land` left in memory to the NVMe tier."""
+        if not self._flat.storage.is_resident("grad") and self.values is not None:
+            self.wait()
+            mine, self.values = self.values, None
+            self._to_nvme(mine)
+            self._flat.storage.ring.give([mine])
+
+    def _to_nvme(self, mine: Tensor) -> None:
+        """Compute the sum of squares, and write to the NVMe tier."""
+        self.recorded_sums = torch.zeros(2, dtype=torch.float64)
+        for start, stop in chunks(0, mine.numel()):
+            part = mine[start:stop]
+            self.recorded_sums += sum_of_squares(part, unscale=self.unscale).cpu()
+            with self._waiting():
+                self._flat.storage.put("grad", part.float(), start)
+
+    def require_here(self) -> None:
+        """Raise a StateError if an update has taken the averages."""
+        if self.gone:
+            raise StateError(
+                f"the gradients in the buffer of {self._flat.name!r} were freed: their update began while backward "
+                "ran. Read them before the step, in on_before_optimizer_step, or set sharding.overlap_step=False on "
+                "the strategy."
+            )
+
+    def undo_scale(self) -> None:
+        """Divide by the scale, in place."""
+        if self.scale != 1.0:
+            self.change_unscaled(lambda _: None)
+
+    def change_unscaled(self, edit: Callable[[Tensor], Any]) -> None:
+        """Divide by the scale, then call `change`."""
+        factor = self.unscale
+        self.scale = 1.0  # first: sums of squares are taken of what is written
+
+        def both(grads: Tensor) -> None:
+            _multiply_(grads, factor)
+            edit(grads)
+
+        self.change(both)
+
+    def change(self, edit: Callable[[Tensor], Any]) -> None:
+        """Change the averages in place on any tier, without regard to their scale."""
+        self.generation += 1
+        if not self.on_nvme:
+            edit(self.tensor())
+            return
+        self.recorded_sums = torch.zeros(2, dtype=torch.float64)
+        for lo, hi in chunks(0, self._flat.stepped_numel):
+            lease = self._flat.storage.get("grad", lo, hi)
+            part = lease.wait()
+            edit(part)
+            self.recorded_sums += sum_of_squares(part, unscale=self.unscale)
+            self._flat.storage.put("grad", lease, lo)
+
+    def sums(self) -> Tensor:
+        """Return sum of squares and number of non-finite elements of this rank's averages, ``(2,)`` fp64.
+
+        The sum runs over chunks of `NVME_CHUNK` elements, so that the result is bitwise the same on every tier.
+        """
+        if self._flat.updated_early or self.gone:
+            self._flat.wait_updated()  # the update sums while it runs, and may run on after the step
+        if not self.hold_values:
+            return torch.zeros(2, dtype=torch.float64)
+        if (self.gone or self.on_nvme) and self.recorded_sums is not None:
+            return self.recorded_sums
+        self.require_here()
+        grads = self.owned()
+        total = torch.zeros(2, dtype=torch.float64, device=grads.device)
+        for lo, hi in chunks(0, grads.numel()):
+            total += sum_of_squares(grads[lo:hi], unscale=self.unscale)
+        return total
+
+    def zero(self, start: int = 0, stop: int | None = None) -> None:
+        """Set a range of the averages to zero, if there are any."""
+        self._flat.wait_updated()
+        self.wait()
+        if self.in_place:
+            if self._flat.local.buffer is not None:
+                self._flat.local.buffer[start:stop].zero_()
+        elif self.values is not None:
+            self.values[start:stop].zero_()
+        elif self.on_nvme and self.hold_values:
+            stop = self._flat.stepped_numel if stop is None else stop
+            self._flat.storage.write("grad", start, torch.zeros(stop - start))
+            self.change(lambda _: None)  # recomputes the sums
+
+    def wait(self) -> None:
+        """Wait until the averages have reached their tier."""
+        if self.landing is not None:
+            with spans.waiting(spans.COPY), self._waiting():
+                self.landing.result()
+            self.landing = None
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Count the time inside as waiting for gradients in flight to or from their tier."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._flat.waited_s += time.perf_counter() - started
+
+    def hand_to_update(self) -> None:
+        """Give the averages to an update in flight; backward fills new ones. `reclaim` ends it."""
+        self.gone = True
+        if self.values is not None:
+            self._in_update, self.values = self.values, None
+
+    def reclaim(self) -> None:
+        """Return the buffer of a finished update to its pool."""
+        if self._in_update is not None:
+            self._flat.storage.ring.give([self._in_update])
+            self._in_update = None
+
+
+def _multiply_(grads: Tensor, factor: float) -> None:
+    if factor != 1.0:
+        grads.mul_(factor)

@@ -1,0 +1,251 @@
+"""The states of a flat buffer: layout, tiers and master weights, see `ls_strategy.zero.flat.units`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ls_strategy.config import TierName
+from ls_strategy.distributed.axis import Axis
+from ls_strategy.distributed.comm import Comm, PendingGather
+from ls_strategy.layout import Piece
+from ls_strategy.plan import FlatPlan
+from ls_strategy.tiers.link import Arrival
+from ls_strategy.tiers.stream import Ticket
+from ls_strategy.zero.flat.local_gradients import LocalGradients, slot_views
+from ls_strategy.zero.flat.storage import StateStorage
+from ls_strategy.zero_stages import StagePolicy
+
+
+class Holding(Protocol):
+    """A save in the background that still has to read the states of a flat buffer."""
+
+    def release(self) -> None:
+        """Copy what was not read yet, and return when the states may change."""
+
+
+class FlatBuffer:
+    """Layout, tiers and master weights of a flat buffer. `ls_strategy.zero.flat.units.Flat` adds the parameters."""
+
+    # More than 20 public members: half of them are constants of the plan, which all parts of a step read.
+
+    hold: Holding | None = None
+    """A save in flight that still has to read the states."""
+
+    gathered_on_demand = False
+    """Stage 3: gathered because a parameter was used outside the unit's own module."""
+
+    full: Tensor
+    """The parameters, ``(numel,)``, on the device. At stage 3 it has memory only while gathered."""
+
+    views: list[Tensor]
+    """One view of ``full`` per parameter."""
+
+    master: Tensor
+    """This rank's master weights, ``(stepped,)``; a placeholder on the NVMe tier."""
+
+    shard: Tensor | None = None
+    """Stage 3: this rank's shard of the parameters in memory, if it is stored in addition to the masters."""
+
+    updating: Ticket | None = None
+    """The update of this buffer's states that is in flight."""
+
+    arriving: Arrival | None = None
+    """New parameters in flight to the device."""
+
+    updated_early = False
+    """Whether the current backward pass has already updated this buffer."""
+
+    publish_due = False
+    """Whether new weights still have to be sent to the other ranks."""
+
+    _refresh_due = False
+    """Whether the masters are newer than this rank's shard of the parameters."""
+
+    waited_s = 0.0
+    """Seconds that the training thread has waited for updates and for gradients to reach their tier."""
+
+    reading: Future[Arrival] | None = None
+    """This rank's shard of the parameters, in flight from its tier."""
+
+    is_gathered = True
+    """Whether the parameters point at ``full``."""
+
+    gathering: PendingGather | None = None
+    """The all-gather into ``full`` in flight."""
+
+    hidden = False
+    """Stages 0 to 2: new values are in flight, and any use of a parameter waits for them."""
+
+    users = 0
+    """Operations in progress that use the gathered parameters."""
+
+    local: LocalGradients
+    """This rank's own gradients."""
+
+    average_dtype: torch.dtype
+    """Dtype of averaged gradients."""
+
+    def __init__(
+        self,
+        plan: FlatPlan,
+        params: list[nn.Parameter],
+        *,
+        policy: StagePolicy,
+        comm: Comm,
+        storage: StateStorage | None = None,
+        axis: Axis | None = None,
+    ) -> None:
+        """Record the arguments; `Flat.load` allocates the buffers.
+
+        Args:
+            plan: layout, dtypes and tiers.
+            params: parameters in the order of the layout's slots.
+            policy: which states are sharded.
+            comm: ranks over which they are sharded.
+            storage: the states' storage on the tiers; without it everything is on the device.
+            axis: tensor- or expert-parallel ranks, which hold other parts or copies of the parameters.
+        """
+        layout = plan.layout
+        self.plan = plan
+        self.name = layout.slots[0].name if layout.slots else ""
+        """Name of the first parameter."""
+        self.optimizer_tier: TierName = plan.optimizer_tier
+        """Tier of masters and optimizer states."""
+        self.param_tier: TierName = plan.param_tier
+        """Stage 3: tier of this rank's shard of the parameters."""
+        self.gradient_tier: TierName = plan.gradient_tier
+        """Tier of averaged gradients between backward and step."""
+        self.has_own_shard = plan.has_own_shard(policy)
+        """Stage 3: whether that shard is stored in addition to the masters."""
+        self.storage = storage or StateStorage()
+        self.layout = layout
+        self.dtype = plan.dtype
+        self.master_dtype = plan.master_dtype
+        self.params = params
+        self.optimizer_index = plan.optimizer
+        self.policy = policy
+        self.comm = comm
+        self.axis = axis or Axis("tensor")
+        self.trainable = plan.trainable
+        self.owned = layout.shard_range(comm.rank)
+        """Range of the buffer whose gradients this rank averages and, from stage 1 on, steps."""
+        self.stepped = self.owned if policy.optimizer else (0, layout.numel)
+        self.stepped_numel = self.stepped[1] - self.stepped[0]
+        """Number of elements in ``stepped``."""
+        self.pieces: tuple[Piece, ...] = layout.pieces(*self.stepped)
+
+    @property
+    def counted(self) -> bool:
+        """Whether this rank counts these parameters in norms and saves them.
+
+        It is the first rank that holds them, along its axis and over the pipeline stages.
+        """
+        return self.axis.rank % self.plan.copies == 0 and not self.plan.replica
+
+    def split(self, buffer: Tensor) -> list[Tensor]:
+        """Return one view per parameter of a buffer with this layout."""
+        return slot_views(self.layout, buffer)
+
+    # masters ---------------------------------------------------------------------------------------------------------
+
+    def read_master(self) -> Tensor:
+        """Return this rank's master weights, ``(stepped,)``: the tensor itself, or a copy from the NVMe tier."""
+        self.wait_updated()
+        return self.master if self.storage.is_resident("master") else self.storage.read("master")
+
+    def master_range(self, start: int, stop: int) -> Tensor:
+        """Return elements ``[start, stop)`` of this rank's master weights: a view, or a copy from the NVMe tier.
+
+        Any thread may call this while no update is in flight.
+        """
+        if self.storage.is_resident("master"):
+            return self.master.detach()[start:stop]
+        out = torch.empty(stop - start, dtype=self.master_dtype)
+        self.storage.read_into("master", out, start)
+        return out
+
+    def before_change(self) -> None:
+        """Let a save in flight copy masters and optimizer states that are about to change."""
+        hold = self.hold
+        if hold is not None:
+            hold.release()
+
+    def write_master(self, start: int, values: Tensor) -> None:
+        """Replace master weights from element ``start`` of this rank's range on. `refresh` updates the parameters."""
+        self.wait_updated()
+        self.before_change()
+        if self.storage.is_resident("master"):
+            self.master.detach()[start : start + values.numel()].copy_(values)
+        else:
+            self.storage.write("master", start, values.to(self.master_dtype))
+
+    def full_master(self) -> Tensor:
+        """Return the master weights of all ranks, ``(numel,)``; read-only at stage 0. Collective."""
+        mine = self.read_master()
+        if not self.policy.optimizer:
+            return mine
+        return self.gather_shards(mine.dtype, mine)
+
+    def gather_shards(
+        self, dtype: torch.dtype, mine: Tensor | Callable[[Tensor], Any], out: Tensor | None = None
+    ) -> Tensor:
+        """Gather values with this buffer's layout from the shards of all ranks, ``(numel,)``. Collective.
+
+        ``mine`` is this rank's shard, or a function that writes it into the tensor that it gets.
+        """
+        full = torch.zeros(self.layout.numel, dtype=dtype, device=self.full.device) if out is None else out
+        shard = full[slice(*self.owned)]
+        if isinstance(mine, Tensor):
+            shard.copy_(mine)
+        else:
+            mine(shard)
+        self.comm.all_gather(full, self.name, self.layout.sizes).wait()
+        return full
+
+    def require_refresh(self, due: bool = True) -> None:
+        """Set whether the next gather copies the masters to this rank's shard of the parameters first."""
+        self._refresh_due = due
+
+    def refresh_if_due(self) -> None:
+        """Call `refresh` if `require_refresh` asked for it."""
+        if self._refresh_due:
+            self._refresh_due = False
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Copy this rank's masters to its shard of the parameters. Not collective."""
+        if self.master_is_slice or (self.policy.parameters and not self.has_own_shard):
+            return
+        mine = self.read_master()
+        if self.shard is not None:
+            self.shard.copy_(mine)
+        elif self.policy.parameters:
+            self.storage.write("param", 0, mine.to(self.dtype))
+        else:
+            self.full[slice(*self.stepped)].copy_(mine)
+
+    @property
+    def master_is_slice(self) -> bool:
+        """Whether the masters are a slice of ``full``, so that no copy into it is needed."""
+        return self.master.untyped_storage().data_ptr() == self.full.untyped_storage().data_ptr() != 0
+
+    def wait_updated(self) -> None:
+        """Wait for the update in flight, if any, that reads or writes this buffer's states."""
+        if self.updating is not None:
+            started = time.perf_counter()
+            self.updating.wait()
+            self.updating = None
+            self.waited_s += time.perf_counter() - started
+            self._on_updated()
+        if self.arriving is not None:
+            self.arriving.wait_on_device()
+            self.arriving = None
+
+    def _on_updated(self) -> None:
+        """Handle the end of an update of these states."""

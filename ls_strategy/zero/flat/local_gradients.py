@@ -1,0 +1,258 @@
+"""This rank's own gradients of one flat buffer, from autograd until they are averaged over ranks.
+
+Stages 0 and 1 keep them in ``p.grad``, which are views of the buffer. Stages 2 and 3 take the buffer from a pool for
+the backward pass, and return it when it was sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ls_strategy._compat import storage_key
+from ls_strategy.distributed.comm import BufferPool, PendingGather, PendingReduce
+from ls_strategy.layout import FlatLayout
+from ls_strategy.zero.flat.parameters import grad_of, set_grad
+from ls_strategy.zero_stages import StagePolicy
+
+
+def slot_views(layout: FlatLayout, buffer: Tensor) -> list[Tensor]:
+    """Return one view per parameter of a buffer with this layout."""
+    return [buffer[s.offset : s.end].view(s.shape) for s in layout.slots]
+
+
+class LocalGradients:
+    """The buffer of this rank's gradients, and the state of each of them."""
+
+    # More than 20 public members: the attributes are the state that reducer, averages and user gradients share.
+
+    def __init__(
+        self,
+        params: list[nn.Parameter],
+        layout: FlatLayout,
+        *,
+        policy: StagePolicy,
+        pool: BufferPool,
+        device: torch.device,
+        average_dtype: torch.dtype,
+    ) -> None:
+        """Begin without gradients of ``params``, which are in the order of the layout's slots."""
+        self._params = params
+        self._layout = layout
+        self._policy = policy
+        self._pool = pool
+        self._device = device
+        self._average_dtype = average_dtype
+        self.scale = 1.0
+        """Factor in the gradients: the loss scale of their backward pass. See `Averages.scale`."""
+        self.buffer: Tensor | None = None
+        """The gradients, ``(numel,)``."""
+        self.views: list[Tensor] = []
+        """One view of the buffer per parameter."""
+        self.reducing: PendingReduce | None = None
+        self.gathering: PendingGather | None = None
+        """Stage 0: the all-gather of averages into the buffer in flight."""
+        self._adopted: dict[int, Tensor] = {}
+        """Stage 0: tensors that user code assigned to ``p.grad``, by parameter; they use the memory of the slot."""
+        self.forget()
+
+    def forget(self) -> None:
+        """Record that no parameter has a gradient."""
+        count = len(self._params)
+        self.filled = [False] * count
+        """Stages 2 and 3: which slots of the buffer hold a gradient."""
+        self.sent_mask = [False] * count
+        """Stages 0 and 1: which parameters had a gradient when the buffer was sent."""
+        self.mask = [False] * count
+        """Which parameters got a gradient on this rank since the last `zero_grad`."""
+        self.dirty = False
+        """Whether there are gradients that were not sent yet."""
+
+    def allocate(self, dtype: torch.dtype) -> None:
+        """Allocate the buffer if there is none, with zeros between the slots."""
+        if self.buffer is not None:
+            return
+        numel = self._layout.numel
+        if self._policy.gradients:
+            self.buffer = self._pool.take(numel, dtype, self._device)
+            for lo, hi in self._layout.gaps():
+                self.buffer[lo:hi].zero_()
+        else:
+            self.buffer = torch.zeros(numel, dtype=dtype, device=self._device)
+        self.views = slot_views(self._layout, self.buffer)
+
+    def take_held(self, scales: Mapping[int, float]) -> None:
+        """Take over gradients in ``p.grad`` from an earlier engine (stages 0 and 1). The step averages them again.
+
+        ``scales`` has the loss scale of each gradient, by ``id`` of the parameter.
+        """
+        grads = [grad_of(p) for p in self._params]
+        held = [(p, g) for p, g in zip(self._params, grads, strict=True) if g is not None]
+        if not held:
+            return
+        param, grad = held[0]
+        self.scale = scales[id(param)]
+        self.allocate(grad.dtype if self._policy.optimizer else self._average_dtype)
+        self.mask = [g is not None for g in grads]
+        for i, used in enumerate(self.mask):
+            if used:
+                self.take_replaced(i)
+        self.dirty = True
+
+    def rescale(self, scale: float) -> None:
+        """Multiply the gradients so far such that their loss scale is ``scale``, as that of the next ones."""
+        factor, self.scale = scale / self.scale, scale
+        if factor == 1.0:
+            return
+        filled = [view for view, has in zip(self.views, self.filled, strict=False) if has]
+        for grad in [*filled, *map(grad_of, self._params)]:
+            if grad is not None:
+                grad.detach().mul_(factor)
+
+    def has_others(self, than: int) -> bool:
+        """Whether this rank has gradients other than the one that parameter ``than`` has just got."""
+        others = any(grad_of(p) is not None for i, p in enumerate(self._params) if i != than)
+        added = bool(self.views) and grad_of(self._params[than]) is self.views[than]
+        return others or added or any(self.filled) or self.reducing is not None
+
+    # transient buffer, stages 2 and 3 --------------------------------------------------------------------------------
+
+    def add(self, index: int, grad: Tensor, dtype: torch.dtype) -> None:
+        """Move a gradient from ``p.grad`` to the buffer, of ``dtype`` if it is new."""
+        self.allocate(dtype)
+        view = self.views[index]
+        if self.filled[index]:
+            view.add_(grad)
+        else:
+            view.copy_(grad)
+            self.filled[index] = True
+        set_grad(self._params[index], None)
+
+    def fill_missing(self) -> None:
+        """Add late gradients to the buffer, and zero the slots without a gradient."""
+        for i, (param, view) in enumerate(zip(self._params, self.views, strict=True)):
+            late = grad_of(param)
+            if late is not None:
+                view.add_(late) if self.filled[i] else view.copy_(late)
+                set_grad(param, None)
+            elif not self.filled[i]:
+                view.zero_()
+        self.filled = [False] * len(self._params)
+
+    def free(self) -> None:
+        """Return the buffer to the pool."""
+        assert self.buffer is not None
+        self._pool.give([self.buffer])
+        self.buffer = None
+        self.views = []
+
+    # resident buffer, stages 0 and 1 ---------------------------------------------------------------------------------
+
+    def collect(self, index: int, grad: Tensor, dtype: torch.dtype) -> None:
+        """Copy ``p.grad`` to the buffer, of ``dtype`` if it is new, and make it a view of the slot."""
+        self.allocate(dtype)
+        view = self.views[index]
+        if grad is not view and not self._has_adopted(index, grad):
+            view.copy_(grad)
+            self.show(index)
+
+    def take_all_replaced(self) -> None:
+        """Copy every ``p.grad``, which user code may have changed, into its slot."""
+        for i, view in enumerate(self.views):
+            if self.take_replaced(i):
+                view.zero_()
+
+    def show_sent(self) -> None:
+        """Put the gradients back into ``p.grad``, and add those that came while they were in flight."""
+        for i, (param, view, held) in enumerate(zip(self._params, self.views, self.sent_mask, strict=True)):
+            late = grad_of(param)
+            if late is not None and late is not view:
+                view.add_(late) if held else view.copy_(late)
+                self.dirty = True
+            if held or late is not None:
+                self.show(i)
+
+    def show(self, index: int) -> None:
+        """Make the slot the parameter's ``grad``, which may be fp32 where the parameter is not.
+
+        Call it after autograd has produced the gradient: within one backward pass autograd accumulates (tied weights)
+        in the parameter's dtype, as at the stages that keep no ``p.grad``.
+        """
+        param, view = self._params[index], self.views[index]
+        if param.grad_dtype != view.dtype:  # type: ignore[attr-defined]
+            set_grad(param, None)
+            param.grad_dtype = view.dtype  # type: ignore[attr-defined]
+        set_grad(param, self._adopted.get(index, view))
+
+    def widen(self) -> None:
+        """Convert the buffer to fp32, to accumulate further micro-batches.
+
+        The first backward fills a buffer in the parameters' dtype, so only runs that accumulate allocate fp32.
+        """
+        if self.buffer is None or self.buffer.dtype == torch.float32:
+            return
+        self.give_back(list(self._adopted))
+        wide = self.buffer.float()
+        views = slot_views(self._layout, wide)
+        for p, old, new in zip(self._params, self.views, views, strict=True):
+            held = grad_of(p)
+            set_grad(p, None)
+            p.grad_dtype = torch.float32  # type: ignore[attr-defined]
+            if held is old:
+                set_grad(p, new)
+            elif held is not None:
+                set_grad(p, held.float())
+        self.buffer, self.views = wide, views
+
+    def take_replaced(self, index: int) -> bool:
+        """Copy a tensor that user code assigned to ``p.grad`` into its slot. Return whether ``p.grad`` is None.
+
+        At stage 0 the tensor stays ``p.grad``, as in plain torch, and uses the slot's memory until `give_back`.
+        """
+        grad, view = grad_of(self._params[index]), self.views[index]
+        self._restore_view(index)
+        if grad is None:
+            self.give_back([index])
+            return True
+        if grad is view or self._has_adopted(index, grad):
+            return False
+        view.copy_(grad)
+        if not self._policy.optimizer and self._can_adopt(grad, view):
+            grad.data = view
+            self._adopted[index] = grad
+        self.show(index)
+        return False
+
+    def _restore_view(self, index: int) -> None:
+        """Copy values back that user code has moved to other memory (``p.grad.data = other``)."""
+        assert self.buffer is not None
+        view, slot = self.views[index], self._layout.slots[index]
+        if view.numel() and view.data_ptr() != self.buffer.data_ptr() + slot.offset * self.buffer.element_size():
+            here = self.buffer[slot.offset : slot.end].view(slot.shape)
+            here.copy_(view)
+            view.data = here
+
+    def _has_adopted(self, index: int, grad: Tensor) -> bool:
+        """Whether ``grad`` uses the slot's memory. Another tensor that did gets memory of its own."""
+        adopted = self._adopted.get(index)
+        if adopted is None:
+            return False
+        if adopted is grad and grad.data_ptr() == self.views[index].data_ptr():
+            return True
+        self.give_back([index])
+        return False
+
+    @staticmethod
+    def _can_adopt(grad: Tensor, view: Tensor) -> bool:
+        """Whether ``grad`` can use the slot's memory: not if it is another slot's."""
+        same_kind = type(grad) is Tensor and grad.dtype == view.dtype and grad.device == view.device
+        return same_kind and not grad.requires_grad and storage_key(grad) != storage_key(view)
+
+    def give_back(self, indices: Iterable[int]) -> None:
+        """Move adopted tensors out of their slots, with their current values."""
+        for i in indices:
+            grad = self._adopted.pop(i, None)
+            if grad is not None and grad.data_ptr() == self.views[i].data_ptr():
+                grad.data = grad.detach().clone()

@@ -1,0 +1,239 @@
+"""Copy user code's writes to parameters into masters and shards: no write is lost, at any stage and tier.
+
+In-place changes count in a parameter's version, and ``p.data = other`` moves its memory. Code that has a view of the
+memory can write without either. So a buffer that may have been written to is compared bit by bit with this rank's
+masters or shard, and only elements that differ are taken: in 16 bit all others keep their fp32 master weights. Nothing
+is sent: all ranks run the same code, and each takes its own shard. Optimizer states do not change, as in plain torch.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor
+
+from ls_strategy._compat import storage_users, version_of
+from ls_strategy.errors import StateError
+from ls_strategy.zero.flat.buffer import FlatBuffer
+from ls_strategy.zero.flat.parameters import point, unnoticed, values_of
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class UserWrites:
+    """User code's views of the memory of one flat buffer, and its writes to the parameters."""
+
+    def __init__(self, flat: FlatBuffer) -> None:
+        """Begin without views. Call `record` once the parameters point at their slots."""
+        self._flat = flat
+        self.possible = False
+        """Whether user code has accessed the parameters' memory since `record`, so that versions may miss writes."""
+        self.detected = False
+        """Whether a write to a parameter was detected by version or address since the last step."""
+        self._versions: list[tuple[int, int]] = []
+        """Version and address of every parameter at the last `record`."""
+        self._data_views: dict[int, list[weakref.ref[Tensor]]] = {}
+        """Tensors that ``param.data`` returned, by parameter: views of its slot."""
+        self._outdated: list[tuple[weakref.ref[Tensor], int]] = []
+        """Those of them that have shown outdated values since the step, with their versions at that time."""
+        self._own_references = 0
+        """References to the memory of ``full`` while user code has no view of it."""
+        self._is_viewed = False
+        """Stage 3: whether user code has, or had, a view of a buffer that it gathered on demand."""
+        self._viewed_shard: Tensor | None = None
+        """Stage 3: a copy of this rank's shard of a released buffer that keeps its memory, because it is viewed."""
+
+    def record(self) -> None:
+        """Record versions and addresses, from which `take` detects later writes."""
+        with unnoticed():
+            self._versions = [(p._version, p.data_ptr()) for p in self._flat.params]
+        self.possible = False
+
+    # views -----------------------------------------------------------------------------------------------------------
+
+    def note_data_view(self, index: int, values: Tensor) -> None:
+        """Record a tensor that ``param.data`` returned."""
+        alive = [r for r in self._data_views.get(index, ()) if r() is not None]
+        self._data_views[index] = [*alive, weakref.ref(values)]
+
+    def _alive_data_views(self) -> list[tuple[weakref.ref[Tensor], Tensor]]:
+        every = [r for references in self._data_views.values() for r in references]
+        return [(r, values) for r in every if (values := r()) is not None]
+
+    @property
+    def has_data_views(self) -> bool:
+        """Whether a tensor that ``param.data`` returned is still alive."""
+        return bool(self._alive_data_views())
+
+    def mark_outdated(self) -> None:
+        """Record that the tensors which ``param.data`` returned do not show the current parameters."""
+        self._outdated = [(r, version_of(values)) for r, values in self._alive_data_views()]
+
+    def end_outdated(self) -> None:
+        """Record that they show the current parameters again, after taking writes."""
+        if self._outdated:
+            self.take()
+            self._outdated = []
+
+    def count_references(self, *, bound: bool) -> None:
+        """Count the references to the memory of ``full``. ``bound``: the parameters point at it."""
+        flat = self._flat
+        self._own_references = storage_users(flat.full) + (0 if bound else len(flat.params))
+
+    @property
+    def has_memory_views(self) -> bool:
+        """Whether user code has a view of ``full``. Only valid if the masters are not a slice of it."""
+        flat = self._flat
+        own = self._own_references if flat.is_gathered else self._own_references - len(flat.params)
+        return storage_users(flat.full) > own
+
+    # memory of a released buffer, stage 3 ----------------------------------------------------------------------------
+
+    def note_memory_views(self) -> None:
+        """Record whether user code has a view of a buffer that it gathered on demand."""
+        self._is_viewed |= self.has_memory_views
+
+    def begin_release(self) -> bool:
+        """Return whether the buffer has to keep its memory, because user code has a view of it."""
+        flat = self._flat
+        self._is_viewed = (flat.gathered_on_demand or self._is_viewed) and self.has_memory_views
+        if self._is_viewed:
+            self._viewed_shard = flat.full[slice(*flat.stepped)].clone()
+        return self._is_viewed
+
+    def begin_gather(self) -> None:
+        """Take writes to a buffer that kept its memory, before it is overwritten."""
+        self.take()
+        self._viewed_shard, self._outdated = None, []
+
+    def outdate_memory(self) -> None:
+        """Fill a released buffer that is viewed with NaN: the masters are newer."""
+        if self._viewed_shard is not None:
+            self._viewed_shard = None
+            self._flat.full.fill_(float("nan"))
+            self.mark_outdated()
+
+    def forget_memory(self) -> bool:
+        """Return whether a released buffer kept its memory for views that do not exist any more."""
+        flat = self._flat
+        if not self._is_viewed or flat.is_gathered or flat.gathering is not None or self.has_memory_views:
+            return False
+        self._viewed_shard, self._is_viewed = None, False
+        return True
+
+    # writes ----------------------------------------------------------------------------------------------------------
+
+    def take(self) -> bool:
+        """Take the writes to the parameters. Return whether this rank's shard may have changed. Not collective.
+
+        Raises:
+            StateError: ``p.data`` was set to a tensor of another shape or dtype; the write came while an update of the
+                same weights was running; or it went to a tensor that ``p.data`` returned before the last step.
+        """
+        flat = self._flat
+        if self._outdated:
+            self._check_outdated()
+        if self._viewed_shard is not None:
+            return self._take_viewed(self._viewed_shard)
+        if not flat.is_gathered or flat.hidden or flat.gathering is not None:
+            return False
+        with unnoticed():
+            moved = [i for i, p in enumerate(flat.params) if p.data_ptr() != self._versions[i][1]]
+            counted = any(p._version != version for p, (version, _) in zip(flat.params, self._versions, strict=True))
+        detected = bool(moved) or counted
+        if not (detected or self.possible):
+            return False
+        if flat.updated_early or flat.updating is not None:  # the masters are newer: comparing would show no write
+            if detected:
+                raise self._too_late()
+            return False
+        self.detected |= detected
+        for i in moved:
+            self._restore(i)
+        viewed = not flat.master_is_slice and self.has_memory_views
+        changed = detected if flat.master_is_slice else self._take_shard()
+        self.record()
+        self.possible = viewed  # such a view can be written to at any time
+        return changed
+
+    def _too_late(self) -> StateError:
+        return StateError(
+            f"a parameter in the buffer of {self._flat.name!r} was written to after its update had begun. Early and "
+            "delayed updates begin before the optimizer's step. Set sharding.overlap_step=False on the strategy, and "
+            "leave offload.delay_after out."
+        )
+
+    def _restore(self, i: int) -> None:
+        """Copy the values of a parameter that user code has moved to other memory into its slot."""
+        flat = self._flat
+        param, view = flat.params[i], flat.views[i]
+        values = values_of(param)
+        if values.shape != view.shape or values.dtype != view.dtype:
+            raise StateError(
+                f"{flat.layout.slots[i].name}.data was set to a {values.dtype} tensor of shape {tuple(values.shape)}, "
+                f"but while the strategy holds the parameter it stays {view.dtype} of shape {tuple(view.shape)}. "
+                "Change dtype and shape before the fit."
+            )
+        # Tensors that ``param.data`` returned keep the old values, as in plain torch.
+        for old in (r() for r in self._data_views.pop(i, ())):
+            if old is not None and old.data_ptr() == view.data_ptr() and old.shape == view.shape:
+                old.data = view.clone()
+        view.copy_(values)
+        with unnoticed():
+            point(param, view)
+
+    def _check_outdated(self) -> None:
+        for reference, version in self._outdated:
+            values = reference()
+            if values is not None and version_of(values) != version:
+                self._outdated = []
+                raise StateError(
+                    f"a view (p.data) of a parameter in the buffer of {self._flat.name!r} that was kept through a step "
+                    "was written to. At stage 3 and with offload it does not show the parameter any more. Read p.data "
+                    "again in every hook."
+                )
+
+    def _take_viewed(self, before: Tensor) -> bool:
+        """Take writes to a released buffer that user code has a view of."""
+        flat = self._flat
+        now = flat.full[slice(*flat.stepped)]
+        if not bool((bits(now) != bits(before)).any()):
+            return False
+        if flat.updated_early or flat.updating is not None:
+            raise self._too_late()
+        take_elements(flat, 0, now, before)
+        self._viewed_shard = now.clone()
+        self.detected = True
+        return True
+
+    def _take_shard(self) -> bool:
+        """Take elements of ``full`` that differ from this rank's shard."""
+        flat = self._flat
+        master = flat.read_master().detach()
+        now = flat.full[slice(*flat.stepped)]
+        before = (master if flat.shard is None else flat.shard).to(device=now.device, dtype=now.dtype)
+        return take_elements(flat, 0, now, before, master)
+
+
+def take_elements(flat: FlatBuffer, start: int, now: Tensor, before: Tensor, master: Tensor | None = None) -> bool:
+    """Copy elements of ``now`` that differ from ``before`` into this rank's masters and shard.
+
+    ``start`` is the first element in this rank's range. ``master`` has the masters of these elements, if the caller has
+    read them. Returns whether any element differs.
+    """
+    differs = bits(now) != bits(before)
+    if not bool(differs.any()):
+        return False
+    if master is None:
+        master = flat.read_master().detach()[start : start + now.numel()]
+    new = torch.where(differs.to(master.device), now.to(device=master.device, dtype=master.dtype), master)
+    flat.write_master(start, new)
+    if flat.has_own_shard:
+        flat.refresh()
+    return True
+
+
+def bits(values: Tensor) -> Tensor:
+    """View ``values`` as integers, so that a NaN is equal to itself and -0 is not 0."""
+    return values.view(_BITS[values.element_size()])

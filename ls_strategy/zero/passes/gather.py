@@ -1,0 +1,171 @@
+"""When parameters are gathered, prefetched and released (stage 3), and published after a step (stages 1 and 2).
+
+Stage 3, forward of unit k (backward runs the same in the other direction)::
+
+    compute       | k           | k+1         | k+2
+    gather        | k+1         | k+2         | ...          released: k after its forward, the root after the step
+"""
+
+from __future__ import annotations
+
+from ls_strategy.zero.flat.units import Flat, Unit
+
+
+class Gatherer:
+    """Gathers, prefetches, releases and publishes the units of one model.
+
+    The planner runs `fetch`, `release` and the like on its simulated buffers, too: see `ls_strategy.planner.buffers`.
+    """
+
+    def __init__(self, units: list[Unit], *, sharded: bool, prefetch_units: int) -> None:
+        """``sharded``: parameters are sharded (stage 3). Otherwise units are resident and only published."""
+        self.units = units
+        self.sharded = sharded
+        self.prefetch_units = prefetch_units
+        self._order: list[Unit] = [u for u in units if not u.is_root]
+        self._position = {id(u): i for i, u in enumerate(self._order)}
+        self._seen: list[Unit] = []
+
+    # stage 3 ---------------------------------------------------------------------------------------------------------
+
+    def start(self, unit: Unit) -> None:
+        """Start gathering a released unit. Collective."""
+        for flat in unit.flats:
+            if not flat.is_gathered and flat.gathering is None:
+                flat.start_gather()
+
+    def fetch(self, unit: Unit, *, backward: bool = False) -> None:
+        """Gather a unit, or wait for its new weights, and start on the next ones. Collective at stage 3."""
+        if self.sharded:
+            self.start(unit)
+            if not unit.is_root:
+                if not backward:
+                    self._seen.append(unit)
+                direction = -1 if backward else 1
+                for neighbour in self._neighbours(unit, direction, self.prefetch_units):
+                    if not any(flat.updated_early for flat in neighbour.flats):  # else its backward is over
+                        self.start(neighbour)
+                for neighbour in self._neighbours(unit, direction, self.prefetch_units + 1):
+                    self._read(neighbour)
+        else:
+            self._start_due(unit)
+        for flat in unit.flats:
+            flat.finish_gather()
+
+    def _neighbours(self, unit: Unit, direction: int, distance: int) -> list[Unit]:
+        i = self._position[id(unit)]
+        return [
+            self._order[j]
+            for j in range(i + direction, i + direction * (distance + 1), direction)
+            if 0 <= j < len(self._order)
+        ]
+
+    @staticmethod
+    def _read(unit: Unit) -> None:
+        """Start reading this rank's shard from its tier, one unit before it is gathered. Not collective."""
+        for flat in unit.flats:
+            flat.start_read()
+
+    def release(self, unit: Unit, *, stepped: bool = False) -> None:
+        """Free a unit's full parameters, unless it is pinned, after taking writes to them (stage 3).
+
+        ``stepped``: the masters are newer than the gathered parameters, so writes are not taken.
+        """
+        if self.sharded and not unit.pinned:
+            for flat in unit.flats:
+                if not stepped:
+                    flat.take_writes()
+                if flat.is_gathered or flat.gathering is not None or flat.reading is not None:
+                    flat.release()
+
+    def forward_order(self) -> list[Unit]:
+        """Return the units in the order in which the next forward needs them: root units first."""
+        return [*(u for u in self.units if u.is_root), *self._order]
+
+    def is_last(self, unit: Unit) -> bool:
+        """Whether the backward pass starts with this unit, so that releasing it now would gather it twice."""
+        return bool(self._order) and self._order[-1] is unit
+
+    def end_forward(self) -> None:
+        """Prefetch in the order of the last forward from now on.
+
+        Every rank runs the same modules in the same order, because a forward is collective at stage 3.
+        """
+        seen = list(dict.fromkeys(self._seen))
+        self._seen.clear()
+        if len(seen) == len(self._order) and seen != self._order:
+            self._order = seen
+            self._position = {id(u): i for i, u in enumerate(seen)}
+
+    def fetch_root(self) -> None:
+        """Gather the root units, the parameters of which may be used anywhere in a step. Collective at stage 3."""
+        roots = [u for u in self.units if u.is_root]
+        for unit in roots if self.sharded else ():
+            self.start(unit)
+        if self.sharded and self.prefetch_units:
+            for unit in self._order[:1]:
+                self.start(unit)
+            for unit in self._order[1:2]:
+                self._read(unit)
+        for unit in roots:
+            self.fetch(unit)
+
+    def release_all(self, *, stepped: bool = False) -> None:
+        """Release all units that are gathered or in flight (stage 3). ``stepped``: as in `release`."""
+        for unit in self.units:
+            unit.unpin()
+            self.release(unit, stepped=stepped)
+        self._seen.clear()
+
+    def outdate(self, flats: list[Flat]) -> None:
+        """Outdate parameters that the optimizer steps, so that hooks after it read new ones. Not collective."""
+        for flat in flats:
+            if self.sharded:
+                if flat.is_gathered:
+                    flat.release()
+                flat.writes.outdate_memory()
+            elif flat.policy.optimizer or not flat.master_is_slice:  # else the step changes the parameters at once
+                flat.publish_due = True
+                flat.hide()
+
+    # stages 0 to 2 ---------------------------------------------------------------------------------------------------
+
+    def publish(self, flats: list[Flat], *, lazily: bool = False) -> None:
+        """Start sending the new weights of ``flats`` after a step. Each unit's forward waits for its own. Collective.
+
+        ``lazily``: updates are still in flight, so a unit's weights are sent when it or the unit before it runs.
+        """
+        for flat in flats:
+            if flat.gathering is not None:
+                flat.finish_gather()
+            if lazily:
+                flat.publish_due = True
+            else:
+                flat.start_gather()
+            if flat.is_arriving and not lazily and flat.writes.has_data_views:  # a view can be read at any time
+                flat.finish_gather()
+            elif flat.is_arriving:
+                flat.writes.mark_outdated()
+                flat.hide()
+
+    def _start_due(self, unit: Unit) -> None:
+        """Send the weights that a unit waits for, and of blocks all earlier ones, in the same order on all ranks."""
+        due = [unit]
+        if not unit.is_root:
+            due = self._order[: self._position[id(unit)] + self.prefetch_units + 1]
+        for one in due:
+            for flat in one.flats:
+                if flat.publish_due:
+                    flat.start_gather()
+
+    def finish_all(self) -> None:
+        """Wait for every update and gather in flight."""
+        for unit in self.units:
+            for flat in unit.flats:
+                flat.wait_updated()
+                if flat.publish_due:
+                    flat.start_gather()
+        for unit in self.units:
+            for flat in unit.flats:
+                if flat.gathering is not None or flat.hidden:
+                    flat.finish_gather()

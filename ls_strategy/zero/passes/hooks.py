@@ -1,0 +1,210 @@
+"""All hooks on modules and on autograd: which event calls which part.
+
+==================================  ====================================================================
+event                               call
+==================================  ====================================================================
+a unit's module is about to run     gather it (stage 3), or wait for its newest weights (stages 0 to 2)
+it has run                          release it, unless backward begins with it; watch its outputs
+the first output gets its gradient  gather it for backward
+its last input got its gradient     release it
+a parameter's gradient is complete  pass it to the reducer
+==================================  ====================================================================
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ls_strategy import spans
+from ls_strategy._compat import current_backward_pass, is_transforming, outside_transforms, tree_iter
+from ls_strategy.transient import Transient
+from ls_strategy.zero.flat.units import Flat, Unit
+from ls_strategy.zero.passes.gather import Gatherer
+from ls_strategy.zero.passes.reduce import Reducer
+
+
+class _Hook(Transient):
+    """A hook on a module. Copies of the module have none, or one that does nothing."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = torch.compiler.disable(call)
+
+    def __call__(self, *args: Any) -> None:
+        if is_transforming():
+            with outside_transforms():
+                self._call(*args)
+        else:
+            self._call(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_do_nothing, ())
+
+
+class _AfterForward(_Hook):
+    """A forward hook. Inside `torch.func` hooks may miss the backward, so the unit stays until the next one."""
+
+    def __init__(self, call: Callable[..., Any], unit: Unit) -> None:
+        super().__init__(call)
+        self._unit = unit
+
+    def __call__(self, *args: Any) -> None:
+        if is_transforming():
+            self._unit.pin()
+        else:
+            self._call(*args)
+
+
+def _do_nothing_hook(*_: Any) -> None:
+    """Replace a hook in a copy of its module."""
+
+
+def _do_nothing() -> Callable[..., None]:
+    return _do_nothing_hook
+
+
+@dataclass
+class _Call:
+    """State of one call of a unit's module in backward."""
+
+    sources: int
+    sources_left: int = 0
+    backward_pass: int = -1
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield every tensor in nested containers and dataclasses."""
+    for leaf in tree_iter(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            for field in fields(leaf):
+                yield from _tensors(getattr(leaf, field.name))
+
+
+@dataclass
+class _GradHook:
+    """The hook of a parameter's gradient.
+
+    Its references are weak: Python's garbage collection does not see hooks inside autograd, so it could not free a
+    reference cycle through one, and every buffer of a finished fit would stay.
+    """
+
+    hooks: weakref.ref[UnitHooks]
+    unit: weakref.ref[Unit]
+    flat: weakref.ref[Flat]
+    index: int
+
+    def __call__(self, param: Tensor) -> None:
+        hooks, unit, flat = self.hooks(), self.unit(), self.flat()
+        if hooks is not None and unit is not None and flat is not None:
+            hooks.on_grad(unit, flat, self.index, param)  # type: ignore[arg-type]
+
+
+class UnitHooks:
+    """Connects modules and parameters to the gatherer and the reducer."""
+
+    def __init__(self, units: list[Unit], gatherer: Gatherer, reducer: Reducer, *, sharded: bool) -> None:
+        """Attach everything. ``sharded``: parameters are sharded (stage 3)."""
+        self.gatherer = gatherer
+        self.reducer = reducer
+        self.sharded = sharded
+        self._handles: list[Any] = []
+        for unit in units:
+            for module in unit.modules:
+                self._attach_module(unit, module)
+            unit.modules.clear()  # the engine must not keep the model alive
+            for flat in unit.trainable_flats:
+                for i, param in enumerate(flat.params):
+                    self._attach_param(param, _GradHook(weakref.ref(self), weakref.ref(unit), weakref.ref(flat), i))
+
+    def detach(self) -> None:
+        """Remove every hook."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _attach_module(self, unit: Unit, module: nn.Module) -> None:
+        def before(_module: nn.Module, _args: Any) -> None:
+            # Inside a backward pass this is a recomputed forward, which runs through the model from its end.
+            self.gatherer.fetch(unit, backward=current_backward_pass() >= 0)
+            spans.at_unit(unit.name)
+
+        # Before all other hooks, which may read parameters.
+        self._handles.append(module.register_forward_pre_hook(_Hook(before), prepend=True))
+        if self.sharded and not unit.is_root:
+
+            def after(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+                self._after_forward(unit, (args, kwargs), output)
+
+            hook = _AfterForward(after, unit)
+            self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
+
+    def on_grad(self, unit: Unit, flat: Flat, index: int, param: nn.Parameter) -> None:
+        """Handle a finished gradient."""
+        self.reducer.on_grad(unit, flat, index, param)
+        if self.sharded and unit.waiting_for <= 0 and not unit.is_root:
+            self._close_all(unit)
+
+    def _attach_param(self, param: nn.Parameter, hook: _GradHook) -> None:
+        # The parameter may be frozen for now, but only one with requires_grad can have this hook.
+        required = param.requires_grad
+        param.requires_grad_(True)
+        self._handles.append(param.register_post_accumulate_grad_hook(hook))
+        param.requires_grad_(required)
+
+    # stage 3 ---------------------------------------------------------------------------------------------------------
+
+    def _after_forward(self, unit: Unit, inputs: Any, output: Any) -> None:
+        if unit.open_backwards:
+            return  # recomputed inside backward, which still needs the unit
+        if not torch.is_grad_enabled():
+            self.gatherer.release(unit)
+            return
+        outputs = [t for t in _tensors(output) if t.requires_grad]
+        if not outputs:
+            unit.pin()  # its results do not leave as outputs, but their backward needs the unit
+            return
+        self._watch_backward(unit, [t for t in _tensors(inputs) if t.requires_grad], outputs)
+        # A unit that is recomputed inside a backward pass stays until the end of its own backward, which follows.
+        if not self.gatherer.is_last(unit) and current_backward_pass() < 0:
+            self.gatherer.release(unit)
+
+    def _watch_backward(self, unit: Unit, sources: list[Tensor], outputs: list[Tensor]) -> None:
+        """Gather when the first output gets its gradient; release when the last input has got its gradient.
+
+        The hooks hold no tensor, which would keep the call's activations alive in a reference cycle through autograd.
+        """
+        call = _Call(len(sources))
+
+        def begins(_: Tensor) -> None:
+            backward_pass = current_backward_pass()
+            if call.backward_pass == backward_pass:
+                return  # another output was first
+            call.backward_pass, call.sources_left = backward_pass, call.sources
+            unit.begin_call(closable=call.sources > 0)
+            self.gatherer.fetch(unit, backward=True)
+
+        def ends(_: Tensor) -> None:
+            if torch.is_grad_enabled():  # create_graph=True: the second derivative needs the unit again
+                unit.pin()
+            call.sources_left -= 1
+            if call.sources_left:
+                return
+            if unit.end_call():
+                self.gatherer.release(unit)
+
+        for tensor in outputs:
+            tensor.register_hook(begins)
+        for tensor in sources:
+            tensor.register_hook(ends)
+
+    def _close_all(self, unit: Unit) -> None:
+        """End calls the inputs of which need no gradient: all gradients of the unit are there."""
+        if unit.end_unclosable():
+            self.gatherer.release(unit)

@@ -1,0 +1,363 @@
+"""Average gradients: when they are sent from autograd to the fp32 averages, and in which order.
+
+The order is fixed on every rank: units in reverse order of registration, independent of the order in which their
+gradients are ready. A unit is sent when its last gradient has arrived and all units before it were sent. The end of
+backward sends all others, with zeros for parameters without a gradient on this rank.
+
+=========  ======================================================  =============================================
+stage      gradients of this rank                                  sent
+=========  ======================================================  =============================================
+0, 1       stay in ``p.grad`` until `zero_grad`, accumulate there  once: in the last micro-batch's backward, or by
+                                                                   the step if it is not known which is the last
+2, 3       are in a transient buffer during backward               in every backward, added to the fp32 shard
+=========  ======================================================  =============================================
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ls_strategy.distributed.comm import Comm, PendingReduce
+from ls_strategy.errors import StateError
+from ls_strategy.zero.flat.parameters import grad_of, set_grad
+from ls_strategy.zero.flat.units import Flat, Unit
+from ls_strategy.zero_stages import StagePolicy
+
+IN_FLIGHT_BYTES = 64 << 20
+"""Bytes of gradient buffers in flight at a time (stages 2 and 3, and all stages on NCCL).
+
+With more than that and more than two buffers in flight, the reducer waits for the oldest one.
+"""
+
+
+class Reducer:
+    """Collects gradients of all units and averages them over ranks."""
+
+    def __init__(self, units: list[Unit], *, policy: StagePolicy, comm: Comm, reduce_in_fp32: bool) -> None:
+        """Begin with no gradients.
+
+        Args:
+            units: units in order of registration.
+            policy: which states are sharded.
+            comm: the ranks that agree on which parameters have gradients: all ranks that average some unit together.
+            reduce_in_fp32: whether to send fp32 where the transport computes the sums.
+        """
+        self.order = [u for u in reversed(units) if u.trainable_flats]
+        self.policy = policy
+        self.comm = comm
+        self._wire_dtype = torch.float32 if reduce_in_fp32 else None
+        self.holds = False
+        """Stages 2 and 3: accumulate several micro-batches on this rank, in fp32, before sending (pipelines)."""
+        self.selective = False
+        """Several optimizers: agree on which units got gradients, and send only those (stages 2 and 3)."""
+        self.eager = True
+        """Whether the current backward pass sends complete units."""
+        self.loss_scale = 1.0
+        """Factor in the next gradients. It is 1 between passes: a direct call of ``loss.backward()`` has no scale."""
+        self.private = False
+        """Whether only the step reads averaged gradients, so that they may stay in 16 bit where that is exact."""
+        self.on_complete: Callable[[Flat], None] | None = None
+        """Called with every buffer as soon as its averages are complete, before backward is over."""
+        self._next = 0
+        self._in_flight: deque[Flat] = deque()
+        self._gathers: list[Flat] = []
+        self._abandoned: list[Any] = []
+        self.abandoned = 0
+        """Number of operations that the last `abort` has left in flight."""
+        self.reset()
+
+    # one backward pass -----------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Expect a gradient of every parameter."""
+        self._next = 0
+        for unit in self.order:
+            unit.launched = False
+            unit.waiting_for = sum(p.requires_grad and p.numel() > 0 for f in unit.trainable_flats for p in f.params)
+
+    def begin_backward(self, *, eager: bool, loss_scale: float = 1.0) -> None:
+        """Begin a backward pass with a loss scale.
+
+        ``eager``: send the gradients in this pass, because it is the last one before the step (stages 0 and 1).
+        """
+        self.finish_in_flight()
+        self.eager = eager or (self.policy.gradients and not self.holds)
+        self.loss_scale = loss_scale
+        self.reset()
+        for unit in self.order:
+            for flat in unit.trainable_flats:
+                if any(flat.local.mask) and not self.policy.gradients:
+                    flat.local.widen()
+                flat.local.rescale(loss_scale)
+
+    def on_grad(self, unit: Unit, flat: Flat, index: int, param: nn.Parameter) -> None:
+        """Take ``param.grad`` from autograd."""
+        grad = grad_of(param)
+        if grad is None:
+            return
+        local = flat.local
+        if local.scale != self.loss_scale:
+            self._begin_scale(flat, index)
+        local.mask[index] = local.dirty = True
+        # A second gradient in one pass stays in p.grad: until the first one is back (stages 0 and 1), or for the step.
+        if self.policy.gradients:
+            if not unit.launched:
+                local.add(index, grad, flat.average_dtype if self.holds else grad.dtype)
+        elif not (unit.launched and local.reducing is not None):
+            local.collect(index, grad, grad.dtype if self.policy.optimizer else flat.average_dtype)
+        if param.numel() == 0:
+            return  # never waited for
+        unit.waiting_for -= 1
+        if unit.waiting_for == 0 and self.eager:
+            self._advance()
+
+    def _begin_scale(self, flat: Flat, index: int) -> None:
+        """Adopt the loss scale of a pass that began without `begin_backward`."""
+        if flat.local.has_others(than=index):
+            raise StateError(
+                f"loss.backward() was called while the loss scale of fp16 is {flat.local.scale:g}, and added "
+                f"unscaled gradients to scaled ones at {flat.layout.slots[index].name!r}. Call "
+                "self.manual_backward(loss) instead."
+            )
+        flat.local.scale = self.loss_scale
+
+    def _advance(self) -> None:
+        while self._next < len(self.order) and self.order[self._next].waiting_for <= 0:
+            self._launch_unit(self.order[self._next])
+            self._next += 1
+
+    def end_backward(self) -> None:
+        """End the backward pass: send the remaining units, in order. Collective if the pass was eager."""
+        self.loss_scale = 1.0
+        if not self.eager:
+            return
+        unsent = self.order[self._next :]
+        if self.selective and self.policy.gradients:
+            touched = torch.tensor([u.launched or any(f.local.dirty for f in u.trainable_flats) for u in self.order])
+            touched = self.comm.agree(touched.to(torch.uint8))
+            unsent = [u for u, t in zip(self.order, touched.tolist(), strict=True) if t and not u.launched]
+        for unit in unsent:
+            self._launch_unit(unit)
+        self._next = len(self.order)
+        if not self.policy.gradients or self.on_complete is not None:
+            self.finish_in_flight()  # hooks read p.grad, or the last updates begin
+
+    def send_held(self) -> None:
+        """Send the gradients accumulated under `holds` that no eager pass has sent. Collective."""
+        if any(not unit.launched for unit in self.order):
+            self.eager = True
+            self.end_backward()
+
+    def _launch_unit(self, unit: Unit) -> None:
+        unit.launched = True
+        for flat in unit.trainable_flats:
+            self._launch(flat)
+
+    # one flat buffer -------------------------------------------------------------------------------------------------
+
+    def _launch(self, flat: Flat) -> None:
+        """Start averaging a flat's gradients. Collective."""
+        local = flat.local
+        local.allocate(flat.full.dtype if self.policy.optimizer else flat.average_dtype)
+        assert local.buffer is not None
+        if self.policy.gradients:
+            local.fill_missing()
+        else:
+            local.take_all_replaced()
+            local.sent_mask = [grad_of(p) is not None for p in flat.params]
+        local.dirty = False
+        if flat.averages.in_place:
+            flat.averages.hold_values = True
+            if flat.comm.world_size == 1:  # nothing to average over
+                return
+        if not self.policy.gradients:
+            for p in flat.params:
+                set_grad(p, None)  # autograd must not add to what is being sent
+        wire = None if self._wire_dtype is None else torch.promote_types(self._wire_dtype, local.buffer.dtype)
+        local.reducing = flat.comm.reduce_scatter(local.buffer, wire, flat.name, flat.layout.sizes)
+        self._in_flight.append(flat)
+        while self._too_much_in_flight():
+            self._finish(self._in_flight.popleft())
+
+    def _too_much_in_flight(self) -> bool:
+        if self.on_complete is not None:
+            return len(self._in_flight) > 1  # wait early, so that updates can begin
+        # Resident gradients are sent in place, but NCCL sums copies of them in `wire_dtype`.
+        if len(self._in_flight) <= 2 or not (self.policy.gradients or self.comm.native):
+            return False
+        return sum(f.local.buffer.nbytes for f in self._in_flight if f.local.buffer is not None) > IN_FLIGHT_BYTES
+
+    def _finish(self, flat: Flat) -> None:
+        local = flat.local
+        assert local.reducing is not None
+        if self.policy.optimizer:
+            self._land(flat, local.reducing)
+        else:
+            assert local.buffer is not None
+            shard = flat.comm.pool.take(flat.layout.shard, local.buffer.dtype, local.buffer.device)
+            local.reducing.finish(shard, accumulate=False)
+            local.buffer[slice(*flat.owned)].copy_(shard)
+            flat.comm.pool.give([shard])
+            local.gathering = flat.comm.all_gather(local.buffer, flat.name)
+            self._gathers.append(flat)
+        local.reducing = None
+        if self.policy.optimizer and not self.policy.gradients:
+            local.show_sent()
+
+    def _land(self, flat: Flat, reducing: PendingReduce) -> None:
+        """Add a reduced buffer to the averages (stages 1 to 3)."""
+        if not self.policy.gradients:
+            flat.averages.forget()  # the resident gradients hold every micro-batch
+        complete = self.on_complete is not None and self._complete(flat)
+        if flat.updated_early:
+            raise StateError(
+                f"{flat.name!r} got another gradient after its unit was updated in the same backward pass (a "
+                "reentrant checkpoint, or a second backward). Set sharding.overlap_step=False on the strategy."
+            )
+        flat.averages.land(reducing, exact_16_bit=self.private, stay_in_memory=complete)
+        if self.policy.gradients:
+            flat.local.free()
+        if complete and self.on_complete is not None:
+            self.on_complete(flat)
+
+    def _complete(self, flat: Flat) -> bool:
+        """Whether every parameter of the buffer has its gradient, so that none follows before the step.
+
+        A frozen buffer is never complete: it may be sent before its unit's backward, which still gathers it.
+        """
+        return (
+            self.eager
+            and any(flat.local.mask)
+            and all(u or not p.requires_grad for u, p in zip(flat.local.mask, flat.params, strict=True))
+        )
+
+    def finish_in_flight(self) -> None:
+        """Wait until all gradients that were sent are averaged."""
+        while self._in_flight:
+            self._finish(self._in_flight.popleft())
+        for flat in self._gathers:
+            assert flat.local.gathering is not None
+            flat.local.gathering.wait()
+            flat.local.gathering = None
+            flat.local.show_sent()
+        self._gathers.clear()
+
+    # between backward and step ---------------------------------------------------------------------------------------
+
+    def complete(self, flats: list[Flat]) -> list[bool]:
+        """Average gradients that any rank has not sent, and agree on which parameters have one. Collective.
+
+        Returns:
+            One flag per parameter of ``flats``: whether any rank produced a gradient since the last `zero_grad`.
+
+        Raises:
+            StateError: a parameter was written to on some ranks only.
+        """
+        self.finish_in_flight()
+        for flat in flats:
+            if not self.policy.gradients:
+                flat.local.mask = [grad_of(p) is not None for p in flat.params]
+        flags = [
+            [used for f in flats for used in f.local.mask],
+            [sent for f in flats for sent in f.local.sent_mask],
+            [f.local.dirty for f in flats],
+            [f.writes.detected for f in flats],
+            [not f.writes.detected for f in flats],
+        ]
+        agreed = self.comm.agree(torch.tensor([flag for each in flags for flag in each], dtype=torch.uint8))
+        found = [part.bool().tolist() for part in agreed.split([len(each) for each in flags])]
+        used, sent, left, written, unwritten = found
+        for flat, here, elsewhere in zip(flats, written, unwritten, strict=True):
+            flat.writes.detected = False
+            if here and elsewhere:
+                raise StateError(
+                    f"a parameter in the buffer of {flat.name!r} was written to on some ranks and not on others, but "
+                    "each rank holds a shard of it. Run the code that writes weights on every rank."
+                )
+        for flat, dirty in zip(flats, left, strict=True):
+            if dirty:
+                self._launch(flat)
+        self.finish_in_flight()
+        if not self.policy.gradients:
+            start = 0
+            for flat in flats:
+                stop = start + len(flat.params)
+                self._match_sent(flat, used[start:stop], sent[start:stop])
+                start = stop
+        self.reset()
+        return used
+
+    def _match_sent(self, flat: Flat, used: list[bool], sent: list[bool]) -> None:
+        """Make the averages follow ``p.grad``, which may have changed since it was sent (stages 0 and 1).
+
+        ``used``: which parameters have a gradient on any rank; ``sent``: which had one when the buffer was sent.
+        """
+        # Gradients that user code has set without a backward.
+        if flat.averages.in_place and any(used) and not flat.averages.hold_values:
+            flat.local.allocate(flat.average_dtype)
+            flat.local.take_all_replaced()
+            flat.averages.hold_values = True
+        for i, piece in enumerate(flat.pieces):
+            if sent[i] and not used[i]:
+                flat.averages.zero(piece.start, piece.stop)
+            elif used[i] and flat.averages.in_place and flat.local.take_replaced(i):
+                flat.local.show(i)  # another rank's
+        flat.local.sent_mask = used
+
+    def zero_grad(self, flats: list[Flat], *, set_to_none: bool) -> None:
+        """Drop or zero the gradients of ``flats`` (``optimizer.zero_grad()``)."""
+        if any(f.local.reducing is not None or f.local.gathering is not None for f in flats):
+            self.finish_in_flight()
+        for flat in flats:
+            if set_to_none:
+                flat.local.give_back(range(len(flat.params)))
+                flat.local.forget()
+                flat.averages.forget()
+                if self.policy.gradients and flat.local.buffer is not None:
+                    flat.local.free()
+            else:
+                flat.averages.zero()
+            for param in flat.params:
+                grad = grad_of(param)
+                if grad is None:
+                    continue
+                if set_to_none:
+                    set_grad(param, None)
+                    if param.grad_dtype != param.dtype:  # type: ignore[attr-defined]
+                        param.grad_dtype = param.dtype  # type: ignore[attr-defined]
+                else:
+                    grad.zero_()
+
+    def zero_params(self, flats: list[Flat], wanted: set[int], *, set_to_none: bool) -> None:
+        """Drop the averaged gradients of the parameters with an ``id`` in ``wanted``, but not their ``p.grad``."""
+        self.finish_in_flight()
+        for flat in flats:
+            for i, (param, piece) in enumerate(zip(flat.params, flat.pieces, strict=True)):
+                if id(param) not in wanted:
+                    continue
+                if set_to_none:
+                    flat.local.give_back([i])
+                    flat.local.mask[i] = flat.local.filled[i] = False
+                flat.averages.zero(piece.start, piece.stop)
+
+    def abort(self) -> None:
+        """Forget a backward pass that an exception ended. Nothing is sent.
+
+        Operations in flight stay referenced for good, because their buffers must not be freed while they receive.
+        """
+        self.abandoned = len(self._in_flight) + len(self._gathers)
+        left = [flat.local for flat in (*self._in_flight, *self._gathers)]
+        self._abandoned.append([(local.reducing, local.gathering, local.buffer) for local in left])
+        self._in_flight.clear()
+        self._gathers.clear()
+        for unit in self.order:
+            for flat in unit.trainable_flats:
+                flat.local.reducing = None
+                flat.local.gathering = None
+        self.loss_scale = 1.0
+        self.reset()

@@ -1,0 +1,1 @@
+"""From a model and its optimizers to a sharded model: checks, units, memory, values."""

@@ -1,0 +1,197 @@
+"""Build units from a model and its optimizers: check, agree with all ranks, then build unit by unit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ls_strategy.config import ZeROConfig
+from ls_strategy.distributed.comm import Comm
+from ls_strategy.distributed.mesh import Mesh
+from ls_strategy.errors import PlanError
+from ls_strategy.layout import TensorPart
+from ls_strategy.plan import FROZEN, ParamFacts, Plan, resolve_plan
+from ls_strategy.precision import PrecisionPolicy
+from ls_strategy.tiers.link import trim_heap
+from ls_strategy.zero.flat.units import Flat, Unit
+from ls_strategy.zero.setup import agreement
+from ls_strategy.zero.setup import materialize as materials
+from ls_strategy.zero.setup.partition import UnitSpec, partition
+from ls_strategy.zero.setup.share import Share
+from ls_strategy.zero.step.elementwise import is_elementwise, refuse_wrapper, require_elementwise, require_one_pass
+from ls_strategy.zero.step.offload import Offload
+from ls_strategy.zero_stages import StagePolicy
+
+
+class Draft:
+    """The units that this rank would build. Nothing is moved before all ranks have agreed."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        *,
+        config: ZeROConfig,
+        precision: PrecisionPolicy,
+        policy: StagePolicy,
+        parts: Mapping[int, TensorPart],
+        share: Share,
+    ) -> None:
+        """Partition the model and check everything that can be checked; `agree` raises the errors.
+
+        The arguments are those of `Engine`, except ``policy``: which states are sharded.
+        """
+        self.model = model
+        self.share = share
+        self._parts = parts
+        self.precision = precision
+        self.policy = policy
+        self.specs: list[UnitSpec] = []
+        self.kept_fp32: list[nn.Module] = []
+        """Modules that stay in fp32 in the 16-bit modes."""
+        self._owners: dict[int, tuple[tuple[int, int], ...]] = {}
+        self._shared: dict[tuple[int, ...], int] = {}
+        """Number of each set of optimizers with common parameters; these follow the numbers of the optimizers."""
+        self.config = config
+        self._options = repr((config.stage, config.sharding, config.precision, config.offload, precision))
+        self._error: PlanError | None = None
+        try:
+            self.specs = partition(model, config.sharding.block_classes, config.sharding.min_unit_numel, share.absent)
+            kept = materials.fp32_modules(model, config.precision.fp32_modules)
+            self.kept_fp32 = kept if precision.rounds else []
+            self._owners = agreement.owners_of(model, optimizers)
+            self._number_shared(len(optimizers), single=not parts and share.pipeline is None)
+            for optimizer in optimizers:
+                refuse_wrapper(optimizer)
+                require_one_pass(optimizer)
+                check = require_elementwise if policy.optimizer or parts else is_elementwise
+                check(optimizer)
+        except PlanError as error:
+            self._error = error
+
+    def _number_shared(self, count: int, *, single: bool) -> None:
+        """Number the sets of optimizers that have parameters in common.
+
+        Raises:
+            PlanError: an option supports one state per parameter only.
+        """
+        sets = {tuple(i for i, _ in owners) for owners in self._owners.values() if len(owners) > 1}
+        self._shared = {each: count + n for n, each in enumerate(sorted(sets))}
+        config = self.config
+        if not sets or (single and config.offload.optimizer is None and config.precision.moments == "fp32"):
+            return
+        what = (
+            "tensor, expert or pipeline parallelism"
+            if not single
+            else f"precision.moments={config.precision.moments!r}"
+        )
+        offloaded = config.offload.tier_of("optimizer")
+        if offloaded is not None:
+            what = f"offload.optimizer={offloaded.tier!r}"
+        shared = next(p for p, owners in self._owners.items() if len(owners) > 1)
+        name = next(n for n, p in self.model.named_parameters() if id(p) == shared)
+        numbers = " and ".join(str(i) for i, _ in self._owners[shared])
+        raise PlanError(
+            f"parameter {name!r} is in optimizers {numbers}, but {what} keeps one state per parameter. Give it to one "
+            "of them, or remove that option."
+        )
+
+    def agree(self, world: Comm) -> None:
+        """Raise on every rank if any rank has an error, different options or a different model. Collective.
+
+        Raises:
+            PlanError: naming the rank and the first difference.
+        """
+        rows = [
+            (name, self._full_shape(p), str(p.dtype), p.requires_grad, self._owners.get(id(p)))
+            for spec in self.specs
+            for name, p in spec.params
+        ]
+        stage = None if self.share.pipeline is None else self.share.pipeline.rank
+        agreement.agree(world, self._error, self._options, rows, stage)
+
+    def _full_shape(self, param: nn.Parameter) -> tuple[int, ...]:
+        part = self._parts.get(id(param))
+        return tuple(param.shape) if part is None else part.full_shape
+
+    def refuse(self, error: PlanError | None) -> None:
+        """Let `agree` raise ``error``, unless it already has one."""
+        self._error = self._error or error
+
+    def resolve(self, mesh: Mesh, held: dict[int, Flat], weights: Sequence[Fraction] = (), rank: int = 0) -> Plan:
+        """Lay out the buffers. ``held`` is as in `setup.shard`, ``weights`` and ``rank`` as in `resolve_plan`."""
+        kept = {id(p) for m in self.kept_fp32 for p in m.parameters()}
+
+        def facts(name: str, p: nn.Parameter) -> ParamFacts:
+            dtype = held[id(p)].master_dtype if id(p) in held else p.dtype
+            if p.is_floating_point() and self.precision.cast is not None:
+                dtype = torch.float32 if id(p) in kept else self.precision.cast
+            owners = self._owners.get(id(p), ((FROZEN, 0),))
+            (number, group), together = owners[0], tuple(i for i, _ in owners) if len(owners) > 1 else ()
+            return ParamFacts(
+                name,
+                tuple(p.shape),
+                dtype,
+                self._shared.get(together, number),
+                group,
+                part=self._parts.get(id(p)),
+                tied=id(p) in self.share.tied,
+                replica=id(p) in self.share.replicas,
+                shared_by=together,
+            )
+
+        return resolve_plan(
+            [(spec.name, spec.is_root, [facts(n, p) for n, p in spec.params]) for spec in self.specs],
+            policy=self.policy,
+            world_size=mesh.zero.world_size,
+            expert_world_size=mesh.expert_zero.world_size,
+            tensor_size=mesh.tensor.size,
+            master_dtype=self.precision.master,
+            compute_dtype=self.precision.compute,
+            config=self.config,
+            weights=weights,
+            rank=rank,
+        )
+
+    def build(
+        self, plan: Plan, mesh: Mesh, device: torch.device, held: dict[int, Flat], offload: Offload
+    ) -> list[Unit]:
+        """Move the parameters into units one by one: at stage 3, no rank holds two full units. Collective."""
+        units: list[Unit] = []
+        maker = materials.Materializer(self.model, device, self._parts, mesh, self.share.absent)
+        number = 0
+        for spec, planned in zip(self.specs, plan.units, strict=True):
+            params = dict(spec.params)
+            maker.provide(list(params.values()))
+            values = _full_values(list(params.values()), held)
+            flats: list[Flat] = []
+            for flat_plan in planned.flats:
+                members = [params[slot.name] for slot in flat_plan.layout.slots]
+                comm, axis = mesh.holders(flat_plan.layout.slots[0].part)
+                flat = Flat(
+                    flat_plan, members, policy=self.policy, comm=comm, storage=offload.storage(number), axis=axis
+                )  # fmt: skip
+                number += 1
+                flat.load([values[id(p)] for p in members], device)
+                flats.append(flat)
+            units.append(Unit(spec.name, spec.modules, flats, is_root=spec.is_root))
+            del values
+            if offload.config.offload.any_state:
+                trim_heap()  # return the unit's original values; otherwise set-up may need the size of the model
+        maker.finish()
+        return units
+
+
+def _full_values(params: list[nn.Parameter], held: dict[int, Flat]) -> dict[int, Tensor]:
+    """Return ``id -> value`` in master precision. Collective if ``held`` has some of the parameters."""
+    result = {id(p): p.detach() for p in params}
+    for flat in {id(held[id(p)]): held[id(p)] for p in params if id(p) in held}.values():
+        for p, value in zip(flat.params, flat.split(flat.full_master()), strict=True):
+            # A resident parameter may have a newer value, for example from load_state_dict: then keep that one.
+            if id(p) in result and (not flat.is_gathered or torch.equal(value.to(p.dtype), p)):
+                result[id(p)] = value
+    return result

@@ -1,0 +1,99 @@
+"""Build a sharded model from a draft: flat buffers, and the objects that gather and reduce them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ls_strategy.config import ZeROConfig
+from ls_strategy.distributed.comm import Comm
+from ls_strategy.distributed.mesh import Mesh
+from ls_strategy.moe.router import RoutingAccounts
+from ls_strategy.plan import Plan
+from ls_strategy.zero.flat.parameters import unnoticed
+from ls_strategy.zero.flat.units import Flat, Unit
+from ls_strategy.zero.passes.gather import Gatherer
+from ls_strategy.zero.passes.reduce import Reducer
+from ls_strategy.zero.setup import materialize as materials
+from ls_strategy.zero.setup import weights
+from ls_strategy.zero.setup.assembly import Draft
+from ls_strategy.zero.setup.share import Share
+from ls_strategy.zero.step.offload import Offload
+from ls_strategy.zero.user_code.on_demand import OnDemandGather
+from ls_strategy.zero_stages import StagePolicy
+
+
+@dataclass(frozen=True)
+class ShardedModel:
+    """The sharded form of one model, without a reference to the model itself."""
+
+    config: ZeROConfig
+    policy: StagePolicy
+    mesh: Mesh
+    share: Share
+    plan: Plan
+    units: list[Unit]
+    offload: Offload
+    on_demand: OnDemandGather
+    gatherer: Gatherer
+    reducer: Reducer
+
+    @property
+    def flats(self) -> list[Flat]:
+        """Return every flat buffer, in order of the units."""
+        return [f for u in self.units for f in u.flats]
+
+
+def shard(
+    draft: Draft, optimizers: Sequence[Optimizer], mesh: Mesh, device: torch.device, held: dict[int, Flat]
+) -> ShardedModel:
+    """Move the parameters of an agreed draft into flat buffers on ``device``. Collective.
+
+    ``held`` is ``id(parameter)`` -> the flat buffer of an earlier engine that holds it now.
+    """
+    config, policy = draft.config, draft.policy
+    shares = weights.rank_weights(config.sharding.rank_weights, mesh.zero, device)
+    plan = draft.resolve(mesh, held, shares, mesh.zero.rank)
+    offload = Offload.prepare(plan, list(optimizers), config, mesh.world, device)
+    with unnoticed():
+        units = draft.build(plan, mesh, device, held, offload)
+    on_demand = OnDemandGather([f for u in units for f in u.flats], sharded=policy.parameters)
+    _place_buffers(draft, device)
+    gatherer = Gatherer(units, sharded=policy.parameters, prefetch_units=config.sharding.prefetch_units)
+    together = mesh.zero if mesh.shape.expert == 1 else mesh.stage
+    reducer = Reducer(units, policy=policy, comm=together, reduce_in_fp32=draft.precision.reduce_in_fp32)
+    reducer.selective = len(optimizers) > 1
+    return ShardedModel(config, policy, mesh, draft.share, plan, units, offload, on_demand, gatherer, reducer)
+
+
+def _place_buffers(draft: Draft, device: torch.device) -> None:
+    routers = [m for m in draft.model.modules() if isinstance(m, RoutingAccounts)]  # biases change in small steps
+    kept = {id(m) for m in (*draft.kept_fp32, *routers)} if draft.precision.rounds else set()
+    materials.place_buffers(draft.model, device, draft.precision.cast, kept)
+
+
+def fp32_boundaries(draft: Draft) -> list[materials.Fp32Boundary]:
+    """Cast the inputs and outputs of the modules that the options keep in fp32."""
+    kept = [m for m in draft.kept_fp32 if type(m).__name__ in draft.config.precision.fp32_modules]
+    return [materials.Fp32Boundary(m, draft.precision.compute) for m in kept]
+
+
+def broadcast_buffers(model: nn.Module, comm: Comm) -> None:
+    """Broadcast rank 0's module buffers, as DDP does before a forward. Collective."""
+    if comm.world_size == 1:
+        return
+    by_dtype: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
+    for buffer in model.buffers():
+        if buffer.numel() and not buffer.is_meta:
+            by_dtype[buffer.dtype].append(buffer)
+    for buffers in by_dtype.values():
+        flat = torch.cat([b.detach().reshape(-1) for b in buffers])
+        comm.broadcast_(flat)
+        if comm.rank != 0:
+            for b, part in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
+                b.detach().copy_(part.view_as(b))

@@ -1,0 +1,80 @@
+"""Overflow, global norm and clipping of averaged gradients. Every decision is equal on all ranks."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ls_strategy.distributed.comm import Comm
+from ls_strategy.zero.flat.units import Flat
+
+
+def any_overflow(flats: list[Flat], comm: Comm) -> bool:
+    """Whether any rank's averaged gradients contain an infinity or a NaN. Collective over all ranks, one byte."""
+    here = any(flat.averages.sums()[1].item() > 0 for flat in flats)
+    return bool(comm.agree(torch.tensor([here], dtype=torch.uint8)).item())
+
+
+def global_norm(flats: list[Flat], comm: Comm, norm_type: float = 2.0) -> Tensor:
+    """Return the norm of all gradients of ``flats`` together, each element counted once. Collective.
+
+    Every rank sums over its shard in the same way at every stage and on every tier, so the results are bitwise equal.
+    Of replicas along the tensor-parallel axis, the first rank's count.
+
+    Args:
+        flats: this rank's flat buffers.
+        comm: all ranks.
+        norm_type: order of the norm.
+
+    Returns:
+        ``()``, fp32, or fp64 if some gradients are.
+    """
+    wide = functools.reduce(torch.promote_types, [flat.average_dtype for flat in flats], torch.float32)
+    device = flats[0].full.device if flats else torch.device("cpu")
+    flats = [flat for flat in flats if flat.counted]
+    if norm_type == 2.0:
+        local = torch.zeros(1, dtype=torch.float64, device=device)
+        for flat in flats:
+            local += flat.averages.sums()[:1].to(device)
+        return comm.reduce_numbers(local, dist.ReduceOp.SUM).sqrt().squeeze(0).to(wide)
+    parts = [torch.linalg.vector_norm(_at_hand(f), norm_type).to(device) for f in flats]
+    local = torch.stack([part.to(wide) for part in parts]) if parts else torch.zeros(1, dtype=wide, device=device)
+    if math.isinf(norm_type):
+        total = local.max().reshape(1)
+        return comm.reduce_numbers(total, dist.ReduceOp.MAX).squeeze(0).to(wide)
+    total = local.double().pow(norm_type).sum().reshape(1)
+    return comm.reduce_numbers(total, dist.ReduceOp.SUM).pow(1.0 / norm_type).squeeze(0).to(wide)
+
+
+def _at_hand(flat: Flat) -> Tensor:
+    if not flat.averages.hold_values:
+        return torch.zeros(1, dtype=flat.average_dtype, device=flat.full.device)
+    flat.averages.require_here()
+    grads = flat.storage.read("grad") if flat.averages.on_nvme else flat.averages.owned()
+    return grads.to(flat.average_dtype) * flat.averages.unscale
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor | None:
+    """Return the factor that clips gradients of this norm, in its dtype; None if the host knows that it is 1.
+
+    The formula is that of ``torch.nn.utils.clip_grad_norm_``.
+    """
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    return None if norm.device.type == "cpu" and factor.item() == 1.0 else factor
+
+
+def scale_(flat: Flat, factor: Tensor) -> None:
+    """Multiply averaged gradients in place."""
+    flat.averages.change(lambda grads: grads.mul_(factor.to(grads.device)))
+    flat.averages.edited = True
+
+
+def clip_value_(flats: list[Flat], limit: float) -> None:
+    """Clamp every averaged gradient element to ``[-limit, limit]``."""
+    for flat in flats:
+        flat.averages.change_unscaled(lambda grads: grads.clamp_(-limit, limit))
+        flat.averages.edited = True

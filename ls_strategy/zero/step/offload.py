@@ -1,0 +1,168 @@
+"""The offload of one engine: its tiers, the link between device and host, and the stream of updates."""
+
+from __future__ import annotations
+
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ls_strategy.config import TierName, ZeROConfig
+from ls_strategy.distributed.comm import BufferPool, Comm
+from ls_strategy.errors import LSError, PlanError
+from ls_strategy.plan import Plan
+from ls_strategy.tiers import TIERS
+from ls_strategy.tiers.base import Key, Tier
+from ls_strategy.tiers.link import Link
+from ls_strategy.tiers.nvme_folder import nvme_wear
+from ls_strategy.tiers.stream import Stream
+from ls_strategy.zero.flat.storage import StateStorage, gradient_buffers
+from ls_strategy.zero.step.kernels import FUSED_NAMES, kernel_for
+from ls_strategy.zero.step.states import moment_sizes
+from ls_strategy.zero.step.where_to_step import measure
+
+
+def states_by_tier(
+    plan: Plan, optimizers: list[Optimizer], config: ZeROConfig
+) -> dict[TierName, dict[Key, tuple[int, torch.dtype]]]:
+    """Return elements and dtype of every state that one rank stores on each tier.
+
+    Raises:
+        PlanError: an option needs a fused update, but an optimizer has none.
+    """
+    result: dict[TierName, dict[Key, tuple[int, torch.dtype]]] = {tier: {} for tier in TIERS}
+    flats = [f for u in plan.units for f in u.flats]
+    for number, flat in enumerate(flats):
+        numel = flat.layout.shard if plan.policy.optimizer else flat.layout.numel
+        if flat.optimizer_tier != "device":
+            result[flat.optimizer_tier][number, "master"] = (numel, flat.master_dtype)
+        if flat.has_own_shard(plan.policy) and flat.param_tier != "device":
+            result[flat.param_tier][number, "param"] = (numel, flat.dtype)
+        if not TIERS[flat.gradient_tier].resident:
+            result[flat.gradient_tier][number, "grad"] = (numel, torch.float32)
+        for optimizer in (optimizers[i] for i in flat.owners):
+            kernel = kernel_for(optimizer)
+            if kernel is None or flat.master_dtype != torch.float32:
+                _refuse_without_kernel(optimizer, flat.optimizer_tier, config, fp32=flat.master_dtype == torch.float32)
+            elif flat.optimizer_tier != "device":
+                moments = {n: s for group in optimizer.param_groups for n, s in kernel.moments(group).items()}
+                result[flat.optimizer_tier] |= moment_sizes(number, numel, moments, config.precision.moments)
+    return result
+
+
+def _refuse_without_kernel(optimizer: Optimizer, tier: TierName, config: ZeROConfig, *, fp32: bool) -> None:
+    moments = config.precision.moments
+    if moments != "fp32" or not TIERS[tier].resident:
+        option = f"precision.moments={moments!r}" if TIERS[tier].resident else f"offload.optimizer={tier!r}"
+        given = type(optimizer).__name__ if fp32 else f"{type(optimizer).__name__} without fp32 master weights"
+        raise PlanError(
+            f"Got {option} with {given}, but it needs a fused update, which exists for {', '.join(FUSED_NAMES)} "
+            "(exactly these classes, fp32 masters, without amsgrad, capturable, differentiable, foreach=True or "
+            "fused=False). Use one of them, or offload to 'cpu' with moments='fp32', which supports any element-wise "
+            "optimizer."
+        )
+
+
+@dataclass
+class Offload:
+    """Tiers and threads of one engine."""
+
+    config: ZeROConfig
+    link: Link
+    stream: Stream
+    tiers: dict[TierName, Tier]
+    ring: BufferPool
+    worker: ThreadPoolExecutor | None
+    streamed: bool = False
+    """States in host memory are copied to the device, updated there and copied back."""
+
+    reason: str = ""
+    """Why `streamed` is what it is."""
+
+    finalizer: Any = None
+
+    @classmethod
+    def prepare(
+        cls, plan: Plan, optimizers: list[Optimizer], config: ZeROConfig, comm: Comm, device: torch.device
+    ) -> Offload:
+        """Check the NVMe folder, reserve space in it, and start threads. Collective.
+
+        Raises:
+            LSError: the states do not fit, or an optimizer does not. An error of one rank is raised on all ranks.
+        """
+        link = Link(device)
+        tiers: dict[TierName, Tier] = {}
+        error: LSError | None = None
+        try:
+            sizes = states_by_tier(plan, optimizers, config)
+            for name, kind in TIERS.items():
+                if kind.open is not None and name in config.offload.tiers:
+                    tiers[name] = kind.open(sizes[name], config.offload, device, comm.rank)
+        except LSError as found:
+            error = found
+        _raise_together(comm, error)
+        leased = any(not TIERS[name].resident for name in tiers)
+        background = leased or (config.offload.any_state and device.type == "cuda")
+        worker = ThreadPoolExecutor(1, "ls_strategy-background", link.bind_thread) if background else None
+        result = cls(
+            config,
+            link,
+            Stream(threaded=config.sharding.overlap_step, on_start=link.bind_thread),
+            tiers,
+            gradient_buffers(device),
+            worker,
+        )
+        result.choose_where_to_step(device)
+        result.finalizer = weakref.finalize(result, _close, result.stream, worker, tiers)
+        return result
+
+    def choose_where_to_step(self, device: torch.device) -> None:
+        """Choose where offloaded states are updated; ``auto`` measures. The result is bitwise equal either way."""
+        if self.config.offload.optimizer is None or device.type == "cpu":
+            return
+        self.streamed = self.config.offload.step_on == "device"
+        self.reason = f"offload.step_on={self.config.offload.step_on}"
+        if self.config.offload.step_on == "auto":
+            speed = measure(device, self.link)
+            self.streamed = speed.device_is_faster
+            self.reason = f"measured: {speed}"
+
+    def describe(self, plan: Plan) -> str:
+        """Return the lines of the log about offload; empty without offload."""
+        lines: list[str] = []
+        if self.config.offload.optimizer is not None and self.reason:
+            place = "streamed through the device" if self.streamed else "updated by the CPU"
+            lines.append(f"  offloaded states are {place} ({self.reason})")
+        if "nvme" in self.config.offload.tiers:
+            read, written = plan.drive_bytes_per_step(gradients_stored=True)
+            lines.append(
+                f"  NVMe ({self.config.offload.nvme_path}): up to {read / 1e9:.3f} GB read per step and rank. "
+                f"{nvme_wear(written)}"
+            )
+        return "\n".join(lines)
+
+    def storage(self, number: int) -> StateStorage:
+        """Return the storage of flat buffer ``number``."""
+        return StateStorage(number, self.tiers, self.link, self.ring, self.worker)
+
+    def close(self) -> None:
+        """End the threads, and free memory and files. The states are lost."""
+        self.finalizer()
+
+
+def _close(stream: Stream, worker: ThreadPoolExecutor | None, tiers: dict[TierName, Tier]) -> None:
+    stream.close()
+    if worker is not None:
+        worker.shutdown(wait=True)
+    for tier in tiers.values():
+        tier.close()
+
+
+def _raise_together(comm: Comm, error: LSError | None) -> None:
+    messages = comm.exchange_objects(None if error is None else str(error))
+    for rank, message in enumerate(messages):
+        if message is not None:
+            raise (error if rank == comm.rank and error else PlanError(f"rank {rank}: {message}"))

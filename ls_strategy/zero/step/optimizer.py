@@ -1,0 +1,394 @@
+"""The user's optimizer, which holds master shards while it steps.
+
+Schedulers, hooks and loggers keep working on the user's object. Between two steps, its ``param_groups`` hold the
+model's parameters, as in plain torch. With tensor, pipeline or expert parallelism they hold *pieces* instead: one 1-d
+view per parameter, the range of it that this rank steps. While ``step`` runs, they hold *runs* of adjacent pieces
+(`runs.py`), so that the optimizer steps a few long tensors instead of many short ones. For an element-wise optimizer
+the result is the same; `elementwise.py` tests that.
+
+Runs are stepped by the optimizer's own ``step``, or by a fused update (`kernels.py`) for classes that have one. States
+on the NVMe tier need a fused update, since ``step`` needs all states in memory at once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from operator import is_
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ls_strategy.config import MomentFormat
+from ls_strategy.distributed.mesh import Mesh
+from ls_strategy.errors import PlanError, StateError
+from ls_strategy.ops.update import native_available
+from ls_strategy.zero.flat.units import Flat
+from ls_strategy.zero.step.elementwise import is_elementwise, takes_closure
+from ls_strategy.zero.step.kernels import kernel_for
+from ls_strategy.zero.step.optimizer_state import OptimizerStates
+from ls_strategy.zero.step.runs import Run, Runs
+from ls_strategy.zero.step.states import FlatStates
+from ls_strategy.zero.step.update import Update, UpdatePart
+
+
+class _Elsewhere(defaultdict):
+    """An optimizer's ``state`` between steps: it is empty, and looking up a parameter raises an error."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(dict)
+        self._name = name
+
+    def __missing__(self, key: Any) -> Any:
+        raise _sharded_state(f"{self._name}.state[...]")
+
+    def __contains__(self, key: object) -> bool:
+        return self.__missing__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return self.__missing__(key)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_Elsewhere, (self._name,))
+
+
+def _sharded_state(what: str) -> StateError:
+    return StateError(
+        f"{what} was asked for the state of parameters, which is sharded over the ranks. Call "
+        "trainer.strategy.optimizer_state(optimizer) on every rank: rank 0 gets the full state."
+    )
+
+
+class ShardedOptimizer:
+    """One optimizer of the user, with sharded states."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        flats: list[Flat],
+        mesh: Mesh,
+        moment_format: MomentFormat = "fp32",
+        group_names: Sequence[Sequence[str]] | None = None,
+    ) -> None:
+        """Split the groups' parameters, and existing state (Adagrad's constructor creates some), into pieces."""
+        self.optimizer = optimizer
+        self.flats = flats
+        self.shows_pieces = bool(mesh.shape.kinds)
+        """Whether the groups hold pieces between two steps, instead of the model's parameters."""
+        self.takes_closure = takes_closure(optimizer)
+        self._kernel = kernel_for(optimizer)
+        self._fused_flats = [self._takes_fused_update(flat, moment_format) for flat in flats]
+        for flat, fused in zip(flats, self._fused_flats, strict=True):
+            flat.averages.folds_factors = fused
+        self._cuts = any(flat.policy.optimizer for flat in flats) or is_elementwise(optimizer)
+        """Whether parameters may be split and joined. Otherwise (stage 0) the optimizer gets each one unchanged."""
+        store = [self._states_of(n, flat, moment_format) for n, flat in enumerate(flats)]
+        self.states = OptimizerStates(optimizer, store, mesh, group_names)
+        self._runs = Runs(optimizer, self.states, self._kernel, self._fused_flats, cuts=self._cuts)
+        self.states.collect = self._runs.dissolve
+        self._grad_views: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        self._dropped: set[int] = set()
+        """Numbers of parameters with a gradient that user code has set to None; plain torch skips those."""
+        self.pieces: list[Tensor] = [torch.empty(0)] * self.states.offsets[-1]
+        early_state = {k: v for k, v in optimizer.state.items() if v}
+        numbers = iter(self.states.order)
+        for group in optimizer.param_groups:
+            for j, (param, number) in enumerate(zip(list(group["params"]), numbers, strict=False)):
+                self._make_piece(number, param)
+                if param in early_state:
+                    self.states.absorb(number, early_state[param])
+                if self.shows_pieces:
+                    group["params"][j] = self.pieces[number]
+        optimizer.state = _Elsewhere(type(optimizer).__name__)
+        self._members: list[list[Tensor]] = [list(group["params"]) for group in optimizer.param_groups]
+        """The groups' parameters between two steps."""
+
+    def _takes_fused_update(self, flat: Flat, moment_format: MomentFormat) -> bool:
+        """Whether a fused update steps this buffer: it is faster, or a tier or a format needs it."""
+        if self._kernel is None or flat.master_dtype != torch.float32 or flat.plan.shared_by:
+            return False
+        if flat.optimizer_tier != "device" or moment_format != "fp32":
+            return True
+        if any(group.get("fused") for group in self.optimizer.param_groups):
+            return False  # the user selected torch's kernel
+        device = flat.full.device.type
+        return device == "cpu" or native_available(device)
+
+    def _states_of(self, n: int, flat: Flat, moment_format: MomentFormat) -> FlatStates:
+        moments: dict[str, bool] = {}
+        if self._fused_flats[n] and self._kernel is not None:
+            for group in self.optimizer.param_groups:
+                moments |= self._kernel.moments(group)
+        return FlatStates(flat, moments, moment_format)
+
+    def _make_piece(self, number: int, param: nn.Parameter) -> None:
+        n, i = self.states.locate(number)
+        flat = self.flats[n]
+        piece = flat.pieces[i]
+        tensor = flat.master.detach()[piece.start : piece.stop]
+        if not self._cuts:
+            tensor = tensor.view(param.shape)
+        self.pieces[number] = tensor.requires_grad_(param.requires_grad)
+
+    # step ------------------------------------------------------------------------------------------------------------
+
+    def bind_grads(self, used: list[bool]) -> None:
+        """Set the averaged gradients as ``.grad`` of pieces in the groups, where hooks may change them."""
+        for n, flat in enumerate(self.flats):
+            if flat.averages.on_nvme or not self.shows_pieces:
+                continue
+            views = self._views_of(n, flat)
+            for i, piece in enumerate(flat.pieces):
+                number = self.states.offsets[n] + i
+                shown = used[number] and piece.numel > 0
+                self.pieces[number].grad = views[i].to(self.pieces[number].dtype) if shown else None
+
+    def _views_of(self, flat_number: int, flat: Flat) -> list[Tensor]:
+        """Return the averaged gradients as views per piece, cached per buffer."""
+        grads = flat.averages.tensor()
+        if self._grad_views.get(flat_number, (None, []))[0] is not grads:
+            shapes = [self.pieces[self.states.offsets[flat_number] + i].shape for i in range(len(flat.pieces))]
+            views = [grads[p.start : p.stop].view(s) for p, s in zip(flat.pieces, shapes, strict=True)]
+            self._grad_views[flat_number] = (grads, views)
+        return self._grad_views[flat_number][1]
+
+    def take_edits(self, used: list[bool]) -> None:
+        """Load the changes of user code to gradients that it sees directly into the averages.
+
+        Those are ``p.grad`` at stage 0 and ``.grad`` of pieces. Replaced gradients are copied. Gradients that were set
+        to None become zero, so that they do not count in a norm, and their parameters are not stepped.
+        """
+        self._dropped.clear()
+        for n, flat in enumerate(self.flats):
+            if flat.averages.on_nvme or not (self.shows_pieces or flat.averages.in_place):
+                continue
+            for i, view in enumerate(self._views_of(n, flat)):
+                number = self.states.offsets[n] + i
+                piece = self.pieces[number]
+                if not used[number] or piece.numel() == 0:
+                    continue
+                if flat.averages.in_place and flat.local.take_replaced(i):
+                    piece.grad = None
+                    self._dropped.add(number)
+                elif self.shows_pieces:
+                    self._take_piece_grad(number, view)
+                if number in self._dropped:
+                    view.zero_()
+
+    def _take_piece_grad(self, number: int, view: Tensor) -> None:
+        piece = self.pieces[number]
+        if piece.grad is None:
+            self._dropped.add(number)
+        elif piece.grad is not view:
+            view.copy_(piece.grad)
+            piece.grad = view if view.dtype == piece.dtype else piece.grad
+
+    def show_again(self) -> None:
+        """Copy changed averages to ``.grad`` of pieces with another dtype, which are copies and not views."""
+        for n, flat in enumerate(self.flats):
+            if not self.shows_pieces or flat.averages.on_nvme or flat.master_dtype == flat.average_dtype:
+                continue
+            for i, view in enumerate(self._views_of(n, flat)):
+                shown = self.pieces[self.states.offsets[n] + i].grad
+                if shown is not None:
+                    shown.copy_(view)
+
+    def own_step(
+        self,
+        used: list[bool],
+        *,
+        clip: Tensor | None = None,
+        shown: bool = True,
+        submit: Callable[[list[Update]], None] | None = None,
+    ) -> OwnStep:
+        """Prepare one call of ``optimizer.step``, which steps the parameters in ``used``.
+
+        Args:
+            used: one flag per parameter of the flats, in their order.
+            clip: factor for the gradients that was not applied yet.
+            shown: the gradients were bound to the pieces, and changes there count.
+            submit: receives the fused updates, in order of the flats. Default: run them at once.
+
+        Raises:
+            PlanError: the optimizer's groups have changed.
+        """
+        if not self.is_current:
+            raise PlanError(
+                f"the parameter groups of {type(self.optimizer).__name__} were changed in the middle of a training "
+                "step (add_param_group, or a replaced group), after its forward had begun. Change them in "
+                "on_train_epoch_start, in on_train_batch_start or at the end of the previous step."
+            )
+        return OwnStep(self, used, clip=clip, shown=shown, submit=submit or _run_all)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the optimizer's groups still hold the same parameters. Takes microseconds."""
+        groups = self.optimizer.param_groups
+        return len(groups) == len(self._members) and all(
+            len(group["params"]) == len(known) and all(map(is_, group["params"], known))
+            for group, known in zip(groups, self._members, strict=True)
+        )
+
+    def compose(self, used: list[bool], *, shown: bool) -> None:
+        """Compose the runs to step. ``shown``: leave out parameters that `take_edits` found dropped."""
+        self._runs.compose(used, frozenset(self._dropped if shown else ()))
+        for r in self._runs:
+            if not r.fused:
+                r.flat.before_change()
+
+    def showing_runs(self) -> AbstractContextManager[None]:
+        """Let the optimizer's groups hold the runs that its own ``step`` updates, inside the context."""
+        return self._runs.shown()
+
+    def describe(self) -> str:
+        """Return one line that says what steps the parameters."""
+        name = type(self.optimizer).__name__
+        if not any(self._fused_flats):
+            return f"{name}: stepped by its own step()"
+        device = "cpu" if any(f.optimizer_tier != "device" for f in self.flats) else self.flats[0].full.device.type
+        path = "compiled" if native_available(device) else "plain torch: no compiled operation, see the log above"
+        moments = self.states.store[0].moment_format
+        return f"{name}: stepped by the fused update ({path}), moments in {moments}"
+
+    def early_update(self, flat: Flat) -> Update | None:
+        """Return the update of one offloaded buffer before the others' gradients are known; None if it has to wait.
+
+        It has to wait in the first step, and if the set of parameters with gradients differs from the previous step:
+        then the runs differ too.
+        """
+        n = self.flats.index(flat)
+        if not self._fused_flats[n] or flat.optimizer_tier == "device" or self._runs.composed_for is None:
+            return None
+        used, dropped = self._runs.composed_for
+        numbers = range(self.states.offsets[n], self.states.offsets[n + 1])
+        if dropped or [used[i] for i in numbers] != flat.local.mask:
+            return None
+        parts = [self._part_of(r, self.states.steps_taken + 1) for r in self._runs if r.flat_number == n]
+        update = self._update_of(n, parts, None)
+        sums = flat.averages.recorded_sums if update.grads is None else torch.zeros(2, dtype=torch.float64)
+        flat.averages.recorded_sums = sums
+        return replace(update, publish=flat.policy.parameters, sums=None if update.grads is None else sums)
+
+    def fused_updates(self, clip: Tensor | None) -> list[Update]:
+        """Return the fused updates of this step, except those that began while backward ran. Count the step."""
+        assert self._kernel is not None or not any(r.fused for r in self._runs)
+        by_flat: defaultdict[int, list[UpdatePart]] = defaultdict(list)
+        self.states.steps_taken += 1
+        for r in self._runs:
+            if r.fused and not r.flat.updated_early:
+                by_flat[r.flat_number].append(self._part_of(r, self.states.steps_taken))
+        return [self._update_of(n, parts, clip) for n, parts in by_flat.items()]
+
+    def _part_of(self, r: Run, taken: int) -> UpdatePart:
+        """Return the part for one run. ``taken`` is the number of this step, for states that do not count steps."""
+        assert self._kernel is not None
+        group = self.optimizer.param_groups[r.group]
+        names = tuple(self._kernel.moments(group))
+        for name in names:
+            self.states.store[r.flat_number].ensure(name, torch.float32)
+        r.steps += 1
+        seed_step = r.steps if self._kernel.counts_steps else taken
+        return UpdatePart(r.start, r.stop, r.steps, names, self._kernel.settings(group), seed_step)
+
+    def _update_of(self, n: int, parts: list[UpdatePart], clip: Tensor | None) -> Update:
+        assert self._kernel is not None
+        flat = self.flats[n]
+        averages = flat.averages
+        offloaded = flat.optimizer_tier != "device"
+        return Update(
+            flat=flat,
+            states=self.states.store[n],
+            kernel=self._kernel,
+            parts=tuple(parts),
+            clip=clip,
+            unscale=averages.unscale,
+            grads=None if averages.on_nvme else averages.in_memory(),
+            landing=averages.landing,
+            publish=offloaded,
+        )
+
+    def refuse_state(self, what: str) -> Any:
+        """Refuse a request for the state of the bare optimizer, which has none between steps.
+
+        Raises:
+            StateError: always.
+        """
+        raise _sharded_state(f"{type(self.optimizer).__name__}.{what}")
+
+    def state_bytes(self) -> int:
+        """Return the bytes of optimizer state that this rank has in memory, without masters."""
+        store = self.states.store
+        held = {t.untyped_storage().data_ptr() for each in store for t in each.tensors()}
+        own = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self._runs.tensors()}
+        return sum(each.nbytes() for each in store) + sum(n for address, n in own.items() if address not in held)
+
+
+class OwnStep:
+    """One call of the optimizer's own ``step``: the groups hold runs while it computes.
+
+    ::
+
+        with sharded.own_step(...) as step:
+            optimizer.step()                the user's pre-hooks see the groups as usual
+                step.begin()                called by the engine's hook, the last pre-hook
+                ...                         torch's code, on the runs
+                step.end()                  called by the engine's hook, the first post-hook
+
+    Leaving the ``with`` block ends the step too, after an error or if an optimizer skips its hooks.
+    """
+
+    def __init__(
+        self,
+        sharded: ShardedOptimizer,
+        used: list[bool],
+        *,
+        clip: Tensor | None,
+        shown: bool,
+        submit: Callable[[list[Update]], None],
+    ) -> None:
+        """Record the arguments, which `ShardedOptimizer.own_step` documents."""
+        self.sharded = sharded
+        self._used = used
+        self._clip = clip
+        self._shown = shown
+        self._submit = submit
+        self._while_stepping = ExitStack()
+
+    def begin(self, used: list[bool] | None = None) -> None:
+        """Let the groups hold the runs that the optimizer steps, and submit the fused updates.
+
+        Args:
+            used: the parameters to step, if the user's pre-hooks may have changed them.
+        """
+        sharded, used = self.sharded, self._used if used is None else used
+        if self._shown:
+            sharded.take_edits(used)
+        sharded.compose(used, shown=self._shown)
+        updates = sharded.fused_updates(self._clip)
+        self._while_stepping.enter_context(sharded.showing_runs())
+        if updates:
+            self._submit(updates)
+
+    def end(self) -> None:
+        """Restore the groups."""
+        self._while_stepping.close()
+
+    def __enter__(self) -> OwnStep:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End the step."""
+        self._while_stepping.__exit__(kind, error, trace)
+
+
+def _run_all(updates: list[Update]) -> None:
+    for update in updates:
+        update.run()

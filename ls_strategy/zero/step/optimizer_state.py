@@ -1,0 +1,276 @@
+"""The states of one optimizer by parameter: sharded during training, full or by name in checkpoints.
+
+Element-wise states (moments) are in one flat store per buffer (`FlatStates`), at the offsets of their parameters. All
+others (step counts) are stored per parameter::
+
+    store[n]     | exp_avg of a | exp_avg of b | ...           one tensor per state and flat buffer, sharded
+    entries[a]   {"step": 3, "exp_avg": ELEMENTWISE}           per parameter, on the ranks that step a range of it
+
+Between two steps, the states may be in runs (`runs.py`); `OptimizerStates.collect` moves them here.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ls_strategy.distributed.axis import Axis
+from ls_strategy.distributed.mesh import Mesh
+from ls_strategy.errors import StateError
+from ls_strategy.layout import Slot
+from ls_strategy.zero.flat.units import Flat
+from ls_strategy.zero.lazy import parts_of
+from ls_strategy.zero.parts import full_of, part_of
+from ls_strategy.zero.step.states import FlatStates
+
+ELEMENTWISE = "elementwise"
+"""Placeholder for a state tensor with one element per parameter element, which is in the flat store."""
+
+
+class OptimizerStates:
+    """The states of one optimizer's parameters."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        store: list[FlatStates],
+        mesh: Mesh,
+        group_names: Sequence[Sequence[str]] | None = None,
+    ) -> None:
+        """Start without any state.
+
+        ``store`` has one entry per flat buffer of the optimizer. ``group_names`` are the parameter names of every
+        group, if other ranks hold some of the parameters.
+        """
+        self._optimizer = optimizer
+        self._mesh = mesh
+        self._group_names = group_names
+        self.store = store
+        self.flats = [each.flat for each in store]
+        self.offsets = [0]
+        """Number of the first parameter of every flat buffer, then the total."""
+        for flat in self.flats:
+            self.offsets.append(self.offsets[-1] + len(flat.params))
+        number_of = {id(p): self.offsets[n] + i for n, flat in enumerate(self.flats) for i, p in enumerate(flat.params)}
+        self.order = [number_of[id(p)] for group in optimizer.param_groups for p in group["params"]]
+        """Numbers of the parameters, in the optimizer's order: positions in the parameters of all flats."""
+        self.entries: dict[int, dict[str, Any]] = {}
+        """States by parameter number, with torch's names."""
+        self.steps_taken = 0
+        """Number of steps so far, for states that do not count steps."""
+        self.collect: Callable[[], None] = _nothing_to_collect
+        """Moves states that are in runs into `store` and `entries`."""
+
+    def locate(self, number: int) -> tuple[int, int]:
+        """Return the number of a parameter's flat buffer, and the parameter's position in it."""
+        n = next(k for k in range(len(self.flats)) if number < self.offsets[k + 1])
+        return n, number - self.offsets[n]
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """Return the state in torch's format, with full tensors on the CPU of rank 0. Collective.
+
+        A plain optimizer over the full parameters can load it. Other ranks get no state. Rank 0 is the first rank of
+        the ZeRO group; with tensor parallelism, there is one in every ZeRO group.
+        """
+        entries, dtypes = self._of_all_ranks()
+        full = [
+            {k: self._gather(n, flat, k, dtype) for k, dtype in dtypes[n].items()} for n, flat in enumerate(self.flats)
+        ]
+        packed: dict[int, dict[str, Any]] = {}
+        for index, number in enumerate(self.order):
+            n, i = self.locate(number)
+            flat = self.flats[n]
+            if number in entries and self._puts_together(flat):
+                slot = flat.layout.slots[i]
+                value = {k: _full_value(full[n].get(k), slot, v, flat.axis) for k, v in entries[number].items()}
+                if self._mesh.zero.rank == 0:
+                    packed[index] = value
+        position = count()
+        return {"state": packed, "param_groups": self._groups([[next(position) for _ in g] for g in self._members])}
+
+    @property
+    def _members(self) -> list[list[Tensor]]:
+        return [group["params"] for group in self._optimizer.param_groups]
+
+    def _groups(self, members: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
+        """Return the groups' settings, with ``members`` in place of the parameters."""
+        return [
+            {**{k: v for k, v in group.items() if k != "params"}, "params": list(own)}
+            for group, own in zip(self._optimizer.param_groups, members, strict=True)
+        ]
+
+    def _of_all_ranks(self) -> tuple[dict[int, dict[str, Any]], list[dict[str, torch.dtype]]]:
+        """Return the entries of all ranks of the stage by parameter, and the dtypes of their stores. Collective.
+
+        Names are sorted, so that all ranks gather in the same order.
+        """
+        self.collect()
+        by_rank = self._mesh.stage.exchange_objects((self.entries, [store.dtypes() for store in self.store]))
+        entries: defaultdict[int, dict[str, Any]] = defaultdict(dict)
+        dtypes: list[dict[str, torch.dtype]] = [{} for _ in self.store]
+        for rank_entries, rank_dtypes in by_rank:
+            for number, kept in rank_entries.items():
+                entries[number] = dict(sorted({**entries[number], **kept}.items()))
+            dtypes = [dict(sorted({**d, **more}.items())) for d, more in zip(dtypes, rank_dtypes, strict=True)]
+        return entries, dtypes
+
+    def take_over(self, before: OptimizerStates) -> None:
+        """Load the states that an earlier engine has for the same optimizer, by parameter name. Collective.
+
+        Buffers are gathered one at a time, on every rank. New parameters start without state.
+        """
+        entries, dtypes = before._of_all_ranks()
+        number_of = dict(zip(self.names, self.order, strict=True))
+        for n, flat in enumerate(before.flats):
+            full = {k: before._gather_here(n, flat, k, dtype) for k, dtype in dtypes[n].items()}
+            for i, slot in enumerate(flat.layout.slots):
+                kept = entries.get(before.offsets[n] + i)
+                if kept and slot.name in number_of:
+                    state = {k: _full_value(full.get(k), slot, v, flat.axis) for k, v in kept.items()}
+                    self.absorb(number_of[slot.name], state)
+        self.steps_taken = before.steps_taken
+
+    def _puts_together(self, flat: Flat) -> bool:
+        """Whether this rank takes part in assembling full parameters from parts."""
+        return self._mesh.zero.rank == 0 or flat.axis is self._mesh.expert
+
+    def _gather(self, flat_number: int, flat: Flat, key: str, dtype: torch.dtype) -> Tensor:
+        full = self._gather_here(flat_number, flat, key, dtype)
+        return full.cpu() if self._puts_together(flat) or not flat.policy.optimizer else torch.empty(0)
+
+    def _gather_here(self, flat_number: int, flat: Flat, key: str, dtype: torch.dtype) -> Tensor:
+        """Return the full state of one buffer, on the device of every rank."""
+        shard = self.store[flat_number].read(key, dtype)
+        return flat.gather_shards(dtype, shard) if flat.policy.optimizer else shard
+
+    def named_state(
+        self, stand_in: Callable[[Flat, int, Callable[[int, int], Tensor], torch.dtype], Any]
+    ) -> dict[str, Any]:
+        """Return the states by parameter name, for parameters of which this rank has a part. Not collective.
+
+        Args:
+            stand_in: creates the placeholder for an element-wise state of one parameter, from its buffer, slot, a
+                function that reads elements of this rank's stepped range, and the dtype.
+        """
+        self.collect()
+        state: dict[str, dict[str, Any]] = {}
+        for number, entries in self.entries.items():
+            n, i = self.locate(number)
+            flat, store = self.flats[n], self.store[n]
+            dtypes, piece = store.dtypes(), flat.pieces[i]
+            owner = self._owns(flat, i) and flat.axis.rank == 0
+            kept: dict[str, Any] = {}
+            for key, value in entries.items():
+                if isinstance(value, str) and value == ELEMENTWISE:
+                    if piece.numel:
+                        kept[key] = stand_in(flat, i, partial(store.range, key), dtypes[key])
+                elif owner:
+                    kept[key] = value
+            if kept:
+                state[flat.layout.slots[i].name] = kept
+        return {"state": state, "param_groups": self._groups(self.group_names)}
+
+    @staticmethod
+    def _owns(flat: Flat, i: int) -> bool:
+        """Whether this rank's range contains the parameter's first element, or the offset of an empty parameter."""
+        return flat.owned[0] <= flat.layout.slots[i].offset < flat.owned[1]
+
+    @property
+    def group_names(self) -> Sequence[Sequence[str]]:
+        """Return the parameter names of every group, including parameters of other ranks, in the optimizer's order."""
+        if self._group_names is not None:
+            return self._group_names
+        names = iter(self.names)
+        return [[next(names) for _ in params] for params in self._members]
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of this rank's parameters, in the optimizer's order."""
+        places = [self.locate(number) for number in self.order]
+        return [self.flats[n].layout.slots[i].name for n, i in places]
+
+    def load_named_state(self, states: Mapping[str, dict[str, Any]], groups: list[dict[str, Any]]) -> bool:
+        """Load this rank's part of states by parameter name, saved from any optimizers and groups.
+
+        Args:
+            states: by parameter name. Parameters of other optimizers are ignored.
+            groups: saved parameter groups of all optimizers, with names.
+
+        Returns:
+            Whether the groups' settings (learning rates, ...) were loaded too, since the groups have equal members.
+        """
+        by_members = {frozenset(group["params"]): group for group in groups}
+        members = [frozenset(names) for names in self.group_names]
+        same = all(m in by_members for m in members)
+        self._load(states, [by_members[m] for m in members] if same else [])
+        return same
+
+    def load_full_state_dict(self, state: dict[str, Any]) -> None:
+        """Load this rank's part of a full state in torch's format, from any world size and stage, or from plain torch.
+
+        Raises:
+            StateError: the state has different parameter groups.
+        """
+        sizes = [len(names) for names in self.group_names]
+        saved = [len(group["params"]) for group in state["param_groups"]]
+        if sizes != saved:
+            raise StateError(
+                f"the checkpoint's optimizer has {len(saved)} parameter groups of sizes {saved}, but this run's "
+                f"{type(self._optimizer).__name__} has {len(sizes)} of sizes {sizes}. Build the same groups in "
+                "configure_optimizers, or load only the weights."
+            )
+        names = iter(name for group in self.group_names for name in group)
+        known = {i: next(names) for group in state["param_groups"] for i in group["params"]}
+        self._load({known[i]: v for i, v in state["state"].items() if i in known}, state["param_groups"])
+
+    def _load(self, states: Mapping[str, dict[str, Any]], settings: Sequence[Mapping[str, Any]]) -> None:
+        """Load states, and settings of all groups or of none."""
+        self.collect()
+        self.entries.clear()
+        for group, saved in zip(self._optimizer.param_groups, settings, strict=False):
+            group.update({k: v for k, v in copy.deepcopy(dict(saved)).items() if k != "params"})
+        for name, number in zip(self.names, self.order, strict=True):
+            if name in states:
+                self.absorb(number, states[name])
+
+    def absorb(self, number: int, state: dict[str, Any]) -> None:
+        """Store this rank's range of one parameter's state, given the full state or that of this rank's part."""
+        n, i = self.locate(number)
+        flat = self.flats[n]
+        slot, piece = flat.layout.slots[i], flat.pieces[i]
+        if not piece.numel and not self._owns(flat, i):
+            return  # this rank never steps it, so the state would be outdated after the next step
+        kept: dict[str, Any] = {}
+        for k, v in state.items():
+            shape = tuple(v.shape) if isinstance(v, Tensor) and k != "step" else None
+            if shape in (slot.full_shape, slot.shape):
+                dtype = flat.master.dtype if v.is_floating_point() else v.dtype
+                self.store[n].ensure(k, dtype)
+                own = part_of(v, slot.part) if shape == slot.full_shape else v  # created by the constructor
+                for at, part in parts_of(own, piece.param_start, piece.param_start + piece.numel):
+                    self.store[n].write(k, piece.start + at - piece.param_start, part.to(dtype))
+                kept[k] = ELEMENTWISE
+            else:
+                kept[k] = v.detach().clone().cpu() if isinstance(v, Tensor) else v
+        self.entries[number] = kept
+
+
+def _full_value(buffer: Tensor | None, slot: Slot, value: Any, axis: Axis) -> Any:
+    """Return the full state of one parameter. ``buffer``: the full state of its flat buffer, if element-wise."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if value == ELEMENTWISE and buffer is not None:
+        return full_of(buffer[slot.offset : slot.end].view(slot.shape), slot.part, axis).clone()
+    return value
+
+
+def _nothing_to_collect() -> None:
+    """Do nothing: there are no runs yet."""

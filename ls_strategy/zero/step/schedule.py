@@ -1,0 +1,177 @@
+"""When the updates of a step begin, and when the next forward receives the new parameters.
+
+=============================  ==========================================  ===================================
+states                         update                                      new parameters
+=============================  ==========================================  ===================================
+on the device                  in `submit`, called by the step             sent at once (stages 1, 2)
+offloaded                      on the stream, in the next forward's order  sent when the forward needs the unit
+offloaded, ``early``           begun while backward runs, unit by unit     sent when the forward needs the unit
+offloaded, ``delayed``         on the stream, during the whole next step   sent at the end of the next step
+=============================  ==========================================  ===================================
+
+All but ``delayed`` give the results of a sequential step. ``delayed`` (ZeRO-Offload, section 5.2) is used only if
+``offload.delay_after`` is set.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from dataclasses import replace
+
+from ls_strategy._compat import has_step_hooks
+from ls_strategy.zero.flat.units import Flat
+from ls_strategy.zero.passes.gather import Gatherer
+from ls_strategy.zero.step.offload import Offload
+from ls_strategy.zero.step.optimizer import ShardedOptimizer
+from ls_strategy.zero.step.update import CopyOut, Update
+
+_EARLY_UPDATES = 2
+"""Updates in flight while backward runs. One more waits for the oldest, so that few averages are in memory."""
+
+
+class UpdateSchedule:
+    """Submits updates to the stream, and publishes their results through the gatherer."""
+
+    def __init__(
+        self, optimizers: list[ShardedOptimizer], gatherer: Gatherer, offload: Offload, *, owner: object
+    ) -> None:
+        """Start with no update in flight. ``owner``: the object with the engine's own step hooks."""
+        self._owner = weakref.ref(owner)
+        self._optimizers = optimizers
+        self._gatherer = gatherer
+        self._offload = offload
+        self.overlap = False
+        """Let the next forward wait for new weights unit by unit. Set this only if nothing else reads them before."""
+
+        self._early: deque[Flat] = deque()
+        self._delayed: list[list[Flat]] = [[] for _ in optimizers]
+        self._steps = [0 for _ in optimizers]
+
+    def go_on_from(self, index: int, previous: UpdateSchedule, number: int) -> None:
+        """Continue the step count of optimizer ``index`` from optimizer ``number`` of an earlier schedule."""
+        self._steps[index] = previous._steps[number]
+
+    # while backward runs ---------------------------------------------------------------------------------------------
+
+    @property
+    def allows_early(self) -> bool:
+        """Whether options and optimizers allow a unit's update before backward is over.
+
+        States on the device are updated all at once: waiting for single gradients would only delay backward.
+        """
+        config = self._offload.config
+        offloads = config.offload.optimizer is not None
+        return offloads and len(self._optimizers) == 1 and config.offload.delay_after is None
+
+    def begin_early(self, flat: Flat) -> None:
+        """Begin the update of a buffer with complete averages while backward still runs. Not collective."""
+        update = self._optimizers[0].early_update(flat)
+        if update is None:
+            self.postpone(flat)
+            return
+        # Below stage 3, parameters do not change until backward is over: something might still read them.
+        flat.begin_early_update(self._offload.stream.submit(update.jobs()))
+        self._early.append(flat)
+        while len(self._early) > _EARLY_UPDATES:
+            self._early.popleft().wait_updated()
+
+    @staticmethod
+    def postpone(flat: Flat) -> None:
+        """Spill a buffer's complete averages, since its update has to wait for the step. Not collective."""
+        flat.averages.spill()
+
+    def forget_early(self) -> None:
+        """Forget the early updates, after an exception has ended the backward pass."""
+        self._early.clear()
+
+    # the step --------------------------------------------------------------------------------------------------------
+
+    def begin_step(self, index: int) -> int:
+        """Begin a step of optimizer ``index``; return its number, from 1. Collective if updates are delayed."""
+        self.bring_in_delayed(index)
+        self._steps[index] += 1
+        return self._steps[index]
+
+    def submit(self, index: int, updates: list[Update]) -> None:
+        """Run updates of states on the device now; submit offloaded ones in the order the forward needs them."""
+        by_flat = {id(u.flat): u for u in self._prepared(index, updates)}
+        for unit in self._gatherer.forward_order():
+            for flat in unit.flats:
+                if id(flat) in by_flat:
+                    self._begin(index, flat, by_flat[id(flat)])
+        optimizer = self._optimizers[index].optimizer
+        if has_step_hooks(optimizer, besides=self._owner()):
+            for update in updates:  # the user's hooks after the step read the new weights
+                update.flat.wait_updated()
+
+    def _prepared(self, index: int, updates: list[Update]) -> list[Update]:
+        """Add to offloaded updates the clip factor, the mark of the device's work, and where they run."""
+        after, delayed = self._offload.link.mark(), self._is_delayed(index)
+        if not updates or self._offload.config.offload.optimizer is None:
+            return updates
+        # Once, here: the stream's thread would wait for the device at every buffer.
+        clip = None if updates[0].clip is None else updates[0].clip.cpu()
+        streamed, publish = self._offload.streamed, not delayed
+        return [
+            u if u.flat.optimizer_tier == "device"
+            else replace(u, clip=clip, after=after, streamed=streamed, publish=publish)
+            for u in updates
+        ]  # fmt: skip
+
+    def _is_delayed(self, index: int) -> bool:
+        delay = self._offload.config.offload.delay_after
+        return delay is not None and self._steps[index] > delay
+
+    def _begin(self, index: int, flat: Flat, update: Update) -> None:
+        if flat.optimizer_tier == "device":
+            update.run()
+            return
+        ticket = self._offload.stream.submit(update.jobs())
+        if self._is_delayed(index):
+            flat.begin_delayed_update(ticket)
+            self._delayed[index].append(flat)
+        else:
+            flat.updating = ticket
+
+    def bring_in_delayed(self, index: int) -> None:
+        """Wait for the delayed updates of the previous step, and gather the parameters. Collective."""
+        flats, self._delayed[index] = self._delayed[index], []
+        for flat in flats:
+            flat.wait_updated()
+            flat.require_refresh()
+            flat.start_gather()
+        for flat in flats:
+            flat.finish_gather()
+
+    def _copy_out_early(self, index: int) -> None:
+        """After backward, copy early updates to the device, in the order the forward needs them."""
+        after = self._offload.link.mark()
+        for unit in self._gatherer.forward_order():
+            for flat in unit.flats:
+                if flat.optimizer_index == index and flat.updated_early and not flat.policy.parameters:
+                    flat.updating = self._offload.stream.submit([CopyOut(flat, after)])
+
+    @staticmethod
+    def note_stepped(flats: list[Flat]) -> None:
+        """Record that the optimizer steps the masters of ``flats``. Not collective."""
+        for flat in flats:
+            brought_along = flat.optimizer_tier != "device" and flat.averages.folds_factors
+            if not brought_along and (flat.optimizer_tier != "device" or flat.has_own_shard):
+                flat.require_refresh()  # its own step updates the masters only
+
+    def publish(self, index: int) -> None:
+        """Publish new weights. A unit that needs an update in flight waits for it."""
+        flats = self._optimizers[index].flats
+        self._copy_out_early(index)
+        for flat in flats:
+            flat.updated_early = False
+        self._early.clear()
+        if self._gatherer.sharded:
+            self._gatherer.release_all(stepped=True)
+        else:
+            held_back = {id(flat) for flat in self._delayed[index]}
+            lazily = self._offload.config.offload.optimizer is not None
+            self._gatherer.publish([f for f in flats if id(f) not in held_back], lazily=lazily)
+        if not self.overlap:
+            self._gatherer.finish_all()

@@ -1,0 +1,421 @@
+"""From the gradients of backward to the new weights: average, check for overflow, clip, step, publish.
+
+::
+
+    finish         average remaining gradients, agree on which parameters have any, unscale, check for overflow
+    clip_norm_     or clip_value_
+    step           run the user's optimizer on the master shards, then publish the new weights
+    zero_grad      drop the gradients
+
+`phase.py` defines the phases in between. Every method is collective unless its docstring says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ls_strategy._compat import has_step_hooks, put_step_hooks_inside
+from ls_strategy.errors import StateError
+from ls_strategy.loss_scale import LossScaler
+from ls_strategy.tiers.link import trim_heap
+from ls_strategy.transient import Method
+from ls_strategy.zero.step import global_norm
+from ls_strategy.zero.step.optimizer import OwnStep, ShardedOptimizer
+from ls_strategy.zero.step.phase import OptimizerStep, Phase
+from ls_strategy.zero.step.schedule import UpdateSchedule
+from ls_strategy.zero.user_code.gradients import Gradients
+
+if TYPE_CHECKING:
+    from ls_strategy.zero.setup.shard import ShardedModel  # the floor above
+
+
+class Stepper:
+    """Averages, checks, clips and steps the gradients of all optimizers of one model."""
+
+    skipped_steps = 0
+    """Number of steps that an overflow has skipped."""
+
+    keeps_gradients = False
+    """Ignore `zero_grad`, because the next step still needs the gradients."""
+
+    has_stepped = False
+    """Whether an optimizer has stepped in this fit, so that its hooks have run once."""
+
+    _own_step: OwnStep | None = None
+    """The running call of an optimizer's own ``step``, for torch's step hooks. Only `_run_own_step` sets it."""
+
+    def __init__(
+        self,
+        model: ShardedModel,
+        optimizers: list[Optimizer],
+        scaler: LossScaler | None,
+        previous: Stepper | None = None,
+    ) -> None:
+        """Adopt the user's optimizers. Those that ``previous``, of an earlier engine, has keep states. Collective."""
+        self._model = model
+        self._world = model.mesh.world
+        self.scaler = scaler
+        self._used: dict[int, list[bool]] = {}
+        """Which parameters have a gradient, by `Flat.optimizer_index`."""
+        self._given_up: set[int] = set()
+        """`Flat.optimizer_index` of dropped gradients that a step may still need; see `go_on_from`."""
+        self._tied_due: set[int] = set()
+        """`Flat.optimizer_index` of gradients that have still to be summed over pipeline stages."""
+        self.optimizers = [self._adopt(i, optimizer, previous) for i, optimizer in enumerate(optimizers)]
+        kinds = model.mesh.shape.kinds
+        self.gradients = Gradients(model.flats, self._average, self._unfold_kind, model.on_demand, parallel=kinds)
+        sharded = [state.sharded for state in self.optimizers]
+        self.schedule = UpdateSchedule(sharded, model.gatherer, model.offload, owner=self)
+
+    # optimizers ------------------------------------------------------------------------------------------------------
+
+    def _adopt(self, index: int, optimizer: Optimizer, previous: Stepper | None) -> OptimizerStep:
+        """Adopt an optimizer, with its states if an earlier engine has them."""
+        model = self._model
+        flats = [f for f in model.flats if index in f.plan.owners]
+        names = model.share.group_names[index] if model.share.group_names else None
+        sharded = ShardedOptimizer(optimizer, flats, model.mesh, model.config.precision.moments, names)
+        state = OptimizerStep(sharded, flats, list(dict.fromkeys(f.optimizer_index for f in flats)))
+        number = None if previous is None else previous.index_of(optimizer)
+        if previous is not None and number is not None:
+            for hook in previous.optimizers[number].hooks:
+                hook.remove()
+            sharded.states.take_over(previous.optimizers[number].sharded.states)
+        after = optimizer.register_step_post_hook(self._after_own_step)
+        state.hooks = (optimizer.register_step_pre_hook(self._before_own_step), after)
+        Method(optimizer, "zero_grad", partial(self._on_zero_grad, index))
+        Method(optimizer, "state_dict", lambda _: sharded.refuse_state("state_dict()"))
+        Method(optimizer, "load_state_dict", lambda _, state_dict: sharded.states.load_full_state_dict(state_dict))
+        return state
+
+    def index_of(self, optimizer: Optimizer) -> int | None:
+        """Return the number of an optimizer, or None if this engine does not have it. Not collective."""
+        for i, state in enumerate(self.optimizers):
+            if state.sharded.optimizer is optimizer:
+                return i
+        return None
+
+    def go_on_from(self, previous: Stepper) -> None:
+        """Continue in the middle of a fit from an earlier engine of the model. Collective.
+
+        Gradients in ``p.grad`` (stages 0 and 1) are kept. Sharded averages are dropped: an optimizer that then steps
+        without a ``zero_grad`` raises an error.
+        """
+        self.scaler, self.skipped_steps = previous.scaler, previous.skipped_steps
+        self.keeps_gradients = previous.keeps_gradients
+        self.gradients.local = previous.gradients.local
+        self.gradients.were_read = previous.gradients.were_read
+        before = previous._model.flats
+        scales = {id(p): flat.local.scale for flat in before for p in flat.params}
+        held = {id(p): any(flat.local.mask) for flat in before for p in flat.params}
+        for i, state in enumerate(self.optimizers):
+            number = previous.index_of(state.sharded.optimizer)
+            if number is not None:
+                self.schedule.go_on_from(i, previous.schedule, number)
+            if not self._model.policy.gradients:
+                for flat in state.flats:
+                    flat.local.take_held(scales)
+        if self._model.policy.gradients:
+            trained = [f for f in self._model.flats if f.trainable]
+            flags = torch.tensor([any(held[id(p)] for p in f.params) for f in trained], dtype=torch.uint8)
+            agreed = self._world.agree(flags).tolist()
+            self._given_up = {f.optimizer_index for f, dropped in zip(trained, agreed, strict=True) if dropped}
+
+    # backward --------------------------------------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """Let a backward pass add to the gradients, with the changes that user code has made."""
+        for state in self.optimizers:
+            self._unfold(state)
+            state.reopen()
+        self.gradients.take_all()
+
+    def owe_tied(self) -> None:
+        """Record that gradients of tied parameters have to be summed over pipeline stages. Local."""
+        self._tied_due = {kind for state in self.optimizers for kind in state.kinds}
+
+    # averages --------------------------------------------------------------------------------------------------------
+
+    def finish(self, index: int) -> bool:
+        """Complete the averaged, unscaled gradients of an optimizer and expose them as ``.grad`` of its pieces.
+
+        Returns:
+            Whether the optimizer may step, equal on every rank; False after an overflow.
+        """
+        state = self.optimizers[index]
+        if state.is_averaged:
+            return not state.overflow
+        self._unfold(state)
+        for kind in state.kinds:
+            self.gradients.take(kind)
+            self._average(kind)
+        self._note_used(state)
+        overflow = False
+        state.folded = self.is_private(state)
+        if self.scaler is not None:
+            for flat in state.flats:
+                # Otherwise the update itself undoes the scale.
+                if not (flat.averages.on_nvme or (state.folded and flat.averages.folds_factors)):
+                    flat.averages.undo_scale()
+            overflow = global_norm.any_overflow(state.flats, self._world)
+        if not self.is_private(state):
+            state.sharded.bind_grads(state.used)
+        state.averaged(overflow=overflow)
+        return not overflow
+
+    def is_private(self, state: OptimizerStep) -> bool:
+        """Whether no user code, such as a later hook, sees an optimizer's gradients directly.
+
+        At stage 0, gradients that were read once are plain tensors, which user code may still hold.
+        """
+        plain = self.gradients.were_read and not self._model.policy.optimizer
+        return self._model.reducer.private and not plain and not has_step_hooks(state.sharded.optimizer, besides=self)
+
+    def _unfold(self, state: OptimizerStep) -> None:
+        """Apply the factors that were left to the update, so that the averages have the values they have under DDP."""
+        if not state.folded:
+            return
+        state.folded = False
+        for flat in state.flats:
+            averages = flat.averages
+            if not averages.folds_factors or not averages.hold_values or averages.gone:
+                continue
+            if averages.scale == 1.0 and state.clip is None:
+                continue
+            flat.wait_updated()  # an update in flight reads them
+            averages.widen()
+            averages.undo_scale()
+            if state.clip is not None:
+                global_norm.scale_(flat, state.clip)
+        state.clip = None
+
+    def _unfold_kind(self, kind: int) -> None:
+        for state in self.optimizers:
+            if kind in state.kinds:
+                self._unfold(state)
+
+    def _average(self, kind: int) -> list[bool]:
+        """Average remaining gradients, and agree on which parameters have any. Collective.
+
+        Args:
+            kind: the number of an optimizer, or of a set of optimizers that share parameters.
+        """
+        flats = [f for f in self._model.flats if f.optimizer_index == kind]
+        if kind in self._given_up:
+            names = [type(s.sharded.optimizer).__name__ for s in self.optimizers if kind in s.kinds]
+            raise StateError(
+                f"parameter groups were changed while parameters of {' and '.join(names)} had gradients, and "
+                "zero_grad() was not called since, so these gradients are lost. Change groups before the first "
+                "micro-batch of a step, and call zero_grad() before its backward."
+            )
+        self._used[kind] = self._model.reducer.complete(flats)
+        for state in self.optimizers:
+            if state.kinds == [kind]:
+                state.used = self._used[kind]
+        for flat in flats:
+            if flat.plan.tied and flat.averages.hold_values and kind in self._tied_due:
+                flat.averages.change(self._model.share.sum_tied)
+        self._tied_due.discard(kind)
+        return self._used[kind]
+
+    def _note_used(self, state: OptimizerStep) -> None:
+        """Collect which parameters have gradients, in the order of the optimizer's flats."""
+        if len(state.kinds) == 1:
+            return
+        rows = {kind: iter(self._used[kind]) for kind in state.kinds}
+        state.used = [next(rows[flat.optimizer_index]) for flat in state.flats for _ in flat.params]
+
+    def _outdate_others(self, state: OptimizerStep) -> None:
+        """Reopen the other optimizers that share gradients with this one."""
+        for other in self.optimizers:
+            if other is not state and not set(other.kinds).isdisjoint(state.kinds):
+                other.reopen()
+
+    def _as_they_are(self, index: int, *, clipped: bool = False) -> OptimizerStep:
+        """Finish, and load the changes that user code has made to the gradients since. Changes outdate the norm.
+
+        Args:
+            index: number of the optimizer.
+            clipped: the gradients are about to be clipped; a second clipping applies to the result of the first.
+        """
+        self.finish(index)
+        state = self.optimizers[index]
+        if clipped and state.phase is Phase.CLIPPED:
+            self._unfold(state)
+            state.norm = None
+        if not self.is_private(state):
+            state.sharded.take_edits(state.used)
+            state.norm = None
+        if any([self.gradients.take(kind, self._used[kind]) for kind in state.kinds]):
+            state.norm = None
+            self._outdate_others(state)
+            self._note_used(state)
+            if not self.is_private(state):
+                state.sharded.bind_grads(state.used)
+        return state
+
+    # clipping --------------------------------------------------------------------------------------------------------
+
+    def clip_norm_(self, index: int, max_norm: float) -> Tensor:
+        """Clip the optimizer's gradients by their exact global norm; return the norm before clipping."""
+        state = self._as_they_are(index, clipped=True)
+        if state.norm is None:
+            state.norm = global_norm.global_norm(state.flats, self._world)
+        factor = global_norm.clip_factor(state.norm, max_norm)
+        if factor is None:
+            return state.norm
+        for flat in state.flats:
+            if state.folded and flat.averages.folds_factors:
+                state.clip = factor.float()  # fused updates are of fp32 masters
+            else:
+                global_norm.scale_(flat, factor)
+        self._clipped(state)
+        return state.norm
+
+    def clip_value_(self, index: int, limit: float) -> None:
+        """Clamp every element of the optimizer's averaged gradients."""
+        state = self._as_they_are(index, clipped=True)
+        global_norm.clip_value_(state.flats, limit)
+        self._clipped(state)
+
+    def _clipped(self, state: OptimizerStep) -> None:
+        self._outdate_others(state)
+        state.clipped()
+        if not self.is_private(state):
+            state.sharded.show_again()
+
+    def grad_norm(self, index: int | None = None, norm_type: float = 2.0) -> Tensor:
+        """Return the global norm of the averaged gradients before clipping, of one optimizer or of all together.
+
+        Raises:
+            StateError: there are no gradients: call between backward and the next ``zero_grad``.
+        """
+        states = self.optimizers if index is None else [self.optimizers[index]]
+        known = states[0].norm if len(states) == 1 and norm_type == 2.0 else None
+        if known is not None and (states[0].norm_stands or states[0].phase is Phase.STEPPED):
+            return known
+        for i, state in enumerate(self.optimizers):
+            if state in states:
+                self._as_they_are(i)
+        if not any(any(s.used) for s in states):
+            raise StateError("there is no gradient to compute a norm of. Call this between backward and zero_grad().")
+        if len(states) == 1 and norm_type == 2.0 and states[0].norm is not None:
+            return states[0].norm  # unchanged since
+        flats = {id(f): f for s in states for f in s.flats}  # count shared ones once
+        norm = global_norm.global_norm(list(flats.values()), self._world, norm_type)
+        if len(states) == 1 and norm_type == 2.0:
+            states[0].norm = norm
+        return norm
+
+    # step ------------------------------------------------------------------------------------------------------------
+
+    def step(self, index: int, run: Callable[[], Any]) -> Any:
+        """Let the optimizer update its master shards by calling ``run``, then publish the new weights.
+
+        After an overflow nothing is updated on any rank, and the step is counted in ``skipped_steps``.
+        """
+        proceed = self.finish(index)
+        state = self._as_they_are(index)
+        result = None
+        self._model.on_demand.write_back()
+        if proceed:
+            number = self.schedule.begin_step(index)
+            result = self._run_own_step(index, run)
+            if has_step_hooks(state.sharded.optimizer, besides=self):
+                self._model.on_demand.write_back()  # written by hooks after the step
+            self.schedule.publish(index)
+            if self._model.config.offload.any_state and number == 1:
+                trim_heap()  # free the first step's transient buffers before long-lived ones fragment the heap
+        else:
+            self.skipped_steps += 1
+        if self.scaler is not None:
+            self.scaler.update(state.overflow)
+        if state.is_averaged:  # a hook after the step may have dropped the gradients
+            state.stepped()
+        self.has_stepped = True
+        return result
+
+    def _run_own_step(self, index: int, run: Callable[[], Any]) -> Any:
+        state = self.optimizers[index]
+        put_step_hooks_inside(state.sharded.optimizer, *state.hooks)
+        submit = partial(self.schedule.submit, index)
+        own = state.sharded.own_step(state.used, clip=state.clip, shown=not self.is_private(state), submit=submit)
+        try:
+            with own as self._own_step:
+                return run()
+        finally:
+            self._own_step = None
+
+    def _before_own_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Run as the last hook before ``optimizer.step``."""
+        step = self._own_step
+        if step is None:
+            raise StateError(
+                f"{type(optimizer).__name__}.step() was called on the bare optimizer, which does not have the other "
+                "ranks' gradients. Call step() on what self.optimizers() returns."
+            )
+        if step.sharded.optimizer is not optimizer:
+            return
+        used = None
+        if has_step_hooks(optimizer, besides=self):  # they may have changed gradients, and weights
+            number = self.index_of(optimizer)
+            assert number is not None
+            used = self._as_they_are(number).used
+            self._model.on_demand.write_back()
+        step.begin(used)
+        self._model.gatherer.outdate(step.sharded.flats)
+        self.schedule.note_stepped(step.sharded.flats)
+
+    def _after_own_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Run as the first hook after ``optimizer.step``."""
+        if self._own_step is not None and self._own_step.sharded.optimizer is optimizer:
+            self._own_step.end()
+
+    # zero_grad -------------------------------------------------------------------------------------------------------
+
+    def _on_zero_grad(self, index: int, method: Method, *args: Any, **kwargs: Any) -> None:
+        """Handle a call of ``optimizer.zero_grad()``."""
+        if method.replaces(Optimizer.zero_grad):
+            self.zero_grad(index, set_to_none=kwargs.get("set_to_none", args[0] if args else True))
+        elif not self.keeps_gradients:  # an override may do more, and drop some, or none
+            method.original(*args, **kwargs)
+            params = [p for group in method.owner.param_groups for p in group["params"]]
+            dropped = [p for p in params if p.grad is None]
+            if len(dropped) == len(params):
+                self.zero_grad(index)
+            else:
+                self.zero_params(dropped, set_to_none=True)
+
+    def zero_grad(self, index: int, *, set_to_none: bool = True) -> None:
+        """Run ``optimizer.zero_grad``. Collective only if a reduction is in flight."""
+        if self.keeps_gradients:
+            return
+        state = self.optimizers[index]
+        state.start_over()
+        for kind in state.kinds:
+            self.gradients.forget(kind, set_to_none=set_to_none)
+        if set_to_none:
+            self._given_up.difference_update(state.kinds)
+        self._outdate_others(state)
+        self._model.reducer.zero_grad(state.flats, set_to_none=set_to_none)
+        for piece in state.sharded.pieces:
+            if set_to_none:
+                piece.grad = None
+
+    def zero_params(self, params: Iterable[nn.Parameter], *, set_to_none: bool) -> None:
+        """Drop averaged gradients of some parameters, as ``module.zero_grad()`` does. Not collective."""
+        wanted = {id(p) for p in params}
+        self.gradients.zero(wanted, set_to_none=set_to_none)
+        self._model.reducer.zero_params([f for f in self._model.flats if f.trainable], wanted, set_to_none=set_to_none)
+        for state in self.optimizers:
+            state.reopen()
+        if set_to_none:
+            self._given_up.intersection_update(
+                f.optimizer_index for f in self._model.flats if not wanted.issuperset(map(id, f.params))
+            )

@@ -1,0 +1,207 @@
+"""Gather buffers on demand: when a parameter is used outside the module that owns it.
+
+Only the last `KEPT` of these buffers stay gathered while others are used, and none when the step goes on. So reading a
+model from end to end takes the memory of `KEPT` buffers. Autograd saves a reference to a position in such a buffer, and
+backward gathers it again. A buffer that user code has a view of keeps its memory until the view is freed, and writes to
+the view count. After a step such a view shows NaN until the buffer is gathered again, because its values are outdated.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from ls_strategy._compat import current_backward_pass, storage_key
+from ls_strategy.distributed.comm import Comm
+from ls_strategy.errors import StateError
+from ls_strategy.zero.flat.units import Flat
+from ls_strategy.zero.user_code.given import Given
+
+KEPT = 2
+"""Buffers that stay gathered when another one is used: one to read a model in order, two to compare neighbours."""
+
+
+@dataclass
+class _Saved:
+    """A tensor that autograd saved, as a position in a flat buffer."""
+
+    flat: Flat
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class OnDemandGather:
+    """Gathers and releases buffers on demand. Uses are collective: the same on every rank, in the same order."""
+
+    def __init__(self, flats: list[Flat], *, sharded: bool) -> None:
+        """``sharded``: parameters are sharded (stage 3). Otherwise a use only waits for values in flight."""
+        self._flats = flats
+        self._sharded = sharded
+        self._on_demand_flats: dict[int, Flat] = {}
+        self._by_storage = {storage_key(flat.full): flat for flat in flats}
+        self._collecting: FrameType | None = None
+        self.thread: int | None = None
+        """The training thread, while it trains. Another thread would run collectives out of order."""
+
+        self.given = Given()
+        """Copies that state dicts have returned (stage 3)."""
+        for flat in flats:
+            flat.on_demand = self
+
+    # called when parameters are used ---------------------------------------------------------------------------------
+
+    def touch(self, flat: Flat) -> None:
+        """Gather a buffer, and keep it until `touched`. Collective."""
+        self.refuse_other_threads(flat.name)
+        flat.users += 1
+        if not self._sharded:
+            flat.wait_updated()
+            if flat.publish_due:
+                flat.start_gather()
+            flat.finish_gather()
+            return
+        if not flat.is_gathered:
+            self.begin(flat)
+            flat.finish_gather(on_demand=True)
+        if flat.gathered_on_demand:
+            self._on_demand_flats.pop(id(flat), None)
+            self._on_demand_flats[id(flat)] = flat
+
+    def refuse_other_threads(self, name: str) -> None:
+        """Refuse to use a parameter in another thread than the training thread. Not collective.
+
+        Raises:
+            StateError: the current thread is neither the training thread nor one of autograd's.
+        """
+        if self.thread not in (None, threading.get_ident()) and current_backward_pass() < 0:
+            raise StateError(
+                f"a parameter in the buffer of {name!r} was used by the thread {threading.current_thread().name!r} "
+                "while another thread trains. Its values, or those of its gradient, are sharded or in flight, and the "
+                "other ranks take part in gathering them only at one point of the training. Take a copy in a hook, "
+                "and pass that to the thread."
+            )
+
+    def begin(self, flat: Flat) -> None:
+        """Start gathering a buffer, without waiting. Collective."""
+        if self._sharded and not flat.is_gathered and flat.gathering is None:
+            flat.start_gather()
+
+    def touched(self, flat: Flat) -> None:
+        """End the use that `touch` began, and release all idle buffers but the last `KEPT`."""
+        flat.users -= 1
+        idle = [f for f in self._on_demand_flats.values() if f.users == 0]
+        for other in idle[:-KEPT]:
+            self._release(other)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is a view of a flat buffer."""
+        return storage_key(tensor) in self._by_storage
+
+    def note_memory(self, flat: Flat) -> None:
+        """Record that ``flat.full`` was reallocated."""
+        self._by_storage = {key: each for key, each in self._by_storage.items() if each is not flat}
+        self._by_storage[storage_key(flat.full)] = flat
+
+    def saving(self) -> AbstractContextManager[Any]:
+        """Wrap an operation on buffers gathered on demand: autograd gathers again what it saved of them."""
+        if not self._sharded or not torch.is_grad_enabled():
+            return nullcontext()
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: Tensor) -> Tensor | _Saved:
+        flat = self._by_storage.get(storage_key(tensor))
+        if flat is None or not flat.gathered_on_demand:
+            return tensor
+        return _Saved(flat, tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
+
+    def _unpack(self, saved: Tensor | _Saved) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        self.touch(saved.flat)
+        values = saved.flat.full.as_strided(saved.size, saved.stride, saved.offset)
+        self.touched(saved.flat)  # a buffer with a view keeps its memory
+        return values
+
+    # called by the engine --------------------------------------------------------------------------------------------
+
+    def release_idle(self) -> None:
+        """Release all idle buffers that were gathered on demand, after taking writes to them. Not collective."""
+        for flat in list(self._on_demand_flats.values()):
+            if flat.users == 0:
+                self._release(flat)
+        for flat in self._flats if self._sharded else ():
+            flat.free_if_not_viewed()
+
+    def _release(self, flat: Flat) -> None:
+        del self._on_demand_flats[id(flat)]
+        if not flat.gathered_on_demand:
+            return  # gathered by the unit's own module since
+        flat.take_writes()
+        flat.release()
+
+    @contextmanager
+    def all_gathered(self, flats: list[Flat], world: Comm, *, modify: bool) -> Iterator[None]:
+        """Keep all of ``flats`` gathered on every rank inside the context. Collective over ``world``.
+
+        Raises:
+            StateError: on every rank, if any rank has written to them without ``modify``.
+        """
+        for flat in flats:
+            self.begin(flat)
+        for flat in flats:
+            self.touch(flat)
+        try:
+            yield
+            written = torch.tensor([any([flat.take_writes() for flat in flats])], dtype=torch.uint8)
+            if not modify and world.agree(written).item():
+                raise StateError(
+                    "parameters were written to inside gathered_parameters(), which was opened for reading. Open it "
+                    "with modify=True, on every rank, and write the same on all of them."
+                )
+        finally:
+            for flat in flats:
+                self.touched(flat)
+            self.write_back()
+
+    def write_back(self) -> None:
+        """Take user code's writes to parameters, and release what was gathered on demand. Not collective."""
+        self.take_writes()
+        self.release_idle()
+
+    def take_writes(self) -> None:
+        """Copy writes to parameters and state dicts into masters and shards. Not collective."""
+        self.given.take_writes()
+        self.take_parameter_writes()
+
+    def take_parameter_writes(self) -> None:
+        """Copy writes to parameters into masters and shards. Not collective."""
+        for flat in self._flats:
+            flat.take_writes()
+
+    # called while a state dict is collected --------------------------------------------------------------------------
+
+    def collects(self, frame: FrameType | None) -> None:
+        """Do not gather for ``detach`` while ``frame`` runs: it collects a state dict. None ends it."""
+        self._collecting = frame
+
+    def is_collecting(self) -> bool:
+        """Whether the frame given to `collects` is running."""
+        if self._collecting is None:
+            return False
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            if frame is self._collecting:
+                return True
+            frame = frame.f_back
+        self._collecting = None  # it ended with an exception
+        return False

@@ -1,0 +1,145 @@
+"""From gradients to new weights: phases, shared parameters, and gradients that user code changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ls_strategy.engine import Engine
+from ls_strategy.errors import PlanError, StateError
+from ls_strategy.zero.flat.parameters import unnoticed
+from ls_strategy.zero.step import regroup
+from ls_strategy.zero.step.phase import Phase
+from tests.unit.one_rank import adamw, backward, engine_on, network, steps, weights
+
+
+def take(engine: Engine, index: int = 0) -> None:
+    engine.step(index, engine.optimizers[index].sharded.optimizer.step)
+
+
+def test_the_phases_of_a_step() -> None:
+    model = network()
+    engine = engine_on(model, [adamw(model.parameters())], stage=1, offload="cpu")
+    (state,) = engine.optimizers
+    seen = [state.phase]
+    backward(engine, 0)
+    seen.append(state.phase)
+    engine.finish(0)
+    seen.append(state.phase)
+    engine.clip_norm_(0, 1e-3)
+    seen.append(state.phase)
+    take(engine)
+    seen.append(state.phase)
+    engine.zero_grad(0)
+    seen.append(state.phase)
+    assert seen == [
+        Phase.ACCUMULATING, Phase.ACCUMULATING, Phase.AVERAGED, Phase.CLIPPED, Phase.STEPPED, Phase.ACCUMULATING
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_gradients_without_zero_grad_add_up(stage: int) -> None:
+    model, baseline = network(), network()
+    engine = engine_on(model, [torch.optim.SGD(model.parameters(), lr=0.5)], stage=stage, offload=None)
+    optimizer = torch.optim.SGD(baseline.parameters(), lr=0.5)
+    for number in range(2):
+        backward(engine, number)
+        take(engine)
+        baseline(torch.randn(4, 24, generator=torch.Generator().manual_seed(number))).square().mean().backward()
+        optimizer.step()
+    torch.testing.assert_close(weights(engine), [p.detach() for p in baseline.parameters()])
+
+
+def test_a_parameter_of_two_optimizers_is_stepped_by_both() -> None:
+    model, baseline = network(), network()
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.SGD(model.parameters(), lr=0.5),
+        torch.optim.SGD(model[0].parameters(), lr=0.25),
+    ]
+    engine = engine_on(model, optimizers, stage=1)
+    plain = [torch.optim.SGD(baseline.parameters(), lr=0.5), torch.optim.SGD(baseline[0].parameters(), lr=0.25)]
+    backward(engine, 0)
+    baseline(torch.randn(4, 24, generator=torch.Generator().manual_seed(0))).square().mean().backward()
+    for index, optimizer in enumerate(plain):
+        take(engine, index)
+        optimizer.step()
+    torch.testing.assert_close(weights(engine), [p.detach() for p in baseline.parameters()])
+
+
+def test_clipping_by_one_optimizer_reopens_the_other() -> None:
+    model = network()
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.SGD(model.parameters(), lr=0.5),
+        torch.optim.SGD(model[0].parameters(), lr=0.25),
+    ]
+    engine = engine_on(model, optimizers, stage=1)
+    backward(engine, 0)
+    engine.finish(1)
+    engine.clip_norm_(0, 1e-3)
+    assert engine.optimizers[1].phase is Phase.ACCUMULATING
+    assert engine.grad_norm(1) < 1e-3
+
+
+def test_a_parameter_that_loses_its_gradient_is_not_stepped() -> None:
+    model = network()
+    engine = engine_on(model, [adamw(model.parameters())], stage=1, offload="cpu")
+    before = weights(engine)
+    backward(engine, 0)
+    with unnoticed():
+        model[0].zero_grad()
+    engine.zero_params(model[0].parameters(), set_to_none=True)
+    take(engine)
+    same = list(map(torch.equal, weights(engine), before))
+    assert same == [True, True, False, False, False, False]
+
+
+def test_sharded_gradients_are_lost_by_a_change_of_groups() -> None:
+    model = network()
+    optimizer = adamw(model[1:].parameters())
+    engine = engine_on(model, [optimizer], stage=2, offload="cpu")
+    backward(engine, 0)
+    optimizer.add_param_group({"params": list(model[0].parameters())})
+    later = engine_on(model, [optimizer], stage=2, offload="cpu")
+    later.go_on_from(engine)
+    with pytest.raises(StateError, match=r"of AdamW had gradients, and zero_grad\(\) was not called since"):
+        later.finish(0)
+    later.zero_grad(0)
+    steps(later, 1, first=1)
+
+
+def test_a_later_engine_counts_the_steps_on() -> None:
+    model = network()
+    optimizer = adamw(model.parameters())
+    engine = engine_on(model, [optimizer], stage=1, offload="cpu")
+    steps(engine, 2)
+    later = engine_on(model, [optimizer], stage=1, offload="cpu")
+    later.go_on_from(engine)
+    assert later.schedule.begin_step(0) == 3
+
+
+def test_an_optimizer_of_another_engine_has_no_number() -> None:
+    model = network()
+    engine = engine_on(model, [adamw(model.parameters())])
+    assert engine.index_of(engine.optimizers[0].sharded.optimizer) == 0
+    assert engine.index_of(adamw(network().parameters())) is None
+
+
+def test_a_new_group_is_refused_where_ranks_hold_parts() -> None:
+    model = network()
+    optimizer = adamw(model[1:].parameters())
+    engine = engine_on(model, [optimizer])
+    optimizer.add_param_group({"params": list(model[0].parameters())})
+    regroup.check_change(engine.stepper, [optimizer], "")
+    with pytest.raises(PlanError, match=r"AdamW changed while training runs, under tensor parallelism, which needs a"):
+        regroup.check_change(engine.stepper, [optimizer], "tensor")
+
+
+def test_the_state_of_the_bare_optimizer_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    optimizer = adamw(model.parameters())
+    engine_on(model, [optimizer], stage=1)
+    with pytest.raises(StateError, match=r"AdamW.state_dict\(\) was asked for .* Call trainer.strategy"):
+        optimizer.state_dict()
+    with pytest.raises(StateError, match=r"AdamW.state\[...\]"):
+        optimizer.state[next(model.parameters())]
