@@ -37,6 +37,7 @@ from tests.dist.ranks import (
     weights,
 )
 from tests.dist.ranks import fit as fit_
+from tests.marks import slow
 
 fit = functools.partial(fit_, save_as="file")
 
@@ -71,7 +72,7 @@ class Momentum(Net):
         return torch.optim.SGD(self.parameters(), lr=5e-2, momentum=0.9, weight_decay=0.01)
 
 
-@pytest.mark.parametrize("make", [Mixed, Momentum])
+@pytest.mark.parametrize("make", [Mixed, slow(Momentum)])
 @on_ranks(2)
 def test_plain_lightning_and_every_stage_read_each_others_checkpoints(
     rank: int, world_size: int, make: type[Net], tmp_path: Path
@@ -113,7 +114,7 @@ def same_optimizer_state(actual: dict[str, Any], expected: dict[str, Any], what:
             assert_close(actual["state"][number][key], value, f"{what}: state {number}, {key}", 1e-5)
 
 
-@pytest.mark.parametrize("precision", ["32-true", pytest.param("bf16-true", marks=pytest.mark.slow), "bf16-mixed"])
+@pytest.mark.parametrize("precision", ["32-true", slow("bf16-true"), slow("bf16-mixed")])
 @on_ranks(2)
 def test_ten_steps_and_ten_more_are_twenty_bit_for_bit(
     rank: int, world_size: int, precision: str, tmp_path: Path

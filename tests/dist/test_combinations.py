@@ -20,6 +20,7 @@ from ls_strategy.callbacks.preemption import Preempted, PreemptionHandler
 from ls_strategy.testing import spawn
 from tests.dist.parallel_runs import Module, Outcome, Run, attention_plan, train, train_all, unequal
 from tests.dist.ranks import saved
+from tests.marks import slow
 
 pytestmark = pytest.mark.dist
 
@@ -99,11 +100,20 @@ def test_saves_in_the_background(world_size: int, layouts: dict[str, Any], tmp_p
         assert_goes_on(whole, rest)
 
 
+@cache
+def in_one_process(moments: str, *, experts: bool) -> tuple[Outcome, Outcome]:
+    """With exact moments, and with these."""
+    formats = ("fp32", moments)
+    runs = [run_of({"stage": 1, "precision.moments": f}, experts=ALL_EXPERTS if experts else None) for f in formats]
+    exact, rounded = start(1, runs)
+    return exact, rounded
+
+
 def distance(one: Outcome, other: Outcome) -> float:
     return sum(float((v - other.weights[k]).square().sum()) for k, v in one.weights.items()) ** 0.5
 
 
-@pytest.mark.parametrize("moments", ["bf16", "int8"])
+@pytest.mark.parametrize("moments", [slow("bf16"), "int8"])
 @pytest.mark.parametrize(("world_size", "layouts"), WORLDS)
 def test_moments_in_fewer_bits(world_size: int, layouts: dict[str, Any], moments: str) -> None:
     """As far from fp32 as one process with such moments, and no farther than twice that."""
@@ -112,10 +122,7 @@ def test_moments_in_fewer_bits(world_size: int, layouts: dict[str, Any], moments
         run_of({**o, "precision.moments": moments}, experts=e) for o, e in zip(layouts.values(), experts, strict=True)
     ]
     for run, outcome in zip(runs, start(world_size, runs), strict=True):
-        in_one = [
-            run_of({"stage": 1, "precision.moments": format}, experts=run.experts) for format in ("fp32", moments)
-        ]
-        exact, rounded = start(1, in_one)
+        exact, rounded = in_one_process(moments, experts=run.experts is not None)
         assert 0 < distance(exact, outcome) <= 2 * distance(exact, rounded), run
 
 
@@ -126,7 +133,7 @@ class Averaged(Module):
         return [ShardedEMA(decay=0.5)]
 
 
-@pytest.mark.parametrize("save_as", ["sharded", "file"])
+@pytest.mark.parametrize("save_as", ["sharded", slow("file")])
 @pytest.mark.parametrize(("world_size", "layouts"), WORLDS)
 def test_averages_of_weights(world_size: int, layouts: dict[str, Any], save_as: str, tmp_path: Path) -> None:
     """Complete, and those of one process."""

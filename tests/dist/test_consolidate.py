@@ -18,6 +18,7 @@ from ls_strategy.checkpoint.describe import describe, verify_all
 from ls_strategy.lightning.loading import load_from_checkpoint
 from tests.dist.ranks import Net, Sgd, assert_close, assert_equal, fit, on_ranks, weights
 from tests.dist.test_checkpoint_file import Mixed
+from tests.marks import slow
 
 
 class TwoOptimizers(Net):
@@ -39,7 +40,7 @@ class TwoOptimizers(Net):
         return [torch.optim.AdamW(rest, lr=1e-2, fused=True), torch.optim.SGD(last, lr=1e-2, momentum=0.9)]
 
 
-@pytest.mark.parametrize("make", [Mixed, Sgd, TwoOptimizers])
+@pytest.mark.parametrize("make", [slow(Mixed), slow(Sgd), TwoOptimizers])
 @on_ranks(2)
 def test_plain_ddp_goes_on_from_the_consolidated_file(
     rank: int, world_size: int, make: type[Net], tmp_path: Path
@@ -127,6 +128,7 @@ def test_modules_load_folder_and_file_alike(rank: int, world_size: int, tmp_path
     dist.barrier()
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_lightnings_own_consolidation_reads_our_folders(rank: int, world_size: int, tmp_path: Path) -> None:
     module = Mixed()

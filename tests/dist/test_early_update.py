@@ -20,6 +20,7 @@ from ls_strategy.ops.norm import sum_of_squares
 from ls_strategy.tiers.stream import Stream
 from ls_strategy.zero.step import kernels, update
 from tests.dist.ranks import Net, assert_close, assert_equal, batches, fit, on_ranks, weights
+from tests.marks import slow
 
 
 class Plain(Net):
@@ -101,7 +102,7 @@ def updates_begun_in_backward(module: Plain, stage: int, **options: Any) -> int:
     return end[-1]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [slow(1), 2, 3])
 @on_ranks(2)
 def test_updates_begin_in_backward_where_nobody_looks(rank: int, world_size: int, stage: int) -> None:
     """Five units; only with one optimizer, no clipping, automatic optimization, and no hook in between."""
@@ -115,7 +116,7 @@ def test_updates_begin_in_backward_where_nobody_looks(rank: int, world_size: int
     assert updates_begun_in_backward(Plain(), stage, accumulate_grad_batches=2) == 5
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [slow(1), 2, 3])
 @on_ranks(2)
 def test_a_module_that_skips_steps(rank: int, world_size: int, stage: int) -> None:
     """Trusted run: the same stage without offload."""
@@ -126,7 +127,7 @@ def test_a_module_that_skips_steps(rank: int, world_size: int, stage: int) -> No
     assert_equal(weights(ours), weights(trusted), f"stage {stage}")
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [slow(1), 2, 3])
 @on_ranks(2)
 def test_gradients_are_read_after_the_step(rank: int, world_size: int, stage: int) -> None:
     """From the first step on they are there; later they are gone, and that is said."""
@@ -194,7 +195,7 @@ class SharedReentrant(RecomputedReentrant):
         return super().forward(x) + checkpoint(self.blocks[0], self.first(x), use_reentrant=True)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [slow(1), slow(2), 3])
 @on_ranks(2, timeout_s=120)
 def test_recomputed_blocks(rank: int, world_size: int, stage: int) -> None:
     """Right, or refused with the cure; never wrong. Trusted run: the same without recomputing or offload."""

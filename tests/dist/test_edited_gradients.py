@@ -29,6 +29,7 @@ from tests.dist.ranks import (
     train_all,
     weights,
 )
+from tests.marks import slow
 
 LIMIT = 0.05
 """Where norms are clipped; without clipping they are 0.3 to 3."""
@@ -277,13 +278,13 @@ def trusted() -> dict[str, Result]:
     return spawn(train_all, 1, [*ANY, *BY_HAND, *METHODS, *AT_STAGE_0], init_process_group=False)[0]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_clipping_takes_the_norm_of_gradients_as_they_are(world_size: int, trusted: dict[str, Result]) -> None:
     stages = STAGES if world_size > 1 else (0,)
     spawn(compare, world_size, ANY, trusted, stages, init_process_group=False)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_gradients_dropped_by_hand_count_for_nothing(world_size: int, trusted: dict[str, Result]) -> None:
     spawn(compare, world_size, BY_HAND, trusted, (0, 1) if world_size > 1 else (0,), init_process_group=False)
 
@@ -292,7 +293,7 @@ def test_methods_of_the_users_run_in_place_of_torchs(trusted: dict[str, Result])
     spawn(compare, 2, METHODS, trusted, STAGES, init_process_group=False)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_stage_0_takes_what_the_user_assigns(world_size: int, trusted: dict[str, Result]) -> None:
     spawn(compare, world_size, AT_STAGE_0, trusted, (0,), init_process_group=False)
 

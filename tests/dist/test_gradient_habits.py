@@ -20,6 +20,7 @@ from tests.dist.parallel_runs import Module, Run, train
 from tests.dist.ranks import WIDTH, fit, global_batches, quiet
 from tests.dist.test_combinations import EXPERTS, LAYOUTS
 from tests.dist.test_habits import OPTIONS, STEPS, Habit, outcome, problems
+from tests.marks import in_turn
 
 
 class ByHand(Habit):
@@ -371,27 +372,30 @@ HABITS = [
     HooksOfParameters,
 ]  # fmt: skip
 
+AND_STAGE_0 = {"zero0": {"stage": 0}, **OPTIONS}
 
-@pytest.mark.parametrize("habit", HABITS)
-def test_on_two_ranks_as_under_ddp(habit: type[Habit]) -> None:
-    found = spawn(problems, 2, habit, {"zero0": {"stage": 0}, **OPTIONS}, timeout_s=100)
+
+@pytest.mark.parametrize(("habit", "options"), in_turn(HABITS, AND_STAGE_0))
+def test_on_two_ranks_as_under_ddp(habit: type[Habit], options: dict[str, Any]) -> None:
+    found = spawn(problems, 2, habit, options, timeout_s=100)
     assert not any(found), "\n".join(found[0])
 
 
-@pytest.mark.parametrize("habit", [Clips, Scales, Drops, LightningsNorm])
-def test_with_accumulation_as_under_ddp(habit: type[Habit]) -> None:
+@pytest.mark.parametrize(("habit", "options"), in_turn([Clips, Scales, Drops, LightningsNorm], OPTIONS))
+def test_with_accumulation_as_under_ddp(habit: type[Habit], options: dict[str, Any]) -> None:
     """Hooks after every backward see what has come so far."""
-    found = spawn(problems, 2, habit, OPTIONS, {"accumulate_grad_batches": 2}, timeout_s=100)
+    found = spawn(problems, 2, habit, options, {"accumulate_grad_batches": 2}, timeout_s=100)
     assert not any(found), "\n".join(found[0])
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("habit", [ReadsAfterTheStep, ReadsInTheNextStep, ClipsTwice, ClipsTwiceByTheUpdate])
-def test_with_clipping_as_under_ddp(habit: type[Habit], ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("habit", "options"),
+    in_turn([ReadsAfterTheStep, ReadsInTheNextStep, ClipsTwice, ClipsTwiceByTheUpdate], AND_STAGE_0),
+)
+def test_with_clipping_as_under_ddp(habit: type[Habit], options: dict[str, Any], ranks: int) -> None:
     """The factor that updates multiply in is in ``p.grad`` after the step too."""
-    found = spawn(
-        problems, ranks, habit, {"zero0": {"stage": 0}, **OPTIONS}, {"gradient_clip_val": CLIP}, timeout_s=100
-    )
+    found = spawn(problems, ranks, habit, options, {"gradient_clip_val": CLIP}, timeout_s=100)
     assert not any(found), "\n".join(found[0])
 
 
@@ -407,9 +411,12 @@ def test_where_gradients_rest_on_a_drive(habit: type[Habit], tmp_path: Path) -> 
     assert not any(found), "\n".join(found[0])
 
 
-@pytest.mark.parametrize("habit", [Clips, Replaces, ScalesData, KeepsObjects, GivesItsOwn, ReusesItsOwn, OtherNorms])
-def test_on_one_rank_as_a_plain_trainer(habit: type[Habit]) -> None:
-    found = spawn(problems, 1, habit, OPTIONS, timeout_s=100)
+@pytest.mark.parametrize(
+    ("habit", "options"),
+    in_turn([Clips, Replaces, ScalesData, KeepsObjects, GivesItsOwn, ReusesItsOwn, OtherNorms], OPTIONS),
+)
+def test_on_one_rank_as_a_plain_trainer(habit: type[Habit], options: dict[str, Any]) -> None:
+    found = spawn(problems, 1, habit, options, timeout_s=100)
     assert not any(found), "\n".join(found[0])
 
 

@@ -33,6 +33,7 @@ from tests.dist.ranks import (
     quiet,
     weights,
 )
+from tests.marks import in_turn
 
 STEPS = 6
 
@@ -307,9 +308,9 @@ def problems(
     return [f"{habit.__name__}, {name}: {words}" for name, words in found.items()]
 
 
-@pytest.mark.parametrize("habit", HABITS)
-def test_on_two_ranks_as_under_ddp(habit: type[Habit]) -> None:
-    found = spawn(problems, 2, habit, OPTIONS, timeout_s=100)
+@pytest.mark.parametrize(("habit", "options"), in_turn(HABITS, OPTIONS))
+def test_on_two_ranks_as_under_ddp(habit: type[Habit], options: dict[str, Any]) -> None:
+    found = spawn(problems, 2, habit, options, timeout_s=100)
     assert not any(found), "\n".join(found[0])
 
 
@@ -364,9 +365,9 @@ def test_writes_reach_the_masters_in_16_bit(precision: str) -> None:
     assert not any(found), found[0]
 
 
-@pytest.mark.parametrize("habit", [Penalty, SetsData, Clamps, Momentum, Copies, Average])
-def test_on_one_rank_as_a_plain_trainer(habit: type[Habit]) -> None:
-    found = spawn(problems, 1, habit, OPTIONS, timeout_s=100)
+@pytest.mark.parametrize(("habit", "options"), in_turn([Penalty, SetsData, Clamps, Momentum, Copies, Average], OPTIONS))
+def test_on_one_rank_as_a_plain_trainer(habit: type[Habit], options: dict[str, Any]) -> None:
+    found = spawn(problems, 1, habit, options, timeout_s=100)
     assert not any(found), "\n".join(found[0])
 
 

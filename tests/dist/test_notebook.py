@@ -15,6 +15,7 @@ import pytest
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
+from tests.marks import slow
 from tests.processes import is_running
 
 ROOT = Path(__file__).parents[2]
@@ -113,19 +114,14 @@ def kernel(tmp_path: Path) -> Iterator[Kernel]:
     started.client._cleanup_kernel()
 
 
-def test_fit_and_test(kernel: Kernel) -> None:
-    kernel.run(FIT.format(strategy="zero2_notebook"))
-    kernel.run(TEST)
-
-
-@pytest.mark.parametrize("stage", range(4))
-def test_a_second_fit_in_the_same_kernel(kernel: Kernel, stage: int) -> None:
+@pytest.mark.parametrize("stage", [slow(0), slow(1), 2, slow(3)])
+def test_fit_test_and_a_second_fit_in_the_same_kernel(kernel: Kernel, stage: int) -> None:
     kernel.run(FIT.format(strategy=f"zero{stage}_notebook"))
     kernel.run(TEST)
     kernel.run(AGAIN)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [slow(0), 3])
 def test_a_ranks_error_arrives_in_the_cell_and_the_next_fit_works(kernel: Kernel, stage: int) -> None:
     assert "rank 1 has a bad batch" in kernel.error(f'trainer("zero{stage}_notebook").fit(Failing(), batches())')
     kernel.run(FIT.format(strategy=f"zero{stage}_notebook"))

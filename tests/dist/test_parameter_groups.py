@@ -30,6 +30,7 @@ from tests.dist.ranks import (
     quiet,
     weights,
 )
+from tests.marks import in_turn
 
 STEPS = 3
 EPOCHS = 4
@@ -181,38 +182,43 @@ def trusted(rank: int, world_size: int, kinds: list[type[Joins]], options: dict[
 
 
 def problems(
-    rank: int, world_size: int, expected: dict[str, Outcome], kinds: list[type[Joins]], options: dict[str, Any]
+    rank: int,
+    world_size: int,
+    expected: dict[str, Outcome],
+    kinds: list[type[Joins]],
+    options: dict[str, Any],
+    trainer: dict[str, Any],
 ) -> list[str]:
     quiet()
     found = []
     for kind in kinds:
         different = differences(
-            lambda name: outcome(rank, world_size, kind(), ZeROStrategy(**nested(OPTIONS[name])), **options),  # noqa: B023
+            lambda name: outcome(rank, world_size, kind(), ZeROStrategy(**nested(options[name])), **trainer),  # noqa: B023
             expected[kind.__name__],
-            OPTIONS,
+            options,
         )
         found += [f"{kind.__name__}, {name}: {words}" for name, words in different.items()]
     return found
 
 
-def compare(world_size: int, kinds: list[type[Joins]], **options: Any) -> None:
-    expected = spawn(trusted, 1, kinds, options, init_process_group=False)[0]
-    found = spawn(problems, world_size, expected, kinds, options, timeout_s=150)
+def compare(world_size: int, kinds: list[type[Joins]], options: dict[str, Any], **trainer: Any) -> None:
+    expected = spawn(trusted, 1, kinds, trainer, init_process_group=False)[0]
+    found = spawn(problems, world_size, expected, kinds, options, trainer, timeout_s=150)
     assert not any(found), "\n".join(found[0])
 
 
-@pytest.mark.parametrize("kind", JOIN)
-def test_on_two_ranks_as_in_a_plain_trainer(kind: type[Joins]) -> None:
-    compare(2, [kind])
+@pytest.mark.parametrize(("kind", "options"), in_turn(JOIN, OPTIONS))
+def test_on_two_ranks_as_in_a_plain_trainer(kind: type[Joins], options: dict[str, Any]) -> None:
+    compare(2, [kind], options)
 
 
-@pytest.mark.parametrize("kind", [ByCallback, AtABatch, AnotherOptimizer])
-def test_on_one_rank_as_in_a_plain_trainer(kind: type[Joins]) -> None:
-    compare(1, [kind])
+@pytest.mark.parametrize(("kind", "options"), in_turn([ByCallback, AtABatch, AnotherOptimizer], OPTIONS))
+def test_on_one_rank_as_in_a_plain_trainer(kind: type[Joins], options: dict[str, Any]) -> None:
+    compare(1, [kind], options)
 
 
 def test_with_accumulation_and_clipping() -> None:
-    compare(2, [AtEpochs], accumulate_grad_batches=3, gradient_clip_val=0.1)
+    compare(2, [AtEpochs], OPTIONS, accumulate_grad_batches=3, gradient_clip_val=0.1)
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
@@ -627,9 +633,11 @@ class FrozenOwn(OwnOptimizer):
             self.blocks[0].requires_grad_(True)
 
 
-@pytest.mark.parametrize("kind", [InNone, AddsUp, OwnOptimizer, FrozenAtFirst, FrozenOwn])
-def test_parameters_in_no_optimizer_get_gradients(kind: type[Any]) -> None:
-    compare(2, [kind])
+@pytest.mark.parametrize(
+    ("kind", "options"), in_turn([InNone, AddsUp, OwnOptimizer, FrozenAtFirst, FrozenOwn], OPTIONS)
+)
+def test_parameters_in_no_optimizer_get_gradients(kind: type[Any], options: dict[str, Any]) -> None:
+    compare(2, [kind], options)
 
 
 # --- one parameter in several optimizers ------------------------------------------------------------------------------
@@ -778,24 +786,24 @@ ON_DEVICE["zero0"] = {"stage": 0}
 ON_DEVICE["zero3, parameters on the host"] = {"stage": 3, "sharding.min_unit_numel": 0, "offload.parameters": "cpu"}
 
 
-def shared_problems(rank: int, world_size: int, kind: type[Any]) -> list[str]:
+def shared_problems(rank: int, world_size: int, kind: type[Any], options: dict[str, Any]) -> list[str]:
     quiet()
     expected = outcome(rank, world_size, kind(), "ddp_find_unused_parameters_true" if world_size > 1 else "auto")
     found = differences(
-        lambda name: outcome(rank, world_size, kind(), ZeROStrategy(**nested(ON_DEVICE[name]))), expected, ON_DEVICE
+        lambda name: outcome(rank, world_size, kind(), ZeROStrategy(**nested(options[name]))), expected, options
     )
     return [f"{kind.__name__}, {name}: {words}" for name, words in found.items()]
 
 
-@pytest.mark.parametrize("kind", SHARED)
-def test_one_parameter_in_two_optimizers_as_under_ddp(kind: type[Any]) -> None:
-    found = spawn(shared_problems, 2, kind, timeout_s=100)
+@pytest.mark.parametrize(("kind", "options"), in_turn(SHARED, ON_DEVICE))
+def test_one_parameter_in_two_optimizers_as_under_ddp(kind: type[Any], options: dict[str, Any]) -> None:
+    found = spawn(shared_problems, 2, kind, options, timeout_s=100)
     assert not any(found), "\n".join(found[0])
 
 
-@pytest.mark.parametrize("kind", [BothStep, ClipsBetween])
-def test_one_parameter_in_two_optimizers_on_one_rank(kind: type[Any]) -> None:
-    found = spawn(shared_problems, 1, kind, timeout_s=100)
+@pytest.mark.parametrize(("kind", "options"), in_turn([BothStep, ClipsBetween], ON_DEVICE))
+def test_one_parameter_in_two_optimizers_on_one_rank(kind: type[Any], options: dict[str, Any]) -> None:
+    found = spawn(shared_problems, 1, kind, options, timeout_s=100)
     assert not any(found), "\n".join(found[0])
 
 
@@ -888,6 +896,9 @@ class StepHooksByHandFused(StepHooksByHand):
     fused = None
 
 
-@pytest.mark.parametrize("kind", [StepHooks, StepHooksFused, StepHooksLate, StepHooksByHand, StepHooksByHandFused])
-def test_hooks_of_the_step_see_what_they_see_under_ddp(kind: type[Any]) -> None:
-    compare(2, [kind])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    in_turn([StepHooks, StepHooksFused, StepHooksLate, StepHooksByHand, StepHooksByHandFused], OPTIONS),
+)
+def test_hooks_of_the_step_see_what_they_see_under_ddp(kind: type[Any], options: dict[str, Any]) -> None:
+    compare(2, [kind], options)

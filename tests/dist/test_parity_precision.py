@@ -21,6 +21,7 @@ from ls_strategy.testing import spawn
 from tests.dist import parallel_runs
 from tests.dist.models import Case, Result, fp16_plugin, run
 from tests.dist.parallel_runs import Outcome, Run
+from tests.marks import slow
 
 PRECISIONS = ("16-mixed", "16-true", "bf16-mixed", "bf16-true")
 STAGES = (0, 1, 2, 3)
@@ -135,7 +136,7 @@ def check(function: Any, world_size: int, *args: Any, timeout_s: float = 170) ->
     assert not problems, f"{len(problems)} too large:\n" + "\n".join(problems[:30])
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_every_pair_of_settings(world_size: int) -> None:
     cases = [c for c in covering() if world_size > 1 or c.stage in (0, 2)]
     check(compare_cases, world_size, cases)

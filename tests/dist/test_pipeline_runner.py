@@ -39,6 +39,7 @@ from ls_strategy.parallel.pipeline.transfer import SideLoss
 from ls_strategy.testing import spawn
 from recipes.gpt.network import GPT, GPTConfig
 from tests import papers
+from tests.marks import slow
 
 pytestmark = pytest.mark.dist
 
@@ -369,7 +370,7 @@ def evaluate(rank: int, world_size: int, case: str, expected: list[float]) -> No
             assert all((p.grad is None) == (order == "evaluate first" or p.is_meta) for p in model.parameters())
 
 
-@pytest.mark.parametrize("case", ["pairs", "side_early"])
+@pytest.mark.parametrize("case", [slow("pairs"), "side_early"])
 def test_evaluation_returns_what_step_returns(case: str) -> None:
     _, step, batch = CASES[case]()
     spawn(evaluate, 2, case, [step(part).item() for part in chunks(batch(9), 3)])
@@ -529,7 +530,7 @@ def breaks(rank: int, world_size: int, where: str, schedule: str) -> tuple[str, 
     return "", "", time.monotonic() - start
 
 
-@pytest.mark.parametrize(("where", "schedule"), [("forward", "1f1b"), ("backward", "1f1b"), ("forward", "zbv")])
+@pytest.mark.parametrize(("where", "schedule"), [slow("forward", "1f1b"), ("backward", "1f1b"), slow("forward", "zbv")])
 def test_an_error_on_one_stage_ends_all_ranks_soon(where: str, schedule: str) -> None:
     results = spawn(breaks, 4, where, schedule, timeout_s=40)
     assert [name for name, _, _ in results].count("ValueError") == 1
@@ -679,7 +680,7 @@ def train_foreign(rank: int, world_size: int, kind: str) -> dict[str, float]:
     return worst
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "t5", "vit"])
+@pytest.mark.parametrize("kind", [slow("gpt2"), "llama", "t5", slow("vit")])
 def test_models_of_others_need_no_change(kind: str) -> None:
     """T5 hands a bias that its first block computes on to all others; Llama asks its input for its device."""
     pytest.importorskip("torchvision" if kind == "vit" else "transformers")

@@ -18,6 +18,7 @@ from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.bench import host_memory
 from tests.dist.ranks import Net, batches, fit, on_ranks, quiet, trainer_of
+from tests.marks import slow
 
 OFFLOADED = ("zero3_offload", "zero3_nvme", "zero3_offload_param", "zero3_nvme_param")
 NAMES = ("zero1", *OFFLOADED)
@@ -87,7 +88,7 @@ def test_evaluation_gives_the_bits_of_zero1_on_two_ranks(rank: int, world_size: 
     check_equal(tmp_path, Net, tmp_path / "folder.ckpt")
 
 
-@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", ["bf16-true", slow("bf16-mixed")])
 @on_ranks(2, timeout_s=120)
 def test_evaluation_in_16_bits_gives_the_bits_of_zero1(
     rank: int, world_size: int, precision: str, tmp_path: Path

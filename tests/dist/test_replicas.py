@@ -21,6 +21,7 @@ from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
 from tests.dist.parallel_runs import Run, train, train_all
 from tests.dist.ranks import on_ranks, trainer_of
+from tests.marks import slow
 
 pytestmark = pytest.mark.dist
 
@@ -260,7 +261,7 @@ def train_mlp(rank: int, world_size: int, kind: type[MLP], strategy: Any) -> tup
     return module.losses, {k: v.clone() for k, v in trainer.strategy.lightning_module_state_dict().items()}
 
 
-@pytest.mark.parametrize(("world", "stage"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow), (4, 3)])
+@pytest.mark.parametrize(("world", "stage"), [slow(2, 1), slow(4, 2), (4, 3)])
 @pytest.mark.parametrize("kinds", [(OwnPlan, MLP), (Stack, OneStack)], ids=["layers", "blocks"])
 def test_a_module_that_divides_itself(world, stage, kinds):
     """By ``parallelize_module`` in ``configure_model``, or by its own plan: all replicas see the same data here."""

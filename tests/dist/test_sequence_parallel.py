@@ -10,6 +10,7 @@ import torch
 
 from ls_strategy.testing import spawn
 from tests.dist.parallel_runs import Outcome, Run, assert_resumed, train_all, unequal
+from tests.marks import slow
 
 pytestmark = pytest.mark.dist
 
@@ -43,7 +44,9 @@ def test_with_divided_layers_and_two_replicas():
     at_stages(8, (1, 3), **{"parallel.context": 2}, **{"parallel.tensor.size": 2})
 
 
-@pytest.mark.parametrize("shape", [{"positions": "learned"}, {"num_kv_heads": 2}, {"num_kv_heads": 1}], ids=str)
+@pytest.mark.parametrize(
+    "shape", [slow({"positions": "learned"}), {"num_kv_heads": 2}, slow({"num_kv_heads": 1})], ids=str
+)
 def test_variants_of_the_model(shape):
     expected = spawn(train_all, 1, [Run(shape=shape)], init_process_group=False)[0][0]
     run = Run({"stage": 2, "parallel.context": 2}, shape)
@@ -66,7 +69,7 @@ def test_recompute_and_offload_change_no_bit():
         assert all(torch.equal(v, plain.weights[k]) for k, v in outcome.weights.items()), run
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, slow(4)])
 def test_traffic_is_eight_exchanges_per_block_and_micro_batch(size):
     """b * t * h / n elements each, of which (n - 1) / n leave; and four more, when the first step checks a block."""
     steps, blocks, b, t, h = 5, 2, 4, 16, 32

@@ -21,6 +21,7 @@ from ls_strategy.parallel.logits import ShardedLogits, gather
 from ls_strategy.parallel.ulysses import apply_sequence_parallel
 from ls_strategy.testing import spawn
 from recipes.gpt.network import GPT, GPTConfig
+from tests.marks import slow
 
 B, T, V = 2, 16, 29
 HUGGING_FACE = importlib.util.find_spec("transformers") is not None
@@ -187,7 +188,7 @@ def expected(case: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, slow(4)])
 @pytest.mark.parametrize("case", CASES)
 def test_losses_and_gradients_are_those_of_one_process(case, world_size) -> None:
     """With and without recomputation. Four ranks share two key and value heads, or one, too."""

@@ -13,6 +13,7 @@ import pytest
 from ls_strategy.config import nested
 from ls_strategy.lightning.strategy import ZeROStrategy
 from tests.dist.ranks import STAGES, Net, assert_close, fit, on_ranks, weights
+from tests.marks import slow
 
 OFFLOADS: dict[str, dict[str, Any]] = {
     "device": {},
@@ -34,7 +35,7 @@ def threads_when_ended(at_most: int) -> int:
     return threads()
 
 
-@pytest.mark.parametrize("tier", OFFLOADS)
+@pytest.mark.parametrize("tier", [slow("device"), slow("host"), "drive"])
 @on_ranks(2)
 def test_nothing_of_a_fit_is_left(rank: int, world_size: int, tier: str, tmp_path: Any) -> None:
     stages = (0, 1, 2, 3) if tier == "device" else (2, 3)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.marks import slow
 from tests.processes import is_running
 
 ROOT = Path(__file__).parents[2]
@@ -137,12 +138,12 @@ def strike(run: Run, target: str, number: int) -> None:
     os.kill(pid, number)
 
 
-def test_sigterm_to_the_launcher_and_to_one_rank(start: Callable[..., Run]) -> None:
-    for target in ("launcher", "rank1"):
-        run = start("2", "plain")
-        run.wait_for("trains")
-        strike(run, target, signal.SIGTERM)
-        run.ends_within(20)
+@pytest.mark.parametrize("target", ["launcher", slow("rank1")])
+def test_sigterm_ends_all_processes(start: Callable[..., Run], target: str) -> None:
+    run = start("2", "plain")
+    run.wait_for("trains")
+    strike(run, target, signal.SIGTERM)
+    run.ends_within(20)
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from ls_strategy.errors import PlanError
 from ls_strategy.testing import spawn
 from tests.dist.parallel_runs import Module, Outcome, Run, attention_plan, train, train_all, unequal
 from tests.dist.ranks import on_ranks
+from tests.marks import slow
 
 pytestmark = pytest.mark.dist
 
@@ -117,7 +118,7 @@ def problems(world_size: int, layouts: dict[str, dict[str, Any]], kind: type[Mod
     return found
 
 
-@pytest.mark.parametrize("kind", [Different, DifferentOnMeta])
+@pytest.mark.parametrize("kind", [slow(Different), DifferentOnMeta])
 def test_all_ranks_start_from_what_rank_0_has(kind: type[Module]) -> None:
     """Trusted run: one process, which has rank 0's values; the same global batches."""
     assert not problems(2, LAYOUTS, kind)

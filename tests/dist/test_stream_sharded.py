@@ -13,6 +13,7 @@ from ls_strategy import init_inference
 from ls_strategy.testing import spawn
 from recipes.gpt.network import GPT, GPTConfig
 from tests.dist.ranks import quiet
+from tests.marks import slow
 
 
 def build() -> GPT:
@@ -45,7 +46,7 @@ def generate(rank: int, world_size: int, folder: str, quantize: Any) -> list[lis
     return found
 
 
-@pytest.mark.parametrize("quantize", [None, "int8"])
+@pytest.mark.parametrize("quantize", [slow(None), "int8"])
 def test_divided_models_generate_the_same_tokens_from_a_drive(quantize: Any, tmp_path: Path) -> None:
     """Divided over two ranks, quantised or not; moved to the drive, or filled there from a file."""
     for resident, moved, filled in spawn(generate, 2, str(tmp_path), quantize, timeout_s=100):

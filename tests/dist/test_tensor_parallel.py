@@ -10,6 +10,7 @@ import torch
 
 from ls_strategy.testing import spawn
 from tests.dist.parallel_runs import Outcome, Run, assert_consolidates, assert_resumed, train_all, unequal
+from tests.marks import slow
 
 pytestmark = pytest.mark.dist
 
@@ -30,7 +31,7 @@ def at_every_stage(world: int, tp: int, shape: dict[str, Any] | None = None, **o
         assert all(torch.equal(v, found[0].weights[k]) for k, v in outcome.weights.items())
 
 
-@pytest.mark.parametrize(("world", "tp"), [(2, 2), (4, 2), pytest.param(4, 4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("world", "tp"), [slow(2, 2), (4, 2), slow(4, 4)])
 def test_losses_norms_and_weights_are_those_of_one_process(world, tp):
     at_every_stage(world, tp)
 
@@ -74,7 +75,7 @@ def test_with_offload_recompute_and_partitioned_activations():
     assert not [p for e, r, f in zip(expected, runs, found, strict=True) for p in unequal(e, [r], [f])]
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [2, slow(4)])
 def test_traffic_is_four_sums_per_block_and_micro_batch(tp):
     """b * t * h elements each, of which a rank of n sends 2 (n - 1) / n; and those of embedding, head and loss."""
     steps = 5
@@ -90,7 +91,7 @@ def test_traffic_is_four_sums_per_block_and_micro_batch(tp):
 CHECKPOINT_STEPS = 8
 
 
-@pytest.mark.parametrize("save_as", ["sharded", "file"])
+@pytest.mark.parametrize("save_as", ["sharded", slow("file")])
 def test_a_checkpoint_goes_on_at_any_size(tmp_path, save_as):
     """Saved after 4 of 8 steps at one size, resumed at others."""
     whole = spawn(train_all, 1, [Run(steps=CHECKPOINT_STEPS)], init_process_group=False)[0][0]
