@@ -26,6 +26,7 @@ from ls_strategy.testing import spawn
 from tests.dist.models import Case, PrivateNet, loader, quiet, trainer_of
 from tests.dist.ranks import Net, fit, on_ranks, saved
 from tests.dist.test_offload import TIERS
+from tests.marks import slow
 
 STEPS = 5
 PLACES = [
@@ -74,12 +75,12 @@ def same(a: Any, b: Any) -> bool:
     return torch.equal(a, b) if isinstance(a, Tensor) else a == b
 
 
-def every_place(rank: int, world_size: int) -> list[str]:
+def every_place(rank: int, world_size: int, places: list[Any]) -> list[str]:
     """What differs between saves that training waits for and saves that it overtakes."""
     quiet()
     root = Path(tempfile.gettempdir())
     problems: list[str] = []
-    for stage, tier, moments in PLACES:
+    for stage, tier, moments in places:
         name = f"{stage}-{tier}-{moments}"
         options = {
             "offload.nvme_path": str(root / "nvme"),
@@ -100,10 +101,12 @@ def every_place(rank: int, world_size: int) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_training_that_overtakes_a_save_does_not_change_it(world_size: int, tmp_path: Any, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(("world_size", "places"), [(1, PLACES[2::3]), slow(1, PLACES), slow(2, PLACES)])
+def test_training_that_overtakes_a_save_does_not_change_it(
+    world_size: int, places: list[Any], tmp_path: Any, monkeypatch: Any
+) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    for problems in spawn(every_place, world_size, init_process_group=False, timeout_s=150):
+    for problems in spawn(every_place, world_size, places, init_process_group=False, timeout_s=150):
         assert problems == []
 
 

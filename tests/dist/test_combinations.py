@@ -113,7 +113,8 @@ def distance(one: Outcome, other: Outcome) -> float:
     return sum(float((v - other.weights[k]).square().sum()) for k, v in one.weights.items()) ** 0.5
 
 
-@pytest.mark.parametrize("moments", [slow("bf16"), "int8"])
+@pytest.mark.slow
+@pytest.mark.parametrize("moments", ["bf16", "int8"])
 @pytest.mark.parametrize(("world_size", "layouts"), WORLDS)
 def test_moments_in_fewer_bits(world_size: int, layouts: dict[str, Any], moments: str) -> None:
     """As far from fp32 as one process with such moments, and no farther than twice that."""

@@ -278,9 +278,10 @@ def trusted() -> dict[str, Result]:
     return spawn(train_all, 1, [*ANY, *BY_HAND, *METHODS, *AT_STAGE_0], init_process_group=False)[0]
 
 
-@pytest.mark.parametrize("world_size", [slow(1), 2])
-def test_clipping_takes_the_norm_of_gradients_as_they_are(world_size: int, trusted: dict[str, Result]) -> None:
-    stages = STAGES if world_size > 1 else (0,)
+@pytest.mark.parametrize(("world_size", "stages"), [slow(1, (0,)), (2, (1, 3)), slow(2, STAGES)])
+def test_clipping_takes_the_norm_of_gradients_as_they_are(
+    world_size: int, stages: tuple[int, ...], trusted: dict[str, Result]
+) -> None:
     spawn(compare, world_size, ANY, trusted, stages, init_process_group=False)
 
 

@@ -230,6 +230,7 @@ def trusted_precision(precision: str) -> str:
     return "bf16-mixed" if precision == "16-true" else precision
 
 
+@pytest.mark.slow
 def test_every_kind_of_division() -> None:
     """Each in two precisions, with and without accumulation and clipping."""
     keys: list[Divided] = []

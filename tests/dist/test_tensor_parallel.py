@@ -59,6 +59,7 @@ def test_tokens_between_the_layers_divided_too(world, tp):
     at_every_stage(world, tp, **{"parallel.tensor.sequence_parallel": True})
 
 
+@pytest.mark.slow
 def test_with_offload_recompute_and_partitioned_activations():
     shared = {"parallel.tensor.size": 2}
     runs = [

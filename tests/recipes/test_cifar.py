@@ -329,6 +329,7 @@ def test_accuracy_over_ranks_is_that_of_one_rank(
     assert first["metrics"]["val/loss"] == pytest.approx(float(trusted["test/loss"]), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_two_stages_of_a_pipeline_train_as_one_process(data_dir: Path, tmp_path: Path) -> None:
     """Trusted run: plain Lightning, which adds up gradients of as many small batches, since norms see one at a time."""
     # A seed for which no activation is so near a kink (a ReLU's zero, two equal maxima) that rounding decides.
