@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.marks import slow
 from tests.processes import is_running
 
 ROOT = Path(__file__).parents[2]
@@ -128,7 +129,7 @@ class TestWithCompiler:
         assert not library.parent.exists()  # gone with its process
 
 
-@pytest.mark.parametrize("env", [{"CXX": "/nonexistent/g++"}, {"PATH": "/nonexistent"}])
+@pytest.mark.parametrize("env", [{"CXX": "/nonexistent/g++"}, slow({"PATH": "/nonexistent"})])
 def test_no_compiler(tmp_path, env):
     result = finish(start(tmp_path, **env))
     assert len(warnings(result)) == 1
@@ -154,7 +155,7 @@ sleep 300
 """
 
 
-@pytest.mark.parametrize("ninja", [True, False])
+@pytest.mark.parametrize("ninja", [True, slow(False)])
 def test_ctrl_c_leaves_no_compiler_running(tmp_path, ninja):
     """ninja gives every compiler a process group of its own, which the end of ninja's does not reach."""
     if ninja and shutil.which("ninja") is None:
@@ -195,6 +196,7 @@ def test_required(tmp_path):
     assert "ConfigError: LS_STRATEGY_OPS=1, but there is no kernel for cpu: no compiler" in err
 
 
+@pytest.mark.slow
 def test_neither(tmp_path):
     process = start(tmp_path, LS_STRATEGY_OPS="yes")
     assert "ConfigError: Got LS_STRATEGY_OPS='yes'" in process.communicate(timeout=60)[1]

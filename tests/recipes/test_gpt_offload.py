@@ -21,7 +21,8 @@ SHORT = [*TINY, "--trainer.max_steps=3", "--model.sample.max_new_tokens=0"]
 OVERLAYS = ("zero2_offload", "zero3_offload", "zero3_nvme", "zero3_offload_int8")
 
 
-@pytest.mark.parametrize("overlay", [pytest.param(o, marks=[pytest.mark.slow] * (o != "zero3_nvme")) for o in OVERLAYS])
+@pytest.mark.slow
+@pytest.mark.parametrize("overlay", OVERLAYS)
 def test_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlay: str) -> None:
     monkeypatch.setenv("LS_STRATEGY_NVME_PATH", str(tmp_path / "drive"))
     fit(tmp_path, ["base", overlay], *SHORT)

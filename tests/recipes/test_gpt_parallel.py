@@ -20,7 +20,8 @@ FOUR_RANKS = ("tp2_zero3", "pp2_zero1", "pp2_zero2", "pp2_tp2")
 ACTIVATIONS = ("recompute", "recompute_selective", "offload_activations")
 
 
-@pytest.mark.parametrize("overlay", ["pp2", *(pytest.param(o, marks=pytest.mark.slow) for o in ("tp2", "sp2"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("overlay", TWO_RANKS)
 def test_one_model_on_two_ranks_learns_as_on_one(tmp_path: Path, overlay: str) -> None:
     """The two see the same batches as a single rank does: the losses are its own."""
     alone = ["--trainer.devices=1", "--trainer.strategy=zero0"]
