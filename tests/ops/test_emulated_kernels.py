@@ -1,0 +1,185 @@
+"""The CUDA kernels without a GPU: emulated, they are the references bit for bit, and do nothing that CUDA leaves undefined."""
+
+import ctypes
+import itertools
+
+import pytest
+import torch
+
+from ls_strategy.ops import _build, native, topk
+from ls_strategy.ops.norm import BLOCK, sum_of_squares_reference
+from ls_strategy.ops.permute import combine_reference, pair_dots_reference, permute_reference
+from tests.ops import cases
+from tests.ops.cases import CASES, DTYPES, FORMATS, make
+from tests.ops.emulation import Emulation, EmulationError
+from tests.ops.test_permute import SHAPES, Routed, assert_same_bits
+from tests.ops.test_topk import EXPERTS, scores_of
+
+
+@pytest.fixture(scope="module")
+def emulation():
+    try:
+        return Emulation()
+    except _build.BuildError as e:
+        pytest.skip(str(e))
+
+
+def shifted(t: torch.Tensor, elements: int) -> torch.Tensor:
+    """A copy that begins so many elements after an aligned address."""
+    return torch.cat([t.new_zeros(elements), t.flatten()])[elements:].view(t.shape)
+
+
+# --- the kernels are the references ----------------------------------------------------------------------------------
+
+
+def assert_update_is_the_reference(emulation, case, before, shift=(), **kwargs):
+    """``shift``: number of a tensor of `places`, and by how many elements."""
+    expected, result = before.clone(), before.clone()
+    if shift:
+        owner, name = places(result)[shift[0]]
+        setattr(owner, name, shifted(getattr(owner, name), shift[1]))
+
+    def run(name, param, moments, grad, scalars, **rest):
+        stored = [t for m in moments for t in (m.codes, m.scales)] or [None, None]
+        emulation.run(name, param, *stored, grad, **scalars, **rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "available", lambda device_type: False)
+        cases.run(case, expected, **kwargs)
+        patch.setattr(native, "available", lambda device_type: True)
+        patch.setattr(native, "update", run)
+        cases.run(case, result, **kwargs)
+    cases.assert_same_bits(result, expected)
+
+
+def places(buffers):
+    """What a kernel reads and writes in vectors."""
+    stored = [(m, "codes") for m in buffers.moments]
+    return [(buffers, "param"), (buffers, "grad"), *stored] + [(buffers, "out")] * (buffers.out is not None)
+
+
+@pytest.mark.parametrize("moment_format", FORMATS)
+@pytest.mark.parametrize("name", CASES)
+def test_update_is_the_reference(emulation, name, moment_format):
+    case = CASES[name]
+    for number, (grad_dtype, out_dtype) in enumerate(itertools.product(DTYPES, (None, *DTYPES))):
+        for n in (1, 255, 2309):  # 2309: several blocks of threads, and a tail that is no vector
+            before = make(case, n, moment_format, grad_dtype, out_dtype)
+            assert_update_is_the_reference(emulation, case, before, offset=number * 256)
+        shift = number % len(places(before)), 1 + number % 3
+        assert_update_is_the_reference(emulation, case, before, shift, clip=None)
+
+
+@pytest.mark.parametrize("moment_format", FORMATS)
+def test_extreme_gradients(emulation, moment_format):
+    for name in ("adamw", "lion", "adagrad"):
+        before = make(CASES[name], 1024, moment_format, torch.float32, torch.float16)
+        for i, value in enumerate((0.0, 1e-45, 3e38, -1e-20)):
+            before.grad[i::7] = value
+        before.param[5::11] = 1e-7
+        before.param[6::11] = 70000.0
+        assert_update_is_the_reference(emulation, CASES[name], before)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_block_of_8_bit_moments_with_a_number_that_is_not_finite(emulation, bad):
+    before = make(CASES["momentum"], 700, "int8", torch.bfloat16, None)
+    before.grad[300] = bad
+    expected, result = before.clone(), before.clone()
+    m = result.moments[0]
+    ...
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sum_of_squares_is_the_reference(emulation, dtype):
+    for n in (0, 1, 31, 33, BLOCK - 1, BLOCK, BLOCK + 1, 40_003):
+        grad = (torch.randn(n) * 10 ** (torch.rand(n) * 8 - 6)).to(dtype)
+        grad[n // 2 : n // 2 + 1] = float("inf") if n % 2 else 1.0
+        for t in (grad, shifted(grad, 1)):
+            assert torch.equal(emulation.run("sum_of_squares", t, 0.3), sum_of_squares_reference(grad, 0.3)), n
+
+
+def test_sums_of_sums(emulation):
+    """More than one level of them, of which the first needs more than one block of threads."""
+    grad = torch.randn(BLOCK * BLOCK + 12345).bfloat16()
+    assert torch.equal(emulation.run("sum_of_squares", grad, 1.0), sum_of_squares_reference(grad, 1.0))
+
+
+@pytest.mark.parametrize("dropped", [0, 0.3, 1.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_routing_is_the_reference(emulation, dtype, dropped):
+    for number, shape in enumerate(SHAPES):
+        r = Routed(shape, dtype, dropped)
+        order, counts = emulation.run("sort_by_expert", r.indices, r.kept, r.experts)
+        assert torch.equal(order, r.order)
+        assert torch.equal(counts, r.counts)
+        x, y = [(r.x, r.y), (shifted(r.x, 1), r.y), (r.x, shifted(r.y, 2)), (shifted(r.x, 2), shifted(r.y, 2))][number % 4]
+        for weights in (None, r.weights):
+            result = emulation.run("permute", x, order, weights, r.k)
+            assert_same_bits(result, permute_reference(r.x, r.order, weights, r.k))
+            result = emulation.run("combine", y, order, weights, len(x), r.k)
+            assert_same_bits(result, combine_reference(r.y, r.order, weights, len(x), r.k))
+        assert_same_bits(emulation.run("pair_dots", x, y, order, r.k), pair_dots_reference(r.x, r.y, r.order, r.k))
+
+
+@pytest.mark.parametrize("dropped", [0, 0.3])
+def test_sort_of_many_pairs(emulation, dropped):
+    """More numbers of pairs, one of each expert and tile, than threads of the block that adds them up."""
+    r = Routed((2000, 2, 300, 1), torch.float32, dropped)
+    order, counts = emulation.run("sort_by_expert", r.indices, r.kept, r.experts)
+    assert torch.equal(order, r.order)
+    assert torch.equal(counts, r.counts)
+
+
+def test_topk_is_the_reference(emulation):
+    for experts in EXPERTS:
+        scores = scores_of(20, experts)
+        for k in {1, min(8, experts), experts}:
+            expected = topk.topk_indices_reference(scores, k)
+            assert torch.equal(emulation.run("topk_indices", scores, k), expected)
+
+
+# --- what the emulation finds ----------------------------------------------------------------------------------------
+
+FAULTS = [
+    # number of the call in faults.cu, message
+    (0, None),
+    (1, "race: .* shared memory"),
+    (2, "race: .* shared memory"),
+    (3, "divergence: it waits in __syncthreads, which not all threads reach; 32 of 64 have ended"),
+    (4, "divergence: it waits in __shfl_down_sync, .* 2 of 64 have ended"),
+    (5, "divergence: it waits in __"),
+    (6, None),
+    (7, "misaligned"),
+    (8, "misaligned"),
+    (9, "out of bounds: it reads 16 bytes at byte 256 of a buffer of 256 bytes"),
+    (10, "out of bounds: it writes 16 bytes at byte 256 of a buffer of 256 bytes"),
+    (11, "it writes to an input"),
+    (12, "race: it writes an element that thread 0 of block"),
+    (13, None),
+    (14, "race"),
+    (15, "assertion threadIdx.x < 40"),
+    (16, "a grid of 0 blocks"),
+    (17, "a block of 2048 threads"),
+    (18, "host: it reads memory of the device"),
+]
+
+
+@pytest.mark.parametrize(("number", "message"), FAULTS)
+def test_finds_what_cuda_leaves_undefined(emulation, number, message):
+    for order in range(3):
+        source, target = torch.arange(64.0), torch.zeros(64)
+
+        def run():
+            with emulation.memory({source: False, target: True}, order=order):
+                emulation.library.run_fault(number, *(ctypes.c_void_p(t.data_ptr()) for t in (source, target)))
+
+        if message is None:
+            run()
+            if number in (0, 6):
+                assert torch.equal(target, source) if number else target[0] == source.sum()
+            else:
+                assert target.view(torch.int32)[0] == 128
+        else:
+            with pytest.raises(EmulationError, match=message):
+                run()
