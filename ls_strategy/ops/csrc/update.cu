@@ -69,7 +69,8 @@ LS_INLINE void store_codes(void* to, float* scale, int64_t start, int64_t n, con
     Vector<uint8_t> codes;
 #pragma unroll
     for (int k = 0; k < kVector; ++k) {
-      const uint32_t code = Code<kSigned>::encode(values[j].x[k], inverse, rounding_of<kSigned, float>(random_bits<float>(key + k * kWeyl)));
+      const uint32_t rounding = rounding_of<kSigned, float>(random_bits<float>(key + k * kWeyl));
+      const uint32_t code = Code<kSigned>::encode(values[j].x[k], inverse, rounding);
       codes.x[k] = finite ? code : Code<kSigned>::kTop;
     }
     store4<kWide, uint8_t>(to, i, n, codes);

@@ -39,17 +39,19 @@ def recipe() -> _build.Recipe:
     updates = _build.cpu_recipe()
     (schemas,) = (unit for unit in updates.units if unit.name == "schemas")
     content = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(FOLDER.iterdir()) if path.is_file()))
-    flags = ("-w", "-U_FORTIFY_SOURCE", "-Dls_strategy=ls_strategy_emulated", f"-DLS_EMULATION=0x{content.hexdigest()[:8]}")
+    # The digest makes a new library of changed headers. longjmp to another stack is what FORTIFY_SOURCE forbids.
+    names = ("-Dls_strategy=ls_strategy_emulated", f"-DLS_EMULATION=0x{content.hexdigest()[:8]}")
+    flags = ("-w", "-U_FORTIFY_SOURCE", *names)
     command = (*schemas.command[:-2], *flags, f"-I{FOLDER}", "-iquote", str(SOURCES), "-c")
-    exact = ("-O1", "-ffp-contract=off", "-fno-math-errno", "-fsanitize=thread,alignment")
+    exact = ("-Og", "-ffp-contract=off", "-fno-math-errno", "-fsanitize=thread,alignment")
     units = [_build.CompileUnit(path.stem, (*command, str(path))) for path in sorted(FOLDER.glob("*.cpp"))]
-    units += [_build.CompileUnit(n, (*command, "-O0", str(SOURCES / f"{n}.cpp"))) for n in ("schemas", "routing_schemas")]
+    of_routing = ("-O0", "-include", str(SOURCES / "routing_schemas.cpp"))
+    units.append(_build.CompileUnit("schemas", (*command, *of_routing, str(SOURCES / "schemas.cpp"))))
     for path in KERNELS:
         of_torch = () if path.parent == FOLDER else ("-include", str(FOLDER / "torch.h"))
         translate = ("sh", "-c", _TRANSLATE, "sh", str(FOLDER / "launches.sed"), str(path))
         units.append(_build.CompileUnit(path.stem, (*translate, *command, *exact, *of_torch, "-x", "c++", "-")))
-    # The longest first.
-    return _build.Recipe("emulated", tuple(units[::-1]), updates.link, updates.compiler_version)
+    return _build.Recipe("emulated", tuple(units), updates.link, updates.compiler_version)
 
 
 class Emulation:
@@ -84,8 +86,10 @@ class Emulation:
             assert t.is_contiguous()
             size = ctypes.c_int64(t.element_size())
             self.library.emulation_allow(ctypes.c_void_p(t.data_ptr()), ctypes.c_int64(t.nbytes), size, writable)
-        yield
-        self.library.emulation_end()
+        try:
+            yield
+        finally:
+            self.library.emulation_end()
         message = self.library.emulation_error().decode()
         if message:
             raise EmulationError(message)

@@ -7,7 +7,7 @@
 
 #define __global__
 #define __device__
-#define __forceinline__ inline __attribute__((always_inline))
+#define __forceinline__ inline
 #define __launch_bounds__(threads)
 
 #define threadIdx (emulation::place.thread)

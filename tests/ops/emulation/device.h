@@ -15,7 +15,7 @@ struct Index {
   unsigned x, y, z;
 };
 
-// Where the running thread is.
+// Of the running thread.
 struct Place {
   Index thread, block, threads, blocks;
 };
@@ -84,7 +84,10 @@ void operator->*(void (*kernel)(Parameters...), const Call<Arguments...>& call) 
     void (*kernel)(Parameters...);
     std::tuple<Parameters...> arguments;
   } const bound{kernel, call.arguments};
-  const auto thread = [](const void* b) { std::apply(static_cast<const Bound*>(b)->kernel, static_cast<const Bound*>(b)->arguments); };
+  const auto thread = [](const void* pointer) {
+    const Bound& b = *static_cast<const Bound*>(pointer);
+    std::apply(b.kernel, b.arguments);
+  };
   call.launch.run(thread, &bound, sizeof bound);
 }
 

@@ -39,9 +39,9 @@ __global__ void two_meetings_kernel(float* to) {
 }
 
 __global__ void copy_kernel(const float* from, float* to, int from_shift, int to_shift) {
-  if (threadIdx.x < kThreads / 4) {
-    *reinterpret_cast<Four*>(to + to_shift + 4 * threadIdx.x) = *reinterpret_cast<const Four*>(from + from_shift + 4 * threadIdx.x);
-  }
+  if (threadIdx.x >= kThreads / 4) return;
+  const Four x = *reinterpret_cast<const Four*>(from + from_shift + 4 * threadIdx.x);
+  *reinterpret_cast<Four*>(to + to_shift + 4 * threadIdx.x) = x;
 }
 
 __global__ void same_element_kernel(float* to) {
@@ -59,49 +59,40 @@ __global__ void count_kernel(float* to, bool atomic) {
 
 __global__ void assert_kernel() { assert(threadIdx.x < 40); }
 
+struct Fault {
+  const char* name;
+  void (*run)(const float* from, float* to);
+};
+
+const cudaStream_t stream = nullptr;
+const Fault kFaults[] = {
+    {"correct sum", [](const float* from, float* to) { sum_kernel<<<1, kThreads, 0, stream>>>(from, to, true, true); }},
+    {"no __syncthreads", [](const float* from, float* to) { sum_kernel<<<1, kThreads, 0, stream>>>(from, to, false, true); }},
+    {"no __syncwarp", [](const float* from, float* to) { sum_kernel<<<1, kThreads, 0, stream>>>(from, to, true, false); }},
+    {"barrier of some threads", [](const float*, float*) { divergent_barrier_kernel<<<1, kThreads, 0, stream>>>(); }},
+    {"shuffle of some lanes", [](const float*, float* to) { divergent_lanes_kernel<<<1, kThreads, 0, stream>>>(to); }},
+    {"lanes in two operations", [](const float*, float* to) { two_meetings_kernel<<<1, kThreads, 0, stream>>>(to); }},
+    {"correct copy", [](const float* from, float* to) { copy_kernel<<<1, kThreads, 0, stream>>>(from, to, 0, 0); }},
+    {"misaligned read", [](const float* from, float* to) { copy_kernel<<<1, kThreads, 0, stream>>>(from, to, 1, 0); }},
+    {"misaligned write", [](const float* from, float* to) { copy_kernel<<<1, kThreads, 0, stream>>>(from, to, 0, 2); }},
+    {"read past the end", [](const float* from, float* to) { copy_kernel<<<1, kThreads, 0, stream>>>(from, to, 4, 0); }},
+    {"write past the end", [](const float* from, float* to) { copy_kernel<<<1, kThreads, 0, stream>>>(from, to, 0, 4); }},
+    {"write to an input", [](const float* from, float*) { same_element_kernel<<<1, kThreads, 0, stream>>>(const_cast<float*>(from)); }},
+    {"two blocks write", [](const float*, float* to) { same_element_kernel<<<2, kThreads, 0, stream>>>(to); }},
+    {"correct count", [](const float*, float* to) { count_kernel<<<2, kThreads, 0, stream>>>(to, true); }},
+    {"count without atomics", [](const float*, float* to) { count_kernel<<<1, kThreads, 0, stream>>>(to, false); }},
+    {"assertion", [](const float*, float*) { assert_kernel<<<1, kThreads, 0, stream>>>(); }},
+    {"no blocks", [](const float*, float* to) { count_kernel<<<0, kThreads, 0, stream>>>(to, true); }},
+    {"too many threads", [](const float*, float* to) { count_kernel<<<1, 2048, 0, stream>>>(to, true); }},
+    {"too much shared memory", [](const float*, float* to) { count_kernel<<<1, kThreads, 50000, stream>>>(to, true); }},
+    {"access by the host", [](const float* from, float* to) { to[0] = from[0]; }},
+};
+
 }  // namespace
 
-extern "C" void run_fault(int number, const float* from, float* to) {
-  void* const stream = nullptr;
-  switch (number) {
-    case 0:
-      return sum_kernel<<<1, kThreads, 0, stream>>>(from, to, true, true);
-    case 1:
-      return sum_kernel<<<1, kThreads, 0, stream>>>(from, to, false, true);
-    case 2:
-      return sum_kernel<<<1, kThreads, 0, stream>>>(from, to, true, false);
-    case 3:
-      return divergent_barrier_kernel<<<1, kThreads, 0, stream>>>();
-    case 4:
-      return divergent_lanes_kernel<<<1, kThreads, 0, stream>>>(to);
-    case 5:
-      return two_meetings_kernel<<<1, kThreads, 0, stream>>>(to);
-    case 6:
-      return copy_kernel<<<1, kThreads, 0, stream>>>(from, to, 0, 0);
-    case 7:
-      return copy_kernel<<<1, kThreads, 0, stream>>>(from, to, 1, 0);
-    case 8:
-      return copy_kernel<<<1, kThreads, 0, stream>>>(from, to, 0, -2);
-    case 9:
-      return copy_kernel<<<1, kThreads, 0, stream>>>(from, to, 4, 0);
-    case 10:
-      return copy_kernel<<<1, kThreads, 0, stream>>>(from, to, 0, 4);
-    case 11:
-      return copy_kernel<<<1, kThreads, 0, stream>>>(to, const_cast<float*>(from), 0, 0);
-    case 12:
-      return same_element_kernel<<<2, kThreads, 0, stream>>>(to);
-    case 13:
-      return count_kernel<<<2, kThreads, 0, stream>>>(to, true);
-    case 14:
-      return count_kernel<<<1, kThreads, 0, stream>>>(to, false);
-    case 15:
-      return assert_kernel<<<1, kThreads, 0, stream>>>();
-    case 16:
-      return count_kernel<<<0, kThreads, 0, stream>>>(to, true);
-    case 17:
-      return count_kernel<<<1, 2048, 0, stream>>>(to, true);
-    case 18:
-      to[0] = from[0];
-      return;
+extern "C" void run_fault(const char* name, const float* from, float* to) {
+  for (const Fault& fault : kFaults) {
+    if (std::strcmp(fault.name, name) == 0) return fault.run(from, to);
   }
+  emulation::fail("no fault is called %s", name);
 }

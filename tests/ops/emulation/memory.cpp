@@ -46,8 +46,8 @@ bool race(const Access& earlier, const Access& now, bool is_shared) {
 void record(History& h, const Access& now, bool writes, bool is_shared) {
   const char* const what = is_shared ? "an element of shared memory" : "an element";
   if (race(h.write, now, is_shared)) {
-    return fail("race: it %s %s that thread %u of block %u has written, with no barrier in between", writes ? "writes" : "reads",
-                what, h.write.thread, h.write.block);
+    return fail("race: it %s %s that thread %u of block %u has written, with no barrier in between",
+                writes ? "writes" : "reads", what, h.write.thread, h.write.block);
   }
   if (!writes) {
     if (h.read.launch != now.launch || h.read.block != now.block || h.read.thread != now.thread) h.other = h.read;
@@ -56,7 +56,8 @@ void record(History& h, const Access& now, bool writes, bool is_shared) {
   }
   for (const Access& read : {h.read, h.other}) {
     if (race(read, now, is_shared)) {
-      return fail("race: it writes %s that thread %u of block %u has read, with no barrier in between", what, read.thread, read.block);
+      return fail("race: it writes %s that thread %u of block %u has read, with no barrier in between", what, read.thread,
+                  read.block);
     }
   }
   h.write = now;
@@ -76,8 +77,8 @@ void fail_out_of_bounds(const char* address, size_t bytes, const char* verb) {
     if (r.begin <= address && (!near || r.begin > near->begin)) near = &r;
   }
   if (!near) return fail("out of bounds: it %s %zu bytes in no buffer", verb, bytes);
-  fail("out of bounds: it %s %zu bytes at byte %zu of a buffer of %zu bytes", verb, bytes, static_cast<size_t>(address - near->begin),
-       static_cast<size_t>(near->end - near->begin));
+  const size_t at = address - near->begin, size = near->end - near->begin;
+  fail("out of bounds: it %s %zu bytes at byte %zu of a buffer of %zu bytes", verb, bytes, at, size);
 }
 
 void touch(const void* pointer, size_t bytes, bool writes, bool atomic = false) {
@@ -95,7 +96,8 @@ void touch(const void* pointer, size_t bytes, bool writes, bool atomic = false) 
   Range* const range = is_shared ? &shared_range : buffer_of(address);
   if (!range || address + bytes > range->end) return fail_out_of_bounds(address, bytes, verb);
   if (!range->writable) return writes ? fail("it writes to an input") : void();
-  const Access now{launch, place.block.x, thread->block_barriers, thread->warp_barriers, static_cast<uint16_t>(place.thread.x), atomic};
+  const uint16_t number = static_cast<uint16_t>(place.thread.x);
+  const Access now{launch, place.block.x, thread->block_barriers, thread->warp_barriers, number, atomic};
   const size_t offset = address - range->begin;
   for (size_t i = offset / range->element_bytes; i * range->element_bytes < offset + bytes; ++i) {
     record(range->elements[i], now, writes, is_shared);
@@ -164,14 +166,19 @@ void __tsan_vptr_update(void**, void*) {}
 void __tsan_vptr_read(void**) {}
 
 // Atomic operations of the host's code, in torch's headers.
-#define LS_ATOMIC(bits)                                                                                                     \
-  uint##bits##_t __tsan_atomic##bits##_load(const volatile uint##bits##_t* p, int) { return __atomic_load_n(p, __ATOMIC_SEQ_CST); } \
-  void __tsan_atomic##bits##_store(volatile uint##bits##_t* p, uint##bits##_t x, int) { __atomic_store_n(p, x, __ATOMIC_SEQ_CST); } \
-  uint##bits##_t __tsan_atomic##bits##_fetch_add(volatile uint##bits##_t* p, uint##bits##_t x, int) {                       \
-    return __atomic_fetch_add(p, x, __ATOMIC_SEQ_CST);                                                                      \
-  }                                                                                                                         \
-  uint##bits##_t __tsan_atomic##bits##_fetch_sub(volatile uint##bits##_t* p, uint##bits##_t x, int) {                       \
-    return __atomic_fetch_sub(p, x, __ATOMIC_SEQ_CST);                                                                      \
+#define LS_ATOMIC(bits)                                                                        \
+  using U##bits = uint##bits##_t;                                                              \
+  U##bits __tsan_atomic##bits##_load(const volatile U##bits* p, int) {                         \
+    return __atomic_load_n(p, __ATOMIC_SEQ_CST);                                               \
+  }                                                                                            \
+  void __tsan_atomic##bits##_store(volatile U##bits* p, U##bits x, int) {                      \
+    __atomic_store_n(p, x, __ATOMIC_SEQ_CST);                                                  \
+  }                                                                                            \
+  U##bits __tsan_atomic##bits##_fetch_add(volatile U##bits* p, U##bits x, int) {               \
+    return __atomic_fetch_add(p, x, __ATOMIC_SEQ_CST);                                         \
+  }                                                                                            \
+  U##bits __tsan_atomic##bits##_fetch_sub(volatile U##bits* p, U##bits x, int) {               \
+    return __atomic_fetch_sub(p, x, __ATOMIC_SEQ_CST);                                         \
   }
 LS_ATOMIC(8)
 LS_ATOMIC(32)
