@@ -28,7 +28,7 @@ LS_INLINE void store_moment(void* to, int64_t i, F x, U random) {
   if (kFormat == kFP32) {
     store_as(static_cast<float*>(to) + i, x);
   } else {
-    store_as(static_cast<uint16_t*>(to) + i, upper_halves(stochastic_bf16(x, rounding_of<kSigned>(random))));
+    store_as(static_cast<uint16_t*>(to) + i, upper_halves(stochastic_bf16(x, rounding_of<kSigned, F>(random))));
   }
 }
 
@@ -49,7 +49,7 @@ void update_lanes(const typename Rule::Numbers& numbers, const Buffers& buffers,
     if (Rule::kSecond) v = load_moment<kFormat>(b.second, i);
     rule(p, g, m, v);
     store_as(b.param + i, p);
-    const U random = kFormat == kFP32 ? key : random_bits(key);
+    const U random = kFormat == kFP32 ? key : random_bits<F>(key);
     if (Rule::kFirst) store_moment<kFormat, true>(b.first, i, m, random);
     if (Rule::kSecond) store_moment<kFormat, false>(b.second, i, v, random);
     if (b.out) store_out(b.out, b.out_format, i, p);
@@ -79,7 +79,7 @@ struct Scale {
 
 template <bool kSigned>
 LS_INLINE void store_codes(uint8_t* to, F x, const Scale& scale, U random) {
-  const U codes = Code<kSigned>::encode(x, scale.inverse, rounding_of<kSigned>(random));
+  const U codes = Code<kSigned>::encode(x, scale.inverse, rounding_of<kSigned, F>(random));
   store_as(to, narrow8(scale.finite ? codes : splat(Code<kSigned>::kTop)));
 }
 
@@ -114,7 +114,7 @@ void update_block(const Rule& rule, const Buffers& buffers, int64_t begin, int64
   const Scale new1(largest1, Rule::kFirst ? first_scale : first), new2(largest2, Rule::kSecond ? second_scale : second);
   U key = (iota() + static_cast<uint32_t>(b.offset + begin)) * kWeyl + b.seed;
   for (int64_t i = 0; i < end - begin; i += kLanes, key += splat(kWeyl * kLanes)) {
-    const U random = random_bits(key);
+    const U random = random_bits<F>(key);
     if (Rule::kFirst) store_codes<true>(first_codes + i, load_as<F>(first + i), new1, random);
     if (Rule::kSecond) store_codes<false>(second_codes + i, load_as<F>(second + i), new2, random);
   }

@@ -113,11 +113,15 @@ struct Adagrad {
 
 // --- storage of moments ------------------------------------------------------------------------------------------------
 
+// Bits that belong to numbers N. Not deduced from an argument, which may be narrower: shifts would lose its upper bits.
+template <class N>
+using Bits = typename BitsOf<N>::type;
+
 constexpr uint32_t kWeyl = 0x9E3779B9;
 
 // Finaliser of MurmurHash3; `x` is seed + index * kWeyl.
-template <class B>
-LS_INLINE B random_bits(B x) {
+template <class N>
+LS_INLINE Bits<N> random_bits(Bits<N> x) {
   x ^= x >> 16;
   x *= 0x85EBCA6Bu;
   x ^= x >> 13;
@@ -127,15 +131,15 @@ LS_INLINE B random_bits(B x) {
 }
 
 // The first moment takes the low half, the second one the high half.
-template <bool kSigned, class B>
-LS_INLINE B rounding_of(B random) {
+template <bool kSigned, class N>
+LS_INLINE Bits<N> rounding_of(Bits<N> random) {
   return kSigned ? random & 0xFFFFu : random >> 16;
 }
 
 // Stochastic rounding to bf16, which is the upper half of the result.
-template <class N, class B = typename BitsOf<N>::type>
-LS_INLINE B stochastic_bf16(N x, B rounding) {
-  const B b = bits(x);
+template <class N>
+LS_INLINE Bits<N> stochastic_bf16(N x, Bits<N> rounding) {
+  const Bits<N> b = bits(x);
   return x != x ? (b & 0u) + 0x7FC00000u : b + rounding;
 }
 
@@ -146,25 +150,26 @@ struct Code {
   static constexpr uint32_t kBase = (0x3F800000u >> kShift) - kTop;
 
   // Of a first moment, or of the root of a second one. Signed comparisons: AVX2 has no others, and nothing reaches 2**31.
-  template <class N, class B = typename BitsOf<N>::type, class S = typename BitsOf<N>::signed_type>
-  LS_INLINE static B encode(N x, N inverse_scale, B rounding) {
+  template <class N>
+  LS_INLINE static Bits<N> encode(N x, N inverse_scale, Bits<N> rounding) {
+    using S = typename BitsOf<N>::signed_type;
     const S zero = (S)(rounding & 0u), top = zero + static_cast<int32_t>(kTop);
     S c = (S)(((bits(x * inverse_scale) & 0x7FFFFFFFu) + (rounding << (kShift - 16))) >> kShift) - static_cast<int32_t>(kBase);
     c = c > zero ? c : zero;
     c = c < top ? c : top;
-    if (kSigned) return (B)(c > zero ? c + (S)(bits(x) >> 31 << 7) : zero);
+    if (kSigned) return (Bits<N>)(c > zero ? c + (S)(bits(x) >> 31 << 7) : zero);
     // A positive second moment never becomes zero: the next step of its element would explode. A root has no sign, so that
     // its bit pattern is zero or positive as a number.
     const S one = zero + 1;
     const S least = (S)bits(x) < one ? (S)bits(x) : one;
-    return (B)(c > least ? c : least);
+    return (Bits<N>)(c > least ? c : least);
   }
 
   // The first moment, or the second one itself.
-  template <class N, class B = typename BitsOf<N>::type>
-  LS_INLINE static N decode(B code, N scale) {
-    const B magnitude = code & kTop;
-    const B b = magnitude == 0u ? magnitude : (magnitude + kBase) << kShift;
+  template <class N>
+  LS_INLINE static N decode(Bits<N> code, N scale) {
+    const Bits<N> magnitude = code & kTop;
+    const Bits<N> b = magnitude == 0u ? magnitude : (magnitude + kBase) << kShift;
     if (!kSigned) {
       const N x = number(b) * scale;
       return x * x;

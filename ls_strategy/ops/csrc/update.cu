@@ -23,7 +23,7 @@ LS_INLINE void store_moment(void* to, Format format, int64_t i, int64_t n, const
   Vector<uint16_t> raw;
 #pragma unroll
   for (int k = 0; k < kVector; ++k) {
-    raw.x[k] = stochastic_bf16(v.x[k], rounding_of<kSigned>(random_bits(key + k * kWeyl))) >> 16;
+    raw.x[k] = stochastic_bf16(v.x[k], rounding_of<kSigned, float>(random_bits<float>(key + k * kWeyl))) >> 16;
   }
   store4<kWide, uint16_t>(to, i, n, raw);
 }
@@ -69,7 +69,8 @@ LS_INLINE void store_codes(void* to, float* scale, int64_t start, int64_t n, con
     Vector<uint8_t> codes;
 #pragma unroll
     for (int k = 0; k < kVector; ++k) {
-      const uint32_t code = Code<kSigned>::encode(values[j].x[k], inverse, rounding_of<kSigned>(random_bits(key + k * kWeyl)));
+      const uint32_t rounding = rounding_of<kSigned, float>(random_bits<float>(key + k * kWeyl));
+      const uint32_t code = Code<kSigned>::encode(values[j].x[k], inverse, rounding);
       codes.x[k] = finite ? code : Code<kSigned>::kTop;
     }
     store4<kWide, uint8_t>(to, i, n, codes);
@@ -96,8 +97,8 @@ __global__ void __launch_bounds__(kThreads) update_8bit_kernel(const typename Ru
     if (Rule::kSecond) codes2 = load4<kWide, uint8_t>(b.second, i, b.n);
 #pragma unroll
     for (int k = 0; k < kVector; ++k) {
-      float m = Rule::kFirst ? Code<true>::decode<float>(codes1.x[k], scale1) : 0.0f;
-      float v = Rule::kSecond ? Code<false>::decode<float>(codes2.x[k], scale2) : 0.0f;
+      float m = Rule::kFirst ? Code<true>::decode(codes1.x[k], scale1) : 0.0f;
+      float v = Rule::kSecond ? Code<false>::decode(codes2.x[k], scale2) : 0.0f;
       rule(p.x[k], g.x[k] * b.unscale * clip, m, v);
       // Past the end everything is zero, the new moments as well.
       first[j].x[k] = m;
@@ -106,6 +107,7 @@ __global__ void __launch_bounds__(kThreads) update_8bit_kernel(const typename Ru
     store4<kWide, float>(b.param, i, b.n, p);
     if (b.out) store4<kWide>(b.out, b.out_format, i, b.n, p);
   }
+  __syncwarp();  // all lanes have read the scales that one of them now overwrites: no reduction orders memory
   if (Rule::kFirst) store_codes<true, kWide>(b.first, b.first_scales + block, start, b.n, first, b);
   if (Rule::kSecond) store_codes<false, kWide>(b.second, b.second_scales + block, start, b.n, second, b);
 }

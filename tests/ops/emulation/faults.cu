@@ -1,0 +1,98 @@
+// Kernels with one mistake each, and one without: what the emulation must find, and what it must not.
+#include <cuda_runtime.h>
+
+#include <cassert>
+
+namespace {
+
+constexpr int kThreads = 64;
+
+struct alignas(16) Four {
+  float x[4];
+};
+
+// Sums of all 64 numbers, over shared memory and over the lanes of a warp.
+__global__ void sum_kernel(const float* from, float* to, bool block_barrier, bool warp_barrier) {
+  __shared__ float warps[2];
+  __shared__ float lanes[kThreads];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  lanes[threadIdx.x] = from[threadIdx.x];
+  if (warp_barrier) __syncwarp();
+  float x = lanes[warp * 32 + (lane ^ 1)];
+  for (int width = 16; width > 0; width /= 2) x += __shfl_xor_sync(0xFFFFFFFFu, x, width);
+  if (lane == 0) warps[warp] = x;
+  if (block_barrier) __syncthreads();
+  if (threadIdx.x == kThreads - 1) *to = warps[0] + warps[1];
+}
+
+__global__ void divergent_barrier_kernel() {
+  if (threadIdx.x < 32) __syncthreads();
+}
+
+__global__ void divergent_lanes_kernel(float* to) {
+  const float x = threadIdx.x % 32 == 31 ? 0.0f : __shfl_down_sync(0xFFFFFFFFu, 1.0f, 1);
+  to[threadIdx.x] = x;
+}
+
+__global__ void two_meetings_kernel(float* to) {
+  to[threadIdx.x] = threadIdx.x % 2 ? __shfl_down_sync(0xFFFFFFFFu, 1.0f, 1) : __reduce_max_sync(0xFFFFFFFFu, 1u);
+}
+
+__global__ void copy_kernel(const float* from, float* to, int from_shift, int to_shift) {
+  if (threadIdx.x >= kThreads / 4) return;
+  const Four x = *reinterpret_cast<const Four*>(from + from_shift + 4 * threadIdx.x);
+  *reinterpret_cast<Four*>(to + to_shift + 4 * threadIdx.x) = x;
+}
+
+__global__ void same_element_kernel(float* to) {
+  if (threadIdx.x == 0) to[0] = 1.0f;
+}
+
+__global__ void count_kernel(float* to, bool atomic) {
+  int* const count = reinterpret_cast<int*>(to);
+  if (atomic) {
+    atomicAdd(count, 1);
+  } else {
+    *count += 1;
+  }
+}
+
+__global__ void assert_kernel() { assert(threadIdx.x < 40); }
+
+struct Fault {
+  const char* name;
+  void (*run)(const float* from, float* to);
+};
+
+const cudaStream_t stream = nullptr;
+const Fault kFaults[] = {
+    {"correct sum", [](const float* from, float* to) { sum_kernel<<<1, kThreads, 0, stream>>>(from, to, true, true); }},
+    {"no __syncthreads", [](const float* from, float* to) { sum_kernel<<<1, kThreads, 0, stream>>>(from, to, false, true); }},
+    {"no __syncwarp", [](const float* from, float* to) { sum_kernel<<<1, kThreads, 0, stream>>>(from, to, true, false); }},
+    {"barrier of some threads", [](const float*, float*) { divergent_barrier_kernel<<<1, kThreads, 0, stream>>>(); }},
+    {"shuffle of some lanes", [](const float*, float* to) { divergent_lanes_kernel<<<1, kThreads, 0, stream>>>(to); }},
+    {"lanes in two operations", [](const float*, float* to) { two_meetings_kernel<<<1, kThreads, 0, stream>>>(to); }},
+    {"correct copy", [](const float* from, float* to) { copy_kernel<<<1, kThreads, 0, stream>>>(from, to, 0, 0); }},
+    {"misaligned read", [](const float* from, float* to) { copy_kernel<<<1, kThreads, 0, stream>>>(from, to, 1, 0); }},
+    {"misaligned write", [](const float* from, float* to) { copy_kernel<<<1, kThreads, 0, stream>>>(from, to, 0, 2); }},
+    {"read past the end", [](const float* from, float* to) { copy_kernel<<<1, kThreads, 0, stream>>>(from, to, 4, 0); }},
+    {"write past the end", [](const float* from, float* to) { copy_kernel<<<1, kThreads, 0, stream>>>(from, to, 0, 4); }},
+    {"write to an input", [](const float* from, float*) { same_element_kernel<<<1, kThreads, 0, stream>>>(const_cast<float*>(from)); }},
+    {"two blocks write", [](const float*, float* to) { same_element_kernel<<<2, kThreads, 0, stream>>>(to); }},
+    {"correct count", [](const float*, float* to) { count_kernel<<<2, kThreads, 0, stream>>>(to, true); }},
+    {"count without atomics", [](const float*, float* to) { count_kernel<<<1, kThreads, 0, stream>>>(to, false); }},
+    {"assertion", [](const float*, float*) { assert_kernel<<<1, kThreads, 0, stream>>>(); }},
+    {"no blocks", [](const float*, float* to) { count_kernel<<<0, kThreads, 0, stream>>>(to, true); }},
+    {"too many threads", [](const float*, float* to) { count_kernel<<<1, 2048, 0, stream>>>(to, true); }},
+    {"too much shared memory", [](const float*, float* to) { count_kernel<<<1, kThreads, 50000, stream>>>(to, true); }},
+    {"access by the host", [](const float* from, float* to) { to[0] = from[0]; }},
+};
+
+}  // namespace
+
+extern "C" void run_fault(const char* name, const float* from, float* to) {
+  for (const Fault& fault : kFaults) {
+    if (std::strcmp(fault.name, name) == 0) return fault.run(from, to);
+  }
+  emulation::fail("no fault is called %s", name);
+}

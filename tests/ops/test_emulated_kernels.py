@@ -1,0 +1,210 @@
+"""The CUDA kernels, emulated: they are the references bit for bit, and do nothing that CUDA leaves undefined."""
+
+import ctypes
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from ls_strategy.ops import _build, native, topk
+from ls_strategy.ops.norm import BLOCK, sum_of_squares_reference
+from ls_strategy.ops.permute import combine_reference, pair_dots_reference, permute_reference
+from tests.ops import cases
+from tests.ops.cases import CASES, DTYPES, FORMATS, make
+from tests.ops.emulation import Emulation, EmulationError
+from tests.ops.test_permute import SHAPES, Routed, assert_same_bits
+from tests.ops.test_topk import EXPERTS, scores_of
+
+
+@pytest.fixture(scope="module")
+def emulation():
+    try:
+        return Emulation()
+    except _build.BuildError as e:
+        pytest.skip(str(e))
+
+
+def shifted(t: torch.Tensor, elements: int) -> torch.Tensor:
+    """A copy that begins so many elements after an aligned address."""
+    return torch.cat([t.new_zeros(elements), t.flatten()])[elements:].view(t.shape)
+
+
+# --- the kernels are the references ----------------------------------------------------------------------------------
+
+
+def both(emulation, case, before, shift=(), **kwargs):
+    """What kernel and reference leave behind. ``shift``: number of a tensor in `places`, and by how many elements."""
+    expected, result = before.clone(), before.clone()
+    if shift:
+        owner, name = places(result)[shift[0]]
+        setattr(owner, name, shifted(getattr(owner, name), shift[1]))
+
+    def run(name, param, moments, grad, scalars, **rest):
+        stored = [t for m in moments for t in (m.codes, m.scales)] or [None, None]
+        emulation.run(name, param, *stored, grad, **scalars, **rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "available", lambda device_type: False)
+        cases.run(case, expected, **kwargs)
+        patch.setattr(native, "available", lambda device_type: True)
+        patch.setattr(native, "update", run)
+        cases.run(case, result, **kwargs)
+    return result, expected
+
+
+def places(buffers):
+    """What a kernel reads and writes in vectors."""
+    stored = [(m, "codes") for m in buffers.moments]
+    return [(buffers, "param"), (buffers, "grad"), *stored] + [(buffers, "out")] * (buffers.out is not None)
+
+
+@pytest.mark.parametrize("moment_format", FORMATS)
+@pytest.mark.parametrize("name", CASES)
+def test_update_is_the_reference(emulation, name, moment_format):
+    case = CASES[name]
+    for number, (grad_dtype, out_dtype) in enumerate(itertools.product(DTYPES, (None, *DTYPES))):
+        for n in ((1, 255)[number % 2], 2309):  # 2309: several blocks of threads, and a tail that is no vector
+            before = make(case, n, moment_format, grad_dtype, out_dtype)
+            cases.assert_same_bits(*both(emulation, case, before, offset=number * 256))
+        shift = number % len(places(before)), 1 + number % 3
+        cases.assert_same_bits(*both(emulation, case, before, shift, clip=None))
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16])
+def test_weights_are_rounded_to_nearest_even(emulation, out_dtype):
+    """From the smallest fp16 number to infinity, halves between two numbers included."""
+    weights = torch.arange(0x33000000, 0x47900000, 1 << 12, dtype=torch.int32).view(torch.float32)
+    case = dataclasses.replace(CASES["sgd"], settings={**CASES["sgd"].settings, "lr": 0.0})
+    before = make(case, weights.numel(), "fp32", torch.bfloat16, out_dtype)
+    before.param = weights
+    result, expected = both(emulation, case, before)
+    cases.assert_same_bits(result, expected)
+    assert torch.equal(result.out, weights.to(out_dtype))
+
+
+@pytest.mark.parametrize("moment_format", FORMATS)
+def test_extreme_gradients(emulation, moment_format):
+    for name in ("adamw", "lion", "adagrad"):
+        before = make(CASES[name], 1024, moment_format, torch.float32, torch.float16)
+        for i, value in enumerate((0.0, 1e-45, 3e38, -1e-20)):
+            before.grad[i::7] = value
+        before.param[5::11] = 1e-7
+        before.param[6::11] = 70000.0
+        cases.assert_same_bits(*both(emulation, CASES[name], before))
+
+
+@pytest.mark.parametrize("moment_format", FORMATS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_visible(emulation, moment_format, bad):
+    before = make(CASES["adamw"], 700, moment_format, torch.float32, None)
+    before.grad[300] = bad
+    result, expected = both(emulation, CASES["adamw"], before)
+    for a, b in zip([result.param, *(m.dequantize() for m in result.moments)],
+                    [expected.param, *(m.dequantize() for m in expected.moments)], strict=True):  # fmt: skip
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+        assert a[:256].isfinite().all()
+    assert not result.moments[0].dequantize()[300].isfinite()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sum_of_squares_is_the_reference(emulation, dtype):
+    for n in (0, 1, 31, 33, BLOCK - 1, BLOCK, BLOCK + 1, 40_003):
+        grad = (torch.randn(n) * 10 ** (torch.rand(n) * 8 - 6)).to(dtype)
+        assert torch.equal(emulation.run("sum_of_squares", grad, 0.3), sum_of_squares_reference(grad, 0.3)), n
+        grad[n // 3 :: 5000] = float("inf")
+        result = emulation.run("sum_of_squares", shifted(grad, 1), 0.3)
+        assert torch.equal(result, sum_of_squares_reference(grad, 0.3)), n
+
+
+def test_sums_of_sums(emulation):
+    """More than one level of them, of which the first needs more than one block of threads."""
+    grad = torch.randn(BLOCK * BLOCK + 12345).bfloat16()
+    assert torch.equal(emulation.run("sum_of_squares", grad, 1.0), sum_of_squares_reference(grad, 1.0))
+
+
+@pytest.mark.parametrize("dropped", [0, 0.3, 1.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_routing_is_the_reference(emulation, dtype, dropped):
+    for number, shape in enumerate(SHAPES):
+        r = Routed(shape, dtype, dropped)
+        order, counts = emulation.run("sort_by_expert", r.indices, r.kept, r.experts)
+        assert torch.equal(order, r.order)
+        assert torch.equal(counts, r.counts)
+        x, y = shifted(r.x, (0, 1, 0, 2)[number % 4]), shifted(r.y, (0, 0, 2, 2)[number % 4])
+        for weights in (None, r.weights):
+            result = emulation.run("permute", x, order, weights, r.k)
+            assert_same_bits(result, permute_reference(r.x, r.order, weights, r.k))
+            result = emulation.run("combine", y, order, weights, len(x), r.k)
+            assert_same_bits(result, combine_reference(r.y, r.order, weights, len(x), r.k))
+        assert_same_bits(emulation.run("pair_dots", x, y, order, r.k), pair_dots_reference(r.x, r.y, r.order, r.k))
+
+
+@pytest.mark.parametrize("dropped", [0, 0.3])
+def test_sort_of_many_pairs(emulation, dropped):
+    """More numbers of pairs, one of each expert and tile, than threads of the block that adds them up."""
+    r = Routed((2000, 2, 300, 1), torch.float32, dropped)
+    order, counts = emulation.run("sort_by_expert", r.indices, r.kept, r.experts)
+    assert torch.equal(order, r.order)
+    assert torch.equal(counts, r.counts)
+
+
+def test_topk_is_the_reference(emulation):
+    for experts in EXPERTS:
+        scores = scores_of(20, experts)
+        for k in {1, min(8, experts), experts}:
+            expected = topk.topk_indices_reference(scores, k)
+            assert torch.equal(emulation.run("topk_indices", scores, k), expected)
+
+
+@pytest.mark.parametrize("bad", [-1, 4])
+def test_a_device_asserts_that_experts_exist(emulation, bad):
+    with pytest.raises(EmulationError, match=r"routing.cu.*assertion 0 <= of\[i\]"):
+        emulation.run("sort_by_expert", torch.tensor([[0, 1], [bad, 2]]), None, 4)
+
+
+# --- what the emulation finds ----------------------------------------------------------------------------------------
+
+FAULTS = {
+    "no __syncthreads": "race: it .* an element of shared memory that thread .*, with no barrier in between",
+    "no __syncwarp": "race: it .* an element of shared memory that thread .*, with no barrier in between",
+    "barrier of some threads": "divergence: it waits in __syncthreads, .* 32 of 64 have ended",
+    "shuffle of some lanes": "divergence: it waits in __shfl_down_sync, .* 2 of 64 have ended",
+    "lanes in two operations": "divergence: it waits in __(shfl_down|reduce_max)_sync, .* 0 of 64 have ended",
+    "misaligned read": "faults.cu:.*misaligned access",
+    "misaligned write": "faults.cu:.*misaligned access",
+    "read past the end": "out of bounds: it reads 16 bytes at byte 256 of a buffer of 256 bytes",
+    "write past the end": "out of bounds: it writes 16 bytes at byte 256 of a buffer of 256 bytes",
+    "write to an input": "it writes to an input",
+    "two blocks write": "race: it writes an element that thread 0 of block . has written",
+    "count without atomics": "race: it reads an element that thread .* has written",
+    "assertion": "assertion threadIdx.x < 40",
+    "no blocks": "a grid of 0 blocks",
+    "too many threads": "a block of 2048 threads",
+    "too much shared memory": "50000 bytes of shared memory",
+    "access by the host": "host: it reads memory of the device",
+}
+
+
+def run_fault(emulation, name, order):
+    source, target = torch.arange(64.0), torch.zeros(64)
+    with emulation.memory({source: False, target: True}, order=order):
+        emulation.library.run_fault(name.encode(), *(ctypes.c_void_p(t.data_ptr()) for t in (source, target)))
+    return source, target
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_finds_what_cuda_leaves_undefined(emulation, name):
+    for order in range(3):
+        with pytest.raises(EmulationError, match=FAULTS[name]):
+            run_fault(emulation, name, order)
+
+
+def test_finds_nothing_else(emulation):
+    for order in range(3):
+        source, target = run_fault(emulation, "correct sum", order)
+        assert target[0] == source.sum()
+        source, target = run_fault(emulation, "correct copy", order)
+        assert torch.equal(target, source)
+        _, target = run_fault(emulation, "correct count", order)
+        assert target.view(torch.int32)[0] == 128
