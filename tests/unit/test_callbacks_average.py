@@ -22,7 +22,7 @@ DECAY = 0.75
 class Run:
     """A model, its engine, and a Trainer that counts steps."""
 
-    def __init__(self, stage: int = 3, **options: Any) -> None:
+    def __init__(self, stage: Any = 3, **options: Any) -> None:
         self.model = network()
         self.engine = engine_on(self.model, [adamw(self.model.parameters())], stage=stage, **options)
         self.strategy = ZeROStrategy(stage)

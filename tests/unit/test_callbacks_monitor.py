@@ -43,12 +43,12 @@ class Clock:
 class Strategy(ZeROStrategy):
     """A strategy with the readings of a run on four ranks, of which two train a replica together."""
 
-    root_device = torch.device("cpu")  # type: ignore[assignment]
-    data_parallel_size = 2  # type: ignore[assignment]
+    root_device: Any = torch.device("cpu")
+    data_parallel_size: Any = 2
     loss_scale: Any = None
-    skipped_steps = 0  # type: ignore[assignment]
-    exposed_step_s = 0.0  # type: ignore[assignment]
-    precision_policy = SimpleNamespace(autocast=None, compute=torch.float32)  # type: ignore[assignment]
+    skipped_steps: Any = 0
+    exposed_step_s: Any = 0.0
+    precision_policy: Any = SimpleNamespace(autocast=None, compute=torch.float32)
     traffic: Any = None
     tensor_parallel_traffic: Any = None
     context_parallel_traffic: Any = None

@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
-from ls_strategy.config import ParallelConfig
+from ls_strategy.config import ParallelConfig, PipelineConfig
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.errors import PlanError, StateError
@@ -103,7 +103,7 @@ def mesh_of(rank: int = 0, world_size: int = 1) -> Mesh:
 
 def make(module: Module, mesh: Mesh | None = None, *, on: Any = None, **options: Any) -> Pipeline:
     """Return the pipeline of ``module``. On one rank it has as many stages as the schedule has there."""
-    config = ParallelConfig(pipeline={"size": 2, "schedule": "gpipe", **options})
+    config = ParallelConfig(pipeline=PipelineConfig(**{"size": 2, "schedule": "gpipe", **options}))
     module._trainer = on or trainer()
     return Pipeline(config, module, mesh or mesh_of(), CPU, recomputes=False)
 
@@ -115,7 +115,8 @@ def batch_of(samples: int) -> tuple[Tensor, Tensor]:
 
 
 def train(one: Pipeline, module: Module, batch: Any, engine: Any = None, *, last: bool = True) -> Tensor:
-    return one.train(module, engine or Engine(), module.training_step, (batch, 0), last=last)
+    recorded: Any = engine or Engine()
+    return one.train(module, recorded, module.training_step, (batch, 0), last=last)
 
 
 def gradients(module: nn.Module) -> list[Tensor]:
@@ -213,7 +214,7 @@ def test_the_loss_has_no_graph_and_can_go_backward() -> None:
     ],
     ids=str,
 )
-def test_micro_batches_have_sizes_as_equal_as_possible(samples: int, options: dict[str, int], sizes: list[int]) -> None:
+def test_micro_batches_have_sizes_as_equal_as_possible(samples: int, options: dict[str, Any], sizes: list[int]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         parts, found = make(Module(), **options)._split(batch_of(samples))
@@ -571,4 +572,4 @@ def test_a_compiled_step_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("options", [{}, {"schedule": "dualpipe_v", "micro_batches": 4}, {"micro_batches": 1}], ids=str)
 def test_what_a_pipeline_can_do_is_not_refused(options: dict[str, Any]) -> None:
-    refuse(Module(), ParallelConfig(pipeline={"size": 2, **options}))
+    refuse(Module(), ParallelConfig(pipeline=PipelineConfig(size=2, **options)))
