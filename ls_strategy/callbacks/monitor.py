@@ -14,6 +14,7 @@ import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch.callbacks import Callback, ModelSummary
 from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
@@ -223,7 +224,7 @@ class Monitor(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count, and log at the end of an interval. Collective at the step that is traced."""
-        self._samples += extract_batch_size(batch)
+        self._samples += _samples(batch)
         self._tokens += _tokens(batch)
         if self._recorder is None or trainer.global_step == self._last_step:
             return
@@ -294,7 +295,10 @@ class Monitor(Callback):
             flops = float(per_token()) * self._tokens
         elif per_sample is not None:
             flops = float(per_sample()) * self._samples
-        return flops / (time.perf_counter() - self._since) / peak if flops and peak else None
+        if not flops or not peak:
+            return None
+        ranks = strategy.parallel.replica_ranks  # the operations of a batch are spread over them
+        return flops / (time.perf_counter() - self._since) / (ranks * peak)
 
     # full recordings -------------------------------------------------------------------------------------------------
 
@@ -343,6 +347,14 @@ class Monitor(Callback):
             path = folder / f"trace_step{self.trace_step}.json"
             path.write_text(merged(ranks))
             rank_zero_info(f"Monitor: wrote {path}; open it at https://ui.perfetto.dev")
+
+
+def _samples(batch: Any) -> int:
+    """Return the samples of a batch, 0 if it has no tensor to count them by."""
+    try:
+        return extract_batch_size(batch)
+    except MisconfigurationException:
+        return 0
 
 
 def _tokens(batch: Any) -> int:

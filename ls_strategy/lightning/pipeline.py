@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from inspect import signature
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -29,7 +30,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ls_strategy._compat import batches_of, is_compiled_function, metric_state, set_metric_state, tree_map
+from ls_strategy._compat import batches_of, is_compiled_function, metric_state, set_metric_state, tree_iter, tree_map
 from ls_strategy.checkpoint.random import random_states, restore_random_states
 from ls_strategy.config import ParallelConfig
 from ls_strategy.distributed.comm import process_group
@@ -291,14 +292,14 @@ class Pipeline:
         Raises:
             StateError: no tensor of the batch has its samples as rows.
         """
-        samples = extract_batch_size(batch)
-        count = self._count(samples)
+        tensors = any(isinstance(leaf, Tensor) for leaf in tree_iter(batch))
+        samples = extract_batch_size(batch) if tensors else 0  # it raises for a batch without tensors
         if not has_rows(batch, samples):
             raise StateError(
-                "a pipeline shards batches along the first dimension of their tensors, and this one has no tensor "
-                f"with {samples} rows."
+                "a pipeline shards batches along the first dimension of their tensors, and this one has no tensor"
+                + (f" with {samples} rows." if tensors else ".")
             )
-        return split(batch, samples, count)
+        return split(batch, samples, self._count(samples))
 
     def _count(self, samples: int) -> int:
         """Return the number of micro-batches of a batch."""
@@ -373,11 +374,13 @@ class Logged:
         """Make ``self.log`` and ``self.log_dict`` of the module record their arguments inside."""
         module: Any = self._module
 
-        def log(name: str, value: Any, **options: Any) -> None:
+        def log(name: str, value: Any, *args: Any, **options: Any) -> None:
+            options |= zip(list(signature(pl.LightningModule.log).parameters)[3:], args, strict=False)
             self._values.setdefault(name, ([], options))[0].append(value)
 
-        def log_dict(values: Any, **options: Any) -> None:
-            for name, value in values.items():
+        def log_dict(dictionary: Any, *args: Any, **options: Any) -> None:
+            options |= zip(list(signature(pl.LightningModule.log_dict).parameters)[2:], args, strict=False)
+            for name, value in dictionary.items():
                 log(name, value, **options)
 
         module.log, module.log_dict = log, log_dict
@@ -437,10 +440,8 @@ def refuse(module: pl.LightningModule, config: ParallelConfig) -> None:
                 f"{name} is compiled (torch.compile(module) compiles all steps), but a pipeline exits it early on "
                 "every stage but the last. Compile the blocks instead: for block in blocks: block.compile()."
             )
-    for name, given in (
-        ("parallel.context", config.context > 1),
-        ("parallel.tensor.sequence_parallel", config.tp.sequence_parallel),
-    ):
+    shards = {"parallel.context": config.context > 1, "parallel.tensor.sequence_parallel": config.tp.sequence_parallel}
+    for name, given in shards.items():
         if given:
             raise PlanError(
                 f"Got {name} with parallel.pipeline, but blocks that partition tokens must all be on one rank. Leave "

@@ -307,6 +307,8 @@ class GPT(nn.Module):
         self.rotary = None if learned else Rotary(config.block_size, config.head_width, config.rotary_base)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(self.block(layer) for layer in range(config.num_layers))
+        # Counted now, because tensor parallelism leaves each rank a part of them.
+        self._weights_in_blocks = sum(p.numel() for p in self.blocks.parameters() if p.dim() == 2)
         self.norm = nn.RMSNorm(config.width, eps=1e-5)
         self.head = Head(config.width, config.vocab_size)
         if config.tied_embeddings:
@@ -417,6 +419,5 @@ class GPT(nn.Module):
         Source: Chowdhery et al., "PaLM", arXiv:2204.02311, appendix B. Recomputation is not counted.
         """
         c = self.config
-        in_blocks = sum(p.numel() for p in self.blocks.parameters() if p.dim() == 2)
-        weights = in_blocks + c.width * c.vocab_size
+        weights = self._weights_in_blocks + c.width * c.vocab_size
         return 6 * weights + 12 * c.num_layers * c.num_heads * c.head_width * c.block_size

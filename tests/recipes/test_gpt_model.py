@@ -151,6 +151,14 @@ def test_layers_that_add_to_the_residual_stream_start_smaller() -> None:
     assert model.blocks[0].mlp.down.weight.std().item() == pytest.approx(INIT_STD / 4, rel=0.05)
 
 
+def test_flops_are_those_of_the_full_model_on_a_rank_with_a_part_of_it() -> None:
+    model = build()
+    full = model.flops_per_token()
+    for block in model.blocks:
+        block.mlp.down.weight = nn.Parameter(block.mlp.down.weight[::2].detach())
+    assert model.flops_per_token() == full
+
+
 def test_flops_are_six_per_weight_and_token_and_the_attention_scores() -> None:
     model = build(mlp="gelu", tied_embeddings=False)
     D, L, T, V = 32, 2, 32, 64
