@@ -386,6 +386,13 @@ def foreach_function(name: str) -> Callable[..., Any]:
     return getattr(torch, f"_foreach_{name}")
 
 
+def note_module_dtype(module: nn.Module, dtype: torch.dtype) -> None:
+    """Set the ``dtype`` that a LightningModule, and every one inside it, reports."""
+    from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+
+    _update_properties(module, dtype=dtype)
+
+
 def rewinds_pruned_weights(callback: Any) -> bool:
     """Whether a `ModelPruning` ever resets weights to their initial values."""
     return bool(callback._use_lottery_ticket_hypothesis)
