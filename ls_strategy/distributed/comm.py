@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ls_strategy import device as dev
 from ls_strategy import spans
 from ls_strategy._compat import open_sockets, shut_sockets
 from ls_strategy.distributed.failures import Failures
@@ -168,7 +169,7 @@ class Comm:
         self.control = control
         self.rank = dist.get_rank(group) if group is not None else 0
         self.world_size = dist.get_world_size(group) if group is not None else 1
-        self.native = group is not None and "nccl" in dist.get_backend(group)
+        self.native = group is not None and dev.moves_device_tensors(group)
         self.failures = failures or Failures(self.rank, self.world_size)
         self.where = self.failures.where
         self.journal = self._journal_of(group)

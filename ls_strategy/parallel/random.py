@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ls_strategy import device as dev
 from ls_strategy.distributed.axis import Axis
 
 _MASK = 0xFFFFFFFF
@@ -161,7 +162,7 @@ def set_state(generator: torch.Generator, state: Any) -> None:
 
 def wire_device(axis: Axis, device: torch.device) -> torch.device:
     """Return the device from which the axis can send a tensor of ``device``: with NCCL, the GPU."""
-    return torch.device("cuda", torch.cuda.current_device()) if axis.comm.native else device
+    return dev.current() if axis.comm.native else device
 
 
 def share_random_state(axis: Axis, device: torch.device) -> None:

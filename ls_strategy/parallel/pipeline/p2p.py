@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ls_strategy import device as dev
 from ls_strategy.distributed.comm import Comm, Started, process_group
 from ls_strategy.distributed.wait_report import Entry
 from ls_strategy.errors import PlanError, StateError
@@ -240,7 +241,7 @@ def make_links(comm: Comm, pipelines: Sequence[Sequence[int]]) -> Links:
                 assert isinstance(group, dist.ProcessGroup)
                 groups[i, j] = group
                 # NCCL connects at the first use and waits for the peer there. Here all ranks do so in the same order.
-                dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+                dist.all_reduce(torch.zeros(1, device=dev.current()), group=group)
     return Links(comm, groups)
 
 
