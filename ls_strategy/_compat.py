@@ -386,6 +386,29 @@ def foreach_function(name: str) -> Callable[..., Any]:
     return getattr(torch, f"_foreach_{name}")
 
 
+def abort_process_groups(wanted: Callable[[Any], bool]) -> None:
+    """Abort all ``wanted`` process groups of this process, the newest first.
+
+    NCCL aborts them together: one after the other, each might wait for operations of the next.
+    """
+    names = dist.distributed_c10d._world.pg_names
+    groups = [group for group in sorted(names, key=lambda g: names[g], reverse=True) if wanted(group)]
+    nccl = next((b for b in map(_device_backend, groups) if hasattr(b, "_group_start")), None)
+    if nccl is not None:
+        nccl._group_start()
+    for group in groups:
+        group.abort()
+    if nccl is not None:
+        nccl._group_end()
+
+
+def _device_backend(group: Any) -> Any:
+    try:
+        return group._get_backend(torch.accelerator.current_accelerator() or torch.device("cpu"))
+    except RuntimeError:
+        return None
+
+
 def note_module_dtype(module: nn.Module, dtype: torch.dtype) -> None:
     """Set the ``dtype`` that a LightningModule, and every one inside it, reports."""
     from lightning.fabric.utilities.device_dtype_mixin import _update_properties

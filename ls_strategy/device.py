@@ -8,6 +8,9 @@ Outside this file, ``torch.cuda`` stands only where something exists for CUDA al
 
 from __future__ import annotations
 
+from contextlib import suppress
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -30,3 +33,34 @@ def moves_device_tensors(group: dist.ProcessGroup) -> bool:
     """Whether the back end of a group sends and sums tensors of the device, and refuses those of the host, as NCCL."""
     native = {"nccl", *dist.Backend.default_device_backend_map.values()} - _ON_HOST
     return any(name in dist.get_backend(group) for name in native)
+
+
+# pinned memory -------------------------------------------------------------------------------------------------------
+
+
+def register_host_memory(address: int, nbytes: int) -> int:
+    """Pin memory that torch has not allocated. Return the error code, 0 on success. CUDA (and ROCm) only."""
+    status = int(_cudart().cudaHostRegister(address, nbytes, 0))
+    if status:
+        _forget_error()
+    return status
+
+
+def unregister_host_memory(address: int) -> None:
+    """Undo `register_host_memory`. No copy may be in flight. CUDA (and ROCm) only."""
+    if int(_cudart().cudaHostUnregister(address)):
+        _forget_error()
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # other back ends have no such call
+
+
+def _forget_error() -> None:
+    """Clear the error of a failed call: otherwise the next kernel of this thread would raise it as its own."""
+    with suppress(RuntimeError):
+        _launch()
+
+
+def _launch() -> None:
+    torch.ones(1, device=current())

@@ -26,9 +26,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ls_strategy import device as dev
-from ls_strategy._compat import StorageWeakRef, without_torch_function
+from ls_strategy._compat import StorageWeakRef, without_dispatch_modes, without_torch_function
 from ls_strategy.lightning import module_state
 from ls_strategy.lightning.strategy import ZeROStrategy
+from ls_strategy.parallel import token_check
 
 DEVICE = torch.device("cpu", 0)
 HOST = torch.device("cpu")
@@ -197,12 +198,18 @@ def native_device() -> Iterator[Memory]:
     def cpu(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return moves.cpu(tensor, *args, **kwargs)
 
+    @contextmanager
+    def only_ours() -> Iterator[None]:
+        with without_dispatch_modes(), Operations(memory):
+            yield
+
     with ExitStack() as stack:
         for owner, name, value in (
             (threading.Thread, "run", run),
             (Tensor, "device", property(moves.device)),
             (Tensor, "to", to),
             (Tensor, "cpu", cpu),
+            (token_check, "without_dispatch_modes", only_ours),
             (module_state, "_CONVERSIONS", module_state._CONVERSIONS | {to, cpu}),
             (dist, "all_gather", _all_gather_uneven),
             (distributed_c10d, "_get_object_coll_device", lambda group=None: str(DEVICE)),

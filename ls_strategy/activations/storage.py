@@ -72,6 +72,7 @@ class BufferStock:
         """``pin``: register the buffers with CUDA."""
         self._pin = pin
         self._free: list[_Free] = []
+        self._closed = False
         self._round = 0
         self.total_bytes = 0
         """Bytes of all buffers, taken or free."""
@@ -92,7 +93,11 @@ class BufferStock:
     def give(self, buffer: AlignedBuffer, busy: Arrival = DONE) -> None:
         """Return a buffer to the pool. Only ``busy`` may still read it."""
         self.taken_bytes -= buffer.nbytes
-        insort(self._free, _Free(buffer.nbytes, id(buffer), buffer, busy, self._round))
+        free = _Free(buffer.nbytes, id(buffer), buffer, busy, self._round)
+        if self._closed:
+            self._discard([free])
+        else:
+            insort(self._free, free)
 
     def trim(self) -> None:
         """Free the buffers that the last few steps did not need. Called once per step."""
@@ -102,7 +107,8 @@ class BufferStock:
         self._discard(old)
 
     def close(self) -> None:
-        """Free every buffer that is not taken."""
+        """Free every buffer; those that are taken, when they are returned."""
+        self._closed = True
         self._discard(self._free)
         self._free = []
 

@@ -53,7 +53,8 @@ class Axis:
         if self.comm.native:
             result = tensor.contiguous().clone()
             # The bytes of a ring; NCCL may choose another algorithm.
-            self.traffic.count("all_reduce", result[:0].new_empty(2 * (self.size - 1) * result.numel() // self.size))
+            sent = 2 * (self.size - 1) * result.numel() // self.size
+            self.traffic.count_elements("all_reduce", sent, result.element_size())
             with self.comm.blocking(f"{self.name} all_reduce"):
                 dist.all_reduce(result, group=self.comm.group)
             return result

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ls_strategy import device as dev
 from ls_strategy import spans
-from ls_strategy._compat import open_sockets, shut_sockets
+from ls_strategy._compat import abort_process_groups, open_sockets, shut_sockets
 from ls_strategy.distributed.failures import Failures
 from ls_strategy.distributed.traffic import Traffic
 from ls_strategy.distributed.wait_report import Entry, Journal
@@ -192,8 +192,8 @@ class Comm:
 
     def break_connections(self) -> None:
         """Make every rank that waits for this one, now or later, fail at once. The groups are unusable afterwards."""
-        if self.native and self.group is not None:
-            self.group.abort()
+        if self.native:  # also those of the mesh: a peer may wait for this rank in any of them
+            abort_process_groups(dev.moves_device_tensors)
         shut_sockets(self._sockets, except_port=int(os.environ.get("MASTER_PORT", "0")))
 
     @contextmanager
@@ -331,6 +331,10 @@ class Comm:
         works = self._exchange(shards, parts, "reduce_scatter", of)
         return PendingReduce(works, parts, [p for r, p in enumerate(parts) if r != self.rank], self)
 
+    def sendable(self, tensor: Tensor) -> Tensor:
+        """Return ``tensor``, or a copy on the device if it is in host memory, which NCCL refuses."""
+        return tensor.to(dev.current()) if self.native and dev.is_host(tensor.device) else tensor
+
     def broadcast_(self, tensor: Tensor, source: int = 0) -> None:
         """Overwrite ``tensor`` with that of rank ``source`` of the group. Blocking."""
         if self.world_size > 1 and tensor.numel():
@@ -349,9 +353,10 @@ class Comm:
         return values
 
     def reduce_numbers(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
-        """All-reduce a few numbers and return them, in place if the back end reduces on the device. Collective."""
+        """All-reduce a few numbers and return them, on the device if the back end reduces there. Collective."""
         if not self.native:
             return self.agree(value, op)
+        value = self.sendable(value)
         if self.world_size > 1:  # on the device: the host does not wait
             self.traffic.count("control", value)
             with self.blocking("all_reduce", "control"):

@@ -163,10 +163,6 @@ class Pipeline:
         """Whether this rank holds the last stage, where the user's steps end."""
         return self.mesh.pipeline.rank == self.runner.last_rank
 
-    def break_connections(self) -> None:
-        """Make the ranks that wait for this one fail at once. Not collective."""
-        self._links.break_connections()
-
     # what the engine needs -------------------------------------------------------------------------------------------
 
     def _make_tied_group(self) -> dist.ProcessGroup | None:

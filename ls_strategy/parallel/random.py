@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from ls_strategy import device as dev
 from ls_strategy.distributed.axis import Axis
 
 _MASK = 0xFFFFFFFF
@@ -160,17 +159,12 @@ def set_state(generator: torch.Generator, state: Any) -> None:
         generator.set_offset(offset)
 
 
-def wire_device(axis: Axis, device: torch.device) -> torch.device:
-    """Return the device from which the axis can send a tensor of ``device``: with NCCL, the GPU."""
-    return dev.current() if axis.comm.native else device
-
-
 def share_random_state(axis: Axis, device: torch.device) -> None:
     """Copy the state of rank 0's default generator to all ranks of the axis. Collective."""
     if axis.size == 1:
         return
     generator = generator_of(device)
     state = generator.get_state()
-    wire = state.to(wire_device(axis, state.device))
+    wire = axis.comm.sendable(state)
     axis.broadcast_(wire)
     generator.set_state(wire.cpu())

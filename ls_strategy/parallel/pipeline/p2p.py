@@ -207,11 +207,6 @@ class Links:
         self.comm.wait([Started([work], entry)])
         return header
 
-    def break_connections(self) -> None:
-        """Make peers that wait for this rank fail at once, see `Comm.break_connections`."""
-        for group in self._groups.values():
-            group.abort()
-
 
 def _group_rank(group: Any, comm: Comm, peer: int) -> int:
     """Return the rank in ``group`` of the pipeline rank ``peer``."""
