@@ -166,7 +166,8 @@ def persistent_buffer_names(model: nn.Module) -> set[str]:
 
 def sync_batch_norm_error() -> str | None:
     """Return why ``torch.nn.SyncBatchNorm`` cannot run on this machine, None if it can."""
-    return None if torch.cuda.is_available() else "torch.nn.SyncBatchNorm has no CPU implementation"
+    available = torch.accelerator.is_available()
+    return None if available else "torch.nn.SyncBatchNorm has no CPU implementation"
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:

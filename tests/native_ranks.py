@@ -30,6 +30,7 @@ from ls_strategy._compat import StorageWeakRef, without_dispatch_modes, without_
 from ls_strategy.lightning import module_state
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.parallel import token_check
+from ls_strategy.testing import spawn
 
 DEVICE = torch.device("cpu", 0)
 HOST = torch.device("cpu")
@@ -134,7 +135,9 @@ class Operations(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional") and name != "barrier" and _is_native(func, args):
             for tensor, on_device in zip(before, held, strict=True):
                 if not on_device:
-                    raise RuntimeError(f"{func}: no backend type associated with device type cpu: {tuple(tensor.shape)}")
+                    raise RuntimeError(
+                        f"{func}: no backend type associated with device type cpu: {tuple(tensor.shape)}"
+                    )
         if any(held) and name not in _MIXES:
             strangers = [t for t, h in zip(before, held, strict=True) if not h and t.dim() and _key(t) is not None]
             if strangers:
@@ -227,3 +230,10 @@ def on_native_device(rank: int, world_size: int, fn: Callable[..., Any], *args: 
     """Call ``fn(rank, world_size, *args)`` inside `native_device`: the first argument of `spawn`."""
     with native_device():
         return fn(rank, world_size, *args)
+
+
+def spawn_natively(fn: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> list[Any]:
+    """Replace `ls_strategy.testing.spawn`: runs of a Trainer on several ranks are on the native device."""
+    if world_size == 1 or options.get("init_process_group", True):
+        return spawn(fn, world_size, *args, **options)
+    return spawn(on_native_device, world_size, fn, *args, **options)

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ls_strategy import device as dev
 from ls_strategy.config import ActivationOffloadConfig, NVMeIOConfig
 from ls_strategy.errors import PlanError
 from ls_strategy.tiers.buffers import PAGE, AlignedBuffer
@@ -127,7 +128,7 @@ class ActivationStorage(ABC):
     def __init__(self, link: Link) -> None:
         """``link``: to the device."""
         self._link = link
-        self._stock = BufferStock(pin=link.device.type == "cuda")
+        self._stock = BufferStock(pin=dev.can_register(link.device))
         self.stored_bytes = 0
         """Bytes stored now."""
         self.waited_s = 0.0

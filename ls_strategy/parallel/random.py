@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ls_strategy.device import generator_of
 from ls_strategy.distributed.axis import Axis
 
 _MASK = 0xFFFFFFFF
@@ -55,15 +56,6 @@ def forked(seed: int) -> tuple[int, int] | None:
         return None
     code = ((seed & _MASK) ^ (hash64(number) & _MASK)) * _ODD_INVERSE & _MASK
     return (number, code >> 10 & _PHASES - 1) if code >> 16 == _MAGIC else None
-
-
-def generator_of(device: torch.device) -> torch.Generator:
-    """Return the default generator of a device."""
-    if device.type == "cpu":
-        return torch.random.default_generator
-    module: Any = torch.get_device_module(device)
-    index = module.current_device() if device.index is None else device.index
-    return module.default_generators[index]
 
 
 class Streams:

@@ -68,7 +68,7 @@ class AlignedBuffer:
             self._pinned = False
 
     def __del__(self) -> None:
-        # Else the next memory at this address could not be registered. The attribute is absent if `__init__` has raised.
+        # Otherwise the next memory at this address could not be registered.
         if getattr(self, "_pinned", False):
             self.unpin()
 
@@ -123,7 +123,7 @@ class BoundedPool:
             self._moved.notify()
 
     def close(self) -> None:
-        """Drop the buffers. Those that are held may be in a copy, and are unpinned when they are returned. Idempotent."""
+        """Drop the buffers. Those that are held may be in a copy: they are unpinned when they return. Idempotent."""
         with self._moved:
             self._closed = True
             for buffer in self._free:

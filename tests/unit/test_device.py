@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -142,3 +143,17 @@ def test_without_an_accelerator_the_device_is_the_host(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
     assert dev.current() == torch.device("cpu")
     assert dev.is_host(dev.current())
+
+
+def test_only_the_seam_knows_cuda() -> None:
+    """Elsewhere a line with ``torch.cuda`` says what exists for CUDA alone."""
+    package = Path(dev.__file__).parent
+    known = ("torch.cuda", '"nccl" in', ".is_cuda")
+    found = [
+        f"{path.relative_to(package)}:{number}: {line.strip()}"
+        for path in sorted(package.rglob("*.py"))
+        if path.name != "device.py"
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if any(word in line for word in known) and "CUDA only" not in line
+    ]
+    assert not found
