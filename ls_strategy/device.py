@@ -8,7 +8,8 @@ Outside this file, ``torch.cuda`` stands only where something exists for CUDA al
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -82,9 +83,18 @@ def stream(device: torch.device) -> torch.Stream:
     return torch.accelerator.current_stream(device)
 
 
-def on(stream: torch.Stream) -> AbstractContextManager[Any]:
-    """Let this thread's work inside the context run in ``stream``."""
-    return stream
+@contextmanager
+def on(stream: torch.Stream) -> Generator[None, None, None]:
+    """Let this thread's work inside the context run in ``stream``.
+
+    As a context, `torch.Stream` itself refuses a second thread, such as that of updates beside that of training.
+    """
+    before = torch.accelerator.current_stream(stream.device)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
 
 
 def record(device: torch.device, stream: torch.Stream | None = None, *, timing: bool = False) -> torch.Event:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -157,3 +160,40 @@ def test_only_the_seam_knows_cuda() -> None:
         if any(word in line for word in known) and "CUDA only" not in line
     ]
     assert not found
+
+
+def test_work_goes_back_to_the_stream_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after an error, and on two threads in one stream."""
+    now = threading.local()
+    device = torch.device("cuda", 1)
+    first, side = (SimpleNamespace(device=device) for _ in range(2))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: getattr(now, "stream", first))
+    monkeypatch.setattr(torch.accelerator, "set_stream", lambda stream: setattr(now, "stream", stream))
+
+    def enter(*_: Any) -> tuple[Any, Any]:
+        with suppress(ZeroDivisionError), dev.on(side):
+            inside = dev.stream(device)
+            raise ZeroDivisionError
+        return inside, dev.stream(device)
+
+    with dev.on(side), ThreadPoolExecutor(1) as thread:
+        assert thread.submit(enter).result() == (side, first)
+        assert enter() == (side, side)
+    assert dev.stream(device) is first
+
+
+@pytest.mark.parametrize("kind", ["cpu", "meta"])
+def test_the_host_and_meta_have_no_streams(kind: str) -> None:
+    device = torch.device(kind)
+    assert not dev.is_accelerator(device)
+    dev.synchronize(device)
+    dev.select(device)
+
+
+def test_random_states_of_the_host() -> None:
+    cpu = torch.device("cpu")
+    state = dev.random_state(cpu)
+    drawn = torch.rand(2)
+    dev.set_random_state(state, cpu)
+    assert torch.equal(torch.rand(2), drawn)
+    assert dev.generator_of(cpu) is torch.random.default_generator
