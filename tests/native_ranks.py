@@ -236,4 +236,5 @@ def spawn_natively(fn: Callable[..., Any], world_size: int, *args: Any, **option
     """Replace `ls_strategy.testing.spawn`: runs of a Trainer on several ranks are on the native device."""
     if world_size == 1 or options.get("init_process_group", True):
         return spawn(fn, world_size, *args, **options)
+    options["timeout_s"] = 5 * options.get("timeout_s", 120)  # every operation passes through Python
     return spawn(on_native_device, world_size, fn, *args, **options)

@@ -251,7 +251,7 @@ class Comm:
 
         Different operations are never matched with each other: their tags differ, so both wait.
         """
-        entry = self.journal.enter(kind, of)
+        entry, nbytes = self.journal.enter(kind, of), 0
         operations: list[dist.P2POp] = []
         for distance in range(1, self.world_size):
             to = (self.rank + distance) % self.world_size
@@ -260,11 +260,12 @@ class Comm:
             assert outgoing is not None
             assert incoming is not None
             self.traffic.count(kind, outgoing)
+            nbytes += outgoing.nbytes
             operations.append(dist.P2POp(dist.isend, outgoing, group=self.group, group_peer=to, tag=entry.tag))
             operations.append(dist.P2POp(dist.irecv, incoming, group=self.group, group_peer=frm, tag=entry.tag))
         with self.where.wait(entry), self.naming_failures():  # fails here or in the wait if a peer has left
             works = dist.batch_isend_irecv(operations)
-        return [Started(spans.followed(works, f"{kind} {of}", _sent_by(sends, self.rank)), entry)]
+        return [Started(spans.followed(works, f"{kind} {of}", nbytes), entry)]
 
     def all_gather(self, full: Tensor, of: str = "", sizes: Sequence[int] | None = None) -> PendingGather:
         """Complete ``full``, ``(world_size * shard,)``, in which this rank has filled its own shard.
@@ -378,11 +379,6 @@ def _cut(full: Tensor, ranks: int, sizes: Sequence[int] | None) -> Sequence[Tens
     if full.numel() == 0:
         return [full] * ranks
     return full.chunk(ranks) if sizes is None else full.split(list(sizes))
-
-
-def _sent_by(sends: Sequence[Tensor | None], rank: int) -> int:
-    """Return the bytes that go to other ranks."""
-    return sum(tensor.nbytes for to, tensor in enumerate(sends) if to != rank and tensor is not None)
 
 
 class _KeepAlive:

@@ -199,7 +199,7 @@ def test_experts_on_different_ranks(tmp_path: Path) -> None:
 )
 def test_the_tests_of_training(module: str) -> None:
     """What the default selection runs over gloo passes on the native device too."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", f"tests/dist/{module}.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-o", "timeout=1500", f"tests/dist/{module}.py"]
     found = subprocess.run(
         command, cwd=ROOT, env={**os.environ, NATIVE: "1"}, capture_output=True, text=True, check=False
     )
