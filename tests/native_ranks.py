@@ -66,6 +66,11 @@ class Memory:
                 self._on_device = {k: ref for k, ref in self._on_device.items() if not ref.expired()}
                 self._purge_at = 2 * len(self._on_device) + 4096
 
+    def leave(self, tensor: Tensor) -> None:
+        """Put the new storage of ``tensor`` on the host."""
+        with self._lock:
+            self._on_device.pop(_key(tensor) or 0, None)
+
 
 def _key(tensor: Tensor) -> int | None:
     """Return the address of a storage; None for tensors without memory: on meta, sparse, or wrappers."""
@@ -115,8 +120,8 @@ class Moves:
         if self.memory.holds(tensor) == (device.index is not None):
             return _TO(tensor, **options) if options else tensor
         result = _TO(tensor, HOST, **{**options, "copy": True})
-        if device.index is not None and result is not tensor:
-            self.memory.take(result)
+        if result is not tensor:
+            self.memory.take(result) if device.index is not None else self.memory.leave(result)
         return result
 
 
@@ -145,6 +150,8 @@ class Operations(TorchDispatchMode):
                 raise RuntimeError(f"{func}: expected all tensors to be on {DEVICE}, found {shapes} on the host")
         result = func(*args, **kwargs)
         device = kwargs.get("device")
+        if name == "_to_copy" and device == HOST:  # a cast by torch itself, as of autocast; `Moves` has seen all others
+            device = None
         if any(held) if device is None else device == DEVICE:
             keys = {_key(t) for t in before}
             for tensor in tree_leaves(result):
