@@ -166,7 +166,8 @@ def persistent_buffer_names(model: nn.Module) -> set[str]:
 
 def sync_batch_norm_error() -> str | None:
     """Return why ``torch.nn.SyncBatchNorm`` cannot run on this machine, None if it can."""
-    return None if torch.cuda.is_available() else "torch.nn.SyncBatchNorm has no CPU implementation"
+    available = torch.accelerator.is_available()
+    return None if available else "torch.nn.SyncBatchNorm has no CPU implementation"
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
@@ -384,6 +385,36 @@ def storage_key(tensor: Tensor) -> int:
 def foreach_function(name: str) -> Callable[..., Any]:
     """Return a function on lists of tensors as torch's clipping uses it: ``norm``, ``mul_``, ``clamp_min_``, ..."""
     return getattr(torch, f"_foreach_{name}")
+
+
+def abort_process_groups(wanted: Callable[[Any], bool]) -> None:
+    """Abort all ``wanted`` process groups of this process, the newest first.
+
+    NCCL aborts them together: one after the other, each might wait for operations of the next.
+    """
+    names = dist.distributed_c10d._world.pg_names
+    groups = [group for group in sorted(names, key=lambda g: names[g], reverse=True) if wanted(group)]
+    nccl = next((b for b in map(_device_backend, groups) if hasattr(b, "_group_start")), None)
+    if nccl is not None:
+        nccl._group_start()
+    for group in groups:
+        group.abort()
+    if nccl is not None:
+        nccl._group_end()
+
+
+def _device_backend(group: Any) -> Any:
+    try:
+        return group._get_backend(torch.accelerator.current_accelerator() or torch.device("cpu"))
+    except RuntimeError:
+        return None
+
+
+def note_module_dtype(module: nn.Module, dtype: torch.dtype) -> None:
+    """Set the ``dtype`` that a LightningModule, and every one inside it, reports."""
+    from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+
+    _update_properties(module, dtype=dtype)
 
 
 def rewinds_pruned_weights(callback: Any) -> bool:

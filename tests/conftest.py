@@ -20,6 +20,19 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; parit
 settings.register_profile("loaded", deadline=None)  # how long one example takes says more of what else runs here
 settings.load_profile("loaded")
 
+NATIVE = "LS_TESTS_ON_NATIVE_DEVICE"
+"""Variable: with 1, Trainers on several ranks run on the device and the transport of `tests.native_ranks`."""
+
+
+def pytest_configure() -> None:
+    """Replace `spawn` before a module of tests imports it."""
+    if os.environ.get(NATIVE) == "1":
+        import ls_strategy.testing
+        from tests.native_ranks import spawn_natively
+
+        ls_strategy.testing.spawn = spawn_natively
+
+
 ROOT = Path(__file__).parent
 FOLDER_MARKERS = ("dist", "gpu", "bench", "slurm")
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ls_strategy import device as dev
 from ls_strategy._compat import version_of
 from ls_strategy.activations.storage import NVMeFolder, StoredRegion, make_storage
 from ls_strategy.config import ActivationOffloadConfig
@@ -71,7 +72,7 @@ class ActivationOffload:
         """
         self.config = config
         self._link = Link(device)
-        self._asynchronous = device.type == "cuda"
+        self._asynchronous = dev.is_accelerator(device)
         self.storage = make_storage(config, self._link, folder)
         self.in_flight_bytes = 0
         """Bytes on the device now: not yet stored, or prefetched."""

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ls_strategy import device as dev
 from ls_strategy.config import ActivationOffloadConfig, NVMeIOConfig
 from ls_strategy.errors import PlanError
 from ls_strategy.tiers.buffers import PAGE, AlignedBuffer
@@ -72,6 +73,7 @@ class BufferStock:
         """``pin``: register the buffers with CUDA."""
         self._pin = pin
         self._free: list[_Free] = []
+        self._closed = False
         self._round = 0
         self.total_bytes = 0
         """Bytes of all buffers, taken or free."""
@@ -92,7 +94,11 @@ class BufferStock:
     def give(self, buffer: AlignedBuffer, busy: Arrival = DONE) -> None:
         """Return a buffer to the pool. Only ``busy`` may still read it."""
         self.taken_bytes -= buffer.nbytes
-        insort(self._free, _Free(buffer.nbytes, id(buffer), buffer, busy, self._round))
+        free = _Free(buffer.nbytes, id(buffer), buffer, busy, self._round)
+        if self._closed:
+            self._discard([free])
+        else:
+            insort(self._free, free)
 
     def trim(self) -> None:
         """Free the buffers that the last few steps did not need. Called once per step."""
@@ -102,7 +108,8 @@ class BufferStock:
         self._discard(old)
 
     def close(self) -> None:
-        """Free every buffer that is not taken."""
+        """Free every buffer; those that are taken, when they are returned."""
+        self._closed = True
         self._discard(self._free)
         self._free = []
 
@@ -121,7 +128,7 @@ class ActivationStorage(ABC):
     def __init__(self, link: Link) -> None:
         """``link``: to the device."""
         self._link = link
-        self._stock = BufferStock(pin=link.device.type == "cuda")
+        self._stock = BufferStock(pin=dev.can_register(link.device))
         self.stored_bytes = 0
         """Bytes stored now."""
         self.waited_s = 0.0

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from ls_strategy import device as dev
 from ls_strategy._compat import around_fetches, tree_iter
 from ls_strategy.callbacks.intervals import MIB, FitTable, Interval, Sample
 from ls_strategy.callbacks.sharded import zero_strategy
@@ -236,8 +237,7 @@ class Monitor(Callback):
 
     def _end_interval(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         strategy = zero_strategy(trainer, self)
-        if strategy.root_device.type == "cuda":
-            torch.cuda.synchronize(strategy.root_device)  # otherwise the clock stops before the work is done
+        dev.synchronize(strategy.root_device)  # otherwise the clock stops before the work is done
         utilisation = self._utilisation(module, strategy)
         interval = self._interval(trainer, strategy, utilisation)
         self._table.add(interval)
@@ -286,7 +286,7 @@ class Monitor(Callback):
         device = strategy.root_device
         policy = strategy.precision_policy
         peak = self.peak_tflops * 1e12 if self.peak_tflops else None
-        if peak is None and device.type == "cuda":
+        if peak is None and dev.is_accelerator(device):
             peak = get_available_flops(device, policy.autocast or policy.compute)
         per_token: Any = getattr(module, "flops_per_token", None)
         per_sample: Any = getattr(module, "flops_per_sample", None)
@@ -376,19 +376,18 @@ def _memory(strategy: ZeROStrategy, unit: ByteUnit) -> dict[str, float]:
     group = f"zero_memory_{unit.name}"
     result = {f"{group}/{k}": v / unit.nbytes for k, v in states.items()}
     device = strategy.root_device
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device)
+    if dev.is_accelerator(device):
+        peak = dev.peak_bytes(device, reset=True)
         result[f"{group}/peak"] = peak / unit.nbytes
         result[f"{group}/activations"] = max(peak - sum(states.values()), 0) / unit.nbytes
-        torch.cuda.reset_peak_memory_stats(device)
     return result
 
 
 def _bytes_in_use(strategy: ZeROStrategy) -> dict[str, int]:
     """Return the bytes in use now, by category."""
     held = dict(strategy.memory_bytes())
-    if strategy.root_device.type == "cuda":
-        allocated = torch.cuda.memory_allocated(strategy.root_device)
+    if dev.is_accelerator(strategy.root_device):
+        allocated = dev.allocated_bytes(strategy.root_device)
         held["activations"] = max(allocated - sum(held.values()), 0)
         held["allocated"] = allocated
     offloaded = strategy.activations.metrics().get("zero_activations/stored_bytes")

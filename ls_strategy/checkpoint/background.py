@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from ls_strategy import device as dev
 from ls_strategy._compat import default_store
 from ls_strategy.checkpoint.reshard import Entry, Source
 from ls_strategy.checkpoint.save import Save, run
@@ -153,8 +154,8 @@ class BackgroundSaver:
             copied = self._staging[start : start + nbytes].view(tensor.dtype).view(tensor.shape)
             result.append(copied.copy_(tensor, non_blocking=True))
             start += size
-        if any(t.is_cuda for t in tensors):
-            torch.cuda.current_stream().synchronize()
+        for device in {t.device for t in tensors if dev.is_accelerator(t.device)}:
+            dev.stream(device).synchronize()
         return result
 
 

@@ -171,11 +171,12 @@ def _join() -> int:
     """Join torchrun's process group, and return this rank."""
     if _variable("WORLD_SIZE", 1) == 1:
         return 0
-    import torch
     from torch import distributed as dist
 
+    from ls_strategy import device as dev
+
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        dist.init_process_group(dev.default_backend())
     return dist.get_rank()
 
 
@@ -184,7 +185,7 @@ def _device(name: str) -> torch.device:
 
     from ls_strategy.inference.stream import usable_device
 
-    if name == "cuda" and not torch.cuda.is_available():
+    if name == "cuda" and not torch.cuda.is_available():  # CUDA only: the option names it
         raise ConfigError("Got --device cuda, but torch finds no GPU here. Omit it to measure the CPU.")
     if name == "meta":
         raise ConfigError("Got --device meta, which computes nothing. Omit it to measure the CPU.")
@@ -308,12 +309,12 @@ def _perplexity(forward: Any, text: Tensor, args: argparse.Namespace) -> float:
 
 
 def _memory(engine: InferenceEngine) -> dict[str, int]:
-    import torch
+    from ls_strategy import device as dev
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     found = {"peak_resident_bytes": peak}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        found["peak_device_bytes"] = torch.cuda.max_memory_allocated()
+    if dev.is_in_use():
+        found["peak_device_bytes"] = dev.peak_bytes(dev.current())
     if engine.quantization is not None:
         found["weight_bytes_before"] = engine.quantization.bytes_before
         found["weight_bytes"] = engine.quantization.bytes_after

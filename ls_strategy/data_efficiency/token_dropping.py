@@ -29,10 +29,11 @@ from ls_strategy.blocks import repeated_blocks
 from ls_strategy.checked import above, at_least, checked
 from ls_strategy.data_efficiency.schedule import Schedule
 from ls_strategy.data_efficiency.scheduled import ScheduledCallback
+from ls_strategy.device import generator_of
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.parallel.hooks import change_output
-from ls_strategy.parallel.random import draw, generator_of, hash64, set_state
+from ls_strategy.parallel.random import draw, hash64, set_state
 from ls_strategy.parallel.regions import untraced
 from ls_strategy.parallel.tokens import Call, hidden_states, map_tensors, token_dim
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ls_strategy import device as dev
 from ls_strategy import spans
 from ls_strategy.distributed.comm import Comm, Started
 from ls_strategy.distributed.traffic import Traffic
@@ -53,7 +54,8 @@ class Axis:
         if self.comm.native:
             result = tensor.contiguous().clone()
             # The bytes of a ring; NCCL may choose another algorithm.
-            self.traffic.count("all_reduce", result[:0].new_empty(2 * (self.size - 1) * result.numel() // self.size))
+            sent = 2 * (self.size - 1) * result.numel() // self.size
+            self.traffic.count_elements("all_reduce", sent, result.element_size())
             with self.comm.blocking(f"{self.name} all_reduce"):
                 dist.all_reduce(result, group=self.comm.group)
             return result
@@ -189,31 +191,29 @@ class Axis:
 
 
 class Waits:
-    """Measures how long computation waits for exchanges: on the host's thread, or on CUDA on the stream."""
+    """Measures how long computation waits for exchanges: on the host's thread, or on an accelerator on the stream."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._events: list[tuple[torch.Event, torch.Event]] = []
 
     @contextmanager
     def measured(self, device: torch.device) -> Iterator[None]:
         """Measure a wait for data that arrives on ``device``."""
-        if device.type != "cuda":
+        if not dev.is_accelerator(device):
             started = time.perf_counter()
             yield
             self._seconds += time.perf_counter() - started
             return
-        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        before.record()
+        before = dev.record(device, timing=True)
         yield
-        after.record()
-        self._events.append((before, after))
+        self._events.append((before, dev.record(device, timing=True)))
 
     def take(self) -> float:
         """Return the seconds since the last call. Waits for the device."""
         for before, after in self._events:
             after.synchronize()
-            self._seconds += before.elapsed_time(after) / 1e3  # milliseconds
+            self._seconds += dev.seconds_between(before, after)
         seconds, self._seconds, self._events = self._seconds, 0.0, []
         return seconds
 

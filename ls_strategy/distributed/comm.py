@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ls_strategy import device as dev
 from ls_strategy import spans
-from ls_strategy._compat import open_sockets, shut_sockets
+from ls_strategy._compat import abort_process_groups, open_sockets, shut_sockets
 from ls_strategy.distributed.failures import Failures
 from ls_strategy.distributed.traffic import Traffic
 from ls_strategy.distributed.wait_report import Entry, Journal
@@ -168,7 +169,7 @@ class Comm:
         self.control = control
         self.rank = dist.get_rank(group) if group is not None else 0
         self.world_size = dist.get_world_size(group) if group is not None else 1
-        self.native = group is not None and "nccl" in dist.get_backend(group)
+        self.native = group is not None and dev.moves_device_tensors(group)
         self.failures = failures or Failures(self.rank, self.world_size)
         self.where = self.failures.where
         self.journal = self._journal_of(group)
@@ -191,8 +192,8 @@ class Comm:
 
     def break_connections(self) -> None:
         """Make every rank that waits for this one, now or later, fail at once. The groups are unusable afterwards."""
-        if self.native and self.group is not None:
-            self.group.abort()
+        if self.native:  # also those of the mesh: a peer may wait for this rank in any of them
+            abort_process_groups(dev.moves_device_tensors)
         shut_sockets(self._sockets, except_port=int(os.environ.get("MASTER_PORT", "0")))
 
     @contextmanager
@@ -250,7 +251,7 @@ class Comm:
 
         Different operations are never matched with each other: their tags differ, so both wait.
         """
-        entry = self.journal.enter(kind, of)
+        entry, nbytes = self.journal.enter(kind, of), 0
         operations: list[dist.P2POp] = []
         for distance in range(1, self.world_size):
             to = (self.rank + distance) % self.world_size
@@ -259,11 +260,12 @@ class Comm:
             assert outgoing is not None
             assert incoming is not None
             self.traffic.count(kind, outgoing)
+            nbytes += outgoing.nbytes
             operations.append(dist.P2POp(dist.isend, outgoing, group=self.group, group_peer=to, tag=entry.tag))
             operations.append(dist.P2POp(dist.irecv, incoming, group=self.group, group_peer=frm, tag=entry.tag))
         with self.where.wait(entry), self.naming_failures():  # fails here or in the wait if a peer has left
             works = dist.batch_isend_irecv(operations)
-        return [Started(spans.followed(works, f"{kind} {of}", _sent_by(sends, self.rank)), entry)]
+        return [Started(spans.followed(works, f"{kind} {of}", nbytes), entry)]
 
     def all_gather(self, full: Tensor, of: str = "", sizes: Sequence[int] | None = None) -> PendingGather:
         """Complete ``full``, ``(world_size * shard,)``, in which this rank has filled its own shard.
@@ -330,6 +332,10 @@ class Comm:
         works = self._exchange(shards, parts, "reduce_scatter", of)
         return PendingReduce(works, parts, [p for r, p in enumerate(parts) if r != self.rank], self)
 
+    def sendable(self, tensor: Tensor) -> Tensor:
+        """Return ``tensor``, or a copy on the device if it is in host memory, which NCCL refuses."""
+        return tensor.to(dev.current()) if self.native and dev.is_host(tensor.device) else tensor
+
     def broadcast_(self, tensor: Tensor, source: int = 0) -> None:
         """Overwrite ``tensor`` with that of rank ``source`` of the group. Blocking."""
         if self.world_size > 1 and tensor.numel():
@@ -348,9 +354,10 @@ class Comm:
         return values
 
     def reduce_numbers(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
-        """All-reduce a few numbers and return them, in place if the back end reduces on the device. Collective."""
+        """All-reduce a few numbers and return them, on the device if the back end reduces there. Collective."""
         if not self.native:
             return self.agree(value, op)
+        value = self.sendable(value)
         if self.world_size > 1:  # on the device: the host does not wait
             self.traffic.count("control", value)
             with self.blocking("all_reduce", "control"):
@@ -372,11 +379,6 @@ def _cut(full: Tensor, ranks: int, sizes: Sequence[int] | None) -> Sequence[Tens
     if full.numel() == 0:
         return [full] * ranks
     return full.chunk(ranks) if sizes is None else full.split(list(sizes))
-
-
-def _sent_by(sends: Sequence[Tensor | None], rank: int) -> int:
-    """Return the bytes that go to other ranks."""
-    return sum(tensor.nbytes for to, tensor in enumerate(sends) if to != rank and tensor is not None)
 
 
 class _KeepAlive:

@@ -18,10 +18,13 @@ class Traffic:
 
     def count(self, kind: str, tensor: Tensor, times: int = 1) -> None:
         """Add ``times`` sends of ``tensor``."""
-        nbytes = tensor.numel() * tensor.element_size() * times
-        self.elements[kind] += tensor.numel() * times
-        self.bytes[kind] += nbytes
-        spans.sent(kind, nbytes)
+        self.count_elements(kind, tensor.numel() * times, tensor.element_size())
+
+    def count_elements(self, kind: str, numel: int, itemsize: int) -> None:
+        """Add sends of ``numel`` elements of ``itemsize`` bytes each."""
+        self.elements[kind] += numel
+        self.bytes[kind] += numel * itemsize
+        spans.sent(kind, numel * itemsize)
 
     def reset(self) -> None:
         """Forget everything counted so far."""

@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from ls_strategy import device as dev
 from ls_strategy._compat import default_store, world_group
 from ls_strategy.distributed.deadlock import Answer, awaited, differing, explain, explain_end, named, place, proof
 from ls_strategy.distributed.standing import standing
@@ -316,7 +317,7 @@ class _Watch:
 
     def _device_is_busy(self) -> bool:
         """Whether a GPU has work left: after so long, it waits in a collective of NCCL."""
-        return self._device.type == "cuda" and not torch.cuda.default_stream(self._device).query()
+        return dev.is_accelerator(self._device) and not dev.stream(self._device).query()
 
     def _say(self, answer: Answer, waits_for: str) -> None:
         """Store the answer, and print it once per incident."""

@@ -46,7 +46,7 @@ def collectives(timeout_s: float = TIMEOUT_S) -> Iterator[Finding]:
         yield Finding("gloo", "no torch.distributed", "problem", cure)
         return
     yield all_reduce("gloo", timeout_s=timeout_s)
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0  # CUDA only: NCCL
     if gpus > 1 and dist.is_nccl_available():
         yield all_reduce("nccl", timeout_s=timeout_s)
     else:
@@ -165,9 +165,10 @@ def run_rank(backend: str, rank: int, world_size: int, port: int, seconds: float
     import torch
     import torch.distributed as dist
 
+    from ls_strategy import device as dev
+
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    dev.select(device)
     dist.init_process_group(
         backend,
         init_method=f"tcp://127.0.0.1:{port}",
@@ -182,8 +183,7 @@ def run_rank(backend: str, rank: int, world_size: int, port: int, seconds: float
         dist.all_reduce(x[:1].clone())  # a barrier, so that waiting for the other rank is not timed
         start = time.perf_counter()
         dist.all_reduce(x)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        dev.synchronize(device)
         times.append(1e3 * (time.perf_counter() - start))
     return {"sum": [x.min().item(), x.max().item()], "ms": statistics.median(times)}
 

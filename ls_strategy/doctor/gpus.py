@@ -32,11 +32,11 @@ def gpus() -> Iterator[Finding]:
         yield Finding("driver", failure, "problem", cure)
     elif seen:
         yield Finding("driver", f"{seen[0].driver}, {len(seen)} GPUs")
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available():  # CUDA only, like this file
         yield unavailable(len(seen), torch.version.cuda, torch.__version__)
         return
     yield Finding("CUDA", f"{torch.version.cuda} (torch's)")
-    for index in range(torch.cuda.device_count()):
+    for index in range(torch.cuda.device_count()):  # CUDA only
         yield device(index)
     yield nccl()
 
@@ -72,10 +72,10 @@ def device(index: int) -> Finding:
 
     from ls_strategy.planner.hardware import show_bytes
 
-    properties = torch.cuda.get_device_properties(index)
+    properties = torch.cuda.get_device_properties(index)  # CUDA only
     name = f"GPU {index}"
     try:
-        free, total = torch.cuda.mem_get_info(index)
+        free, total = torch.cuda.mem_get_info(index)  # CUDA only
     except RuntimeError as error:
         cure = "Another process may use it in exclusive mode, or it has failed: check nvidia-smi and dmesg."
         return Finding(name, f"{properties.name} cannot be used: {one_line(str(error))}", "problem", cure)
@@ -90,9 +90,10 @@ def nccl() -> Finding:
     """Check that torch has NCCL."""
     import torch
     import torch.distributed as dist
-    from torch.cuda.nccl import version as nccl_version
+    from torch.cuda.nccl import version as nccl_version  # CUDA only
 
     if not dist.is_nccl_available():
         cure = "Install torch from pytorch.org: this build lacks NCCL, which several GPUs need."
-        return Finding("NCCL", "not in this torch", "problem" if torch.cuda.device_count() > 1 else "note", cure)
+        several = torch.cuda.device_count() > 1  # CUDA only
+        return Finding("NCCL", "not in this torch", "problem" if several else "note", cure)
     return Finding("NCCL", ".".join(str(part) for part in nccl_version()))

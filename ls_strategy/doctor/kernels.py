@@ -25,7 +25,7 @@ def kernels() -> Iterator[Finding]:
     from ls_strategy.ops.extra_library import routing_library
 
     yield cache()
-    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]  # CUDA only: others have no kernels
     updates = (*native.NAMES, "sum_of_squares")
     for device in devices:
         yield library(device, "updates", updates, native.available, native.limit_isa)

@@ -118,12 +118,13 @@ def compilers() -> Iterator[Finding]:
         yield Finding("ninja", one_line(f"{output or error}, {ninja}"))
     else:
         yield Finding("ninja", "not found", "note", "pip install ninja: it compiles kernels in parallel.")
-    if torch.version.cuda is None or not torch.cuda.is_available():
+    if torch.version.cuda is None or not torch.cuda.is_available():  # CUDA only: kernels
         reason = "this torch is built without CUDA" if torch.version.cuda is None else "this host has no GPU"
         yield Finding("nvcc", f"not needed: {reason}")
         return
     try:
-        version = _build.cuda_recipe((torch.cuda.get_device_capability(),)).compiler_version
+        capability = torch.cuda.get_device_capability()  # CUDA only
+        version = _build.cuda_recipe((capability,)).compiler_version
         release = [line for line in version.splitlines() if "release" in line]
         yield Finding("nvcc", one_line(release[0]))
     except _build.BuildError as error:

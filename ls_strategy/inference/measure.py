@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ls_strategy import device as dev
 from ls_strategy.errors import ConfigError
 from ls_strategy.inference.engine import InferenceEngine
 from ls_strategy.inference.sampling import SamplingConfig
@@ -104,8 +105,7 @@ def measure(
 
 
 def _timed(engine: InferenceEngine, prompts: Tensor, new_tokens: int, device: torch.device) -> float:
-    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    synchronize()
+    dev.synchronize(device)
     started = time.perf_counter()
     if callable(getattr(engine.module, "make_cache", None)):
         engine.generate(prompts, new_tokens, sampling=SamplingConfig(temperature=0))
@@ -118,7 +118,7 @@ def _timed(engine: InferenceEngine, prompts: Tensor, new_tokens: int, device: to
             do_sample=False,
             num_beams=1,
         )
-    synchronize()
+    dev.synchronize(device)
     return time.perf_counter() - started
 
 
@@ -140,11 +140,9 @@ def triad_gbs(device: torch.device, rounds: int = 5) -> float:
     a, b, c = (torch.ones(_TRIAD_NUMEL, device=device) for _ in range(3))
     best = float("inf")
     for _ in range(rounds + 1):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        dev.synchronize(device)
         started = time.perf_counter()
         torch.add(b, c, alpha=3.0, out=a)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        dev.synchronize(device)
         best = min(best, time.perf_counter() - started)
     return 3 * a.nbytes / best / 1e9

@@ -18,7 +18,7 @@ from ls_strategy.activations.storage import NVMeFolder
 from ls_strategy.checkpoint.full import StateDictHooks
 from ls_strategy.engine import Engine
 from ls_strategy.layout import TensorPart
-from ls_strategy.lightning import guards
+from ls_strategy.lightning import guards, module_state
 from ls_strategy.lightning.parallel import ActivationMemory
 from ls_strategy.planner.choice import Question, candidate_of, choose, explain, smallest
 from ls_strategy.planner.fit import before_sharding, question_of_fit
@@ -108,6 +108,11 @@ class EngineSetup:
         rank_zero_info(f"ZeROStrategy: states on NVMe are stored in {path} (from {source})")
         strategy.config = replace(strategy.config, offload=replace(strategy.config.offload, nvme_path=path))
 
+    def place(self, module: pl.LightningModule) -> None:
+        """Convert and move what the module holds besides parameters, in the order of DDPStrategy. Not collective."""
+        self._strategy.zero_precision().convert_module(module)
+        module_state.move(module, self._strategy.root_device)
+
     # build -----------------------------------------------------------------------------------------------------------
 
     def build(self, module: pl.LightningModule, parts: dict[int, TensorPart]) -> None:
@@ -119,6 +124,7 @@ class EngineSetup:
         """
         strategy, plugin = self._strategy, self._strategy.zero_precision()
         assert strategy.parallel.mesh is not None
+        self.choose_nvme_path(module.trainer)
         self.state_dict_hooks = None
         optimizers = self._real_optimizers()
         engine = strategy.engine = Engine(

@@ -33,6 +33,7 @@ from torch.optim import Optimizer
 from ls_strategy._compat import batches_of, is_compiled_function, metric_state, set_metric_state, tree_iter, tree_map
 from ls_strategy.checkpoint.random import random_states, restore_random_states
 from ls_strategy.config import ParallelConfig
+from ls_strategy.device import generator_of
 from ls_strategy.distributed.comm import process_group
 from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.engine import Engine
@@ -48,7 +49,7 @@ from ls_strategy.parallel.pipeline.stage import StageRunner
 from ls_strategy.parallel.pipeline.timeline import Span, TimelineRecorder
 from ls_strategy.parallel.pipeline.trace import observe, stand_in
 from ls_strategy.parallel.pipeline.transfer import SideLoss
-from ls_strategy.parallel.random import draw, generator_of, hash64, position, set_state
+from ls_strategy.parallel.random import draw, hash64, position, set_state
 from ls_strategy.zero.setup.share import Share
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -163,10 +164,6 @@ class Pipeline:
     def is_last(self) -> bool:
         """Whether this rank holds the last stage, where the user's steps end."""
         return self.mesh.pipeline.rank == self.runner.last_rank
-
-    def break_connections(self) -> None:
-        """Make the ranks that wait for this one fail at once. Not collective."""
-        self._links.break_connections()
 
     # what the engine needs -------------------------------------------------------------------------------------------
 

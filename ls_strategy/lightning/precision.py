@@ -10,13 +10,14 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning_utilities import apply_to_collection
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from ls_strategy._compat import is_mock_optimizer, run_step_pre_hooks, unwrap_optimizer, without_step_pre_hooks
 from ls_strategy.checked import checked
 from ls_strategy.errors import ConfigError, PlanError
+from ls_strategy.lightning import module_state
 from ls_strategy.precision import PRECISIONS, PrecisionPolicy, resolve_precision
 from ls_strategy.zero.step.elementwise import ONE_PASS
 
@@ -116,6 +117,13 @@ class ZeROPrecision(Precision):
     def module_init_context(self) -> AbstractContextManager:
         """Return `tensor_init_context`."""
         return self.tensor_init_context()
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Convert what a module holds besides parameters and buffers, and report the dtype as ``module.dtype``."""
+        if self.policy.cast is not None:
+            module_state.convert(module, self.policy.cast)
+        return module
 
     @override
     def convert_input(self, data: Any) -> Any:

@@ -245,7 +245,5 @@ class RankStrategy(DDPStrategy):
 
     def _break_connections(self) -> None:
         """Make every wait of this rank, and every wait of others for it, fail."""
-        if self.parallel.pipeline is not None:
-            self.parallel.pipeline.break_connections()
         if self._comm is not None:
             self._comm.break_connections()

@@ -241,11 +241,11 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
             guards.check_trainer(trainer, self.zero_precision(), kinds)
             if fitting and self._layer_sync:
                 self.model = self._layer_sync.apply(module)
+            self.engine_setup.place(module)
             parts = self.parallel.shard(module, self.root_device, recomputes=self.activations.recomputes)
             if fitting:
                 self.setup_optimizers(trainer)
                 self.engine_setup.plan(trainer, module)
-            self.engine_setup.choose_nvme_path(trainer)
             self.engine_setup.build(module, parts)
         self.model = module
         take_part()

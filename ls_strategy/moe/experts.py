@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from ls_strategy import device as dev
 from ls_strategy._compat import is_hooked
 from ls_strategy.errors import PlanError
 from ls_strategy.moe.feed_forward import FeedForward, GatedFeedForward
@@ -82,16 +83,16 @@ class ExpertSource:
         if self.function is None:
             self._fill_from_reset(path, node, device)
             return
-        devices = [device] if device.type == "cuda" else []
+        devices = [device] if dev.is_accelerator(device) else []
         if not self._state or path in self._filled:  # the first module of a new fill
-            self._state = [torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in devices)]
+            self._state = [torch.get_rng_state(), *map(dev.random_state, devices)]
             self._filled = set()
             self._fill_from_function(path, node, device)
         else:  # build the same experts again, for another of their modules
-            with torch.random.fork_rng(devices):
+            with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
                 torch.set_rng_state(self._state[0])
                 for d, state in zip(devices, self._state[1:], strict=True):
-                    torch.cuda.set_rng_state(state, d)
+                    dev.set_random_state(state, d)
                 self._fill_from_function(path, node, device)
         self._filled.add(path)
 

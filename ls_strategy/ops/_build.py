@@ -132,8 +132,8 @@ def recipe_for(device_type: str) -> Recipe:
     """Return the recipe of the update kernels for this host's CPU, or for all its GPUs."""
     if device_type == "cpu":
         return cpu_recipe()
-    devices = range(torch.cuda.device_count())
-    return cuda_recipe(tuple(sorted({torch.cuda.get_device_capability(d) for d in devices})))
+    devices = range(torch.cuda.device_count())  # CUDA only
+    return cuda_recipe(tuple(sorted({torch.cuda.get_device_capability(d) for d in devices})))  # CUDA only
 
 
 def _torch_folder() -> Path:
@@ -367,7 +367,7 @@ def _load(device_type: str) -> str:
 
 
 def _load_library(device_type: str) -> Path:
-    if device_type == "cuda" and torch.version.cuda and torch.cuda.is_available():
+    if device_type == "cuda" and torch.version.cuda and torch.cuda.is_available():  # CUDA only
         if not load("cpu"):
             raise BuildError(f"its operations are declared in the library for cpu; {_status['cpu']}")
     elif device_type != "cpu":

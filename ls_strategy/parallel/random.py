@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ls_strategy.device import generator_of
 from ls_strategy.distributed.axis import Axis
 
 _MASK = 0xFFFFFFFF
@@ -55,15 +56,6 @@ def forked(seed: int) -> tuple[int, int] | None:
         return None
     code = ((seed & _MASK) ^ (hash64(number) & _MASK)) * _ODD_INVERSE & _MASK
     return (number, code >> 10 & _PHASES - 1) if code >> 16 == _MAGIC else None
-
-
-def generator_of(device: torch.device) -> torch.Generator:
-    """Return the default generator of a device."""
-    if device.type == "cpu":
-        return torch.random.default_generator
-    module: Any = torch.get_device_module(device)
-    index = module.current_device() if device.index is None else device.index
-    return module.default_generators[index]
 
 
 class Streams:
@@ -159,17 +151,12 @@ def set_state(generator: torch.Generator, state: Any) -> None:
         generator.set_offset(offset)
 
 
-def wire_device(axis: Axis, device: torch.device) -> torch.device:
-    """Return the device from which the axis can send a tensor of ``device``: with NCCL, the GPU."""
-    return torch.device("cuda", torch.cuda.current_device()) if axis.comm.native else device
-
-
 def share_random_state(axis: Axis, device: torch.device) -> None:
     """Copy the state of rank 0's default generator to all ranks of the axis. Collective."""
     if axis.size == 1:
         return
     generator = generator_of(device)
     state = generator.get_state()
-    wire = state.to(wire_device(axis, state.device))
+    wire = axis.comm.sendable(state)
     axis.broadcast_(wire)
     generator.set_state(wire.cpu())

@@ -28,7 +28,7 @@ from ls_strategy.layout import TensorPart
 from ls_strategy.parallel.alibi import slice_head_biases
 from ls_strategy.parallel.hooks import GradientSums, Hooks, NoPickle, change_first
 from ls_strategy.parallel.logits import wrap_vocabulary
-from ls_strategy.parallel.random import Streams, share_random_state, wire_device
+from ls_strategy.parallel.random import Streams, share_random_state
 from ls_strategy.parallel.regions import (
     SharedCopy,
     copy_to,
@@ -384,7 +384,7 @@ def broadcast_values(model: nn.Module, axis: Axis) -> None:
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_meta or isinstance(tensor, DTensor):
             continue
-        wire = tensor.detach().to(wire_device(axis, tensor.device)).contiguous()
+        wire = axis.comm.sendable(tensor.detach()).contiguous()
         axis.broadcast_(wire.reshape(-1).view(torch.uint8))  # the transport does not know all dtypes
         if wire.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(wire)

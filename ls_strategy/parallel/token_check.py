@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ls_strategy._compat import without_dispatch_modes
+from ls_strategy.device import generator_of
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import LSError, PlanError
 from ls_strategy.parallel.attention import attention_over, unfused
-from ls_strategy.parallel.random import generator_of
 from ls_strategy.parallel.tokens import Call, crop, hidden_states, map_tensors, narrow
 
 CHECKED = 1024

@@ -22,13 +22,14 @@ import torch
 from torch import Tensor, nn
 
 from ls_strategy._compat import current_backward_pass
+from ls_strategy.device import generator_of
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import PlanError
 from ls_strategy.parallel.attention import Interception, attention_over, leave, reenter
 from ls_strategy.parallel.dim_shard import DimShard, unshard
 from ls_strategy.parallel.hooks import Hooks, change_output
 from ls_strategy.parallel.logits import wrap_sequence
-from ls_strategy.parallel.random import draw, generator_of, has_drawn, hash64, position, set_state
+from ls_strategy.parallel.random import draw, has_drawn, hash64, position, set_state
 from ls_strategy.parallel.token_check import compare_with_full
 from ls_strategy.parallel.tokens import Call, hidden_states, narrow
 

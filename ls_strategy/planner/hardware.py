@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from ls_strategy import device as dev
 from ls_strategy.errors import ConfigError
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -126,7 +127,7 @@ class Hardware:
 
 def found_here(device: torch.device, *, ranks: int, ranks_per_node: int, nvme_path: str = "") -> Hardware:
     """Return this rank's free host, device and NVMe memory; an empty ``nvme_path``: no NVMe. Not collective."""
-    memory = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) if device.type == "cuda" else None
+    memory = dev.free_bytes(device) if dev.is_accelerator(device) else None
     return Hardware(
         ranks=ranks,
         ranks_per_node=ranks_per_node,

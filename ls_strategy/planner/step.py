@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ls_strategy import device as dev
 from ls_strategy.errors import PlanError
 from ls_strategy.planner.trace import Step
 
@@ -97,16 +98,16 @@ def first_batch(loader: Any) -> Any:
         return {name: first_batch(each) for name, each in loader.items()}
     if isinstance(loader, (list, tuple)):
         return [first_batch(each) for each in loader]
-    states = (torch.get_rng_state(), [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])
+    devices = {torch.device("cpu"), *([dev.current()] if dev.is_in_use() else [])}
+    states = {device: dev.random_state(device) for device in devices}
     try:
         samples = _samples(loader)
         return next(iter(loader)) if samples is None else samples
     except StopIteration:
         raise PlanError("Got training data without a batch to plan for. Check its length and batch size.") from None
     finally:
-        torch.set_rng_state(states[0])
-        for state in states[1]:
-            torch.cuda.set_rng_state(state)
+        for device, state in states.items():
+            dev.set_random_state(state, device)
 
 
 def _samples(loader: Any) -> Any:

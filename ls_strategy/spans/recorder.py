@@ -1,4 +1,4 @@
-"""Records times on the CPU, or in a CUDA stream, and converts them to seconds on request."""
+"""Records times on the CPU, or in a stream of the device, and converts them to seconds on request."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from ls_strategy import device as dev
 from ls_strategy.spans.record import COMMUNICATION, OTHER, PHASES, VALIDATION, Record, Span
 from ls_strategy.spans.stamps import Stamper
 
@@ -24,27 +25,25 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         """``device`` is where the model computes."""
-        self._device = device
-        self.on_cuda = device.type == "cuda"
+        self.device = device
+        self.on_device = dev.is_accelerator(device)
 
     def now(self, stream: Any = None) -> Any:
-        """Return the time: seconds, or on CUDA an event recorded in ``stream`` (None: the current one)."""
-        if not self.on_cuda:
+        """Return the time: seconds, or on an accelerator an event recorded in ``stream`` (None: the current one)."""
+        if not self.on_device:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device) if stream is None else stream)
-        return event
+        return dev.record(self.device, stream, timing=True)
 
     def seconds(self, moments: Iterable[Any]) -> list[float]:
         """Convert times of `now` to seconds of the host's ``time.perf_counter``. Waits for the device."""
         moments = list(moments)
-        if not self.on_cuda or all(isinstance(m, float) for m in moments):
+        if not self.on_device or all(isinstance(m, float) for m in moments):
             return moments
-        torch.cuda.synchronize(self._device)
+        dev.synchronize(self.device)
         last = self.now()
         last.synchronize()
         here = time.perf_counter()  # host and device are synchronized here
-        return [m if isinstance(m, float) else here - m.elapsed_time(last) / 1e3 for m in moments]
+        return [m if isinstance(m, float) else here - dev.seconds_between(m, last) for m in moments]
 
 
 @dataclass
@@ -224,11 +223,11 @@ class Recorder:
         """Record a collective from now to its end. Returns what to wait for instead of ``works``."""
         note = Note(COMMUNICATION, name, self.clock.now(), None, nbytes)
         self._notes.append(note)
-        if not self.clock.on_cuda:
+        if not self.clock.on_device:
             self._stamper = self._stamper or Stamper()
             return (self._stamper.follow(works, partial(setattr, note, "end")),)
-        self._side = self._side or torch.cuda.Stream()
-        with torch.cuda.stream(self._side):
+        self._side = self._side or dev.new_stream(self.clock.device)
+        with dev.on(self._side):
             for work in works:
                 work.wait()  # only the side stream waits
         note.end = self.clock.now(self._side)

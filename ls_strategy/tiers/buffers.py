@@ -6,11 +6,11 @@ import logging
 import mmap
 import threading
 import time
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from ls_strategy import device as dev
 from ls_strategy.errors import StateError
 from ls_strategy.layout import round_up
 
@@ -32,7 +32,7 @@ class AlignedBuffer:
 
         Args:
             nbytes: at least one; rounded up to full pages.
-            pin: register with CUDA, for direct copies from and to the device.
+            pin: register with CUDA, for direct copies from and to the device, until `unpin` or the buffer's end.
         """
         self.nbytes = round_up(nbytes, PAGE)
         memory = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -52,7 +52,7 @@ class AlignedBuffer:
         return self.tensor[: numel * dtype.itemsize].view(dtype)
 
     def _register(self) -> bool:
-        status = int(_cudart().cudaHostRegister(self.tensor.data_ptr(), self.nbytes, 0))
+        status = dev.register_host_memory(self.tensor.data_ptr(), self.nbytes)
         if status:
             logger.warning(
                 "CUDA did not pin %d bytes of host memory (error %d), so copies will be slower. Raise `ulimit -l`.",
@@ -64,8 +64,13 @@ class AlignedBuffer:
     def unpin(self) -> None:
         """Unregister the memory from CUDA; no copy may be in flight. Idempotent."""
         if self._pinned:
-            _cudart().cudaHostUnregister(self.tensor.data_ptr())
+            dev.unregister_host_memory(self.tensor.data_ptr())
             self._pinned = False
+
+    def __del__(self) -> None:
+        # Otherwise the next memory at this address could not be registered.
+        if getattr(self, "_pinned", False):
+            self.unpin()
 
 
 class BoundedPool:
@@ -110,16 +115,18 @@ class BoundedPool:
         """Return a buffer to the pool."""
         with self._moved:
             del self._holders[buffer]
-            if not self._closed:
+            if self._closed:
+                buffer.unpin()
+            else:
                 self._free.append(buffer)
             self._moved_at = time.monotonic()
             self._moved.notify()
 
     def close(self) -> None:
-        """Drop the buffers. Those that are held are freed with their tensors. Idempotent."""
+        """Drop the buffers. Those that are held may be in a copy: they are unpinned when they return. Idempotent."""
         with self._moved:
             self._closed = True
-            for buffer in (*self._free, *self._holders):
+            for buffer in self._free:
                 buffer.unpin()
             self._free.clear()
             self._moved.notify_all()
@@ -131,7 +138,3 @@ class BoundedPool:
             f"returned for {self.patience_s:.0f} s. A holder must not wait for another buffer: release leases, or "
             f"create the tier with more buffers. Held by: {held}."
         )
-
-
-def _cudart() -> Any:
-    return torch.cuda.cudart()

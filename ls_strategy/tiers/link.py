@@ -1,7 +1,7 @@
 """Copies between the device and its host, overlapped with the work of both.
 
-On CUDA, they run on separate streams, from and to pinned memory. Users of the result wait for an event, on the device
-or on the host. If the device is the CPU, a copy is done when it returns.
+On an accelerator, they run on separate streams, from and to pinned memory. Users of the result wait for an event, on
+the device or on the host. If the device is the CPU, a copy is done when it returns.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ls_strategy import device as dev
 from ls_strategy import spans
 from ls_strategy.tiers.buffers import AlignedBuffer
 
@@ -22,7 +23,7 @@ class Arrival:
     """A copy in flight."""
 
     def __init__(self, event: Any = None, source: Tensor | None = None) -> None:
-        """Wrap a recorded CUDA event, or None for a copy that is done. Keep ``source`` alive until then."""
+        """Wrap a recorded event, or None for a copy that is done. Keep ``source`` alive until then."""
         self._event = event
         self._source = source
 
@@ -37,7 +38,7 @@ class Arrival:
         """Let the device's current stream wait; do not block the host."""
         if self._event is not None:
             with spans.waiting(spans.COPY):
-                torch.cuda.current_stream().wait_event(self._event)
+                dev.stream(self._event.device).wait_event(self._event)
 
 
 DONE = Arrival()
@@ -50,13 +51,12 @@ class Link:
     def __init__(self, device: torch.device) -> None:
         """Create a side stream for each direction, since PCIe is full duplex."""
         self.device = device
-        self._down = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._up = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._down = dev.new_stream(device) if dev.is_accelerator(device) else None
+        self._up = dev.new_stream(device) if dev.is_accelerator(device) else None
 
     def bind_thread(self) -> None:
         """Select the device in this thread; a new thread would use the first device."""
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+        dev.select(self.device)
 
     @contextmanager
     def aside(self, after: Any = None) -> Iterator[None]:
@@ -70,7 +70,7 @@ class Link:
             return
         if after is not None:
             self._up.wait_event(after)
-        with torch.cuda.stream(self._up), spans.copying_on(self._up, "update on the device", 0):
+        with dev.on(self._up), spans.copying_on(self._up, "update on the device", 0):
             yield
         self._up.synchronize()
 
@@ -86,9 +86,7 @@ class Link:
         """Return a mark in the current stream's work, for ``after``."""
         if self._up is None:
             return None
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.device))
-        return event
+        return dev.record(self.device)
 
     def to_device(self, target: Tensor, source: Tensor, after: Any = None) -> Arrival:
         """Start copying ``source`` (pinned host memory, same dtype) into ``target`` (device).
@@ -104,19 +102,18 @@ class Link:
             return DONE
         return self._copy(self._up, target, source, after)
 
-    def _copy(self, stream: torch.cuda.Stream, target: Tensor, source: Tensor, after: Any = None) -> Arrival:
+    def _copy(self, stream: torch.Stream, target: Tensor, source: Tensor, after: Any = None) -> Arrival:
         if after is None:
-            stream.wait_stream(torch.cuda.current_stream(self.device))
+            stream.wait_stream(dev.stream(self.device))
         else:
             stream.wait_event(after)
-        name = "to device" if target.is_cuda else "to host"
-        with torch.cuda.stream(stream), spans.copying_on(stream, name, target.nbytes):
+        name = "to host" if dev.is_host(target.device) else "to device"
+        with dev.on(stream), spans.copying_on(stream, name, target.nbytes):
             target.copy_(source, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(stream)
+            event = dev.record(self.device, stream)
         for tensor in (target, source):
-            if tensor.is_cuda:
-                tensor.record_stream(stream)
+            if not dev.is_host(tensor.device):
+                dev.use_in_stream(tensor, stream)
         return Arrival(event, source)
 
 
@@ -124,14 +121,15 @@ _OWN_MAPPING_BYTES = 1 << 20
 
 
 def host_empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return uninitialized host memory for copies from and to ``device``, ``(numel,)``; pinned on CUDA.
+    """Return uninitialized host memory for copies from and to ``device``, ``(numel,)``; pinned for an accelerator.
 
     On a CPU, large tensors get a separate mapping in huge pages. On the heap, between short-lived activations and
     gradients, they would cause fragmentation (measured: 1 to 3 bytes per parameter).
     """
     nbytes = numel * dtype.itemsize
-    if device.type == "cuda" or nbytes < _OWN_MAPPING_BYTES:
-        return torch.empty(numel, dtype=dtype, pin_memory=device.type == "cuda")
+    pinned = dev.is_accelerator(device)
+    if pinned or nbytes < _OWN_MAPPING_BYTES:
+        return torch.empty(numel, dtype=dtype, pin_memory=pinned)
     return AlignedBuffer(nbytes).elements(numel, dtype)
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ls_strategy import device as dev
 from ls_strategy.config import NVMeIOConfig
 from ls_strategy.errors import StateError
 from ls_strategy.layout import round_up
@@ -134,7 +135,9 @@ class NVMeTier:
         io = io if io is not None else NVMeIOConfig()
         self._file = open_scratch(Path(directory), nbytes, rank=rank, direct=io.direct)
         self._engine = IOEngine(io)
-        self._pool = BoundedPool(buffers, self.buffer_bytes, pin=torch.cuda.is_initialized() if pin is None else pin)
+        self._pool = BoundedPool(
+            buffers, self.buffer_bytes, pin=dev.can_register(dev.current()) and dev.is_in_use() if pin is None else pin
+        )
         self._in_flight: dict[Key, list[_Access]] = defaultdict(list)
         self._lock = threading.Lock()
         self._error: BaseException | None = None

@@ -24,7 +24,7 @@ def part_of(value: Tensor, part: TensorPart | None) -> Tensor:
 
 
 def full_of(mine: Tensor, part: TensorPart | None, axis: Axis) -> Tensor:
-    """Return the full value from every rank's part. Collective over the axis."""
+    """Return the full value from every rank's part, on the device of ``mine``. Collective over the axis."""
     if part is None or axis.size == 1:
         return mine
     parts: list[TensorPart] = axis.comm.exchange_objects(part)
@@ -40,7 +40,7 @@ def full_of(mine: Tensor, part: TensorPart | None, axis: Axis) -> Tensor:
 def _all_parts(mine: Tensor, parts: list[TensorPart], axis: Axis) -> list[Tensor]:
     dim = parts[0].dim
     lengths = [other.shape[dim] for other in parts]
-    return list(axis.all_gather(mine, dim, lengths).split(lengths, dim))
+    return list(axis.all_gather(axis.comm.sendable(mine), dim, lengths).split(lengths, dim))
 
 
 class LazyPart(LazyTensor):

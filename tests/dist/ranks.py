@@ -232,7 +232,7 @@ def weights(module: nn.Module) -> dict[str, Tensor]:
 
 def mean_over_ranks(values: list[float]) -> list[float]:
     """Element-wise."""
-    total = torch.tensor(values, dtype=torch.float64)
+    total = torch.tensor(values, dtype=torch.float64).to("cpu:0")  # the device of `tests.native_ranks`
     if dist.is_initialized():
         dist.all_reduce(total)
         total /= dist.get_world_size()

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ls_strategy import device as dev
 from ls_strategy import spans
 from ls_strategy.callbacks.intervals import FitTable, Interval, Sample
 from ls_strategy.callbacks.step_trace import RankTrace, merged
@@ -436,12 +437,12 @@ class Event:
 
 @pytest.fixture
 def device_recorder(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
-    """On a device that is played by the clock: what asks CUDA for what."""
-    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(clock))
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: "side")
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "current")
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: clock.sleep(1000))
+    """On a device that is played by the clock: what asks the device for what."""
+    monkeypatch.setattr(torch, "Event", lambda device, enable_timing: Event(clock))
+    monkeypatch.setattr(torch, "Stream", lambda device: "side")
+    monkeypatch.setattr(dev, "on", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: "current")
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: clock.sleep(1000))
     recorder = Recorder(torch.device("cuda"))
     recorder.start()
     yield recorder

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ls_strategy import device as dev
 from ls_strategy.distributed.comm import Comm, Started, process_group
 from ls_strategy.distributed.wait_report import Entry
 from ls_strategy.errors import PlanError, StateError
@@ -206,11 +207,6 @@ class Links:
         self.comm.wait([Started([work], entry)])
         return header
 
-    def break_connections(self) -> None:
-        """Make peers that wait for this rank fail at once, see `Comm.break_connections`."""
-        for group in self._groups.values():
-            group.abort()
-
 
 def _group_rank(group: Any, comm: Comm, peer: int) -> int:
     """Return the rank in ``group`` of the pipeline rank ``peer``."""
@@ -240,7 +236,7 @@ def make_links(comm: Comm, pipelines: Sequence[Sequence[int]]) -> Links:
                 assert isinstance(group, dist.ProcessGroup)
                 groups[i, j] = group
                 # NCCL connects at the first use and waits for the peer there. Here all ranks do so in the same order.
-                dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+                dist.all_reduce(torch.zeros(1, device=dev.current()), group=group)
     return Links(comm, groups)
 
 

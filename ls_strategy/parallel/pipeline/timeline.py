@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ls_strategy import device as dev
 from ls_strategy.parallel.pipeline.schedules import Action
 from ls_strategy.parallel.pipeline.simulate import Span, bubble
 from ls_strategy.plots.figure import ROW_GAP, Frame, framed, ticks
@@ -35,15 +36,12 @@ class TimelineRecorder:
 
     def __init__(self, device: torch.device) -> None:
         """``device``: where actions run."""
-        self._cuda = device.type == "cuda"
+        self._device = device
         self._marks: list[tuple[Action, _Mark, _Mark]] = []
 
     def mark(self) -> _Mark:
         """Return the current time."""
-        event = None
-        if self._cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
+        event = dev.record(self._device, timing=True) if dev.is_accelerator(self._device) else None
         return _Mark(time.time(), event)
 
     def add(self, action: Action, start: Any, end: Any) -> None:
@@ -56,7 +54,7 @@ class TimelineRecorder:
         Times are those of the system clock. For a common figure the clocks of all hosts must be synchronized.
         """
         marks, self._marks = self._marks, []
-        if not self._cuda or not marks:
+        if not dev.is_accelerator(self._device) or not marks:
             return [(action, start.host_s, end.host_s) for action, start, end in marks]
         marks[-1][2].event.synchronize()
         # The GPU may lag behind the host. Both know the end of the last action.

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ls_strategy import device as dev
 from ls_strategy import spans
 from ls_strategy.errors import StateError
 from ls_strategy.tiers.link import DONE, Arrival, host_empty
@@ -129,7 +130,7 @@ class Flat(FlatBuffer):
 
     def _new_full_buffer(self, device: torch.device) -> Tensor:
         numel, dtype = self.layout.numel, self.master_dtype
-        if device.type == "cpu" and self.storage.tiers:
+        if dev.is_host(device) and self.storage.tiers:
             return host_empty(numel, dtype, device).zero_()
         return torch.zeros(numel, dtype=dtype, device=device)
 
@@ -277,7 +278,7 @@ class Flat(FlatBuffer):
     @property
     def _reads_ahead(self) -> bool:
         """Whether this rank's shard of the parameters is read from its tier in the background."""
-        return self.param_tier != "device" and (self.param_tier, self.full.device.type) != ("cpu", "cpu")
+        return self.param_tier != "device" and not (self.param_tier == "cpu" and dev.is_host(self.full.device))
 
     def exchange_master(self, other: Tensor) -> None:
         """Swap the master shard with ``other``, of the same shape. Publishing updates the parameters."""

@@ -42,10 +42,14 @@ class Share:
     def sum_tied(self, gradients: Tensor) -> None:
         """Sum in place over the stages that hold a tied parameter. Collective over them.
 
-        There are two terms, so all copies get bitwise the same sum.
+        There are two terms, so all copies get bitwise the same sum. Offloaded gradients pass through the device if the
+        back end sums there.
         """
         if self.tied_group is not None:
             assert self.pipeline is not None
             self.pipeline.traffic.count("tied", gradients)
+            wire = self.pipeline.sendable(gradients)
             with self.pipeline.blocking("all_reduce", "tied", group=self.tied_group):
-                dist.all_reduce(gradients, group=self.tied_group)
+                dist.all_reduce(wire, group=self.tied_group)
+            if wire is not gradients:
+                gradients.copy_(wire)

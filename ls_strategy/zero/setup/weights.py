@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from ls_strategy import device as dev
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.distributed.mesh import MeshShape
 from ls_strategy.errors import PlanError
@@ -50,7 +51,7 @@ def rank_weights(
         return ()
     if weights != "auto":
         return tuple(Fraction(w) for w in weights)
-    host = "" if device.type == "cuda" else socket.gethostname()
+    host = "" if dev.is_accelerator(device) else socket.gethostname()
     found = comm.exchange_objects((host, memory_bytes(device)))
     ranks_of = Counter(name for name, _ in found)
     return tuple(Fraction(max(size // (ranks_of[name] if name else 1) // _STEP, 1)) for name, size in found)
@@ -58,6 +59,6 @@ def rank_weights(
 
 def memory_bytes(device: torch.device) -> int:
     """Return the total memory of a GPU, or of the host."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
+    if dev.is_accelerator(device):
+        return dev.total_bytes(device)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from ls_strategy import device as dev
 from ls_strategy.config import TierName, ZeROConfig
 from ls_strategy.distributed.comm import BufferPool, Comm
 from ls_strategy.errors import LSError, PlanError
@@ -105,7 +106,7 @@ class Offload:
             error = found
         _raise_together(comm, error)
         leased = any(not TIERS[name].resident for name in tiers)
-        background = leased or (config.offload.any_state and device.type == "cuda")
+        background = leased or (config.offload.any_state and dev.is_accelerator(device))
         worker = ThreadPoolExecutor(1, "ls_strategy-background", link.bind_thread) if background else None
         result = cls(
             config,
@@ -121,7 +122,7 @@ class Offload:
 
     def choose_where_to_step(self, device: torch.device) -> None:
         """Choose where offloaded states are updated; ``auto`` measures. The result is bitwise equal either way."""
-        if self.config.offload.optimizer is None or device.type == "cpu":
+        if self.config.offload.optimizer is None or not dev.is_accelerator(device):
             return
         self.streamed = self.config.offload.step_on == "device"
         self.reason = f"offload.step_on={self.config.offload.step_on}"

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ls_strategy import device as dev
 from ls_strategy.ops.moments import BLOCK, Moment
 from ls_strategy.ops.norm import sum_of_squares
 from ls_strategy.tiers.base import Lease
@@ -110,7 +111,7 @@ class CopyOut:
         flat = self._flat
         target = flat.full[slice(*flat.stepped)]
         resident = flat.storage.is_resident("master")
-        if target.device.type == "cpu" and resident:
+        if dev.is_host(target.device) and resident:
             target.copy_(flat.master)
             return
         out = host_empty(target.numel(), target.dtype, target.device)

@@ -1,0 +1,203 @@
+"""The one place that knows which kind of device a run has: all else is written for any accelerator that torch supports.
+
+CUDA, ROCm, XPU and devices of other packages take one path, through `torch.accelerator`, `torch.Stream` and
+`torch.Event`. Without an accelerator everything is on the host: code asks `is_accelerator` before it uses streams.
+
+Outside this file, ``torch.cuda`` stands only where something exists for CUDA alone, in a line that says ``CUDA only``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_ON_HOST = frozenset({"gloo", "mpi", "ucc", "fake"})
+"""Back ends of `torch.distributed` that move tensors of the host, or both kinds."""
+
+
+def is_host(device: torch.device) -> bool:
+    """Whether tensors of ``device`` are in host memory."""
+    return device.type == "cpu"
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether ``device`` has memory of its own, and streams of work that the host does not wait for."""
+    return device.type not in ("cpu", "meta")
+
+
+def current() -> torch.device:
+    """Return the accelerator that this thread uses; the host without one."""
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return torch.device("cpu") if kind is None else torch.device(kind.type, torch.accelerator.current_device_index())
+
+
+def select(device: torch.device) -> None:
+    """Make ``device`` the accelerator of this thread; a new thread would use the first one."""
+    if is_accelerator(device):
+        torch.accelerator.set_device_index(device)
+
+
+def is_in_use() -> bool:
+    """Whether this process has begun to use an accelerator."""
+    if not torch.accelerator.is_available():
+        return False
+    begun = getattr(_module(current()), "is_initialized", None)
+    return begun is None or bool(begun())
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all work of ``device``; on the host there is none in flight."""
+    if is_accelerator(device):
+        torch.accelerator.synchronize(device)
+
+
+def _module(device: torch.device) -> Any:
+    return torch.get_device_module(device)
+
+
+def moves_device_tensors(group: dist.ProcessGroup) -> bool:
+    """Whether the back end of a group sends and sums tensors of the device, and refuses those of the host, as NCCL."""
+    native = {"nccl", *dist.Backend.default_device_backend_map.values()} - _ON_HOST
+    return any(name in dist.get_backend(group) for name in native)
+
+
+def default_backend() -> str:
+    """Return the back end of `torch.distributed` for the accelerator of this process, or for the host."""
+    return dist.get_default_backend_for_device(current())
+
+
+# streams and events --------------------------------------------------------------------------------------------------
+
+
+def new_stream(device: torch.device) -> torch.Stream:
+    """Return a new stream of an accelerator."""
+    return torch.Stream(device)
+
+
+def stream(device: torch.device) -> torch.Stream:
+    """Return the stream in which this thread's work on an accelerator runs."""
+    return torch.accelerator.current_stream(device)
+
+
+@contextmanager
+def on(stream: torch.Stream) -> Generator[None, None, None]:
+    """Let this thread's work inside the context run in ``stream``.
+
+    As a context, `torch.Stream` itself refuses a second thread, such as that of updates beside that of training.
+    """
+    before = torch.accelerator.current_stream(stream.device)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+
+
+def record(device: torch.device, stream: torch.Stream | None = None, *, timing: bool = False) -> torch.Event:
+    """Return a new event that has happened when ``stream`` (None: the current one) has done its work so far.
+
+    ``timing``: `seconds_between` can use it.
+    """
+    event = torch.Event(device, enable_timing=timing)
+    event.record(torch.accelerator.current_stream(device) if stream is None else stream)
+    return event
+
+
+def seconds_between(first: torch.Event, second: torch.Event) -> float:
+    """Return the seconds between two events with ``timing``; both must have happened."""
+    return first.elapsed_time(second) / 1e3  # milliseconds
+
+
+def use_in_stream(tensor: torch.Tensor, stream: torch.Stream) -> None:
+    """Let the memory of a device tensor be reused only when ``stream`` has done its work so far."""
+    tensor.record_stream(stream)
+
+
+# memory --------------------------------------------------------------------------------------------------------------
+
+
+def total_bytes(device: torch.device) -> int:
+    """Return the size of an accelerator's memory."""
+    return int(_module(device).get_device_properties(device).total_memory)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the bytes that this process can still allocate on an accelerator, with those that torch has reserved."""
+    return int(_module(device).mem_get_info(device)[0] + torch.accelerator.memory_reserved(device))
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """Return the bytes of all tensors on an accelerator now."""
+    return torch.accelerator.memory_allocated(device)
+
+
+def peak_bytes(device: torch.device, *, reset: bool = False) -> int:
+    """Return the maximum of `allocated_bytes` since the last ``reset``, and begin again if ``reset``."""
+    peak = torch.accelerator.max_memory_allocated(device)
+    if reset:
+        torch.accelerator.reset_peak_memory_stats(device)
+    return peak
+
+
+# random numbers ------------------------------------------------------------------------------------------------------
+
+
+def generator_of(device: torch.device) -> torch.Generator:
+    """Return the default generator of a device."""
+    if device.type == "cpu":
+        return torch.random.default_generator
+    module = _module(device)
+    return module.default_generators[module.current_device() if device.index is None else device.index]
+
+
+def random_state(device: torch.device) -> torch.Tensor:
+    """Return the state of a device's default generator, in host memory."""
+    return torch.get_rng_state() if device.type == "cpu" else _module(device).get_rng_state(device)
+
+
+def set_random_state(state: torch.Tensor, device: torch.device) -> None:
+    """Set what `random_state` returned."""
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        _module(device).set_rng_state(state, device)
+
+
+# pinned memory -------------------------------------------------------------------------------------------------------
+
+
+def can_register(device: torch.device) -> bool:
+    """Whether `register_host_memory` exists for a device: on CUDA and ROCm."""
+    return device.type == "cuda"
+
+
+def register_host_memory(address: int, nbytes: int) -> int:
+    """Pin memory that torch has not allocated. Return the error code, 0 on success. CUDA (and ROCm) only."""
+    status = int(_cudart().cudaHostRegister(address, nbytes, 0))
+    if status:
+        _forget_error()
+    return status
+
+
+def unregister_host_memory(address: int) -> None:
+    """Undo `register_host_memory`. No copy may be in flight. CUDA (and ROCm) only."""
+    if int(_cudart().cudaHostUnregister(address)):
+        _forget_error()
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # CUDA only
+
+
+def _forget_error() -> None:
+    """Clear the error of a failed call: otherwise the next kernel of this thread would raise it as its own."""
+    with suppress(RuntimeError):
+        _launch()
+
+
+def _launch() -> None:
+    torch.ones(1, device=current())
