@@ -14,7 +14,7 @@ from ls_strategy.callbacks.sharded import zero_strategy
 from ls_strategy.checked import at_least, between, checked
 from ls_strategy.checkpoint.full import full_state_dict, masters_from_state_dict
 from ls_strategy.engine import Engine
-from ls_strategy.errors import PlanError
+from ls_strategy.errors import PlanError, StateError
 
 
 class ShardedEMA(Callback):
@@ -101,9 +101,19 @@ class ShardedEMA(Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Add the full average on rank 0. Collective."""
+        """Add the full average on rank 0. Collective.
+
+        Raises:
+            StateError: the average is in the weights' place.
+        """
         if not self._average:
             return
+        if self._swapped:  # the checkpoint's state_dict has been read already, from the average
+            raise StateError(
+                "Got a save during validation, while ShardedEMA has put the average in the weights' place: the "
+                "checkpoint would exchange the two. Save in on_validation_end of a callback after ShardedEMA, as "
+                "ModelCheckpoint does, or later; or set ShardedEMA(validate_with_average=False)."
+            )
         strategy = zero_strategy(trainer, self)
         self._engine(trainer)
         if strategy.collection is not None:

@@ -26,10 +26,17 @@ class EngineStrategy(RankStrategy):
         before clipping.
 
         Raises:
-            StateError: there are no gradients.
+            StateError: there are no gradients, or the optimizer is not one of the fit's.
         """
         engine = self.require_engine()
-        index = None if optimizer is None else engine.index_of(unwrap_optimizer(optimizer))
+        if optimizer is None:
+            return engine.grad_norm(None, norm_type)
+        index = engine.index_of(unwrap_optimizer(optimizer))
+        if index is None:
+            raise StateError(
+                f"Got a {type(unwrap_optimizer(optimizer)).__name__} for grad_norm(optimizer=...) that "
+                "configure_optimizers has not returned. Pass one of trainer.optimizers, or none for the norm of all."
+            )
         return engine.grad_norm(index, norm_type)
 
     def memory_bytes(self) -> dict[str, int]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ls_strategy.callbacks import average as average_file
 from ls_strategy.callbacks.average import ShardedEMA
 from ls_strategy.config import PrecisionConfig
-from ls_strategy.errors import ConfigError, PlanError
+from ls_strategy.errors import ConfigError, PlanError, StateError
 from ls_strategy.lightning.strategy import ZeROStrategy
 from tests.unit.one_rank import adamw, engine_on, network, steps, weights
 
@@ -192,6 +192,17 @@ def test_a_checkpoint_has_the_average_as_a_state_dict_and_leaves_the_weights() -
     torch.testing.assert_close([p.detach() for p in plain.parameters()], run.average(ema), rtol=0, atol=0)
     assert equal(weights(run.engine), before)
     assert not equal(list(state.values()), before)
+
+
+def test_a_save_while_the_average_is_in_the_weights_place_is_refused() -> None:
+    """Its ``state_dict`` would be the average, and its average the weights."""
+    run, ema = trained()
+    before = weights(run.engine)
+    run.call(ema, "on_validation_start")
+    with pytest.raises(StateError, match=r"Got a save during validation.*Save in on_validation_end"):
+        run.saved(ema)
+    run.call(ema, "on_validation_end")
+    assert equal(weights(run.engine), before)
 
 
 def test_a_checkpoint_without_a_fit_has_no_average() -> None:

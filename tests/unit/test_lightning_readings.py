@@ -55,6 +55,13 @@ def test_the_optimizer_may_be_lightnings_wrapper() -> None:
     assert torch.equal(strategy.grad_norm(optimizer=wrapper), strategy.grad_norm(optimizer=optimizers[0]))
 
 
+def test_the_norm_of_a_foreign_optimizer_is_refused() -> None:
+    model, strategy, _ = two_optimizers()
+    backward(strategy.engine, 0)
+    with pytest.raises(StateError, match=r"Got a AdamW .* that configure_optimizers has not returned\. Pass one of"):
+        strategy.grad_norm(optimizer=adamw(model.parameters()))
+
+
 def test_every_axis_has_its_own_traffic() -> None:
     meters = {name: object() for name in ("zero", "tensor", "sequence", "expert")}
     axes = {name: SimpleNamespace(traffic=meter) for name, meter in meters.items()}
