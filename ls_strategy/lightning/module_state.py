@@ -7,6 +7,7 @@ they leave every parameter as it is, because the engine copies the parameters in
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -57,3 +58,40 @@ def convert(module: nn.Module, dtype: torch.dtype) -> None:
     with unnoticed(), _Leaving([*_parameters_of(module), *module.buffers()]):
         getattr(module, name)()
     note_module_dtype(module, dtype)  # `LightningModule` has no `bfloat16` of its own
+
+
+class MetricsOnHost(TorchFunctionMode):
+    """Gives the states of metrics that are built on the meta device memory and values, on the CPU.
+
+    Nothing fills them later, since they are neither parameters nor buffers; and torch adds numbers to a scalar without
+    values and says nothing, so that a metric would count in vain. Enter it inside ``torch.device("meta")``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        from torchmetrics import Metric  # Lightning's own dependency
+
+        self._metric = Metric
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not any(isinstance(a, Tensor) for a in args) and self._is_for_a_metric():
+            with torch.device("cpu"):
+                return func(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _is_for_a_metric(self) -> bool:
+        """Whether the innermost module whose code runs is a metric; a network inside a metric is built like others."""
+        frame = sys._getframe(2)
+        for _ in range(_DEPTH):
+            if frame is None:
+                return False
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, nn.Module):
+                return isinstance(owner, self._metric)
+            frame = frame.f_back
+        return False
+
+
+_DEPTH = 12
+"""Frames between a module's code and a call of torch: `torch.nn.init` has two, libraries have a few more."""

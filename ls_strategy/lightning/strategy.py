@@ -58,6 +58,7 @@ from ls_strategy.lightning.checkpoints import Collection
 from ls_strategy.lightning.deepspeed import DeepSpeedConfiguration, took_default
 from ls_strategy.lightning.engine_setup import EngineSetup
 from ls_strategy.lightning.loggers import take_part
+from ls_strategy.lightning.module_state import MetricsOnHost
 from ls_strategy.lightning.parallel import ActivationMemory, ModelParallel
 from ls_strategy.lightning.precision import ZeROPrecision
 from ls_strategy.lightning.readings import EngineStrategy
@@ -224,7 +225,7 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
             with super().tensor_init_context(empty_init=empty_init):
                 yield
             return
-        with guards.refuse_loading_into_meta(), torch.device("meta"):
+        with guards.refuse_loading_into_meta(), torch.device("meta"), MetricsOnHost():
             yield
 
     @override

@@ -19,13 +19,14 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
-from torchmetrics import MeanMetric
+from torchmetrics import CatMetric, MaxMetric, MeanMetric, MeanSquaredError, MetricCollection
 
 from ls_strategy.testing import spawn
 from tests.dist.ranks import (
     STAGES,
+    WIDTH,
     Net,
     assert_close,
     assert_equal,
@@ -289,6 +290,50 @@ class Stream(IterableDataset):
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         x, y = samples(64)
         yield from zip(x[self.rank : 44 : 2], y[self.rank : 44 : 2], strict=True)
+
+
+class Constant(nn.Linear):
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, 0.1)
+        nn.init.zeros_(self.bias)
+
+
+class CountsInMetrics(Net):
+    """Builds metrics where stage 3 builds without memory: with sums, with lists, and in a collection."""
+
+    def build(self) -> None:
+        pass
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "metrics"):
+            self.layer = Constant(WIDTH, WIDTH)
+            metrics = {"mean": MeanMetric(), "max": MaxMetric(), "all": CatMetric(), "squares": MeanSquaredError()}
+            self.metrics = MetricCollection(metrics)
+
+    def training_step(self, batch: Any, i: int) -> Tensor:
+        error = (self.layer(batch[0]) - batch[1]).square().mean()
+        for name in ("mean", "max", "all"):
+            self.metrics[name].update(error.detach())
+        self.metrics["squares"].update(self.layer(batch[0]).detach(), batch[1])
+        return error
+
+    def on_train_epoch_end(self) -> None:
+        for value in self.metrics.compute().values():
+            self.seen += value.reshape(-1).tolist()
+        self.metrics.reset()
+
+
+@on_ranks(2)
+def test_metrics_that_configure_model_builds(rank: int, world_size: int) -> None:
+    seen = []
+    for strategy in ("ddp", 1, 3):
+        module = CountsInMetrics()
+        fit(strategy, module)
+        seen.append(module.seen)
+        assert {metric.device.type for metric in module.metrics.values()} == {"cpu"}
+    assert len(seen[0]) == 2 * (3 + 8)
+    assert_close(seen[1], seen[0], "stage 1")
+    assert_close(seen[2], seen[0], "stage 3")
 
 
 @on_ranks(2)

@@ -148,3 +148,29 @@ def test_a_module_sees_the_device_and_dtype_of_ddp(precision: str) -> None:
     assert found == trusted
     assert len(calls) == len(trusted_calls) > 0
     assert calls[-1] == "to"
+
+
+class WithNetwork(torchmetrics.Metric):
+    """Judges by a network of its own, as metrics of images do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = nn.Linear(2, 2)
+        self.add_state("total", torch.tensor(3.0))
+
+    def update(self) -> None:
+        self.total += 1
+
+    def compute(self) -> Tensor:
+        return self.total
+
+
+def test_states_of_metrics_have_values_where_models_are_built_without_memory() -> None:
+    with META, module_state.MetricsOnHost():
+        layer, metric = nn.Linear(2, 2), WithNetwork()
+    metric.update()
+    assert metric.compute() == 4.0
+    metric.reset()
+    assert metric.total == 3.0
+    assert layer.weight.is_meta
+    assert metric.network.weight.is_meta, "a network inside a metric is filled like others"
