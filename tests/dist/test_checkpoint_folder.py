@@ -120,7 +120,7 @@ def test_the_pairs_cover_every_change() -> None:
         found = {(getattr(a, name), getattr(b, name)) for a, b in pairs if a.kind == b.kind == "folder"}
         assert found == set(itertools.product(values, values)), name
         for side in zip(*pairs[::3], strict=True):
-            assert {getattr(layout, name) for layout in side} == set(values), name
+            assert {getattr(layout, name) for layout in side} >= set(values), name
 
 
 def train(rank: int, layout: Layout, root: Path, epochs: int, ckpt: Path | None = None) -> tuple[pl.Trainer, Rich]:
