@@ -248,7 +248,8 @@ def test_cli_takes_a_class_path_from_yaml_without_any_registration(tmp_path: Pat
     assert "ZeROStrategy" in out
 
 
-@pytest.mark.parametrize(("init_args", "word"), [slow("stage: 5", "stage"), ("typo: 1", "typo")])
+@pytest.mark.slow
+@pytest.mark.parametrize(("init_args", "word"), [("stage: 5", "stage"), ("typo: 1", "typo")])
 def test_cli_refuses_a_bad_value(tmp_path: Path, init_args: str, word: str) -> None:
     pytest.importorskip("jsonargparse")
     config = tmp_path / "config.yaml"
@@ -312,7 +313,7 @@ print(found.table.weight.sum().item())
 
 
 @needs_entry_point
-@pytest.mark.parametrize("package", ["lightning", slow("lightning.pytorch"), "pytorch_lightning"])
+@pytest.mark.parametrize("package", ["lightning", slow("lightning.pytorch"), slow("pytorch_lightning")])
 def test_a_folder_is_loaded_with_lightning_alone(tmp_path: Path, package: str) -> None:
     """Nothing of it but the two files without torch is there before."""
     if importlib.util.find_spec(package) is None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from tests.bench.tables import ROOT
 
 
+@pytest.mark.slow
 def test_every_test_module_is_collected() -> None:
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "", "-p", "no:cacheprovider"]
     listing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True).stdout

@@ -79,6 +79,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_recipe_lists_its_commands_and_strategies() -> None:
     top = run("recipes.gpt", "--help").stdout
     assert top.startswith("usage: python -m recipes.gpt ")
