@@ -382,6 +382,19 @@ def storage_key(tensor: Tensor) -> int:
         return tensor.untyped_storage()._cdata
 
 
+def allow_data_on(tensor: Tensor, device: torch.device) -> None:
+    """Let ``tensor.data`` be set to tensors of ``device``.
+
+    It can be at once between torch's own devices. To and from a device of another package, the tensor is moved.
+    """
+    there = torch.empty(0, device=device)
+    if not torch._has_compatible_shallow_copy_type(tensor, there):
+        there = tensor.detach().to(device)
+        if isinstance(tensor, nn.Parameter):
+            there = nn.Parameter(there, requires_grad=tensor.requires_grad)
+        torch.utils.swap_tensors(tensor, there)
+
+
 def foreach_function(name: str) -> Callable[..., Any]:
     """Return a function on lists of tensors as torch's clipping uses it: ``norm``, ``mul_``, ``clamp_min_``, ..."""
     return getattr(torch, f"_foreach_{name}")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ls_strategy._compat import persistent_buffer_names, version_of
+from ls_strategy._compat import allow_data_on, persistent_buffer_names, version_of
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.zero.lazy import LazyTensor
 
@@ -104,6 +104,8 @@ class FloatingTarget:
 
     def hide(self) -> None:
         """Make the tensor read as NaN."""
+        if self._address < 0:
+            allow_data_on(self._tensor, self.nan.device)
         self.show(self._expanded_nan)
 
     def changed(self) -> bool:

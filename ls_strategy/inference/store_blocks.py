@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from ls_strategy._compat import allow_data_on
 from ls_strategy.errors import PlanError
 from ls_strategy.inference.blocks import BlockModules
 from ls_strategy.inference.fill import Filler
@@ -121,6 +122,7 @@ def _move_rest(model: nn.Module, device: torch.device) -> None:
     for module in model.modules():
         for p in module.parameters(recurse=False):
             if p.device != device:
+                allow_data_on(p, device)
                 p.data = p.data.to(device)
         for key, buffer in module.named_buffers(recurse=False):
             if buffer.device != device:

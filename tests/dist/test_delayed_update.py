@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ls_strategy.lightning.strategy import ZeROStrategy
+from ls_strategy.zero.step.update import _ChunkUpdate
 from tests.dist.ranks import Net, assert_close, batches, mean_over_ranks, on_ranks, trainer_of, weights
 
 STEPS = 8
@@ -69,3 +73,60 @@ def test_is_a_delay_of_one_step(rank: int, world_size: int, stage: int, tier: st
     assert_close(mean_over_ranks(module.losses), losses, "losses")
     assert_close(weights(module), expected, "weights")
     assert_close(module.validated, [validated], "validation sees every update")
+
+
+class Looks(Delayed):
+    """User code that reads the memory of a parameter in every step, and may have written to it."""
+
+    def loss(self, batch: Any) -> Tensor:
+        for p in self.parameters():
+            p.untyped_storage()
+        return super().loss(batch)
+
+
+def fit(module: Delayed, **options: Any) -> Delayed:
+    offload = {"optimizer": "cpu", "delay_after": WARM_UP}
+    strategy = ZeROStrategy(2, sharding={"min_unit_numel": 0}, offload=offload)
+    trainer_of(strategy, max_epochs=1, **options).fit(module, batches(STEPS * 8, 4))
+    return module
+
+
+@on_ranks(2)
+def test_no_update_is_lost_if_memory_was_read(rank: int, world_size: int) -> None:
+    """While the masters are ahead of the parameters, a difference between the two is no write of the user's."""
+    plain, looks = fit(Delayed()), fit(Looks())
+    assert looks.losses == plain.losses
+    assert_close(weights(looks), weights(plain), "weights", 0.0)
+
+
+class Waits(Callback):
+    """Holds every delayed update back until the next forward and backward are over."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+        self.over.set()
+        self.in_time: list[bool] = []
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if WARM_UP <= trainer.global_step < STEPS - 1:
+            self.over.clear()
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        self.over.set()
+
+    def update(self, job: Any) -> None:
+        self.in_time.append(self.over.wait(timeout=5.0))
+        _UPDATE(job)
+
+
+_UPDATE = _ChunkUpdate.update
+
+
+@on_ranks(2)
+def test_an_update_runs_while_the_next_step_computes(rank: int, world_size: int) -> None:
+    """The next forward and backward do not wait for it."""
+    waits = Waits()
+    with mock.patch.object(_ChunkUpdate, "update", lambda job: waits.update(job)):
+        fit(Delayed(), callbacks=[waits])
+    assert len(waits.in_time) >= STEPS
+    assert all(waits.in_time)

@@ -61,6 +61,9 @@ class FlatBuffer:
     updated_early = False
     """Whether the current backward pass has already updated this buffer."""
 
+    held_back = False
+    """Whether a delayed update makes, or has made, the masters newer than the parameters that the step computes with."""
+
     publish_due = False
     """Whether new weights still have to be sent to the other ranks."""
 

@@ -166,12 +166,18 @@ class Flat(FlatBuffer):
     def begin_delayed_update(self, updating: Ticket) -> None:
         """Record an update that runs while the next step computes with the old parameters."""
         self.updating = updating
+        self.held_back = True
         self.averages.hand_to_update()
+
+    def go_on_with_old(self) -> None:
+        """Let the next step compute with the parameters as they are: a delayed update replaces them after it."""
+        self.publish_due = False
+        self._reveal()
 
     def give_up(self) -> None:
         """Forget the operations in flight, which have failed."""
         self.gathering = self.updating = self.arriving = self.reading = self.averages.landing = None
-        self.updated_early = self.publish_due = False
+        self.updated_early = self.held_back = self.publish_due = False
 
     # parameters ------------------------------------------------------------------------------------------------------
 
@@ -250,7 +256,7 @@ class Flat(FlatBuffer):
     def start_gather(self) -> None:
         """Start gathering the newest parameters into ``full``. `finish_gather` waits. Collective."""
         self.wait_updated()
-        self.publish_due = False
+        self.held_back = self.publish_due = False
         lo, hi = self.stepped
         self.refresh_if_due()
         if self.policy.parameters:

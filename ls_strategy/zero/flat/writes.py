@@ -144,7 +144,8 @@ class UserWrites:
         detected = bool(moved) or counted
         if not (detected or self.possible):
             return False
-        if flat.updated_early or flat.updating is not None:  # the masters are newer: comparing would show no write
+        if flat.updated_early or flat.held_back or flat.updating is not None:
+            # The masters are newer: what differs from them need not be a write.
             if detected:
                 raise self._too_late()
             return False

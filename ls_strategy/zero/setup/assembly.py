@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ls_strategy._compat import allow_data_on
 from ls_strategy.config import ZeROConfig
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.distributed.mesh import Mesh
@@ -167,6 +168,8 @@ class Draft:
         for spec, planned in zip(self.specs, plan.units, strict=True):
             params = dict(spec.params)
             maker.provide(list(params.values()))
+            for p in params.values():
+                allow_data_on(p, device)
             values = _full_values(list(params.values()), held)
             flats: list[Flat] = []
             for flat_plan in planned.flats:

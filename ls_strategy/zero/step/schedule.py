@@ -170,8 +170,9 @@ class UpdateSchedule:
         if self._gatherer.sharded:
             self._gatherer.release_all(stepped=True)
         else:
-            held_back = {id(flat) for flat in self._delayed[index]}
+            for flat in self._delayed[index]:
+                flat.go_on_with_old()
             lazily = self._offload.config.offload.optimizer is not None
-            self._gatherer.publish([f for f in flats if id(f) not in held_back], lazily=lazily)
+            self._gatherer.publish([f for f in flats if not f.held_back], lazily=lazily)
         if not self.overlap:
             self._gatherer.finish_all()

@@ -1,0 +1,414 @@
+// A device for torch whose memory the host must not touch: what torch asks of a back end in C++. `device.py` says what
+// the device does with it, through the callbacks of `Calls`.
+//
+// Device memory is one file in memory, mapped twice: the addresses of tensors lead to the first mapping, which nobody
+// may read or write, and operations run on the second, at a fixed distance.
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/set_native.h>
+#include <ATen/ops/unfold_native.h>
+#include <ATen/ops/view_native.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/library.h>
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <vector>
+
+namespace {
+
+constexpr c10::DeviceType kDevice = c10::DeviceType::PrivateUse1;
+constexpr size_t kBlock = 512;             // bytes; allocations are rounded up to it, as on CUDA
+constexpr size_t kPage = 4096;             // bytes
+constexpr size_t kTotal = size_t{1} << 33; // bytes of device memory; pages that nobody writes cost nothing
+constexpr int kPoison = 0xff;              // NaN in every floating-point format, -1 in every signed integer
+
+struct Calls {
+  void (*freed)(uint64_t address, int64_t stream);  // the stream that was current when it was allocated
+  void (*recorded)(uint64_t event, int64_t stream);
+  void (*blocked)(uint64_t event, int64_t stream);
+  void (*waited_for_event)(uint64_t event);
+  void (*waited_for_stream)(int64_t stream);  // -1: all of them
+  void (*used_in_stream)(uint64_t address, int64_t stream);
+  int (*happened)(uint64_t event);
+};
+
+Calls calls{};
+std::atomic<bool> listening{false}; // false when Python has ended
+
+// memory -------------------------------------------------------------------------------------------------------------
+
+thread_local int64_t current_stream = 0;
+
+class Memory {
+ public:
+  Memory() {
+    const int file = memfd_create("simulated_device", 0);
+    TORCH_CHECK(file >= 0 && ftruncate(file, kTotal) == 0, "no memory for the simulated device");
+    seen_ = map(file, PROT_NONE);
+    used_ = map(file, PROT_READ | PROT_WRITE);
+    close(file);
+  }
+
+  void* take(size_t nbytes) {
+    const std::lock_guard<std::mutex> guard(lock_);
+    const size_t size = std::max(kBlock, (nbytes + kBlock - 1) / kBlock * kBlock);
+    size_t offset = 0;
+    auto& free = free_[size];
+    if (!free.empty()) {
+      offset = free.back();
+      free.pop_back();
+    } else {
+      TORCH_CHECK(end_ + size <= kTotal, "the simulated device is out of memory");
+      offset = end_;
+      end_ += size;
+    }
+    held_[offset] = {size, current_stream};
+    allocated_ += size;
+    peak_ = std::max(peak_, allocated_);
+    std::memset(used_ + offset, kPoison, size);
+    return seen_ + offset;
+  }
+
+  // Count the memory as free, but give it to nobody before `give`. Return the stream of its allocation.
+  int64_t leave(void* address) {
+    const std::lock_guard<std::mutex> guard(lock_);
+    const Held& held = held_.at(static_cast<char*>(address) - seen_);
+    allocated_ -= held.nbytes;
+    return held.stream;
+  }
+
+  void give(void* address) {
+    const std::lock_guard<std::mutex> guard(lock_);
+    const auto found = held_.find(static_cast<char*>(address) - seen_);
+    std::memset(used_ + found->first, kPoison, found->second.nbytes);
+    free_[found->second.nbytes].push_back(found->first);
+    held_.erase(found);
+  }
+
+  bool has(const void* address) const {
+    return address >= seen_ && address < seen_ + kTotal;
+  }
+
+  void* used(void* address) const {
+    return address == nullptr ? nullptr : static_cast<char*>(address) - seen_ + used_;
+  }
+
+  size_t allocated() const { return allocated_; }
+  size_t peak() const { return peak_; }
+  void reset_peak() { peak_ = allocated_; }
+
+ private:
+  static char* map(int file, int protection) {
+    void* address = mmap(nullptr, kTotal, protection, MAP_SHARED | MAP_NORESERVE, file, 0);
+    TORCH_CHECK(address != MAP_FAILED, "no memory for the simulated device");
+    return static_cast<char*>(address);
+  }
+
+  struct Held {
+    size_t nbytes;
+    int64_t stream;
+  };
+
+  std::mutex lock_;
+  char* seen_ = nullptr;
+  char* used_ = nullptr;
+  size_t end_ = 0, allocated_ = 0, peak_ = 0;
+  std::map<size_t, std::vector<size_t>> free_;
+  std::map<size_t, Held> held_;
+};
+
+Memory& memory() {
+  static Memory* it = new Memory(); // never destroyed: tensors may outlive it
+  return *it;
+}
+
+void free_device(void* address) {
+  if (address == nullptr) {
+    return;
+  }
+  const int64_t stream = memory().leave(address);
+  if (listening) {
+    calls.freed(reinterpret_cast<uint64_t>(address), stream);
+  } else {
+    memory().give(address);
+  }
+}
+
+struct DeviceAllocator final : c10::DeviceAllocator {
+  c10::DataPtr allocate(size_t nbytes) override {
+    void* address = nbytes == 0 ? nullptr : memory().take(nbytes);
+    return {address, address, &free_device, c10::Device(kDevice, 0)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &free_device; }
+  void copy_data(void* to, const void* from, size_t count) const override {
+    std::memcpy(memory().used(to), memory().used(const_cast<void*>(from)), count);
+  }
+  bool initialized() override { return true; }
+  void emptyCache(c10::MempoolId_t) override {}
+  void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
+    calls.used_in_stream(reinterpret_cast<uint64_t>(data.get()), stream.id());
+  }
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override {
+    c10::CachingDeviceAllocator::DeviceStats stats;
+    for (auto* each : {&stats.allocated_bytes, &stats.reserved_bytes}) {
+      (*each)[0].current = static_cast<int64_t>(memory().allocated());
+      (*each)[0].peak = static_cast<int64_t>(memory().peak());
+    }
+    return stats;
+  }
+  void resetAccumulatedStats(c10::DeviceIndex) override {}
+  void resetPeakStats(c10::DeviceIndex) override { memory().reset_peak(); }
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex) override {
+    return {kTotal - memory().allocated(), kTotal};
+  }
+};
+
+std::mutex pinned_lock;
+std::map<const char*, size_t> pinned; // address -> bytes
+
+void free_pinned(void* address) {
+  {
+    const std::lock_guard<std::mutex> guard(pinned_lock);
+    pinned.erase(static_cast<const char*>(address));
+  }
+  std::free(address);
+}
+
+struct PinnedAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t nbytes) override {
+    void* address = nullptr;
+    TORCH_CHECK(posix_memalign(&address, kPage, std::max(nbytes, size_t{1})) == 0, "no pinned memory");
+    std::memset(address, kPoison, nbytes);
+    const std::lock_guard<std::mutex> guard(pinned_lock);
+    pinned[static_cast<const char*>(address)] = nbytes;
+    return {address, address, &free_pinned, c10::Device(c10::DeviceType::CPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &free_pinned; }
+  void copy_data(void* to, const void* from, size_t count) const override { std::memcpy(to, from, count); }
+};
+
+// streams and events -------------------------------------------------------------------------------------------------
+
+std::atomic<int64_t> streams{1};
+std::atomic<uint64_t> events{1};
+
+uint64_t number(void* event) {
+  return reinterpret_cast<uint64_t>(event);
+}
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return kDevice; }
+  c10::Device exchangeDevice(c10::Device) const override { return getDevice(); }
+  c10::Device getDevice() const override { return {kDevice, 0}; }
+  void setDevice(c10::Device) const override {}
+  void uncheckedSetDevice(c10::Device) const noexcept override {}
+  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  c10::DeviceCapability getDeviceCapability(c10::Device) const override { return {}; }
+
+  c10::Stream as_stream(int64_t id) const { return c10::Stream(c10::Stream::UNSAFE, getDevice(), id); }
+  c10::Stream getStream(c10::Device) const override { return as_stream(current_stream); }
+  c10::Stream getDefaultStream(c10::Device) const override { return as_stream(0); }
+  c10::Stream getNewStream(c10::Device, int) const override { return as_stream(streams++); }
+  c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override { return as_stream(streams++); }
+  c10::Stream exchangeStream(c10::Stream stream) const override {
+    return as_stream(std::exchange(current_stream, stream.id()));
+  }
+  void synchronizeStream(const c10::Stream& stream) const override { calls.waited_for_stream(stream.id()); }
+  void synchronizeDevice(c10::DeviceIndex) const override { calls.waited_for_stream(-1); }
+  bool queryStream(const c10::Stream&) const override { return false; }
+
+  void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
+    if (*event == nullptr) {
+      *event = reinterpret_cast<void*>(events++);
+    }
+    calls.recorded(number(*event), stream.id());
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    if (event != nullptr) {
+      calls.blocked(number(event), stream.id());
+    }
+  }
+  bool queryEvent(void* event) const override { return event == nullptr || calls.happened(number(event)); }
+  void synchronizeEvent(void* event) const override {
+    if (event != nullptr) {
+      calls.waited_for_event(number(event));
+    }
+  }
+  double elapsedTime(void*, void*, c10::DeviceIndex) const override { return 1.0; }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
+    calls.used_in_stream(reinterpret_cast<uint64_t>(data.get()), stream.id());
+  }
+};
+
+struct Random final : at::CPUGeneratorImpl {
+  Random() {
+    device_ = c10::Device(kDevice, 0);
+    key_set_ = c10::DispatchKeySet(c10::DispatchKey::PrivateUse1);
+  }
+};
+
+struct Hooks final : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  c10::DeviceIndex deviceCount() const override { return 1; }
+  c10::DeviceIndex getCurrentDevice() const override { return 0; }
+  void setCurrentDevice(c10::DeviceIndex) const override {}
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return 0; }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
+    static auto* it = new at::Generator(at::make_generator<Random>());
+    return *it;
+  }
+  at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::make_generator<Random>(); }
+  at::Device getDeviceFromPtr(void* address) const override {
+    TORCH_CHECK(memory().has(address), "not memory of the simulated device");
+    return {kDevice, 0};
+  }
+  bool isPinnedPtr(const void* address) const override {
+    const std::lock_guard<std::mutex> guard(pinned_lock);
+    auto found = pinned.upper_bound(static_cast<const char*>(address));
+    if (found == pinned.begin()) {
+      return false;
+    }
+    --found;
+    return address < found->first + found->second;
+  }
+  at::Allocator* getPinnedMemoryAllocator() const override {
+    static auto* it = new PinnedAllocator();
+    return it;
+  }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
+    auto* it = storage.unsafeGetStorageImpl();
+    c10::DataPtr now = it->allocator()->allocate(nbytes);
+    const size_t kept = std::min(nbytes, it->nbytes());
+    if (kept > 0) {
+      std::memcpy(memory().used(now.get()), memory().used(it->data_ptr().get()), kept);
+    }
+    it->set_data_ptr_noswap(std::move(now));
+    it->set_nbytes(nbytes);
+  }
+};
+
+// operations ---------------------------------------------------------------------------------------------------------
+
+constexpr auto kKeys = c10::DispatchKeySet(c10::DispatchKey::PrivateUse1);
+
+c10::Allocator* device_allocator() {
+  return c10::GetAllocator(kDevice);
+}
+
+at::Tensor empty(
+    c10::SymIntArrayRef size,
+    std::optional<c10::ScalarType> dtype,
+    std::optional<c10::Layout>,
+    std::optional<c10::Device>,
+    std::optional<bool>,
+    std::optional<c10::MemoryFormat> format) {
+  return at::detail::empty_generic(
+      C10_AS_INTARRAYREF_SLOW(size), device_allocator(), kKeys, c10::dtype_or_default(dtype), format);
+}
+
+at::Tensor empty_strided(
+    c10::SymIntArrayRef size,
+    c10::SymIntArrayRef stride,
+    std::optional<c10::ScalarType> dtype,
+    std::optional<c10::Layout>,
+    std::optional<c10::Device>,
+    std::optional<bool>) {
+  return at::detail::empty_strided_generic(
+      C10_AS_INTARRAYREF_SLOW(size),
+      C10_AS_INTARRAYREF_SLOW(stride),
+      device_allocator(),
+      kKeys,
+      c10::dtype_or_default(dtype));
+}
+
+at::Tensor as_strided(
+    const at::Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<c10::SymInt> offset) {
+  const auto start = offset.has_value() ? std::optional<int64_t>(offset->expect_int()) : std::nullopt;
+  return at::native::as_strided_tensorimpl(
+      self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), start);
+}
+
+at::Tensor view(const at::Tensor& self, c10::SymIntArrayRef size) {
+  return at::native::view(self, C10_AS_INTARRAYREF_SLOW(size));
+}
+
+at::Tensor reshape_alias(const at::Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
+  return at::native::_reshape_alias(self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
+}
+
+// The same values as a tensor that operations of the host accept.
+at::Tensor values(const at::Tensor& self) {
+  auto options = at::TensorOptions().dtype(self.dtype()).device(c10::kCPU);
+  if (self.storage().nbytes() == 0) {
+    return at::detail::empty_strided_cpu(self.sizes(), self.strides(), options);
+  }
+  return at::from_blob(memory().used(self.mutable_data_ptr()), self.sizes(), self.strides(), options);
+}
+
+TORCH_LIBRARY(simulated_device, m) {
+  m.def("values(Tensor self) -> Tensor");
+}
+
+} // namespace
+
+TORCH_LIBRARY_IMPL(simulated_device, PrivateUse1, m) {
+  m.impl("values", &values);
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("empty.memory_format", &empty);
+  m.impl("empty_strided", &empty_strided);
+  m.impl("as_strided", &as_strided);
+  m.impl("view", &view);
+  m.impl("_reshape_alias", &reshape_alias);
+  m.impl("unfold", &at::native::unfold);
+  m.impl("set_.source_Storage", &at::native::set_);
+  m.impl("set_.source_Storage_storage_offset", &at::native::set_storage_cpu_);
+}
+
+extern "C" {
+
+void simulated_device_begin(const Calls* given) {
+  calls = *given;
+  listening = true;
+  static DeviceAllocator allocator;
+  static Guard guard;
+  static Hooks hooks;
+  c10::SetAllocator(kDevice, &allocator);
+  static c10::impl::DeviceGuardImplRegistrar registrar(kDevice, &guard);
+  at::RegisterPrivateUse1HooksInterface(&hooks);
+}
+
+void simulated_device_end() {
+  listening = false;
+}
+
+void simulated_device_give(uint64_t address) {
+  memory().give(reinterpret_cast<void*>(address));
+}
+
+void simulated_device_pin(uint64_t address, uint64_t nbytes) {
+  const std::lock_guard<std::mutex> guard(pinned_lock);
+  pinned[reinterpret_cast<const char*>(address)] = nbytes;
+}
+
+void simulated_device_unpin(uint64_t address) {
+  const std::lock_guard<std::mutex> guard(pinned_lock);
+  pinned.erase(reinterpret_cast<const char*>(address));
+}
+}

@@ -1,0 +1,104 @@
+"""Every wait, event and change of stream between device and host, and a program that notices if it is missing."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import textwrap
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tests.simulated_device.programs import FITS, fit, streamed
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A line of the package, and what stands there without the wait."""
+
+    module: str
+    line: str
+    without: str
+    program: str
+    """A key of `FITS`, or ``streamed`` with a tier."""
+
+    function: str = ""
+    """Where the line is not unique: the function that it is in."""
+
+    def __str__(self) -> str:
+        where = f"{self.module}.{self.function}" if self.function else self.module
+        return f"{where}: {self.line}"
+
+
+LINK = "tiers.link"
+WAITS = (
+    Wait(LINK, "self._event.synchronize()", "pass", "stage 2, cpu, step on cpu"),
+    Wait(LINK, "dev.stream(self._event.device).wait_event(self._event)", "pass", "stage 2, cpu, step on cpu"),
+    Wait(LINK, "self._up.wait_event(after)", "pass", "stage 2, cpu, step on device"),
+    Wait(LINK, "with dev.on(self._up), spans", "with spans", "stage 2, cpu, step on device"),
+    Wait(LINK, "self._up.synchronize()", "pass", "stage 2, cpu, step on device"),
+    Wait(LINK, "stream.wait_stream(dev.stream(self.device))", "pass", "activations on cpu"),
+    Wait(LINK, "stream.wait_event(after)", "pass", "stage 2, cpu, step on cpu", function="_copy"),
+    Wait(LINK, "with dev.on(stream), spans", "with spans", "stage 2, cpu, step on cpu"),
+    Wait(LINK, "event = dev.record(self.device, stream)", "event = None", "stage 2, cpu, step on cpu"),
+    Wait(LINK, "dev.use_in_stream(tensor, stream)", "pass", "activations on cpu"),
+    Wait("checkpoint.background", "dev.stream(device).synchronize()", "pass", "background save"),
+    Wait("activations.offload", "kept.arriving.wait_on_device()", "pass", "activations on cpu"),
+    Wait("activations.offload", "kept.arriving.wait_on_host()", "pass", "activations on cpu", function="_send"),
+    Wait("activations.offload", "kept.arriving.wait_on_host()", "pass", "activations on cpu", function="drop"),
+    Wait("activations.storage", "self._wait(region.copying.wait_on_host)", "pass", "activations on cpu"),
+    Wait("activations.storage", "region.copying.wait_on_host()", "pass", "activations on nvme", function="finish"),
+    Wait("activations.storage", "busy.wait_on_host()  # I/O", "pass  # I/O", "activations on nvme"),
+    Wait("activations.storage", "each.busy.wait_on_host()", "pass", "activations on cpu"),
+    Wait("inference.storage", "arrival.wait_on_host()", "pass", "streamed cpu"),
+    Wait("inference.storage", "self._buffers.link.mark()", "None", "streamed cpu"),
+    Wait(
+        "zero.flat.averages", ".to_device(mine, out).wait_on_device()", ".to_device(mine, out)", "stage 3, all on cpu"
+    ),
+    Wait("zero.flat.averages", "arrival.wait_on_host()", "pass", "stage 3, all on cpu"),
+    Wait("zero.flat.buffer", "self.arriving.wait_on_device()", "pass", "stage 2, cpu, step on cpu"),
+    Wait("zero.flat.units", "arrival.wait_on_device()", "pass", "stage 3, all on cpu"),
+    Wait("zero.step.update", "update.landing.result()", "pass", "stage 3, all on cpu"),
+)
+
+
+def without(wait: Wait, device: torch.device, program: Callable[..., Any], *args: Any) -> Any:
+    """Run a program without one wait."""
+    remove(wait)
+    return program(device, *args)
+
+
+def remove(wait: Wait) -> None:
+    """Replace the line in every function of its module, in this process."""
+    module = importlib.import_module(f"ls_strategy.{wait.module}")
+    changed = 0
+    for owner in [
+        module,
+        *(c for c in vars(module).values() if inspect.isclass(c) and c.__module__ == module.__name__),
+    ]:
+        for name, value in list(vars(owner).items()):
+            found = inspect.unwrap(value) if callable(value) else value
+            if not isinstance(found, types.FunctionType) or found.__module__ != module.__name__:
+                continue
+            source = textwrap.dedent(inspect.getsource(found))
+            if source.count(wait.line) == 1 and wait.function in ("", name):
+                changed += 1
+                _replace(found, source.replace(wait.line, wait.without))
+    if changed != 1:
+        raise AssertionError(f"{wait}: stands {changed} times")
+
+
+def _replace(function: types.FunctionType, source: str) -> None:
+    space: dict[str, Any] = dict(function.__globals__)
+    exec(compile("from __future__ import annotations\n" + source, function.__code__.co_filename, "exec"), space)
+    function.__code__ = inspect.unwrap(space[function.__name__]).__code__
+
+
+def program_of(wait: Wait) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return the program that notices, and its arguments."""
+    if wait.program.startswith("streamed "):
+        return streamed, (wait.program.removeprefix("streamed "),)
+    return fit, FITS[wait.program]
