@@ -146,7 +146,7 @@ class SimulatedDevice:
 
     # operations ------------------------------------------------------------------------------------------------------
 
-    def _run(self, operation: Any, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, operation: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: C901 - its three functions share names
         """Run any operation on tensors of the device."""
         schema = operation._schema
         if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):

@@ -31,26 +31,37 @@ class Block(nn.Module):
 
 
 class Stack(pl.LightningModule):
-    """Blocks between two layers; records the losses."""
+    """Blocks between two layers. Records the losses, without waiting for them."""
 
-    def __init__(self, blocks: int = 4) -> None:
+    def __init__(self, blocks: int = 4, *, habit: str = "") -> None:
+        """``habit``: what the user's code does besides, see the methods."""
         super().__init__()
+        self.habit = habit
         torch.manual_seed(3)
         self.first = nn.Linear(4, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(blocks))
         self.last = nn.Linear(WIDTH, 1)
-        self.losses: list[float] = []
+        self.losses: list[Tensor] = []
+        self.kept: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
+        for number, block in enumerate(self.blocks):
+            if self.habit == "a branch without backward" and number == 2:
+                self.kept = self.blocks[0](x), self.blocks[1](x)
+            if self.habit != "skips a block" or number != len(self.losses) % 4:
+                x = block(x)
         return self.last(x)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.habit == "a forward before the step":
+            with torch.no_grad():
+                self.kept = self(torch.ones(1, 4, device=self.device, dtype=self.first.weight.dtype))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
         loss = nn.functional.mse_loss(self(x).float(), y.float())
-        self.losses.append(loss.item())
+        self.losses.append(loss.detach())
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -64,7 +75,12 @@ def batches(dtype: torch.dtype = torch.float32, count: int = 5) -> DataLoader[An
 
 
 def fit(
-    device: torch.device, options: dict[str, Any], trainer: dict[str, Any] | None = None, resume: str | None = None
+    device: torch.device,
+    options: dict[str, Any],
+    trainer: dict[str, Any] | None = None,
+    habit: str = "",
+    *,
+    resume: str | None = None,
 ) -> dict[str, Any]:
     """Train five steps. Return the losses, and the weights at the end as host tensors."""
     quiet()
@@ -88,11 +104,30 @@ def fit(
             default_root_dir=folder,
             **(trainer or {}),
         )
-        model = Stack()
+        model = Stack(habit=habit)
         precision = (trainer or {}).get("precision", "32-true")
         run.fit(model, batches(torch.bfloat16 if precision == "bf16-true" else torch.float32), ckpt_path=resume)
         weights = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
-        return {"losses": model.losses, "weights": weights}
+        return {"losses": torch.stack(model.losses).tolist(), "weights": weights}
+
+
+class Saves(pl.Callback):
+    """Saves in every step; the next step runs while the save is written."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        trainer.save_checkpoint(f"{self.folder}/{trainer.global_step}")
+
+
+def saved(device: torch.device, stage: int) -> list[Any]:
+    """Train and save in the background, then resume from each save; return what the runs ended with."""
+    with tempfile.TemporaryDirectory(prefix="ls_strategy_") as folder:
+        options = {"stage": stage, "checkpoint": {"background": True}}
+        ends = [fit(device, options, {"callbacks": [Saves(folder)]})]
+        ends += [fit(device, options, resume=f"{folder}/{step}") for step in (1, 3)]
+        return [end["weights"] for end in ends]
 
 
 def streamed(device: torch.device, tier: str) -> Tensor:
@@ -117,7 +152,7 @@ def activations(tier: str) -> dict[str, Any]:
     }
 
 
-FITS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+FITS: dict[str, tuple[Any, ...]] = {
     "stage 1": ({"stage": 1}, {}),
     "stage 3": ({"stage": 3}, {}),
     "stage 2, cpu, step on cpu": ({"stage": 2, "offload": {"optimizer": "cpu", "step_on": "cpu"}}, {}),
@@ -159,7 +194,28 @@ FITS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"stage": 2, "offload": {"optimizer": "cpu", "step_on": "device"}, "precision": {"moments": "int8"}},
         {},
     ),
+    "stage 2, step on device, a forward before the step": (
+        {"stage": 2, "offload": {"optimizer": "cpu", "step_on": "device"}, "sharding": {"overlap_step": False}},
+        {},
+        "a forward before the step",
+    ),
+    "stage 2, step on cpu, a forward before the step": (
+        {"stage": 2, "offload": {"optimizer": "cpu", "step_on": "cpu"}, "sharding": {"overlap_step": False}},
+        {},
+        "a forward before the step",
+    ),
+    "stage 3, all on cpu, skips a block": (
+        {"stage": 3, "offload": {"optimizer": "cpu", "parameters": "cpu", "gradients": "cpu", "step_on": "cpu"}},
+        {},
+        "skips a block",
+    ),
+    "activations on cpu, a branch without backward": (activations("cpu"), {}, "a branch without backward"),
     "activations on cpu": (activations("cpu"), {}),
     "activations on nvme": (activations("nvme"), {}),
 }
-"""Options of the strategy and of the Trainer."""
+"""Options of the strategy and of the Trainer, and a habit of the user's code."""
+
+
+def fit_all(device: torch.device) -> dict[str, dict[str, Any]]:
+    """Return the results of all `FITS`, by name."""
+    return {name: fit(device, *arguments) for name, arguments in FITS.items()}

@@ -233,12 +233,9 @@ class Timeline:
         self.wait_for_stream(None)
 
     def _check_host(self, moment: Moment, host: Tensor, verb: str) -> None:
-        both_read = verb == "reads from"
-        overlapping = [
-            copy
-            for copy in self._copies
-            if copy.overlaps(host.data_ptr(), host.nbytes) and (copy.to_host or not both_read)
-        ]
+        overlapping = [copy for copy in self._copies if copy.overlaps(host.data_ptr(), host.nbytes)]
+        if verb == "reads from":  # two copies may read the same memory
+            overlapping = [copy for copy in overlapping if copy.to_host]
         for copy in overlapping:
             if not copy.moment.is_before(moment.clock):
                 self._complain(

@@ -62,7 +62,7 @@ class FlatBuffer:
     """Whether the current backward pass has already updated this buffer."""
 
     held_back = False
-    """Whether a delayed update makes, or has made, the masters newer than the parameters that the step computes with."""
+    """Whether a delayed update makes, or has made, the masters newer than the parameters in use."""
 
     publish_due = False
     """Whether new weights still have to be sent to the other ranks."""
