@@ -20,6 +20,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -41,11 +42,18 @@ _TO: Any = Tensor.to
 _MIXES = frozenset({"copy_", "_to_copy", "set_", "index", "index_put_", "index_put", "_index_put_impl_", "barrier"})
 """Operations that CUDA allows on tensors of the device and of the host together."""
 
+_BY_TORCH = frozenset({"_to_copy", "new_empty_strided"})
+"""Called by torch itself with the device of a tensor, which it takes for the host: casts of autocast, and a gradient that
+``AccumulateGrad`` copies. `Moves` has seen the copies that Python asks for."""
+
 
 class Memory:
     """Which storages are on the device; all others are on the host."""
 
     def __init__(self) -> None:
+        self.host_may_be_sent = False
+        """For a strategy of Lightning's on the same group: DDP makes tensors of its own inside torch."""
+
         self._on_device: dict[int, StorageWeakRef] = {}
         self._lock = threading.Lock()
         self._purge_at = 4096
@@ -137,7 +145,8 @@ class Operations(TorchDispatchMode):
         before = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         name = func.__name__.split(".")[0]
         held = [self.memory.holds(t) for t in before]
-        if func.namespace in ("c10d", "_c10d_functional") and name != "barrier" and _is_native(func, args):
+        collective = func.namespace in ("c10d", "_c10d_functional") and name != "barrier"
+        if collective and not self.memory.host_may_be_sent and _is_native(func, args):
             for tensor, on_device in zip(before, held, strict=True):
                 if not on_device:
                     raise RuntimeError(
@@ -150,7 +159,7 @@ class Operations(TorchDispatchMode):
                 raise RuntimeError(f"{func}: expected all tensors to be on {DEVICE}, found {shapes} on the host")
         result = func(*args, **kwargs)
         device = kwargs.get("device")
-        if name == "_to_copy" and device == HOST:  # a cast by torch itself, as of autocast; `Moves` has seen all others
+        if name in _BY_TORCH and device == HOST:
             device = None
         if any(held) if device is None else device == DEVICE:
             keys = {_key(t) for t in before}
@@ -197,10 +206,15 @@ def native_device() -> Iterator[Memory]:
     memory = Memory()
     moves = Moves(memory)
     run_thread = threading.Thread.run
+    setup_environment = Strategy.setup_environment
 
     def run(thread: threading.Thread) -> None:  # a mode is per thread
         with Operations(memory):
             run_thread(thread)
+
+    def setup(strategy: Strategy, *args: Any) -> None:
+        memory.host_may_be_sent = not isinstance(strategy, ZeROStrategy)
+        setup_environment(strategy, *args)
 
     def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return moves.to(tensor, *args, **kwargs)
@@ -216,6 +230,7 @@ def native_device() -> Iterator[Memory]:
     with ExitStack() as stack:
         for owner, name, value in (
             (threading.Thread, "run", run),
+            (Strategy, "setup_environment", setup),
             (Tensor, "device", property(moves.device)),
             (Tensor, "to", to),
             (Tensor, "cpu", cpu),

@@ -86,5 +86,5 @@ def check_every_rank(strategy: Any, weights: dict[str, Tensor]) -> dict[tuple[st
                 expected = full[slot.name, "master"].to(parameter.dtype) if slot.numel else parameter
                 if slot.part is not None and slot.numel:
                     expected = part_of(expected, slot.part)
-                assert torch.equal(parameter.detach().cpu(), expected), f"{slot.name} is not what its master says"
+                assert torch.equal(parameter.detach().cpu(), expected.cpu()), f"{slot.name} is not what its master says"
     return full

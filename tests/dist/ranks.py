@@ -246,7 +246,7 @@ def assert_close(actual: Any, expected: Any, what: str, limit: float = 1e-6) -> 
         for name, value in expected.items():
             assert_close(actual[name], value, f"{what}: {name}", limit)
         return
-    actual, expected = torch.as_tensor(actual).double(), torch.as_tensor(expected).double()
+    actual, expected = torch.as_tensor(actual).cpu().double(), torch.as_tensor(expected).cpu().double()
     assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
     if expected.numel() == 0:
         return
@@ -263,7 +263,7 @@ def assert_equal(actual: Any, expected: Any, what: str) -> None:
             assert_equal(actual[name], value, f"{what}: {name}")
         return
     if isinstance(expected, Tensor):
-        same = actual.dtype == expected.dtype and torch.equal(actual, expected)
+        same = actual.dtype == expected.dtype and torch.equal(actual.cpu(), expected.cpu())
         assert same, f"{what}: differs\n  is   {actual}\n  must {expected}"
         return
     assert actual == expected, f"{what}: {actual!r} instead of {expected!r}"
