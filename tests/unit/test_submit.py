@@ -185,7 +185,7 @@ def run_script(program: Path, text: str, **variables: str) -> str:
     """What the script would start, with commands that only say how they were called."""
     binaries = program / "bin"
     binaries.mkdir(exist_ok=True)
-    for name, body in {"srun": 'printf "%s\\n" "$@"; env', "scontrol": "echo node1; echo node2"}.items():
+    for name, body in {"srun": 'printf "%s\\n" "$@"; env', "scontrol": "echo node1; sleep 0.1; echo node2"}.items():
         (binaries / name).write_text(f"#!/bin/sh\n{body}\n")
         (binaries / name).chmod(0o755)
     environ = {
