@@ -43,8 +43,8 @@ _MIXES = frozenset({"copy_", "_to_copy", "set_", "index", "index_put_", "index_p
 """Operations that CUDA allows on tensors of the device and of the host together."""
 
 _BY_TORCH = frozenset({"_to_copy", "new_empty_strided"})
-"""Called by torch itself with the device of a tensor, which it takes for the host: casts of autocast, and a gradient that
-``AccumulateGrad`` copies. `Moves` has seen the copies that Python asks for."""
+"""Called by torch itself with the device of a tensor, which it takes for the host: casts of autocast, and copies of
+gradients by ``AccumulateGrad``. `Moves` has seen the copies that Python asks for."""
 
 
 class Memory:
