@@ -21,7 +21,8 @@ from ls_strategy._compat import version_of
 from ls_strategy.activations.storage import NVMeFolder, StoredRegion, make_storage
 from ls_strategy.config import ActivationOffloadConfig
 from ls_strategy.errors import StateError
-from ls_strategy.tiers.link import DONE, Arrival, Link
+from ls_strategy.tiers.arrival import DONE, Arrival
+from ls_strategy.tiers.link import Link
 
 _LOOK_BACK = 64
 """How many regions before the loaded one are considered for prefetch."""

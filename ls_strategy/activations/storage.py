@@ -15,22 +15,23 @@ import errno
 import os
 import time
 from abc import ABC, abstractmethod
-from bisect import bisect_left, insort
+from bisect import insort
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 from torch import Tensor
 
 from ls_strategy import device as dev
 from ls_strategy.config import ActivationOffloadConfig, NVMeIOConfig
 from ls_strategy.errors import PlanError
+from ls_strategy.tiers.arrival import DONE, Arrival
 from ls_strategy.tiers.buffers import PAGE, AlignedBuffer
 from ls_strategy.tiers.file_io import IOEngine, Transfer
-from ls_strategy.tiers.link import DONE, Arrival, Link
+from ls_strategy.tiers.link import Link
 from ls_strategy.tiers.nvme_folder import check_path, open_scratch
+from ls_strategy.tiers.stock import BufferStock
 
 _GROWTH = 64 << 20
 
@@ -53,71 +54,6 @@ class StoredRegion:
         """Return the bytes in host memory, ``(nbytes,)`` uint8."""
         assert self.buffer is not None
         return self.buffer.tensor[: self.nbytes]
-
-
-class _Free(NamedTuple):
-    nbytes: int
-    number: int
-    buffer: AlignedBuffer
-    busy: Arrival
-    round: int
-
-
-class BufferStock:
-    """A pool of host buffers. A request gets the smallest free one that fits and is at most twice too large."""
-
-    rounds_kept = 8
-    """Calls of `trim` after which an unused buffer is freed."""
-
-    def __init__(self, *, pin: bool) -> None:
-        """``pin``: register the buffers with CUDA."""
-        self._pin = pin
-        self._free: list[_Free] = []
-        self._closed = False
-        self._round = 0
-        self.total_bytes = 0
-        """Bytes of all buffers, taken or free."""
-        self.taken_bytes = 0
-
-    def take(self, nbytes: int) -> tuple[AlignedBuffer, Arrival]:
-        """Return a buffer, and a copy that may still read it."""
-        i = bisect_left(self._free, (nbytes, 0))
-        if i < len(self._free) and self._free[i].nbytes <= max(2 * nbytes, PAGE):
-            free = self._free.pop(i)
-            buffer, busy = free.buffer, free.busy
-        else:
-            buffer, busy = AlignedBuffer(nbytes, pin=self._pin), DONE
-            self.total_bytes += buffer.nbytes
-        self.taken_bytes += buffer.nbytes
-        return buffer, busy
-
-    def give(self, buffer: AlignedBuffer, busy: Arrival = DONE) -> None:
-        """Return a buffer to the pool. Only ``busy`` may still read it."""
-        self.taken_bytes -= buffer.nbytes
-        free = _Free(buffer.nbytes, id(buffer), buffer, busy, self._round)
-        if self._closed:
-            self._discard([free])
-        else:
-            insort(self._free, free)
-
-    def trim(self) -> None:
-        """Free the buffers that the last few steps did not need. Called once per step."""
-        self._round += 1
-        old = [free for free in self._free if free.round < self._round - self.rounds_kept]
-        self._free = [free for free in self._free if free not in old]
-        self._discard(old)
-
-    def close(self) -> None:
-        """Free every buffer; those that are taken, when they are returned."""
-        self._closed = True
-        self._discard(self._free)
-        self._free = []
-
-    def _discard(self, free: list[_Free]) -> None:
-        for each in free:
-            each.busy.wait_on_host()
-            each.buffer.unpin()
-            self.total_bytes -= each.nbytes
 
 
 class ActivationStorage(ABC):

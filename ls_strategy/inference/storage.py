@@ -29,9 +29,10 @@ from ls_strategy import device as dev
 from ls_strategy.checkpoint.source import as_bytes
 from ls_strategy.config import NVMeIOConfig
 from ls_strategy.errors import ConfigError, StateError
+from ls_strategy.tiers.arrival import Arrival
 from ls_strategy.tiers.base import Key, Lease, ResidentTier, Tier
 from ls_strategy.tiers.buffers import PAGE
-from ls_strategy.tiers.link import Arrival, Link, host_empty
+from ls_strategy.tiers.link import Link, host_empty
 from ls_strategy.tiers.nvme import NVMeTier
 from ls_strategy.tiers.nvme_folder import check_path
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import mmap
+import os
 import threading
 import time
 
@@ -20,6 +21,33 @@ PAGE = 4096
 """Bytes. Direct I/O needs memory, offset and length in multiples of the device's block of 512 or 4096 bytes."""
 
 
+class _Pages(mmap.mmap):
+    """Private pages of memory. If they are registered with CUDA, they are unregistered with the last reference."""
+
+    _registered: tuple[int, torch.device, int] | None = None
+    """Address, device and process."""
+
+    def register(self, address: int) -> int:
+        """Register the pages, which begin at ``address``, with CUDA; return the error code, 0 on success."""
+        status = dev.register_host_memory(address, len(self))
+        if not status:
+            self._registered = address, dev.current(), os.getpid()
+        return status
+
+    def unregister(self) -> None:
+        """Undo `register`; no copy may be in flight. Idempotent."""
+        registered, self._registered = self._registered, None
+        if registered is not None and registered[2] == os.getpid():
+            dev.unregister_host_memory(registered[0])
+
+    def __del__(self) -> None:
+        # Otherwise the next memory at this address could not be registered. Unlike torch's own pinned memory, nobody
+        # knows which copies still use this, and it is freed too seldom for this wait to matter.
+        if self._registered is not None and self._registered[2] == os.getpid():
+            dev.synchronize(self._registered[1])
+            self.unregister()
+
+
 class AlignedBuffer:
     """Page-aligned memory for direct I/O. It is freed with the last reference to it or its tensor.
 
@@ -32,45 +60,39 @@ class AlignedBuffer:
 
         Args:
             nbytes: at least one; rounded up to full pages.
-            pin: register with CUDA, for direct copies from and to the device, until `unpin` or the buffer's end.
+            pin: register with CUDA, for direct copies from and to the device, until `unpin` or the memory's end. Torch
+                rounds its own pinned memory up to a power of two, and keeps it.
         """
         self.nbytes = round_up(nbytes, PAGE)
-        memory = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory.madvise(mmap.MADV_DONTFORK)
+        self._pages = _Pages(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._pages.madvise(mmap.MADV_DONTFORK)
         try:
-            memory.madvise(mmap.MADV_HUGEPAGE)
+            self._pages.madvise(mmap.MADV_HUGEPAGE)
         except OSError:  # a kernel without huge pages
             logger.debug("no huge pages for buffers of the NVMe tier")
-        self.view = memoryview(memory)
+        self.view = memoryview(self._pages)
         """The bytes, for system calls."""
-        self.tensor: Tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        self.tensor: Tensor = torch.frombuffer(self._pages, dtype=torch.uint8)
         """The bytes, ``(nbytes,)`` uint8."""
-        self._pinned = pin and self._register()
+        if pin:
+            self._pin()
 
     def elements(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return the first ``numel`` elements, ``(numel,)`` of ``dtype``."""
         return self.tensor[: numel * dtype.itemsize].view(dtype)
 
-    def _register(self) -> bool:
-        status = dev.register_host_memory(self.tensor.data_ptr(), self.nbytes)
+    def _pin(self) -> None:
+        status = self._pages.register(self.tensor.data_ptr())
         if status:
             logger.warning(
                 "CUDA did not pin %d bytes of host memory (error %d), so copies will be slower. Raise `ulimit -l`.",
                 self.nbytes,
                 status,
             )
-        return not status
 
     def unpin(self) -> None:
         """Unregister the memory from CUDA; no copy may be in flight. Idempotent."""
-        if self._pinned:
-            dev.unregister_host_memory(self.tensor.data_ptr())
-            self._pinned = False
-
-    def __del__(self) -> None:
-        # Otherwise the next memory at this address could not be registered.
-        if getattr(self, "_pinned", False):
-            self.unpin()
+        self._pages.unregister()
 
 
 class BoundedPool:

@@ -7,7 +7,7 @@ the device or on the host. If the device is the CPU, a copy is done when it retu
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,33 +16,9 @@ from torch import Tensor
 
 from ls_strategy import device as dev
 from ls_strategy import spans
+from ls_strategy.tiers.arrival import DONE, Arrival
 from ls_strategy.tiers.buffers import AlignedBuffer
-
-
-class Arrival:
-    """A copy in flight."""
-
-    def __init__(self, event: Any = None, source: Tensor | None = None) -> None:
-        """Wrap a recorded event, or None for a copy that is done. Keep ``source`` alive until then."""
-        self._event = event
-        self._source = source
-
-    def wait_on_host(self) -> None:
-        """Block this thread until the copy is done."""
-        if self._event is not None:
-            with spans.waiting(spans.COPY):
-                self._event.synchronize()
-            self._event = self._source = None
-
-    def wait_on_device(self) -> None:
-        """Let the device's current stream wait; do not block the host."""
-        if self._event is not None:
-            with spans.waiting(spans.COPY):
-                dev.stream(self._event.device).wait_event(self._event)
-
-
-DONE = Arrival()
-"""A copy that is already done."""
+from ls_strategy.tiers.stock import BufferStock
 
 
 class Link:
@@ -53,6 +29,8 @@ class Link:
         self.device = device
         self._down = dev.new_stream(device) if dev.is_accelerator(device) else None
         self._up = dev.new_stream(device) if dev.is_accelerator(device) else None
+        self.stock = BufferStock(pin=dev.can_register(device))
+        """Host memory for what is only on its way to the device."""
 
     def bind_thread(self) -> None:
         """Select the device in this thread; a new thread would use the first device."""
@@ -102,6 +80,21 @@ class Link:
             return DONE
         return self._copy(self._up, target, source, after)
 
+    def staged_to_device(self, target: Tensor, fill: Callable[[Tensor], object], after: Any = None) -> Arrival:
+        """Let ``fill`` write host memory of the size and dtype of ``target``, then start copying it there.
+
+        Args:
+            target: contiguous.
+            fill: called before this returns.
+            after: see `to_device`.
+        """
+        buffer = self.stock.take_idle(target.nbytes)
+        source = buffer.elements(target.numel(), target.dtype)
+        fill(source)
+        arrival = self.to_device(target, source, after)
+        self.stock.give(buffer, arrival)
+        return arrival
+
     def _copy(self, stream: torch.Stream, target: Tensor, source: Tensor, after: Any = None) -> Arrival:
         if after is None:
             stream.wait_stream(dev.stream(self.device))
@@ -117,20 +110,24 @@ class Link:
         return Arrival(event, source)
 
 
-_OWN_MAPPING_BYTES = 1 << 20
+_OWN_PAGES_BYTES = {False: 1 << 20, True: 1 << 16}
+"""Smallest tensor in pages of its own, by whether it is pinned."""
 
 
 def host_empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return uninitialized host memory for copies from and to ``device``, ``(numel,)``; pinned for an accelerator.
 
-    On a CPU, large tensors get a separate mapping in huge pages. On the heap, between short-lived activations and
-    gradients, they would cause fragmentation (measured: 1 to 3 bytes per parameter).
+    Large tensors get pages of their own. On the heap, between short-lived activations and gradients, they would cause
+    fragmentation (measured: 1 to 3 bytes per parameter); and torch rounds pinned memory up to a power of two, up to
+    twice what is needed, and keeps it when it is freed. New pages take time (pinned ones about 0.1 ms per MiB): for
+    memory that is needed for a short time there is `Link.stock`.
     """
     nbytes = numel * dtype.itemsize
     pinned = dev.is_accelerator(device)
-    if pinned or nbytes < _OWN_MAPPING_BYTES:
-        return torch.empty(numel, dtype=dtype, pin_memory=pinned)
-    return AlignedBuffer(nbytes).elements(numel, dtype)
+    own_pages = dev.can_register(device) or not pinned
+    if own_pages and nbytes >= _OWN_PAGES_BYTES[pinned]:
+        return AlignedBuffer(nbytes, pin=pinned).elements(numel, dtype)
+    return torch.empty(numel, dtype=dtype, pin_memory=pinned)
 
 
 def trim_heap() -> None:

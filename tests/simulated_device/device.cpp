@@ -5,6 +5,7 @@
 // may read or write, and operations run on the second, at a fixed distance.
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/ops/_reshape_alias_native.h>
@@ -178,10 +179,30 @@ struct DeviceAllocator final : c10::DeviceAllocator {
 std::mutex pinned_lock;
 std::map<const char*, size_t> pinned; // address -> bytes
 
+// Bytes as of CUDA: torch rounds its own blocks up to a power of two, and keeps those that are freed for others.
+size_t pinned_bytes = 0;
+size_t pinned_peak = 0;
+std::map<size_t, size_t> pinned_kept; // bytes of a block -> free blocks
+
+void count_pinned(size_t nbytes) {
+  pinned_bytes += nbytes;
+  pinned_peak = std::max(pinned_peak, pinned_bytes);
+}
+
+size_t block_of(size_t nbytes) {
+  size_t block = 1;
+  while (block < nbytes) {
+    block *= 2;
+  }
+  return block;
+}
+
 void free_pinned(void* address) {
   {
     const std::lock_guard<std::mutex> guard(pinned_lock);
-    pinned.erase(static_cast<const char*>(address));
+    auto found = pinned.find(static_cast<const char*>(address));
+    ++pinned_kept[block_of(found->second)];
+    pinned.erase(found);
   }
   std::free(address);
 }
@@ -193,6 +214,12 @@ struct PinnedAllocator final : c10::Allocator {
     std::memset(address, kPoison, nbytes);
     const std::lock_guard<std::mutex> guard(pinned_lock);
     pinned[static_cast<const char*>(address)] = nbytes;
+    size_t& kept = pinned_kept[block_of(nbytes)];
+    if (kept > 0) {
+      --kept;
+    } else {
+      count_pinned(block_of(nbytes));
+    }
     return {address, address, &free_pinned, c10::Device(c10::DeviceType::CPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &free_pinned; }
@@ -392,6 +419,7 @@ void simulated_device_begin(const Calls* given) {
   c10::SetAllocator(kDevice, &allocator);
   static c10::impl::DeviceGuardImplRegistrar registrar(kDevice, &guard);
   at::RegisterPrivateUse1HooksInterface(&hooks);
+  at::globalContext().lazyInitDevice(c10::kPrivateUse1); // until then, torch takes no memory for pinned
 }
 
 void simulated_device_end() {
@@ -405,10 +433,18 @@ void simulated_device_give(uint64_t address) {
 void simulated_device_pin(uint64_t address, uint64_t nbytes) {
   const std::lock_guard<std::mutex> guard(pinned_lock);
   pinned[reinterpret_cast<const char*>(address)] = nbytes;
+  count_pinned(nbytes);
 }
 
 void simulated_device_unpin(uint64_t address) {
   const std::lock_guard<std::mutex> guard(pinned_lock);
-  pinned.erase(reinterpret_cast<const char*>(address));
+  auto found = pinned.find(reinterpret_cast<const char*>(address));
+  pinned_bytes -= found->second;
+  pinned.erase(found);
+}
+
+uint64_t simulated_device_pinned_peak() {
+  const std::lock_guard<std::mutex> guard(pinned_lock);
+  return pinned_peak;
 }
 }

@@ -13,6 +13,7 @@ import atexit
 import ctypes
 import functools
 import gc
+import hashlib
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from ls_strategy import device as dev
 from ls_strategy._compat import without_torch_function
 from ls_strategy.ops import _build
 from ls_strategy.testing import spawn
+from ls_strategy.tiers.stock import BufferStock
 from tests.simulated_device.timeline import Timeline
 
 NAME = "sim"
@@ -72,7 +74,8 @@ def recipe() -> _build.Recipe:
     includes = (f"-I{include}", f"-I{include / 'torch' / 'csrc' / 'api' / 'include'}")
     # All of torch's operators in one header would take twice as long to compile.
     flags = ("-std=c++20", "-O0", "-fPIC", "-w", "-DTORCH_ASSERT_ONLY_METHOD_OPERATORS")
-    command = (compiler, *flags, *includes, "-c", str(_SOURCE))
+    version = f"-DSOURCE_{hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]}"  # the key knows the package's sources
+    command = (compiler, *flags, version, *includes, "-c", str(_SOURCE))
     return _build.Recipe("simulated_device", (_build.CompileUnit("device", command),), cpu.link, cpu.compiler_version)
 
 
@@ -86,6 +89,7 @@ class SimulatedDevice:
         self._library = ctypes.CDLL(str(path))
         self.timeline = Timeline(lambda address: self._library.simulated_device_give(ctypes.c_uint64(address)))
         self._calls = self._make_calls()
+        self._library.simulated_device_pinned_peak.restype = ctypes.c_uint64
         self._library.simulated_device_begin(ctypes.byref(self._calls))
         atexit.register(self._library.simulated_device_end)
         torch._register_device_module(NAME, _module())
@@ -104,6 +108,10 @@ class SimulatedDevice:
         with self.timeline.lock:
             self.timeline.unpin(address, nbytes)
         self._library.simulated_device_unpin(ctypes.c_uint64(address))
+
+    def peak_pinned_bytes(self) -> int:
+        """Return the most host memory that was pinned at once, as torch and the runtime of CUDA would count it."""
+        return int(self._library.simulated_device_pinned_peak())
 
     # what torch calls ------------------------------------------------------------------------------------------------
 
@@ -298,6 +306,7 @@ class Outcome:
 
     result: Any
     hazards: list[str]
+    peak_pinned_bytes: int = 0
 
 
 def run(function: Callable[..., Any], *args: Any, simulated: bool = True, timeout_s: float = 120) -> Outcome:
@@ -314,11 +323,12 @@ def _call(rank: int, world_size: int, function: Callable[..., Any], args: Any, s
         mock.patch.object(dev, "can_register", dev.is_accelerator),
         mock.patch.object(dev, "register_host_memory", sim.pin),
         mock.patch.object(dev, "unregister_host_memory", sim.unpin),
+        mock.patch.object(BufferStock, "busy_bytes", 0),  # so that few small buffers go round
     ):
         result = function(sim.device, *args)
         gc.collect()
         torch.accelerator.synchronize()
-    return Outcome(result, sim.timeline.hazards)
+    return Outcome(result, sim.timeline.hazards, sim.peak_pinned_bytes())
 
 
 def _plainly(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,8 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from ls_strategy.activations.offload import ActivationOffload
+from ls_strategy.config import ActivationOffloadConfig
 from ls_strategy.inference.stream import stream_blocks
 from ls_strategy.lightning.strategy import ZeROStrategy
+from ls_strategy.tiers.link import Link, host_empty
 from tests.dist.ranks import quiet
 from tests.simulated_device.device import BACKEND, SimulatedAccelerator
 
@@ -22,9 +25,9 @@ WIDTH = 16
 class Block(nn.Module):
     """A residual block; its activations are larger than its input."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.tanh(self.up(x)))
@@ -33,14 +36,14 @@ class Block(nn.Module):
 class Stack(pl.LightningModule):
     """Blocks between two layers. Records the losses, without waiting for them."""
 
-    def __init__(self, blocks: int = 4, *, habit: str = "") -> None:
+    def __init__(self, blocks: int = 4, width: int = WIDTH, *, habit: str = "") -> None:
         """``habit``: what the user's code does besides, see the methods."""
         super().__init__()
         self.habit = habit
         torch.manual_seed(3)
-        self.first = nn.Linear(4, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
-        self.last = nn.Linear(WIDTH, 1)
+        self.first = nn.Linear(4, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.last = nn.Linear(width, 1)
         self.losses: list[Tensor] = []
         self.kept: Any = None
 
@@ -81,8 +84,9 @@ def fit(
     habit: str = "",
     *,
     resume: str | None = None,
+    width: int = WIDTH,
 ) -> dict[str, Any]:
-    """Train five steps. Return the losses, and the weights at the end as host tensors."""
+    """Train five steps. Return the losses, the weights at the end as host tensors, and the plan."""
     quiet()
     with tempfile.TemporaryDirectory(prefix="ls_strategy_") as folder:
         options = {
@@ -104,11 +108,18 @@ def fit(
             default_root_dir=folder,
             **(trainer or {}),
         )
-        model = Stack(habit=habit)
+        model = Stack(width=width, habit=habit)
         precision = (trainer or {}).get("precision", "32-true")
         run.fit(model, batches(torch.bfloat16 if precision == "bf16-true" else torch.float32), ckpt_path=resume)
         weights = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
-        return {"losses": torch.stack(model.losses).tolist(), "weights": weights}
+        return {"losses": torch.stack(model.losses).tolist(), "weights": weights, "plan": run.strategy.engine.plan}
+
+
+def wide(device: torch.device, options: dict[str, Any]) -> tuple[int, int]:
+    """Train a model whose states are larger than pages. Return the planned bytes on the host, and of a unit."""
+    plan = fit(device, options, width=150)["plan"]
+    largest = max(flat.layout.numel for unit in plan.units for flat in unit.flats)
+    return sum(plan.bytes_by_tier()["cpu"].values()), 4 * largest
 
 
 class Saves(pl.Callback):
@@ -121,10 +132,10 @@ class Saves(pl.Callback):
         trainer.save_checkpoint(f"{self.folder}/{trainer.global_step}")
 
 
-def saved(device: torch.device, stage: int) -> list[Any]:
+def saved(device: torch.device, stage: int, **offload: str) -> list[Any]:
     """Train and save in the background, then resume from each save; return what the runs ended with."""
     with tempfile.TemporaryDirectory(prefix="ls_strategy_") as folder:
-        options = {"stage": stage, "checkpoint": {"background": True}}
+        options = {"stage": stage, "checkpoint": {"background": True}, **({"offload": offload} if offload else {})}
         ends = [fit(device, options, {"callbacks": [Saves(folder)]})]
         ends += [fit(device, options, resume=f"{folder}/{step}") for step in (1, 3)]
         return [end["weights"] for end in ends]
@@ -140,6 +151,41 @@ def streamed(device: torch.device, tier: str) -> Tensor:
         outputs = [model((x * scale).to(device)).cpu() for scale in (1.0, 2.0, 3.0)]
         with_blocks.close()
         return torch.cat(outputs)
+
+
+def saved_through_device(device: torch.device) -> list[Any]:
+    """The same with states that are updated on the device, and read by the host right after the step."""
+    return saved(device, 2, optimizer="cpu", step_on="device")
+
+
+def dropped(device: torch.device) -> Tensor:
+    """Free the target of a copy in flight; what takes its place must not be overwritten."""
+    link = Link(device)
+    ones, found = (host_empty(1 << 16, torch.float32, device).fill_(1.0) for _ in range(2))
+    target = torch.empty(ones.shape, device=device)
+    link.to_device(target, ones)
+    del target
+    other = torch.zeros(ones.shape, device=device)
+    link.to_host(found, other).wait_on_host()
+    return found.clone()
+
+
+def given_up(device: torch.device, sent_again: bool) -> Tensor:
+    """Drop a region that was fetched ahead but never used, and store another one in its host memory."""
+    numel = 1 << 14
+    config = ActivationOffloadConfig(tier="cpu", min_bytes=1, in_flight_bytes=2 * 4 * numel)
+    offload = ActivationOffload(config, device)
+    first, second, third = (offload.keep(torch.full((numel,), value, device=device)) for value in (1.0, 2.0, 3.0))
+    offload.add_use(first)
+    offload.load(third)
+    offload.drop(third)
+    offload.load(second)
+    assert first.on_device is not None  # fetched ahead
+    others = [offload.keep(torch.full((numel,), 4.0, device=device)) for _ in range(2 * sent_again)]
+    assert (first.on_device is None) == sent_again
+    offload.drop(first)
+    others += [offload.keep(torch.full((numel,), 4.0, device=device)) for _ in range(2)]  # in the memory of two
+    return torch.stack([offload.load(each).cpu() for each in reversed(others)])
 
 
 def activations(tier: str) -> dict[str, Any]:
@@ -175,6 +221,10 @@ FITS: dict[str, tuple[Any, ...]] = {
     ),
     "stage 3, all on cpu, bf16": (
         {"stage": 3, "offload": {"optimizer": "cpu", "parameters": "cpu", "gradients": "cpu", "step_on": "device"}},
+        {"precision": "bf16-true"},
+    ),
+    "stage 2, cpu, 16-bit copies": (
+        {"stage": 2, "offload": {"optimizer": "cpu", "step_on": "cpu"}},
         {"precision": "bf16-true"},
     ),
     "stage 2, delayed": (

@@ -1,9 +1,4 @@
-"""Waits, events and changes of stream between device and host, and a program that notices if one is missing.
-
-Five more stand in the package whose absence no program here notices yet: the change of stream in ``Link.aside``,
-``use_in_stream`` in ``Link._copy``, ``wait_on_host`` in `ActivationOffload`'s ``_send`` and ``drop``, and the wait for
-earlier averages in ``Averages._land_on_host``.
-"""
+"""Every wait, event and change of stream between device and host, and a program that notices if it is missing."""
 
 from __future__ import annotations
 
@@ -17,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tests.simulated_device.programs import FITS, fit, saved, streamed
+from tests.simulated_device.programs import FITS, dropped, fit, given_up, saved, saved_through_device, streamed
 
 
 class WaitNotFoundError(Exception):
@@ -42,25 +37,32 @@ class Wait:
         return f"{where}: {self.line}"
 
 
-LINK = "tiers.link"
+LINK, STOCK = "tiers.link", "tiers.stock"
+GRADIENTS_ADDED = "stage 2, gradients on cpu, accumulation"
 WAITS = (
-    Wait(LINK, "self._event.synchronize()", "pass", "stage 2, cpu, step on cpu"),
-    Wait(LINK, "dev.stream(self._event.device).wait_event(self._event)", "pass", "stage 2, cpu, step on cpu"),
+    Wait("tiers.arrival", "event.synchronize()", "pass", "stage 2, cpu, step on cpu"),
+    Wait("tiers.arrival", "dev.stream(event.device).wait_event(event)", "pass", "stage 2, cpu, step on cpu"),
+    Wait(STOCK, "busy.wait_on_host()", "pass", "stage 2, cpu, 16-bit copies", "take_idle"),
+    Wait(STOCK, "each.busy.wait_on_host()", "pass", "activations on cpu"),
     Wait(LINK, "self._up.wait_event(after)", "pass", "stage 2, step on device, a forward before the step"),
+    Wait(LINK, "with dev.on(self._up), spans", "with spans", "save through device"),
     Wait(LINK, "self._up.synchronize()", "pass", "stage 2, cpu, step on device"),
     Wait(LINK, "stream.wait_stream(dev.stream(self.device))", "pass", "activations on cpu"),
     Wait(LINK, "stream.wait_event(after)", "pass", "stage 2, step on cpu, a forward before the step", "_copy"),
     Wait(LINK, "with dev.on(stream), spans", "with spans", "stage 2, cpu, step on cpu"),
     Wait(LINK, "event = dev.record(self.device, stream)", "event = None", "stage 2, cpu, step on cpu"),
+    Wait(LINK, "dev.use_in_stream(tensor, stream)", "pass", "dropped"),
     Wait("checkpoint.background", "dev.stream(device).synchronize()", "pass", "background save"),
     Wait("activations.offload", "kept.arriving.wait_on_device()", "pass", "activations on cpu"),
+    Wait("activations.offload", "kept.arriving.wait_on_host()", "pass", "given up", "drop"),
+    Wait("activations.offload", "kept.arriving.wait_on_host()", "pass", "given up, sent again", "_send"),
     Wait("activations.storage", "self._wait(region.copying.wait_on_host)", "pass", "activations on cpu"),
     Wait("activations.storage", "region.copying.wait_on_host()", "pass", "activations on nvme", "finish"),
     Wait("activations.storage", "busy.wait_on_host()  # I/O", "pass  # I/O", "activations on nvme"),
-    Wait("activations.storage", "each.busy.wait_on_host()", "pass", "activations on cpu"),
     Wait("inference.storage", "arrival.wait_on_host()", "pass", "streamed cpu"),
     Wait("inference.storage", "self._buffers.link.mark()", "None", "streamed cpu"),
     Wait("zero.flat.averages", "arrival.wait_on_host()", "pass", "stage 3, all on cpu"),
+    Wait("zero.flat.averages", "to_device(mine, out).wait_on_device()", "to_device(mine, out)", GRADIENTS_ADDED),
     Wait("zero.flat.buffer", "self.arriving.wait_on_device()", "pass", "stage 2, cpu, step on cpu"),
     Wait("zero.flat.units", "arrival.wait_on_device()", "pass", "stage 3, all on cpu"),
     Wait("zero.step.update", "update.landing.result()", "pass", "stage 3, all on cpu"),
@@ -101,8 +103,16 @@ def _replace(function: types.FunctionType, source: str) -> None:
 
 def program_of(wait: Wait) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Return the program that notices, and its arguments."""
-    if wait.program == "background save":
-        return saved, (2,)
+    parts: dict[str, tuple[Any, ...]] = {
+        "background save": (saved, 2),
+        "save through device": (saved_through_device,),
+        "dropped": (dropped,),
+        "given up": (given_up, False),
+        "given up, sent again": (given_up, True),
+    }
+    if wait.program in parts:
+        program, *arguments = parts[wait.program]
+        return program, tuple(arguments)
     if wait.program.startswith("streamed "):
         return streamed, (wait.program.removeprefix("streamed "),)
     return fit, FITS[wait.program]

@@ -1,4 +1,4 @@
-"""Host buffers and storages of activations."""
+"""Storages of activations."""
 
 from __future__ import annotations
 
@@ -8,56 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from ls_strategy.activations.storage import ActivationStorage, BufferStock, NVMeFolder, StoredRegion, make_storage
+from ls_strategy.activations.storage import ActivationStorage, NVMeFolder, StoredRegion, make_storage
 from ls_strategy.config import ActivationOffloadConfig, NVMeIOConfig
 from ls_strategy.tiers.buffers import PAGE
 from ls_strategy.tiers.link import Link
 
 CPU = torch.device("cpu")
-
-
-# buffers -------------------------------------------------------------------------------------------------------------
-
-
-def test_a_free_buffer_is_used_again() -> None:
-    stock = BufferStock(pin=False)
-    buffer, _ = stock.take(4 * PAGE)
-    stock.give(buffer)
-    assert stock.take(3 * PAGE)[0] is buffer
-    assert stock.total_bytes == stock.taken_bytes == 4 * PAGE
-
-
-def test_the_smallest_buffer_that_fits_is_taken() -> None:
-    stock = BufferStock(pin=False)
-    small, large = stock.take(4 * PAGE)[0], stock.take(6 * PAGE)[0]
-    stock.give(large)
-    stock.give(small)
-    assert stock.take(4 * PAGE)[0] is small
-
-
-def test_a_buffer_of_more_than_twice_the_size_is_not_taken() -> None:
-    stock = BufferStock(pin=False)
-    large, _ = stock.take(9 * PAGE)
-    stock.give(large)
-    assert stock.take(4 * PAGE)[0] is not large
-
-
-def test_unused_buffers_are_freed_after_some_rounds() -> None:
-    stock = BufferStock(pin=False)
-    stock.give(stock.take(PAGE)[0])
-    for _ in range(stock.rounds_kept):
-        stock.trim()
-    assert stock.total_bytes == PAGE
-    stock.trim()
-    assert stock.total_bytes == 0
-
-
-def test_close_frees_what_is_not_taken() -> None:
-    stock = BufferStock(pin=False)
-    stock.take(PAGE)
-    stock.give(stock.take(2 * PAGE)[0])
-    stock.close()
-    assert stock.total_bytes == stock.taken_bytes == PAGE
 
 
 # storages ------------------------------------------------------------------------------------------------------------

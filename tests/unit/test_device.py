@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from ls_strategy import _compat
 from ls_strategy import device as dev
-from ls_strategy.activations.storage import BufferStock
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.tiers.buffers import PAGE, AlignedBuffer, BoundedPool
+from ls_strategy.tiers.stock import BufferStock
 
 REFUSED = 2
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ls_strategy.tiers.link import DONE, Link, host_empty
+from ls_strategy.tiers.arrival import DONE
+from ls_strategy.tiers.link import Link, host_empty
 from ls_strategy.zero.step.where_to_step import StepSpeed, measure
 
 CPU = torch.device("cpu")

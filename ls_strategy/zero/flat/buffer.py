@@ -15,7 +15,7 @@ from ls_strategy.distributed.axis import Axis
 from ls_strategy.distributed.comm import Comm, PendingGather
 from ls_strategy.layout import Piece
 from ls_strategy.plan import FlatPlan
-from ls_strategy.tiers.link import Arrival
+from ls_strategy.tiers.arrival import Arrival
 from ls_strategy.tiers.stream import Ticket
 from ls_strategy.zero.flat.local_gradients import LocalGradients, slot_views
 from ls_strategy.zero.flat.storage import StateStorage

@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from ls_strategy import device as dev
 from ls_strategy import spans
 from ls_strategy.errors import StateError
-from ls_strategy.tiers.link import DONE, Arrival, host_empty
+from ls_strategy.tiers.arrival import DONE, Arrival
+from ls_strategy.tiers.link import host_empty
 from ls_strategy.tiers.stream import Ticket
 from ls_strategy.zero.flat.averages import Averages
 from ls_strategy.zero.flat.buffer import FlatBuffer
@@ -310,7 +311,7 @@ class Flat(FlatBuffer):
                 return DONE
             source = self.master if self.shard is None else self.shard
             if source.dtype != out.dtype:  # cast on the host, so that half the bytes cross the bus
-                source = host_empty(out.numel(), out.dtype, out.device).copy_(source)
+                return self.storage.link.staged_to_device(out, lambda host: host.copy_(source), after)
             return self.storage.link.to_device(out, source, after)
 
         self.reading = self.storage.in_background(read)

@@ -93,6 +93,10 @@ class UpdateSchedule:
         self._steps[index] += 1
         return self._steps[index]
 
+    def end_step(self) -> None:
+        """Free the host memory on the way to the device that the last steps did not need."""
+        self._offload.link.stock.trim()
+
     def submit(self, index: int, updates: list[Update]) -> None:
         """Run updates of states on the device now; submit offloaded ones in the order the forward needs them."""
         by_flat = {id(u.flat): u for u in self._prepared(index, updates)}

@@ -339,6 +339,7 @@ class Stepper:
         if state.is_averaged:  # a hook after the step may have dropped the gradients
             state.stepped()
         self.has_stepped = True
+        self.schedule.end_step()
         return result
 
     def _run_own_step(self, index: int, run: Callable[[], Any]) -> Any:

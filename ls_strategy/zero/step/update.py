@@ -19,7 +19,7 @@ from ls_strategy import device as dev
 from ls_strategy.ops.moments import BLOCK, Moment
 from ls_strategy.ops.norm import sum_of_squares
 from ls_strategy.tiers.base import Lease
-from ls_strategy.tiers.link import host_empty
+from ls_strategy.tiers.buffers import AlignedBuffer
 from ls_strategy.zero.flat.storage import chunks
 from ls_strategy.zero.flat.units import Flat
 from ls_strategy.zero.step.kernels import Kernel
@@ -114,12 +114,14 @@ class CopyOut:
         if dev.is_host(target.device) and resident:
             target.copy_(flat.master)
             return
-        out = host_empty(target.numel(), target.dtype, target.device)
-        if resident:
-            out.copy_(flat.master)
-        else:
-            flat.storage.read_into("master", out)
-        flat.arriving = flat.storage.link.to_device(target, out, self._after)
+
+        def fill(host: Tensor) -> None:
+            if resident:
+                host.copy_(flat.master)
+            else:
+                flat.storage.read_into("master", host)
+
+        flat.arriving = flat.storage.link.staged_to_device(target, fill, self._after)
 
     def write(self) -> None:
         """Do nothing: `update` has already written."""
@@ -133,6 +135,7 @@ class _ChunkUpdate:
         self._lo, self._hi = lo, hi
         self._leases: dict[str, Lease] = {}
         self._out: Tensor | None = None
+        self._staging: AlignedBuffer | None = None
 
     def _range(self, name: str) -> tuple[int, int]:
         scale = BLOCK if name.endswith(".scales") else 1
@@ -190,7 +193,9 @@ class _ChunkUpdate:
             out = flat.full[slice(*flat.stepped)][self._lo : self._hi]
         on_the_way = out.device != master.device and not self._update.streamed
         if on_the_way:
-            out = host_empty(self._hi - self._lo, flat.dtype, out.device)
+            numel = self._hi - self._lo
+            self._staging = flat.storage.link.stock.take_idle(numel * flat.dtype.itemsize)
+            out = self._staging.elements(numel, flat.dtype)
         if on_the_way or stored:
             for lo, hi in self._left_out():
                 out[lo:hi].copy_(master[lo:hi])  # parameters that are not stepped keep their values
@@ -278,7 +283,9 @@ class _ChunkUpdate:
             target = (flat.full[slice(*flat.stepped)] if flat.shard is None else flat.shard)[self._lo : self._hi]
             if target.data_ptr() != self._out.data_ptr():
                 flat.arriving = storage.link.to_device(target, self._out, self._update.after)
-        self._out = None
+                if self._staging is not None:
+                    storage.link.stock.give(self._staging, flat.arriving)
+        self._out = self._staging = None
 
 
 def _up(tensor: Tensor, device: torch.device) -> Tensor:
