@@ -1,12 +1,14 @@
 """Sum of squares and number of non-finite elements of a gradient, in one pass.
 
-The order of the additions is part of the definition, so that the result does not depend on threads or device. `BLOCK`
-numbers are added in `LANES` lanes: lane ``j`` adds numbers ``j``, ``j + LANES``, ``j + 2 * LANES``, ... in order, and
-the lanes are then folded in halves, upper onto lower. The sums of the blocks are added in the same way, until one
-number is left.
+The order of the additions is part of the definition, so that the result does not depend on threads, on the device, or
+on whether the gradient is in memory or comes in chunks. `BLOCK` numbers are added in `LANES` lanes: lane ``j`` adds
+numbers ``j``, ``j + LANES``, ``j + 2 * LANES``, ... in order, and the lanes are then folded in halves, upper onto
+lower. The sums of blocks are added in the same way, `GROUP` at a time, until one number is left.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,10 +18,14 @@ from ls_strategy.ops import native
 BLOCK = 4096
 """Numbers per sum."""
 
+GROUP = 256
+"""Sums per sum of sums. On a GPU a warp adds them."""
+
+CHUNK = BLOCK * GROUP
+"""Numbers whose sum is a term of a later sum, whatever comes before and after them."""
+
 LANES = 32
 """Parallel sums within a block: a warp, or four AVX-512 registers of fp64."""
-
-_BLOCKS_AT_A_TIME = 256  # of the reference: a million elements, to bound the memory of intermediate results
 
 
 def sum_of_squares(grad: Tensor, *, unscale: float = 1.0) -> Tensor:
@@ -31,36 +37,49 @@ def sum_of_squares(grad: Tensor, *, unscale: float = 1.0) -> Tensor:
 
     Returns:
         ``(2,)`` fp64 on the device of ``grad``, without synchronization. Sums are accumulated in fp64, since an fp32
-        sum stops growing when it is 2**24 times as large as its terms. The sum over chunks may differ from the sum of
-        the full tensor in the last bits.
+        sum stops growing when it is 2**24 times as large as its terms. See `sum_over_chunks` for a gradient in parts.
     """
     if native.available(grad.device.type) and grad.dtype != torch.float64:
         return native.sum_of_squares(grad, unscale)
     return sum_of_squares_reference(grad, unscale)
 
 
+def sum_over_chunks(parts: Sequence[Tensor]) -> Tensor:
+    """Return `sum_of_squares` of a gradient whose chunks had the results ``parts``, in order.
+
+    Args:
+        parts: each ``(2,)`` fp64, on one device, of `CHUNK` elements; the last may be of fewer.
+    """
+    if not parts:
+        return torch.zeros(2, dtype=torch.float64)
+    together = torch.stack(list(parts))
+    return torch.stack([_last_sum(together[:, 0]), together[:, 1].sum()])
+
+
 def sum_of_squares_reference(grad: Tensor, unscale: float) -> Tensor:
     """Compute `sum_of_squares` by its definition."""
     sums: list[Tensor] = []
     count = torch.zeros((), dtype=torch.int64, device=grad.device)
-    for part in grad.split(_BLOCKS_AT_A_TIME * BLOCK):
+    for part in grad.split(CHUNK):  # to bound the memory of intermediate results
         x = part.to(torch.promote_types(part.dtype, torch.float32)) * unscale
         count += x.numel() - x.isfinite().sum()
-        sums.append(_block_sums(x.double().square_()))
-    total = torch.cat(sums) if sums else torch.zeros(1, dtype=torch.float64, device=grad.device)
-    while total.numel() > 1:
-        total = _block_sums(total)
-    if not total.numel():
-        total = total.new_zeros(1)
-    return torch.cat([total, count.double().view(1)])
+        sums.append(_block_sums(x.double().square_(), BLOCK))
+    return torch.stack([_last_sum(torch.cat(sums)), count.double()])
 
 
-def _block_sums(x: Tensor) -> Tensor:
-    """Sum blocks: ``(ceil(n / BLOCK),)`` from ``(n,)``, both fp64."""
-    blocks = -(-x.numel() // BLOCK)
-    padded = x.new_zeros(blocks * BLOCK)
+def _last_sum(sums: Tensor) -> Tensor:
+    """Add sums in groups until one is left: ``()`` from ``(n,)``, both fp64."""
+    while sums.numel() > 1:
+        sums = _block_sums(sums, GROUP)
+    return sums.sum()  # of one or none
+
+
+def _block_sums(x: Tensor, block: int) -> Tensor:
+    """Sum blocks: ``(ceil(n / block),)`` from ``(n,)``, both fp64."""
+    blocks = -(-x.numel() // block)
+    padded = x.new_zeros(blocks * block)
     padded[: x.numel()] = x
-    rows = padded.view(blocks, BLOCK // LANES, LANES).unbind(1)
+    rows = padded.view(blocks, block // LANES, LANES).unbind(1)
     lanes = rows[0].clone()
     for row in rows[1:]:
         lanes += row

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from ls_strategy.ops import native
-from ls_strategy.ops.norm import BLOCK, sum_of_squares, sum_of_squares_reference
+from ls_strategy.ops import native, norm
+from ls_strategy.ops.norm import BLOCK, CHUNK, sum_of_squares, sum_of_squares_reference, sum_over_chunks
 
 SIZES = (0, 1, 31, 32, 33, BLOCK - 1, BLOCK, BLOCK + 1, 100_003)
 
@@ -23,6 +23,22 @@ def test_kernel_is_the_reference(isa, dtype):
 def test_more_than_one_level(compiled):
     grad = torch.randn(BLOCK * BLOCK + 12345)
     assert torch.equal(sum_of_squares(grad), sum_of_squares_reference(grad, 1.0))
+
+
+@pytest.mark.parametrize("numel", [0, 5, CHUNK, CHUNK + 1, 3 * CHUNK - 1, 17 * CHUNK + 12345])
+def test_chunks_add_up_to_the_sum_of_all(compiled, numel):
+    grad = torch.randn(numel).bfloat16()
+    grad[::1_000_003] = float("inf") if numel == 5 else 3.0
+    parts = [sum_of_squares(part, unscale=0.3) for part in grad.split(CHUNK) if part.numel()]
+    assert torch.equal(sum_over_chunks(parts), sum_of_squares(grad, unscale=0.3))
+
+
+def test_more_chunks_than_fit_in_a_group(monkeypatch):
+    monkeypatch.setattr(norm, "BLOCK", 64)
+    monkeypatch.setattr(norm, "GROUP", 32)
+    grad = torch.randn(40_000)
+    parts = [sum_of_squares_reference(part, 1.0) for part in grad.split(64 * 32)]
+    assert torch.equal(sum_over_chunks(parts), sum_of_squares_reference(grad, 1.0))
 
 
 def test_threads_change_nothing(compiled):

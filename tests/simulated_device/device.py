@@ -15,8 +15,9 @@ import functools
 import gc
 import hashlib
 import types
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -202,7 +203,7 @@ class SimulatedDevice:
                 _values(new).copy_(value)
                 return new
 
-            if schema.name in _COUNTS or not all(isinstance(each, Tensor) for each in tree_leaves(result)):
+            if schema.name in _COUNTS or any(isinstance(each, (bool, int, float)) for each in tree_leaves(result)):
                 self.timeline.wait_for_stream(moment.stream)
             return tree_map(back, result)
 
@@ -307,6 +308,8 @@ class Outcome:
     result: Any
     hazards: list[str]
     peak_pinned_bytes: int = 0
+    waits: Counter[str] = field(default_factory=Counter)
+    """How often the main thread has waited for the device, by the line."""
 
 
 def run(function: Callable[..., Any], *args: Any, simulated: bool = True, timeout_s: float = 120) -> Outcome:
@@ -328,7 +331,7 @@ def _call(rank: int, world_size: int, function: Callable[..., Any], args: Any, s
         result = function(sim.device, *args)
         gc.collect()
         torch.accelerator.synchronize()
-    return Outcome(result, sim.timeline.hazards, sim.peak_pinned_bytes())
+    return Outcome(result, sim.timeline.hazards, sim.peak_pinned_bytes(), sim.timeline.waits)
 
 
 def _plainly(function: Callable[..., Any]) -> Callable[..., Any]:

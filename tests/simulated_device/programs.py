@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import torch
@@ -16,6 +17,7 @@ from ls_strategy.config import ActivationOffloadConfig
 from ls_strategy.inference.stream import stream_blocks
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.tiers.link import Link, host_empty
+from ls_strategy.zero.step.kernels import Kernel
 from tests.dist.ranks import quiet
 from tests.simulated_device.device import BACKEND, SimulatedAccelerator
 
@@ -56,11 +58,6 @@ class Stack(pl.LightningModule):
                 x = block(x)
         return self.last(x)
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        if self.habit == "a forward before the step":
-            with torch.no_grad():
-                self.kept = self(torch.ones(1, 4, device=self.device, dtype=self.first.weight.dtype))
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
         loss = nn.functional.mse_loss(self(x).float(), y.float())
@@ -69,6 +66,14 @@ class Stack(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=0.01, fused=True)
+
+
+class Looking(Stack):
+    """Computes between backward and the step. With such a hook, no update begins before backward is over."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        with torch.no_grad():
+            self.kept = self(torch.ones(1, 4, device=self.device, dtype=self.first.weight.dtype))
 
 
 def batches(dtype: torch.dtype = torch.float32, count: int = 5) -> DataLoader[Any]:
@@ -85,8 +90,9 @@ def fit(
     *,
     resume: str | None = None,
     width: int = WIDTH,
+    blocks: int = 4,
 ) -> dict[str, Any]:
-    """Train five steps. Return the losses, the weights at the end as host tensors, and the plan."""
+    """Train five steps, or ``max_steps``. Return the losses, the weights at the end as host tensors, and the plan."""
     quiet()
     with tempfile.TemporaryDirectory(prefix="ls_strategy_") as folder:
         options = {
@@ -100,19 +106,38 @@ def fit(
             accelerator="cpu" if device.type == "cpu" else SimulatedAccelerator(),
             devices=1,
             strategy=ZeROStrategy(**options),
-            max_steps=5,
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
             default_root_dir=folder,
-            **(trainer or {}),
+            **{"max_steps": 5, **(trainer or {})},
         )
-        model = Stack(width=width, habit=habit)
+        model = (Looking if habit == "a forward before the step" else Stack)(blocks, width, habit=habit)
         precision = (trainer or {}).get("precision", "32-true")
-        run.fit(model, batches(torch.bfloat16 if precision == "bf16-true" else torch.float32), ckpt_path=resume)
+        dtype = {"bf16-true": torch.bfloat16, "16-true": torch.float16}.get(precision, torch.float32)
+        run.fit(model, batches(dtype, 10), ckpt_path=resume)
         weights = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
         return {"losses": torch.stack(model.losses).tolist(), "weights": weights, "plan": run.strategy.engine.plan}
+
+
+def trained(device: torch.device, options: dict[str, Any], trainer: dict[str, Any], blocks: int) -> None:
+    """Train a model of some depth."""
+    fit(device, options, trainer, blocks=blocks)
+
+
+def places_of_updates(device: torch.device, step_on: str) -> set[str]:
+    """Train with updates that begin while backward runs. Return the kinds of device that the updates ran on."""
+    places: set[str] = set()
+    run = Kernel.update
+
+    def noting(kernel: Kernel, param: Tensor, *args: Any, **options: Any) -> None:
+        places.add(param.device.type)
+        run(kernel, param, *args, **options)
+
+    with mock.patch.object(Kernel, "update", noting):
+        fit(device, {"stage": 3, "offload": {"optimizer": "cpu", "parameters": "cpu", "step_on": step_on}})
+    return places
 
 
 def wide(device: torch.device, options: dict[str, Any]) -> tuple[int, int]:

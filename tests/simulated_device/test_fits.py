@@ -14,9 +14,11 @@ from tests.simulated_device.programs import (
     fit,
     fit_all,
     given_up,
+    places_of_updates,
     saved,
     saved_through_device,
     streamed,
+    trained,
     wide,
 )
 
@@ -77,3 +79,29 @@ def test_the_host_pins_what_is_planned(parameters: str | None) -> None:
     planned, unit = found.result
     assert found.hazards == []
     assert planned <= found.peak_pinned_bytes <= planned + 2 * unit + 64 * 4096
+
+
+@pytest.mark.parametrize(("step_on", "kind"), [("cpu", "cpu"), ("device", "sim")])
+def test_updates_run_where_they_should_also_while_backward_runs(step_on: str, kind: str) -> None:
+    on_device = run(places_of_updates, step_on)
+    assert on_device.hazards == []
+    assert on_device.result == {kind}
+
+
+ALL_ON_HOST = {"optimizer": "cpu", "parameters": "cpu", "gradients": "cpu", "step_on": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("options", "precision", "allowed"),
+    [
+        ({"stage": 2}, "32-true", 0),
+        ({"stage": 3}, "16-true", 1),
+        ({"stage": 2, "offload": {"optimizer": "cpu", "step_on": "device"}}, "32-true", 1),
+        ({"stage": 3, "offload": ALL_ON_HOST}, "16-true", 1),
+    ],
+)
+def test_training_waits_for_the_device_once_a_step(options: dict[str, Any], precision: str, allowed: int) -> None:
+    """For the scale of the loss, or for the factor that clips where the host updates; not once for every unit."""
+    trainer = {"precision": precision, "gradient_clip_val": 0.1}
+    short, long = (run(trained, options, {**trainer, "max_steps": steps}, 6).waits for steps in (4, 9))
+    assert sum((long - short).values()) <= 5 * allowed, long - short

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -96,8 +96,8 @@ class Timeline:
         """``give`` returns the memory at an address to the allocator."""
         self.hazards: list[str] = []
         """Mistakes so far, each in a sentence."""
-        self.waits = 0
-        """How often the host has waited."""
+        self.waits: Counter[str] = Counter()
+        """How often the main thread, which is that of training, has waited for the device, by the line."""
         self.lock = threading.RLock()
         self._give = give
         self._clocks: dict[int, Clock] = {HOST: {}}
@@ -155,7 +155,8 @@ class Timeline:
         return True
 
     def _wait(self, clock: Clock) -> None:
-        self.waits += 1
+        if threading.current_thread() is threading.main_thread():
+            self.waits[caller()] += 1
         self._free()
         self._clocks[HOST] = joined(self._clocks[HOST], clock)
         self._run([copy for copy in self._copies if copy.moment.is_before(self._clocks[HOST])])

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from ls_strategy.config import OffloadConfig, PrecisionConfig
 from ls_strategy.engine import Engine
-from ls_strategy.zero.flat import storage
+from ls_strategy.ops.norm import sum_of_squares, sum_over_chunks
+from ls_strategy.zero.flat import averages, storage
 from ls_strategy.zero.step.update import CopyOut, Update, UpdatePart
 from tests.unit.one_rank import ShelfTier, adamw, backward, engine_on, network, steps
 
@@ -76,6 +77,23 @@ def test_an_update_of_other_states_is_a_job_per_chunk(
     assert len(update.jobs()) == -(-update.flat.stepped_numel // 256)
 
 
+def test_averages_in_memory_are_summed_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU every call launches kernels."""
+    calls: list[int] = []
+
+    def counting(grad: torch.Tensor, *, unscale: float) -> torch.Tensor:
+        calls.append(grad.numel())
+        return sum_of_squares(grad, unscale=unscale)
+
+    monkeypatch.setattr(storage, "NVME_CHUNK", 256)
+    model = network()
+    flat = update_of(engine_with(model, "cpu")).flat
+    monkeypatch.setattr(averages, "sum_of_squares", counting)
+    flat.averages.sums()
+    assert calls == [flat.stepped_numel]
+    assert flat.stepped_numel > 256
+
+
 def test_the_seed_differs_by_buffer_and_step() -> None:
     model = network()
     engine = engine_with(model, "cpu")
@@ -88,11 +106,11 @@ def test_the_seed_differs_by_buffer_and_step() -> None:
 def test_sums_are_of_the_gradients_that_the_update_reads() -> None:
     model = network()
     engine = engine_with(model, "cpu")
-    update = replace(update_of(engine), sums=torch.zeros(2, dtype=torch.float64))
+    update = replace(update_of(engine), sums=[])
     expected = update.flat.averages.sums().clone()
     update.run()
     assert update.sums is not None
-    torch.testing.assert_close(update.sums, expected)
+    assert torch.equal(sum_over_chunks(update.sums), expected)
 
 
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])

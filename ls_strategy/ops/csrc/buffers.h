@@ -41,6 +41,7 @@ struct Buffers {
 
 // Order of additions of sum_of_squares: see norm.py.
 constexpr int kSumBlock = 4096;
+constexpr int kSumGroup = 256;
 constexpr int kSumLanes = 32;
 
 }  // namespace ls

@@ -49,8 +49,8 @@ void square_sums(const Buffers& b, const Tensor&, Tensor& result) {
     nonfinite += count;
   });
   while (blocks > 1) {
-    std::vector<double> next((blocks + kSumBlock - 1) / kSumBlock);
-    kernels().block_sums(sums.data(), blocks, next.data());
+    std::vector<double> next((blocks + kSumGroup - 1) / kSumGroup);
+    kernels().group_sums(sums.data(), blocks, next.data());
     sums.swap(next);
     blocks = static_cast<int64_t>(sums.size());
   }

@@ -233,20 +233,20 @@ void square_sums(const Buffers& b, int64_t begin, int64_t end, double* sums, int
   }
 }
 
-void block_sums(const double* numbers, int64_t n, double* sums) {
-  for (int64_t begin = 0; begin < n; begin += kSumBlock) {
+void group_sums(const double* numbers, int64_t n, double* sums) {
+  for (int64_t begin = 0; begin < n; begin += kSumGroup) {
     D lanes[kRegisters] = {};
-    for (int64_t i = begin; i < begin + kSumBlock && i < n; i += kSumLanes) {
+    for (int64_t i = begin; i < begin + kSumGroup && i < n; i += kSumLanes) {
       double row[kSumLanes] = {};
       __builtin_memcpy(row, numbers + i, (n - i < kSumLanes ? n - i : kSumLanes) * sizeof(double));
       for (int j = 0; j < kRegisters; ++j) lanes[j] += load_as<D>(row + j * kWide);
     }
-    sums[begin / kSumBlock] = fold(lanes);
+    sums[begin / kSumGroup] = fold(lanes);
   }
 }
 
 }  // namespace
 
-const Kernels LS_KERNELS = {update<AdamW<F>>, update<Lion<F>>, sgd, update<Adagrad<F>>, square_sums, block_sums};
+const Kernels LS_KERNELS = {update<AdamW<F>>, update<Lion<F>>, sgd, update<Adagrad<F>>, square_sums, group_sums};
 
 }  // namespace ls

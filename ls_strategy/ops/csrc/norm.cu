@@ -59,15 +59,15 @@ __global__ void __launch_bounds__(kThreads) square_sums_kernel(const Buffers b, 
   }
 }
 
-__global__ void __launch_bounds__(kThreads) block_sums_kernel(const double* numbers, int64_t n, double* sums) {
-  const int64_t block = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp;
-  if (block * kSumBlock >= n) return;
-  const int64_t end = (block + 1) * kSumBlock < n ? (block + 1) * kSumBlock : n;
+__global__ void __launch_bounds__(kThreads) group_sums_kernel(const double* numbers, int64_t n, double* sums) {
+  const int64_t group = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp;
+  if (group * kSumGroup >= n) return;  // the whole warp
+  const int64_t end = (group + 1) * kSumGroup < n ? (group + 1) * kSumGroup : n;
   double sum = 0;
 #pragma unroll 8
-  for (int64_t i = block * kSumBlock + threadIdx.x % kWarp; i < end; i += kWarp) sum = sum + numbers[i];
+  for (int64_t i = group * kSumGroup + threadIdx.x % kWarp; i < end; i += kWarp) sum = sum + numbers[i];
   sum = fold(sum);
-  if (threadIdx.x % kWarp == 0) sums[block] = sum;
+  if (threadIdx.x % kWarp == 0) sums[group] = sum;
 }
 
 unsigned int thread_blocks(int64_t warps) { return static_cast<unsigned int>((warps * kWarp + kThreads - 1) / kThreads); }
@@ -89,10 +89,10 @@ void square_sums(const Buffers& b, const Tensor& grad, Tensor& result) {
   while (blocks > 1) {
     const double* source = target;
     const int64_t n = blocks;
-    blocks = (n + kSumBlock - 1) / kSumBlock;
+    blocks = (n + kSumGroup - 1) / kSumGroup;
     Tensor next = torch::stable::new_empty(grad, {&blocks, 1}, ScalarType::Double);
     target = blocks == 1 ? out : static_cast<double*>(next.mutable_data_ptr());
-    block_sums_kernel<<<thread_blocks(blocks), kThreads, 0, stream>>>(source, n, target);
+    group_sums_kernel<<<thread_blocks(blocks), kThreads, 0, stream>>>(source, n, target);
     sums = next;
   }
   const cudaError_t error = cudaGetLastError();

@@ -19,7 +19,7 @@ from torch import Tensor
 from ls_strategy import spans
 from ls_strategy.distributed.comm import PendingReduce
 from ls_strategy.errors import StateError
-from ls_strategy.ops.norm import sum_of_squares
+from ls_strategy.ops.norm import sum_of_squares, sum_over_chunks
 from ls_strategy.zero.flat.buffer import FlatBuffer
 from ls_strategy.zero.flat.storage import chunks
 
@@ -45,8 +45,8 @@ class Averages:
         self.folds_factors = False
         """Whether a fused update steps this buffer: it applies loss scale and clip factor, and reads 16 bit."""
 
-        self.recorded_sums: Tensor | None = None
-        """Sum of squares and number of non-finite elements of averages no longer in memory, ``(2,)`` fp64."""
+        self.recorded_sums: list[Tensor] | None = None
+        """`sum_of_squares` of averages no longer in memory, of all together or by chunks."""
 
         self.gone = False
         """Whether an update has taken the averages before its step."""
@@ -216,10 +216,9 @@ class Averages:
 
     def _to_nvme(self, mine: Tensor) -> None:
         """Compute the sum of squares, and write to the NVMe tier."""
-        self.recorded_sums = torch.zeros(2, dtype=torch.float64)
+        self.recorded_sums = [sum_of_squares(mine, unscale=self.unscale).cpu()]
         for start, stop in chunks(0, mine.numel()):
             part = mine[start:stop]
-            self.recorded_sums += sum_of_squares(part, unscale=self.unscale).cpu()
             with self._waiting():
                 self._flat.storage.put("grad", part.float(), start)
 
@@ -254,31 +253,27 @@ class Averages:
         if not self.on_nvme:
             edit(self.tensor())
             return
-        self.recorded_sums = torch.zeros(2, dtype=torch.float64)
+        self.recorded_sums = []
         for lo, hi in chunks(0, self._flat.stepped_numel):
             lease = self._flat.storage.get("grad", lo, hi)
             part = lease.wait()
             edit(part)
-            self.recorded_sums += sum_of_squares(part, unscale=self.unscale)
+            self.recorded_sums.append(sum_of_squares(part, unscale=self.unscale))
             self._flat.storage.put("grad", lease, lo)
 
     def sums(self) -> Tensor:
         """Return sum of squares and number of non-finite elements of this rank's averages, ``(2,)`` fp64.
 
-        The sum runs over chunks of `NVME_CHUNK` elements, so that the result is bitwise the same on every tier.
+        Bitwise the same on every tier, see `sum_over_chunks`.
         """
         if self._flat.updated_early or self.gone:
             self._flat.wait_updated()  # the update sums while it runs, and may run on after the step
         if not self.hold_values:
             return torch.zeros(2, dtype=torch.float64)
         if (self.gone or self.on_nvme) and self.recorded_sums is not None:
-            return self.recorded_sums
+            return sum_over_chunks(self.recorded_sums)
         self.require_here()
-        grads = self.owned()
-        total = torch.zeros(2, dtype=torch.float64, device=grads.device)
-        for lo, hi in chunks(0, grads.numel()):
-            total += sum_of_squares(grads[lo:hi], unscale=self.unscale)
-        return total
+        return sum_of_squares(self.owned(), unscale=self.unscale)
 
     def zero(self, start: int = 0, stop: int | None = None) -> None:
         """Set a range of the averages to zero, if there are any."""

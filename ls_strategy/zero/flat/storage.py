@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ls_strategy.config import TierName
 from ls_strategy.distributed.comm import BufferPool
+from ls_strategy.ops.norm import CHUNK
 from ls_strategy.tiers import CHUNK_BYTES, TIERS
 from ls_strategy.tiers.base import Key, Lease, ResidentTier, Tier
 from ls_strategy.tiers.buffers import PAGE
@@ -23,8 +24,10 @@ from ls_strategy.tiers.link import Link, host_empty
 
 T = TypeVar("T")
 
-NVME_CHUNK = CHUNK_BYTES // 4
-"""Elements per transfer of a tier with leases. Norms are summed in these chunks on every tier."""
+NVME_CHUNK = CHUNK
+"""Elements per transfer of a tier with leases: of those whose sum of squares is a term of the sum over all."""
+
+assert NVME_CHUNK * torch.float32.itemsize == CHUNK_BYTES
 
 
 def chunks(start: int, stop: int) -> Iterator[tuple[int, int]]:

@@ -14,9 +14,20 @@ from ls_strategy.zero.flat.units import Flat
 
 
 def any_overflow(flats: list[Flat], comm: Comm) -> bool:
-    """Whether any rank's averaged gradients contain an infinity or a NaN. Collective over all ranks, one byte."""
-    here = any(flat.averages.sums()[1].item() > 0 for flat in flats)
+    """Whether any rank's averaged gradients contain an infinity or a NaN. Collective over all ranks, one byte.
+
+    The host waits for the device once.
+    """
+    counts = _by_device([flat.averages.sums()[1] for flat in flats])
+    here = any([bool(torch.stack(each).sum().item()) for each in counts.values()])
     return bool(comm.agree(torch.tensor([here], dtype=torch.uint8)).item())
+
+
+def _by_device(numbers: list[Tensor]) -> dict[torch.device, list[Tensor]]:
+    result: dict[torch.device, list[Tensor]] = {}
+    for number in numbers:
+        result.setdefault(number.device, []).append(number)
+    return result
 
 
 def global_norm(flats: list[Flat], comm: Comm, norm_type: float = 2.0) -> Tensor:
@@ -37,9 +48,10 @@ def global_norm(flats: list[Flat], comm: Comm, norm_type: float = 2.0) -> Tensor
     device = flats[0].full.device if flats else torch.device("cpu")
     flats = [flat for flat in flats if flat.counted]
     if norm_type == 2.0:
+        found = [flat.averages.sums()[0] for flat in flats]
         local = torch.zeros(1, dtype=torch.float64, device=device)
-        for flat in flats:
-            local += flat.averages.sums()[:1].to(device)
+        if found:
+            local = torch.stack([number.to(device, non_blocking=True) for number in found]).sum(0, keepdim=True)
         return comm.reduce_numbers(local, dist.ReduceOp.SUM).sqrt().squeeze(0).to(wide)
     parts = [torch.linalg.vector_norm(_at_hand(f), norm_type).to(device) for f in flats]
     local = torch.stack([part.to(wide) for part in parts]) if parts else torch.zeros(1, dtype=wide, device=device)

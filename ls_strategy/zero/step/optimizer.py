@@ -270,9 +270,10 @@ class ShardedOptimizer:
             return None
         parts = [self._part_of(r, self.states.steps_taken + 1) for r in self._runs if r.flat_number == n]
         update = self._update_of(n, parts, None)
-        sums = flat.averages.recorded_sums if update.grads is None else torch.zeros(2, dtype=torch.float64)
-        flat.averages.recorded_sums = sums
-        return replace(update, publish=flat.policy.parameters, sums=None if update.grads is None else sums)
+        sums: list[Tensor] | None = None
+        if update.grads is not None:
+            flat.averages.recorded_sums = sums = []
+        return replace(update, publish=flat.policy.parameters, sums=sums)
 
     def fused_updates(self, clip: Tensor | None) -> list[Update]:
         """Return the fused updates of this step, except those that began while backward ran. Count the step."""

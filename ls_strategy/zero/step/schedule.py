@@ -70,6 +70,8 @@ class UpdateSchedule:
         if update is None:
             self.postpone(flat)
             return
+        if self._offload.streamed:
+            update = replace(update, after=self._offload.link.mark(), streamed=True)
         # Below stage 3, parameters do not change until backward is over: something might still read them.
         flat.begin_early_update(self._offload.stream.submit(update.jobs()))
         self._early.append(flat)

@@ -64,8 +64,8 @@ class Update:
     publish: bool
     """Write the new parameters, in compute dtype, to this rank's stored shard."""
 
-    sums: Tensor | None = None
-    """``(2,)`` fp64: the update adds the gradients' sum of squares and number of non-finite elements."""
+    sums: list[Tensor] | None = None
+    """The update appends ``(2,)`` fp64 of each chunk: its sum of squares and number of non-finite elements."""
 
     after: Any = None
     """Mark in the device's work after which nothing reads the old parameters."""
@@ -169,8 +169,7 @@ class _ChunkUpdate:
             master = flat.master.detach()[self._lo : self._hi]
         grads = held["grad"] if update.grads is None else update.grads[self._lo : self._hi]
         if update.sums is not None:
-            for lo, hi in chunks(0, grads.numel()):
-                update.sums.add_(sum_of_squares(grads[lo:hi], unscale=update.unscale).to(update.sums.device))
+            update.sums.append(sum_of_squares(grads, unscale=update.unscale).cpu())
         self._out = self._output(master)
         for part in update.parts:
             lo, hi = (max(part.start, self._lo) - self._lo, min(part.stop, self._hi) - self._lo)
