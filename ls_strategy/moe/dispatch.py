@@ -139,15 +139,17 @@ def by_expert(
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Reorder rows from rank-major to expert-major order. Also returns the function that reverses the order.
 
+    Does not wait for the device.
+
     Args:
         rows: ``(R, h)``, ordered by rank and then by expert.
         received: Rows by rank and expert.
         gradient_scale: Factor for all gradients between the two functions, so for the experts' parameters. The
             gradients of the rows themselves are not scaled.
     """
-    owner = torch.tensor([j for counts in received for j in range(len(counts))])
-    lengths = torch.tensor([n for counts in received for n in counts])
-    index = owner.repeat_interleave(lengths).argsort(stable=True).to(rows.device)
+    owners = torch.tensor([j for counts in received for j in range(len(counts))]).to(rows.device, non_blocking=True)
+    lengths = torch.tensor([n for counts in received for n in counts]).to(rows.device, non_blocking=True)
+    index = owners.repeat_interleave(lengths, output_size=len(rows)).argsort(stable=True)
     inverse = torch.empty_like(index)
     inverse[index] = torch.arange(len(index), device=index.device)
 

@@ -16,6 +16,7 @@ from ls_strategy.activations.offload import ActivationOffload
 from ls_strategy.config import ActivationOffloadConfig
 from ls_strategy.inference.stream import stream_blocks
 from ls_strategy.lightning.strategy import ZeROStrategy
+from ls_strategy.moe.dispatch import by_expert
 from ls_strategy.tiers.link import Link, host_empty
 from ls_strategy.zero.step.kernels import Kernel
 from tests.dist.ranks import quiet
@@ -211,6 +212,13 @@ def given_up(device: torch.device, sent_again: bool) -> Tensor:
     offload.drop(first)
     others += [offload.keep(torch.full((numel,), 4.0, device=device)) for _ in range(2)]  # in the memory of two
     return torch.stack([offload.load(each).cpu() for each in reversed(others)])
+
+
+def reordered(device: torch.device) -> list[Tensor]:
+    """Bring rows for three experts from two ranks into the order of the experts, and back."""
+    rows = torch.arange(14.0, device=device).view(7, 2)
+    sorted_rows, back = by_expert(rows, [[2, 0, 1], [1, 3, 0]])
+    return [sorted_rows.cpu(), back(sorted_rows).cpu()]
 
 
 def activations(tier: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from tests.simulated_device.programs import (
     fit_all,
     given_up,
     places_of_updates,
+    reordered,
     saved,
     saved_through_device,
     streamed,
@@ -105,3 +106,11 @@ def test_training_waits_for_the_device_once_a_step(options: dict[str, Any], prec
     trainer = {"precision": precision, "gradient_clip_val": 0.1}
     short, long = (run(trained, options, {**trainer, "max_steps": steps}, 6).waits for steps in (4, 9))
     assert sum((long - short).values()) <= 5 * allowed, long - short
+
+
+def test_rows_are_put_in_order_without_waiting() -> None:
+    found = run(reordered)
+    sorted_rows, back = found.result
+    assert sorted_rows[:, 0].tolist() == [0, 2, 6, 8, 10, 12, 4]
+    assert back[:, 0].tolist() == [0, 2, 4, 6, 8, 10, 12]
+    assert not [line for line in found.waits if line.startswith("moe/")]
