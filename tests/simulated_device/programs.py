@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,6 +22,7 @@ from ls_strategy.tiers.link import Link, host_empty
 from ls_strategy.zero.step.kernels import Kernel
 from tests.dist.ranks import quiet
 from tests.simulated_device.device import BACKEND, SimulatedAccelerator
+from tests.simulated_device.timeline import Timeline
 
 WIDTH = 16
 
@@ -139,6 +141,22 @@ def places_of_updates(device: torch.device, step_on: str) -> set[str]:
     with mock.patch.object(Kernel, "update", noting):
         fit(device, {"stage": 3, "offload": {"optimizer": "cpu", "parameters": "cpu", "step_on": step_on}})
     return places
+
+
+def streams_of_copies(device: torch.device, options: dict[str, Any], precision: str) -> set[tuple[int, str]]:
+    """Train with parameters that are read from a drive. Return the streams of copies from it, and what starts them."""
+    found: set[tuple[int, str]] = set()
+    begin = Timeline.begin
+
+    def noting(timeline: Timeline, stream: int, name: str) -> Any:
+        moment = begin(timeline, stream, name)
+        if threading.current_thread().name.startswith("ls_strategy-background") and name == "copy_":
+            found.add((stream, moment.name))
+        return moment
+
+    with mock.patch.object(Timeline, "begin", noting):
+        fit(device, options, {"precision": precision})
+    return found
 
 
 def wide(device: torch.device, options: dict[str, Any]) -> tuple[int, int]:

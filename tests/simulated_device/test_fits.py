@@ -19,6 +19,7 @@ from tests.simulated_device.programs import (
     saved,
     saved_through_device,
     streamed,
+    streams_of_copies,
     trained,
     wide,
 )
@@ -106,6 +107,16 @@ def test_training_waits_for_the_device_once_a_step(options: dict[str, Any], prec
     trainer = {"precision": precision, "gradient_clip_val": 0.1}
     short, long = (run(trained, options, {**trainer, "max_steps": steps}, 6).waits for steps in (4, 9))
     assert sum((long - short).values()) <= 5 * allowed, long - short
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_reads_from_a_drive_have_a_stream_of_their_own(precision: str) -> None:
+    """In the stream of the model they would wait for all of its work, and it for them."""
+    offload = {"optimizer": "nvme", "parameters": "nvme", "step_on": "cpu"}
+    found = run(streams_of_copies, {"stage": 3, "offload": offload}, precision)
+    assert found.hazards == []
+    assert found.result
+    assert all(stream != 0 for stream, _ in found.result), found.result
 
 
 def test_rows_are_put_in_order_without_waiting() -> None:

@@ -64,6 +64,7 @@ WAITS = (
     Wait("zero.flat.averages", "arrival.wait_on_host()", "pass", "stage 3, all on cpu"),
     Wait("zero.flat.averages", "to_device(mine, out).wait_on_device()", "to_device(mine, out)", GRADIENTS_ADDED),
     Wait("zero.flat.buffer", "self.arriving.wait_on_device()", "pass", "stage 2, cpu, step on cpu"),
+    Wait("zero.flat.storage", "arrival.wait_on_host()", "pass", "stage 3, all on nvme"),
     Wait("zero.flat.units", "arrival.wait_on_device()", "pass", "stage 3, all on cpu"),
     Wait("zero.step.update", "update.landing.result()", "pass", "stage 3, all on cpu"),
 )

@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from ls_strategy import device as dev
 from ls_strategy.config import TierName
 from ls_strategy.distributed.comm import BufferPool
 from ls_strategy.ops.norm import CHUNK
 from ls_strategy.tiers import CHUNK_BYTES, TIERS
+from ls_strategy.tiers.arrival import DONE, Arrival
 from ls_strategy.tiers.base import Key, Lease, ResidentTier, Tier
 from ls_strategy.tiers.buffers import PAGE
 from ls_strategy.tiers.link import Link, host_empty
@@ -122,6 +124,37 @@ class StateStorage:
             skip = max(start - lo, 0)
             out[lo + skip - start : hi - start].copy_(lease.wait()[skip:])
             lease.release()
+
+    def read_to_device(self, name: str, out: Tensor, after: Any) -> Arrival:
+        """Start copying a state that is not resident into ``out``: 1-d and contiguous, of any dtype.
+
+        Returns when the values have arrived. On an accelerator, the copies run on a stream of their own.
+
+        Args:
+            name: of the state.
+            out: written when the device has passed ``after``.
+            after: from ``link.mark``.
+        """
+        if dev.is_host(out.device) or not out.numel():
+            self.read_into(name, out)
+            return DONE
+        ranges = list(chunks(0, out.numel()))
+        reading = self.get(name, *ranges[0])
+        arrival = DONE
+        for i, (lo, hi) in enumerate(ranges):
+            lease = reading
+            if i + 1 < len(ranges):  # the tier has two buffers for this: one is read while the other is copied
+                reading = self.get(name, *ranges[i + 1])
+            arrival = self._chunk_to_device(out[lo:hi], lease.wait(), after)
+            arrival.wait_on_host()
+            lease.release()
+        return arrival
+
+    def _chunk_to_device(self, out: Tensor, source: Tensor, after: Any) -> Arrival:
+        if source.dtype == out.dtype:
+            return self.link.to_device(out, source, after)
+        # Cast on the host, so that half the bytes cross the bus.
+        return self.link.staged_to_device(out, lambda host: host.copy_(source), after)
 
     def write(self, name: str, start: int, values: Tensor) -> None:
         """Replace ``[start, start + n)`` of a state that is not resident. May return before it is stored."""

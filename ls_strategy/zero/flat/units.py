@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from ls_strategy import device as dev
 from ls_strategy import spans
 from ls_strategy.errors import StateError
-from ls_strategy.tiers.arrival import DONE, Arrival
+from ls_strategy.tiers.arrival import Arrival
 from ls_strategy.tiers.link import host_empty
 from ls_strategy.tiers.stream import Ticket
 from ls_strategy.zero.flat.averages import Averages
@@ -307,8 +307,7 @@ class Flat(FlatBuffer):
                 updating.wait()
             name = "param" if self.has_own_shard else "master"
             if not self.storage.is_resident(name):
-                self.storage.read_into(name, out)
-                return DONE
+                return self.storage.read_to_device(name, out, after)
             source = self.master if self.shard is None else self.shard
             if source.dtype != out.dtype:  # cast on the host, so that half the bytes cross the bus
                 return self.storage.link.staged_to_device(out, lambda host: host.copy_(source), after)
