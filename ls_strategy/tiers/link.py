@@ -37,20 +37,23 @@ class Link:
         dev.select(self.device)
 
     @contextmanager
-    def aside(self, after: Any = None) -> Iterator[None]:
+    def aside(self, after: Any = None, *, work: str = "update on the device", down: bool = False) -> Iterator[None]:
         """Run the device's work inside the context on a side stream, and wait for it at the end.
 
         Args:
             after: from `mark`; begin when the device has passed it.
+            work: its name in traces.
+            down: on the stream of copies to the host, not of those to the device.
         """
-        if self._up is None:
+        side = self._down if down else self._up
+        if side is None:
             yield
             return
         if after is not None:
-            self._up.wait_event(after)
-        with dev.on(self._up), spans.copying_on(self._up, "update on the device", 0):
+            side.wait_event(after)
+        with dev.on(side), spans.copying_on(side, work, 0):
             yield
-        self._up.synchronize()
+        side.synchronize()
 
     def to_host(self, host: Tensor, source: Tensor) -> Arrival:
         """Start copying ``source`` (on the device, after the current stream's work) into ``host`` (pinned)."""

@@ -287,6 +287,10 @@ FITS: dict[str, tuple[Any, ...]] = {
         {"stage": 3, "offload": {"optimizer": "nvme", "parameters": "nvme", "gradients": "nvme", "step_on": "cpu"}},
         {"accumulate_grad_batches": 2},
     ),
+    "stage 3, all on nvme, clipping": (
+        {"stage": 3, "offload": {"optimizer": "nvme", "parameters": "nvme", "gradients": "nvme", "step_on": "cpu"}},
+        {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
+    ),
     "stage 3, all on nvme, step on device": (
         {"stage": 3, "offload": {"optimizer": "nvme", "parameters": "nvme", "gradients": "nvme", "step_on": "device"}},
         {"precision": "bf16-true"},

@@ -92,6 +92,8 @@ def test_updates_run_where_they_should_also_while_backward_runs(step_on: str, ki
 
 ALL_ON_HOST = {"optimizer": "cpu", "parameters": "cpu", "gradients": "cpu", "step_on": "cpu"}
 
+ALL_ON_DRIVE = {"optimizer": "nvme", "parameters": "nvme", "gradients": "nvme", "step_on": "cpu"}
+
 
 @pytest.mark.parametrize(
     ("options", "precision", "allowed"),
@@ -100,6 +102,7 @@ ALL_ON_HOST = {"optimizer": "cpu", "parameters": "cpu", "gradients": "cpu", "ste
         ({"stage": 3}, "16-true", 1),
         ({"stage": 2, "offload": {"optimizer": "cpu", "step_on": "device"}}, "32-true", 1),
         ({"stage": 3, "offload": ALL_ON_HOST}, "16-true", 1),
+        ({"stage": 3, "offload": ALL_ON_DRIVE}, "32-true", 1),
     ],
 )
 def test_training_waits_for_the_device_once_a_step(options: dict[str, Any], precision: str, allowed: int) -> None:

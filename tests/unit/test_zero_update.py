@@ -13,6 +13,7 @@ from ls_strategy.config import OffloadConfig, PrecisionConfig
 from ls_strategy.engine import Engine
 from ls_strategy.ops.norm import sum_of_squares, sum_over_chunks
 from ls_strategy.zero.flat import averages, storage
+from ls_strategy.zero.flat.storage import StateStorage
 from ls_strategy.zero.step.update import CopyOut, Update, UpdatePart
 from tests.unit.one_rank import ShelfTier, adamw, backward, engine_on, network, steps
 
@@ -111,6 +112,30 @@ def test_sums_are_of_the_gradients_that_the_update_reads() -> None:
     update.run()
     assert update.sums is not None
     assert torch.equal(sum_over_chunks(update.sums), expected)
+
+
+def test_a_read_ahead_that_is_over_holds_no_parameters(
+    shelves: list[ShelfTier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that ran it may be late to forget it, and what it held would count as a view of the user's."""
+    remembered: list[Any] = []
+    run = StateStorage.in_background
+
+    def remembering(storage: StateStorage, work: Any) -> Any:
+        remembered.append(work)
+        return run(storage, work)
+
+    monkeypatch.setattr(StateStorage, "in_background", remembering)
+    model = network()
+    engine = engine_with(model, OffloadConfig(optimizer="nvme", parameters="nvme"))
+    steps(engine, count=1)
+    flat = engine.flats[0]
+    flat.release()
+    remembered.clear()
+    flat.start_gather()
+    flat.finish_gather()
+    assert remembered
+    assert not flat.writes.has_memory_views
 
 
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])

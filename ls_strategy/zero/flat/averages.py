@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ls_strategy import device as dev
 from ls_strategy import spans
 from ls_strategy.distributed.comm import PendingReduce
 from ls_strategy.errors import StateError
@@ -175,8 +176,25 @@ class Averages:
                 flat.storage.read_into("grad", mine)
             _multiply_(mine, factor)
         reducing.finish(mine, accumulate=accumulate)
-        self._to_nvme(mine)
-        flat.comm.pool.give([mine])
+        if dev.is_host(mine.device):
+            self._to_nvme(mine)
+            flat.comm.pool.give([mine])
+        else:
+            self._to_nvme_in_background(mine)
+
+    def _to_nvme_in_background(self, mine: Tensor) -> None:
+        """Copy to the host beside the work of the device, and write; then ``mine`` is free. `wait` waits for it."""
+        flat, unscale, after = self._flat, self.unscale, self._flat.storage.link.mark()
+        self.recorded_sums = sums = []
+
+        def write(put: Callable[[Tensor, int], None]) -> None:
+            with flat.storage.link.aside(after, work="gradients to NVMe", down=True):
+                sums.append(sum_of_squares(mine, unscale=unscale).cpu())
+                for start, stop in chunks(0, mine.numel()):
+                    put(mine[start:stop].float(), start)
+            flat.comm.pool.give([mine])
+
+        self.landing = flat.storage.write_behind("grad", write)
 
     def widen(self) -> None:
         """Convert averages in 16 bit to full precision."""
@@ -271,6 +289,7 @@ class Averages:
         if not self.hold_values:
             return torch.zeros(2, dtype=torch.float64)
         if (self.gone or self.on_nvme) and self.recorded_sums is not None:
+            self.wait()
             return sum_over_chunks(self.recorded_sums)
         self.require_here()
         return sum_of_squares(self.owned(), unscale=self.unscale)

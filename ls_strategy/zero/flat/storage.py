@@ -6,6 +6,7 @@ chunks of `NVME_CHUNK` elements. `read` and `write` are for set-up and checkpoin
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -66,6 +67,28 @@ class StateStorage:
     worker: ThreadPoolExecutor | None = None
     """One background thread, shared by all flat buffers."""
 
+    writes: deque[Future[None]] = field(default_factory=deque)
+    """`write_behind` of all flat buffers, the oldest first."""
+
+    _pending: dict[str, Future[None]] = field(default_factory=dict)
+
+    def write_behind(self, name: str, write: Callable[[Callable[[Tensor, int], None]], None]) -> Future[None]:
+        """Run ``write(put)`` on the background thread. Whoever gets or puts this state waits for it.
+
+        Waits itself if two others are not over yet: what they write is in memory until then.
+        """
+        while len(self.writes) > 1:
+            self.writes.popleft().result()
+        future = self.in_background(lambda: write(lambda value, start: self._put(name, value, start)))
+        self.writes.append(future)
+        self._pending[name] = future
+        return future
+
+    def give_up(self) -> None:
+        """Forget what `write_behind` has in flight, which has failed."""
+        self._pending.clear()
+        self.writes.clear()
+
     def in_background(self, work: Callable[[], T]) -> Future[T]:
         """Run ``work`` on the background thread, in order of submission; at once without such a thread."""
         if self.worker is not None:
@@ -90,11 +113,24 @@ class StateStorage:
 
     def get(self, name: str, start: int, stop: int) -> Lease:
         """Start loading elements ``[start, stop)`` of a state that is not resident; see `Tier.get`."""
+        self._settle(name)
         return self.tiers[self._tier_of(name)].get(self.key(name), start, stop)
 
     def put(self, name: str, value: Tensor | Lease, start: int) -> None:
         """Store ``value`` in a state that is not resident, from element ``start`` on; see `Tier.put`."""
+        self._settle(name)
+        self._put(name, value, start)
+
+    def _put(self, name: str, value: Tensor | Lease, start: int) -> None:
         self.tiers[self._tier_of(name)].put(self.key(name), value, start)
+
+    def _settle(self, name: str) -> None:
+        """Wait for `write_behind` of a state: any thread."""
+        pending = self._pending.get(name)
+        if pending is not None:
+            pending.result()
+            if self._pending.get(name) is pending:
+                self._pending.pop(name, None)
 
     def resident(self, tier: TierName, name: str, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a state's tensor, ``(numel,)``, on the device or in host memory. A new state is zero."""

@@ -177,6 +177,7 @@ class Flat(FlatBuffer):
 
     def give_up(self) -> None:
         """Forget the operations in flight, which have failed."""
+        self.storage.give_up()
         self.gathering = self.updating = self.arriving = self.reading = self.averages.landing = None
         self.updated_early = self.held_back = self.publish_due = False
 
@@ -300,9 +301,13 @@ class Flat(FlatBuffer):
             return
         self.refresh_if_due()
         self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
-        out, updating, after = self.full[slice(*self.stepped)], self.updating, self.storage.link.mark()
+        updating, after = self.updating, self.storage.link.mark()
+        outs = [self.full[slice(*self.stepped)]]
 
         def read() -> Arrival:
+            # The thread may have this function for a moment after its result is known. A view of the parameters that
+            # it still held would be taken for the user's, at the cost of a comparison.
+            out = outs.pop()
             if updating is not None:
                 updating.wait()
             name = "param" if self.has_own_shard else "master"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -77,6 +78,9 @@ class Offload:
     tiers: dict[TierName, Tier]
     ring: BufferPool
     worker: ThreadPoolExecutor | None
+    writes: deque[Future[None]] = field(default_factory=deque)
+    """Gradients on their way to a drive."""
+
     streamed: bool = False
     """States in host memory are copied to the device, updated there and copied back."""
 
@@ -147,7 +151,7 @@ class Offload:
 
     def storage(self, number: int) -> StateStorage:
         """Return the storage of flat buffer ``number``."""
-        return StateStorage(number, self.tiers, self.link, self.ring, self.worker)
+        return StateStorage(number, self.tiers, self.link, self.ring, self.worker, self.writes)
 
     def close(self) -> None:
         """End the threads, and free memory and files. The states are lost."""
