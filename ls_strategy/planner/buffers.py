@@ -69,7 +69,7 @@ class SimulatedLedger:
 
 
 class SimulatedPool:
-    """Simulates `comm.BufferPool`."""
+    """Simulates `buffer_pool.BufferPool`."""
 
     def __init__(self, ledger: SimulatedLedger) -> None:
         self._ledger = ledger
