@@ -31,11 +31,11 @@ PLANNED: dict[str, tuple[Candidate, str, int]] = {
     "stage 0": (Candidate(0), "32-true", 1),
     "stage 0, bf16": (Candidate(0), "bf16-true", 1),
     "stage 2, cpu": (Candidate(2, CPU), "32-true", 1),
-    "stage 2, cpu, bf16": (Candidate(2, CPU), "bf16-true", 2),
+    "stage 2, cpu, bf16": (Candidate(2, CPU), "bf16-true", 1),
+    "stage 2, cpu, bf16, accumulation": (Candidate(2, CPU), "bf16-true", 2),
     "stage 3, all on cpu, bf16, recompute": (Candidate(3, CPU, CPU, FULL), "bf16-true", 2),
 }
-"""Strategy, precision, micro-batches. One rank shards nothing, so without offload there is only stage 0. A single
-micro-batch of one rank is sent to the host in 16 bit, which the planner does not know: it predicts more."""
+"""Strategy, precision, micro-batches. One rank shards nothing, so without offload there is only stage 0."""
 
 BOUND = 0.05
 """DESIGN.md, section 4: memory equals the formula within 5 %."""

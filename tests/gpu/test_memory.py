@@ -9,7 +9,9 @@ import pytest
 from tests.gpu.memory import BOUND, PINNED, PLANNED, SLACK_BYTES, forecast, programs
 from tests.gpu.run import each, result, run
 
-WIDTH = 768
+WIDTH = 3072
+WORKSPACE_BYTES = 32 << 20
+"""What cuBLAS may take for a product, and give back."""
 LIMIT_S = 150
 pytestmark = pytest.mark.timeout(LIMIT_S + 30)
 
@@ -23,8 +25,8 @@ def results() -> dict[str, Any]:
 @pytest.mark.parametrize("name", PLANNED)
 def test_the_peak_is_what_was_predicted(results: dict[str, Any], name: str) -> None:
     """Notices a buffer that is allocated twice, or kept; and a state that stays on the device in spite of its tier."""
-    predicted = forecast(name, WIDTH).peak
-    assert result(results, name)["device"] == pytest.approx(predicted.device, rel=BOUND)
+    predicted = forecast(name, WIDTH).peak.device
+    assert (1 - BOUND) * predicted <= result(results, name)["device"] <= (1 + BOUND) * predicted + WORKSPACE_BYTES
 
 
 @pytest.mark.parametrize("name", PINNED)

@@ -21,9 +21,15 @@ LIMIT_S = 150
 pytestmark = pytest.mark.timeout(LIMIT_S + 30)
 
 
-def test_one_rank_sends_saves_and_resumes() -> None:
+@pytest.fixture
+def written() -> dict[str, Any]:
+    """What the program has found."""
+    return run(write_checkpoints, timeout_s=LIMIT_S)
+
+
+def test_one_rank_sends_saves_and_resumes(written: dict[str, Any]) -> None:
     """Notices a tensor of the host that is given to NCCL, and a part that the folder or the file lacks."""
-    found = run(write_checkpoints, timeout_s=LIMIT_S)
+    found = written
     assert {"all_gather", "reduce_scatter"} <= found["sent"]
     assert (found["sharded, exists"], found["file, exists"]) == ("folder", "file")
     for form in ("sharded", "file"):
