@@ -289,7 +289,7 @@ class SimulatedReducer:
             flat.grad = None
 
     def _landing_itemsize(self, flat: SimulatedFlat) -> int:
-        """Return the bytes per element of averages: a single rank does not widen its first gradients, see `Averages`."""
+        """Return the bytes per element of averages: a single rank does not widen its first ones, see `Averages`."""
         fused = self.setting.early_step and not self.setting.step_temporaries
         exact = self.policy.optimizer and self.plan.world_size == 1 and fused and not flat.landed
         return min(flat.plan.dtype.itemsize, 4) if exact else 4

@@ -175,7 +175,9 @@ class Sparse(Stack):
 def sparse(device: torch.device, options: dict[str, Any] | None, precision: str = "32-true") -> dict[str, Any]:
     """Train a mixture of experts; without options by a plain Trainer."""
     with nullcontext() if options is None else through_communicator():
-        found = fit(device, options, {"precision": precision, "max_steps": 10}, module=Sparse())
+        # A distributed sampler would shuffle, unlike a plain Trainer.
+        trainer = {"precision": precision, "max_steps": 10, "use_distributed_sampler": False}
+        found = fit(device, options, trainer, module=Sparse())
     return {"losses": found["losses"], "weights": found["weights"]}
 
 

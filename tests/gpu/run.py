@@ -40,7 +40,9 @@ def run(
 
 
 def _call(rank: int, world_size: int, function: Callable[..., Any], device: str, args: Any) -> Any:
-    return function(torch.device("cpu") if device == "cpu" else torch.device(device, 0), *args)
+    where = torch.device("cpu") if device == "cpu" else torch.device(device, 0)
+    torch.empty(1, device=where)  # its allocator can be asked from now on
+    return function(where, *args)
 
 
 def each(device: torch.device, programs: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ N = BOUNDARY + 3 * WINDOW + 77
 def gpu_with(nbytes: int) -> torch.device:
     """The GPU, if so much of its memory is free."""
     assert native.available("cuda"), _build.status()
-    device = torch.device("cuda", 0)
+    device = torch.empty(1, device="cuda:0").device
     free = dev.free_bytes(device)
     if free < nbytes:
         pytest.skip(f"{nbytes} bytes of device memory are needed, {free} are free")

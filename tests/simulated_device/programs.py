@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from ls_strategy.activations.offload import ActivationOffload
 from ls_strategy.config import ActivationOffloadConfig
 from ls_strategy.distributed import buffer_pool
+from ls_strategy.distributed.buffer_pool import BufferPool
 from ls_strategy.inference.stream import stream_blocks
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.moe.dispatch import by_expert
@@ -114,7 +115,6 @@ def fit(
     with tempfile.TemporaryDirectory(prefix="ls_strategy_") as folder:
         defaults = {
             "max_steps": 5,
-            "use_distributed_sampler": False,  # which would shuffle, unlike a plain Trainer
             "logger": False,
             "enable_checkpointing": False,
             "enable_progress_bar": False,
@@ -149,12 +149,6 @@ def strategy_of(device: torch.device, options: dict[str, Any] | None, folder: st
     if "nvme" in str(options):
         options["offload"] = {"nvme_path": folder, "nvme_allow_ram": True, **options.get("offload", {})}
     return ZeROStrategy(**options)
-
-
-def crowded(device: torch.device) -> dict[str, Any]:
-    """Train where one gradient at a time may be on its way to the host."""
-    with mock.patch.object(buffer_pool, "LATE_BYTES", 0):
-        return fit(device, *FITS["stage 2, gradients on cpu, accumulation"])
 
 
 def trained(device: torch.device, options: dict[str, Any], trainer: dict[str, Any], blocks: int) -> None:
@@ -245,6 +239,19 @@ def dropped(device: torch.device) -> Tensor:
     other = torch.zeros(ones.shape, device=device)
     link.to_host(found, other).wait_on_host()
     return found.clone()
+
+
+def crowded(device: torch.device) -> tuple[int, list[float]]:
+    """Send three results to the host from memory for one. Return how much memory it was, and what has arrived."""
+    link, pool, numel = Link(device), BufferPool(), 1 << 14
+    found = [host_empty(numel, torch.float32, device) for _ in range(3)]
+    with mock.patch.object(buffer_pool, "LATE_BYTES", 0):
+        for number, host in enumerate(found):
+            buffer = pool.take(numel, torch.float32, device).fill_(number)
+            arrival = link.to_host(host, buffer)
+            pool.give_late(buffer, arrival)
+    arrival.wait_on_host()
+    return pool.bytes // (4 * numel), [float(host.mean()) for host in found]
 
 
 def given_up(device: torch.device, sent_again: bool) -> Tensor:
