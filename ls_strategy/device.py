@@ -70,6 +70,16 @@ def default_backend() -> str:
     return dist.get_default_backend_for_device(current())
 
 
+def host_backend() -> str:
+    """Return a back end of `torch.distributed` for tensors of the host, in a process that may have an accelerator.
+
+    Torch asks every new group for a back end of the device that the default group is bound to. It takes gloo for one of
+    CUDA, and has to be told for others.
+    """
+    kind = current().type
+    return "gloo" if kind in ("cpu", "cuda") else f"cpu:gloo,{kind}:gloo"
+
+
 # streams and events --------------------------------------------------------------------------------------------------
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ls_strategy import _compat as compat
+from ls_strategy import device as dev
 from ls_strategy.checked import at_least, checked
 from ls_strategy.checkpoint.commit import newest
 from ls_strategy.errors import CheckpointError, ConfigError
@@ -163,7 +164,7 @@ class PreemptionHandler(Callback):
         if isinstance(trainer.strategy, ZeROStrategy) or trainer.world_size == 1:
             return
         if self._group_of is not dist.group.WORLD:
-            group = dist.new_group(backend="gloo")
+            group = dist.new_group(backend=dev.host_backend())
             assert isinstance(group, dist.ProcessGroup)
             self._group, self._group_of = group, dist.group.WORLD
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ls_strategy import device as dev
 from ls_strategy import spans
 from ls_strategy._compat import REQUEUE, STOP, default_store
 from ls_strategy.distributed.comm import Comm, process_group
@@ -82,7 +83,7 @@ class Lockstep:
             self._store = default_store().clone()  # its own connection: waits on another one block it
             self._keys = [f"ls_strategy/batch/{rank}" for rank in range(comm.world_size)]
             self._store.set(self._keys[comm.rank], "0 0 0")
-            self._group: Any = process_group("lockstep", backend="gloo")
+            self._group: Any = process_group("lockstep", backend=dev.host_backend())
             self._journal = comm.where.journal(self._group.group_name, range(comm.world_size))
             comm.own_open_sockets()
 

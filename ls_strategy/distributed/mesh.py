@@ -30,6 +30,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from ls_strategy import device as dev
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.distributed.comm import Comm, process_group
 from ls_strategy.errors import PlanError
@@ -187,7 +188,7 @@ def _comm_of(groups: tuple[tuple[int, ...], ...], world: Comm) -> Comm:
     mine: Comm | None = None
     for ranks in groups:
         group = process_group("mesh", ranks)
-        control = process_group("control", ranks, backend="gloo")
+        control = process_group("control", ranks, backend=dev.host_backend())
         if world.rank in ranks:
             assert isinstance(group, dist.ProcessGroup)
             assert isinstance(control, dist.ProcessGroup)

@@ -69,7 +69,7 @@ class SimulatedLedger:
 
 
 class SimulatedPool:
-    """Simulates `comm.BufferPool`."""
+    """Simulates `buffer_pool.BufferPool`."""
 
     def __init__(self, ledger: SimulatedLedger) -> None:
         self._ledger = ledger
@@ -108,6 +108,8 @@ class SimulatedFlat:
     wire: int = 0
     used: set[str] = field(default_factory=set)
     wide: bool = False
+    landed: bool = False
+    """Whether a micro-batch of this step has left averages."""
 
     @property
     def gathered_bytes(self) -> int:
@@ -175,6 +177,8 @@ class SimulatedReducer:
         self.plan, self.policy, self.setting, self.ledger = plan, plan.policy, setting, ledger
         self.pool = SimulatedPool(ledger)
         self.eager = True
+        self._early_step = False
+        """Whether updates start in this backward: only in the last one before the step."""
         self._trained = trained
         self._next = 0
         self._in_flight: deque[SimulatedFlat] = deque()
@@ -183,6 +187,7 @@ class SimulatedReducer:
         """See `Reducer`."""
         self.finish_in_flight()
         self.eager = eager or self.policy.gradients
+        self._early_step = self.setting.early_step and eager
         self._next = 0
         for unit in self.order:
             unit.launched = False
@@ -229,7 +234,7 @@ class SimulatedReducer:
         for unit in self.order[self._next :]:
             self._launch(unit)
         self._next = len(self.order)
-        if not self.policy.gradients or self.setting.early_step:
+        if not self.policy.gradients or self._early_step:
             self.finish_in_flight()
 
     def _launch(self, unit: SimulatedUnit) -> None:
@@ -263,7 +268,7 @@ class SimulatedReducer:
         flat.pooled = [self.pool.take(shard, wire)]
 
     def _too_much(self) -> bool:
-        if self.setting.early_step and self.eager:
+        if self._early_step:
             return len(self._in_flight) > 1
         flying = sum(f.plan.layout.numel * self._sent_itemsize(f) for f in self._in_flight)
         bounded = self.policy.gradients or self.setting.native
@@ -272,7 +277,8 @@ class SimulatedReducer:
     def _finish(self, flat: SimulatedFlat) -> None:
         shard = flat.plan.layout.shard
         if not self.policy.optimizer or self._is_copied(flat):
-            self.pool.give([self.pool.take(shard, 4)])
+            self.pool.give([self.pool.take(shard, self._landing_itemsize(flat))])
+        flat.landed = True
         self.pool.give(flat.pooled)
         flat.pooled = []
         if flat.wire:
@@ -282,9 +288,15 @@ class SimulatedReducer:
             self.pool.give([flat.grad])
             flat.grad = None
 
+    def _landing_itemsize(self, flat: SimulatedFlat) -> int:
+        """Return the bytes per element of averages: a single rank does not widen its first ones, see `Averages`."""
+        fused = self.setting.early_step and not self.setting.step_temporaries
+        exact = self.policy.optimizer and self.plan.world_size == 1 and fused and not flat.landed
+        return min(flat.plan.dtype.itemsize, 4) if exact else 4
+
     def _is_copied(self, flat: SimulatedFlat) -> bool:
         """Whether averages are reduced on the device and then copied to their tier."""
-        if flat.plan.gradient_tier == "nvme" and not self.setting.early_step:
+        if flat.plan.gradient_tier == "nvme" and not self._early_step:
             return True
         return flat.plan.gradient_tier != "device" and self.setting.cuda
 

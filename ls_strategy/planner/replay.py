@@ -142,6 +142,7 @@ class _Replay:
         for unit in self.units:
             for flat in unit.flats:
                 flat.used.clear()
+                flat.landed = False
 
     def _host_bytes(self, states: dict[str, int]) -> int:
         away = self.most_away

@@ -79,7 +79,7 @@ def check_every_rank(strategy: Any, weights: dict[str, Tensor]) -> dict[tuple[st
         if kind == "master":
             assert not value.isnan().any(), f"no rank has all of {name}"
             if engine.mesh.world.rank == 0 and name in weights:
-                assert torch.equal(value, weights[name].double()), f"the state dict has another {name}"
+                assert torch.equal(value, weights[name].cpu().double()), f"the state dict has another {name}"
     with strategy.gathered_parameters():
         for flat in engine.flats:
             for parameter, slot in zip(flat.params, flat.layout.slots, strict=True):

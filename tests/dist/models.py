@@ -61,6 +61,9 @@ class Case:
     width: int = 16
     blocks: int = 3
     min_unit_numel: int = 0
+    device: str = "cpu"
+    """Kind of device, as the Trainer's accelerator."""
+
     options: tuple[tuple[str, Any], ...] = ()
     """More arguments of `ZeROStrategy`."""
 
@@ -248,7 +251,7 @@ def strategy_of(case: Case) -> Any:
         needs_search = {"unused", "unused_here"} & set(case.traits) or case.optimizer == "two"
         return "ddp_find_unused_parameters_true" if needs_search else "ddp"
     options = {"sharding.min_unit_numel": case.min_unit_numel, **dict(case.options)}
-    if case.precision.startswith("16"):  # on the CPU the Trainer turns these into bf16
+    if case.precision.startswith("16") and case.device == "cpu":  # there the Trainer turns these into bf16
         options["precision_plugin"] = ZeROPrecision(case.precision)
     if case.precision == "32-scaled":
         options.setdefault("precision.loss_scale", GROWING)
@@ -291,12 +294,12 @@ def trainer_of(case: Case, world_size: int, **arguments: Any) -> pl.Trainer:
         arguments["accumulate_grad_batches"] = case.accumulate
         if case.clip:
             arguments.update(gradient_clip_val=case.clip_at, gradient_clip_algorithm=case.clip)
-    if not case.precision.startswith("16"):
+    if not case.precision.startswith("16") or case.device != "cpu":
         arguments["precision"] = case.precision.replace("scaled", "true")
     elif case.stage is None:
         arguments["plugins"] = [fp16_plugin(case.precision)]
     return pl.Trainer(
-        accelerator="cpu",
+        accelerator=arguments.pop("accelerator", case.device),
         devices=world_size,
         strategy=strategy_of(case),
         max_epochs=1,
@@ -308,20 +311,20 @@ def trainer_of(case: Case, world_size: int, **arguments: Any) -> pl.Trainer:
     )
 
 
-def run(rank: int, world_size: int, case: Case) -> Result:
-    """Train one case; collective."""
+def run(rank: int, world_size: int, case: Case, **arguments: Any) -> Result:
+    """Train one case, with more arguments of the Trainer; collective. Tensors of the result are on the host."""
     quiet()
     random.seed(0)
     module = PrivateNet(case) if "private" in case.traits else Net(case)
-    trainer = trainer_of(case, world_size)
+    trainer = trainer_of(case, world_size, **arguments)
     with scaled_fp32() if case.precision == "32-scaled" else nullcontext():
         trainer.fit(module, loader(case, world_size))
     weights = trainer.strategy.lightning_module_state_dict()
-    module.result.buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+    module.result.buffers = {name: buffer.detach().cpu().clone() for name, buffer in module.named_buffers()}
     if case.stage is not None:
         check_every_rank(trainer.strategy, weights)
     if rank == 0:
-        module.result.weights = {k: v.detach().clone() for k, v in weights.items()}
+        module.result.weights = {k: v.detach().cpu().clone() for k, v in weights.items()}
     return module.result
 
 

@@ -15,13 +15,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ls_strategy.activations.offload import ActivationOffload
 from ls_strategy.config import ActivationOffloadConfig
+from ls_strategy.distributed import buffer_pool
+from ls_strategy.distributed.buffer_pool import BufferPool
 from ls_strategy.inference.stream import stream_blocks
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.moe.dispatch import by_expert
 from ls_strategy.tiers.link import Link, host_empty
 from ls_strategy.zero.step.kernels import Kernel
 from tests.dist.ranks import quiet
-from tests.simulated_device.device import BACKEND, SimulatedAccelerator
+from tests.simulated_device.device import BACKEND, NAME, SimulatedAccelerator
 from tests.simulated_device.timeline import Timeline
 
 WIDTH = 16
@@ -41,10 +43,18 @@ class Block(nn.Module):
 class Stack(pl.LightningModule):
     """Blocks between two layers. Records the losses, without waiting for them."""
 
-    def __init__(self, blocks: int = 4, width: int = WIDTH, *, habit: str = "") -> None:
-        """``habit``: what the user's code does besides, see the methods."""
+    def __init__(self, blocks: int = 4, width: int = WIDTH, *, habit: str = "", fused: bool | None = True) -> None:
+        """Build the model.
+
+        Args:
+            blocks: how many.
+            width: of their inputs.
+            habit: what the user's code does besides, see the methods.
+            fused: of the optimizer. True selects torch's kernel where states are on the device.
+        """
         super().__init__()
         self.habit = habit
+        self.fused = fused
         torch.manual_seed(3)
         self.first = nn.Linear(4, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
@@ -68,7 +78,7 @@ class Stack(pl.LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=0.01, fused=True)
+        return torch.optim.AdamW(self.parameters(), lr=0.01, fused=self.fused)
 
 
 class Looking(Stack):
@@ -87,41 +97,58 @@ def batches(dtype: torch.dtype = torch.float32, count: int = 5) -> DataLoader[An
 
 def fit(
     device: torch.device,
-    options: dict[str, Any],
+    options: dict[str, Any] | None,
     trainer: dict[str, Any] | None = None,
     habit: str = "",
     *,
     resume: str | None = None,
     width: int = WIDTH,
     blocks: int = 4,
+    fused: bool | None = True,
+    module: Stack | None = None,
 ) -> dict[str, Any]:
-    """Train five steps, or ``max_steps``. Return the losses, the weights at the end as host tensors, and the plan."""
+    """Train five steps, or ``max_steps``. Return the losses, the weights at the end as host tensors, and the plan.
+
+    Without ``options`` it is a plain Trainer.
+    """
     quiet()
     with tempfile.TemporaryDirectory(prefix="ls_strategy_") as folder:
-        options = {
-            "process_group_backend": None if device.type == "cpu" else BACKEND,
-            **options,
-            "sharding": {"min_unit_numel": 1, **options.get("sharding", {})},
+        defaults = {
+            "max_steps": 5,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "default_root_dir": folder,
         }
-        if "nvme" in str(options):
-            options["offload"] = {"nvme_path": folder, "nvme_allow_ram": True, **options.get("offload", {})}
         run = pl.Trainer(
-            accelerator="cpu" if device.type == "cpu" else SimulatedAccelerator(),
+            accelerator=SimulatedAccelerator() if device.type == NAME else device.type,
             devices=1,
-            strategy=ZeROStrategy(**options),
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=folder,
-            **{"max_steps": 5, **(trainer or {})},
+            strategy=strategy_of(device, options, folder),
+            **{**defaults, **(trainer or {})},
         )
-        model = (Looking if habit == "a forward before the step" else Stack)(blocks, width, habit=habit)
+        kind = Looking if habit == "a forward before the step" else Stack
+        model = kind(blocks, width, habit=habit, fused=fused) if module is None else module
         precision = (trainer or {}).get("precision", "32-true")
         dtype = {"bf16-true": torch.bfloat16, "16-true": torch.float16}.get(precision, torch.float32)
         run.fit(model, batches(dtype, 10), ckpt_path=resume)
         weights = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
-        return {"losses": torch.stack(model.losses).tolist(), "weights": weights, "plan": run.strategy.engine.plan}
+        plan = run.strategy.engine.plan if isinstance(run.strategy, ZeROStrategy) else None
+        return {"losses": torch.stack(model.losses).tolist(), "weights": weights, "plan": plan}
+
+
+def strategy_of(device: torch.device, options: dict[str, Any] | None, folder: str) -> str | ZeROStrategy:
+    """Return the strategy with these options, or Lightning's own without; the drive is a folder."""
+    if options is None:
+        return "auto"
+    options = {
+        "process_group_backend": BACKEND if device.type == NAME else None,
+        **options,
+        "sharding": {"min_unit_numel": 1, **options.get("sharding", {})},
+    }
+    if "nvme" in str(options):
+        options["offload"] = {"nvme_path": folder, "nvme_allow_ram": True, **options.get("offload", {})}
+    return ZeROStrategy(**options)
 
 
 def trained(device: torch.device, options: dict[str, Any], trainer: dict[str, Any], blocks: int) -> None:
@@ -212,6 +239,19 @@ def dropped(device: torch.device) -> Tensor:
     other = torch.zeros(ones.shape, device=device)
     link.to_host(found, other).wait_on_host()
     return found.clone()
+
+
+def crowded(device: torch.device) -> tuple[int, list[float]]:
+    """Send three results to the host from memory for one. Return how much memory it was, and what has arrived."""
+    link, pool, numel = Link(device), BufferPool(), 1 << 14
+    found = [host_empty(numel, torch.float32, device) for _ in range(3)]
+    with mock.patch.object(buffer_pool, "LATE_BYTES", 0):
+        for number, host in enumerate(found):
+            buffer = pool.take(numel, torch.float32, device).fill_(number)
+            arrival = link.to_host(host, buffer)
+            pool.give_late(buffer, arrival)
+    arrival.wait_on_host()
+    return pool.bytes // (4 * numel), [float(host.mean()) for host in found]
 
 
 def given_up(device: torch.device, sent_again: bool) -> Tensor:

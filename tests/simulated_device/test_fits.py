@@ -10,6 +10,7 @@ import torch
 from tests.simulated_device.device import run
 from tests.simulated_device.programs import (
     FITS,
+    crowded,
     dropped,
     fit,
     fit_all,
@@ -64,6 +65,12 @@ def test_a_target_is_freed_when_its_copy_is_over() -> None:
     on_device = run(dropped)
     assert on_device.hazards == []
     assert not on_device.result.any()
+
+
+def test_memory_for_results_is_used_again_when_they_have_arrived() -> None:
+    on_device = run(crowded)
+    assert on_device.hazards == []
+    assert on_device.result == (1, [0.0, 1.0, 2.0])
 
 
 @pytest.mark.parametrize("sent_again", [False, True])

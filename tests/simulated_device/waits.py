@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tests.simulated_device.programs import FITS, dropped, fit, given_up, saved, saved_through_device, streamed
+from tests.simulated_device.programs import FITS, crowded, dropped, fit, given_up, saved, saved_through_device, streamed
 
 
 class WaitNotFoundError(Exception):
@@ -59,6 +59,7 @@ WAITS = (
     Wait("activations.storage", "self._wait(region.copying.wait_on_host)", "pass", "activations on cpu"),
     Wait("activations.storage", "region.copying.wait_on_host()", "pass", "activations on nvme", "finish"),
     Wait("activations.storage", "busy.wait_on_host()  # I/O", "pass  # I/O", "activations on nvme"),
+    Wait("distributed.buffer_pool", "copy.wait_on_host()", "pass", "crowded"),
     Wait("inference.storage", "arrival.wait_on_host()", "pass", "streamed cpu"),
     Wait("inference.storage", "self._buffers.link.mark()", "None", "streamed cpu"),
     Wait("zero.flat.averages", "arrival.wait_on_host()", "pass", "stage 3, all on cpu"),
@@ -109,6 +110,7 @@ def program_of(wait: Wait) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     parts: dict[str, tuple[Any, ...]] = {
         "background save": (saved, 2),
         "save through device": (saved_through_device,),
+        "crowded": (crowded,),
         "dropped": (dropped,),
         "given up": (given_up, False),
         "given up, sent again": (given_up, True),

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from ls_strategy.distributed.comm import BufferPool, Comm, PendingReduce, Started
+from ls_strategy.distributed import buffer_pool
+from ls_strategy.distributed.buffer_pool import BufferPool
+from ls_strategy.distributed.comm import Comm, PendingReduce, Started
 from ls_strategy.distributed.traffic import Traffic
 from ls_strategy.errors import RankFailedError
 
@@ -38,6 +40,36 @@ def test_a_pool_keeps_no_more_free_buffers_than_it_may() -> None:
     pool.give(buffers)
     assert pool.take(4, torch.float32, CPU) is buffers[0]
     assert pool.take(4, torch.float32, CPU) is not buffers[1]
+
+
+class LateCopy:
+    """A copy that is over when somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.over = False
+
+    def is_over(self) -> bool:
+        return self.over
+
+    def wait_on_host(self) -> None:
+        self.over = True
+
+
+def test_a_pool_waits_for_copies_when_too_much_is_late(monkeypatch):
+    monkeypatch.setattr(buffer_pool, "LATE_BYTES", 100)
+    pool, device = BufferPool(), torch.device("cpu")
+    copies = [LateCopy() for _ in range(3)]
+    for copy in copies[:2]:
+        pool.give_late(pool.take(10, torch.float32, device), copy)
+    assert pool.bytes == 80
+    third = pool.take(10, torch.float32, device)  # 120 bytes would be late
+    assert [copy.over for copy in copies] == [True, False, False]
+    assert pool.bytes == 80
+    copies[1].over = True
+    pool.give_late(third, copies[2])
+    pool.take(10, torch.float32, device)  # without a wait
+    assert not copies[2].over
+    assert pool.bytes == 80
 
 
 class Work:

@@ -197,3 +197,15 @@ def test_random_states_of_the_host() -> None:
     dev.set_random_state(state, cpu)
     assert torch.equal(torch.rand(2), drawn)
     assert dev.generator_of(cpu) is torch.random.default_generator
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("cpu", "gloo"), ("cuda", "gloo"), ("xpu", "cpu:gloo,xpu:gloo"), ("npu", "cpu:gloo,npu:gloo")],
+)
+def test_groups_of_the_host_also_name_the_accelerator(
+    kind: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch asks each group for a back end of the default group's device, and gloo is known for CUDA alone."""
+    monkeypatch.setattr(dev, "current", lambda: SimpleNamespace(type=kind))
+    assert dev.host_backend() == expected

@@ -217,12 +217,8 @@ class Averages:
             self._flat.storage.link.to_device(mine, out).wait_on_device()
         reducing.finish(mine, accumulate=accumulate)
         arrival = self._flat.storage.link.to_host(out, mine)
-
-        def land() -> None:
-            arrival.wait_on_host()
-            self._flat.comm.pool.give([mine])
-
-        self.landing = self._flat.storage.in_background(land)
+        self._flat.comm.pool.give_late(mine, arrival)  # and not in the background, where updates may come first
+        self.landing = self._flat.storage.in_background(lambda: arrival.wait_on_host())
 
     def spill(self) -> None:
         """Write averages that `land` left in memory to the NVMe tier."""

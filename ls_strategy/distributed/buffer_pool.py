@@ -1,0 +1,88 @@
+"""Buffers that are used again, also while copies to the host still read them."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+LATE_BYTES = 64 << 20
+"""Bytes of a pool that copies to the host may still read. With more, `BufferPool.take` waits for the oldest copy."""
+
+
+class Copy(Protocol):
+    """A copy in flight."""
+
+    def is_over(self) -> bool:
+        """Whether it is done. Does not wait."""
+        ...
+
+    def wait_on_host(self) -> None:
+        """Block this thread until it is done."""
+        ...
+
+
+class BufferPool:
+    """Reuses receive and staging buffers: a new allocation of 64 MiB costs its page faults every time."""
+
+    def __init__(
+        self,
+        make: Callable[[int, torch.dtype, torch.device], Tensor] = lambda n, dtype, device: torch.empty(
+            n, dtype=dtype, device=device
+        ),
+        *,
+        kept: int | None = None,
+    ) -> None:
+        """Start empty.
+
+        Args:
+            make: allocates a new buffer.
+            kept: the maximum number of free buffers per size. None: no maximum.
+        """
+        self._make = make
+        self._kept = kept
+        self._free: defaultdict[tuple[int, torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+        self._late: deque[tuple[Copy, Tensor]] = deque()
+        self._late_bytes = 0
+        self._lock = threading.Lock()
+        self.bytes = 0
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a buffer of exactly this size, with arbitrary contents."""
+        free = self._free[(numel, dtype, device)]
+        self._take_back(0 if free else numel * dtype.itemsize)
+        if free:
+            return free.pop()
+        buffer = self._make(numel, dtype, device)
+        self.bytes += buffer.numel() * buffer.element_size()
+        return buffer
+
+    def give(self, buffers: Iterable[Tensor]) -> None:
+        """Take back buffers that are no longer read or written."""
+        for buffer in buffers:
+            free = self._free[(buffer.numel(), buffer.dtype, buffer.device)]
+            if self._kept is None or len(free) < self._kept:
+                free.append(buffer)
+
+    def give_late(self, buffer: Tensor, copy: Copy) -> None:
+        """Take back a buffer that ``copy`` still reads, when it is over."""
+        with self._lock:
+            self._late.append((copy, buffer))
+            self._late_bytes += buffer.nbytes
+
+    def _take_back(self, nbytes: int) -> None:
+        """Take back what copies have read, and wait for the oldest ones if ``nbytes`` more would be too much."""
+        with self._lock:
+            while self._late:
+                copy, buffer = self._late[0]
+                if not copy.is_over():
+                    if not nbytes or self._late_bytes + nbytes <= LATE_BYTES:
+                        break
+                    copy.wait_on_host()
+                self._late.popleft()
+                self._late_bytes -= buffer.nbytes
+                self.give([buffer])
