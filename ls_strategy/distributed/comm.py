@@ -318,7 +318,7 @@ class Comm:
             self.journal.enter("reduce_scatter", of)
             wire = full if dtype is None else full.to(dtype)
             out = self.pool.take(mine.numel(), wire.dtype, wire.device)
-            self.traffic.count("reduce_scatter", wire[mine.numel() :])
+            self.traffic.count_elements("reduce_scatter", wire.numel() - mine.numel(), wire.element_size())
             if sizes is None:
                 work = dist.reduce_scatter_tensor(out, wire, group=self.group, async_op=True)
             else:

@@ -45,6 +45,10 @@ class LocalGradients:
         self._pool = pool
         self._device = device
         self._average_dtype = average_dtype
+        self._gaps = layout.gaps()
+        strides = [torch.empty(s.shape, device="meta").stride() for s in layout.slots]
+        self._places = [(s.shape, stride, s.offset) for s, stride in zip(layout.slots, strides, strict=True)]
+        """Shape, stride and offset of every slot."""
         self.scale = 1.0
         """Factor in the gradients: the loss scale of their backward pass. See `Averages.scale`."""
         self.buffer: Tensor | None = None
@@ -77,11 +81,13 @@ class LocalGradients:
         numel = self._layout.numel
         if self._policy.gradients:
             self.buffer = self._pool.take(numel, dtype, self._device)
-            for lo, hi in self._layout.gaps():
+            for lo, hi in self._gaps:
                 self.buffer[lo:hi].zero_()
+            # One operation per slot, since this is done for every unit and backward: `slot_views` takes two.
+            self.views = [self.buffer.as_strided(*place) for place in self._places]
         else:
             self.buffer = torch.zeros(numel, dtype=dtype, device=self._device)
-        self.views = slot_views(self._layout, self.buffer)
+            self.views = slot_views(self._layout, self.buffer)
 
     def take_held(self, scales: Mapping[int, float]) -> None:
         """Take over gradients in ``p.grad`` from an earlier engine (stages 0 and 1). The step averages them again.
