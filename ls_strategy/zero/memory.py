@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from ls_strategy.distributed.comm import BufferPool
+from ls_strategy.distributed.pool import BufferPool
 from ls_strategy.zero.flat.parameters import grad_of
 from ls_strategy.zero.flat.units import Flat
 from ls_strategy.zero.step.phase import OptimizerStep

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from ls_strategy.distributed.comm import BufferPool, Comm, PendingReduce, Started
+from ls_strategy.distributed.comm import Comm, PendingReduce, Started
+from ls_strategy.distributed.pool import BufferPool
 from ls_strategy.distributed.traffic import Traffic
 from ls_strategy.errors import RankFailedError
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ls_strategy._compat import storage_key
-from ls_strategy.distributed.comm import BufferPool, PendingGather, PendingReduce
+from ls_strategy.distributed.comm import PendingGather, PendingReduce
+from ls_strategy.distributed.pool import BufferPool
 from ls_strategy.layout import FlatLayout
 from ls_strategy.zero.flat.parameters import grad_of, set_grad
 from ls_strategy.zero_stages import StagePolicy

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ls_strategy import device as dev
 from ls_strategy.config import TierName
-from ls_strategy.distributed.comm import BufferPool
+from ls_strategy.distributed.pool import BufferPool
 from ls_strategy.ops.norm import CHUNK
 from ls_strategy.tiers import CHUNK_BYTES, TIERS
 from ls_strategy.tiers.arrival import DONE, Arrival

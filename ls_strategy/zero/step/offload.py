@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from ls_strategy import device as dev
 from ls_strategy.config import TierName, ZeROConfig
-from ls_strategy.distributed.comm import BufferPool, Comm
+from ls_strategy.distributed.comm import Comm
+from ls_strategy.distributed.pool import BufferPool
 from ls_strategy.errors import LSError, PlanError
 from ls_strategy.plan import Plan
 from ls_strategy.tiers import TIERS
