@@ -168,9 +168,12 @@ class Comm:
         try:
             yield
         except RuntimeError as error:
-            if not isinstance(error, LSError) and "onnection" in str(error):
-                self.failures.raise_if_any(error)
+            self._name_failure(error)
             raise
+
+    def _name_failure(self, error: RuntimeError) -> None:
+        if not isinstance(error, LSError) and "onnection" in str(error):
+            self.failures.raise_if_any(error)
 
     def wait(self, works: Sequence[Any]) -> None:
         """Wait for operations in flight.
@@ -181,9 +184,13 @@ class Comm:
         if not works:
             return
         entry = works[0].entry if isinstance(works[0], Started) else None
-        with self.where.wait(entry), self.naming_failures(), spans.waiting(spans.COMMUNICATION):
-            for work in works:
-                work.wait()
+        with self.where.wait(entry), spans.waiting(spans.COMMUNICATION):
+            try:  # `naming_failures` itself would double the time of this call, which a stage-3 unit makes three times
+                for work in works:
+                    work.wait()
+            except RuntimeError as error:
+                self._name_failure(error)
+                raise
 
     @contextmanager
     def blocking(
@@ -242,17 +249,17 @@ class Comm:
         """
         if self.world_size == 1 or full.numel() == 0:
             return PendingGather((), self)
-        shards = _cut(full, self.world_size, sizes)
-        mine = shards[self.rank]
+        mine = self._own(full, sizes)
         if self.native:
             self.journal.enter("all_gather", of)
             self.traffic.count("all_gather", mine, self.world_size - 1)
             if sizes is None:
                 work = dist.all_gather_into_tensor(full, mine, group=self.group, async_op=True)
             else:
-                work = dist.all_gather(list(shards), mine, group=self.group, async_op=True)
+                work = dist.all_gather(list(full.split(list(sizes))), mine, group=self.group, async_op=True)
             works = spans.followed((work,), f"all_gather {of}", mine.nbytes * (self.world_size - 1))
             return PendingGather(works, self)
+        shards = _cut(full, self.world_size, sizes)
         return PendingGather(self._exchange([mine] * self.world_size, shards, "all_gather", of), self)
 
     def reduce_scatter(
@@ -271,8 +278,7 @@ class Comm:
         Traffic:
             The other ranks' shards: ``(world_size - 1) * shard`` elements sent per rank with equal shards.
         """
-        shards = _cut(full, self.world_size, sizes)
-        mine = shards[self.rank]
+        mine = self._own(full, sizes)
         if self.world_size == 1 or full.numel() == 0:
             return PendingReduce((), [mine], (), self)
         if self.native:
@@ -290,8 +296,15 @@ class Comm:
             mine if r == self.rank else self.pool.take(mine.numel(), mine.dtype, mine.device)
             for r in range(self.world_size)
         ]
-        works = self._exchange(shards, parts, "reduce_scatter", of)
+        works = self._exchange(_cut(full, self.world_size, sizes), parts, "reduce_scatter", of)
         return PendingReduce(works, parts, [p for r, p in enumerate(parts) if r != self.rank], self)
+
+    def _own(self, full: Tensor, sizes: Sequence[int] | None) -> Tensor:
+        """Return this rank's shard, a view of ``full``, without making a view of every other rank's."""
+        if sizes is not None or full.numel() == 0:
+            return _cut(full, self.world_size, sizes)[self.rank]
+        shard = full.numel() // self.world_size
+        return full.narrow(0, self.rank * shard, shard)
 
     def sendable(self, tensor: Tensor) -> Tensor:
         """Return ``tensor``, or a copy on the device if it is in host memory, which NCCL refuses."""
