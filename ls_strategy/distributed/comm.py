@@ -80,17 +80,23 @@ class PendingReduce:
         self._comm.wait(self._works)
         scale = 1.0 / self._comm.world_size
         step = SUM_CHUNK if out.device.type == "cpu" else out.numel()
-        for lo in range(0, out.numel(), max(step, 1)):
-            piece = out[lo : lo + step]
-            for i, part in enumerate(self._parts):
-                term = part[lo : lo + step]
-                if i or accumulate:
-                    piece.add_(term, alpha=scale)
-                elif term.dtype == piece.dtype:
-                    torch.mul(term, scale, out=piece)
-                else:
-                    piece.copy_(term).mul_(scale)  # cast first: scaling in 16 bit would round twice
+        if out.numel() <= step:
+            self._sum(out, self._parts, scale, accumulate=accumulate)
+        else:
+            for lo in range(0, out.numel(), step):
+                terms = [part[lo : lo + step] for part in self._parts]
+                self._sum(out[lo : lo + step], terms, scale, accumulate=accumulate)
         self._comm.pool.give(self._borrowed)
+
+    @staticmethod
+    def _sum(out: Tensor, terms: Sequence[Tensor], scale: float, *, accumulate: bool) -> None:
+        for i, term in enumerate(terms):
+            if i or accumulate:
+                out.add_(term, alpha=scale)
+            elif term.dtype == out.dtype:
+                torch.mul(term, scale, out=out)
+            else:
+                out.copy_(term).mul_(scale)  # cast first: scaling in 16 bit would round twice
 
 
 class PendingGather:
@@ -220,6 +226,7 @@ class Comm:
         Different operations are never matched with each other: their tags differ, so both wait.
         """
         entry, nbytes = self.journal.enter(kind, of), 0
+        tag = entry.tag
         operations: list[dist.P2POp] = []
         for distance in range(1, self.world_size):
             to = (self.rank + distance) % self.world_size
@@ -229,8 +236,8 @@ class Comm:
             assert incoming is not None
             self.traffic.count(kind, outgoing)
             nbytes += outgoing.nbytes
-            operations.append(dist.P2POp(dist.isend, outgoing, group=self.group, group_peer=to, tag=entry.tag))
-            operations.append(dist.P2POp(dist.irecv, incoming, group=self.group, group_peer=frm, tag=entry.tag))
+            operations.append(dist.P2POp(dist.isend, outgoing, group=self.group, group_peer=to, tag=tag))
+            operations.append(dist.P2POp(dist.irecv, incoming, group=self.group, group_peer=frm, tag=tag))
         with self.where.wait(entry), self.naming_failures():  # fails here or in the wait if a peer has left
             works = dist.batch_isend_irecv(operations)
         return [Started(spans.followed(works, f"{kind} {of}", nbytes), entry)]

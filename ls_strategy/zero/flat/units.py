@@ -276,8 +276,9 @@ class Flat(FlatBuffer):
                 )
             self.writes.begin_gather()
             self.start_read()
-            if self.full.untyped_storage().size() == 0:
-                self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
+            storage = self.full.untyped_storage()
+            if storage.size() == 0:
+                storage.resize_(self.full.nbytes)
             self._load_shard(self.full[lo:hi])
         elif self.optimizer_tier == "device" and not self.master_is_slice:
             self.full[lo:hi].copy_(self.master)
