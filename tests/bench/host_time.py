@@ -14,11 +14,11 @@ A part's time minus that of the plain loop in the same round, divided by the num
 
 There are three worlds:
 
-``1 rank``           as on one GPU. This engine has nothing to shard, and runs every stage as stage 0
-``1 of 2, no wire``  one of two ranks. torch's back end *fake* takes every collective, and returns without sending. The
-                     engine takes its branches for NCCL. So this is the host time of two ranks without that of their
-                     collectives; a launch of NCCL would be added to each of them, for all contenders
-``2 ranks``          two ranks over gloo, on the same cores. This includes gloo's work and the waits for the other rank
+``alone``   one rank, as on one GPU. This engine has nothing to shard, and runs every stage as stage 0
+``unsent``  one of two ranks. torch's back end *fake* takes every collective, and returns without sending. The engine
+            takes its branches for NCCL. So this is the host time of two ranks without that of their collectives; a
+            launch of NCCL would be added to each of them, for all contenders
+``gloo``    two ranks on the same cores. This includes gloo's work and the waits for the other rank
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,10 +48,9 @@ BATCH = 2
 UNCOUNTED = 3
 """Rounds in which contenders allocate, learn the order of units, and build kernels."""
 
-WORLDS = {"1 rank": 1, "1 of 2, no wire": 1, "2 ranks": 2}
+WORLDS = {"alone": 1, "unsent": 1, "gloo": 2}
 """Processes of each world."""
 
-UNSENT = "1 of 2, no wire"
 PARTS = ("forward", "backward", "update")
 
 
@@ -172,6 +172,13 @@ CONTENDERS: dict[str, Callable[[nn.Module], Loop]] = {
 }
 
 
+def join_unsent() -> None:
+    """Be rank 0 of two, in a world whose collectives return at once and send nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it makes the back end known
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+
+
 def run_rank(
     rank: int, _processes: int, units: int, rounds: int, steps: int, *, unsent: bool, names: Sequence[str]
 ) -> dict[str, list[list[float]]]:
@@ -179,9 +186,7 @@ def run_rank(
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # a gather that sends nothing leaves what was in memory
     if unsent:
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+        join_unsent()
     loops = {name: CONTENDERS[name](Blocks(units)) for name in names}
     x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(rank))
     times: dict[str, list[list[float]]] = {name: [] for name in names}
@@ -217,11 +222,9 @@ def judged(times: dict[str, list[list[float]]], units: int) -> dict[str, Any]:
 
 def measure(world: str, units: int, rounds: int, steps: int, names: Sequence[str]) -> dict[str, Any]:
     """A world's part of the record."""
-    from functools import partial
-
     from ls_strategy.testing import spawn
 
-    unsent = world == UNSENT
+    unsent = world == "unsent"
     times = spawn(
         partial(run_rank, unsent=unsent, names=names), WORLDS[world], units, rounds, steps,
         timeout_s=1800, env={"OMP_NUM_THREADS": "1"}, init_process_group=not unsent,

@@ -267,7 +267,7 @@ class LocalGradients:
 
     def give_back(self, indices: Iterable[int]) -> None:
         """Move adopted tensors out of their slots, with their current values."""
-        for i in indices:
+        for i in indices if self._adopted else ():
             grad = self._adopted.pop(i, None)
             if grad is not None and grad.data_ptr() == self.views[i].data_ptr():
                 grad.data = grad.detach().clone()

@@ -55,12 +55,9 @@ class Gatherer:
             flat.finish_gather()
 
     def _neighbours(self, unit: Unit, direction: int, distance: int) -> list[Unit]:
+        """Return the next units in the order of the pass, nearest first."""
         i = self._position[id(unit)]
-        return [
-            self._order[j]
-            for j in range(i + direction, i + direction * (distance + 1), direction)
-            if 0 <= j < len(self._order)
-        ]
+        return self._order[i + 1 : i + 1 + distance] if direction > 0 else self._order[max(i - distance, 0) : i][::-1]
 
     @staticmethod
     def _read(unit: Unit) -> None:
