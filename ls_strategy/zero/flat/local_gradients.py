@@ -6,6 +6,7 @@ the backward pass, and return it when it was sent.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -47,7 +48,7 @@ class LocalGradients:
         self._device = device
         self._average_dtype = average_dtype
         self._gaps = layout.gaps()
-        strides = [torch.empty(s.shape, device="meta").stride() for s in layout.slots]
+        strides = [tuple(math.prod(s.shape[d + 1 :]) for d in range(len(s.shape))) for s in layout.slots]
         self._places = [(s.shape, stride, s.offset) for s, stride in zip(layout.slots, strides, strict=True)]
         """Shape, stride and offset of every slot."""
         self.scale = 1.0
