@@ -38,7 +38,7 @@ from tests.bench import record
 from tests.bench.contest import ratios, spread, turns
 from tests.bench.step_time import Setting, adamw, engine_of, sharded_by_fsdp2
 
-MINUTES = 4
+MINUTES = 5
 SPREAD = "quartiles over rounds"
 SEEDS = "0 for weights, the rank for data"
 QUICK = ("--units", "4", "--rounds", "2")
