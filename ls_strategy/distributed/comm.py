@@ -80,17 +80,23 @@ class PendingReduce:
         self._comm.wait(self._works)
         scale = 1.0 / self._comm.world_size
         step = SUM_CHUNK if out.device.type == "cpu" else out.numel()
-        for lo in range(0, out.numel(), max(step, 1)):
-            piece = out[lo : lo + step]
-            for i, part in enumerate(self._parts):
-                term = part[lo : lo + step]
-                if i or accumulate:
-                    piece.add_(term, alpha=scale)
-                elif term.dtype == piece.dtype:
-                    torch.mul(term, scale, out=piece)
-                else:
-                    piece.copy_(term).mul_(scale)  # cast first: scaling in 16 bit would round twice
+        if out.numel() <= step:
+            self._sum(out, self._parts, scale, accumulate=accumulate)
+        else:
+            for lo in range(0, out.numel(), step):
+                terms = [part[lo : lo + step] for part in self._parts]
+                self._sum(out[lo : lo + step], terms, scale, accumulate=accumulate)
         self._comm.pool.give(self._borrowed)
+
+    @staticmethod
+    def _sum(out: Tensor, terms: Sequence[Tensor], scale: float, *, accumulate: bool) -> None:
+        for i, term in enumerate(terms):
+            if i or accumulate:
+                out.add_(term, alpha=scale)
+            elif term.dtype == out.dtype:
+                torch.mul(term, scale, out=out)
+            else:
+                out.copy_(term).mul_(scale)  # cast first: scaling in 16 bit would round twice
 
 
 class PendingGather:
@@ -168,9 +174,12 @@ class Comm:
         try:
             yield
         except RuntimeError as error:
-            if not isinstance(error, LSError) and "onnection" in str(error):
-                self.failures.raise_if_any(error)
+            self._name_failure(error)
             raise
+
+    def _name_failure(self, error: RuntimeError) -> None:
+        if not isinstance(error, LSError) and "onnection" in str(error):
+            self.failures.raise_if_any(error)
 
     def wait(self, works: Sequence[Any]) -> None:
         """Wait for operations in flight.
@@ -181,9 +190,13 @@ class Comm:
         if not works:
             return
         entry = works[0].entry if isinstance(works[0], Started) else None
-        with self.where.wait(entry), self.naming_failures(), spans.waiting(spans.COMMUNICATION):
-            for work in works:
-                work.wait()
+        with self.where.wait(entry), spans.waiting(spans.COMMUNICATION):
+            try:  # `naming_failures` itself would double the time of this call, which a stage-3 unit makes three times
+                for work in works:
+                    work.wait()
+            except RuntimeError as error:
+                self._name_failure(error)
+                raise
 
     @contextmanager
     def blocking(
@@ -213,6 +226,7 @@ class Comm:
         Different operations are never matched with each other: their tags differ, so both wait.
         """
         entry, nbytes = self.journal.enter(kind, of), 0
+        tag = entry.tag
         operations: list[dist.P2POp] = []
         for distance in range(1, self.world_size):
             to = (self.rank + distance) % self.world_size
@@ -222,8 +236,8 @@ class Comm:
             assert incoming is not None
             self.traffic.count(kind, outgoing)
             nbytes += outgoing.nbytes
-            operations.append(dist.P2POp(dist.isend, outgoing, group=self.group, group_peer=to, tag=entry.tag))
-            operations.append(dist.P2POp(dist.irecv, incoming, group=self.group, group_peer=frm, tag=entry.tag))
+            operations.append(dist.P2POp(dist.isend, outgoing, group=self.group, group_peer=to, tag=tag))
+            operations.append(dist.P2POp(dist.irecv, incoming, group=self.group, group_peer=frm, tag=tag))
         with self.where.wait(entry), self.naming_failures():  # fails here or in the wait if a peer has left
             works = dist.batch_isend_irecv(operations)
         return [Started(spans.followed(works, f"{kind} {of}", nbytes), entry)]
@@ -242,17 +256,17 @@ class Comm:
         """
         if self.world_size == 1 or full.numel() == 0:
             return PendingGather((), self)
-        shards = _cut(full, self.world_size, sizes)
-        mine = shards[self.rank]
+        mine = self._own(full, sizes)
         if self.native:
             self.journal.enter("all_gather", of)
             self.traffic.count("all_gather", mine, self.world_size - 1)
             if sizes is None:
                 work = dist.all_gather_into_tensor(full, mine, group=self.group, async_op=True)
             else:
-                work = dist.all_gather(list(shards), mine, group=self.group, async_op=True)
+                work = dist.all_gather(list(full.split(list(sizes))), mine, group=self.group, async_op=True)
             works = spans.followed((work,), f"all_gather {of}", mine.nbytes * (self.world_size - 1))
             return PendingGather(works, self)
+        shards = _cut(full, self.world_size, sizes)
         return PendingGather(self._exchange([mine] * self.world_size, shards, "all_gather", of), self)
 
     def reduce_scatter(
@@ -271,15 +285,14 @@ class Comm:
         Traffic:
             The other ranks' shards: ``(world_size - 1) * shard`` elements sent per rank with equal shards.
         """
-        shards = _cut(full, self.world_size, sizes)
-        mine = shards[self.rank]
+        mine = self._own(full, sizes)
         if self.world_size == 1 or full.numel() == 0:
             return PendingReduce((), [mine], (), self)
         if self.native:
             self.journal.enter("reduce_scatter", of)
             wire = full if dtype is None else full.to(dtype)
             out = self.pool.take(mine.numel(), wire.dtype, wire.device)
-            self.traffic.count("reduce_scatter", wire[mine.numel() :])
+            self.traffic.count_elements("reduce_scatter", wire.numel() - mine.numel(), wire.element_size())
             if sizes is None:
                 work = dist.reduce_scatter_tensor(out, wire, group=self.group, async_op=True)
             else:
@@ -290,8 +303,15 @@ class Comm:
             mine if r == self.rank else self.pool.take(mine.numel(), mine.dtype, mine.device)
             for r in range(self.world_size)
         ]
-        works = self._exchange(shards, parts, "reduce_scatter", of)
+        works = self._exchange(_cut(full, self.world_size, sizes), parts, "reduce_scatter", of)
         return PendingReduce(works, parts, [p for r, p in enumerate(parts) if r != self.rank], self)
+
+    def _own(self, full: Tensor, sizes: Sequence[int] | None) -> Tensor:
+        """Return this rank's shard, a view of ``full``, without making a view of every other rank's."""
+        if sizes is not None or full.numel() == 0:
+            return _cut(full, self.world_size, sizes)[self.rank]
+        shard = full.numel() // self.world_size
+        return full.narrow(0, self.rank * shard, shard)
 
     def sendable(self, tensor: Tensor) -> Tensor:
         """Return ``tensor``, or a copy on the device if it is in host memory, which NCCL refuses."""

@@ -52,7 +52,7 @@ _ENDED = "ended"
 class Entry:
     """One collective that this rank has entered."""
 
-    __slots__ = ("era", "journal", "kind", "needs", "number", "of", "since", "tag")
+    __slots__ = ("batch", "era", "journal", "kind", "needs", "number", "of", "since")
 
     def __init__(self, journal: Journal, kind: str, of: str, needs: Sequence[int] | None) -> None:
         where = journal.where
@@ -63,8 +63,12 @@ class Entry:
         self.era = where.era
         self.number = journal.count
         self.since = 0.0
-        self.tag = zlib.crc32(f"{kind} {of} {where.batch}".encode()) & 0x7FFFFFFF
-        """The same on two ranks if they enter the same operation at the same batch."""
+        self.batch = where.batch
+
+    @property
+    def tag(self) -> int:
+        """Return a number that is the same on two ranks if they enter the same operation at the same batch."""
+        return zlib.crc32(f"{self.kind} {self.of} {self.batch}".encode()) & 0x7FFFFFFF
 
 
 class Journal:
@@ -76,8 +80,8 @@ class Journal:
         self.name = name
         self.ranks = tuple(ranks)
         self.count = 0
-        self.recent: deque[tuple[int, int]] = deque(maxlen=_RECENT)
-        """Numbers and tags of the last entries."""
+        self.recent: deque[Entry] = deque(maxlen=_RECENT)
+        """The last entries. Their tags are computed when a report needs them: NCCL needs none to send."""
 
     def enter(self, kind: str, of: str = "", needs: Sequence[int] | None = None) -> Entry:
         """Record that this rank enters a collective.
@@ -90,7 +94,7 @@ class Journal:
         self.count += 1
         self.where.progress += 1
         entry = self.where.last = Entry(self, kind, of, needs)
-        self.recent.append((entry.number, entry.tag))
+        self.recent.append(entry)
         return entry
 
 
@@ -312,7 +316,10 @@ class _Watch:
             "what": _what(entry, call, where.last if on_device else None, now - since),
             "batch": where.batch,
             "line": line,
-            "journals": {name: [j.count, list(j.recent), list(j.ranks)] for name, j in list(where.journals.items())},
+            "journals": {
+                name: [j.count, [(e.number, e.tag) for e in list(j.recent)], list(j.ranks)]
+                for name, j in list(where.journals.items())
+            },
         }
 
     def _device_is_busy(self) -> bool:

@@ -24,7 +24,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,11 @@ from torch import Tensor, nn
 
 from tests.bench import record
 from tests.bench.contest import against, turns
+
+if TYPE_CHECKING:
+    from ls_strategy.config import ZeROConfig
+    from ls_strategy.distributed.comm import Comm
+    from ls_strategy.engine import Engine
 
 MINUTES = 8
 SPREAD = "quartiles over rounds"
@@ -125,8 +130,8 @@ def ddp(model: nn.Module, setting: Setting) -> Step:
     return _steps(wrapped, autocast=setting.bf16)
 
 
-def fsdp2(model: nn.Module, setting: Setting) -> Step:
-    """torch's fully_shard, one group per block."""
+def sharded_by_fsdp2(model: nn.Module, setting: Setting) -> nn.Module:
+    """The same model under torch's fully_shard, one group per block."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -136,7 +141,33 @@ def fsdp2(model: nn.Module, setting: Setting) -> Step:
     for block in model.blocks:  # type: ignore[union-attr]
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    return _steps(model, autocast=False)
+    return model
+
+
+def fsdp2(model: nn.Module, setting: Setting) -> Step:
+    """torch's fully_shard, one group per block."""
+    return _steps(sharded_by_fsdp2(model, setting), autocast=False)
+
+
+def engine_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeROConfig, setting: Setting, comm: Comm | None = None
+) -> Engine:
+    """This engine around a model and its optimizer, as in a fit. ``comm``: the ranks; default: those of the world."""
+    from ls_strategy.distributed.comm import make_comm
+    from ls_strategy.distributed.mesh import Mesh
+    from ls_strategy.engine import Engine
+    from ls_strategy.precision import resolve_precision
+
+    engine = Engine(
+        model,
+        [optimizer],
+        config=config,
+        precision=resolve_precision("bf16-true" if setting.bf16 else "32-true"),
+        mesh=Mesh.data_only(comm or make_comm()),
+        device=setting.place,
+    )
+    engine.schedule.overlap = True
+    return engine
 
 
 def ours(stage: int) -> Builder:
@@ -144,21 +175,9 @@ def ours(stage: int) -> Builder:
 
     def build(model: nn.Module, setting: Setting) -> Step:
         from ls_strategy.config import ZeROConfig
-        from ls_strategy.distributed.comm import make_comm
-        from ls_strategy.distributed.mesh import Mesh
-        from ls_strategy.engine import Engine
-        from ls_strategy.precision import resolve_precision
 
         optimizer = adamw(model.parameters())
-        engine = Engine(
-            model,
-            [optimizer],
-            config=ZeROConfig(stage=stage),  # type: ignore[arg-type]
-            precision=resolve_precision("bf16-true" if setting.bf16 else "32-true"),
-            mesh=Mesh.data_only(make_comm()),
-            device=setting.place,
-        )
-        engine.schedule.overlap = True
+        engine = engine_of(model, optimizer, ZeROConfig(stage=stage), setting)  # type: ignore[arg-type]
 
         def step(x: Tensor, y: Tensor) -> Tensor:
             engine.begin_step()

@@ -270,6 +270,25 @@ def _streaming(record: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def _host_time(world: str) -> Callable[[dict[str, Any]], list[list[str]]]:
+    """One row per contender, with the most units that were measured."""
+
+    def cell(spread: dict[str, float], digits: int) -> str:
+        return f"{spread['median']:.{digits}f} [{spread['q1']:.{digits}f}, {spread['q3']:.{digits}f}]"
+
+    def rows_of(record: dict[str, Any]) -> list[list[str]]:
+        by_units = record["results"][world]
+        units = max(by_units, key=int)
+        rows = [[f"{units} units", "forward, us", "backward, us", "update, us", "step over FSDP2's"]]
+        for name, row in by_units[units].items():
+            if name != "plain":
+                parts = [cell(row[part]["us"], 0) for part in ("forward", "backward", "update")]
+                rows.append([f"`{name}`", *parts, cell(row["step"]["over_fsdp2"], 2)])
+        return rows
+
+    return rows_of
+
+
 _TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "trainer_time": _ratios,
     "cifar_accuracy": _accuracy,
@@ -279,6 +298,9 @@ _TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "moments": _moments,
     "checkpoint": _checkpoint,
     "moe_quality": _moe_quality,
+    "host_time#alone": _host_time("alone"),
+    "host_time#unsent": _host_time("unsent"),
+    "host_time#gloo": _host_time("gloo"),
     "planner": _planner,
     "deepspeed_parity": _parity,
     "moe_step": _moe_step,

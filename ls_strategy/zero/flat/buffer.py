@@ -131,6 +131,8 @@ class FlatBuffer:
         self.dtype = plan.dtype
         self.master_dtype = plan.master_dtype
         self.params = params
+        self.nonempty_params = [p for p, slot in zip(params, layout.slots, strict=True) if slot.numel]
+        """Those with elements: a backward pass waits for the gradients of these."""
         self.optimizer_index = plan.optimizer
         self.policy = policy
         self.comm = comm

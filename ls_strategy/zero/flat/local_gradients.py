@@ -6,6 +6,7 @@ the backward pass, and return it when it was sent.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -46,12 +47,18 @@ class LocalGradients:
         self._pool = pool
         self._device = device
         self._average_dtype = average_dtype
+        self._gaps = layout.gaps()
+        strides = [tuple(math.prod(s.shape[d + 1 :]) for d in range(len(s.shape))) for s in layout.slots]
+        self._places = [(s.shape, stride, s.offset) for s, stride in zip(layout.slots, strides, strict=True)]
+        """Shape, stride and offset of every slot."""
         self.scale = 1.0
         """Factor in the gradients: the loss scale of their backward pass. See `Averages.scale`."""
         self.buffer: Tensor | None = None
         """The gradients, ``(numel,)``."""
         self.views: list[Tensor] = []
         """One view of the buffer per parameter."""
+        self._addresses: list[int] = []
+        """Stages 0 and 1: where each view is, unless user code moves it."""
         self.reducing: PendingReduce | None = None
         self.gathering: PendingGather | None = None
         """Stage 0: the all-gather of averages into the buffer in flight."""
@@ -78,11 +85,18 @@ class LocalGradients:
         numel = self._layout.numel
         if self._policy.gradients:
             self.buffer = self._pool.take(numel, dtype, self._device)
-            for lo, hi in self._layout.gaps():
+            for lo, hi in self._gaps:
                 self.buffer[lo:hi].zero_()
+            # One operation per slot, since this is done for every unit and backward: `slot_views` takes two.
+            self.views = [self.buffer.as_strided(*place) for place in self._places]
         else:
-            self.buffer = torch.zeros(numel, dtype=dtype, device=self._device)
-        self.views = slot_views(self._layout, self.buffer)
+            resident = torch.zeros(numel, dtype=dtype, device=self._device)
+            self._use(resident, slot_views(self._layout, resident))
+
+    def _use(self, buffer: Tensor, views: list[Tensor]) -> None:
+        """Make ``views`` of ``buffer`` the resident gradients."""
+        self.buffer, self.views = buffer, views
+        self._addresses = [view.data_ptr() for view in views]
 
     def take_held(self, scales: Mapping[int, float]) -> None:
         """Take over gradients in ``p.grad`` from an earlier engine (stages 0 and 1). The step averages them again.
@@ -205,7 +219,7 @@ class LocalGradients:
                 set_grad(p, new)
             elif held is not None:
                 set_grad(p, held.float())
-        self.buffer, self.views = wide, views
+        self._use(wide, views)
 
     def take_replaced(self, index: int) -> bool:
         """Copy a tensor that user code assigned to ``p.grad`` into its slot. Return whether ``p.grad`` is None.
@@ -228,9 +242,10 @@ class LocalGradients:
 
     def _restore_view(self, index: int) -> None:
         """Copy values back that user code has moved to other memory (``p.grad.data = other``)."""
-        assert self.buffer is not None
-        view, slot = self.views[index], self._layout.slots[index]
-        if view.numel() and view.data_ptr() != self.buffer.data_ptr() + slot.offset * self.buffer.element_size():
+        view = self.views[index]
+        if view.data_ptr() != self._addresses[index]:  # every step asks several times for each parameter
+            assert self.buffer is not None
+            slot = self._layout.slots[index]
             here = self.buffer[slot.offset : slot.end].view(slot.shape)
             here.copy_(view)
             view.data = here
@@ -253,7 +268,7 @@ class LocalGradients:
 
     def give_back(self, indices: Iterable[int]) -> None:
         """Move adopted tensors out of their slots, with their current values."""
-        for i in indices:
+        for i in indices if self._adopted else ():
             grad = self._adopted.pop(i, None)
             if grad is not None and grad.data_ptr() == self.views[i].data_ptr():
                 grad.data = grad.detach().clone()

@@ -291,12 +291,17 @@ def point(param: nn.Parameter, values: Tensor) -> None:
 
 def grad_of(param: Tensor) -> Tensor | None:
     """Return this rank's ``.grad`` as autograd has set it."""
+    if type(param) is Present:  # for which torch calls no function; a context takes longer than the rest
+        return _GRAD.__get__(param)
     with without_torch_function():
         return _GRAD.__get__(param)
 
 
 def set_grad(param: Tensor, value: Tensor | None) -> None:
     """Set this rank's ``.grad``."""
+    if type(param) is Present:
+        _GRAD.__set__(param, value)
+        return
     with without_torch_function():
         _GRAD.__set__(param, value)
 

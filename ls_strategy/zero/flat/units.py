@@ -123,7 +123,9 @@ class Flat(FlatBuffer):
         self.writes = UserWrites(self)
         # One element per parameter: `places_of` recognizes a released parameter by its address.
         placeholder = float("nan") if dtype.is_floating_point else 0
-        self._released = torch.full((len(self.params),), placeholder, device=device, dtype=dtype)
+        released = torch.full((len(self.params),), placeholder, device=device, dtype=dtype)
+        self._released = [nan.expand(slot.shape) for nan, slot in zip(released, layout.slots, strict=True)]
+        """What each parameter points at while its unit is released."""
         self.bind()
         self.writes.count_references(bound=True)
         if self.policy.parameters:
@@ -275,8 +277,9 @@ class Flat(FlatBuffer):
                 )
             self.writes.begin_gather()
             self.start_read()
-            if self.full.untyped_storage().size() == 0:
-                self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
+            storage = self.full.untyped_storage()
+            if storage.size() == 0:
+                storage.resize_(self.full.nbytes)
             self._load_shard(self.full[lo:hi])
         elif self.optimizer_tier == "device" and not self.master_is_slice:
             self.full[lo:hi].copy_(self.master)
@@ -361,8 +364,8 @@ class Flat(FlatBuffer):
             self.reading = None
         keeps_memory = self.writes.begin_release()
         with unnoticed():
-            for i, (p, slot) in enumerate(zip(self.params, self.layout.slots, strict=True)):
-                point(p, self._released[i].expand(slot.shape))
+            for p, placeholder in zip(self.params, self._released, strict=True):
+                point(p, placeholder)
         self._switch(Absent)
         self.is_gathered = self.gathered_on_demand = False
         if not keeps_memory:

@@ -25,6 +25,8 @@ class Gatherer:
         self._order: list[Unit] = [u for u in units if not u.is_root]
         self._position = {id(u): i for i, u in enumerate(self._order)}
         self._seen: list[Unit] = []
+        self._published = 0
+        """Stages 0 to 2: number of blocks, in `_order`, whose new weights no longer have to be sent."""
 
     # stage 3 ---------------------------------------------------------------------------------------------------------
 
@@ -41,11 +43,11 @@ class Gatherer:
             if not unit.is_root:
                 if not backward:
                     self._seen.append(unit)
-                direction = -1 if backward else 1
-                for neighbour in self._neighbours(unit, direction, self.prefetch_units):
+                neighbours = self._neighbours(unit, -1 if backward else 1, self.prefetch_units + 1)
+                for neighbour in neighbours[: self.prefetch_units]:
                     if not any(flat.updated_early for flat in neighbour.flats):  # else its backward is over
                         self.start(neighbour)
-                for neighbour in self._neighbours(unit, direction, self.prefetch_units + 1):
+                for neighbour in neighbours:
                     self._read(neighbour)
         else:
             self._start_due(unit)
@@ -53,12 +55,9 @@ class Gatherer:
             flat.finish_gather()
 
     def _neighbours(self, unit: Unit, direction: int, distance: int) -> list[Unit]:
+        """Return the next units in the order of the pass, nearest first."""
         i = self._position[id(unit)]
-        return [
-            self._order[j]
-            for j in range(i + direction, i + direction * (distance + 1), direction)
-            if 0 <= j < len(self._order)
-        ]
+        return self._order[i + 1 : i + 1 + distance] if direction > 0 else self._order[max(i - distance, 0) : i][::-1]
 
     @staticmethod
     def _read(unit: Unit) -> None:
@@ -94,7 +93,7 @@ class Gatherer:
         seen = list(dict.fromkeys(self._seen))
         self._seen.clear()
         if len(seen) == len(self._order) and seen != self._order:
-            self._order = seen
+            self._order, self._published = seen, 0
             self._position = {id(u): i for i, u in enumerate(seen)}
 
     def fetch_root(self) -> None:
@@ -126,6 +125,7 @@ class Gatherer:
                 flat.writes.outdate_memory()
             elif flat.policy.optimizer or not flat.master_is_slice:  # else the step changes the parameters at once
                 flat.publish_due = True
+                self._published = 0
                 flat.hide()
 
     # stages 0 to 2 ---------------------------------------------------------------------------------------------------
@@ -135,6 +135,7 @@ class Gatherer:
 
         ``lazily``: updates are still in flight, so a unit's weights are sent when it or the unit before it runs.
         """
+        self._published = 0
         for flat in flats:
             if flat.gathering is not None:
                 flat.finish_gather()
@@ -150,11 +151,17 @@ class Gatherer:
 
     def _start_due(self, unit: Unit) -> None:
         """Send the weights that a unit waits for, and of blocks all earlier ones, in the same order on all ranks."""
-        due = [unit]
-        if not unit.is_root:
-            due = self._order[: self._position[id(unit)] + self.prefetch_units + 1]
-        for one in due:
-            for flat in one.flats:
+        if unit.is_root:
+            self._send([unit])
+            return
+        stop = self._position[id(unit)] + self.prefetch_units + 1
+        self._send(self._order[self._published : stop])
+        self._published = max(self._published, stop)
+
+    @staticmethod
+    def _send(units: list[Unit]) -> None:
+        for unit in units:
+            for flat in unit.flats:
                 if flat.publish_due:
                     flat.start_gather()
 

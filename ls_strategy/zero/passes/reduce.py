@@ -24,7 +24,7 @@ from torch import nn
 
 from ls_strategy.distributed.comm import Comm, PendingReduce
 from ls_strategy.errors import StateError
-from ls_strategy.zero.flat.parameters import grad_of, set_grad
+from ls_strategy.zero.flat.parameters import grad_of, set_grad, unnoticed
 from ls_strategy.zero.flat.units import Flat, Unit
 from ls_strategy.zero_stages import StagePolicy
 
@@ -65,6 +65,8 @@ class Reducer:
         """Called with every buffer as soon as its averages are complete, before backward is over."""
         self._next = 0
         self._in_flight: deque[Flat] = deque()
+        self._in_flight_bytes = 0
+        """Of the gradient buffers in `_in_flight`: a sum over them would be taken once per buffer that is sent."""
         self._gathers: list[Flat] = []
         self._abandoned: list[Any] = []
         self.abandoned = 0
@@ -76,9 +78,10 @@ class Reducer:
     def reset(self) -> None:
         """Expect a gradient of every parameter."""
         self._next = 0
-        for unit in self.order:
-            unit.launched = False
-            unit.waiting_for = sum(p.requires_grad and p.numel() > 0 for f in unit.trainable_flats for p in f.params)
+        with unnoticed():  # else each look at a released parameter would pass through `Absent.__torch_function__`
+            for unit in self.order:
+                unit.launched = False
+                unit.waiting_for = sum(p.requires_grad for f in unit.trainable_flats for p in f.nonempty_params)
 
     def begin_backward(self, *, eager: bool, loss_scale: float = 1.0) -> None:
         """Begin a backward pass with a loss scale.
@@ -91,7 +94,7 @@ class Reducer:
         self.reset()
         for unit in self.order:
             for flat in unit.trainable_flats:
-                if any(flat.local.mask) and not self.policy.gradients:
+                if not self.policy.gradients and any(flat.local.mask):
                     flat.local.widen()
                 flat.local.rescale(loss_scale)
 
@@ -181,8 +184,9 @@ class Reducer:
         wire = None if self._wire_dtype is None else torch.promote_types(self._wire_dtype, local.buffer.dtype)
         local.reducing = flat.comm.reduce_scatter(local.buffer, wire, flat.name, flat.layout.sizes)
         self._in_flight.append(flat)
+        self._in_flight_bytes += local.buffer.nbytes
         while self._too_much_in_flight():
-            self._finish(self._in_flight.popleft())
+            self._finish_oldest()
 
     def _too_much_in_flight(self) -> bool:
         if self.on_complete is not None:
@@ -190,7 +194,13 @@ class Reducer:
         # Resident gradients are sent in place, but NCCL sums copies of them in `wire_dtype`.
         if len(self._in_flight) <= 2 or not (self.policy.gradients or self.comm.native):
             return False
-        return sum(f.local.buffer.nbytes for f in self._in_flight if f.local.buffer is not None) > IN_FLIGHT_BYTES
+        return self._in_flight_bytes > IN_FLIGHT_BYTES
+
+    def _finish_oldest(self) -> None:
+        flat = self._in_flight.popleft()
+        assert flat.local.buffer is not None
+        self._in_flight_bytes -= flat.local.buffer.nbytes
+        self._finish(flat)
 
     def _finish(self, flat: Flat) -> None:
         local = flat.local
@@ -239,7 +249,7 @@ class Reducer:
     def finish_in_flight(self) -> None:
         """Wait until all gradients that were sent are averaged."""
         while self._in_flight:
-            self._finish(self._in_flight.popleft())
+            self._finish_oldest()
         for flat in self._gathers:
             assert flat.local.gathering is not None
             flat.local.gathering.wait()
@@ -354,6 +364,7 @@ class Reducer:
         left = [flat.local for flat in (*self._in_flight, *self._gathers)]
         self._abandoned.append([(local.reducing, local.gathering, local.buffer) for local in left])
         self._in_flight.clear()
+        self._in_flight_bytes = 0
         self._gathers.clear()
         for unit in self.order:
             for flat in unit.trainable_flats:
