@@ -16,7 +16,7 @@ from ls_strategy.testing import spawn
 from tests.dist.models import Case, Result, buffer_difference, loss_difference, run_all, same_bits, weight_difference
 
 STAGES = (0, 1, 2, 3)
-BOUND = 1e-6  # DESIGN.md section 4: equal up to the order of sums
+BOUND = 1e-6  # equal up to the order of sums
 
 # Gradient norms of these models are 0.1 to 1, their largest elements 0.02 to 0.1: `check_parity` sees that clips bite.
 NORM = {"clip": "norm", "clip_at": 0.05}

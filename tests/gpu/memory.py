@@ -38,7 +38,7 @@ PLANNED: dict[str, tuple[Candidate, str, int]] = {
 """Strategy, precision, micro-batches. One rank shards nothing, so without offload there is only stage 0."""
 
 BOUND = 0.05
-"""DESIGN.md, section 4: memory equals the formula within 5 %."""
+"""Memory equals the formula within 5 %."""
 
 
 def case_of(name: str, width: int, device: str) -> Case:
