@@ -72,6 +72,15 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def no_environment_of_another_module() -> Iterator[None]:
+    """What a module's own fixtures set ends with it: PL_GLOBAL_SEED would shuffle the data of later tests."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
 @pytest.fixture(autouse=True)
 def no_changed_environment() -> Iterator[None]:
     """A test gives back the environment it got."""
