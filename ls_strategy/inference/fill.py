@@ -14,7 +14,6 @@ Tensors are read when they are used, and at most one chunk of a tensor is in mem
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections import defaultdict
@@ -24,113 +23,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
 
 from ls_strategy._compat import persistent_buffer_names
-from ls_strategy.checkpoint.safetensors import DTYPES
-from ls_strategy.checkpoint.source import as_bytes, is_folder, read_checkpoint, read_weights
+from ls_strategy.checkpoint.source import is_folder, read_checkpoint, read_weights
 from ls_strategy.errors import CheckpointError, PlanError
 from ls_strategy.layout import TensorPart
+from ls_strategy.pretrained.safetensors import read_safetensors
 from ls_strategy.zero.lazy import LazyTensor, parts_of
 from ls_strategy.zero.parts import part_of
 
 logger = logging.getLogger("ls_strategy.inference")
-
-_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
-_INDEX = "model.safetensors.index.json"
-_LARGEST_HEADER = 100_000_000
-"""Maximum bytes of a header, as the format defines it."""
-
-
-class FileTensor(LazyTensor):
-    """A tensor in a safetensors file that is read when it is used."""
-
-    path: Path
-    first: int
-    label: str
-
-    @staticmethod
-    def __new__(cls: Any, path: Path, name: str, dtype: torch.dtype, shape: list[int], first: int) -> FileTensor:  # noqa: D102
-        self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)  # type: ignore[attr-defined]
-        self.path, self.label, self.first = path, name, first
-        return self
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"FileTensor({self.label} of {self.path}, shape={tuple(self.shape)}, dtype={self.dtype})"
-
-    @override
-    def load(self, start: int, stop: int) -> Tensor:
-        out = torch.empty(stop - start, dtype=self.dtype)
-        try:
-            with self.path.open("rb", buffering=0) as file:
-                file.seek(self.first + start * self.dtype.itemsize)
-                target, done = as_bytes(out), 0
-                while done < len(target):
-                    moved = file.readinto(target[done:])
-                    if not moved:
-                        raise CheckpointError(f"{self.path} ends inside {self.label}: it is incomplete. Copy it again.")
-                    done += moved
-        except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}.") from error
-        return out
-
-
-def read_safetensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Return the tensors of a file, or of all files of a folder, by name. Each is read when it is used.
-
-    Raises:
-        CheckpointError: a file is missing, or is not a complete safetensors file.
-    """
-    place = Path(path)
-    if not place.is_dir():
-        return _tensors_of(place)
-    if (place / _INDEX).is_file():
-        try:
-            files = sorted(set(json.loads((place / _INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{place / _INDEX} cannot be read: {error!r}. Copy it again.") from error
-    else:
-        files = sorted(file.name for file in place.glob("*.safetensors"))
-    found: dict[str, Tensor] = {}
-    for file in files:
-        found |= _tensors_of(place / file)
-    return found
-
-
-def _tensors_of(path: Path) -> dict[str, Tensor]:
-    header, begin_of_data, nbytes = _header_of(path)
-    found: dict[str, Tensor] = {}
-    for name, entry in header.items():
-        try:
-            dtype, shape, (begin, end) = _BY_NAME[entry["dtype"]], entry["shape"], entry["data_offsets"]
-            fits = end - begin == torch.Size(shape).numel() * dtype.itemsize
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{path}: the header's entry of {name} cannot be read: {error!r}.") from error
-        if not fits or not 0 <= begin <= end <= nbytes:
-            raise CheckpointError(
-                f"{path} is damaged: its header puts {name} at bytes [{begin}, {end}) of {nbytes}. Copy it again."
-            )
-        found[name] = FileTensor(path, name, dtype, shape, begin_of_data + begin)
-    return found
-
-
-def _header_of(path: Path) -> tuple[dict[str, Any], int, int]:
-    """Return a file's header, the offset of its data, and the bytes of data."""
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length)) if 0 < length <= min(size - 8, _LARGEST_HEADER) else None
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing.") from error
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not a safetensors file, or is damaged: {error}.") from error
-    if not isinstance(header, dict):
-        raise CheckpointError(f"{path} is not a safetensors file, or is damaged: it has no header.")
-    header.pop("__metadata__", None)
-    return header, 8 + length, size - 8 - length
 
 
 def open_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:

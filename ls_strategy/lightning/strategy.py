@@ -65,6 +65,7 @@ from ls_strategy.lightning.readings import EngineStrategy
 from ls_strategy.lightning.resume import Resume
 from ls_strategy.lightning.saving import Saves
 from ls_strategy.lightning.steps import Steps
+from ls_strategy.pretrained.huggingface import reading_shards
 from ls_strategy.zero_stages import POLICIES
 
 
@@ -225,7 +226,8 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
             with super().tensor_init_context(empty_init=empty_init):
                 yield
             return
-        with guards.refuse_loading_into_meta(), torch.device("meta"), MetricsOnHost():
+        shards = reading_shards(reports=self.is_global_zero)
+        with guards.refuse_loading_into_meta(), torch.device("meta"), MetricsOnHost(), shards:
             yield
 
     @override

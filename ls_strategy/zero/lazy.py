@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ls_strategy._compat import tree_map
 
@@ -63,6 +65,51 @@ class LazyTensor(Tensor):
             return x.materialize() if isinstance(x, LazyTensor) else x
 
         return func(*tree_map(load, args), **tree_map(load, kwargs or {}))
+
+
+class LazyCast(LazyTensor):
+    """A lazy tensor in another dtype."""
+
+    source: LazyTensor
+
+    @staticmethod
+    def __new__(cls: Any, source: LazyTensor, dtype: torch.dtype) -> LazyCast:  # noqa: D102
+        self = Tensor._make_wrapper_subclass(cls, source.shape, dtype=dtype)  # type: ignore[attr-defined]
+        self.source = source
+        return self
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"LazyCast({self.dtype}, of {self.source!r})"
+
+    @override
+    def load(self, start: int, stop: int) -> Tensor:
+        return self.source.range(start, stop).to(self.dtype)
+
+    @override
+    def load_box(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+        return self.source.box(offsets, sizes).to(self.dtype)
+
+
+_SOURCE = "_ls_strategy_source"
+
+
+def give_source(tensor: Tensor, source: LazyTensor) -> None:
+    """Record where the values of a tensor on meta come from: ``source``, of the same shape.
+
+    The record is an attribute: it stays when ``tensor.data`` is replaced by this rank's part, and is gone with the
+    tensor.
+    """
+    setattr(tensor, _SOURCE, source)
+
+
+def source_of(tensor: Tensor) -> LazyTensor | None:
+    """Return what `give_source` has recorded for a tensor that is still on meta."""
+    return vars(tensor).get(_SOURCE) if tensor.is_meta else None
+
+
+def forget_source(tensor: Tensor) -> None:
+    """Undo `give_source`: the values are in memory now, and will change."""
+    vars(tensor).pop(_SOURCE, None)
 
 
 def _narrowed(value: Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:

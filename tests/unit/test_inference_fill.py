@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ls_strategy.errors import CheckpointError, PlanError
-from ls_strategy.inference.fill import Filler, device_of, needs_filling, open_weights, read_safetensors
+from ls_strategy.inference.fill import Filler, device_of, needs_filling, open_weights
+from ls_strategy.pretrained.safetensors import read_safetensors
 
 CPU = torch.device("cpu")
 

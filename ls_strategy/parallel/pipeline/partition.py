@@ -346,6 +346,7 @@ def keep_own(model: nn.Module, cut: StagePartition, rank: int) -> None:
             if id(parameter) not in replaced:
                 empty = torch.empty_like(parameter, device="meta", requires_grad=False)
                 replaced[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                vars(replaced[id(parameter)]).update(vars(parameter))  # also that its values are in a file
             module._parameters[child] = replaced[id(parameter)]
     absent = (s for s, r in enumerate(cut.rank_of) if r != rank)
     for name in (name for s in absent for name in cut.blocks[cut.bounds[s] : cut.bounds[s + 1]]):

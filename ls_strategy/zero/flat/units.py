@@ -28,10 +28,10 @@ from ls_strategy import device as dev
 from ls_strategy import spans
 from ls_strategy.errors import StateError
 from ls_strategy.tiers.arrival import Arrival
-from ls_strategy.tiers.link import host_empty
 from ls_strategy.tiers.stream import Ticket
 from ls_strategy.zero.flat.averages import Averages
 from ls_strategy.zero.flat.buffer import FlatBuffer
+from ls_strategy.zero.flat.initial import full_values, shard_values
 from ls_strategy.zero.flat.local_gradients import LocalGradients
 from ls_strategy.zero.flat.parameters import Absent, Present, bind_home, grad_of, point, set_grad, unnoticed
 from ls_strategy.zero.flat.writes import UserWrites
@@ -91,23 +91,22 @@ class Flat(FlatBuffer):
     """Provides ``p.grad``. None: it is what autograd has put there."""
 
     def load(self, values: list[Tensor], device: torch.device) -> None:
-        """Allocate the buffers and broadcast rank 0's parameter values into them. Collective.
+        """Allocate the buffers, and fill them with rank 0's parameter values or from files. Collective.
 
         Args:
-            values: one tensor per parameter, of its shape, in any dtype and on any device. Masters start from these.
+            values: one tensor per parameter, of its shape, in any dtype and on any device, or lazy. Masters start from
+                these.
             device: device of the buffers.
         """
         self.averages = Averages(self)
         layout, dtype, master_dtype = self.layout, self.dtype, self.master_dtype
-        full = self._new_full_buffer(device)
-        for view, value in zip(self.split(full), values, strict=True):
-            view.copy_(value.detach())
-        self.comm.broadcast_(full)
         if self.policy.parameters:
+            self._place(shard_values(self, values, device))
             self.full = torch.empty(layout.numel, dtype=dtype, device=device)
         else:
+            full = full_values(self, values, device)
             self.full = full if dtype == master_dtype else full.to(dtype)
-        self._place(full[slice(*self.stepped)])
+            self._place(full[slice(*self.stepped)])
         self.average_dtype = torch.promote_types(torch.float32, master_dtype) if self.trainable else torch.float32
         self.local = LocalGradients(
             self.params,
@@ -131,16 +130,10 @@ class Flat(FlatBuffer):
         if self.policy.parameters:
             self.release()
 
-    def _new_full_buffer(self, device: torch.device) -> Tensor:
-        numel, dtype = self.layout.numel, self.master_dtype
-        if dev.is_host(device) and self.storage.tiers:
-            return host_empty(numel, dtype, device).zero_()
-        return torch.zeros(numel, dtype=dtype, device=device)
-
     def _place(self, mine: Tensor) -> None:
         """Store this rank's initial values on the tiers of masters and parameters."""
         policy, storage, tier = self.policy, self.storage, self.optimizer_tier
-        one_copy = not policy.parameters and (self.dtype == self.master_dtype or not policy.optimizer)
+        one_copy = policy.parameters or self.dtype == self.master_dtype or not policy.optimizer
         if tier == "device":
             self.master = mine if one_copy else mine.clone()
         elif storage.is_resident("master"):

@@ -168,9 +168,11 @@ class Draft:
         for spec, planned in zip(self.specs, plan.units, strict=True):
             params = dict(spec.params)
             maker.provide(list(params.values()))
+            initial = {id(p): materials.value_of(p, self._parts.get(id(p)), device) for p in params.values()}
             for p in params.values():
                 allow_data_on(p, device)
-            values = _full_values(list(params.values()), held)
+            values = initial | _held_values(list(params.values()), held)
+            del initial
             flats: list[Flat] = []
             for flat_plan in planned.flats:
                 members = [params[slot.name] for slot in flat_plan.layout.slots]
@@ -189,12 +191,13 @@ class Draft:
         return units
 
 
-def _full_values(params: list[nn.Parameter], held: dict[int, Flat]) -> dict[int, Tensor]:
-    """Return ``id -> value`` in master precision. Collective if ``held`` has some of the parameters."""
-    result = {id(p): p.detach() for p in params}
+def _held_values(params: list[nn.Parameter], held: dict[int, Flat]) -> dict[int, Tensor]:
+    """Return ``id -> value`` in master precision of parameters in earlier buffers. Collective if there are any."""
+    result: dict[int, Tensor] = {}
+    current = {id(p): p.detach() for p in params if id(p) in held}
     for flat in {id(held[id(p)]): held[id(p)] for p in params if id(p) in held}.values():
         for p, value in zip(flat.params, flat.split(flat.full_master()), strict=True):
             # A resident parameter may have a newer value, for example from load_state_dict: then keep that one.
-            if id(p) in result and (not flat.is_gathered or torch.equal(value.to(p.dtype), p)):
+            if id(p) in current and (not flat.is_gathered or torch.equal(value.to(p.dtype), p)):
                 result[id(p)] = value
     return result

@@ -13,6 +13,7 @@ from ls_strategy._compat import tree_map
 from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.errors import PlanError
 from ls_strategy.layout import TensorPart
+from ls_strategy.zero.lazy import LazyCast, LazyTensor, forget_source, source_of
 from ls_strategy.zero.parts import part_of
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -48,9 +49,9 @@ class Materializer:
         self._modules = [
             (name, module)
             for name, module in model.named_modules()
-            if any(t.is_meta for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
+            if any(_is_unfilled(t) for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
         ]
-        if not any(p.is_meta and id(p) not in absent for p in model.parameters()):
+        if not any(_is_unfilled(p) and id(p) not in absent for p in model.parameters()):
             self._modules = [m for m in self._modules if not self._is_absent(m[1])]
         self._next = 0
         self._sums: dict[str, int] = {}
@@ -62,12 +63,12 @@ class Materializer:
         return all(id(p) in self._absent for p in tensors)
 
     def provide(self, params: Sequence[nn.Parameter]) -> None:
-        """Fill modules until none of ``params`` is on meta.
+        """Fill modules until none of ``params`` is on meta, except those whose values are in a file.
 
         Raises:
             PlanError: a module owns meta tensors and has no ``reset_parameters``.
         """
-        while any(p.is_meta for p in params) and self._next < len(self._modules):
+        while any(map(_is_unfilled, params)) and self._next < len(self._modules):
             self._fill(*self._modules[self._next])
             self._next += 1
 
@@ -105,8 +106,10 @@ class Materializer:
                 "device at stage 3 and in pipelines) and has no reset_parameters() to fill its parameters and buffers. "
                 "Add that method, or build the module in configure_model under `with torch.device('cpu'):`."
             )
-        # Absent, shared with a module that is already filled, or created with values by the user: stays as it is.
-        kept = {k: p for k, p in module.named_parameters(recurse=False) if id(p) in self._absent or not p.is_meta}
+        # Absent, shared with a module that is already filled, created with values by the user, or to be read from a
+        # file: stays as it is.
+        own = dict(module.named_parameters(recurse=False))
+        kept = {k: p for k, p in own.items() if id(p) in self._absent or not _is_unfilled(p)}
         cut = {k: p for k, p in module.named_parameters(recurse=False) if k not in kept and id(p) in self._parts}
         fresh: list[nn.Parameter] = []
         for key, p in module.named_parameters(recurse=False):
@@ -134,6 +137,29 @@ class Materializer:
             real = nn.Parameter(part_of(full, part).clone(), requires_grad=p.requires_grad)
             torch.utils.swap_tensors(p, real)
             setattr(module, key, p)
+
+
+def _is_unfilled(tensor: Tensor) -> bool:
+    """Whether nothing but the module itself can provide the values."""
+    return tensor.is_meta and source_of(tensor) is None
+
+
+def value_of(param: nn.Parameter, part: TensorPart | None, device: torch.device) -> Tensor:
+    """Return the values of a parameter on this rank. If they are in a file, they are lazy.
+
+    Such a parameter leaves meta for ``device``, still without memory for its values.
+    """
+    source = source_of(param)
+    if source is None:
+        return param.detach()
+    forget_source(param)
+    empty = torch.empty((1,), dtype=param.dtype, device=device).expand(param.shape)
+    real = nn.Parameter(empty, requires_grad=param.requires_grad)
+    vars(real).update(vars(param))
+    torch.utils.swap_tensors(param, real)
+    value = part_of(source, part)
+    assert isinstance(value, LazyTensor)
+    return value if value.dtype == param.dtype else LazyCast(value, param.dtype)
 
 
 def _checksum(values: Tensor) -> int:

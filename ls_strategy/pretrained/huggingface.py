@@ -1,0 +1,188 @@
+"""``from_pretrained`` of transformers on the meta device: the one file that touches the package's internals.
+
+transformers' own loader runs, with its renaming, conversion, tying, its random numbers for missing entries, and its
+report. Three of its functions are replaced while ``configure_model`` runs:
+
+==============================  ======================================================================================
+``PreTrainedModel``
+  ``.from_pretrained``          runs on the CPU, where it fills what no file has (missing entries, buffers)
+  ``._load_pretrained_model``   gets tensors that record what is done to them, instead of slices that it would read
+``set_param_for_module``        puts a meta parameter in the model, with the record of where its values are
+==============================  ======================================================================================
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ls_strategy.errors import PlanError
+from ls_strategy.pretrained.safetensors import read_safetensors
+from ls_strategy.zero.lazy import LazyTensor, give_source
+
+_MODULE = "transformers.modeling_utils"
+
+_REFUSED = {
+    "device_map": "every rank stores its shard on its own device. Leave it out",
+    "quantization_config": "quantized weights cannot be sharded and trained. Leave it out",
+    "load_in_8bit": "quantized weights cannot be sharded and trained. Leave it out",
+    "load_in_4bit": "quantized weights cannot be sharded and trained. Leave it out",
+    "gguf_file": "ranges are read of safetensors files only. Convert the model: load it once without this strategy, "
+    "and call save_pretrained(folder)",
+    "tp_plan": "the strategy partitions layers. Leave it out, and set parallel={'tensor': ...} on the strategy",
+    "tp_size": "the strategy partitions layers. Leave it out, and set parallel={'tensor': ...} on the strategy",
+    "distributed_config": "the strategy shards the model. Leave it out",
+}
+"""Arguments of ``from_pretrained`` that cannot work, with the reason and the cure."""
+
+
+@contextmanager
+def reading_shards(*, reports: bool) -> Generator[None, None, None]:
+    """Make ``from_pretrained`` on the meta device build on meta, and let ranks read their shards later.
+
+    Args:
+        reports: whether this rank logs missing and unexpected keys.
+    """
+    with ExitStack() as stack:
+
+        def replace(module: ModuleType) -> None:
+            stack.enter_context(_replaced(module, reports))
+
+        if _MODULE in sys.modules:
+            replace(sys.modules[_MODULE])
+        else:
+            finder = _Finder(replace)
+            sys.meta_path.insert(0, finder)
+            stack.callback(sys.meta_path.remove, finder)
+        yield
+
+
+class _Finder:
+    """Finds the module through the other finders, and acts when it has executed."""
+
+    def __init__(self, action: Callable[[ModuleType], None]) -> None:
+        self._action = action
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != _MODULE:
+            return None
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(fullname, path, target)
+            if spec is not None and spec.loader is not None:
+                _act_after(spec.loader, self._action)
+                return spec
+        return None
+
+
+def _act_after(loader: Loader, action: Callable[[ModuleType], None]) -> None:
+    execute = loader.exec_module
+
+    def execute_and_act(module: ModuleType) -> None:
+        execute(module)
+        action(module)
+
+    loader.exec_module = execute_and_act  # type: ignore[method-assign]
+
+
+@contextmanager
+def _replaced(module: ModuleType, reports: bool) -> Generator[None, None, None]:
+    """Replace ``from_pretrained``; inside a call on meta, also the functions that load."""
+    base: Any = module.PreTrainedModel
+    original = vars(base)["from_pretrained"]
+
+    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = original.__get__(None, cls)
+        if torch.empty(0).device.type != "meta":  # built under `with torch.device("cpu")`, or nested in a call
+            return bound(*args, **kwargs)
+        _refuse(cls, kwargs)
+        with torch.device("cpu"), _loading(module, reports):
+            return bound(*args, **kwargs)
+
+    base.from_pretrained = classmethod(from_pretrained)
+    try:
+        yield
+    finally:
+        base.from_pretrained = original
+
+
+def _refuse(cls: Any, kwargs: Mapping[str, Any]) -> None:
+    for name, reason in _REFUSED.items():
+        value = kwargs.get(name)
+        if value is not None and value is not False:
+            raise PlanError(
+                f"{cls.__name__}.from_pretrained({name}={value!r}) in configure_model: {reason}, or load the model "
+                "under `with torch.device('cpu'):`."
+            )
+
+
+@contextmanager
+def _loading(module: ModuleType, reports: bool) -> Generator[None, None, None]:
+    base: Any = module.PreTrainedModel
+    loader: Any = sys.modules[module.convert_and_load_state_dict_in_model.__module__]
+    load, set_param = vars(base)["_load_pretrained_model"], loader.set_param_for_module
+    report = module.log_state_dict_report
+    quiet = logging.getLogger("ls_strategy.pretrained.other_ranks")
+    quiet.disabled = True
+
+    def load_recorded(
+        model: Any, state_dict: Any, checkpoint_files: Sequence[str] | None, load_config: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if load_config.is_quantized:
+            raise PlanError(
+                f"{load_config.pretrained_model_name_or_path} holds quantized weights, which cannot be sharded and "
+                "trained. Give a folder with weights in floating point."
+            )
+        if state_dict is None and checkpoint_files is not None:
+            state_dict, checkpoint_files = _recorded(checkpoint_files), None
+        return load.__func__(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+
+    def set_meta(model: Any, target_name: str, param_value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(param_value, LazyTensor):
+            return set_param(model, target_name, param_value, *args, **kwargs)
+        path, _, name = target_name.rpartition(".")
+        owner = model.get_submodule(path)
+        if name not in owner._parameters:
+            return set_param(model, target_name, param_value.materialize(), *args, **kwargs)
+        empty = torch.empty(param_value.shape, dtype=param_value.dtype, device="meta")
+        before = owner._parameters[name]
+        result = set_param(model, target_name, empty, *args, **kwargs)
+        now = owner._parameters[name]
+        if now is not None and now is not before:  # else the shapes differ, which is reported
+            give_source(now, param_value)
+        return result
+
+    def report_once(*args: Any, **kwargs: Any) -> Any:
+        if not reports:
+            kwargs["logger"] = quiet
+        return report(*args, **kwargs)
+
+    base._load_pretrained_model = staticmethod(load_recorded)
+    loader.set_param_for_module = set_meta
+    module.log_state_dict_report = report_once  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        base._load_pretrained_model = load
+        loader.set_param_for_module = set_param
+        module.log_state_dict_report = report  # type: ignore[attr-defined]
+
+
+def _recorded(files: Sequence[str]) -> dict[str, Tensor]:
+    others = [file for file in files if not file.endswith(".safetensors")]
+    if others:
+        raise PlanError(
+            f"from_pretrained in configure_model got {others[0]}, but ranges can be read of safetensors files only. "
+            "Convert the folder once, without this strategy: AutoModel.from_pretrained(folder)"
+            ".save_pretrained(new_folder); or load the model under `with torch.device('cpu'):`, in full on every rank."
+        )
+    return read_safetensors(files)

@@ -1,0 +1,418 @@
+"""What was done to tensors of files, so that a part of the result needs only parts of the files.
+
+::
+
+    experts 0..7 of a file ── stack ──┐
+                                      ├─ cat ── transpose ── cast     box [3:5, :, 64:128] of this
+    experts 0..7 of a file ── stack ──┘                               = boxes of experts 3 and 4
+
+A recipe is a tree. Its leaves are tensors in files or in memory, its other nodes operations that move elements or cast
+them. A box of a node is made of boxes of its sources; the one invariant is that nothing is kept after that. What is
+no such operation is computed from its sources in full, each time a part of it is needed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from ls_strategy._compat import tree_map, without_torch_function
+from ls_strategy.layout import flat_range_to_boxes
+from ls_strategy.zero.lazy import LazyTensor
+
+Offsets = tuple[int, ...]
+
+_MOST_RUNS = 256
+"""Runs of a reshaped box that are read one by one. For more, everything between the first and the last is read."""
+
+
+class Recipe(Protocol):
+    """Values that are made when they are needed."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the full value."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the value."""
+        ...
+
+    def box(self, offsets: Offsets, sizes: Offsets) -> Tensor:
+        """Make a rectangular part. Shape: ``sizes``."""
+        ...
+
+    def flat(self, start: int, stop: int) -> Tensor:
+        """Make elements ``[start, stop)`` of the flattened value."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Node:
+    """A recipe whose ranges are made of boxes."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def box(self, offsets: Offsets, sizes: Offsets) -> Tensor:
+        raise NotImplementedError
+
+    def flat(self, start: int, stop: int) -> Tensor:
+        boxes = flat_range_to_boxes(self.shape, start, stop)
+        parts = [self.box(b.offsets, b.sizes).reshape(-1) for b in boxes]
+        return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else self.box(*self._nothing()).reshape(-1)
+
+    def _nothing(self) -> tuple[Offsets, Offsets]:
+        return (0,) * len(self.shape), (0,) * len(self.shape)
+
+
+def full(recipe: Recipe) -> Tensor:
+    """Make the full value."""
+    return recipe.box((0,) * len(recipe.shape), recipe.shape)
+
+
+def _narrowed(value: Tensor, offsets: Offsets, sizes: Offsets) -> Tensor:
+    for dim, (at, size) in enumerate(zip(offsets, sizes, strict=True)):
+        value = value.narrow(dim, at, size)
+    return value
+
+
+@dataclass(frozen=True)
+class InMemory(_Node):
+    """A tensor that has its values."""
+
+    value: Tensor
+
+    @override
+    def box(self, offsets: Offsets, sizes: Offsets) -> Tensor:
+        return _narrowed(self.value.detach(), offsets, sizes)
+
+
+@dataclass(frozen=True)
+class Cast(_Node):
+    """Another dtype."""
+
+    source: Recipe
+
+    @override
+    def box(self, offsets: Offsets, sizes: Offsets) -> Tensor:
+        return self.source.box(offsets, sizes).to(self.dtype)
+
+    @override
+    def flat(self, start: int, stop: int) -> Tensor:
+        return self.source.flat(start, stop).to(self.dtype)
+
+
+@dataclass(frozen=True)
+class Permuted(_Node):
+    """Dimensions in another order: dimension ``i`` is ``order[i]`` of the source."""
+
+    source: Recipe
+    order: tuple[int, ...]
+
+    @override
+    def box(self, offsets: Offsets, sizes: Offsets) -> Tensor:
+        back = [self.order.index(d) for d in range(len(self.order))]
+        value = self.source.box(tuple(offsets[i] for i in back), tuple(sizes[i] for i in back))
+        return value.permute(self.order)
+
+
+@dataclass(frozen=True)
+class Sliced(_Node):
+    """Every ``step``-th of the indices from ``start`` on along ``dim``."""
+
+    source: Recipe
+    dim: int
+    start: int
+    step: int
+
+    @override
+    def box(self, offsets: Offsets, sizes: Offsets) -> Tensor:
+        at, size = list(offsets), list(sizes)
+        at[self.dim] = self.start + offsets[self.dim] * self.step
+        size[self.dim] = (sizes[self.dim] - 1) * self.step + 1 if sizes[self.dim] else 0
+        value = self.source.box(tuple(at), tuple(size))
+        return value if self.step == 1 else value[(slice(None),) * self.dim + (slice(None, None, self.step),)]
+
+
+@dataclass(frozen=True)
+class Joined(_Node):
+    """Several values one after the other along ``dim``."""
+
+    sources: tuple[Recipe, ...]
+    dim: int
+
+    @override
+    def box(self, offsets: Offsets, sizes: Offsets) -> Tensor:
+        low, high = offsets[self.dim], offsets[self.dim] + sizes[self.dim]
+        parts: list[Tensor] = []
+        begin = 0
+        for source in self.sources:
+            length = source.shape[self.dim]
+            lo, hi = max(low, begin), min(high, begin + length)
+            if lo < hi:
+                at, size = list(offsets), list(sizes)
+                at[self.dim], size[self.dim] = lo - begin, hi - lo
+                parts.append(source.box(tuple(at), tuple(size)))
+            begin += length
+        if not parts:
+            return torch.empty(sizes, dtype=self.dtype)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
+
+
+@dataclass(frozen=True)
+class Reshaped(_Node):
+    """The same elements, row by row, in another shape."""
+
+    source: Recipe
+
+    @override
+    def flat(self, start: int, stop: int) -> Tensor:
+        return self.source.flat(start, stop)
+
+    @override
+    def box(self, offsets: Offsets, sizes: Offsets) -> Tensor:
+        if math.prod(sizes) == 0:
+            return torch.empty(sizes, dtype=self.dtype)
+        inner = self._without_ones(offsets, sizes)
+        if inner is not None:
+            return self.source.box(*inner).reshape(sizes)
+        split = len(sizes)
+        while split > 0 and sizes[split - 1] == self.shape[split - 1]:
+            split -= 1
+        split = max(split - 1, 0)
+        strides = [math.prod(self.shape[d + 1 :]) for d in range(len(sizes))]
+        run = math.prod(sizes[split:])
+        base = sum(o * s for o, s in zip(offsets, strides, strict=True))
+        ranges = [range(size) for size in sizes[:split]]
+        if math.prod(sizes[:split]) <= _MOST_RUNS:
+            starts = [
+                base + sum(i * s for i, s in zip(index, strides, strict=False)) for index in itertools.product(*ranges)
+            ]
+            return torch.cat([self.flat(at, at + run) for at in starts]).view(sizes)
+        last = base + sum((size - 1) * s for size, s in zip(sizes, strides, strict=True))
+        return self.flat(base, last + 1).as_strided(sizes, strides)
+
+    def _without_ones(self, offsets: Offsets, sizes: Offsets) -> tuple[Offsets, Offsets] | None:
+        """Return the box of the source if the shapes differ only in dimensions of size 1."""
+        mine = [d for d, size in enumerate(self.shape) if size != 1]
+        theirs = [d for d, size in enumerate(self.source.shape) if size != 1]
+        if [self.shape[d] for d in mine] != [self.source.shape[d] for d in theirs]:
+            return None
+        at, size = [0] * len(self.source.shape), [1] * len(self.source.shape)
+        for own, other in zip(mine, theirs, strict=True):
+            at[other], size[other] = offsets[own], sizes[own]
+        return tuple(at), tuple(size)
+
+
+@dataclass(frozen=True)
+class Computed(_Node):
+    """The result of any other function, which needs its arguments in full."""
+
+    function: Callable[..., Tensor]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @override
+    def box(self, offsets: Offsets, sizes: Offsets) -> Tensor:
+        args, kwargs = tree_map(_value_of, (self.args, self.kwargs))
+        return _narrowed(self.function(*args, **kwargs), offsets, sizes).clone()
+
+
+def _value_of(leaf: Any) -> Any:
+    return leaf.materialize() if isinstance(leaf, LazyTensor) else leaf
+
+
+# --- tensors ---------------------------------------------------------------------------------------------------------
+
+
+class RecordedTensor(LazyTensor):
+    """A tensor without data that records what is done to it: a recipe as torch sees it."""
+
+    recipe: Recipe
+
+    @staticmethod
+    def __new__(cls: Any, recipe: Recipe) -> RecordedTensor:  # noqa: D102
+        self = Tensor._make_wrapper_subclass(cls, recipe.shape, dtype=recipe.dtype)  # type: ignore[attr-defined]
+        self.recipe = recipe
+        return self
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"RecordedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, {type(self.recipe).__name__})"
+
+    @override
+    def load(self, start: int, stop: int) -> Tensor:
+        return self.recipe.flat(start, stop)
+
+    @override
+    def load_box(self, offsets: Offsets, sizes: Offsets) -> Tensor:
+        return self.recipe.box(offsets, sizes)
+
+    @override
+    def materialize(self) -> Tensor:
+        return full(self.recipe).contiguous() if self.held is None else self.held
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Return what the operation returns, without making it an instance of this class."""
+        with without_torch_function():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    @override
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Record operations that move or cast elements, and functions of tensors; run all others on values."""
+        record = _RECORDED.get(func)
+        if record is None and not func._schema.is_mutable and torch.Tag.nondeterministic_seeded not in func.tags:
+            record = _computed
+        made = None if record is None else record(func, args, kwargs or {})
+        return super().__torch_dispatch__(func, types, args, kwargs) if made is None else tree_map(_wrap, made)
+
+
+def recipe_of(tensor: Tensor) -> Recipe:
+    """Return how to make the values of ``tensor``."""
+    if isinstance(tensor, RecordedTensor) and tensor.held is None:
+        return tensor.recipe
+    value = tensor.materialize() if isinstance(tensor, LazyTensor) else tensor
+    return InMemory(tuple(value.shape), value.dtype, value)
+
+
+def _wrap(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, (Tensor, int, float, str, bytes, bool)) or leaf is None else RecordedTensor(leaf)
+
+
+# --- operations ------------------------------------------------------------------------------------------------------
+
+
+def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Record any function with one result. None if its shape depends on values."""
+
+    def bare(leaf: Any) -> Any:
+        return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if isinstance(leaf, Tensor) else leaf
+
+    if kwargs.get("device") is not None:
+        kwargs = {**kwargs, "device": torch.device("meta")}
+    try:
+        like = func(*tree_map(bare, args), **tree_map(bare, kwargs))
+    except (RuntimeError, NotImplementedError):
+        return None
+    if not isinstance(like, Tensor):
+        return None
+    if kwargs.get("device") is not None:
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    return Computed(tuple(like.shape), like.dtype, func, args, kwargs)
+
+
+def _same(_func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Recipe:
+    return recipe_of(args[0])
+
+
+def _cast(_func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recipe:
+    """Cast. The device is not a question: values are made where they are needed."""
+    recipe, dtype = recipe_of(args[0]), kwargs.get("dtype")
+    return recipe if dtype in (None, recipe.dtype) else Cast(recipe.shape, dtype, recipe)
+
+
+def _reshape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recipe:
+    """Reshape by any function that keeps the order of elements; torch says to which shape."""
+    recipe = recipe_of(args[0])
+    like = func(torch.empty(recipe.shape, dtype=recipe.dtype, device="meta"), *args[1:], **kwargs)
+    return Reshaped(tuple(like.shape), recipe.dtype, recipe)
+
+
+def _permute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recipe:
+    recipe = recipe_of(args[0])
+    ndim = len(recipe.shape)
+    if func in (_aten.t.default, _aten.transpose.int):
+        order = list(range(ndim))
+        a, b = (0, ndim - 1) if func is _aten.t.default else (args[1] % ndim, args[2] % ndim)
+        order[a], order[b] = order[b], order[a]
+    else:
+        order = [d % ndim for d in args[1]]
+    return Permuted(tuple(recipe.shape[d] for d in order), recipe.dtype, recipe, tuple(order))
+
+
+def _slice(_func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Recipe:
+    dim, start, stop, step = (*args[1:], *(0, None, None, 1)[len(args) - 1 :])
+    recipe = recipe_of(args[0])
+    dim %= len(recipe.shape)
+    chosen = range(recipe.shape[dim])[slice(start, stop, step)]
+    return _sliced(recipe, dim, chosen)
+
+
+def _sliced(recipe: Recipe, dim: int, chosen: range) -> Recipe:
+    shape = (*recipe.shape[:dim], len(chosen), *recipe.shape[dim + 1 :])
+    return Sliced(shape, recipe.dtype, recipe, dim, chosen.start, chosen.step)
+
+
+def _select(_func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Recipe:
+    recipe, dim, index = recipe_of(args[0]), args[1] % args[0].ndim, args[2]
+    return _selected(recipe, dim, index % recipe.shape[dim])
+
+
+def _selected(recipe: Recipe, dim: int, index: int) -> Recipe:
+    shape = (*recipe.shape[:dim], *recipe.shape[dim + 1 :])
+    return Reshaped(shape, recipe.dtype, _sliced(recipe, dim, range(index, index + 1)))
+
+
+def _unbind(_func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> list[Recipe]:
+    recipe = recipe_of(args[0])
+    dim = (args[1] if len(args) > 1 else 0) % len(recipe.shape)
+    return [_selected(recipe, dim, i) for i in range(recipe.shape[dim])]
+
+
+def _split(_func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> list[Recipe]:
+    recipe = recipe_of(args[0])
+    dim = (args[2] if len(args) > 2 else 0) % len(recipe.shape)
+    total, sizes = recipe.shape[dim], args[1]
+    if isinstance(sizes, int):
+        sizes = [min(sizes, total - at) for at in range(0, total, sizes)]
+    starts = [0, *itertools.accumulate(sizes)]
+    return [_sliced(recipe, dim, range(at, at + size)) for at, size in zip(starts, sizes, strict=False)]
+
+
+def _join(func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Recipe | None:
+    tensors: Sequence[Tensor] = args[0]
+    recipes = [recipe_of(t) for t in tensors]
+    if len({r.dtype for r in recipes}) > 1 or any(len(r.shape) != len(recipes[0].shape) for r in recipes):
+        return None
+    dim = args[1] if len(args) > 1 else 0
+    if func is _aten.stack.default:
+        dim %= len(recipes[0].shape) + 1
+        recipes = [Reshaped((*r.shape[:dim], 1, *r.shape[dim:]), r.dtype, r) for r in recipes]
+    first = recipes[0].shape
+    dim %= len(first)
+    shape = (*first[:dim], sum(r.shape[dim] for r in recipes), *first[dim + 1 :])
+    return Joined(shape, recipes[0].dtype, tuple(recipes), dim)
+
+
+_aten = torch.ops.aten
+
+_RECORDED: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys(
+        (_aten.detach.default, _aten.alias.default, _aten.clone.default, _aten.lift_fresh.default), _same
+    ),
+    _aten._to_copy.default: _cast,
+    **dict.fromkeys(
+        (
+            _aten.view.default, _aten._unsafe_view.default, _aten._reshape_alias.default, _aten.unsqueeze.default,
+            _aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims,
+        ),
+        _reshape,
+    ),
+    **dict.fromkeys((_aten.t.default, _aten.transpose.int, _aten.permute.default), _permute),
+    _aten.slice.Tensor: _slice,
+    _aten.select.int: _select,
+    _aten.unbind.int: _unbind,
+    **dict.fromkeys((_aten.split.Tensor, _aten.split_with_sizes.default), _split),
+    **dict.fromkeys((_aten.cat.default, _aten.stack.default), _join),
+}  # fmt: skip
+"""How to record an operation. Returns recipes, or None to run it on values."""
