@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from ls_strategy.moe.layer import MoE
     from ls_strategy.moe.losses import moe_losses
     from ls_strategy.ops.lion import Lion
+    from ls_strategy.pretrained.load import load_safetensors
 
 __version__ = "0.2.0"
 
@@ -91,6 +92,7 @@ __all__ = [
     "convert_moe",
     "init_inference",
     "load_from_checkpoint",
+    "load_safetensors",
     "moe_losses",
     "stream_blocks",
     "update_router_bias",
@@ -120,6 +122,7 @@ _HOME = {
         "moe.layer": "MoE",
         "moe.losses": "moe_losses",
         "ops.lion": "Lion",
+        "pretrained.load": "load_safetensors",
     }.items()
     for name in names.split()
 }

@@ -13,6 +13,7 @@ report. Three of its functions are replaced while ``configure_model`` runs:
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager

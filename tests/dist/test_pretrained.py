@@ -20,15 +20,37 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("transformers") is None
 VOCABULARY, LENGTH = 96, 8
 GPT2 = {
     "vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 64,
-    "attn_pdrop": 0, "embd_pdrop": 0, "resid_pdrop": 0,
+    "attn_pdrop": 0, "embd_pdrop": 0, "resid_pdrop": 0, "bos_token_id": 0, "eos_token_id": 0,
 }  # fmt: skip
 LLAMA = {
     "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2,
 }  # fmt: skip
+BERT = {
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "max_position_embeddings": 64,
+    "hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0,
+}  # fmt: skip
+T5 = {
+    "vocab_size": VOCABULARY, "d_model": 64, "d_kv": 16, "d_ff": 112, "num_layers": 2, "num_heads": 4,
+    "dropout_rate": 0, "decoder_start_token_id": 0,
+}  # fmt: skip
+MOE = {
+    **LLAMA, "num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 48, "decoder_sparse_step": 1, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+VIT = {
+    "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "image_size": 16, "patch_size": 4, "hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0, "num_labels": 5,
+}  # fmt: skip
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", GPT2),
     "llama": ("LlamaForCausalLM", "LlamaConfig", {**LLAMA, "tie_word_embeddings": False}),
+    "llama, tied": ("LlamaForCausalLM", "LlamaConfig", {**LLAMA, "tie_word_embeddings": True}),
+    "bert": ("BertModel", "BertConfig", BERT),
+    "t5": ("T5ForConditionalGeneration", "T5Config", T5),
+    "qwen2-moe": ("Qwen2MoeForCausalLM", "Qwen2MoeConfig", MOE),
+    "vit": ("ViTForImageClassification", "ViTConfig", VIT),
 }
 
 
@@ -49,28 +71,34 @@ def save(folder: Path, name: str, **options: Any) -> Path:
 class Pretrained(Net):
     """Reads its weights in ``configure_model``."""
 
-    auto = "AutoModelForCausalLM"
-
-    def __init__(self, folder: Path, **options: Any) -> None:
-        self.folder, self.options = str(folder), options
+    def __init__(self, folder: Path, auto: str = "AutoModelForCausalLM", **options: Any) -> None:
+        self.folder, self.auto, self.options = str(folder), auto, options
         super().__init__()
 
     def build(self) -> None:
         self.model: Any = None
         self.was_on_meta: bool | None = None
 
+    def load(self) -> Any:
+        import transformers
+
+        return getattr(transformers, self.auto).from_pretrained(self.folder, **self.options)
+
     def configure_model(self) -> None:
         if self.model is None:
-            import transformers
-
-            self.model = getattr(transformers, self.auto).from_pretrained(self.folder, **self.options)
-            self.was_on_meta = all(p.is_meta for p in self.model.parameters())
+            self.model = self.load()
+            self.was_on_meta = next(self.model.parameters()).is_meta
 
     def on_fit_start(self) -> None:
         self.at_start = weights(self)
 
     def loss(self, batch: Any) -> Tensor:
-        return self.model(input_ids=batch[0], labels=batch[0]).loss
+        ids = batch[0]
+        if "ImageClassification" in self.auto:
+            images = torch.stack([torch.sin(ids[:, :3, None, None] + torch.arange(16.0) * i) for i in range(16)], 3)
+            return self.model(pixel_values=images.squeeze(2), labels=ids[:, 0] % 5).loss
+        labels = ids[:, 0] % 2 if "SequenceClassification" in self.auto else ids
+        return self.model(input_ids=ids, labels=labels).loss
 
 
 def tokens(numel: int = 16) -> DataLoader:
@@ -106,25 +134,65 @@ def bytes_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
+def compare(place: Path, what: str, auto: str = "AutoModelForCausalLM", stage: Any = None, **options: Any) -> int:
+    """A fit from files against DDP. Returns bytes read by all ranks. Collective."""
+    with pytest.MonkeyPatch.context() as patch:
+        reads = Reads(patch)
+        ours = Pretrained(place, auto, **options)
+        fit(stage or ZeROStrategy(3, sharding={"min_unit_numel": 0}), ours, tokens(), max_epochs=1)
+        total = reads.total()
+    assert ours.was_on_meta, what
+    trusted = Pretrained(place, auto, **options)
+    fit("ddp", trusted, tokens(), max_epochs=1)
+    assert not trusted.was_on_meta
+    assert_equal(ours.at_start, trusted.at_start, f"{what}, at the start")
+    assert_equal(ours.losses, trusted.losses, f"{what}, losses")
+    assert_equal(weights(ours), weights(trusted), f"{what}, at the end")
+    return total
+
+
 @on_ranks(2)
-def _equal_to_ddp(rank: int, world_size: int, folder: str, names: list[str]) -> None:
-    for name in names:
+def _equal_to_ddp(rank: int, world_size: int, folder: str, cases: dict[str, dict[str, Any]]) -> None:
+    for name, options in cases.items():
         place = Path(folder) / name
-        with pytest.MonkeyPatch.context() as patch:
-            reads = Reads(patch)
-            ours = Pretrained(place)
-            fit(ZeROStrategy(3, sharding={"min_unit_numel": 0}), ours, tokens(), max_epochs=1)
-            assert ours.was_on_meta, name
-            assert 0 < reads.total() <= 1.1 * bytes_of(place), name
-        trusted = Pretrained(place)
-        fit("ddp", trusted, tokens(), max_epochs=1)
-        assert not trusted.was_on_meta
-        assert_equal(ours.at_start, trusted.at_start, f"{name}, at the start")
-        assert_equal(ours.losses, trusted.losses, f"{name}, losses")
-        assert_equal(weights(ours), weights(trusted), f"{name}, at the end")
+        assert 0 < compare(place, name, **options) <= 1.1 * bytes_of(place), name
 
 
 def test_training_from_files_is_what_ddp_makes_of_them(tmp_path: Path) -> None:
     for name in ("gpt2", "llama"):
         save(tmp_path, name)
-    _equal_to_ddp(folder=str(tmp_path), names=["gpt2", "llama"])
+    _equal_to_ddp(folder=str(tmp_path), cases={"gpt2": {}, "llama": {}})
+
+
+def test_tied_weights_and_several_files(tmp_path: Path) -> None:
+    place = save(tmp_path, "llama, tied", max_shard_size="60KB")
+    assert len(list(place.glob("*.safetensors"))) > 3
+    _equal_to_ddp(folder=str(tmp_path), cases={"llama, tied": {}})
+
+
+CASES = {
+    "bert": {"auto": "AutoModelForSequenceClassification"},
+    "t5": {"auto": "AutoModelForSeq2SeqLM"},
+    "qwen2-moe": {},
+    "vit": {"auto": "AutoModelForImageClassification"},
+}
+
+
+@pytest.mark.parametrize("names", [("bert", "t5"), ("qwen2-moe", "vit")], ids=", ".join)
+def test_families(names: tuple[str, ...], tmp_path: Path) -> None:
+    """BERT gets a head that no file has: rank 0's random numbers, as under DDP."""
+    for name in names:
+        save(tmp_path, name)
+    _equal_to_ddp(folder=str(tmp_path), cases={name: CASES[name] for name in names})
+
+
+@on_ranks(2)
+def _dtypes(rank: int, world_size: int, folder: str) -> None:
+    place = Path(folder) / "gpt2"
+    for dtype in ("auto", torch.float32, torch.bfloat16, torch.float16):
+        compare(place, str(dtype), dtype=dtype)
+
+
+def test_dtypes_are_those_of_transformers(tmp_path: Path) -> None:
+    save(tmp_path, "gpt2", dtype=torch.bfloat16)
+    _dtypes(folder=str(tmp_path))

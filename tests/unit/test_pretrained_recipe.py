@@ -200,4 +200,4 @@ def test_a_file_that_ends_early(tmp_path: Path) -> None:
     tensor = read_safetensors(tmp_path)["x"]
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(CheckpointError, match="ends inside x"):
-        tensor.sum()
+        tensor.tolist()
