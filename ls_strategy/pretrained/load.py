@@ -107,6 +107,6 @@ def _difference(files: object, keys: Keys, mismatched: list[str]) -> str:
 
     listed = some("Missing", keys.missing_keys) + some("Unexpected", keys.unexpected_keys)
     return (
-        f"{files} and the module differ.{listed}{some('Other shapes', mismatched)} Build the module that was saved, give "
-        "rename=... for other names, or set strict=False to load what fits by name."
+        f"{files} and the module differ.{listed}{some('Other shapes', mismatched)} Build the module that was saved, "
+        "give rename=... for other names, or set strict=False to load what fits by name."
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -188,11 +190,111 @@ def test_families(names: tuple[str, ...], tmp_path: Path) -> None:
 
 @on_ranks(2)
 def _dtypes(rank: int, world_size: int, folder: str) -> None:
-    place = Path(folder) / "gpt2"
     for dtype in ("auto", torch.float32, torch.bfloat16, torch.float16):
-        compare(place, str(dtype), dtype=dtype)
+        ours, trusted = (Pretrained(Path(folder) / "gpt2", dtype=dtype) for _ in range(2))
+        fit(3, ours, tokens(), max_steps=1)
+        fit("ddp", trusted, tokens(), max_steps=1)
+        assert_equal(ours.at_start, trusted.at_start, f"{dtype}, at the start")
+        assert_equal(ours.losses, trusted.losses, f"{dtype}, loss")
 
 
 def test_dtypes_are_those_of_transformers(tmp_path: Path) -> None:
     save(tmp_path, "gpt2", dtype=torch.bfloat16)
     _dtypes(folder=str(tmp_path))
+
+
+class Classifier(Pretrained):
+    """Every rank draws other numbers for the head, and expects rank 0's. ``reports``: what was logged."""
+
+    def load(self) -> Any:
+        import transformers
+
+        reports = self.reports = []
+
+        class Listener(logging.Handler):
+            def emit(self, record: logging.LogRecord) -> None:
+                reports.append(record.getMessage())
+
+        listener = Listener()
+        transformers.utils.logging.get_logger("transformers").addHandler(listener)
+        torch.manual_seed(dist.get_rank())
+        try:
+            return super().load()
+        finally:
+            transformers.utils.logging.get_logger("transformers").removeHandler(listener)
+
+
+@on_ranks(2)
+def _missing_keys(rank: int, world_size: int, folder: str) -> None:
+    options: dict[str, Any] = {"auto": "AutoModelForSequenceClassification", "num_labels": 7}
+    for name, more in (("bert", {}), ("bert with 3 classes", {"ignore_mismatched_sizes": True})):
+        ours, trusted = (Classifier(Path(folder) / name, **options, **more) for _ in range(2))
+        fit(3, ours, tokens(), max_steps=1)
+        fit("ddp", trusted, tokens(), max_steps=1)
+        assert_equal(ours.at_start, trusted.at_start, f"{name}, at the start")
+        assert_equal(ours.losses, trusted.losses, f"{name}, losses")
+        (expected,) = [text for text in trusted.reports if "LOAD REPORT" in text]
+        assert "classifier.weight" in expected
+        assert [text for text in ours.reports if "LOAD REPORT" in text] == ([expected] if rank == 0 else [])
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        fit(3, Classifier(Path(folder) / "bert with 3 classes", **options), tokens(), max_steps=1)
+
+
+def test_missing_and_mismatched_entries_are_as_transformers_fills_them_and_reported_once(tmp_path: Path) -> None:
+    save(tmp_path, "bert")
+    MODELS["bert with 3 classes"] = ("BertForSequenceClassification", "BertConfig", {**BERT, "num_labels": 3})
+    save(tmp_path, "bert with 3 classes")
+    _missing_keys(folder=str(tmp_path))
+
+
+WIDE = {
+    "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 12,
+    "num_attention_heads": 8, "tie_word_embeddings": False,
+}  # fmt: skip
+CONSTANT = 32 << 20
+"""Bytes that reading and setting up take in addition."""
+
+
+class Peak(Pretrained):
+    """Resident memory of the set-up: what is added at the highest, and at the end."""
+
+    def configure_model(self) -> None:
+        import transformers.models.llama.modeling_llama  # noqa: F401
+
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")
+        self.before = resident("VmRSS")
+        super().configure_model()
+
+    def on_fit_start(self) -> None:
+        self.peak = resident("VmHWM") - self.before
+        self.trainer.should_stop = True
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def resident(what: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what))
+    return int(line.split()[1]) * 1024
+
+
+@on_ranks(2, timeout_s=120)
+def _memory(rank: int, world_size: int, folder: str) -> None:
+    place = Path(folder) / "wide"
+    with pytest.MonkeyPatch.context() as patch:
+        reads = Reads(patch)
+        module = Peak(place)
+        fit(ZeROStrategy(3), module, tokens(4), max_steps=1)
+        total = reads.total()
+    model = bytes_of(place)
+    largest = WIDE["vocab_size"] * WIDE["hidden_size"] * 4
+    print(f"peak {module.peak / 2**20:.0f} MiB of {model / 2**20:.0f} MiB, read {total / model:.3f} of the files")
+    assert module.peak <= model / world_size + largest + CONSTANT
+    assert total <= 1.01 * model
+
+
+def test_no_rank_needs_more_memory_than_its_shard_and_a_tensor(tmp_path: Path) -> None:
+    MODELS["wide"] = ("LlamaForCausalLM", "LlamaConfig", WIDE)
+    save(tmp_path, "wide")
+    _memory(folder=str(tmp_path))
