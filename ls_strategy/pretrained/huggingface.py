@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ls_strategy.errors import PlanError
+from ls_strategy.pretrained.on_meta import LoadedOnMeta
 from ls_strategy.pretrained.safetensors import read_safetensors
 from ls_strategy.zero.lazy import LazyTensor, give_source
 
@@ -53,9 +54,10 @@ def reading_shards(*, reports: bool) -> Generator[None, None, None]:
         reports: whether this rank logs missing and unexpected keys.
     """
     with ExitStack() as stack:
+        on_meta = stack.enter_context(LoadedOnMeta())
 
         def replace(module: ModuleType) -> None:
-            stack.enter_context(_replaced(module, reports))
+            stack.enter_context(_replaced(module, on_meta, reports))
 
         if _MODULE in sys.modules:
             replace(sys.modules[_MODULE])
@@ -96,7 +98,7 @@ def _act_after(loader: Loader, action: Callable[[ModuleType], None]) -> None:
 
 
 @contextmanager
-def _replaced(module: ModuleType, reports: bool) -> Generator[None, None, None]:
+def _replaced(module: ModuleType, on_meta: LoadedOnMeta, reports: bool) -> Generator[None, None, None]:
     """Replace ``from_pretrained``; inside a call on meta, also the functions that load."""
     base: Any = module.PreTrainedModel
     original = vars(base)["from_pretrained"]
@@ -106,7 +108,7 @@ def _replaced(module: ModuleType, reports: bool) -> Generator[None, None, None]:
         if torch.empty(0).device.type != "meta":  # built under `with torch.device("cpu")`, or nested in a call
             return bound(*args, **kwargs)
         _refuse(cls, kwargs)
-        with torch.device("cpu"), _loading(module, reports):
+        with torch.device("cpu"), _loading(module, reports), on_meta.paused():
             return bound(*args, **kwargs)
 
     base.from_pretrained = classmethod(from_pretrained)

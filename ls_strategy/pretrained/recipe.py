@@ -164,7 +164,7 @@ class Joined(_Node):
                 parts.append(source.box(tuple(at), tuple(size)))
             begin += length
         if not parts:
-            return torch.empty(sizes, dtype=self.dtype)
+            return torch.empty(sizes, dtype=self.dtype, device="cpu")
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
 
@@ -181,7 +181,7 @@ class Reshaped(_Node):
     @override
     def box(self, offsets: Offsets, sizes: Offsets) -> Tensor:
         if math.prod(sizes) == 0:
-            return torch.empty(sizes, dtype=self.dtype)
+            return torch.empty(sizes, dtype=self.dtype, device="cpu")
         inner = self._without_ones(offsets, sizes)
         if inner is not None:
             return self.source.box(*inner).reshape(sizes)

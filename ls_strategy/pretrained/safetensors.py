@@ -47,7 +47,7 @@ class Stored:
 
     def flat(self, start: int, stop: int) -> Tensor:
         """Read elements ``[start, stop)`` of the flattened tensor."""
-        out = torch.empty(stop - start, dtype=self.dtype)
+        out = torch.empty(stop - start, dtype=self.dtype, device="cpu")
         read_into(self.path, self.first + start * self.dtype.itemsize, as_bytes(out), self.name)
         return out
 
@@ -55,12 +55,12 @@ class Stored:
         """Read a rectangular part: each of its runs, or neighbouring runs together with small gaps between them."""
         numel = math.prod(sizes)
         if numel == 0:
-            return torch.empty(sizes, dtype=self.dtype)
+            return torch.empty(sizes, dtype=self.dtype, device="cpu")
         run, starts = _runs(self.shape, offsets, sizes)
         if run == numel:
             (only,) = starts
             return self.flat(only, only + run).view(sizes)
-        out = torch.empty(numel // run, run, dtype=self.dtype)
+        out = torch.empty(numel // run, run, dtype=self.dtype, device="cpu")
         size, rows = self.dtype.itemsize, list(starts)
         gap = max(_SMALL_GAP // size, run // 8)
         row = 0

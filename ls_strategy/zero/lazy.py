@@ -96,15 +96,24 @@ _SOURCE = "_ls_strategy_source"
 def give_source(tensor: Tensor, source: LazyTensor) -> None:
     """Record where the values of a tensor on meta come from: ``source``, of the same shape.
 
-    The record is an attribute: it stays when ``tensor.data`` is replaced by this rank's part, and is gone with the
-    tensor.
+    The record is an attribute of the tensor, so that it stays when ``tensor.data`` is replaced by this rank's part; and
+    of its memory, so that copies and views of the tensor are recognized.
     """
     setattr(tensor, _SOURCE, source)
+    setattr(tensor.untyped_storage(), _SOURCE, source)
 
 
 def source_of(tensor: Tensor) -> LazyTensor | None:
-    """Return what `give_source` has recorded for a tensor that is still on meta."""
-    return vars(tensor).get(_SOURCE) if tensor.is_meta else None
+    """Return where the values of a tensor on meta come from, if it was recorded."""
+    if not tensor.is_meta:
+        return None
+    source = source_of_memory(tensor)
+    return source if source is not None and source.shape == tensor.shape else vars(tensor).get(_SOURCE)
+
+
+def source_of_memory(tensor: Tensor) -> LazyTensor | None:
+    """Return where the values of the memory come from of which a tensor on meta is a view."""
+    return getattr(tensor.untyped_storage(), _SOURCE, None)
 
 
 def forget_source(tensor: Tensor) -> None:

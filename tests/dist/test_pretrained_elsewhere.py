@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ls_strategy.lightning.strategy import ZeROStrategy
-from tests.dist.ranks import assert_equal, fit, on_ranks, weights
-from tests.dist.test_pretrained import Pretrained, Reads, bytes_of, save, tokens
+from tests.dist.ranks import assert_equal, fit, on_ranks, trainer_of, weights
+from tests.dist.test_pretrained import LLAMA, MODELS, Pretrained, Reads, bytes_of, save, tokens
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 
@@ -35,7 +35,7 @@ def here(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def parted(place: Path, what: str, **options: Any) -> int:
     """A fit from files against one from full models. Returns bytes read by all ranks. Collective."""
-    converts = options.pop("converts", False)
+    converts, trainer, model = (options.pop(name, {}) for name in ("converts", "trainer", "model"))
 
     def run(kind: type[Pretrained]) -> Pretrained:
         class Converted(kind):  # type: ignore[misc, valid-type]
@@ -46,8 +46,8 @@ def parted(place: Path, what: str, **options: Any) -> int:
                 convert_moe(model)
                 return model
 
-        module = (Converted if converts else kind)(place)
-        fit(ZeROStrategy(sharding={"min_unit_numel": 0}, **options), module, tokens(), max_epochs=1)
+        module = (Converted if converts else kind)(place, **model)
+        fit(ZeROStrategy(sharding={"min_unit_numel": 0}, **options), module, tokens(), max_epochs=1, **trainer)
         return module
 
     with pytest.MonkeyPatch.context() as patch:
@@ -120,3 +120,104 @@ def test_pipeline_ranks(tmp_path: Path) -> None:
     for name in ("llama", "gpt2"):
         save(tmp_path, name)
     _pipeline(folder=str(tmp_path))
+
+
+class WithHead(Pretrained):
+    """A model of transformers without its head, and a head of the user's; a metric of the user's buffers."""
+
+    def build(self) -> None:
+        super().build()
+        self.head: Any = None
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            super().configure_model()
+            self.head = torch.nn.Linear(64, 3)
+            self.register_buffer("scale", torch.ones(3, device="cpu"))
+
+    def loss(self, batch: Any) -> Tensor:
+        hidden = self.model(input_ids=batch[0]).last_hidden_state.mean(1)
+        return torch.nn.functional.cross_entropy(self.head(hidden) * self.scale, batch[0][:, 0] % 3)
+
+
+@on_ranks(2)
+def _whole_runs(rank: int, world_size: int, folder: str) -> None:
+    """Precision, a head of the user's, evaluation only, a second fit, and a checkpoint loaded over the files."""
+    place = Path(folder) / "llama"
+    assert parted(place, "bf16-true", stage=3, trainer={"precision": "bf16-true"}) <= 1.1 * bytes_of(place)
+    parted(place, "bf16-mixed, stage 3", stage=3, trainer={"precision": "bf16-mixed"})
+
+    ours, trusted = (WithHead(place, "AutoModel") for _ in range(2))
+    fit(3, ours, tokens(), max_epochs=1)
+    fit("ddp", trusted, tokens(), max_epochs=1)
+    assert ours.was_on_meta
+    assert_equal(ours.losses, trusted.losses, "with a head")
+
+    losses = []
+    for strategy in (3, "ddp"):
+        module = Pretrained(place)
+        trainer = trainer_of(strategy)
+        losses.append(trainer.test(module, tokens(), verbose=False)[0]["test_loss"])
+        losses.append(trainer.validate(module, tokens(), verbose=False)[0]["val_loss"])
+    assert losses[:2] == losses[2:]
+
+    modules = []
+    for strategy in (3, "ddp"):
+        module = Pretrained(place)
+        fit(strategy, module, tokens(), max_epochs=1)
+        fit(strategy, module, tokens(), max_epochs=1)
+        modules.append(module)
+    assert_equal(modules[0].losses, modules[1].losses, "a second fit")
+    saved = f"{folder}/trained.ckpt"
+    trainer = trainer_of(3, max_epochs=1)
+    trainer.fit(module := Pretrained(place), tokens())
+    trainer.save_checkpoint(saved)
+    again = Pretrained(place)
+    fit(3, again, tokens(), ckpt=saved, max_epochs=2)
+    longer = Pretrained(place)
+    fit(3, longer, tokens(), max_epochs=2)
+    assert_equal(again.losses, longer.losses[len(module.losses) :], "resumed")
+
+
+def test_whole_runs(tmp_path: Path) -> None:
+    save(tmp_path, "llama")
+    _whole_runs(folder=str(tmp_path))
+
+
+@on_ranks(4, timeout_s=150)
+def _four(rank: int, world_size: int, folder: str) -> None:
+    place = Path(folder) / "llama, tied"
+    pipeline = {"pipeline": {"size": 2, "micro_batches": 2}}
+    for stage in (0, 1, 3):
+        parted(place, f"pipeline, stage {stage}", stage=stage, parallel=pipeline)
+    parted(place, "tensor", stage=3, parallel={"tensor": 2}, offload="cpu")
+    parted(place, "tensor and pipeline", stage=1, parallel={"tensor": 2, **pipeline})
+    moe = Path(folder) / "qwen2-moe"
+    parted(moe, "experts and replicas", stage=3, parallel={"expert": 2}, converts=True)
+    parted(moe, "experts and tensor", stage=3, parallel={"expert": 2, "tensor": 2}, converts=True)
+
+
+@pytest.mark.slow
+def test_four_ranks(tmp_path: Path) -> None:
+    for name in ("llama, tied", "qwen2-moe"):
+        save(tmp_path, name)
+    _four(folder=str(tmp_path))
+
+
+@on_ranks(2)
+def _missing(rank: int, world_size: int, folder: str) -> None:
+    """Heads that no file has, on ranks with parts of the model."""
+    bert = {"auto": "AutoModelForSequenceClassification"}
+    parted(Path(folder) / "bert", "bert, tensor", stage=3, parallel={"tensor": 2}, model=bert)
+    place = Path(folder) / "llama without head"
+    pipeline = {"pipeline": {"size": 2, "micro_batches": 2}}
+    for stage in (1, 3):
+        parted(place, f"pipeline, stage {stage}", stage=stage, parallel=pipeline)
+
+
+def test_missing_entries_on_ranks_with_parts(tmp_path: Path) -> None:
+    save(tmp_path, "bert")
+    config = {**LLAMA, "tie_word_embeddings": False}
+    MODELS["llama without head"] = ("LlamaModel", "LlamaConfig", config)
+    save(tmp_path, "llama without head")
+    _missing(folder=str(tmp_path))

@@ -148,10 +148,19 @@ def value_of(param: nn.Parameter, part: TensorPart | None, device: torch.device)
     """Return the values of a parameter on this rank. If they are in a file, they are lazy.
 
     Such a parameter leaves meta for ``device``, still without memory for its values.
+
+    Raises:
+        PlanError: the parameter has another shape than what was loaded.
     """
     source = source_of(param)
     if source is None:
         return param.detach()
+    shape = tuple(param.shape) if part is None else part.full_shape
+    if tuple(source.shape) != shape:
+        raise PlanError(
+            f"a parameter was loaded from a file with shape {tuple(source.shape)}, and has shape {shape} now. Change "
+            "shapes before the weights are loaded, or load them under `with torch.device('cpu'):`."
+        )
     forget_source(param)
     empty = torch.empty((1,), dtype=param.dtype, device=device).expand(param.shape)
     real = nn.Parameter(empty, requires_grad=param.requires_grad)
