@@ -4,6 +4,7 @@
 views, ``empty_like`` and the like    as they are
 functions: casts, sums, ``cat``       recorded: the result is on meta, and its values are computed when they are needed
 ``tensor.item()``, ``tensor.cpu()``   the values are read and computed now
+``zeros_`` and the like on others     recorded: ``reset_parameters`` of the module, which runs later, may not do it
 writes                                refused: on meta they would be lost, and nobody would notice
 ====================================  ==================================================================================
 """
@@ -21,7 +22,7 @@ from typing_extensions import override
 
 from ls_strategy._compat import TorchDispatchMode, tree_iter, tree_map
 from ls_strategy.errors import PlanError
-from ls_strategy.zero.lazy import LazyTensor, give_source, source_of_memory
+from ls_strategy.zero.lazy import LazyTensor, give_source, note_constant, source_of_memory
 
 _SHAPE_ONLY = frozenset(
     f"{name}{end}"
@@ -54,8 +55,10 @@ class LoadedOnMeta(TorchDispatchMode):
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func._schema.is_mutable and func.namespace == "aten":
+            _note_constants(func, args)
         tensors = [leaf for leaf in tree_iter((args, kwargs)) if _is_plain(leaf)]
-        if self._paused or not any(map(_is_loaded, tensors)) or _shape_only(func) or _is_view(func):
+        if self._paused or not any(map(_is_loaded, tensors)) or _reads_nothing(func):
             return func(*args, **kwargs)
         device = kwargs.get("device")
         if device is not None and device.type != "meta":
@@ -86,13 +89,18 @@ def _is_loaded(tensor: Tensor) -> bool:
     return tensor.is_meta and source_of_memory(tensor) is not None
 
 
-def _shape_only(func: Any) -> bool:
-    return func.overloadpacket.__name__ in _SHAPE_ONLY
+def _reads_nothing(func: Any) -> bool:
+    """Whether the function returns a view, reads only shapes, or is none of torch's own (a collective)."""
+    view = not func._schema.is_mutable and any(r.alias_info is not None for r in func._schema.returns)
+    return view or func.overloadpacket.__name__ in _SHAPE_ONLY or func.namespace != "aten"
 
 
-def _is_view(func: Any) -> bool:
-    """Whether the result shares memory with an argument, and nothing is written."""
-    return not func._schema.is_mutable and any(r.alias_info is not None for r in func._schema.returns)
+def _note_constants(func: Any, args: Any) -> None:
+    """Record that a parameter becomes a constant, which the module's ``reset_parameters`` may not know of."""
+    number = {"zero_": 0.0, "fill_": args[1] if len(args) > 1 else None}.get(func.overloadpacket.__name__)
+    for tensor in _written(func, args):
+        if type(tensor) is nn.Parameter and tensor.is_meta:
+            note_constant(tensor, None if isinstance(number, Tensor) else number)
 
 
 def _written(func: Any, args: Any) -> list[Tensor]:

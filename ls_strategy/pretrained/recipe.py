@@ -271,8 +271,8 @@ class RecordedTensor(LazyTensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record operations that move or cast elements, and functions of tensors; run all others on values."""
         record = _RECORDED.get(func)
-        if record is None and not func._schema.is_mutable and torch.Tag.nondeterministic_seeded not in func.tags:
-            record = _computed
+        if record is None and func.namespace == "aten" and not func._schema.is_mutable:
+            record = None if torch.Tag.nondeterministic_seeded in func.tags else _computed
         made = None if record is None else record(func, args, kwargs or {})
         return super().__torch_dispatch__(func, types, args, kwargs) if made is None else tree_map(_wrap, made)
 

@@ -104,11 +104,14 @@ def give_source(tensor: Tensor, source: LazyTensor) -> None:
 
 
 def source_of(tensor: Tensor) -> LazyTensor | None:
-    """Return where the values of a tensor on meta come from, if it was recorded."""
+    """Return where the values of a tensor on meta come from, if it was recorded.
+
+    The result has the shape that the tensor had when it was recorded.
+    """
     if not tensor.is_meta:
         return None
     source = source_of_memory(tensor)
-    return source if source is not None and source.shape == tensor.shape else vars(tensor).get(_SOURCE)
+    return source if source is not None and source.shape == tensor.shape else vars(tensor).get(_SOURCE, source)
 
 
 def source_of_memory(tensor: Tensor) -> LazyTensor | None:
@@ -119,6 +122,22 @@ def source_of_memory(tensor: Tensor) -> LazyTensor | None:
 def forget_source(tensor: Tensor) -> None:
     """Undo `give_source`: the values are in memory now, and will change."""
     vars(tensor).pop(_SOURCE, None)
+
+
+_CONSTANT = "_ls_strategy_constant"
+
+
+def note_constant(param: Tensor, value: float | None) -> None:
+    """Record that a parameter on meta was set to one number; None: to something else."""
+    if value is None:
+        vars(param).pop(_CONSTANT, None)
+    else:
+        setattr(param, _CONSTANT, value)
+
+
+def constant_of(param: Tensor) -> float | None:
+    """Return the number that a parameter on meta was set to last, if it was."""
+    return vars(param).get(_CONSTANT)
 
 
 def _narrowed(value: Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:

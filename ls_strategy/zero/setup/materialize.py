@@ -13,7 +13,7 @@ from ls_strategy._compat import tree_map
 from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.errors import PlanError
 from ls_strategy.layout import TensorPart
-from ls_strategy.zero.lazy import LazyCast, LazyTensor, forget_source, source_of
+from ls_strategy.zero.lazy import LazyCast, LazyTensor, constant_of, forget_source, source_of
 from ls_strategy.zero.parts import part_of
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -111,6 +111,7 @@ class Materializer:
         own = dict(module.named_parameters(recurse=False))
         kept = {k: p for k, p in own.items() if id(p) in self._absent or not _is_unfilled(p)}
         cut = {k: p for k, p in module.named_parameters(recurse=False) if k not in kept and id(p) in self._parts}
+        constants = {k: c for k, p in own.items() if k not in kept and (c := constant_of(p)) is not None}
         fresh: list[nn.Parameter] = []
         for key, p in module.named_parameters(recurse=False):
             if key in kept or key in cut:
@@ -124,6 +125,8 @@ class Materializer:
                 setattr(module, key, torch.empty_like(buffer, device=self._device))
         with torch.no_grad():
             module.reset_parameters()  # type: ignore[operator]
+            for key, number in constants.items():  # set after the constructor, as adapters that start as zero are
+                getattr(module, key).fill_(number)
         if self._absent:
             self._sums |= {f"{name}.{k}": _checksum(p.detach()) for k, p in module.named_parameters(recurse=False)}
         for key, p in kept.items():
