@@ -219,5 +219,7 @@ def refuse_loading_into_meta() -> Generator[None, None, None]:
             raise PlanError(
                 "configure_model loads weights into a module without memory: at stage 3 and in pipelines it runs on "
                 "the meta device, so that no rank ever holds the full model, and the weights would be lost. Load them "
-                "by trainer.fit(ckpt_path=...), or build the module under `with torch.device('cpu'):`."
+                "by from_pretrained of transformers or by ls_strategy.load_safetensors(module, folder), of which every "
+                "rank reads its shards, or by trainer.fit(ckpt_path=...); or build the module under "
+                "`with torch.device('cpu'):`."
             ) from warning

@@ -12,11 +12,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.data import DataLoader
 
 from ls_strategy.lightning.strategy import ZeROStrategy
+from recipes.gpt.network import GPT, GPTConfig
 from tests.dist.ranks import assert_equal, fit, on_ranks, trainer_of, weights
 from tests.dist.test_pretrained import LLAMA, MODELS, Pretrained, Reads, bytes_of, save, tokens
 
+safetensors = pytest.importorskip("safetensors.torch", reason="needs safetensors")
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 
 
@@ -253,3 +257,67 @@ def test_adapters_start_as_zero(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     save(tmp_path, "llama")
     _adapters(folder=str(tmp_path))
+
+
+class Parallelized(Pretrained):
+    """The user's own plan: layers are DTensors when the strategy gets them."""
+
+    def configure_model(self) -> None:
+        if self.model is not None:
+            return
+        super().configure_model()
+        mesh = self.device_mesh["tensor_parallel"]
+        for block in self.model.model.layers:
+            plan = {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
+            parallelize_module(block.mlp, mesh, plan)
+
+
+class ParallelizedOnHost(Parallelized, OnHost):
+    pass
+
+
+@on_ranks(2)
+def _dtensors(rank: int, world_size: int, folder: str) -> None:
+    place = Path(folder) / "llama"
+    modules = []
+    for kind in (Parallelized, ParallelizedOnHost):
+        fit(ZeROStrategy(3, parallel={"tensor": 2}), module := kind(place), tokens(), max_epochs=1)
+        modules.append(module)
+    ours, trusted = modules
+    assert_equal(ours.at_start, trusted.at_start, "at the start")
+    assert_equal(ours.losses, trusted.losses, "losses")
+
+
+def test_layers_that_configure_model_has_parallelized(tmp_path: Path) -> None:
+    save(tmp_path, "llama")
+    _dtensors(folder=str(tmp_path))
+
+
+@on_ranks(2)
+def _examples(rank: int, world_size: int, folder: str) -> None:
+    from docs.examples import pretrained
+    from docs.examples.model import RandomTokens
+
+    class Trained(pretrained.FromFiles):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            return torch.nn.functional.cross_entropy(self.net(batch[0]).flatten(0, 1), batch[1].flatten())
+
+        def on_fit_start(self) -> None:
+            self.at_start = weights(self.net)
+
+        configure_optimizers = pretrained.FineTuned.configure_optimizers
+
+    trainer_of(3, max_steps=2).fit(pretrained.FineTuned(f"{folder}/llama"), tokens())
+    module = Trained(f"{folder}/net")
+    trainer_of(3, max_steps=2).fit(module, DataLoader(RandomTokens(), batch_size=8))
+    expected = safetensors.load_file(f"{folder}/net/model.safetensors")
+    assert_equal({name: module.at_start[name] for name in expected}, expected, "from files")
+
+
+def test_examples_of_the_guide(tmp_path: Path) -> None:
+    save(tmp_path, "llama")
+    (tmp_path / "net").mkdir()
+    net = GPT(GPTConfig(num_layers=2, num_heads=2, width=32, block_size=32))
+    state = {name: value.clone() for name, value in net.state_dict().items()}
+    safetensors.save_file(state, tmp_path / "net" / "model.safetensors")
+    _examples(folder=str(tmp_path))

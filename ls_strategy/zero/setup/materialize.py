@@ -111,7 +111,7 @@ class Materializer:
         own = dict(module.named_parameters(recurse=False))
         kept = {k: p for k, p in own.items() if id(p) in self._absent or not _is_unfilled(p)}
         cut = {k: p for k, p in module.named_parameters(recurse=False) if k not in kept and id(p) in self._parts}
-        constants = {k: c for k, p in own.items() if k not in kept and (c := constant_of(p)) is not None}
+        constants = {k: constant_of(p) for k, p in own.items() if k not in kept}
         fresh: list[nn.Parameter] = []
         for key, p in module.named_parameters(recurse=False):
             if key in kept or key in cut:
@@ -123,10 +123,7 @@ class Materializer:
         for key, buffer in module.named_buffers(recurse=False):
             if buffer.is_meta:
                 setattr(module, key, torch.empty_like(buffer, device=self._device))
-        with torch.no_grad():
-            module.reset_parameters()  # type: ignore[operator]
-            for key, number in constants.items():  # set after the constructor, as adapters that start as zero are
-                getattr(module, key).fill_(number)
+        _reset(module, constants)
         if self._absent:
             self._sums |= {f"{name}.{k}": _checksum(p.detach()) for k, p in module.named_parameters(recurse=False)}
         for key, p in kept.items():
@@ -140,6 +137,15 @@ class Materializer:
             real = nn.Parameter(part_of(full, part).clone(), requires_grad=p.requires_grad)
             torch.utils.swap_tensors(p, real)
             setattr(module, key, p)
+
+
+@torch.no_grad()
+def _reset(module: nn.Module, constants: Mapping[str, float | None]) -> None:
+    """Let the module fill its parameters. Some were set to a number since, as adapters that start as zero are."""
+    module.reset_parameters()  # type: ignore[operator]
+    for key, number in constants.items():
+        if number is not None:
+            getattr(module, key).fill_(number)
 
 
 def _is_unfilled(tensor: Tensor) -> bool:
