@@ -36,10 +36,11 @@ from ls_strategy.moe.balance import update_router_bias
 from ls_strategy.moe.parallel import apply_expert_parallel, expert_parameters
 from ls_strategy.moe.router import Router
 from ls_strategy.parallel import logits
-from ls_strategy.parallel.dtensor import has_dtensors, localize, parallelize
+from ls_strategy.parallel.dtensor import Localized, has_dtensors, localize, parallelize
 from ls_strategy.parallel.plans import resolve_tensor_plan
 from ls_strategy.parallel.tensor import apply_tensor_parallel, broadcast_values
 from ls_strategy.parallel.ulysses import apply_sequence_parallel
+from ls_strategy.zero.lazy import recall_source
 from ls_strategy.zero.setup.agreement import agree
 from ls_strategy.zero.setup.share import Share
 
@@ -207,8 +208,7 @@ class ModelParallel:
                     "in configure_model."
                 )
             local = localize(module, axis)
-            done.parts |= local.parts
-            done.handles.append(local)
+            self._took_layers(local, done)
             rank_zero_info("ZeROStrategy: configure_model has partitioned the module over tensor-parallel ranks.")
             return
         plan = resolve_tensor_plan(module, config.tp.plan, axis.size)
@@ -227,8 +227,15 @@ class ModelParallel:
             tensor = apply_tensor_parallel(
                 module, plan.styles, axis, sequence=sequence, blocks=plan.blocks, elsewhere={id(p) for p in experts}
             )
-        done.parts |= tensor.parts
-        done.handles.append(tensor)
+        self._took_layers(tensor, done)
+
+    @staticmethod
+    def _took_layers(layers: Any, done: _Sharded) -> None:
+        done.parts |= layers.parts
+        done.handles.append(layers)
+        if isinstance(layers, Localized):
+            for owner, name in layers.replaced():
+                recall_source(owner, name)
 
     def _shard_sequences(self, module: pl.LightningModule, done: _Sharded) -> None:
         assert self.mesh is not None

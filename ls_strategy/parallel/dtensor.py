@@ -97,6 +97,12 @@ class Localized:
     _modules: list[tuple[nn.Module, dict[str, _Global]]] = field(default_factory=list)
     _handles: list[RemovableHandle] = field(default_factory=list)
 
+    def replaced(self) -> Iterator[tuple[nn.Module, str]]:
+        """Yield the module and the name of everything that was a DTensor."""
+        for module, by_name in self._modules:
+            for name in by_name:
+                yield module, name
+
     def remove(self) -> None:
         """Remove the hooks, and make DTensors of the present values the parameters again. Not collective."""
         for handle in self._handles:

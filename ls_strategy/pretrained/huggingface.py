@@ -28,7 +28,7 @@ from torch import Tensor
 from ls_strategy.errors import PlanError
 from ls_strategy.pretrained.on_meta import LoadedOnMeta
 from ls_strategy.pretrained.safetensors import read_safetensors
-from ls_strategy.zero.lazy import LazyTensor, give_source
+from ls_strategy.zero.lazy import LazyTensor, give_source, note_owner
 
 _MODULE = "transformers.modeling_utils"
 
@@ -162,6 +162,7 @@ def _loading(module: ModuleType, reports: bool) -> Generator[None, None, None]:
         now = owner._parameters[name]
         if now is not None and now is not before:  # else the shapes differ, which is reported
             give_source(now, param_value)
+            note_owner(owner, name, param_value)
         return result
 
     def report_once(*args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ls_strategy._compat import persistent_buffer_names
 from ls_strategy.errors import CheckpointError
 from ls_strategy.pretrained.safetensors import read_safetensors
-from ls_strategy.zero.lazy import LazyTensor, give_source
+from ls_strategy.zero.lazy import LazyTensor, give_source, note_owner
 
 
 class Keys(NamedTuple):
@@ -96,6 +96,7 @@ def _load(owner: nn.Module, child: str, value: Tensor) -> None:
     elif child in owner._parameters:
         assert isinstance(value, LazyTensor)
         give_source(tensor, value)
+        note_owner(owner, child, value)
     else:
         full = value.materialize() if isinstance(value, LazyTensor) else value
         owner._buffers[child] = full.to(tensor.dtype)

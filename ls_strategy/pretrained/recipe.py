@@ -245,6 +245,10 @@ class RecordedTensor(LazyTensor):
         self.recipe = recipe
         return self
 
+    @override
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return RecordedTensor(self.recipe) if self.held is None else self.held.clone()
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"RecordedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, {type(self.recipe).__name__})"
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from ls_strategy._compat import tree_map
@@ -122,6 +122,27 @@ def source_of_memory(tensor: Tensor) -> LazyTensor | None:
 def forget_source(tensor: Tensor) -> None:
     """Undo `give_source`: the values are in memory now, and will change."""
     vars(tensor).pop(_SOURCE, None)
+
+
+_OWNED = "_ls_strategy_sources"
+
+
+def note_owner(owner: nn.Module, name: str, source: LazyTensor) -> None:
+    """Record where the values of the parameter ``name`` of a module come from, whatever object takes its place."""
+    vars(owner).setdefault(_OWNED, {})[name] = source
+
+
+def recall_source(owner: nn.Module, name: str) -> None:
+    """Give a parameter on meta that has replaced another one, as this rank's shard of a DTensor has, its source."""
+    source, param = vars(owner).get(_OWNED, {}).get(name), owner._parameters.get(name)
+    if source is not None and param is not None and param.is_meta and source_of(param) is None:
+        give_source(param, source)
+
+
+def forget_owners(model: nn.Module) -> None:
+    """Undo `note_owner` in a model."""
+    for module in model.modules():
+        vars(module).pop(_OWNED, None)
 
 
 _CONSTANT = "_ls_strategy_constant"

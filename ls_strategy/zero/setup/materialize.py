@@ -13,7 +13,7 @@ from ls_strategy._compat import tree_map
 from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.errors import PlanError
 from ls_strategy.layout import TensorPart
-from ls_strategy.zero.lazy import LazyCast, LazyTensor, constant_of, forget_source, source_of
+from ls_strategy.zero.lazy import LazyCast, LazyTensor, constant_of, forget_owners, forget_source, source_of
 from ls_strategy.zero.parts import part_of
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -43,6 +43,7 @@ class Materializer:
         filled in turn, so that all ranks draw the same random numbers, and freed at once.
         """
         self._absent = absent
+        self._model = model
         self._device = device
         self._parts = parts
         self._mesh = mesh
@@ -52,15 +53,18 @@ class Materializer:
             if any(_is_unfilled(t) for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
         ]
         if not any(_is_unfilled(p) and id(p) not in absent for p in model.parameters()):
-            self._modules = [m for m in self._modules if not self._is_absent(m[1])]
+            self._modules = [m for m in self._modules if not self._is_absent(*m)]
         self._next = 0
         self._sums: dict[str, int] = {}
         """In a pipeline: checksums of the filled values, by parameter name."""
 
-    def _is_absent(self, module: nn.Module) -> bool:
-        """Whether another pipeline stage holds all parameters of the module itself."""
-        tensors = list(module.parameters(recurse=False))
-        return all(id(p) in self._absent for p in tensors)
+    def _is_absent(self, name: str, module: nn.Module) -> bool:
+        """Whether another pipeline stage holds all parameters of the module itself, or of the module around it."""
+        params = list(module.parameters(recurse=False))
+        while not params and name:
+            name = name.rpartition(".")[0]
+            params = list(self._model.get_submodule(name).parameters())
+        return bool(params) and all(id(p) in self._absent for p in params)
 
     def provide(self, params: Sequence[nn.Parameter]) -> None:
         """Fill modules until none of ``params`` is on meta, except those whose values are in a file.
@@ -81,6 +85,7 @@ class Materializer:
         while self._next < len(self._modules):
             self._fill(*self._modules[self._next])
             self._next += 1
+        forget_owners(self._model)
         if not self._absent:
             return
         sums = self._mesh.model.exchange_objects(self._sums)
