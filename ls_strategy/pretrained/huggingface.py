@@ -107,6 +107,7 @@ def _replaced(module: ModuleType, on_meta: LoadedOnMeta, reports: bool) -> Gener
         bound = original.__get__(None, cls)
         if torch.empty(0).device.type != "meta":  # built under `with torch.device("cpu")`, or nested in a call
             return bound(*args, **kwargs)
+        _check_version(module)
         _refuse(cls, kwargs)
         with torch.device("cpu"), _loading(module, reports), on_meta.paused():
             return bound(*args, **kwargs)
@@ -116,6 +117,22 @@ def _replaced(module: ModuleType, on_meta: LoadedOnMeta, reports: bool) -> Gener
         yield
     finally:
         base.from_pretrained = original
+
+
+def _check_version(module: ModuleType) -> None:
+    convert = getattr(module, "convert_and_load_state_dict_in_model", None)
+    loader = sys.modules[convert.__module__] if convert is not None else None
+    base: Any = module.PreTrainedModel
+    known = isinstance(vars(base).get("_load_pretrained_model"), staticmethod) and hasattr(
+        module, "log_state_dict_report"
+    )
+    if not known or not hasattr(loader, "set_param_for_module"):
+        version = getattr(sys.modules.get("transformers"), "__version__", "of an unknown version")
+        raise PlanError(
+            f"transformers {version} loads models in a way that this version of ls_strategy does not know, so "
+            "from_pretrained cannot be used in configure_model at stage 3 and in pipelines. Install transformers>=5, or "
+            "load the model under `with torch.device('cpu'):`, in full on every rank."
+        )
 
 
 def _refuse(cls: Any, kwargs: Mapping[str, Any]) -> None:
@@ -189,4 +206,4 @@ def _recorded(files: Sequence[str]) -> dict[str, Tensor]:
             "Convert the folder once, without this strategy: AutoModel.from_pretrained(folder)"
             ".save_pretrained(new_folder); or load the model under `with torch.device('cpu'):`, in full on every rank."
         )
-    return read_safetensors(files)
+    return read_safetensors(files, recording=True)

@@ -52,7 +52,7 @@ def load_safetensors(
         CheckpointError: Shapes differ, names differ although ``strict``, or a file cannot be read. The module is
             unchanged then.
     """
-    found = read_safetensors(files)
+    found = read_safetensors(files, recording=True)
     values = {rename(name) if rename else name: value for name, value in found.items()}
     places = _places(module)
     names = {name for same in places.values() for name, _, _ in same}

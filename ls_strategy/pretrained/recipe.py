@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from ls_strategy._compat import tree_map, without_torch_function
 from ls_strategy.layout import flat_range_to_boxes
-from ls_strategy.zero.lazy import LazyTensor
+from ls_strategy.zero.lazy import READ_CHUNK, LazyTensor
 
 Offsets = tuple[int, ...]
 
@@ -227,6 +227,14 @@ class Computed(_Node):
         return _narrowed(self.function(*args, **kwargs), offsets, sizes).clone()
 
 
+def _computes(recipe: Recipe) -> bool:
+    """Whether any part of the value needs a source in full."""
+    if isinstance(recipe, Computed):
+        return True
+    sources = [getattr(recipe, "source", None), *getattr(recipe, "sources", ())]
+    return any(_computes(source) for source in sources if source is not None)
+
+
 def _value_of(leaf: Any) -> Any:
     return leaf.materialize() if isinstance(leaf, LazyTensor) else leaf
 
@@ -234,26 +242,30 @@ def _value_of(leaf: Any) -> Any:
 # --- tensors ---------------------------------------------------------------------------------------------------------
 
 
-class RecordedTensor(LazyTensor):
-    """A tensor without data that records what is done to it: a recipe as torch sees it."""
+class RecipeTensor(LazyTensor):
+    """A tensor without data that is made by a recipe."""
 
     recipe: Recipe
 
     @staticmethod
-    def __new__(cls: Any, recipe: Recipe) -> RecordedTensor:  # noqa: D102
+    def __new__(cls: Any, recipe: Recipe) -> RecipeTensor:  # noqa: D102
         self = Tensor._make_wrapper_subclass(cls, recipe.shape, dtype=recipe.dtype)  # type: ignore[attr-defined]
         self.recipe = recipe
         return self
 
-    @override
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return RecordedTensor(self.recipe) if self.held is None else self.held.clone()
-
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"RecordedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, {type(self.recipe).__name__})"
+        kind, recipe = type(self).__name__, type(self.recipe).__name__
+        return f"{kind}(shape={tuple(self.shape)}, dtype={self.dtype}, {recipe})"
+
+    @property
+    @override
+    def at_once(self) -> int:
+        return self.numel() if _computes(self.recipe) else READ_CHUNK
 
     @override
     def load(self, start: int, stop: int) -> Tensor:
+        if _computes(self.recipe):  # a box would be computed from full sources, and so would the next one
+            return full(self.recipe).reshape(-1)[start:stop].clone()
         return self.recipe.flat(start, stop)
 
     @override
@@ -263,6 +275,14 @@ class RecordedTensor(LazyTensor):
     @override
     def materialize(self) -> Tensor:
         return full(self.recipe).contiguous() if self.held is None else self.held
+
+
+class RecordedTensor(RecipeTensor):
+    """A tensor without data that records what is done to it: the results are recipes too."""
+
+    @override
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return RecordedTensor(self.recipe) if self.held is None else self.held.clone()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -283,7 +303,7 @@ class RecordedTensor(LazyTensor):
 
 def recipe_of(tensor: Tensor) -> Recipe:
     """Return how to make the values of ``tensor``."""
-    if isinstance(tensor, RecordedTensor) and tensor.held is None:
+    if isinstance(tensor, RecipeTensor) and tensor.held is None:
         return tensor.recipe
     value = tensor.materialize() if isinstance(tensor, LazyTensor) else tensor
     return InMemory(tuple(value.shape), value.dtype, value)
@@ -345,7 +365,8 @@ def _permute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recipe
 
 
 def _slice(_func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Recipe:
-    dim, start, stop, step = (*args[1:], *(0, None, None, 1)[len(args) - 1 :])
+    defaults: tuple[Any, ...] = (0, None, None, 1)
+    dim, start, stop, step = (*args[1:], *defaults[len(args) - 1 :])
     recipe = recipe_of(args[0])
     dim %= len(recipe.shape)
     chosen = range(recipe.shape[dim])[slice(start, stop, step)]
@@ -385,10 +406,11 @@ def _split(_func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> list[R
 
 def _join(func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Recipe | None:
     tensors: Sequence[Tensor] = args[0]
-    recipes = [recipe_of(t) for t in tensors]
+    recipes: list[Recipe] = [recipe_of(t) for t in tensors]
     if len({r.dtype for r in recipes}) > 1 or any(len(r.shape) != len(recipes[0].shape) for r in recipes):
         return None
-    dim = args[1] if len(args) > 1 else 0
+    more = args[1:]
+    dim: int = more[0] if more else 0
     if func is _aten.stack.default:
         dim %= len(recipes[0].shape) + 1
         recipes = [Reshaped((*r.shape[:dim], 1, *r.shape[dim:]), r.dtype, r) for r in recipes]

@@ -20,7 +20,7 @@ from torch import Tensor
 from ls_strategy.checkpoint.safetensors import DTYPES
 from ls_strategy.checkpoint.source import as_bytes
 from ls_strategy.errors import CheckpointError
-from ls_strategy.pretrained.recipe import RecordedTensor
+from ls_strategy.pretrained.recipe import RecipeTensor, RecordedTensor
 
 _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 _INDEX = ".safetensors.index.json"
@@ -121,18 +121,18 @@ def read_into(path: Path, first: int, target: memoryview, what: str) -> None:
 
 
 def read_safetensors(
-    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *, recording: bool = False
 ) -> dict[str, Tensor]:
     """Return the tensors of a file, of several, or of all files of a folder, by name. Each is read when it is used.
 
-    In a folder with an index (``model.safetensors.index.json``), the files that it names count.
+    With ``recording``, what is done to them is recorded, and they are read when their values are. In a folder with an index (``model.safetensors.index.json``), the files that it names count.
 
     Raises:
         CheckpointError: a file is missing, or is not a complete safetensors file.
     """
     found: dict[str, Tensor] = {}
     for file in files_of(path):
-        found |= tensors_of(file)
+        found |= _tensors_of(file, RecordedTensor if recording else RecipeTensor)
     return found
 
 
@@ -163,12 +163,7 @@ def _indexed(index: Path) -> list[Path]:
         raise CheckpointError(f"{index} cannot be read: {error!r}. Copy it again.") from error
 
 
-def tensors_of(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of one file by name, each read when it is used.
-
-    Raises:
-        CheckpointError: the file is missing, or is not a complete safetensors file.
-    """
+def _tensors_of(path: Path, kind: type[RecipeTensor]) -> dict[str, Tensor]:
     header, begin_of_data, nbytes = _header_of(path)
     found: dict[str, Tensor] = {}
     for name, entry in header.items():
@@ -181,7 +176,7 @@ def tensors_of(path: Path) -> dict[str, Tensor]:
             raise CheckpointError(
                 f"{path} is damaged: its header puts {name} at bytes [{begin}, {end}) of {nbytes}. Copy it again."
             )
-        found[name] = RecordedTensor(Stored(path, name, dtype, tuple(shape), begin_of_data + begin))
+        found[name] = kind(Stored(path, name, dtype, tuple(shape), begin_of_data + begin))
     return found
 
 

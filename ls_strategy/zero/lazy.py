@@ -23,6 +23,11 @@ class LazyTensor(Tensor):
 
     held: Tensor | None = None
 
+    @property
+    def at_once(self) -> int:
+        """Return how many elements a read should have."""
+        return READ_CHUNK
+
     def load(self, start: int, stop: int) -> Tensor:
         """Read elements ``[start, stop)`` of the flattened tensor from their source, ``(stop - start,)``."""
         raise NotImplementedError
@@ -77,6 +82,11 @@ class LazyCast(LazyTensor):
         self = Tensor._make_wrapper_subclass(cls, source.shape, dtype=dtype)  # type: ignore[attr-defined]
         self.source = source
         return self
+
+    @property
+    @override
+    def at_once(self) -> int:
+        return self.source.at_once
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"LazyCast({self.dtype}, of {self.source!r})"
@@ -172,5 +182,6 @@ def parts_of(value: Tensor, start: int, stop: int) -> Iterator[tuple[int, Tensor
     if not isinstance(value, LazyTensor):
         yield start, value.detach().reshape(-1)[start:stop]
         return
-    for at in range(start, stop, READ_CHUNK):
-        yield at, value.range(at, min(at + READ_CHUNK, stop))
+    step = max(value.at_once, 1)
+    for at in range(start, stop, step):
+        yield at, value.range(at, min(at + step, stop))

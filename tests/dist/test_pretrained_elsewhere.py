@@ -259,6 +259,34 @@ def test_adapters_start_as_zero(tmp_path: Path) -> None:
     _adapters(folder=str(tmp_path))
 
 
+class MadeEarly(Pretrained):
+    """Built under ``trainer.init_module()``."""
+
+    def build(self) -> None:
+        super().build()
+        self.configure_model()
+
+
+@on_ranks(2)
+def _other_ways(rank: int, world_size: int, folder: str) -> None:
+    place = Path(folder) / "llama"
+    fit("ddp", trusted := Pretrained(place), tokens(), max_epochs=1)
+    fit(ZeROStrategy("auto"), ours := Pretrained(place), tokens(), max_epochs=1)
+    assert ours.was_on_meta
+    assert_equal(ours.losses, trusted.losses, "auto")
+    trainer = trainer_of(3, max_epochs=1)
+    with trainer.init_module(empty_init=True):
+        ours = MadeEarly(place)
+    assert ours.was_on_meta
+    trainer.fit(ours, tokens())
+    assert_equal(ours.losses, trusted.losses, "init_module")
+
+
+def test_other_ways_to_meta(tmp_path: Path) -> None:
+    save(tmp_path, "llama")
+    _other_ways(folder=str(tmp_path))
+
+
 class Parallelized(Pretrained):
     """The user's own plan: layers are DTensors when the strategy gets them."""
 

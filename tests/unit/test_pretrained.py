@@ -143,6 +143,27 @@ def test_copies_and_conversions_have_values(gpt2: Path) -> None:
 
 
 @needs_transformers
+def test_a_folder_of_adapters_loads_them_and_the_model(gpt2: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
+    peft.get_peft_model(load(gpt2), config).save_pretrained(tmp_path)
+    with on_meta():
+        model = load(tmp_path)
+    found, expected = values(model), plain(load(tmp_path))
+    assert any("lora_B" in name for name in expected)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@needs_transformers
+def test_an_unknown_loader_is_refused(gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import modeling_utils
+
+    monkeypatch.delattr(modeling_utils, "log_state_dict_report")
+    with on_meta(), pytest.raises(PlanError, match="Install transformers"):
+        load(gpt2)
+
+
+@needs_transformers
 def test_views_of_loaded_weights(gpt2: Path) -> None:
     views: dict[str, Any] = {
         "rows": lambda w: w[3:7],

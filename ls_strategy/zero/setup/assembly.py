@@ -19,6 +19,7 @@ from ls_strategy.plan import FROZEN, ParamFacts, Plan, resolve_plan
 from ls_strategy.precision import PrecisionPolicy
 from ls_strategy.tiers.link import trim_heap
 from ls_strategy.zero.flat.units import Flat, Unit
+from ls_strategy.zero.lazy import source_of
 from ls_strategy.zero.setup import agreement
 from ls_strategy.zero.setup import materialize as materials
 from ls_strategy.zero.setup.partition import UnitSpec, partition
@@ -108,7 +109,7 @@ class Draft:
             PlanError: naming the rank and the first difference.
         """
         rows = [
-            (name, self._full_shape(p), str(p.dtype), p.requires_grad, self._owners.get(id(p)))
+            (name, self._full_shape(p), _dtype_of(p), p.requires_grad, self._owners.get(id(p)))
             for spec in self.specs
             for name, p in spec.params
         ]
@@ -189,6 +190,11 @@ class Draft:
                 trim_heap()  # return the unit's original values; otherwise set-up may need the size of the model
         maker.finish()
         return units
+
+
+def _dtype_of(param: nn.Parameter) -> str:
+    """Return the dtype, and whether this rank will read its values from a file."""
+    return str(param.dtype) if source_of(param) is None else f"{param.dtype}, from a file"
 
 
 def _held_values(params: list[nn.Parameter], held: dict[int, Flat]) -> dict[int, Tensor]:
