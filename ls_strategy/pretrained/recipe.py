@@ -67,11 +67,12 @@ class _Node:
 
     def flat(self, start: int, stop: int) -> Tensor:
         boxes = flat_range_to_boxes(self.shape, start, stop)
-        parts = [self.box(b.offsets, b.sizes).reshape(-1) for b in boxes]
-        return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else self.box(*self._nothing()).reshape(-1)
-
-    def _nothing(self) -> tuple[Offsets, Offsets]:
-        return (0,) * len(self.shape), (0,) * len(self.shape)
+        if len(boxes) == 1:
+            return self.box(boxes[0].offsets, boxes[0].sizes).reshape(-1)
+        out = torch.empty(max(stop - start, 0), dtype=self.dtype, device="cpu")
+        for b in boxes:
+            out[b.start - start : b.stop - start].view(b.sizes).copy_(self.box(b.offsets, b.sizes))
+        return out
 
 
 def full(recipe: Recipe) -> Tensor:
@@ -153,7 +154,7 @@ class Joined(_Node):
     @override
     def box(self, offsets: Offsets, sizes: Offsets) -> Tensor:
         low, high = offsets[self.dim], offsets[self.dim] + sizes[self.dim]
-        parts: list[Tensor] = []
+        out: Tensor | None = None
         begin = 0
         for source in self.sources:
             length = source.shape[self.dim]
@@ -161,11 +162,13 @@ class Joined(_Node):
             if lo < hi:
                 at, size = list(offsets), list(sizes)
                 at[self.dim], size[self.dim] = lo - begin, hi - lo
-                parts.append(source.box(tuple(at), tuple(size)))
+                part = source.box(tuple(at), tuple(size))
+                if hi - lo == high - low:
+                    return part
+                out = torch.empty(sizes, dtype=self.dtype, device="cpu") if out is None else out
+                out.narrow(self.dim, lo - low, hi - lo).copy_(part)
             begin += length
-        if not parts:
-            return torch.empty(sizes, dtype=self.dtype, device="cpu")
-        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
+        return torch.empty(sizes, dtype=self.dtype, device="cpu") if out is None else out
 
 
 @dataclass(frozen=True)

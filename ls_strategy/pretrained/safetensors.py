@@ -125,7 +125,8 @@ def read_safetensors(
 ) -> dict[str, Tensor]:
     """Return the tensors of a file, of several, or of all files of a folder, by name. Each is read when it is used.
 
-    With ``recording``, what is done to them is recorded, and they are read when their values are. In a folder with an index (``model.safetensors.index.json``), the files that it names count.
+    With ``recording``, what is done to them is recorded, and they are read when the result's values are needed. In a
+    folder with an index (``model.safetensors.index.json``), the files that it names count.
 
     Raises:
         CheckpointError: a file is missing, or is not a complete safetensors file.

@@ -19,7 +19,7 @@ from ls_strategy.plan import FROZEN, ParamFacts, Plan, resolve_plan
 from ls_strategy.precision import PrecisionPolicy
 from ls_strategy.tiers.link import trim_heap
 from ls_strategy.zero.flat.units import Flat, Unit
-from ls_strategy.zero.lazy import source_of
+from ls_strategy.zero.lazy import LazyTensor, source_of
 from ls_strategy.zero.setup import agreement
 from ls_strategy.zero.setup import materialize as materials
 from ls_strategy.zero.setup.partition import UnitSpec, partition
@@ -185,9 +185,11 @@ class Draft:
                 flat.load([values[id(p)] for p in members], device)
                 flats.append(flat)
             units.append(Unit(spec.name, spec.modules, flats, is_root=spec.is_root))
+            # Return the original values, or what was read of files; otherwise set-up may need the size of the model.
+            returns = offload.config.offload.any_state or any(isinstance(v, LazyTensor) for v in values.values())
             del values
-            if offload.config.offload.any_state:
-                trim_heap()  # return the unit's original values; otherwise set-up may need the size of the model
+            if returns:
+                trim_heap()
         maker.finish()
         return units
 
