@@ -1,12 +1,13 @@
 """``from_pretrained`` of transformers on the meta device: the one file that touches the package's internals.
 
 transformers' own loader runs, with its renaming, conversion, tying, its random numbers for missing entries, and its
-report. Three of its functions are replaced while ``configure_model`` runs:
+report. These of its functions are replaced while ``configure_model`` runs:
 
 ==============================  ======================================================================================
 ``PreTrainedModel``
   ``.from_pretrained``          runs on the CPU, where it fills what no file has (missing entries, buffers)
   ``._load_pretrained_model``   gets tensors that record what is done to them, instead of slices that it would read
+  ``.resize_token_embeddings``  gets embeddings that have their values, and resizes them on the CPU
 ``set_param_for_module``        puts a meta parameter in the model, with the record of where its values are
 ==============================  ======================================================================================
 """
@@ -28,7 +29,7 @@ from torch import Tensor
 from ls_strategy.errors import PlanError
 from ls_strategy.pretrained.on_meta import LoadedOnMeta
 from ls_strategy.pretrained.safetensors import read_safetensors
-from ls_strategy.zero.lazy import LazyTensor, give_source, note_owner
+from ls_strategy.zero.lazy import LazyTensor, give_source, note_owner, source_of
 
 _MODULE = "transformers.modeling_utils"
 
@@ -112,11 +113,37 @@ def _replaced(module: ModuleType, on_meta: LoadedOnMeta, reports: bool) -> Gener
         with torch.device("cpu"), _loading(module, reports), on_meta.paused():
             return bound(*args, **kwargs)
 
+    resize = base.resize_token_embeddings
+
+    def resize_token_embeddings(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _read_embeddings(model):
+            return resize(model, *args, **kwargs)
+        with torch.device("cpu"), on_meta.paused():
+            return resize(model, *args, **kwargs)
+
     base.from_pretrained = classmethod(from_pretrained)
+    base.resize_token_embeddings = resize_token_embeddings
     try:
         yield
     finally:
         base.from_pretrained = original
+        base.resize_token_embeddings = resize
+
+
+def _read_embeddings(model: Any) -> bool:
+    """Give the embeddings of the input and output their values, wherever they are used. Return whether any had none."""
+    layers = [layer for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer is not None]
+    read: dict[int, torch.nn.Parameter] = {}
+    for param in (p for layer in layers for p in layer.parameters(recurse=False)):
+        source = source_of(param)
+        if source is not None and id(param) not in read:
+            value = source.materialize().to(param.dtype)
+            read[id(param)] = torch.nn.Parameter(value, requires_grad=param.requires_grad)
+    for owner in model.modules():
+        for name, param in owner._parameters.items():
+            if id(param) in read:
+                owner._parameters[name] = read[id(param)]
+    return bool(read)
 
 
 def _check_version(module: ModuleType) -> None:

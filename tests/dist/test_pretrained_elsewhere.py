@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from ls_strategy.lightning.strategy import ZeROStrategy
 from recipes.gpt.network import GPT, GPTConfig
 from tests.dist.ranks import assert_equal, fit, on_ranks, trainer_of, weights
-from tests.dist.test_pretrained import LLAMA, MODELS, Pretrained, Reads, bytes_of, save, tokens
+from tests.dist.test_pretrained import LLAMA, MODELS, VOCABULARY, Pretrained, Reads, bytes_of, save, tokens
 
 safetensors = pytest.importorskip("safetensors.torch", reason="needs safetensors")
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
@@ -267,10 +267,23 @@ class MadeEarly(Pretrained):
         self.configure_model()
 
 
+class Resized(Pretrained):
+    """With tokens that the files do not have."""
+
+    def load(self) -> Any:
+        model = super().load()
+        model.resize_token_embeddings(VOCABULARY + 5)
+        return model
+
+
 @on_ranks(2)
 def _other_ways(rank: int, world_size: int, folder: str) -> None:
     place = Path(folder) / "llama"
     fit("ddp", trusted := Pretrained(place), tokens(), max_epochs=1)
+    fit("ddp", larger := Resized(place), tokens(), max_epochs=1)
+    fit(3, ours := Resized(place), tokens(), max_epochs=1)
+    assert_equal(ours.at_start, larger.at_start, "resized, at the start")
+    assert_equal(ours.losses, larger.losses, "resized")
     fit(ZeROStrategy("auto"), ours := Pretrained(place), tokens(), max_epochs=1)
     assert ours.was_on_meta
     assert_equal(ours.losses, trusted.losses, "auto")

@@ -184,12 +184,28 @@ def test_views_of_loaded_weights(gpt2: Path) -> None:
 def test_changes_that_would_be_lost_are_refused(gpt2: Path) -> None:
     with on_meta():
         model = load(gpt2)
-        with pytest.raises(PlanError, match="without a strategy"):
-            model.resize_token_embeddings(44, mean_resizing=False)
+        with pytest.raises(PlanError, match=r"without a strategy.*save_pretrained"):
+            model.transformer.wte.weight.mul_(2)
         with pytest.raises(PlanError, match="copy_"):
             nn.Embedding(40, 16).weight.data.copy_(model.transformer.wte.weight)
         with pytest.raises(PlanError, match="zero_"):
             nn.init.zeros_(model.transformer.wte.weight)
+
+
+@needs_transformers
+@pytest.mark.parametrize("tokens", [44, 36])
+def test_embeddings_are_resized(gpt2: Path, tokens: int) -> None:
+    def resized() -> Any:
+        torch.manual_seed(0)
+        model = load(gpt2)
+        model.resize_token_embeddings(tokens)
+        return model
+
+    with on_meta():
+        model = resized()
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert model.transformer.wpe.weight.is_meta
+    torch.testing.assert_close(values(model), plain(resized()), rtol=0, atol=0)
 
 
 @needs_transformers
