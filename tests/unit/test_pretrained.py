@@ -185,7 +185,7 @@ def test_changes_that_would_be_lost_are_refused(gpt2: Path) -> None:
     with on_meta():
         model = load(gpt2)
         with pytest.raises(PlanError, match=r"without a strategy.*save_pretrained"):
-            model.transformer.wte.weight.mul_(2)
+            model.transformer.wte.weight.data.mul_(2)
         with pytest.raises(PlanError, match="copy_"):
             nn.Embedding(40, 16).weight.data.copy_(model.transformer.wte.weight)
         with pytest.raises(PlanError, match="zero_"):
