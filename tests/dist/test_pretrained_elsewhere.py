@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
+from ls_strategy.errors import CheckpointError
 from ls_strategy.lightning.strategy import ZeROStrategy
 from recipes.gpt.network import GPT, GPTConfig
 from tests.dist.ranks import assert_equal, fit, on_ranks, trainer_of, weights
@@ -362,3 +363,28 @@ def test_examples_of_the_guide(tmp_path: Path) -> None:
     state = {name: value.clone() for name, value in net.state_dict().items()}
     safetensors.save_file(state, tmp_path / "net" / "model.safetensors")
     _examples(folder=str(tmp_path))
+
+
+@on_ranks(2)
+def _fails_on_one(rank: int, world_size: int, folder: str) -> None:
+    from ls_strategy.pretrained import safetensors as files
+
+    plain, calls = files.read_into, []
+
+    def read_into(path: Path, first: int, target: memoryview, what: str) -> None:
+        calls.append(what)
+        if rank == 1 and len(calls) == 4:
+            raise CheckpointError(f"{path} cannot be read: Input/output error.")
+        plain(path, first, target, what)
+
+    strategy, module = ZeROStrategy(3, sharding={"min_unit_numel": 0}), WithHead(Path(folder) / "llama", "AutoModel")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "read_into", read_into)
+        with pytest.raises(Exception) as error:  # noqa: PT011  (its class differs)
+            fit(strategy, module, tokens())
+    assert "Input/output error" in str(error.value)
+
+
+def test_a_file_that_one_rank_cannot_read_ends_all(tmp_path: Path) -> None:
+    save(tmp_path, "llama")
+    _fails_on_one(folder=str(tmp_path))
