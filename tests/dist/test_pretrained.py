@@ -90,6 +90,7 @@ class Pretrained(Net):
     def configure_model(self) -> None:
         if self.model is None:
             self.model = self.load()
+            self.model.config.use_cache = False  # its first, empty tensor is on the host
             self.was_on_meta = next(self.model.parameters()).is_meta
 
     def on_fit_start(self) -> None:
@@ -127,7 +128,7 @@ class Reads:
 
     def total(self) -> int:
         """Of all ranks. Collective."""
-        count = torch.tensor(self.nbytes)
+        count = torch.tensor(self.nbytes).to("cpu:0")  # the device of `tests.native_ranks`
         if dist.is_initialized():
             dist.all_reduce(count)
         return int(count)
