@@ -54,7 +54,7 @@ def sum_over_chunks(parts: Sequence[Sequence[float]]) -> Tensor:
         ``(2,)`` fp64 on the host.
     """
     if not parts:
-        return torch.zeros(2, dtype=torch.float64)
+        return torch.zeros(2, dtype=torch.float64, device="cpu")
     together = torch.tensor(parts, dtype=torch.float64, device="cpu")
     return torch.stack([_last_sum(together[:, 0]), together[:, 1].sum()])
 
