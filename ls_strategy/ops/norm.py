@@ -44,15 +44,18 @@ def sum_of_squares(grad: Tensor, *, unscale: float = 1.0) -> Tensor:
     return sum_of_squares_reference(grad, unscale)
 
 
-def sum_over_chunks(parts: Sequence[Tensor]) -> Tensor:
+def sum_over_chunks(parts: Sequence[Sequence[float]]) -> Tensor:
     """Return `sum_of_squares` of a gradient whose chunks had the results ``parts``, in order.
 
     Args:
-        parts: each ``(2,)`` fp64, on one device, of `CHUNK` elements; the last may be of fewer.
+        parts: each ``(2,)``, of `CHUNK` elements; the last may be of fewer.
+
+    Returns:
+        ``(2,)`` fp64 on the host.
     """
     if not parts:
-        return torch.zeros(2, dtype=torch.float64)
-    together = torch.stack(list(parts))
+        return torch.zeros(2, dtype=torch.float64, device="cpu")
+    together = torch.tensor(parts, dtype=torch.float64, device="cpu")
     return torch.stack([_last_sum(together[:, 0]), together[:, 1].sum()])
 
 

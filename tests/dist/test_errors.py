@@ -376,6 +376,7 @@ def test_grad_norm_without_gradients(rank: int, world_size: int) -> None:
     for stage in (0, 1, 2, 3):
         trainer = trainer_of(stage, max_epochs=1, limit_train_batches=1)
         trainer.fit(NormAtWrongTime(), batches())
+        assert trainer.global_step == 1
 
 
 def test_every_error_is_one_of_ours_and_a_builtin() -> None:

@@ -270,7 +270,7 @@ class ShardedOptimizer:
             return None
         parts = [self._part_of(r, self.states.steps_taken + 1) for r in self._runs if r.flat_number == n]
         update = self._update_of(n, parts, None)
-        sums: list[Tensor] | None = None
+        sums: list[Sequence[float]] | None = None
         if update.grads is not None:
             flat.averages.recorded_sums = sums = []
         return replace(update, publish=flat.policy.parameters, sums=sums)

@@ -7,7 +7,7 @@ update, write. The result is the same bit for bit.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -64,8 +64,8 @@ class Update:
     publish: bool
     """Write the new parameters, in compute dtype, to this rank's stored shard."""
 
-    sums: list[Tensor] | None = None
-    """The update appends ``(2,)`` fp64 of each chunk: its sum of squares and number of non-finite elements."""
+    sums: list[Sequence[float]] | None = None
+    """The update appends ``(2,)`` of each chunk: its sum of squares and number of non-finite elements."""
 
     after: Any = None
     """Mark in the device's work after which nothing reads the old parameters."""
@@ -169,7 +169,7 @@ class _ChunkUpdate:
             master = flat.master.detach()[self._lo : self._hi]
         grads = held["grad"] if update.grads is None else update.grads[self._lo : self._hi]
         if update.sums is not None:
-            update.sums.append(sum_of_squares(grads, unscale=update.unscale).cpu())
+            update.sums.append(sum_of_squares(grads, unscale=update.unscale).tolist())
         self._out = self._output(master)
         for part in update.parts:
             lo, hi = (max(part.start, self._lo) - self._lo, min(part.stop, self._hi) - self._lo)
