@@ -360,7 +360,7 @@ def _permute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recipe
     ndim = len(recipe.shape)
     if func in (_aten.t.default, _aten.transpose.int):
         order = list(range(ndim))
-        a, b = (0, ndim - 1) if func is _aten.t.default else (args[1] % ndim, args[2] % ndim)
+        a, b = args[1:3] if func is _aten.transpose.int else (0, -1)
         order[a], order[b] = order[b], order[a]
     else:
         order = [d % ndim for d in args[1]]
@@ -399,8 +399,9 @@ def _unbind(_func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> list[
 
 def _split(_func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> list[Recipe]:
     recipe = recipe_of(args[0])
-    dim = (args[2] if len(args) > 2 else 0) % len(recipe.shape)
-    total, sizes = recipe.shape[dim], args[1]
+    sizes, *more = args[1:]
+    dim = (more[0] if more else 0) % len(recipe.shape)
+    total = recipe.shape[dim]
     if isinstance(sizes, int):
         sizes = [min(sizes, total - at) for at in range(0, total, sizes)]
     starts = [0, *itertools.accumulate(sizes)]
