@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ls_strategy._compat import persistent_buffer_names
+from ls_strategy.checked import checked
 from ls_strategy.errors import CheckpointError
 from ls_strategy.pretrained.safetensors import read_safetensors
 from ls_strategy.zero.lazy import LazyTensor, give_source, note_owner
@@ -26,6 +27,7 @@ class Keys(NamedTuple):
     """In the files, not in the module."""
 
 
+@checked()
 def load_safetensors(
     module: nn.Module,
     files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],

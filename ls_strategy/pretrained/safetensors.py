@@ -189,7 +189,7 @@ def _header_of(path: Path) -> tuple[dict[str, Any], int, int]:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length)) if 0 < length <= min(size - 8, _LARGEST_HEADER) else None
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing.") from error
+        raise CheckpointError(f"{path} is missing. Give a safetensors file, or a folder of them.") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
     except ValueError as error:

@@ -82,6 +82,7 @@ ARGUMENTS: dict[str, Callable[[], dict[str, Any]]] = {
     "init_inference": lambda: {"model": network()},
     "stream_blocks": lambda: {"model": network()},
     "convert_moe": lambda: {"model": network()},
+    "load_safetensors": lambda: {"module": network(), "files": "not there"},
     "load_from_checkpoint": lambda: {"module_class": BoringModel, "path": "not there"},
     **{name: partial(dict, options) for name, options in REQUIRED.items()},
 }
