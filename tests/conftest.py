@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,6 +57,7 @@ EXPECTED_VARIABLES = {
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests under ``tests/<marker>/`` carry that marker; GPU tests are skipped where there is no GPU."""
+    _mark_all_but_samples(items)
     for item in items:
         if ROOT not in item.path.parents:
             continue
@@ -64,6 +66,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(folder)
         if item.get_closest_marker("gpu") and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def _mark_all_but_samples(items: list[pytest.Item]) -> None:
+    """Mark ``sample(n)``: of a test's parameters, ``n`` at equal distances are in the default run, the rest is wide."""
+    parameters = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sample") and not item.get_closest_marker("slow"):
+            parameters[item.nodeid.split("[")[0]].append(item)
+    for same in parameters.values():
+        (count,) = same[0].get_closest_marker("sample").args
+        chosen = {i * len(same) // count for i in range(count)}
+        for i, item in enumerate(same):
+            if i not in chosen:
+                item.add_marker("wide")
 
 
 def _has_gpu() -> bool:

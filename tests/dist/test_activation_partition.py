@@ -104,6 +104,7 @@ def parts(rank: int, size: int, folder: str) -> None:
             activations.remove()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("size", [2, 4])
 def test_no_bit_changes_and_each_rank_keeps_its_share(size: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     spawn(parts, size, str(tmp_path_factory.mktemp("nvme")), timeout_s=100)

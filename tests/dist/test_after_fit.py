@@ -95,6 +95,7 @@ def test_fit_again_with_the_same_trainer(rank: int, world_size: int, tmp_path: P
         assert_equal(kept["state_dict"], weights(module), f"stage {strategy}, file after the last fit")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("second", ["same", "other"])
 @on_ranks(2)
 def test_fit_again_with_a_new_trainer(rank: int, world_size: int, second: str) -> None:
@@ -204,6 +205,7 @@ class Normalised(Net):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("accumulate", [1, 3])
 @on_ranks(2)
 def test_buffers_behave_as_under_ddp(rank: int, world_size: int, accumulate: int) -> None:
@@ -233,6 +235,7 @@ class EveryStep(WeightAveraging):
         return step_idx is not None and step_idx % 2 == 0
 
 
+@pytest.mark.wide
 @on_ranks(2)
 def test_weight_averaging_equals_ddp(rank: int, world_size: int, tmp_path: Path) -> None:
     for make in (EveryStep, lambda: EMAWeightAveraging(decay=0.7)):

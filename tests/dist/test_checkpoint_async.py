@@ -181,6 +181,7 @@ def test_an_error_in_the_background_is_raised_at_the_end(rank: int, world_size: 
     assert [f.name for f in tmp_path.iterdir()] == ["1.ckpt"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("background", [False, True])
 @on_ranks(2)
 def test_training_goes_on_and_the_last_checkpoint_stays(
@@ -197,6 +198,7 @@ def test_training_goes_on_and_the_last_checkpoint_stays(
     assert [f.name for f in tmp_path.iterdir()] == ["step=2.ckpt"]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("background", [False, True])
 @on_ranks(2)
 def test_the_link_to_the_last_one_is_never_broken(

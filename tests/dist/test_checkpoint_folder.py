@@ -188,6 +188,7 @@ def problems_of(pairs: list[tuple[Layout, Layout]], root: Path, trusted: Any) ->
     return result
 
 
+@pytest.mark.wide
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("of", ["a third of the pairs", slow("all pairs")])
 def test_every_change_of_the_layout(tmp_path: Path, trusted: Any, of: str) -> None:
@@ -346,6 +347,7 @@ DIVISIONS = ("one group", "two groups", "other groups", "two optimizers")
 SAME_GROUPS = {frozenset(["two groups", "two optimizers"]), *(frozenset([kind]) for kind in DIVISIONS)}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 @on_ranks(2)
 def test_states_find_their_parameters_in_other_optimizers(
@@ -403,6 +405,7 @@ def average_by_hand(rank: int, world_size: int) -> dict[str, Tensor]:
     return average
 
 
+@pytest.mark.wide
 def test_an_average_goes_on_at_another_world_size(tmp_path: Path) -> None:
     trusted = spawn(average_by_hand, 1, init_process_group=False)[0]
     for number, (first, second) in enumerate([((2, 3), (3, 1)), ((3, 1), (1, 3))]):
@@ -521,6 +524,7 @@ class AdaptedOneMore(Adapted):
         return torch.optim.AdamW([self.a, self.b, self.extra], lr=1e-2, fused=True)
 
 
+@pytest.mark.wide
 @on_ranks(2)
 def test_weights_only_folders_and_evaluation_at_other_stages(rank: int, world_size: int, tmp_path: Path) -> None:
     for stage in (1, 2, 3):
@@ -759,6 +763,7 @@ class Monitored(Net):
         return super().training_step(batch, i)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("save_last", [slow(True), "link", slow(None)])
 @pytest.mark.parametrize("background", [slow(False), True])
 @on_ranks(2)
@@ -801,6 +806,7 @@ def evaluate_best(trainer: pl.Trainer, module: Net) -> float:
     return trainer.validate(module, batches(seed=7), ckpt_path="best", verbose=False)[0]["val_loss"]
 
 
+@pytest.mark.wide
 @on_ranks(2)
 def test_last_is_found_by_its_word(rank: int, world_size: int, tmp_path: Path) -> None:
     for save_last in (True, "link"):
@@ -827,6 +833,7 @@ def save_once(rank: int, world_size: int, path: Path) -> dict[str, Tensor]:
     return weights(module)
 
 
+@pytest.mark.wide
 def test_fewer_ranks_leave_no_files_of_more(tmp_path: Path) -> None:
     path = tmp_path / "x.ckpt"
     for world in (3, 1, 2):
@@ -955,6 +962,7 @@ class FailTogether(FailsAlone):
     ranks = (0, 1)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("stage", "background"), [slow(3, False), (1, True)])
 @on_ranks(2, timeout_s=60)
 def test_an_exception_on_one_rank_does_not_hang_in_its_checkpoint(

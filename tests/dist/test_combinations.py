@@ -84,6 +84,7 @@ def assert_goes_on(whole: Outcome, rest: Outcome) -> None:
     assert all(torch.equal(v, rest.weights[k]) for k, v in whole.weights.items())
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("world_size", "layouts"), WORLDS)
 def test_saves_in_the_background(world_size: int, layouts: dict[str, Any], tmp_path: Path) -> None:
     """The run goes on as if nothing was saved; from the checkpoint another goes on to the same bits."""
@@ -134,6 +135,7 @@ class Averaged(Module):
         return [ShardedEMA(decay=0.5)]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("save_as", ["sharded", slow("file")])
 @pytest.mark.parametrize(("world_size", "layouts"), WORLDS)
 def test_averages_of_weights(world_size: int, layouts: dict[str, Any], save_as: str, tmp_path: Path) -> None:
@@ -182,6 +184,7 @@ def stop_and_go_on(rank: int, world_size: int, runs: list[Run]) -> list[tuple[Ou
     return found
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("world_size", "layouts"), WORLDS)
 def test_a_signal_ends_the_run_and_the_next_goes_on(world_size: int, layouts: dict[str, Any], tmp_path: Path) -> None:
     """To the same bits as the run that nothing has stopped."""

@@ -107,6 +107,7 @@ def test_what_is_deepspeeds(tmp_path):
     assert not is_deepspeed("s3://bucket/run")
 
 
+@pytest.mark.wide
 def test_deepspeed_is_not_needed(tmp_path):
     code = (
         "import sys; sys.modules['deepspeed'] = None\n"

@@ -107,6 +107,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {"zero0": {"stage": 0}, **OPTIONS}
 CHEAP = ("zero0", "zero1", "zero2", "zero3, small units")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("configuration", [name if name in CHEAP else slow(name) for name in CONFIGURATIONS])
 def test_in_fp64_as_under_ddp(configuration: str) -> None:
     found = spawn(problems, 2, list(CASES), [configuration], timeout_s=100)

@@ -243,6 +243,7 @@ def compare(rank: int, world_size: int, name: str, tensor: int) -> None:
         assert not any("weight" in module.__dict__ for module in model.modules())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", DIVISIONS)
 @pytest.mark.parametrize("tensor", [2, 4])
 def test_equals_one_process(name: str, tensor: int) -> None:

@@ -259,6 +259,7 @@ class FailingUpdate:
         return self.real(*args, **options)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("net", [Plain, Looks])
 @on_ranks(2)

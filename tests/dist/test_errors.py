@@ -166,6 +166,7 @@ def test_optimizers_that_need_whole_matrices_work_at_stage_0(rank: int, world_si
         assert ours.losses == pytest.approx(ddp.losses, rel=1e-6)
 
 
+@pytest.mark.wide
 @on_ranks(2)
 def test_any_elementwise_optimizer_is_taken(rank: int, world_size: int) -> None:
     makes = [
@@ -280,6 +281,7 @@ class FailsOnce(Net):
         raise ZeroDivisionError("user code failed")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("where", "stage"),
     [

@@ -46,6 +46,7 @@ def bitwise(one: Outcome, other: Outcome) -> bool:
 QUICK = {(2, 2, "capacity, k=1"), (2, 2, "dropless, k=2")}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("world", "size", "routing"),
     [
@@ -62,6 +63,7 @@ def test_losses_norms_and_weights_are_those_of_ddp(world, size, routing):
     assert all(bitwise(found[0], outcome) for outcome in found[1:])
 
 
+@pytest.mark.wide
 def test_batches_on_four_ranks_are_one_batch_on_one():
     """Nothing depends on the number of ranks, if nothing sees a rank's tokens alone."""
     run = Run({"stage": 2, "parallel.expert": 4}, experts=ROUTINGS["dropless, k=2"] | ALONE)
@@ -78,6 +80,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants_of_the_layer(variant):
     experts = ROUTINGS["dropless, k=1"] | VARIANTS[variant]
@@ -109,6 +112,7 @@ def test_with_offload_recompute_clipping_and_accumulation():
     assert not [p for e, r, f in zip(expected, runs, found, strict=True) for p in unequal(e, [r], [f])]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_with_divided_layers(size):
     """Experts are folded over data- and tensor-parallel ranks: each of these sends a part of the tokens."""
@@ -124,6 +128,7 @@ def test_with_divided_layers(size):
     assert not [p for e, r, f in zip(expected, runs, found, strict=True) for p in unequal(e, [r], [f])]
 
 
+@pytest.mark.wide
 def test_with_sequence_parallelism():
     experts = ROUTINGS["dropless, k=1"] | ALONE
     run = Run({"stage": 2, "parallel.context": 2, "parallel.expert": 2}, experts=experts)
@@ -131,6 +136,7 @@ def test_with_sequence_parallelism():
     assert not unequal(trusted(1, "dropless, k=1", **ALONE), [run], found)
 
 
+@pytest.mark.wide
 def test_the_plan_counts_what_is_sent():
     """Dense states go over all ranks, an expert's over those that hold it."""
     steps, experts = 5, ROUTINGS["dropless, k=1"]
@@ -144,6 +150,7 @@ def test_the_plan_counts_what_is_sent():
 CHECKPOINT_STEPS = 8
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("save_as", ["sharded", pytest.param("file", marks=pytest.mark.slow)])
 def test_a_checkpoint_goes_on_at_any_size(tmp_path, save_as):
     """Saved after 4 of 8 steps with experts over 2 ranks, resumed over 1, 2 and 4."""
@@ -165,6 +172,7 @@ def test_a_checkpoint_goes_on_at_any_size(tmp_path, save_as):
         assert not unequal(uninterrupted, [run], found)
 
 
+@pytest.mark.wide
 def test_a_folder_saved_in_parts_consolidates_to_the_single_file(tmp_path):
     path = {kind: str(tmp_path / f"{kind}.ckpt") for kind in ("sharded", "file", "consolidated")}
     options = {"stage": 2, "parallel.expert": 2}
@@ -203,6 +211,7 @@ class Mixtral(Module):
         return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets_BT.flatten())
 
 
+@pytest.mark.wide
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 def test_a_converted_model():
     expected = spawn(train_all, 1, [Run()], Mixtral, init_process_group=False, timeout_s=120)[0][0]

@@ -375,12 +375,14 @@ HABITS = [
 AND_STAGE_0 = {"zero0": {"stage": 0}, **OPTIONS}
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize(("habit", "options"), in_turn(HABITS, AND_STAGE_0))
 def test_on_two_ranks_as_under_ddp(habit: type[Habit], options: dict[str, Any]) -> None:
     found = spawn(problems, 2, habit, options, timeout_s=100)
     assert not any(found), "\n".join(found[0])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("habit", "options"), in_turn([Clips, Scales, Drops, LightningsNorm], OPTIONS))
 def test_with_accumulation_as_under_ddp(habit: type[Habit], options: dict[str, Any]) -> None:
     """Hooks after every backward see what has come so far."""
@@ -388,6 +390,7 @@ def test_with_accumulation_as_under_ddp(habit: type[Habit], options: dict[str, A
     assert not any(found), "\n".join(found[0])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
     ("habit", "options"),
@@ -399,6 +402,7 @@ def test_with_clipping_as_under_ddp(habit: type[Habit], options: dict[str, Any],
     assert not any(found), "\n".join(found[0])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("habit", [Clips, ClipsByValue, Replaces, KeepsObjects, GivesItsOwn, ChangesThenAdds])
 def test_where_gradients_rest_on_a_drive(habit: type[Habit], tmp_path: Path) -> None:
     drive: dict[str, Any] = {
@@ -411,6 +415,7 @@ def test_where_gradients_rest_on_a_drive(habit: type[Habit], tmp_path: Path) -> 
     assert not any(found), "\n".join(found[0])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("habit", "options"),
     in_turn([Clips, Replaces, ScalesData, KeepsObjects, GivesItsOwn, ReusesItsOwn, OtherNorms], OPTIONS),
@@ -447,6 +452,7 @@ def norms(rank: int, world_size: int, precision: str) -> list[str]:
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("precision", ["bf16-true", "16-mixed", "16-true"])
 def test_norms_and_clipping_in_16_bit(precision: str) -> None:
     found = spawn(norms, 2, precision, timeout_s=100)
@@ -465,6 +471,7 @@ class ClipsParts(Module):
         torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "sequence"])
 def test_norms_over_a_part_of_the_model_are_refused(name: str) -> None:
     """Not under sequence parallelism, which leaves every rank with the whole model."""
@@ -649,6 +656,7 @@ def refuse(rank: int, world_size: int, habit: type[Habit], message: str) -> None
             outcome(rank, world_size, habit, ZeROStrategy(**nested(options)))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("habit", REFUSED)
 def test_what_cannot_be_had_is_an_error_with_the_cure(habit: type[Habit]) -> None:
     spawn(refuse, 2, habit, REFUSED[habit], timeout_s=100)

@@ -308,6 +308,7 @@ def problems(
     return [f"{habit.__name__}, {name}: {words}" for name, words in found.items()]
 
 
+@pytest.mark.sample(11)
 @pytest.mark.parametrize(("habit", "options"), in_turn(HABITS, OPTIONS))
 def test_on_two_ranks_as_under_ddp(habit: type[Habit], options: dict[str, Any]) -> None:
     found = spawn(problems, 2, habit, options, timeout_s=100)
@@ -358,6 +359,7 @@ def in_16_bit(rank: int, world_size: int, precision: str) -> list[str]:
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
 def test_writes_reach_the_masters_in_16_bit(precision: str) -> None:
     """All stages and tiers come to the same bits, and the bounds hold."""
@@ -402,6 +404,7 @@ def refused(rank: int, world_size: int, habit: type[Habit], message: str) -> Non
             outcome(rank, world_size, habit, ZeROStrategy(**nested(OPTIONS[name])))
 
 
+@pytest.mark.wide
 def test_opened_parameters_count_like_others() -> None:
     found = spawn(problems, 2, Opens, OPTIONS, timeout_s=100)
     assert not any(found), "\n".join(found[0])

@@ -36,6 +36,7 @@ GROUPS = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("group", GROUPS)
 def test_on_two_ranks_as_under_ddp(group: str, tmp_path: Path) -> None:
     require_equal(GROUPS[group], CHEAP, tmp_path)

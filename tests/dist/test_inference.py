@@ -175,6 +175,7 @@ def quantized(rank: int, world_size: int, format: Any) -> dict[str, tuple[float,
     return found
 
 
+@pytest.mark.wide
 @needs_transformers
 @pytest.mark.parametrize("format", ["int8", "int4"])
 def test_divided_layers_are_quantised(format: Any) -> None:

@@ -98,6 +98,7 @@ def divided(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.wide
 def test_two_ranks(tmp_path: Path) -> None:
     torch.save({"state_dict": build().state_dict()}, tmp_path / "weights.ckpt")
     one, other = spawn(divided, 2, str(tmp_path / "weights.ckpt"))

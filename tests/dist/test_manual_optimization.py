@@ -295,6 +295,7 @@ def trusted() -> dict[str, Result]:
     )[0]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("group", GROUPS)
 def test_equals_one_process(group: str, trusted: dict[str, Result]) -> None:
     spawn(compare, 2, GROUPS[group], trusted, init_process_group=False)
@@ -338,6 +339,7 @@ def test_clamping_sharded_weights_counts(rank: int, world_size: int) -> None:
     assert_close(weights(ours), weights(theirs), "weights")
 
 
+@pytest.mark.wide
 @on_ranks(2)
 def test_checkpoint_and_resume_of_two_optimizers(rank: int, world_size: int, tmp_path: Path) -> None:
     """Six steps, a checkpoint, four steps: the same bits as ten steps."""
@@ -384,6 +386,7 @@ class SometimesUnused(Net):
         return [torch.optim.SGD(head, lr=0.05), torch.optim.SGD(self.blocks.parameters(), lr=0.05, momentum=0.9)]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [{}, {"offload.optimizer": "cpu"}, {"offload.optimizer": "nvme"}])
 @on_ranks(2)
 def test_the_norm_forgets_gradients_of_the_step_before(

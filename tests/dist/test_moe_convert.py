@@ -116,6 +116,7 @@ def ranks() -> list[dict[int, list[dict[str, Tensor]]]]:
     return spawn(everything, 4, timeout_s=180)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("size", [2, 4])
 def test_sharded_experts_compute_the_same(ranks: list[dict[int, list[dict[str, Tensor]]]], size: int) -> None:
     for i, (name, dtype, replicated) in enumerate(CASES):

@@ -305,6 +305,7 @@ REPLICATED = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("world", "tensor"), [(2, 2), (4, 2), (4, 4)])
 def test_tensor_parallel_ranks_share_the_tokens(world, tensor):
     """Each dispatches a part; the result and all gradients are those of one rank with all tokens, on each of them."""

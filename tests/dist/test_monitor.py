@@ -145,6 +145,7 @@ class OneIsLate(Net):
         time.sleep(LATE)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("busy", [False, True])
 @on_ranks(2)
 def test_a_late_rank_is_waited_for_or_hidden(rank: int, world_size: int, busy: bool, tmp_path: Path) -> None:
@@ -360,6 +361,7 @@ def test_refusals() -> None:
 # --- divided models ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "options",
     [

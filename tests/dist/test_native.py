@@ -198,12 +198,12 @@ def test_experts_on_different_ranks(tmp_path: Path) -> None:
     ],
 )
 def test_the_tests_of_training(module: str) -> None:
-    """What the default selection runs over gloo passes on the native device too, but torch's own collectives.
+    """What runs over gloo passes on the native device too, but torch's own collectives.
 
     Nor does torch compile anything under a dispatch mode, which is what the native device is made of.
     """
     left_out = "not test_compiled_blocks_and_layers_around_them and not test_torchs_own_tools_read_the_folder"
-    options = ["-q", "-x", "-o", "timeout=1500", "-k", left_out]
+    options = ["-q", "-x", "-o", "timeout=1500", "-k", left_out, "-m", "not slow"]
     command = [sys.executable, "-m", "pytest", *options, f"tests/dist/{module}.py"]
     found = subprocess.run(
         command, cwd=ROOT, env={**os.environ, NATIVE: "1"}, capture_output=True, text=True, check=False

@@ -51,6 +51,7 @@ def test_rounding_is_the_same_everywhere(
         assert_equal(weights(ours), weights(trusted), tier)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("net", [ByDefault, WithLion])
 @on_ranks(2, timeout_s=120)
 def test_an_alias_changes_nothing_but_the_place(rank: int, world_size: int, net: type[Net], tmp_path: Any) -> None:

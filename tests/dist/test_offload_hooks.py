@@ -102,6 +102,7 @@ def pairs(stage: int, path: Any) -> list[ZeROStrategy]:
 EVERYWHERE = [ByDefault, ReadsWeights, Toggles, ReadsGradients, ChangesGradients, StepHooks]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @on_ranks(2, timeout_s=150)
 def test_hooks(rank: int, world_size: int, stage: int, tmp_path: Any) -> None:
@@ -271,6 +272,7 @@ class Landing(Future):
             Landing.waited += 1
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("overlap", [True, False])
 @on_ranks(1)
 def test_the_wait_for_gradients_is_exposed(rank: int, world_size: int, overlap: bool) -> None:

@@ -140,6 +140,7 @@ fit(strategy(sys.argv[1]), OnDrive(), batches(), max_epochs=-1)
 """
 
 
+@pytest.mark.wide
 def test_kill_9_leaves_nothing_on_the_drive(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", _ENDLESS, str(tmp_path)]) as process:
         try:

@@ -54,6 +54,7 @@ def train(rank: int, world_size: int, runs: list[Run]) -> list[Outcome]:
         return parallel_runs.train_all(rank, world_size, runs, Overflowing)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_an_overflow_of_one_part_skips_the_step_of_all(stage: int) -> None:
     runs = [

@@ -207,6 +207,7 @@ def compare(world_size: int, kinds: list[type[Joins]], options: dict[str, Any], 
     assert not any(found), "\n".join(found[0])
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("kind", "options"), in_turn(JOIN, OPTIONS))
 def test_on_two_ranks_as_in_a_plain_trainer(kind: type[Joins], options: dict[str, Any]) -> None:
     compare(2, [kind], options)
@@ -271,6 +272,7 @@ class ByOwnCallback(Joins):
         return [Stepwise()]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", [ByCallback, ByOwnCallback])
 @pytest.mark.parametrize("names", [("zero1", "zero3, small units"), ("zero2", "zero2"), ("zero3_offload", "zero1")])
 def test_resume_after_unfreezing(kind: type[Joins], names: tuple[str, str], tmp_path: Path) -> None:
@@ -535,6 +537,7 @@ def several_passes(rank: int, world_size: int) -> None:
                 assert not module.losses
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_optimizers_that_need_several_passes_are_refused_before_training(world_size: int) -> None:
     spawn(several_passes, world_size, timeout_s=100)
@@ -556,6 +559,7 @@ def one_pass(rank: int, world_size: int) -> None:
                 assert_close(weights(module), weights(expected), f"{make.__name__}, {manual}, {stage}", 1e-6)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_optimizers_that_call_their_closure_once_work(world_size: int) -> None:
     spawn(one_pass, world_size, timeout_s=100)
@@ -633,6 +637,7 @@ class FrozenOwn(OwnOptimizer):
             self.blocks[0].requires_grad_(True)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("kind", "options"), in_turn([InNone, AddsUp, OwnOptimizer, FrozenAtFirst, FrozenOwn], OPTIONS)
 )
@@ -795,6 +800,7 @@ def shared_problems(rank: int, world_size: int, kind: type[Any], options: dict[s
     return [f"{kind.__name__}, {name}: {words}" for name, words in found.items()]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("kind", "options"), in_turn(SHARED, ON_DEVICE))
 def test_one_parameter_in_two_optimizers_as_under_ddp(kind: type[Any], options: dict[str, Any]) -> None:
     found = spawn(shared_problems, 2, kind, options, timeout_s=100)
@@ -807,6 +813,7 @@ def test_one_parameter_in_two_optimizers_on_one_rank(kind: type[Any], options: d
     assert not any(found), "\n".join(found[0])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [Shared, TheSame])
 @pytest.mark.parametrize("names", [("zero1", "zero3, small units"), ("zero2", "zero2")])
 def test_states_of_shared_parameters_are_kept_apart_in_checkpoints(
@@ -896,6 +903,7 @@ class StepHooksByHandFused(StepHooksByHand):
     fused = None
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("kind", "options"),
     in_turn([StepHooks, StepHooksFused, StepHooksLate, StepHooksByHand, StepHooksByHandFused], OPTIONS),

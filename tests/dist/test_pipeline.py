@@ -67,6 +67,7 @@ def test_every_schedule():
     compare(2, choices, 2, 0.5, **FOUR)
 
 
+@pytest.mark.wide
 def test_every_stage_with_two_replicas():
     found = compare(4, [{"stage": stage, "parallel.pipeline.micro_batches": 2} for stage in (0, 1, 2, 3)])
     for outcome in found[1:]:  # stage against stage: bit for bit
@@ -81,6 +82,7 @@ def test_four_stages_and_two_chunks_with_replicas():
     compare(4, [{"stage": stage, **several} for stage in (2, 3)], 2, **FOUR)
 
 
+@pytest.mark.wide
 def test_with_tensor_parallel_layers_recompute_and_offload():
     tensor = {"parallel.tensor.size": 2}
     choices: list[dict[str, Any]] = [
@@ -136,6 +138,7 @@ def test_all_combinations_with_a_pipeline(world, size, schedule, accumulate):
     compare(world, [{"stage": stage, **shared} for stage in (1, 2, 3)], accumulate, 0.5, 16, **layers)
 
 
+@pytest.mark.wide
 def test_a_checkpoint_goes_on_with_any_pipeline(tmp_path):
     steps, half = 8, 4
     uninterrupted = spawn(train_all, 1, [Run(steps=steps)], init_process_group=False)[0][0]

@@ -126,6 +126,7 @@ def forecast_of(chosen: tuple[Candidate, str, int, tuple[str, ...]], world_size:
         return forecaster.forecast(candidate, Hardware(ranks=world_size, device="cpu"))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("index", range(len(RUNS)), ids=IDS)
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_peak_is_foretold_within_a_hundredth(world_size: int, index: int) -> None:
@@ -135,6 +136,7 @@ def test_the_peak_is_foretold_within_a_hundredth(world_size: int, index: int) ->
         assert forecast.peak.device + forecast.peak.cpu == pytest.approx(peak, rel=0.01)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("index", range(len(RUNS)), ids=IDS)
 def test_the_record_is_what_this_planner_foretells_and_these_ranks_hold(index: int) -> None:
     """Bytes are counted and not timed, so the published table comes out again to the last one."""

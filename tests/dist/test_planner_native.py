@@ -116,6 +116,7 @@ def predict(index: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Peak, int]:
     return peak, sent
 
 
+@pytest.mark.sample(3)
 @pytest.mark.dist
 @pytest.mark.parametrize("index", range(len(RUNS)), ids=IDS)
 def test_peak_and_traffic_of_a_transport_that_sums(index: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,6 +81,7 @@ def test_evaluation_gives_the_bits_of_zero1_on_one_rank(rank: int, world_size: i
     check_equal(tmp_path, OnMeta, tmp_path / "folder.ckpt")
 
 
+@pytest.mark.wide
 @on_ranks(2, timeout_s=120)
 def test_evaluation_gives_the_bits_of_zero1_on_two_ranks(rank: int, world_size: int, tmp_path: Path) -> None:
     fit("zero1", Net(), max_epochs=1).save_checkpoint(tmp_path / "folder.ckpt")
@@ -152,6 +153,7 @@ def weigh(rank: int, world_size: int, name: str, folder: str, blocks: int, width
     return host_memory.status("VmHWM") - before
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", OFFLOADED)
 def test_resident_memory_of_a_prediction(name: str, tmp_path: Path) -> None:
     """Host memory: the weights, and some units. A drive: its buffers, and some units, whatever the model's size."""

@@ -232,6 +232,7 @@ MOMENTS = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "where", [pytest.param(name, marks=[pytest.mark.slow] if name == "with workers" else []) for name in MOMENTS]
 )

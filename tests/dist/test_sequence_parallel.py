@@ -34,6 +34,7 @@ def test_losses_norms_and_weights_are_those_of_one_process(world, size):
     at_stages(world, **{"parallel.context": size})
 
 
+@pytest.mark.wide
 def test_with_divided_layers():
     at_stages(4, (1, 3), **{"parallel.context": 2}, **{"parallel.tensor.size": 2})
 
@@ -53,6 +54,7 @@ def test_variants_of_the_model(shape):
     assert not unequal(expected, [run], spawn(train_all, 2, [run], init_process_group=False)[0])
 
 
+@pytest.mark.wide
 def test_recompute_and_offload_change_no_bit():
     """Dropout on, so that what is drawn in recomputation counts too."""
     shared = {"stage": 3, "parallel.context": 2}
@@ -79,6 +81,7 @@ def test_traffic_is_eight_exchanges_per_block_and_micro_batch(size):
         assert outcome[0].notes["sequence"]["all_to_all"] == (8 * blocks * steps + 4) * one
 
 
+@pytest.mark.wide
 def test_a_checkpoint_goes_on_at_any_size(tmp_path):
     steps, half = 8, 4
     whole = spawn(train_all, 1, [Run(steps=steps)], init_process_group=False)[0][0]

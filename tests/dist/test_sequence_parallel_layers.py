@@ -187,6 +187,7 @@ def expected(case: str) -> dict[str, Tensor]:
     return step(make().train(), loss, None)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.dist
 @pytest.mark.parametrize("world_size", [2, slow(4)])
 @pytest.mark.parametrize("case", CASES)

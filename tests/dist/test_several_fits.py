@@ -58,6 +58,7 @@ def test_nothing_of_a_fit_is_left(rank: int, world_size: int, tier: str, tmp_pat
             assert threads_when_ended(before) <= before, f"stage {stage}, fit {number}"
 
 
+@pytest.mark.wide
 @on_ranks(2)
 def test_a_model_trains_on_as_under_ddp_after_the_fit_of_another(rank: int, world_size: int) -> None:
     """The hooks of gradients, which refer weakly to everything, live as long as the module."""

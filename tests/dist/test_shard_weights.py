@@ -188,6 +188,7 @@ def resume(rank: int, world_size: int, folder: Path) -> dict[str, bool]:
     return found
 
 
+@pytest.mark.wide
 def test_checkpoints_do_not_know_the_weights(tmp_path: Path) -> None:
     for found in spawn(resume, 2, tmp_path, init_process_group=False, timeout_s=120):
         assert len(found) == 6
@@ -212,6 +213,7 @@ def small_moments(rank: int, world_size: int) -> list[tuple[list[float], list[in
     return found
 
 
+@pytest.mark.wide
 def test_moments_in_fewer_bits() -> None:
     """Random bits of the rounding belong to places in a rank's shard, so that another cut rounds otherwise."""
     for runs in spawn(small_moments, 2, init_process_group=False, timeout_s=120):

@@ -210,6 +210,7 @@ def worst(actual: list[Tensor], expected: list[Tensor]) -> float:
     )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.dist
 @pytest.mark.parametrize(("how", "world_size"), HOWS)
 def test_losses_and_gradients_are_those_of_whole_logits(how, world_size) -> None:

@@ -138,6 +138,7 @@ def strike(run: Run, target: str, number: int) -> None:
     os.kill(pid, number)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("target", ["launcher", slow("rank1")])
 def test_sigterm_ends_all_processes(start: Callable[..., Run], target: str) -> None:
     run = start("2", "plain")

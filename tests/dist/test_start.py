@@ -124,6 +124,7 @@ def test_all_ranks_start_from_what_rank_0_has(kind: type[Module]) -> None:
     assert not problems(2, LAYOUTS, kind)
 
 
+@pytest.mark.wide
 def test_constants_of_rank_0_too() -> None:
     """Of parameters that every rank of a replica holds, and fills by itself."""
     names = ("zero3", "tensor, stage 3", "sequence, stage 3", "experts, stage 3")

@@ -49,11 +49,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("shape", VARIANTS.values(), ids=VARIANTS.keys())
 def test_variants_of_the_model(shape):
     at_every_stage(2, 2, shape)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("world", "tp"), [pytest.param(2, 2, marks=pytest.mark.slow), (4, 2)])
 def test_tokens_between_the_layers_divided_too(world, tp):
     at_every_stage(world, tp, **{"parallel.tensor.sequence_parallel": True})
@@ -92,6 +94,7 @@ def test_traffic_is_four_sums_per_block_and_micro_batch(tp):
 CHECKPOINT_STEPS = 8
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("save_as", ["sharded", slow("file")])
 def test_a_checkpoint_goes_on_at_any_size(tmp_path, save_as):
     """Saved after 4 of 8 steps at one size, resumed at others."""
@@ -119,6 +122,7 @@ def test_a_checkpoint_goes_on_at_any_size(tmp_path, save_as):
         assert_resumed(world, runs, whole, half)
 
 
+@pytest.mark.wide
 def test_a_folder_saved_in_parts_consolidates_to_the_single_file(tmp_path):
     path = {kind: str(tmp_path / f"{kind}.ckpt") for kind in ("sharded", "file", "consolidated")}
     options = {"stage": 2, "parallel.tensor.size": 2}

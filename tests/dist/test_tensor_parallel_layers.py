@@ -233,6 +233,7 @@ def trained(request: pytest.FixtureRequest) -> Any:
     return spawn(_train, request.param)
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", SHAPES)
 def test_divided_model_equals_the_whole_one(name: str, mode: str, trained: Any) -> None:
@@ -629,6 +630,7 @@ def _surface(rank: int, size: int) -> None:
     assert not axis.traffic.elements
 
 
+@pytest.mark.wide
 def test_copies_compilation_removal_and_refusals() -> None:
     spawn(_surface, 2)
 

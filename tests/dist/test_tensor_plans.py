@@ -87,6 +87,7 @@ def compare(name: str, axis: Axis, world_size: int) -> None:
         assert error <= 1e-12 * max(theirs.abs().max().item(), 0.01 * largest), f"{name}: {key}"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_equals_one_process(world_size: int) -> None:
     spawn(compare_all, world_size)

@@ -20,6 +20,7 @@ def compare(rank: int, world_size: int) -> dict[str, float]:
     return plans.compare(rank, world_size, [(name, "eager") for name in MODELS])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_equals_one_process(world_size: int) -> None:
     pytest.importorskip("transformers")

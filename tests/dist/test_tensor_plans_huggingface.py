@@ -175,6 +175,7 @@ def check(world_size: int, cases: list[tuple[str, str]]) -> None:
         assert not {what: value for what, value in found.items() if not value <= limit(what)}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_equals_one_process(world_size: int) -> None:
     check(world_size, [(name, "sdpa") for name in FIRST])

@@ -107,6 +107,7 @@ def test_only_places_and_sizes_are_replaced() -> None:
 # --- Python -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wide
 @pytest.mark.dist
 @pytest.mark.timeout(300)
 def test_python_runs(checkout: Path) -> None:

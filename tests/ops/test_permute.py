@@ -327,6 +327,7 @@ assert not routing_library.available("cpu")
 """
 
 
+@pytest.mark.wide
 def test_no_compiler_is_needed(tmp_path):
     variables = {k: v for k, v in os.environ.items() if k != "LS_STRATEGY_OPS"}
     variables |= {"CXX": "/nonexistent/g++", "LS_STRATEGY_CACHE": str(tmp_path), "PYTHONPATH": str(ROOT)}

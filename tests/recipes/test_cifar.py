@@ -74,6 +74,7 @@ def no_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- configurations -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("file", FILES, ids=stem)
 def test_configuration_builds_what_it_names(file: Path, tmp_path: Path, no_arguments: None) -> None:
     args = [*config_args(file), f"--trainer.logger.init_args.save_dir={tmp_path}"]
@@ -297,6 +298,7 @@ def two_ranks(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     return dict(zip(RUNS, map(list, zip(*ranks, strict=True)), strict=True))
 
 
+@pytest.mark.wide
 def test_the_last_checkpoint_is_of_the_last_step(two_ranks: dict[str, list[dict[str, Any]]]) -> None:
     for precision in RUNS:
         first, _ = two_ranks[precision]
@@ -315,6 +317,7 @@ def test_two_ranks_of_zero3_learn(two_ranks: dict[str, list[dict[str, Any]]], pr
     assert first["metrics"]["val/accuracy"] == second["metrics"]["val/accuracy"] > 0.5
 
 
+@pytest.mark.wide
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 def test_accuracy_over_ranks_is_that_of_one_rank(
     two_ranks: dict[str, list[dict[str, Any]]], data_dir: Path, tmp_path: Path, no_arguments: None

@@ -327,6 +327,7 @@ def data_of(folder: Path, tmp_path: Path, **options) -> TextData:
     return TextData(corpus(folder, tmp_path, max_bytes=5000, val_fraction=0.2), block_size=16, batch_size=8, **options)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 @pytest.mark.parametrize("saved", ["by a callback", "after the end"])
 @pytest.mark.parametrize("stop", [5, 7, 27, 29])

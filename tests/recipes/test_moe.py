@@ -237,6 +237,7 @@ def scalars(folder: Path) -> dict[str, list[float]]:
     return {tag: [e.value for e in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
 
 
+@pytest.mark.wide
 def test_two_ranks_train_divide_experts_log_and_save(tmp_path: Path) -> None:
     cache = f"--data.corpus.cache_dir={tmp_path / 'cache'}"
     output = fit(tmp_path, ["base", "ep2_zero2"], *TINY, cache, "--trainer.devices=2", recipe="moe")

@@ -38,6 +38,7 @@ def on_cpu() -> dict[str, dict[str, Any]]:
     return run(fit_all, simulated=False).result
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", FITS)
 def test_a_fit_is_that_of_the_cpu(name: str, on_cpu: dict[str, dict[str, Any]]) -> None:
     on_device = run(fit, *FITS[name])
@@ -52,6 +53,7 @@ def test_streamed_inference_is_that_of_the_cpu(tier: str) -> None:
     assert torch.equal(on_device.result, run(streamed, tier, simulated=False).result)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("program", [(saved, 2), (saved, 3), (saved_through_device,)])
 def test_a_save_in_the_background_is_that_of_its_step(program: tuple[Any, ...]) -> None:
     on_device = run(*program)
@@ -102,6 +104,7 @@ ALL_ON_HOST = {"optimizer": "cpu", "parameters": "cpu", "gradients": "cpu", "ste
 ALL_ON_DRIVE = {"optimizer": "nvme", "parameters": "nvme", "gradients": "nvme", "step_on": "cpu"}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("options", "precision", "allowed"),
     [

@@ -340,6 +340,7 @@ def test_memory_on_the_device_is_freed_in_forward(tier: str, drive: NVMeFolder) 
     assert offload.storage.stored_bytes == 0
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("how", ["dropped", "error", "retained"])
 def test_memory_comes_back_without_a_backward_that_ends(tier: str, how: str, drive: NVMeFolder) -> None:

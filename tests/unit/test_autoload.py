@@ -66,6 +66,7 @@ assert "ls_strategy.lightning.strategy" not in sys.modules
     )
 
 
+@pytest.mark.wide
 @needs_entry_point
 def test_a_trainer_takes_an_alias_with_lightning_alone(tmp_path: Path) -> None:
     check(
@@ -106,6 +107,7 @@ ls_strategy.autoload.register()
     )
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "imports", ["import ls_strategy, torch, lightning as L", slow("import lightning as L, ls_strategy")]
 )
@@ -155,6 +157,7 @@ BREAK = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("how", [pytest.param(h, marks=[pytest.mark.slow] * (i > 0)) for i, h in enumerate(BREAK)])
 def test_a_broken_package_breaks_neither_torch_nor_lightning(how: str) -> None:
     check(
@@ -236,6 +239,7 @@ def test_cli_takes_an_alias_from_yaml(tmp_path: Path) -> None:
     assert "ZeROStrategy" in check(CLI.format(imports="import ls_strategy"), f"--config={config}", *QUIET)
 
 
+@pytest.mark.wide
 def test_cli_takes_a_class_path_from_yaml_without_any_registration(tmp_path: Path) -> None:
     pytest.importorskip("jsonargparse")
     config = tmp_path / "config.yaml"
@@ -261,6 +265,7 @@ def test_cli_refuses_a_bad_value(tmp_path: Path, init_args: str, word: str) -> N
     assert word in done.stderr
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "flags",
     [
@@ -274,6 +279,7 @@ def test_cli_takes_flags(flags: tuple[str, ...]) -> None:
     assert "ZeROStrategy" in check(CLI.format(imports="import ls_strategy"), *flags, *QUIET)
 
 
+@pytest.mark.wide
 @pytest.mark.dist
 def test_the_readme_s_usage_runs(tmp_path: Path) -> None:
     after_marker = (ROOT / "README.md").read_text().split("<!-- usage -->", 1)[1]
@@ -312,6 +318,7 @@ print(found.table.weight.sum().item())
 """
 
 
+@pytest.mark.wide
 @needs_entry_point
 @pytest.mark.parametrize("package", ["lightning", slow("lightning.pytorch"), slow("pytorch_lightning")])
 def test_a_folder_is_loaded_with_lightning_alone(tmp_path: Path, package: str) -> None:

@@ -165,6 +165,7 @@ def test_a_first_save_that_ends_anywhere_is_there_or_not(tmp_path: Path) -> None
     assert found[-1] == 2
 
 
+@pytest.mark.wide
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 60), st.booleans()), min_size=2, max_size=6))
 def test_ends_one_after_the_other_never_go_back(ends: list[tuple[int, bool]]) -> None:

@@ -297,6 +297,7 @@ def test_help_describes_groups_and_their_options(capsys: pytest.CaptureFixture[s
     assert "renamed" not in text
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("words", "options"),
     [
@@ -335,6 +336,7 @@ def test_a_command_line_goes_on_from_the_file(tmp_path: Path) -> None:
     assert parallel.parallel == ParallelConfig(expert=2, pipeline=PipelineConfig(size=2, micro_batches=8))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "given", "words", "expected"),
     [

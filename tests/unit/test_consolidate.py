@@ -162,6 +162,7 @@ for work in (consolidate, export_safetensors):
 """
 
 
+@pytest.mark.wide
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 def test_memory_is_some_chunks_however_large_the_tensors_are(tmp_path: Path) -> None:
     big = torch.zeros(6000, 6000)  # 137 MiB

@@ -63,6 +63,7 @@ def lines_of_a_step(stage: int, units: int) -> int:
     return count
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("stage", range(4))
 def test_every_unit_costs_the_same_and_not_much(stage: int) -> None:
     """Nothing that is done for a unit walks over all others, such as those that are in flight or were published."""

@@ -105,6 +105,7 @@ def test_folders_that_are_no_checkpoint(tmp_path: Path, capsys: Any) -> None:
         describe(tmp_path / "one.ckpt")
 
 
+@pytest.mark.wide
 def test_the_command_does_not_load_lightning(tmp_path: Path) -> None:
     code = (
         "import sys; from ls_strategy import cli\n"

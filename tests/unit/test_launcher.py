@@ -37,6 +37,7 @@ os.kill(os.getpid(), 9)
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("what", "ends"), [("watched", True), ("stopped", False)])
 def test_a_rank_ends_after_its_launcher(what: str, ends: bool) -> None:
     launcher = subprocess.Popen(
@@ -88,6 +89,7 @@ def _deaf() -> None:
     time.sleep(60)
 
 
+@pytest.mark.wide
 def test_processes_that_do_not_listen_are_killed() -> None:
     context = multiprocessing.get_context("forkserver")
     processes = [context.Process(target=_deaf), context.Process(target=time.sleep, args=(0.1,))]

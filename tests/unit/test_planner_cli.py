@@ -112,6 +112,7 @@ def test_a_plan_in_json(config, capsys):
     assert first["states"]["device"]["optimizer"] >= 8 * told["parameters"]
 
 
+@pytest.mark.wide
 def test_a_plan_for_too_small_a_machine(config, capsys):
     assert run("--config", config, "--gpus", 8, "--gpu-memory", "1GB", "--scaling") == 1
     text = capsys.readouterr().out
@@ -120,6 +121,7 @@ def test_a_plan_for_too_small_a_machine(config, capsys):
     assert "4,096 ranks" in text
 
 
+@pytest.mark.wide
 def test_options_of_the_program_count_over_its_files(config, capsys):
     more = ("--", "--model.width=64", "--data.batch_size", 5, "--trainer.devices=3", "--trainer.accelerator=cpu")
     assert run(config, "--json", *more) == 0
@@ -138,6 +140,7 @@ def test_devices_that_a_trainer_takes(devices, number):
     assert plan.devices_named(devices) == number
 
 
+@pytest.mark.wide
 def test_a_program_that_cannot_begin_says_so_and_how_to_change_it(config):
     with pytest.raises(ConfigError, match=r"prog ended with OSError .* cannot download there.* after --"):
         run(config, "--", "--data.source=there")

@@ -137,6 +137,7 @@ def test_no_bit_changes(config: RecomputeConfig, call: str, autocast: bool) -> N
     assert_same(gradients(model, autocast=autocast), expected)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("how", ["module.compile", "torch.compile"])
 @pytest.mark.parametrize("config", [FULL, SELECTIVE], ids=["full", "selective"])
 def test_no_bit_changes_in_compiled_blocks(config: RecomputeConfig, how: str) -> None:

@@ -89,6 +89,7 @@ def test_the_recipe_lists_its_commands_and_strategies() -> None:
     assert all(f"ls_strategy.aliases.{name}" in listed for name in NAMES)
 
 
+@pytest.mark.wide
 def test_a_wrong_option_of_a_recipe_is_a_line() -> None:
     base = ("fit", "--config", "recipes/gpt/configs/base.yaml")
     done = run("recipes.gpt", *base, "--trainer.strategy.sharding.prefetch_units=-1")

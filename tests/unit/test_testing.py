@@ -125,6 +125,7 @@ def _lambda_result(rank: int, world_size: int) -> object:
     return lambda: rank
 
 
+@pytest.mark.wide
 def test_a_hang_ends_in_time_with_the_rank_and_its_stack(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     start = time.monotonic()
