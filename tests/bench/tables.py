@@ -240,6 +240,15 @@ def _overhead(record: dict[str, Any]) -> list[list[str]]:
     return [head, *rows]
 
 
+def _finetune(record: dict[str, Any]) -> list[list[str]]:
+    """One row per run: validation loss with its range over seeds, and the bytes of a checkpoint."""
+    rows = [["", "validation loss", "range over seeds", "checkpoint"]]
+    for name, r in record["results"].items():
+        span = f"{r['val_lowest']:.3f} to {r['val_highest']:.3f}"
+        rows.append([f"`{name}`", f"{r['val']:.3f}", span, _amount(r["checkpoint_bytes"])])
+    return rows
+
+
 def _inference(record: dict[str, Any]) -> list[list[str]]:
     """One row per batch and format of weights."""
     rows = [["batch", "weights", "speedup over fp32", "MB read per step", "share of memory bandwidth"]]
@@ -291,6 +300,7 @@ def _host_time(world: str) -> Callable[[dict[str, Any]], list[list[str]]]:
 
 _TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "trainer_time": _ratios,
+    "finetune": _finetune,
     "cifar_accuracy": _accuracy,
     "cpu_adam": _adam,
     "host_memory": _host_memory,

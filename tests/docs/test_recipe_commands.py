@@ -42,7 +42,7 @@ def parsers() -> dict[str, Any]:
         for page in PAGES:
             program = f"recipes.{page.parent.name}"
             small = ["--trainer.devices=1", "--trainer.logger=false"]
-            if program != "recipes.cifar":
+            if program in ("recipes.gpt", "recipes.moe"):
                 small += ["--model.config.num_layers=1", "--data.block_size=64"]
             base = page.parent / "configs" / "base.yaml"
             found[program] = (
