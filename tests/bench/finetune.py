@@ -50,10 +50,7 @@ def fit(folder: Path, overlays: tuple[str, ...], seed: int, *options: str) -> di
 
     configs = [f"--config={CONFIGS / name}.yaml" for name in ("base", *overlays)]
     start = time.perf_counter()
-    program(
-        "fit", *configs, f"--seed_everything={seed}", f"--trainer.logger.init_args.save_dir={folder}",
-        "--trainer.enable_progress_bar=false", *options,
-    )  # fmt: skip
+    program("fit", *configs, f"--seed_everything={seed}", f"--trainer.logger.init_args.save_dir={folder}", *options)
     seconds = time.perf_counter() - start
     events = EventAccumulator(str(folder / "finetune" / "version_0"), size_guidance={"scalars": 0}).Reload()
     val = [e.value for e in events.Scalars("val/loss")]
