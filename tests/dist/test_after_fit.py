@@ -35,6 +35,8 @@ from tests.dist.ranks import (
     weights,
 )
 
+pytestmark = pytest.mark.wide
+
 # --- entry points -----------------------------------------------------------------------------------------------------
 
 
@@ -95,7 +97,6 @@ def test_fit_again_with_the_same_trainer(rank: int, world_size: int, tmp_path: P
         assert_equal(kept["state_dict"], weights(module), f"stage {strategy}, file after the last fit")
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("second", ["same", "other"])
 @on_ranks(2)
 def test_fit_again_with_a_new_trainer(rank: int, world_size: int, second: str) -> None:
@@ -205,7 +206,6 @@ class Normalised(Net):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("accumulate", [1, 3])
 @on_ranks(2)
 def test_buffers_behave_as_under_ddp(rank: int, world_size: int, accumulate: int) -> None:
@@ -235,7 +235,6 @@ class EveryStep(WeightAveraging):
         return step_idx is not None and step_idx % 2 == 0
 
 
-@pytest.mark.wide
 @on_ranks(2)
 def test_weight_averaging_equals_ddp(rank: int, world_size: int, tmp_path: Path) -> None:
     for make in (EveryStep, lambda: EMAWeightAveraging(decay=0.7)):

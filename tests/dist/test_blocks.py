@@ -250,7 +250,7 @@ def trusted() -> dict[str, Result]:
     return spawn(train_all, 1, [case for group in GROUPS.values() for case in group], init_process_group=False)[0]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("group", GROUPS)
 def test_equals_one_process(group: str, trusted: dict[str, Result]) -> None:
     spawn(compare, 2, GROUPS[group], trusted, init_process_group=False)

@@ -14,6 +14,8 @@ from torch import Tensor
 from ls_strategy import Monitor, PlanError, ShardedEMA
 from tests.dist.ranks import Net, assert_close, batches, fit, on_ranks, saved, weights
 
+pytestmark = pytest.mark.wide
+
 DECAY = 0.7
 
 
@@ -95,7 +97,6 @@ class Watched(Net):
         self.norm = float(strategy.grad_norm())
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @on_ranks(2)
 def test_monitor_logs_what_the_strategy_counts(rank: int, world_size: int, stage: int, tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ from tests.dist.ranks import Net, fit, on_ranks, saved
 from tests.dist.test_offload import TIERS
 from tests.marks import slow
 
+pytestmark = pytest.mark.wide
+
 STEPS = 5
 PLACES = [
     (0, None, "fp32"), (1, None, "fp32"), (2, None, "fp32"), (3, None, "bf16"), (1, "cpu", "fp32"), (2, "half", "int8"),
@@ -181,7 +183,6 @@ def test_an_error_in_the_background_is_raised_at_the_end(rank: int, world_size: 
     assert [f.name for f in tmp_path.iterdir()] == ["1.ckpt"]
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("background", [False, True])
 @on_ranks(2)
 def test_training_goes_on_and_the_last_checkpoint_stays(
@@ -198,7 +199,6 @@ def test_training_goes_on_and_the_last_checkpoint_stays(
     assert [f.name for f in tmp_path.iterdir()] == ["step=2.ckpt"]
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize("background", [False, True])
 @on_ranks(2)
 def test_the_link_to_the_last_one_is_never_broken(

@@ -40,6 +40,8 @@ from ls_strategy.testing import RankDiedError, spawn
 from tests.dist.ranks import Net, assert_equal, batches, fit, on_ranks, quiet, saved, trainer_of, weights
 from tests.marks import slow
 
+pytestmark = pytest.mark.wide
+
 # --- every step of a save ---------------------------------------------------------------------------------------------
 
 RANKS = 2
@@ -235,7 +237,6 @@ def test_a_death_at_any_step_leaves_the_save_before_or_this_one(
     assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize("rank", [slow(0), 1])
 def test_a_death_in_the_first_save_leaves_it_or_nothing(tmp_path: Path, rank: int) -> None:
     path = tmp_path / "last.ckpt"
@@ -376,7 +377,6 @@ WAYS = [
 ]  # fmt: skip
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "options", [slow(WAYS[0]), WAYS[1], slow(WAYS[2]), WAYS[3]], ids=lambda o: "-".join(map(str, o.values()))
 )
@@ -461,7 +461,6 @@ DAMAGES = {
 }
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", ["__1_0.distcp", "meta.pt"])
 def test_damage_is_told_on_all_ranks(tmp_path: Path, whole: Path, name: str, damage: str) -> None:

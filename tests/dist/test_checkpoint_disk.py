@@ -33,6 +33,8 @@ from tests.marks import slow
 from tests.os_calls import replaced
 from tests.unit.checkpoint_folders import small_folder
 
+pytestmark = pytest.mark.wide
+
 # --- what a save may take away ----------------------------------------------------------------------------------------
 
 
@@ -41,7 +43,6 @@ def tree(folder: Path) -> dict[str, bytes | None]:
     return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("save_as", ["sharded", "file"])
 @on_ranks(2)
 def test_a_path_that_is_no_checkpoints_is_an_error_on_all_ranks(
@@ -100,7 +101,6 @@ def test_a_background_save_is_refused_at_the_call(rank: int, world_size: int, tm
     assert tree(tmp_path) == {"notes.txt": b"mine"}
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("background", [False, True])
 @on_ranks(2)
 def test_the_best_that_are_no_checkpoints_any_more_are_kept(
@@ -221,7 +221,6 @@ def test_training_goes_on_without_a_half_file(rank: int, world_size: int, tmp_pa
     assert torch.load(tmp_path / "step=1.ckpt", weights_only=True)["global_step"] == 1
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("on_save_error", ["raise", "continue"])
 @on_ranks(2)
 def test_preemption_on_a_full_disk_goes_on_from_the_last_whole_file(

@@ -13,6 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from ls_strategy.errors import CheckpointError
 from tests.dist.ranks import STAGES, Net, assert_close, fit, on_ranks, weights
 
+pytestmark = pytest.mark.wide
+
 
 class Sharded(Net):
     """Under `ModelParallelStrategy` its blocks are sharded by FSDP2."""

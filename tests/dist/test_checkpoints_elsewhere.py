@@ -33,6 +33,8 @@ from tests.dist.ranks import (
 from tests.dist.test_checkpoint_file import Mixed
 from tests.marks import slow
 
+pytestmark = pytest.mark.wide
+
 DDP = "ddp_find_unused_parameters_true"
 
 
@@ -97,7 +99,6 @@ def test_evaluation_takes_a_folder_by_path_and_by_name(rank: int, world_size: in
         assert_equal(weights(module), weights(trained), run.__name__)
 
 
-@pytest.mark.wide
 @on_ranks(2)
 def test_ddp_replaces_the_folders_that_it_goes_on_from(rank: int, world_size: int, tmp_path: Path) -> None:
     """Lightning's own writer would move its file *into* a folder of that name, and the old weights would stay."""
@@ -228,7 +229,6 @@ class Data(pl.LightningDataModule):
         self.epochs = state["epochs"]
 
 
-@pytest.mark.wide
 @on_ranks(2)
 def test_load_from_checkpoint_is_that_of_one_file(rank: int, world_size: int, tmp_path: Path) -> None:
     """With its arguments: hyperparameters, ``strict``, ``map_location``, ``weights_only``, data modules."""

@@ -22,7 +22,7 @@ from tests.dist.parallel_runs import Module, Outcome, Run, attention_plan, train
 from tests.dist.ranks import saved
 from tests.marks import slow
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.wide, pytest.mark.dist]
 
 STEPS, HALF = 6, 3
 EXPERTS = {"num_experts": 4, "k": 2, "drop_tokens": False, "balance_loss": 0.0, "second_expert_sampling": False}
@@ -84,7 +84,6 @@ def assert_goes_on(whole: Outcome, rest: Outcome) -> None:
     assert all(torch.equal(v, rest.weights[k]) for k, v in whole.weights.items())
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize(("world_size", "layouts"), WORLDS)
 def test_saves_in_the_background(world_size: int, layouts: dict[str, Any], tmp_path: Path) -> None:
     """The run goes on as if nothing was saved; from the checkpoint another goes on to the same bits."""
@@ -135,7 +134,6 @@ class Averaged(Module):
         return [ShardedEMA(decay=0.5)]
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize("save_as", ["sharded", slow("file")])
 @pytest.mark.parametrize(("world_size", "layouts"), WORLDS)
 def test_averages_of_weights(world_size: int, layouts: dict[str, Any], save_as: str, tmp_path: Path) -> None:
@@ -184,7 +182,6 @@ def stop_and_go_on(rank: int, world_size: int, runs: list[Run]) -> list[tuple[Ou
     return found
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize(("world_size", "layouts"), WORLDS)
 def test_a_signal_ends_the_run_and_the_next_goes_on(world_size: int, layouts: dict[str, Any], tmp_path: Path) -> None:
     """To the same bits as the run that nothing has stopped."""

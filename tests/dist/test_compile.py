@@ -7,6 +7,8 @@ import torch
 
 from tests.dist.ranks import Net, assert_close, fit, on_ranks, weights
 
+pytestmark = pytest.mark.wide
+
 
 class CompiledInPlace(Net):
     """``block.compile()`` keeps the module."""
@@ -25,7 +27,6 @@ class CompiledWrapper(Net):
         self.blocks = torch.nn.ModuleList(torch.compile(block, backend="aot_eager") for block in self.blocks)
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize("make", [pytest.param(CompiledInPlace, marks=pytest.mark.slow), CompiledWrapper])
 @on_ranks(2, timeout_s=120)
 def test_compiled_blocks(rank: int, world_size: int, make: type[Net]) -> None:

@@ -20,6 +20,8 @@ from tests.dist.ranks import Net, Sgd, assert_close, assert_equal, fit, on_ranks
 from tests.dist.test_checkpoint_file import Mixed
 from tests.marks import slow
 
+pytestmark = pytest.mark.wide
+
 
 class TwoOptimizers(Net):
     """Steps them in turn."""

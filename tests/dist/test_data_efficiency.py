@@ -19,6 +19,8 @@ from ls_strategy.data_efficiency import token_dropping
 from ls_strategy.testing import spawn
 from tests.dist.parallel_runs import Module, Outcome, Run, train, train_all, unequal
 
+pytestmark = pytest.mark.wide
+
 STEPS = 10
 SHAPE = {"num_layers": 4}
 DROPOUT = SHAPE | {"dropout": 0.1}
@@ -95,7 +97,6 @@ def test_divided_otherwise(options):
     assert not unequal(trusted, [ours], spawn(train_all_alike, 2, [ours], init_process_group=False)[0])
 
 
-@pytest.mark.wide
 def test_lengths_with_tokens_divided_between_layers():
     ours = run(curriculum(), stage=1, **{"parallel.tensor.size": 2}, **{"parallel.tensor.sequence_parallel": True})
     assert not unequal(alone(run(curriculum()))[0], [ours], spawn(train_all, 2, [ours], init_process_group=False)[0])
@@ -108,7 +109,6 @@ def test_lengths_by_tokens_are_those_of_ddp():
     assert not unequal(found[0], [ours], found[1:])
 
 
-@pytest.mark.wide
 def test_with_experts():
     experts = {"k": 2, "drop_tokens": False, "balance_loss": 0.0, "second_expert_sampling": False}
     trusted, ours = (
@@ -152,7 +152,6 @@ def drawn(rank: int, world_size: int, options: dict[str, Any]) -> list[Any]:
     return [index.tolist() for index in kept]
 
 
-@pytest.mark.wide
 def test_replicas_drop_other_tokens_and_ranks_of_one_the_same():
     first, second = spawn(drawn, 2, {"stage": 1}, init_process_group=False)
     assert len(first) == len(second) == 2 * 7  # two blocks, seven steps

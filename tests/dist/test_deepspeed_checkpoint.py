@@ -26,6 +26,8 @@ from ls_strategy.deepspeed.schedules import WarmupLR
 from ls_strategy.testing import free_port, spawn
 from tests.golden.deepspeed.make_checkpoints import CASES, STEPS, Net, batch, groups
 
+pytestmark = pytest.mark.wide
+
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "deepspeed"
 RATES = {"warmup_max_lr": 1e-2, "warmup_num_steps": 6}
 ZERO = [case for case in CASES if case != "stage0"]
@@ -107,7 +109,6 @@ def test_what_is_deepspeeds(tmp_path):
     assert not is_deepspeed("s3://bucket/run")
 
 
-@pytest.mark.wide
 def test_deepspeed_is_not_needed(tmp_path):
     code = (
         "import sys; sys.modules['deepspeed'] = None\n"

@@ -16,6 +16,8 @@ from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.zero.step.update import _ChunkUpdate
 from tests.dist.ranks import Net, assert_close, batches, mean_over_ranks, on_ranks, trainer_of, weights
 
+pytestmark = pytest.mark.wide
+
 STEPS = 8
 WARM_UP = 3
 

@@ -19,6 +19,8 @@ from tests.dist.ranks import WIDTH, assert_close, fit, global_batches, mean_over
 from tests.dist.test_habits import OPTIONS, Habit
 from tests.marks import slow
 
+pytestmark = pytest.mark.wide
+
 LIMIT = 1e-13
 STEPS = 4
 
@@ -107,7 +109,6 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {"zero0": {"stage": 0}, **OPTIONS}
 CHEAP = ("zero0", "zero1", "zero2", "zero3, small units")
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("configuration", [name if name in CHEAP else slow(name) for name in CONFIGURATIONS])
 def test_in_fp64_as_under_ddp(configuration: str) -> None:
     found = spawn(problems, 2, list(CASES), [configuration], timeout_s=100)

@@ -33,6 +33,8 @@ from ls_strategy.parallel.dtensor import Localized, has_dtensors, localize
 from ls_strategy.testing import spawn
 from ls_strategy.zero.parts import full_of, part_of
 
+pytestmark = pytest.mark.wide
+
 WIDTH, HEADS, HIDDEN, TOKENS, LENGTH = 16, 4, 24, 32, 8
 
 
@@ -243,7 +245,6 @@ def compare(rank: int, world_size: int, name: str, tensor: int) -> None:
         assert not any("weight" in module.__dict__ for module in model.modules())
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", DIVISIONS)
 @pytest.mark.parametrize("tensor", [2, 4])
 def test_equals_one_process(name: str, tensor: int) -> None:

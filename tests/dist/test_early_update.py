@@ -22,6 +22,8 @@ from ls_strategy.zero.step import kernels, update
 from tests.dist.ranks import Net, assert_close, assert_equal, batches, fit, on_ranks, weights
 from tests.marks import slow
 
+pytestmark = pytest.mark.wide
+
 
 class Plain(Net):
     """Notes how many updates were begun when its backward pass had ended."""
@@ -259,7 +261,6 @@ class FailingUpdate:
         return self.real(*args, **options)
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("net", [Plain, Looks])
 @on_ranks(2)

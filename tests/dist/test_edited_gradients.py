@@ -31,6 +31,8 @@ from tests.dist.ranks import (
 )
 from tests.marks import slow
 
+pytestmark = pytest.mark.wide
+
 LIMIT = 0.05
 """Where norms are clipped; without clipping they are 0.3 to 3."""
 
@@ -290,7 +292,6 @@ def test_gradients_dropped_by_hand_count_for_nothing(world_size: int, trusted: d
     spawn(compare, world_size, BY_HAND, trusted, (0, 1) if world_size > 1 else (0,), init_process_group=False)
 
 
-@pytest.mark.wide
 def test_methods_of_the_users_run_in_place_of_torchs(trusted: dict[str, Result]) -> None:
     spawn(compare, 2, METHODS, trusted, STAGES, init_process_group=False)
 

@@ -26,6 +26,8 @@ pytest.importorskip("tensorboard")
 
 from torch.utils.tensorboard import SummaryWriter
 
+pytestmark = pytest.mark.wide
+
 STEPS = 4
 EVERY = 2
 
@@ -138,7 +140,6 @@ def problems(rank: int, world_size: int, habits: list[type[Habit]]) -> list[str]
     return found
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("habit", [Histograms, OfAPart, Watched])
 def test_numbers_of_rank_0_are_ddps(habit: type[Habit]) -> None:
     found = spawn(problems, 2, [habit], timeout_s=100)

@@ -21,6 +21,8 @@ from tests.dist.ranks import quiet
 from tests.dist.test_habits import OPTIONS
 from tests.marks import slow
 
+pytestmark = pytest.mark.wide
+
 CHEAP = ("zero2", "zero3, small units")
 
 GROUPS = {
@@ -36,7 +38,6 @@ GROUPS = {
 }
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize("group", GROUPS)
 def test_on_two_ranks_as_under_ddp(group: str, tmp_path: Path) -> None:
     require_equal(GROUPS[group], CHEAP, tmp_path)

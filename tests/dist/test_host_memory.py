@@ -26,7 +26,10 @@ def writable_clear_refs() -> bool:
     return True
 
 
-pytestmark = pytest.mark.skipif(not writable_clear_refs(), reason="needs /proc/self/clear_refs of Linux")
+pytestmark = [
+    pytest.mark.wide,
+    pytest.mark.skipif(not writable_clear_refs(), reason="needs /proc/self/clear_refs of Linux"),
+]
 
 
 @pytest.mark.slow
@@ -42,7 +45,6 @@ def test_all_states_on_the_host_cost_what_they_are(moments: str, clip: bool) -> 
     assert result["peak_per_parameter"] <= LIMITS[moments], result
 
 
-@pytest.mark.wide
 def test_gradients_need_no_memory_where_updates_begin_at_once() -> None:
     """Without clipping a few buffers go round, also after the first step, which cannot begin early."""
     result = measure(Case("fp32", clip=False, blocks=64, width=384, steps=5))

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 import ls_strategy
 from ls_strategy.testing import spawn
 
+pytestmark = pytest.mark.wide
+
 needs_transformers = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 
 SIZES = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -175,7 +177,6 @@ def quantized(rank: int, world_size: int, format: Any) -> dict[str, tuple[float,
     return found
 
 
-@pytest.mark.wide
 @needs_transformers
 @pytest.mark.parametrize("format", ["int8", "int4"])
 def test_divided_layers_are_quantised(format: Any) -> None:

@@ -14,7 +14,10 @@ import ls_strategy
 from ls_strategy import PlanError
 from ls_strategy.testing import spawn
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
+pytestmark = [
+    pytest.mark.wide,
+    pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers"),
+]
 
 HIDDEN = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES = {**HIDDEN, "intermediate_size": 128}

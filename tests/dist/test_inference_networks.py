@@ -19,6 +19,8 @@ from recipes.gpt.model import GPTModule
 from recipes.gpt.network import GPT, GPTConfig
 from recipes.moe.network import MoEConfig, MoEGPT
 
+pytestmark = pytest.mark.wide
+
 CONFIG = GPTConfig(vocab_size=97, block_size=48, num_layers=3, num_heads=4, num_kv_heads=2, width=64)
 PROMPTS = [[5, 9, 33], [60, 2, 71, 14, 8, 90], [41]]
 GREEDY = SamplingConfig(temperature=0)
@@ -98,7 +100,6 @@ def divided(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.wide
 def test_two_ranks(tmp_path: Path) -> None:
     torch.save({"state_dict": build().state_dict()}, tmp_path / "weights.ckpt")
     one, other = spawn(divided, 2, str(tmp_path / "weights.ckpt"))

@@ -26,6 +26,8 @@ from tests.dist.models import GROWING, Case, quiet, run, same_bits, scaled_fp32
 from tests.dist.parallel_runs import Run
 from tests.dist.ranks import Net, fit, global_batches, on_ranks, weights
 
+pytestmark = pytest.mark.wide
+
 STAGES = (0, 1, 2, 3)
 CLIPS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -88,7 +90,6 @@ def check(function: Callable[..., list[str]], world_size: int, *args: Any, timeo
     assert not problems, f"{len(problems)} differ:\n" + "\n".join(problems[:20])
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_loss_scale_changes_no_bit(world_size: int) -> None:
     check(check_cases, world_size, covering())
@@ -201,7 +202,6 @@ def check_manual(
     return problems
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize(
     ("world_size", "stages", "tier"), [(1, [0], "none"), (2, [0, 1, 2], "none"), (2, [2], "nvme"), (1, [1], "cpu")]
 )
@@ -275,7 +275,6 @@ def every_other(runs: list[Run]) -> list[Run]:
     return [runs[0], runs[-1]]
 
 
-@pytest.mark.wide
 def test_a_loss_scale_changes_no_bit_of_divided_models() -> None:
     runs = [one for kind in divided(2).values() for one in every_other(kind)]
     check(check_divided, 2, runs)

@@ -295,7 +295,7 @@ def trusted() -> dict[str, Result]:
     )[0]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("group", GROUPS)
 def test_equals_one_process(group: str, trusted: dict[str, Result]) -> None:
     spawn(compare, 2, GROUPS[group], trusted, init_process_group=False)

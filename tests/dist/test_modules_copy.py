@@ -37,6 +37,8 @@ from tests.dist.ranks import (
 )
 from tests.marks import slow
 
+pytestmark = pytest.mark.wide
+
 
 def through_file(module: nn.Module) -> nn.Module:
     file = io.BytesIO()
@@ -123,7 +125,6 @@ def saved_bytes(value: Any) -> bytes:
     return file.getvalue()
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("stage", [slow(0), 1, 2])
 @on_ranks(2)
 def test_copies_while_training_are_plain_and_whole(rank: int, world_size: int, stage: int) -> None:
@@ -173,7 +174,6 @@ class Weighted(nn.Module):
         return self.weight * nn.functional.mse_loss(x, y)
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("stage", [slow(0), 1, 2, 3])
 @on_ranks(2)
 def test_hyperparameters_that_are_modules_are_saved(rank: int, world_size: int, stage: int, tmp_path: Path) -> None:

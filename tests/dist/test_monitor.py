@@ -25,6 +25,8 @@ from tests.dist.parallel_runs import Module as GPTModule
 from tests.dist.parallel_runs import Run
 from tests.dist.ranks import Net, batches, fit, on_ranks, quiet, samples, trainer_of
 
+pytestmark = pytest.mark.wide
+
 Row = dict[str, float]
 
 
@@ -145,7 +147,6 @@ class OneIsLate(Net):
         time.sleep(LATE)
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("busy", [False, True])
 @on_ranks(2)
 def test_a_late_rank_is_waited_for_or_hidden(rank: int, world_size: int, busy: bool, tmp_path: Path) -> None:
@@ -361,7 +362,6 @@ def test_refusals() -> None:
 # --- divided models ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "options",
     [

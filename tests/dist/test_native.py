@@ -28,6 +28,8 @@ from tests.conftest import NATIVE
 from tests.dist.parallel_runs import Outcome, Run, train, unequal
 from tests.native_ranks import BACKEND, DEVICE, HOST, on_native_device
 
+pytestmark = pytest.mark.wide
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -20,7 +20,7 @@ from tests.processes import is_running
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.wide, pytest.mark.timeout(300)]
 
 PRELUDE = """
 import os, time, lightning as L, torch
@@ -114,7 +114,6 @@ def kernel(tmp_path: Path) -> Iterator[Kernel]:
     started.client._cleanup_kernel()
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize("stage", [slow(0), slow(1), 2, slow(3)])
 def test_fit_test_and_a_second_fit_in_the_same_kernel(kernel: Kernel, stage: int) -> None:
     kernel.run(FIT.format(strategy=f"zero{stage}_notebook"))
@@ -122,14 +121,12 @@ def test_fit_test_and_a_second_fit_in_the_same_kernel(kernel: Kernel, stage: int
     kernel.run(AGAIN)
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize("stage", [slow(0), 3])
 def test_a_ranks_error_arrives_in_the_cell_and_the_next_fit_works(kernel: Kernel, stage: int) -> None:
     assert "rank 1 has a bad batch" in kernel.error(f'trainer("zero{stage}_notebook").fit(Failing(), batches())')
     kernel.run(FIT.format(strategy=f"zero{stage}_notebook"))
 
 
-@pytest.mark.wide
 def test_the_stop_button_ends_the_ranks_and_the_next_fit_works(kernel: Kernel, tmp_path: Path) -> None:
     files = [tmp_path / "rank0", tmp_path / "rank1"]
     kernel.interrupt_when(lambda: all(f.exists() and f.read_text() for f in files))

@@ -12,6 +12,8 @@ from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.ops.lion import Lion
 from tests.dist.ranks import Net, assert_equal, fit, on_ranks, weights
 
+pytestmark = pytest.mark.wide
+
 OFFLOADING = [name for name, arguments in ALIASES.items() if any(key.startswith("offload") for key in arguments)]
 
 
@@ -51,7 +53,6 @@ def test_rounding_is_the_same_everywhere(
         assert_equal(weights(ours), weights(trusted), tier)
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("net", [ByDefault, WithLion])
 @on_ranks(2, timeout_s=120)
 def test_an_alias_changes_nothing_but_the_place(rank: int, world_size: int, net: type[Net], tmp_path: Any) -> None:

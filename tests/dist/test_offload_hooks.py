@@ -24,6 +24,8 @@ from ls_strategy.zero.flat import averages, buffer
 from ls_strategy.zero.step import kernels
 from tests.dist.ranks import WIDTH, Block, Net, assert_equal, batches, fit, on_ranks, trainer_of, weights
 
+pytestmark = pytest.mark.wide
+
 TIERS = {
     1: [{"offload.optimizer": "cpu"}, {"offload.optimizer": "nvme"}],
     2: [{"offload.optimizer": "cpu"}, {"offload.optimizer": "nvme"}],
@@ -102,7 +104,6 @@ def pairs(stage: int, path: Any) -> list[ZeROStrategy]:
 EVERYWHERE = [ByDefault, ReadsWeights, Toggles, ReadsGradients, ChangesGradients, StepHooks]
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @on_ranks(2, timeout_s=150)
 def test_hooks(rank: int, world_size: int, stage: int, tmp_path: Any) -> None:
@@ -272,7 +273,6 @@ class Landing(Future):
             Landing.waited += 1
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("overlap", [True, False])
 @on_ranks(1)
 def test_the_wait_for_gradients_is_exposed(rank: int, world_size: int, overlap: bool) -> None:

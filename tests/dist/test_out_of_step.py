@@ -29,7 +29,7 @@ from tests.dist.parallel_runs import Module, Run
 from tests.dist.ranks import Net, batches, on_ranks, quiet, trainer_of
 from tests.marks import slow
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.wide, pytest.mark.dist]
 
 AFTER_S = 1.0
 LIMIT_S = 40.0
@@ -150,7 +150,6 @@ CASES: dict[str, tuple[int, type[Net], Callable[..., Any] | None, str, str]] = {
 QUICK = ("forward", "branch, stage 3", "skipped step, stage 1")
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in CASES])
 @on_ranks(2)
 def test_what_could_never_go_on_ends_with_the_cause(rank: int, world_size: int, name: str) -> None:
@@ -172,7 +171,6 @@ def test_what_could_never_go_on_ends_with_the_cause(rank: int, world_size: int, 
     assert "same branch" in words if "branch" in name else "trainer.is_global_zero" in words
 
 
-@pytest.mark.wide
 @on_ranks(2)
 def test_a_slow_rank_is_explained_and_waited_for(rank: int, world_size: int) -> None:
     module = Net()

@@ -13,6 +13,8 @@ from tests.dist import parallel_runs
 from tests.dist.models import scaled_fp32
 from tests.dist.parallel_runs import Outcome, Run
 
+pytestmark = pytest.mark.wide
+
 OVERFLOWS = (1, 3)
 STEPS = 5
 SCALE = LossScaleConfig(initial_power=10, window=1000, hysteresis=1)
@@ -54,7 +56,6 @@ def train(rank: int, world_size: int, runs: list[Run]) -> list[Outcome]:
         return parallel_runs.train_all(rank, world_size, runs, Overflowing)
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_an_overflow_of_one_part_skips_the_step_of_all(stage: int) -> None:
     runs = [

@@ -46,6 +46,8 @@ from tests.dist.test_parameter_groups import (
     trusted,
 )
 
+pytestmark = pytest.mark.wide
+
 
 def drive(rank: int, world_size: int, expected: Outcome, path: str) -> None:
     quiet()
@@ -145,7 +147,6 @@ def saves(rank: int, world_size: int, expected: list[Outcome], path: str) -> Non
             assert_equal_outcomes(actual, expected[number], f"{name}, checkpoint {number}")
 
 
-@pytest.mark.wide
 def test_saves_around_the_change(tmp_path: Path) -> None:
     """Between the change of groups and the step after it, and in the background at the ends of epochs."""
     expected = spawn(trusted_around, 1, str(tmp_path / "trusted"), init_process_group=False)[0]
@@ -206,7 +207,6 @@ def precisions(rank: int, world_size: int, precision: str, kind: type[Any]) -> N
         assert_equal(results[stage][1], results[1][1], f"stage {stage}")
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [AtEpochs, BothStep])
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-true"])
 def test_stages_agree_in_16_bit(precision: str, kind: type[Any]) -> None:

@@ -18,6 +18,8 @@ from ls_strategy.planner.out_of_memory import OutOfMemory
 from ls_strategy.testing import spawn
 from tests.dist.models import Case, PrivateNet, loader, quiet
 
+pytestmark = pytest.mark.wide
+
 CASE = Case(stage=3, traits=("private",), width=64, blocks=4, steps=2, fused=None)
 
 

@@ -30,6 +30,8 @@ from tests.dist.models import Case, PrivateNet, loader, quiet, trainer_of
 from tests.dist.test_planner import Begin
 from tests.live_bytes import LiveBytes
 
+pytestmark = pytest.mark.wide
+
 IN_FLIGHT_BYTES = 1 << 16
 CPU = TierConfig(tier="cpu")
 RUNS: tuple[tuple[Candidate, str, int], ...] = (
@@ -116,7 +118,6 @@ def predict(index: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Peak, int]:
     return peak, sent
 
 
-@pytest.mark.sample(3)
 @pytest.mark.dist
 @pytest.mark.parametrize("index", range(len(RUNS)), ids=IDS)
 def test_peak_and_traffic_of_a_transport_that_sums(index: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,8 @@ from tests.bench import host_memory
 from tests.dist.ranks import Net, batches, fit, on_ranks, quiet, trainer_of
 from tests.marks import slow
 
+pytestmark = pytest.mark.wide
+
 OFFLOADED = ("zero3_offload", "zero3_nvme", "zero3_offload_param", "zero3_nvme_param")
 NAMES = ("zero1", *OFFLOADED)
 MIB = 1 << 20
@@ -81,7 +83,6 @@ def test_evaluation_gives_the_bits_of_zero1_on_one_rank(rank: int, world_size: i
     check_equal(tmp_path, OnMeta, tmp_path / "folder.ckpt")
 
 
-@pytest.mark.wide
 @on_ranks(2, timeout_s=120)
 def test_evaluation_gives_the_bits_of_zero1_on_two_ranks(rank: int, world_size: int, tmp_path: Path) -> None:
     fit("zero1", Net(), max_epochs=1).save_checkpoint(tmp_path / "folder.ckpt")
@@ -153,7 +154,6 @@ def weigh(rank: int, world_size: int, name: str, folder: str, blocks: int, width
     return host_memory.status("VmHWM") - before
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", OFFLOADED)
 def test_resident_memory_of_a_prediction(name: str, tmp_path: Path) -> None:
     """Host memory: the weights, and some units. A drive: its buffers, and some units, whatever the model's size."""

@@ -22,7 +22,7 @@ from ls_strategy.errors import ConfigError
 from tests.dist.ranks import Net, assert_close, on_ranks, samples, trainer_of, weights
 from tests.marks import slow
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.wide, pytest.mark.dist]
 
 STEPS = 8
 

@@ -22,7 +22,10 @@ from tests.dist.ranks import assert_equal, fit, on_ranks, trainer_of, weights
 from tests.dist.test_pretrained import LLAMA, MODELS, VOCABULARY, Pretrained, Reads, bytes_of, save, tokens
 
 safetensors = pytest.importorskip("safetensors.torch", reason="needs safetensors")
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
+pytestmark = [
+    pytest.mark.wide,
+    pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers"),
+]
 
 
 class OnHost(Pretrained):

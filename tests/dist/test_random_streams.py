@@ -8,12 +8,15 @@ import random
 from typing import Any
 
 import numpy
+import pytest
 import torch
 from lightning.pytorch import seed_everything
 
 from ls_strategy import ZeROStrategy
 from ls_strategy.config import nested
 from tests.dist.ranks import Net, batches, on_ranks, trainer_of
+
+pytestmark = pytest.mark.wide
 
 OPTIONS: list[dict[str, Any]] = [
     {"stage": 0},

@@ -17,7 +17,7 @@ from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.zero.flat.units import Flat
 from tests.dist.ranks import on_ranks
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.wide, pytest.mark.dist]
 
 WIDTH = 24
 STEPS = 3

@@ -23,7 +23,7 @@ from tests.dist.parallel_runs import Run, train, train_all
 from tests.dist.ranks import on_ranks, trainer_of
 from tests.marks import slow
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.wide, pytest.mark.dist]
 
 WIDTH = 8
 
@@ -169,7 +169,6 @@ def test_dropout_is_the_same_where_values_are_and_differs_where_they_do(rank, wo
     assert all(torch.equal(a, b) for a, b in zip(*replicated, strict=True))
 
 
-@pytest.mark.wide
 def test_a_resumed_run_draws_what_the_whole_one_drew(tmp_path):
     """With dropout on, bit for bit."""
     path = str(tmp_path / "half.ckpt")
@@ -262,7 +261,6 @@ def train_mlp(rank: int, world_size: int, kind: type[MLP], strategy: Any) -> tup
     return module.losses, {k: v.clone() for k, v in trainer.strategy.lightning_module_state_dict().items()}
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(("world", "stage"), [slow(2, 1), slow(4, 2), (4, 3)])
 @pytest.mark.parametrize("kinds", [(OwnPlan, MLP), (Stack, OneStack)], ids=["layers", "blocks"])
 def test_a_module_that_divides_itself(world, stage, kinds):
@@ -309,7 +307,6 @@ def test_refusals(rank, world_size):
     assert dist.is_initialized()
 
 
-@pytest.mark.wide
 def test_16_bit_is_as_good_as_data_parallel():
     """Error against fp32 at most twice that of the same precision without divided layers."""
     fp32 = spawn(train, 1, Run(), init_process_group=False)[0]

@@ -21,6 +21,8 @@ from typing_extensions import override
 
 from tests.dist.ranks import on_ranks, trainer_of
 
+pytestmark = pytest.mark.wide
+
 SAMPLES = 120
 """Six batches of ten on each of two replicas; a single rank trains on the first one's."""
 
@@ -232,7 +234,6 @@ MOMENTS = {
 }
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "where", [pytest.param(name, marks=[pytest.mark.slow] if name == "with workers" else []) for name in MOMENTS]
 )

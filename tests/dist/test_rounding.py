@@ -18,6 +18,8 @@ from ls_strategy.testing import spawn
 from ls_strategy.zero.flat import storage as rest
 from tests.dist.ranks import WIDTH, Net, fit, quiet
 
+pytestmark = pytest.mark.wide
+
 NUMEL, STEPS = 1024, 3
 PORTION = 1 << 18
 """Elements whose scales, of 8-bit moments, are a whole page of a drive."""

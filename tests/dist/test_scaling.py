@@ -19,6 +19,8 @@ from tests.bench.record import RECORDS, ROOT
 from tests.bench.scaling import CANDIDATES, MODELS, SMALL, checked, figure_1, forecaster_of, scaled
 from tests.marks import slow
 
+pytestmark = pytest.mark.wide
+
 
 @pytest.mark.parametrize("ranks", [2, slow(3), slow(4)])
 def test_real_ranks_send_and_hold_what_was_foretold(ranks: int) -> None:

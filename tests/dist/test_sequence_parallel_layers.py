@@ -23,6 +23,8 @@ from ls_strategy.testing import spawn
 from recipes.gpt.network import GPT, GPTConfig
 from tests.marks import slow
 
+pytestmark = pytest.mark.wide
+
 B, T, V = 2, 16, 29
 HUGGING_FACE = importlib.util.find_spec("transformers") is not None
 TORCH_ATTENTION = functional.scaled_dot_product_attention
@@ -187,7 +189,6 @@ def expected(case: str) -> dict[str, Tensor]:
     return step(make().train(), loss, None)
 
 
-@pytest.mark.sample(4)
 @pytest.mark.dist
 @pytest.mark.parametrize("world_size", [2, slow(4)])
 @pytest.mark.parametrize("case", CASES)

@@ -15,6 +15,8 @@ from ls_strategy.lightning.strategy import ZeROStrategy
 from tests.dist.ranks import STAGES, Net, assert_close, fit, on_ranks, weights
 from tests.marks import slow
 
+pytestmark = pytest.mark.wide
+
 OFFLOADS: dict[str, dict[str, Any]] = {
     "device": {},
     "host": {"offload.optimizer": "cpu"},
@@ -58,7 +60,6 @@ def test_nothing_of_a_fit_is_left(rank: int, world_size: int, tier: str, tmp_pat
             assert threads_when_ended(before) <= before, f"stage {stage}, fit {number}"
 
 
-@pytest.mark.wide
 @on_ranks(2)
 def test_a_model_trains_on_as_under_ddp_after_the_fit_of_another(rank: int, world_size: int) -> None:
     """The hooks of gradients, which refer weakly to everything, live as long as the module."""

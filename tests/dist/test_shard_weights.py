@@ -19,6 +19,8 @@ from ls_strategy.testing import spawn
 from ls_strategy.zero.setup import weights as by_memory
 from tests.dist.models import Case, Net, Result, loader, quiet, run_all, same_bits, trainer_of
 
+pytestmark = pytest.mark.wide
+
 NORM: dict[str, Any] = {"clip": "norm", "clip_at": 0.05}
 VALUE: dict[str, Any] = {"clip": "value", "clip_at": 0.01}
 CPU = (("offload.optimizer", "cpu"),)
@@ -188,7 +190,6 @@ def resume(rank: int, world_size: int, folder: Path) -> dict[str, bool]:
     return found
 
 
-@pytest.mark.wide
 def test_checkpoints_do_not_know_the_weights(tmp_path: Path) -> None:
     for found in spawn(resume, 2, tmp_path, init_process_group=False, timeout_s=120):
         assert len(found) == 6
@@ -213,7 +214,6 @@ def small_moments(rank: int, world_size: int) -> list[tuple[list[float], list[in
     return found
 
 
-@pytest.mark.wide
 def test_moments_in_fewer_bits() -> None:
     """Random bits of the rounding belong to places in a rank's shard, so that another cut rounds otherwise."""
     for runs in spawn(small_moments, 2, init_process_group=False, timeout_s=120):

@@ -26,6 +26,8 @@ from ls_strategy.layout import TensorPart
 from ls_strategy.parallel.logits import ShardedLogits, gather, wrap_sequence, wrap_vocabulary
 from ls_strategy.testing import spawn
 
+pytestmark = pytest.mark.wide
+
 B, T, V, WIDTH = 2, 8, 13, 5
 IGNORED = -100
 HUGGING_FACE = importlib.util.find_spec("transformers") is not None
@@ -210,7 +212,6 @@ def worst(actual: list[Tensor], expected: list[Tensor]) -> float:
     )
 
 
-@pytest.mark.sample(2)
 @pytest.mark.dist
 @pytest.mark.parametrize(("how", "world_size"), HOWS)
 def test_losses_and_gradients_are_those_of_whole_logits(how, world_size) -> None:

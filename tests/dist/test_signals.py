@@ -18,7 +18,7 @@ from tests.processes import is_running
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.wide, pytest.mark.timeout(400)]
 
 PROGRAM = """
 import gc, os, signal, sys, time
@@ -138,7 +138,6 @@ def strike(run: Run, target: str, number: int) -> None:
     os.kill(pid, number)
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize("target", ["launcher", slow("rank1")])
 def test_sigterm_ends_all_processes(start: Callable[..., Run], target: str) -> None:
     run = start("2", "plain")

@@ -15,6 +15,8 @@ from recipes.gpt.network import GPT, GPTConfig
 from tests.dist.ranks import quiet
 from tests.marks import slow
 
+pytestmark = pytest.mark.wide
+
 
 def build() -> GPT:
     config = GPTConfig(num_layers=3, width=64, num_heads=4, num_kv_heads=2, vocab_size=64, block_size=32)

@@ -28,7 +28,7 @@ from ls_strategy.parallel.styles import Column, Divide, Features, PartialGradien
 from ls_strategy.parallel.tensor import TensorParallel, apply_tensor_parallel
 from ls_strategy.testing import spawn
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.wide, pytest.mark.dist]
 
 B, T, D, HEADS, VOCAB = 2, 8, 16, 4, 13
 EXACT = {torch.float64: 1e-13, torch.float32: 1e-6}  # of the norm of the full gradient: sums in another order
@@ -233,7 +233,6 @@ def trained(request: pytest.FixtureRequest) -> Any:
     return spawn(_train, request.param)
 
 
-@pytest.mark.sample(10)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", SHAPES)
 def test_divided_model_equals_the_whole_one(name: str, mode: str, trained: Any) -> None:
@@ -630,7 +629,6 @@ def _surface(rank: int, size: int) -> None:
     assert not axis.traffic.elements
 
 
-@pytest.mark.wide
 def test_copies_compilation_removal_and_refusals() -> None:
     spawn(_surface, 2)
 

@@ -9,6 +9,8 @@ import pytest
 from ls_strategy.testing import spawn
 from tests.dist import test_tensor_plans_huggingface as plans
 
+pytestmark = pytest.mark.wide
+
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bloom": ("BloomForCausalLM", "BloomConfig", {"vocab_size": 66, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
     "mpt": ("MptForCausalLM", "MptConfig", {"vocab_size": 66, "d_model": 32, "n_layers": 2, "n_heads": 4}),
@@ -20,7 +22,6 @@ def compare(rank: int, world_size: int) -> dict[str, float]:
     return plans.compare(rank, world_size, [(name, "eager") for name in MODELS])
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_equals_one_process(world_size: int) -> None:
     pytest.importorskip("transformers")

@@ -17,7 +17,10 @@ from ls_strategy.parallel.tensor import apply_tensor_parallel
 from ls_strategy.testing import spawn
 from ls_strategy.zero.parts import full_of
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
+pytestmark = [
+    pytest.mark.wide,
+    pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers"),
+]
 
 VOCABULARY, LENGTH = 66, 12
 SIZES = {
@@ -175,7 +178,6 @@ def check(world_size: int, cases: list[tuple[str, str]]) -> None:
         assert not {what: value for what, value in found.items() if not value <= limit(what)}
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_equals_one_process(world_size: int) -> None:
     check(world_size, [(name, "sdpa") for name in FIRST])

@@ -40,6 +40,8 @@ from tests.dist.ranks import (
     weights,
 )
 
+pytestmark = pytest.mark.wide
+
 
 def same_as_ddp(make: Any = Net, data: Any = None, stages: tuple[int, ...] = STAGES, **options: Any) -> None:
     """Losses and final weights of every stage are DDP's. ``make`` and callable options are called for each run."""
@@ -114,7 +116,6 @@ class Plateau(Net):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "constant"}}
 
 
-@pytest.mark.wide
 @on_ranks(2)
 def test_learning_rate_schedules(rank: int, world_size: int) -> None:
     same_as_ddp(Warmup)
@@ -137,7 +138,6 @@ def test_learning_rate_monitor_reads_the_schedule(rank: int, world_size: int, tm
             assert seen[1:] == seen[:1] * 2, make.__name__
 
 
-@pytest.mark.wide
 @on_ranks(2)
 def test_learning_rate_finder(rank: int, world_size: int, tmp_path: Path) -> None:
     """It saves, trains with a growing learning rate, restores and goes on: nothing of the search is left."""
@@ -157,7 +157,6 @@ def test_learning_rate_finder(rank: int, world_size: int, tmp_path: Path) -> Non
         assert_close(weights(module), expected_weights, f"stage {strategy}")
 
 
-@pytest.mark.wide
 @on_ranks(2)
 def test_tuner_finds_a_learning_rate_before_fit(rank: int, world_size: int, tmp_path: Path) -> None:
     expected = expected_weights = None
@@ -339,7 +338,6 @@ def test_metrics_that_configure_model_builds(rank: int, world_size: int) -> None
     assert_close(seen[2], seen[0], "stage 3")
 
 
-@pytest.mark.wide
 @on_ranks(2)
 def test_uneven_dict_and_streamed_batches(rank: int, world_size: int) -> None:
     same_as_ddp(DictNet, DataLoader(DictData(), batch_size=4))

@@ -15,6 +15,8 @@ from ls_strategy.errors import DataError, LSError, RankFailedError
 from tests.dist.ranks import Net, on_ranks, samples, trainer_of
 from tests.marks import slow
 
+pytestmark = pytest.mark.wide
+
 FEW, MORE = 4, 6
 
 
@@ -88,7 +90,6 @@ def test_nobody_runs_out_where_all_stop_at_the_same_step(
     assert ours.losses == pytest.approx(ddp.losses, rel=1e-6)
 
 
-@pytest.mark.wide
 @on_ranks(2)
 def test_a_last_batch_ends_an_accumulation_on_one_rank_alone(rank: int, world_size: int) -> None:
     """Both would stop at step 2: rank 0 after its batch 4, the last, and rank 1 after batch 6."""
@@ -97,14 +98,12 @@ def test_a_last_batch_ends_an_accumulation_on_one_rank_alone(rank: int, world_si
     assert "Got 4 batches on rank 0" in message
 
 
-@pytest.mark.wide
 @on_ranks(3)
 def test_three_ranks(rank: int, world_size: int) -> None:
     message, _ = run(3, "fit", loader((3, 5, 2)[rank], sized=False))
     assert "Got 2 batches on rank 2 in this training epoch, and 3 batches on ranks 0, 1 or more" in message
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize("call", ["validate", slow("test"), slow("predict")])
 @on_ranks(2)
 def test_evaluation_at_stage_3(rank: int, world_size: int, call: str) -> None:
@@ -113,7 +112,6 @@ def test_evaluation_at_stage_3(rank: int, world_size: int, call: str) -> None:
     assert seconds < 30
 
 
-@pytest.mark.wide
 @on_ranks(2)
 def test_an_odd_number_of_samples_at_stage_3(rank: int, world_size: int) -> None:
     """Lightning pads what is validated and tested, not what is predicted."""
@@ -124,7 +122,6 @@ def test_an_odd_number_of_samples_at_stage_3(rank: int, world_size: int) -> None
         trainer_of(3).predict(Net(), data)
 
 
-@pytest.mark.wide
 @on_ranks(2)
 def test_validation_during_a_fit_at_stage_3(rank: int, world_size: int) -> None:
     message, _ = run(3, "fit", loader(4, sized=True), loader((MORE, FEW)[rank], sized=True), val_check_interval=2)
@@ -175,7 +172,6 @@ def test_an_error_in_one_ranks_loader(rank: int, world_size: int) -> None:
     assert time.monotonic() - before < 30
 
 
-@pytest.mark.wide
 @on_ranks(2)
 def test_a_stop_iteration_in_one_ranks_loader_ends_its_data(rank: int, world_size: int) -> None:
     data = DataLoader(Endless(12, fails_at=5 if rank else None, error=StopIteration), batch_size=2)
@@ -184,7 +180,6 @@ def test_a_stop_iteration_in_one_ranks_loader_ends_its_data(rank: int, world_siz
     assert seconds < 30
 
 
-@pytest.mark.wide
 @on_ranks(2)
 def test_a_pipeline(rank: int, world_size: int) -> None:
     data = DataLoader(TensorDataset(*(t[: 2 * (FEW, MORE)[rank]] for t in samples(2 * MORE))), batch_size=2)
@@ -237,7 +232,6 @@ def fails(module: Net, data: DataLoader, words: str) -> None:
     assert time.monotonic() - before < 15
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize("first", ["alone", "uneven", "both"])
 @on_ranks(2)
 def test_the_fit_after_a_failure(rank: int, world_size: int, first: str) -> None:

@@ -307,6 +307,7 @@ def test_the_last_checkpoint_is_of_the_last_step(two_ranks: dict[str, list[dict[
         assert torch.load(folder / "last.ckpt" / "meta.pt", weights_only=True)["global_step"] == len(first["losses"])
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_two_ranks_of_zero3_learn(two_ranks: dict[str, list[dict[str, Any]]], precision: str) -> None:
     first, second = two_ranks[precision]

@@ -63,6 +63,7 @@ def test_a_line_that_cannot_be_read_is_named(tmp_path: Path, line: str, said: st
         read_records(file)
 
 
+@pytest.mark.wide
 def test_the_standard_library_documents_its_functions() -> None:
     records = embedded_records()
     assert len(records) > 1000

@@ -44,6 +44,8 @@ from tests.gpu.run import Raised, each, result
 from tests.gpu.watch import LATE, SYNCHRONIZING
 from tests.simulated_device import device as simulated
 
+pytestmark = pytest.mark.wide
+
 WIDTH = 96
 SAMPLE = [*list(OFFLOADS)[::7], *RECOMPUTED]
 """Offload and recomputation; `test_fits` has the others."""
@@ -68,7 +70,6 @@ def on_device() -> simulated.Outcome:
     return simulated.run(each, everything)
 
 
-@pytest.mark.wide
 def test_no_program_does_anything_too_early(on_device: simulated.Outcome) -> None:
     assert on_device.hazards == []
     assert [found.text for found in on_device.result.values() if isinstance(found, Raised)] == []
@@ -173,7 +174,6 @@ def broken_update(device: torch.device, n: int, boundary: int) -> list[str]:
         return kernels.large_update(device, n, boundary)
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_parity_with_ddp(on_cpu: dict[str, Any], precision: str) -> None:
     test_parity.test_stages_are_equal_bit_for_bit(on_cpu, precision, "clipped")
@@ -217,7 +217,6 @@ def test_two_ranks_train_the_cases_of_nccl() -> None:
     check_parity(case, ddp, ours)
 
 
-@pytest.mark.wide
 def test_what_is_imported_before_ranks_start_uses_no_gpu() -> None:
     """A process that has asked CUDA anything cannot be forked: the ranks of `spawn` could not use the GPU."""
     code = f"""

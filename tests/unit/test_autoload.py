@@ -125,6 +125,7 @@ assert not loaded & {"torch", "lightning", "pytorch_lightning", "numpy"}, loaded
     )
 
 
+@pytest.mark.wide
 def test_every_public_name_resolves_and_is_listed() -> None:
     check(
         """

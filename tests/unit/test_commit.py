@@ -117,6 +117,7 @@ def every_end(work: Callable[[], None], prepare: Callable[[], Any], *, exchange:
     raise AssertionError("it never ends")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("exchange", [True, False])
 def test_a_save_that_ends_anywhere_leaves_the_one_before_or_itself(tmp_path: Path, exchange: bool) -> None:
     path = tmp_path / "last.ckpt"
