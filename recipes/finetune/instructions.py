@@ -19,7 +19,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 """Folders of the standard library whose functions are not documented for readers."""
@@ -110,8 +109,8 @@ def _documented(text: str) -> Iterator[tuple[str, str]]:
         summary = (ast.get_docstring(node) or "").split("\n")[0].strip()
         if not summary or len(node.body) == 1:
             continue
-        bare: Any = type(node)(**{**dict(ast.iter_fields(node)), "body": node.body[1:], "decorator_list": []})
-        source = ast.unparse(ast.fix_missing_locations(bare))
+        node.body, node.decorator_list = node.body[1:], []
+        source = ast.unparse(node)
         if len(source) <= LONGEST:
             yield source, summary
 
