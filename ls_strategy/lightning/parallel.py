@@ -40,6 +40,7 @@ from ls_strategy.parallel.dtensor import Localized, has_dtensors, localize, para
 from ls_strategy.parallel.plans import resolve_tensor_plan
 from ls_strategy.parallel.tensor import apply_tensor_parallel, broadcast_values
 from ls_strategy.parallel.ulysses import apply_sequence_parallel
+from ls_strategy.zero.deferred import recall_deferred
 from ls_strategy.zero.lazy import recall_source
 from ls_strategy.zero.setup.agreement import agree
 from ls_strategy.zero.setup.share import Share
@@ -236,6 +237,7 @@ class ModelParallel:
         if isinstance(layers, Localized):
             for owner, name in layers.replaced():
                 recall_source(owner, name)
+                recall_deferred(owner, name)
 
     def _shard_sequences(self, module: pl.LightningModule, done: _Sharded) -> None:
         assert self.mesh is not None
