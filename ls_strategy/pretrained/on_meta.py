@@ -2,7 +2,7 @@
 
 =====================================================  ================================================================
 views, ``set_`` and the like                           as they are
-functions of weights that were loaded: casts, ``cat``  recorded by ranges, so that a part of the result needs only
+casts, slices, ``cat`` of weights that were loaded     recorded by ranges, so that a part of the result needs only
                                                        parts of the files (`ls_strategy.pretrained.recipe`)
 all others, also writes                                recorded as a program, which runs again when a parameter gets
                                                        its memory (`ls_strategy.pretrained.recording`)
@@ -25,7 +25,9 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from ls_strategy._compat import TorchDispatchMode, tree_iter, tree_map
-from ls_strategy.pretrained.recording import Recorder, written_by
+from ls_strategy.pretrained.peft import refuse_skipped
+from ls_strategy.pretrained.recipe import MOVES
+from ls_strategy.pretrained.recording import Recorder
 from ls_strategy.zero.lazy import LazyTensor, give_source, source_of_memory
 
 _SHAPE_ONLY = frozenset(
@@ -69,15 +71,12 @@ class OnMeta(TorchDispatchMode):
         on_meta = any(t.is_meta for t in tensors) or _makes_meta(kwargs)
         if self.is_paused or not on_meta or not all(map(_is_plain, tensors)) or _moves_nothing(func):
             return func(*args, **kwargs)
-        shape_only = func.overloadpacket.__name__ in _SHAPE_ONLY
-        if shape_only or not self._is_of_files(func, tensors, args, kwargs):
-            return self.recorder.record(func, args, kwargs, shape_only=shape_only)
+        if not self._is_of_files(func, tensors):
+            return self.recorder.record(func, args, kwargs, shape_only=func.overloadpacket.__name__ in _SHAPE_ONLY)
         device = kwargs.get("device")
         if device is not None and device.type != "meta":
             kwargs = {**kwargs, "device": torch.device("cpu")}
         result = func(*tree_map(_lazy, args), **tree_map(_lazy, kwargs))
-        if written_by(func, args, kwargs):
-            return result
         if device is not None and device.type != "meta":
             return tree_map(
                 lambda leaf: leaf.materialize().to(device) if isinstance(leaf, LazyTensor) else leaf, result
@@ -85,14 +84,9 @@ class OnMeta(TorchDispatchMode):
         return tree_map(_on_meta, result)
 
     @staticmethod
-    def _is_of_files(func: Any, tensors: list[Tensor], args: Any, kwargs: Any) -> bool:
-        """Whether the operation reads weights of files, and nothing else that has no memory."""
-        return (
-            any(map(_is_loaded, tensors))
-            and not any(t.is_meta and not _is_loaded(t) for t in tensors)
-            and not any(t.is_meta for t in written_by(func, args, kwargs))
-            and torch.Tag.nondeterministic_seeded not in func.tags
-        )
+    def _is_of_files(func: Any, tensors: list[Tensor]) -> bool:
+        """Whether the operation moves or casts weights of files, and reads nothing else that has no memory."""
+        return func in MOVES and any(map(_is_loaded, tensors)) and all(_is_loaded(t) for t in tensors if t.is_meta)
 
 
 class DataOnMeta(TorchFunctionMode):
@@ -111,8 +105,8 @@ class DataOnMeta(TorchFunctionMode):
                 return self._from_data(func, args, kwargs)
             if func == Tensor.new_tensor and args[0].is_meta:
                 return self._from_data(torch.tensor, args[1:], {"dtype": args[0].dtype, **kwargs})
-            if func == _IS_META and func(*args):
-                self._note_fill(args[0])
+            if func in _ASKS_DEVICE and func(*args) in (True, _META):
+                self._asked(args[0])
         return func(*args, **kwargs)
 
     @staticmethod
@@ -124,20 +118,25 @@ class DataOnMeta(TorchFunctionMode):
         value = func(*args, **{**kwargs, "device": "cpu"})
         return value.to("meta").requires_grad_(requires_grad)
 
-    def _note_fill(self, tensor: Tensor) -> None:
+    def _asked(self, tensor: Tensor) -> None:
         """Note a call of ``torch.nn.init`` that asks whether the tensor is on meta, and returns if so."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code.co_name in ("__torch_function__", "_note_fill"):
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and frame.f_code.co_name == "__torch_function__":
             frame = frame.f_back
-        if frame is None or frame.f_globals.get("__name__") != "torch.nn.init" or not _is_plain(tensor):
+        if frame is None or not _is_plain(tensor):
             return
-        code = frame.f_code
+        code, module = frame.f_code, frame.f_globals.get("__name__", "")
+        if module.startswith("peft."):
+            refuse_skipped(module, code)
+        if module != "torch.nn.init":
+            return
         args = [frame.f_locals[name] for name in code.co_varnames[: code.co_argcount]]
         if args and args[0] is tensor:
             self._on_meta.recorder.record_fill(FunctionType(code, frame.f_globals), tuple(args))
 
 
-_IS_META: Any = Tensor.is_meta.__get__
+_META = torch.device("meta")
+_ASKS_DEVICE: Any = (Tensor.is_meta.__get__, Tensor.device.__get__)  # type: ignore[attr-defined]
 _FROM_DATA: Any = (torch.tensor, torch.as_tensor, torch.asarray)
 
 

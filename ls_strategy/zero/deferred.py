@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from ls_strategy import device as dev
 from ls_strategy._compat import tree_iter, tree_map
+from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import PlanError
 from ls_strategy.zero.lazy import LazyTensor, drop_source, forget_owner, forget_source, source_of_memory
 
@@ -311,9 +312,13 @@ class Deferred:
     def __deepcopy__(self, memo: dict[int, Any]) -> Deferred:
         return self
 
+    def operations(self) -> list[Operation]:
+        """Return what its values depend on, in order of the program."""
+        return needed([self._place])
+
     def problem(self) -> str | None:
         """Return the message of the error that `make` would raise."""
-        problems = (operation.problem() for operation in needed([self._place]))
+        problems = (operation.problem() for operation in self.operations())
         found = next((why for why in problems if why is not None), None)
         return None if found is None else _refusal(found)
 
@@ -339,7 +344,7 @@ class Deferred:
                 return zlib.crc32(leaf.value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
             return type(leaf).__name__ if isinstance(leaf, (torch.Generator, torch.device)) else leaf
 
-        for operation in needed([self._place]):
+        for operation in self.operations():
             text = repr((operation.name, [simple(leaf) for leaf in tree_iter((operation.args, operation.kwargs))]))
             result = zlib.crc32(text.encode(), result)
             if operation.state is not None:
@@ -429,6 +434,26 @@ def recall_deferred(owner: nn.Module, name: str) -> None:
     noted, param = noted_in(owner).get(name), owner._parameters.get(name)
     if noted is not None and param is not None and param.is_meta:
         setattr(param, _DEFERRED, noted)
+
+
+def share_random_states(model: nn.Module, axis: Axis) -> None:
+    """Let the ranks draw what rank 0 draws, where they have recorded the same program. Collective.
+
+    Other programs are left alone: their values differ in more than random numbers.
+    """
+    noted = [deferred for module in model.modules() for deferred in noted_in(module).values()]
+    found = {operation.number: operation for deferred in noted for operation in deferred.operations()}
+    draws = [found[number] for number in sorted(found) if found[number].state is not None]
+    lengths = [operation.state.numel() for operation in draws if operation.state is not None]
+    states = torch.cat([operation.state for operation in draws if operation.state is not None] or [torch.empty(0)])
+    shape = ([operation.name for operation in draws], lengths)
+    theirs = axis.comm.exchange_objects((shape, zlib.crc32(states.numpy().data)))
+    if any(other[0] != shape for other in theirs) or len({crc for _, crc in theirs}) == 1:
+        return
+    wire = axis.comm.sendable(states)
+    axis.broadcast_(wire)
+    for operation, state in zip(draws, wire.cpu().split(lengths), strict=True):
+        operation.state = state.clone()
 
 
 def forget_deferred(model: nn.Module) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
+from ls_strategy import MoE
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.errors import PlanError
@@ -230,6 +231,11 @@ def captured_from_the_host() -> nn.Module:
 
     made = torch.as_tensor(numpy.array([3.0, 4.0]))
     return Bag(weight=weight, kept=torch.tensor([1.0, 2.0]) * made)
+
+
+@case
+def experts() -> nn.Module:
+    return nn.ModuleList([MoE(4, nn.Linear(4, 4), num_experts=3), MoE(4, lambda: nn.Linear(4, 4), num_experts=2)])
 
 
 @case
