@@ -355,6 +355,7 @@ class Deferred:
 _MEMORY = "_ls_strategy_memory"
 _DEFERRED = "_ls_strategy_deferred"
 _NOTED = "_ls_strategy_deferred_values"
+_LOOSE = "_ls_strategy_deferred_tensors"
 
 
 def place_of(tensor: Tensor, *, is_read: bool = True) -> Place:
@@ -398,24 +399,46 @@ def note_write(tensor: Tensor) -> None:
 
 
 def note_deferred(model: nn.Module) -> None:
-    """Note, at every parameter and buffer of a model on meta, where its values come from.
+    """Note, at every parameter, buffer and other tensor of a model on meta, where its values come from.
 
     From then on the values are known even where the tensor is replaced by another one on meta.
     """
     for owner in model.modules():
         for name, tensor in (*owner._parameters.items(), *owner._buffers.items()):
-            if tensor is None or not tensor.is_meta or type(tensor).__torch_dispatch__ is not _PLAIN:
-                continue
-            memory: Memory | None = getattr(tensor.untyped_storage(), _MEMORY, None)
-            if memory is None or not memory.is_set or source_of_memory(tensor) is not None:
-                continue
-            forget_source(tensor)
-            forget_owner(owner, name)
-            deferred = Deferred(place_of(tensor))
-            setattr(tensor, _DEFERRED, deferred)
-            vars(owner).setdefault(_NOTED, {})[name] = deferred
+            deferred = None if tensor is None else _note(tensor)
+            if deferred is not None:
+                forget_owner(owner, name)
+                vars(owner).setdefault(_NOTED, {})[name] = deferred
+        others = [value for name, value in vars(owner).items() if name not in _KNOWN]
+        tensors = [x for x in tree_iter(others) if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)]
+        loose = [tensor for tensor in tensors if _note(tensor, of_files=True) is not None]
+        if loose:
+            vars(owner)[_LOOSE] = loose
 
 
+def _note(tensor: Tensor, *, of_files: bool = False) -> Deferred | None:
+    """Note at a tensor where its values come from; None if that is not recorded, or only that they are in a file."""
+    if not tensor.is_meta or type(tensor).__torch_dispatch__ is not _PLAIN:
+        return None
+    is_loaded = source_of_memory(tensor) is not None
+    memory: Memory | None = getattr(tensor.untyped_storage(), _MEMORY, None)
+    if (is_loaded and not of_files) or not (is_loaded or (memory is not None and memory.is_set)):
+        return None
+    forget_source(tensor)
+    deferred = Deferred(place_of(tensor))
+    setattr(tensor, _DEFERRED, deferred)
+    return deferred
+
+
+def fill_loose(owner: nn.Module, device: torch.device) -> None:
+    """Give tensors that a module holds in other attributes, also in lists and dicts, memory and values."""
+    for tensor in vars(owner).pop(_LOOSE, []):
+        deferred = deferred_of(tensor)
+        if deferred is not None:  # else it is held in another place too
+            torch.utils.swap_tensors(tensor, deferred.make(device).requires_grad_(tensor.requires_grad))
+
+
+_KNOWN = frozenset({"_parameters", "_buffers", "_modules", _NOTED, _LOOSE, "_ls_strategy_sources"})
 _PLAIN = Tensor.__torch_dispatch__
 
 
@@ -460,4 +483,5 @@ def forget_deferred(model: nn.Module) -> None:
     """Undo `note_deferred` in a model."""
     for module in model.modules():
         vars(module).pop(_NOTED, None)
+        vars(module).pop(_LOOSE, None)
 

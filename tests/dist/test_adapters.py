@@ -6,14 +6,16 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ls_strategy.lightning.strategy import ZeROStrategy
 from tests.dist.ranks import assert_close, assert_equal, fit, mean_over_ranks, on_ranks, weights
 from tests.dist.test_pretrained import LENGTH, VOCABULARY, Pretrained, save, tokens
+from tests.marks import slow
 
 pytest.importorskip("peft", reason="needs peft")
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
@@ -98,3 +100,111 @@ def _as_ddp(rank: int, world_size: int, folder: str, kinds: list[str]) -> None:
 def test_every_kind_starts_and_trains_as_under_ddp(kinds: tuple[str, ...], tmp_path: Path) -> None:
     save(tmp_path, "llama")
     _as_ddp(folder=str(tmp_path), kinds=list(kinds))
+
+
+class All(Adapted):
+    """Gives every parameter to the optimizer, also frozen ones."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=self.rate, eps=1e-4, fused=True)
+
+
+def up16(numel: int) -> int:
+    return -(-numel // 16) * 16
+
+
+@on_ranks(2)
+def _counted(rank: int, world_size: int, folder: str) -> None:
+    place = Path(folder) / "llama"
+    for kind in (Adapted, All):
+        for stage in (1, 2, 3):
+            module = kind(place)
+            sizes: dict[str, Any] = {}
+
+            def note(_self: Any, trainer: Any, module: Any, *_args: Any, sizes: dict[str, Any] = sizes) -> None:
+                traffic = trainer.strategy.traffic
+                sizes.setdefault("traffic", []).append(dict(traffic.elements))
+                sizes["memory"] = trainer.strategy.memory_bytes()
+                sizes["frozen"] = [p.grad for p in module.parameters() if not p.requires_grad]
+
+            watch = type("Watch", (pl.Callback,), {"on_before_zero_grad": note})()
+            strategy = ZeROStrategy(stage, sharding={"min_unit_numel": 0, "overlap_step": False})
+            trainer = fit(strategy, module, tokens(), max_steps=3, callbacks=[watch])
+            trained = [p for p in module.parameters() if p.requires_grad]
+            adapters = sum(up16(p.numel()) for p in trained) + 32 * 4  # padding of every unit's shards
+            total = sum(p.numel() for p in module.parameters())
+            assert sum(p.numel() for p in trained) < adapters < total / 5
+            what = f"{kind.__name__}, stage {stage}, {sizes['memory']}, {sizes['traffic']}"
+            assert all(grad is None for grad in sizes["frozen"])
+            assert sizes["memory"]["optimizer"] <= 2 * 4 * adapters / world_size + 1024, what
+            assert sizes["memory"]["gradients"] <= 2 * 4 * adapters, what
+            reduced = {k: v for k, v in sizes["traffic"][-1].items() if "reduce" in k}
+            assert 0 < sum(reduced.values()) <= 3 * adapters / world_size + 64, what
+            if stage < 3:
+                assert sum(sizes["traffic"][-1].values()) - sum(sizes["traffic"][-2].values()) <= 3 * adapters, what
+            del trainer
+
+
+def test_frozen_parameters_have_no_state_no_gradient_and_no_reduce_traffic(tmp_path: Path) -> None:
+    save(tmp_path, "llama")
+    _counted(folder=str(tmp_path))
+
+
+STEPS = 20
+
+
+class Long(Adapted):
+    """As many steps as the comparison asks for."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.01, eps=1e-4, fused=True)
+
+
+def long_tokens(rank: int, world_size: int) -> DataLoader:
+    """Every step sees the same four sequences on any number of ranks."""
+    ids = torch.randint(0, VOCABULARY, (STEPS * 4, LENGTH), generator=torch.Generator().manual_seed(7))
+    mine = 4 // world_size
+    index = torch.arange(STEPS * 4).view(STEPS, world_size, mine)[:, rank].flatten()
+    return DataLoader(TensorDataset(ids[index]), batch_size=mine)
+
+
+def train_long(rank: int, world_size: int, folder: str, strategy: Any, kind: str) -> Long:
+    module = Long(Path(folder) / "llama", kind=kind)
+    fit(strategy, module, long_tokens(rank, world_size), use_distributed_sampler=False, max_epochs=1)
+    return module
+
+
+@on_ranks(1)
+def _trusted(rank: int, world_size: int, folder: str, kind: str) -> None:
+    module = train_long(rank, world_size, folder, "auto", kind)
+    torch.save((module.losses, weights(module)), f"{folder}/trusted.pt")
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "zero1": {"stage": 1},
+    "zero2": {"stage": 2},
+    "zero3": {"stage": 3},
+    "zero3_offload": {"stage": 3, "offload": "cpu"},
+    "tensor": {"stage": 1, "parallel": {"tensor": 2}},
+    "tensor, stage 3": {"stage": 3, "parallel": {"tensor": 2}},
+}
+
+
+@on_ranks(2, timeout_s=150)
+def _layouts(rank: int, world_size: int, folder: str, kind: str) -> None:
+    losses, expected = torch.load(f"{folder}/trusted.pt")
+    assert len(set(losses)) == STEPS
+    for name, options in LAYOUTS.items():
+        alone = "parallel" in options
+        strategy = ZeROStrategy(sharding={"min_unit_numel": 0}, **options)
+        module = train_long(0 if alone else rank, 1 if alone else world_size, folder, strategy, kind)
+        assert len(module.losses) == STEPS
+        assert_close(mean_over_ranks(module.losses), losses, f"{name}, losses", 1e-5)
+        assert_close(weights(module), expected, name, 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["lora", slow("dora")])
+def test_every_layout_trains_as_one_process(kind: str, tmp_path: Path) -> None:
+    save(tmp_path, "llama")
+    _trusted(folder=str(tmp_path), kind=kind)
+    _layouts(folder=str(tmp_path), kind=kind)

@@ -267,6 +267,21 @@ def test_attributes_and_ties_stay() -> None:
     assert deferred_of(model[0].weight) is None
 
 
+def test_tensors_that_are_neither_parameters_nor_buffers() -> None:
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(3, 3))
+        model[0].table = torch.arange(3.0)
+        model[0].more = {"a": [torch.rand(2), torch.tensor(4)], "b": model[0].table}
+        return model
+
+    layer: Any = compare(build)[0]
+    torch.manual_seed(7)
+    expected: Any = build()[0]
+    assert torch.equal(layer.table, expected.table)
+    assert [t.tolist() for t in layer.more["a"]] == [t.tolist() for t in expected.more["a"]]
+    assert layer.more["b"] is layer.table
+
+
 def test_modules_that_nothing_filled_fill_themselves() -> None:
     class Late(nn.Module):
         def __init__(self) -> None:

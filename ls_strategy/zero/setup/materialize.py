@@ -13,7 +13,7 @@ from ls_strategy._compat import tree_map
 from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.errors import PlanError
 from ls_strategy.layout import TensorPart
-from ls_strategy.zero.deferred import Deferred, deferred_of, forget_deferred, noted_in
+from ls_strategy.zero.deferred import Deferred, deferred_of, fill_loose, forget_deferred, noted_in
 from ls_strategy.zero.lazy import LazyCast, LazyTensor, forget_owners, forget_source, source_of
 from ls_strategy.zero.parts import part_of
 
@@ -95,6 +95,7 @@ class Materializer:
                 self._sums |= {f"{name}.{key}": value.fingerprint() for key, value in noted_in(module).items()}
             if self._is_absent(name, module):
                 continue
+            fill_loose(module, self._device)
             for key, deferred in _noted_buffers(module):
                 buffer = module._buffers[key]
                 assert buffer is not None
