@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from ls_strategy.checkpoint.consolidate import consolidate
 from ls_strategy.lightning.strategy import ZeROStrategy
 from tests.dist.ranks import assert_close, assert_equal, fit, mean_over_ranks, on_ranks, weights
 from tests.dist.test_pretrained import LENGTH, VOCABULARY, Pretrained, save, tokens
@@ -102,47 +103,35 @@ def test_every_kind_starts_and_trains_as_under_ddp(kinds: tuple[str, ...], tmp_p
     _as_ddp(folder=str(tmp_path), kinds=list(kinds))
 
 
-class All(Adapted):
-    """Gives every parameter to the optimizer, also frozen ones."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=self.rate, eps=1e-4, fused=True)
-
-
 def up16(numel: int) -> int:
     return -(-numel // 16) * 16
 
 
 @on_ranks(2)
 def _counted(rank: int, world_size: int, folder: str) -> None:
-    place = Path(folder) / "llama"
-    for kind in (Adapted, All):
-        for stage in (1, 2, 3):
-            module = kind(place)
-            sizes: dict[str, Any] = {}
+    for stage in (1, 2, 3):
+        module = Adapted(Path(folder) / "llama")
+        sent: list[dict[str, int]] = []
+        memory: dict[str, int] = {}
 
-            def note(_self: Any, trainer: Any, module: Any, *_args: Any, sizes: dict[str, Any] = sizes) -> None:
-                traffic = trainer.strategy.traffic
-                sizes.setdefault("traffic", []).append(dict(traffic.elements))
-                sizes["memory"] = trainer.strategy.memory_bytes()
-                sizes["frozen"] = [p.grad for p in module.parameters() if not p.requires_grad]
+        class Watch(pl.Callback):
+            def on_before_zero_grad(self, trainer: Any, *_args: Any) -> None:
+                sent.append(dict(trainer.strategy.traffic.elements))  # noqa: B023
+                memory.update(trainer.strategy.memory_bytes())  # noqa: B023
+                assert all(p.grad is None for p in module.parameters() if not p.requires_grad)  # noqa: B023
 
-            watch = type("Watch", (pl.Callback,), {"on_before_zero_grad": note})()
-            strategy = ZeROStrategy(stage, sharding={"min_unit_numel": 0, "overlap_step": False})
-            trainer = fit(strategy, module, tokens(), max_steps=3, callbacks=[watch])
-            trained = [p for p in module.parameters() if p.requires_grad]
-            adapters = sum(up16(p.numel()) for p in trained) + 32 * 4  # padding of every unit's shards
-            total = sum(p.numel() for p in module.parameters())
-            assert sum(p.numel() for p in trained) < adapters < total / 5
-            what = f"{kind.__name__}, stage {stage}, {sizes['memory']}, {sizes['traffic']}"
-            assert all(grad is None for grad in sizes["frozen"])
-            assert sizes["memory"]["optimizer"] <= 2 * 4 * adapters / world_size + 1024, what
-            assert sizes["memory"]["gradients"] <= 2 * 4 * adapters, what
-            reduced = {k: v for k, v in sizes["traffic"][-1].items() if "reduce" in k}
-            assert 0 < sum(reduced.values()) <= 3 * adapters / world_size + 64, what
-            if stage < 3:
-                assert sum(sizes["traffic"][-1].values()) - sum(sizes["traffic"][-2].values()) <= 3 * adapters, what
-            del trainer
+        strategy = ZeROStrategy(stage, sharding={"min_unit_numel": 0, "overlap_step": False})
+        fit(strategy, module, tokens(), max_steps=3, callbacks=[Watch()])
+        trained = [p for p in module.parameters() if p.requires_grad]
+        adapters = sum(up16(p.numel()) for p in trained) + 32 * 4  # and the end of every unit's last shard
+        assert adapters < sum(p.numel() for p in module.parameters()) / 5
+        what = f"stage {stage}: {memory}, {sent}"
+        assert memory["optimizer"] <= 2 * 4 * adapters / world_size + 1024, what
+        assert memory["gradients"] <= 2 * 4 * adapters, what
+        step = {kind: now - sent[-2].get(kind, 0) for kind, now in sent[-1].items()}
+        assert 0 < step["reduce_scatter"] <= adapters / world_size, what
+        if stage < 3:
+            assert step["all_gather"] <= adapters / world_size, what
 
 
 def test_frozen_parameters_have_no_state_no_gradient_and_no_reduce_traffic(tmp_path: Path) -> None:
@@ -208,3 +197,64 @@ def test_every_layout_trains_as_one_process(kind: str, tmp_path: Path) -> None:
     save(tmp_path, "llama")
     _trusted(folder=str(tmp_path), kind=kind)
     _layouts(folder=str(tmp_path), kind=kind)
+
+
+class Exported(Adapted):
+    """Predicts logits."""
+
+    def predict_step(self, batch: Any, i: int) -> Any:
+        return self.model(input_ids=batch[0]).logits
+
+
+def logits(trainer: pl.Trainer, module: Adapted) -> torch.Tensor:
+    return torch.cat(trainer.predict(module, tokens(4)))  # type: ignore[arg-type]
+
+
+@on_ranks(2, timeout_s=150)
+def _saved(rank: int, world_size: int, folder: str, stages: list[int]) -> None:
+    import peft
+    import transformers
+
+    place = Path(folder) / "llama"
+    mine = tokens(4).dataset[rank::world_size][0]
+    for stage in stages:
+        module = Exported(place)
+        strategy = ZeROStrategy(stage, sharding={"min_unit_numel": 0}, checkpoint={"frozen": False})
+        trainer = fit(strategy, module, tokens(), max_steps=4)
+        expected = logits(trainer, module)
+        trainer.save_checkpoint(f"{folder}/{stage}.ckpt")
+        module.model.save_pretrained(f"{folder}/{stage}", is_main_process=rank == 0)
+        trainer.strategy.barrier()
+
+        def plain() -> Any:
+            return transformers.AutoModelForCausalLM.from_pretrained(place)
+
+        loaded = peft.PeftModel.from_pretrained(plain(), f"{folder}/{stage}")
+        assert_close(loaded(input_ids=mine).logits, expected, "save_pretrained")
+        if rank == 0:
+            consolidate(f"{folder}/{stage}.ckpt", f"{folder}/{stage}.pt")
+            state = torch.load(f"{folder}/{stage}.pt", weights_only=False)["state_dict"]
+            assert state and all("lora_" in name for name in state)
+            bare = peft.get_peft_model(plain(), peft.get_peft_config(dict(KINDS["lora"])))
+            state = {name.removeprefix("model."): value for name, value in state.items()}
+            assert not bare.load_state_dict(state, strict=False).unexpected_keys
+            assert_close(bare(input_ids=mine).logits, expected, "consolidate")
+
+        with trainer.strategy.gathered_parameters(module.model, modify=True):  # type: ignore[attr-defined]
+            module.model.merge_adapter()
+        assert_close(logits(trainer, module), expected, "merged", 1e-5)
+        with trainer.strategy.gathered_parameters(module.model, modify=True):  # type: ignore[attr-defined]
+            module.model.unmerge_adapter()
+        assert_close(logits(trainer, module), expected, "unmerged", 1e-5)
+        with trainer.strategy.gathered_parameters(module.model, modify=True):  # type: ignore[attr-defined]
+            merged = module.model.merge_and_unload()
+        merged.save_pretrained(f"{folder}/{stage} merged", is_main_process=rank == 0)
+        trainer.strategy.barrier()
+        whole = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/{stage} merged")
+        assert_close(whole(input_ids=mine).logits, expected, "merge_and_unload", 1e-5)
+
+
+@pytest.mark.parametrize("stages", [[3], slow([1, 2])], ids=str)
+def test_what_is_saved_loads_in_plain_peft(stages: list[int], tmp_path: Path) -> None:
+    save(tmp_path, "llama")
+    _saved(folder=str(tmp_path), stages=stages)
