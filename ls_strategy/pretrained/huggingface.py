@@ -27,10 +27,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ls_strategy.errors import PlanError
 from ls_strategy.pretrained.on_meta import DataOnMeta, OnMeta
 from ls_strategy.pretrained.safetensors import read_safetensors
+from ls_strategy.zero.deferred import note_replaced
 from ls_strategy.zero.lazy import LazyTensor, give_source, note_owner, source_of
 
 _MODULE = "transformers.modeling_utils"
@@ -68,6 +70,7 @@ def without_memory(
         stack.enter_context(torch.device("meta"))
         on_meta = stack.enter_context(OnMeta(device, draws=draws))
         stack.enter_context(DataOnMeta(on_meta))
+        stack.callback(register_module_parameter_registration_hook(note_replaced).remove)
 
         def replace(module: ModuleType) -> None:
             stack.enter_context(_replaced(module, on_meta, reports))

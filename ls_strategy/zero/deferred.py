@@ -430,6 +430,19 @@ def _note(tensor: Tensor, *, of_files: bool = False) -> Deferred | None:
     return deferred
 
 
+def note_replaced(owner: nn.Module, name: str, value: nn.Parameter) -> None:
+    """Note the values of a parameter on meta that ``value`` is about to replace, if it is a DTensor of the same shape.
+
+    A hook for `torch.nn.modules.module.register_module_parameter_registration_hook`.
+    """
+    before = owner._parameters.get(name)
+    is_shard = isinstance(value, Tensor) and value.is_meta and type(value).__torch_dispatch__ is not _PLAIN
+    if before is not None and is_shard and before.shape == value.shape:
+        deferred = _note(before)
+        if deferred is not None:
+            vars(owner).setdefault(_NOTED, {})[name] = deferred
+
+
 def fill_loose(owner: nn.Module, device: torch.device) -> None:
     """Give tensors that a module holds in other attributes, also in lists and dicts, memory and values."""
     for tensor in vars(owner).pop(_LOOSE, []):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ls_strategy.lightning.strategy import ZeROStrategy
 from tests.dist.ranks import assert_close, assert_equal, fit, on_ranks, weights
@@ -85,3 +86,24 @@ def _parts(rank: int, world_size: int, layouts: list[str]) -> None:
 @pytest.mark.parametrize("layouts", [["tensor", "pipeline"], ["tensor, tied", "pipeline, stage 1", "experts", "offload"]])
 def test_every_layout_starts_as_ddp(layouts: list[str]) -> None:
     _parts(layouts=layouts)
+
+
+class Parallelized(FromConfig):
+    """The user's own plan: layers are DTensors when the strategy gets them."""
+
+    def configure_model(self) -> None:
+        built = self.model is not None
+        super().configure_model()
+        if built or "tensor_parallel" not in (getattr(self.device_mesh, "mesh_dim_names", None) or ()):
+            return
+        for block in self.model.model.layers:
+            plan = {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
+            parallelize_module(block.mlp, self.device_mesh["tensor_parallel"], plan)
+
+
+@on_ranks(2)
+def test_layers_that_the_user_parallelizes(rank: int, world_size: int) -> None:
+    for stage in (1, 3):
+        fit(ZeROStrategy(stage, parallel={"tensor": 2}), ours := Parallelized("llama"), tokens(), max_steps=2)
+        fit("ddp", trusted := FromConfig("llama"), tokens(), max_steps=2)
+        assert_equal(ours.at_start, trusted.at_start, f"stage {stage}, at the start")

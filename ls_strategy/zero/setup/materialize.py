@@ -129,14 +129,14 @@ class Materializer:
                 f"a parameter had shape {deferred.shape} at the end of configure_model, and has shape {shape} now. "
                 "Change shapes in configure_model, or build the module under `with torch.device('cpu'):`."
             )
-        full = deferred.make(self._device).to(param.dtype)
+        value = deferred.make(self._device).to(param.dtype)
         if part is None:
-            self._mesh.tensor.broadcast_(full)
+            self._mesh.tensor.broadcast_(value)
         else:
             _, axis = self._mesh.holders(part)
-            axis.broadcast_(full)
-            full = part_of(full, part).clone()
-        _replace(param, nn.Parameter(full, requires_grad=param.requires_grad))
+            axis.broadcast_(value)
+            value = part_of(value, part).clone()
+        _replace(param, nn.Parameter(value, requires_grad=param.requires_grad))
 
     def _fill(self, name: str, module: nn.Module) -> None:
         if not callable(getattr(module, "reset_parameters", None)):
