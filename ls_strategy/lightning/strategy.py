@@ -230,8 +230,6 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
         building = without_memory(self.root_device, reports=self.is_global_zero, draws=not empty_init)
         with guards.refuse_loading_into_meta(), building, MetricsOnHost():
             yield
-        if self.lightning_module is not None:
-            note_deferred(self.lightning_module)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

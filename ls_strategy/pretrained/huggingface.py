@@ -53,9 +53,7 @@ _REFUSED = {
 
 
 @contextmanager
-def without_memory(
-    device: torch.device, *, reports: bool = True, draws: bool = True
-) -> Generator[None, None, None]:
+def without_memory(device: torch.device, *, reports: bool = True, draws: bool = True) -> Generator[None, None, None]:
     """Build models on meta, and keep track of the values that they would have.
 
     What is loaded by ``from_pretrained`` is read later, by every rank its shards. Everything else is done again when a

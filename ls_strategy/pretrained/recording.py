@@ -1,7 +1,7 @@
 """Records what is done to tensors on meta, and runs what cannot wait.
 
 ==============================================  ========================================================================
-a new tensor, a function, a write               noted, see `ls_strategy.zero.deferred`
+a new tensor, a function, a write               noted, see `ls_strategy.zero.program`
 random numbers                                  drawn once at once, on memory that is freed, so that the generator is
                                                 always where it would be in a run with memory
 ``item()``, ``cpu()``, masks as indices         what they depend on is computed now
@@ -19,11 +19,16 @@ from torch import Tensor
 
 from ls_strategy import device as dev
 from ls_strategy._compat import tree_iter, tree_map
-from ls_strategy.zero.deferred import Captured, Operation, Place, new_place, note_write, place_of, replay
+from ls_strategy.zero.lazy import drop_source
+from ls_strategy.zero.program import Captured, Operation, Place, new_place, place_of, replay
 
 _OVERWRITES = frozenset(
-    "zero_ fill_ copy_ normal_ uniform_ random_ exponential_ cauchy_ log_normal_ geometric_ bernoulli_".split()
-)
+    f"{name}_"
+    for name in (
+        "zero", "fill", "copy", "normal", "uniform", "random", "exponential", "cauchy", "log_normal", "geometric",
+        "bernoulli",
+    )
+)  # fmt: skip
 """Writes that do not depend on what was there."""
 
 _EMPTY = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"})
@@ -96,7 +101,7 @@ class Recorder:
         is_set = not (overwrites and read) or any(memory.is_set for memory in read)  # `copy_` of nothing is nothing
         for tensor in (t for t in written if t.is_meta):
             place = place_of(tensor)
-            note_write(tensor)
+            drop_source(tensor)
             operation.written.append(place)
             place.memory.is_set |= is_set
             place.memory.add(operation, replaces_all=overwrites and place.fills_memory)
@@ -163,7 +168,9 @@ def _unread(leaf: Any) -> Any:
 
 def _written_arguments(func: Any) -> list[int | str]:
     """Return the position and the name of every argument that the operation writes to."""
-    written = [(i, a) for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+    written = [
+        (i, a) for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write
+    ]
     return [key for i, a in written for key in (i, a.name)]
 
 

@@ -1,4 +1,4 @@
-"""Adapters of PEFT on a pretrained model: made in ``configure_model`` as without a strategy, and trained as under DDP."""
+"""Adapters of PEFT: made in ``configure_model`` as without a strategy, and trained as under DDP or one process."""
 
 from __future__ import annotations
 
@@ -234,7 +234,8 @@ def _saved(rank: int, world_size: int, folder: str, stages: list[int]) -> None:
         if rank == 0:
             consolidate(f"{folder}/{stage}.ckpt", f"{folder}/{stage}.pt")
             state = torch.load(f"{folder}/{stage}.pt", weights_only=False)["state_dict"]
-            assert state and all("lora_" in name for name in state)
+            assert state
+            assert all("lora_" in name for name in state)
             bare = peft.get_peft_model(plain(), peft.get_peft_config(dict(KINDS["lora"])))
             state = {name.removeprefix("model."): value for name, value in state.items()}
             assert not bare.load_state_dict(state, strict=False).unexpected_keys

@@ -83,7 +83,9 @@ def _parts(rank: int, world_size: int, layouts: list[str]) -> None:
             assert_close(ours.losses, trusted.losses, layout)
 
 
-@pytest.mark.parametrize("layouts", [["tensor", "pipeline"], ["tensor, tied", "pipeline, stage 1", "experts", "offload"]])
+@pytest.mark.parametrize(
+    "layouts", [["tensor", "pipeline"], ["tensor, tied", "pipeline, stage 1", "experts", "offload"]]
+)
 def test_every_layout_starts_as_ddp(layouts: list[str]) -> None:
     _parts(layouts=layouts)
 

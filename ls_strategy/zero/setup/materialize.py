@@ -110,8 +110,8 @@ class Materializer:
             raise PlanError(
                 f"{', '.join(different[:3])}: configure_model or reset_parameters() gives them different values on the "
                 "ranks of a pipeline, where every block keeps the values of its own rank. Let them depend only on "
-                "torch's random numbers, from one seed, or build the module in configure_model under `with torch.device('cpu'):`, which broadcasts "
-                "rank 0's values."
+                "torch's random numbers, or build the module in configure_model under `with torch.device('cpu'):`, "
+                "which broadcasts rank 0's values."
             )
 
     def _full(self, param: nn.Parameter) -> nn.Parameter:
