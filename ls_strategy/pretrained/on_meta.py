@@ -29,6 +29,7 @@ from ls_strategy.pretrained.peft import refuse_skipped
 from ls_strategy.pretrained.recipe import MOVES
 from ls_strategy.pretrained.recording import Recorder
 from ls_strategy.zero.lazy import LazyTensor, give_source, source_of_memory
+from ls_strategy.zero.program import is_plain
 
 _SHAPE_ONLY = frozenset(
     f"{name}{end}"
@@ -69,7 +70,7 @@ class OnMeta(TorchDispatchMode):
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
         on_meta = any(t.is_meta for t in tensors) or _makes_meta(kwargs)
-        if self.is_paused or not on_meta or not all(map(_is_plain, tensors)) or _moves_nothing(func):
+        if self.is_paused or not on_meta or not all(map(is_plain, tensors)) or _moves_nothing(func):
             return func(*args, **kwargs)
         if not self._is_of_files(func, tensors):
             return self.recorder.record(func, args, kwargs, shape_only=func.overloadpacket.__name__ in _SHAPE_ONLY)
@@ -123,7 +124,7 @@ class DataOnMeta(TorchFunctionMode):
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and frame.f_code.co_name == "__torch_function__":
             frame = frame.f_back
-        if frame is None or not _is_plain(tensor):
+        if frame is None or not is_plain(tensor):
             return
         code, module = frame.f_code, frame.f_globals.get("__name__", "")
         if module.startswith("peft."):
@@ -138,13 +139,6 @@ class DataOnMeta(TorchFunctionMode):
 _META = torch.device("meta")
 _ASKS_DEVICE: Any = (Tensor.is_meta.__get__, Tensor.device.__get__)  # type: ignore[attr-defined]
 _FROM_DATA: Any = (torch.tensor, torch.as_tensor, torch.asarray)
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor).__torch_dispatch__ is _PLAIN
-
-
-_PLAIN = Tensor.__torch_dispatch__
 
 
 def _is_loaded(tensor: Tensor) -> bool:

@@ -12,7 +12,18 @@ from torch import Tensor, nn
 from ls_strategy._compat import tree_iter
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.zero.lazy import forget_owner, forget_source, source_of_memory
-from ls_strategy.zero.program import Captured, Memory, Operation, Place, memory_of, needed, place_of, refusal, replay
+from ls_strategy.zero.program import (
+    Captured,
+    Memory,
+    Operation,
+    Place,
+    is_plain,
+    memory_of,
+    needed,
+    place_of,
+    refusal,
+    replay,
+)
 
 
 class Deferred:
@@ -97,7 +108,7 @@ def note_deferred(model: nn.Module) -> None:
 
 def _note(tensor: Tensor, *, of_files: bool = False) -> Deferred | None:
     """Note at a tensor where its values come from; None if that is not recorded, or only that they are in a file."""
-    if not tensor.is_meta or type(tensor).__torch_dispatch__ is not _PLAIN:
+    if not tensor.is_meta or not is_plain(tensor):
         return None
     is_loaded = source_of_memory(tensor) is not None
     memory = memory_of(tensor)
@@ -115,7 +126,7 @@ def note_replaced(owner: nn.Module, name: str, value: nn.Parameter) -> None:
     A hook for `torch.nn.modules.module.register_module_parameter_registration_hook`.
     """
     before = owner._parameters.get(name)
-    is_shard = isinstance(value, Tensor) and value.is_meta and type(value).__torch_dispatch__ is not _PLAIN
+    is_shard = isinstance(value, Tensor) and value.is_meta and not is_plain(value)
     if before is not None and is_shard and before.shape == value.shape:
         deferred = _note(before)
         if deferred is not None:
@@ -131,7 +142,6 @@ def fill_loose(owner: nn.Module, device: torch.device) -> None:
 
 
 _KNOWN = frozenset({"_parameters", "_buffers", "_modules", _NOTED, _LOOSE, "_ls_strategy_sources"})
-_PLAIN = Tensor.__torch_dispatch__
 
 
 def deferred_of(tensor: Tensor) -> Deferred | None:

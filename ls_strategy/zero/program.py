@@ -299,6 +299,15 @@ def refusal(problem: str) -> str:
 _MEMORY = "_ls_strategy_memory"
 
 
+def is_plain(tensor: Any) -> bool:
+    """Whether a tensor is none of a class that handles operations by itself, as a DTensor does."""
+    return type(tensor).__torch_dispatch__ is _PLAIN
+
+
+_TENSOR: Any = Tensor
+_PLAIN = _TENSOR.__torch_dispatch__
+
+
 def place_of(tensor: Tensor, *, is_read: bool = True) -> Place:
     """Return the place of a tensor on meta. The first time, its memory gets a record."""
     storage = tensor.untyped_storage()
@@ -311,7 +320,9 @@ def place_of(tensor: Tensor, *, is_read: bool = True) -> Place:
             place = Place(memory, (source.numel(),), (1,), 0, tensor.dtype)
             memory.writes.append(Operation(_read, (source, tensor.dtype), {}, [place]))
         setattr(storage, _MEMORY, memory)
-    return Place(memory, tuple(tensor.size()), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype, is_read)
+    return Place(
+        memory, tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype, is_read
+    )
 
 
 def new_place(tensor: Tensor, *, is_set: bool) -> Place:

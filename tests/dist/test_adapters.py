@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from docs.examples.adapters import save as save_adapters
+from docs.examples.adapters import save_merged
 from ls_strategy.checkpoint.consolidate import consolidate
 from ls_strategy.lightning.strategy import ZeROStrategy
 from tests.dist.ranks import assert_close, assert_equal, fit, mean_over_ranks, on_ranks, weights
@@ -199,6 +201,9 @@ def test_every_layout_trains_as_one_process(kind: str, tmp_path: Path) -> None:
     _layouts(folder=str(tmp_path), kind=kind)
 
 
+ADAPTERS = "adapter_model.safetensors"
+
+
 class Exported(Adapted):
     """Predicts logits."""
 
@@ -214,6 +219,7 @@ def logits(trainer: pl.Trainer, module: Adapted) -> torch.Tensor:
 def _saved(rank: int, world_size: int, folder: str, stages: list[int]) -> None:
     import peft
     import transformers
+    from safetensors.torch import load_file
 
     place = Path(folder) / "llama"
     mine = tokens(4).dataset[rank::world_size][0]
@@ -223,8 +229,11 @@ def _saved(rank: int, world_size: int, folder: str, stages: list[int]) -> None:
         trainer = fit(strategy, module, tokens(), max_steps=4)
         expected = logits(trainer, module)
         trainer.save_checkpoint(f"{folder}/{stage}.ckpt")
-        module.model.save_pretrained(f"{folder}/{stage}", is_main_process=rank == 0)
+        save_adapters(trainer, module.model, f"{folder}/{stage}")
+        module.model.save_pretrained(f"{folder}/{stage} by peft alone", is_main_process=rank == 0)
         trainer.strategy.barrier()
+        ours, theirs = (load_file(f"{folder}/{stage}{end}/{ADAPTERS}") for end in ("", " by peft alone"))
+        assert_equal(ours, theirs, "adapters")
 
         def plain() -> Any:
             return transformers.AutoModelForCausalLM.from_pretrained(place)
@@ -247,9 +256,7 @@ def _saved(rank: int, world_size: int, folder: str, stages: list[int]) -> None:
         with trainer.strategy.gathered_parameters(module.model, modify=True):  # type: ignore[attr-defined]
             module.model.unmerge_adapter()
         assert_close(logits(trainer, module), expected, "unmerged", 1e-5)
-        with trainer.strategy.gathered_parameters(module.model, modify=True):  # type: ignore[attr-defined]
-            merged = module.model.merge_and_unload()
-        merged.save_pretrained(f"{folder}/{stage} merged", is_main_process=rank == 0)
+        save_merged(trainer, module.model, f"{folder}/{stage} merged")
         trainer.strategy.barrier()
         whole = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/{stage} merged")
         assert_close(whole(input_ids=mine).logits, expected, "merge_and_unload", 1e-5)
