@@ -40,6 +40,7 @@ from ls_strategy.parallel.dtensor import Localized, has_dtensors, localize, para
 from ls_strategy.parallel.plans import resolve_tensor_plan
 from ls_strategy.parallel.tensor import apply_tensor_parallel, broadcast_values
 from ls_strategy.parallel.ulysses import apply_sequence_parallel
+from ls_strategy.zero.deferred import recall_deferred, share_random_states
 from ls_strategy.zero.lazy import recall_source
 from ls_strategy.zero.setup.agreement import agree
 from ls_strategy.zero.setup.share import Share
@@ -188,7 +189,9 @@ class ModelParallel:
         named = (*module.named_parameters(), *module.named_buffers())
         rows = [(n, tuple(t.shape), str(t.dtype), t.requires_grad, "meta" if t.is_meta else "filled") for n, t in named]
         agree(self.mesh.world, None, "", rows, columns="(name, shape, dtype, requires_grad, meta or filled)")
-        broadcast_values(module, Axis("world", self.mesh.world))
+        world = Axis("world", self.mesh.world)
+        broadcast_values(module, world)
+        share_random_states(module, world)
 
     def _share_random_states(self) -> None:
         """Give all ranks of a replica the same random states, for dropout and the order of the data. Collective."""
@@ -236,6 +239,7 @@ class ModelParallel:
         if isinstance(layers, Localized):
             for owner, name in layers.replaced():
                 recall_source(owner, name)
+                recall_deferred(owner, name)
 
     def _shard_sequences(self, module: pl.LightningModule, done: _Sharded) -> None:
         assert self.mesh is not None

@@ -65,7 +65,8 @@ from ls_strategy.lightning.readings import EngineStrategy
 from ls_strategy.lightning.resume import Resume
 from ls_strategy.lightning.saving import Saves
 from ls_strategy.lightning.steps import Steps
-from ls_strategy.pretrained.huggingface import reading_shards
+from ls_strategy.pretrained.huggingface import without_memory
+from ls_strategy.zero.deferred import note_deferred
 from ls_strategy.zero_stages import POLICIES
 
 
@@ -226,8 +227,8 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
             with super().tensor_init_context(empty_init=empty_init):
                 yield
             return
-        shards = reading_shards(reports=self.is_global_zero)
-        with guards.refuse_loading_into_meta(), torch.device("meta"), MetricsOnHost(), shards:
+        building = without_memory(self.root_device, reports=self.is_global_zero, draws=not empty_init)
+        with guards.refuse_loading_into_meta(), building, MetricsOnHost():
             yield
 
     @override
@@ -244,6 +245,7 @@ class ZeROStrategy(EngineStrategy):  # its many public members are Lightning's h
             guards.check_trainer(trainer, self.zero_precision(), kinds)
             if fitting and self._layer_sync:
                 self.model = self._layer_sync.apply(module)
+            note_deferred(module)
             self.engine_setup.place(module)
             parts = self.parallel.shard(module, self.root_device, recomputes=self.activations.recomputes)
             if fitting:

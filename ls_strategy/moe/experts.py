@@ -179,9 +179,7 @@ class Experts(StackedParameters):
                 parent, _, name = path.rpartition(".")
                 nodes[path] = StackedParameters(path, source, created)
                 nodes[parent].add_module(name, nodes[path])
-        if not next(self.parameters()).is_meta:
-            source.fill_all(nodes)
-        source.first = None
+        source.fill_all(nodes)  # on meta too, where a strategy may record it
         self.runs_grouped = _is_grouped(source.skeleton)
         """Whether the linear layers of all experts run as grouped products."""
 

@@ -9,6 +9,8 @@ report. These of its functions are replaced while ``configure_model`` runs:
   ``._load_pretrained_model``   gets tensors that record what is done to them, instead of slices that it would read
   ``.resize_token_embeddings``  gets embeddings that have their values, and resizes them on the CPU
 ``set_param_for_module``        puts a meta parameter in the model, with the record of where its values are
+``get_torch_context_manager_``  does not say that the device is meta, where a model made by ``from_config`` would skip
+``or_global_device``            its ``_init_weights``
 ==============================  ======================================================================================
 """
 
@@ -25,13 +27,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ls_strategy.errors import PlanError
-from ls_strategy.pretrained.on_meta import LoadedOnMeta
+from ls_strategy.pretrained.on_meta import DataOnMeta, OnMeta
 from ls_strategy.pretrained.safetensors import read_safetensors
+from ls_strategy.zero.deferred import note_replaced
 from ls_strategy.zero.lazy import LazyTensor, give_source, note_owner, source_of
 
 _MODULE = "transformers.modeling_utils"
+_CONTEXT_DEVICE = "get_torch_context_manager_or_global_device"
 
 _REFUSED = {
     "device_map": "every rank stores its shard on its own device. Leave it out",
@@ -48,14 +53,22 @@ _REFUSED = {
 
 
 @contextmanager
-def reading_shards(*, reports: bool) -> Generator[None, None, None]:
-    """Make ``from_pretrained`` on the meta device build on meta, and let ranks read their shards later.
+def without_memory(device: torch.device, *, reports: bool = True, draws: bool = True) -> Generator[None, None, None]:
+    """Build models on meta, and keep track of the values that they would have.
+
+    What is loaded by ``from_pretrained`` is read later, by every rank its shards. Everything else is done again when a
+    parameter gets its memory.
 
     Args:
+        device: where the values are made.
         reports: whether this rank logs missing and unexpected keys.
+        draws: as for `OnMeta`.
     """
     with ExitStack() as stack:
-        on_meta = stack.enter_context(LoadedOnMeta())
+        stack.enter_context(torch.device("meta"))
+        on_meta = stack.enter_context(OnMeta(device, draws=draws))
+        stack.enter_context(DataOnMeta(on_meta))
+        stack.callback(register_module_parameter_registration_hook(note_replaced).remove)
 
         def replace(module: ModuleType) -> None:
             stack.enter_context(_replaced(module, on_meta, reports))
@@ -99,7 +112,7 @@ def _act_after(loader: Loader, action: Callable[[ModuleType], None]) -> None:
 
 
 @contextmanager
-def _replaced(module: ModuleType, on_meta: LoadedOnMeta, reports: bool) -> Generator[None, None, None]:
+def _replaced(module: ModuleType, on_meta: OnMeta, reports: bool) -> Generator[None, None, None]:
     """Replace ``from_pretrained``; inside a call on meta, also the functions that load."""
     base: Any = module.PreTrainedModel
     original = vars(base)["from_pretrained"]
@@ -107,7 +120,8 @@ def _replaced(module: ModuleType, on_meta: LoadedOnMeta, reports: bool) -> Gener
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
         bound = original.__get__(None, cls)
         if torch.empty(0).device.type != "meta":  # built under `with torch.device("cpu")`, or nested in a call
-            return bound(*args, **kwargs)
+            with on_meta.paused():
+                return bound(*args, **kwargs)
         _check_version(module)
         _refuse(cls, kwargs)
         with torch.device("cpu"), _loading(module, reports), on_meta.paused():
@@ -121,13 +135,24 @@ def _replaced(module: ModuleType, on_meta: LoadedOnMeta, reports: bool) -> Gener
         with torch.device("cpu"), on_meta.paused():
             return resize(model, *args, **kwargs)
 
+    context_device = getattr(module, _CONTEXT_DEVICE, None)
+
+    def device_for_init() -> Any:
+        """Let models that are built from a config run their ``_init_weights`` on meta, where it is recorded."""
+        found = context_device() if context_device is not None else None
+        return None if found is not None and found.type == "meta" and not on_meta.is_paused else found
+
     base.from_pretrained = classmethod(from_pretrained)
     base.resize_token_embeddings = resize_token_embeddings
+    if context_device is not None:
+        setattr(module, _CONTEXT_DEVICE, device_for_init)
     try:
         yield
     finally:
         base.from_pretrained = original
         base.resize_token_embeddings = resize
+        if context_device is not None:
+            setattr(module, _CONTEXT_DEVICE, context_device)
 
 
 def _read_embeddings(model: Any) -> bool:

@@ -1,28 +1,35 @@
-"""What user code does in ``configure_model`` with weights that were loaded on meta.
+"""What happens to tensors on meta in ``configure_model``.
 
-====================================  ==================================================================================
-views, ``empty_like`` and the like    as they are
-functions: casts, sums, ``cat``       recorded: the result is on meta, and its values are computed when they are needed
-``tensor.item()``, ``tensor.cpu()``   the values are read and computed now
-``zeros_`` and the like on others     recorded: ``reset_parameters`` of the module, which runs later, may not do it
-writes                                refused: on meta they would be lost, and nobody would notice
-====================================  ==================================================================================
+=====================================================  ================================================================
+views, ``set_`` and the like                           as they are
+casts, slices, ``cat`` of weights that were loaded     recorded by ranges, so that a part of the result needs only
+                                                       parts of the files (`ls_strategy.pretrained.recipe`)
+all others, also writes                                recorded as a program, which runs again when a parameter gets
+                                                       its memory (`ls_strategy.pretrained.recording`)
+``tensor.item()``, ``tensor.cpu()``                    the values are computed now
+=====================================================  ================================================================
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from ls_strategy._compat import TorchDispatchMode, tree_iter, tree_map
-from ls_strategy.errors import PlanError
-from ls_strategy.zero.lazy import LazyTensor, give_source, note_constant, source_of_memory
+from ls_strategy.pretrained.peft import refuse_skipped
+from ls_strategy.pretrained.recipe import MOVES
+from ls_strategy.pretrained.recording import Recorder
+from ls_strategy.zero.lazy import LazyTensor, give_source, source_of_memory
+from ls_strategy.zero.program import is_plain
 
 _SHAPE_ONLY = frozenset(
     f"{name}{end}"
@@ -36,83 +43,122 @@ _SHAPE_ONLY = frozenset(
 """Functions that read nothing but the shape, dtype and device."""
 
 
-class LoadedOnMeta(TorchDispatchMode):
-    """Keeps track of weights that were loaded on meta."""
+class OnMeta(TorchDispatchMode):
+    """Keeps track of the values that tensors on meta would have."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device, *, draws: bool = True) -> None:
+        """``device``: where values are made.
+
+        ``draws``: whether random numbers are those of a run with memory. Otherwise they are drawn when a parameter gets
+        memory, in whatever order that happens.
+        """
         super().__init__()
-        self._paused = False
+        self.is_paused = False
+        self.recorder = Recorder(device, draws=draws)
 
     @contextmanager
     def paused(self) -> Generator[None, None, None]:
         """Let everything be, while a loader runs."""
-        before, self._paused = self._paused, True
+        before, self.is_paused = self.is_paused, True
         try:
             yield
         finally:
-            self._paused = before
+            self.is_paused = before
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func._schema.is_mutable and func.namespace == "aten":
-            _note_constants(func, args)
-        tensors = [leaf for leaf in tree_iter((args, kwargs)) if _is_plain(leaf)]
-        if self._paused or not any(map(_is_loaded, tensors)) or _reads_nothing(func):
+        tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+        on_meta = any(t.is_meta for t in tensors) or _makes_meta(kwargs)
+        if self.is_paused or not on_meta or not all(map(is_plain, tensors)) or _moves_nothing(func):
             return func(*args, **kwargs)
+        if not self._is_of_files(func, tensors):
+            return self.recorder.record(func, args, kwargs, shape_only=func.overloadpacket.__name__ in _SHAPE_ONLY)
         device = kwargs.get("device")
         if device is not None and device.type != "meta":
             kwargs = {**kwargs, "device": torch.device("cpu")}
-        written = _written(func, args)
-        if any(t.is_meta for t in written) or any(t.is_meta and not _is_loaded(t) for t in tensors):
-            raise PlanError(
-                f"configure_model changes pretrained weights, or copies them into other weights ({func}), while they "
-                "are on the meta device, where no rank has their values (stage 3, and pipelines). Load the model once "
-                "without a strategy, change it, save it with save_pretrained(folder), and load that folder; or load it "
-                "in configure_model under `with torch.device('cpu'):`, in full on every rank."
-            )
         result = func(*tree_map(_lazy, args), **tree_map(_lazy, kwargs))
-        if written:
-            return result
         if device is not None and device.type != "meta":
             return tree_map(
                 lambda leaf: leaf.materialize().to(device) if isinstance(leaf, LazyTensor) else leaf, result
             )
         return tree_map(_on_meta, result)
 
+    @staticmethod
+    def _is_of_files(func: Any, tensors: list[Tensor]) -> bool:
+        """Whether the operation moves or casts weights of files, and reads nothing else that has no memory."""
+        return func in MOVES and any(map(_is_loaded, tensors)) and all(_is_loaded(t) for t in tensors if t.is_meta)
 
-def _is_plain(leaf: Any) -> bool:
-    return type(leaf) in (Tensor, nn.Parameter)
+
+class DataOnMeta(TorchFunctionMode):
+    """Keeps the values where torch drops them on meta: ``torch.tensor`` of numbers, and some of ``torch.nn.init``."""
+
+    def __init__(self, on_meta: OnMeta) -> None:
+        """``on_meta``: notes the values."""
+        super().__init__()
+        self._on_meta = on_meta
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self._on_meta.is_paused:
+            if func in _FROM_DATA and not isinstance(args[0] if args else kwargs.get("data"), Tensor):
+                return self._from_data(func, args, kwargs)
+            if func == Tensor.new_tensor and args[0].is_meta:
+                return self._from_data(torch.tensor, args[1:], {"dtype": args[0].dtype, **kwargs})
+            if func in _ASKS_DEVICE and func(*args) in (True, _META):
+                self._asked(args[0])
+        return func(*args, **kwargs)
+
+    @staticmethod
+    def _from_data(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type != "meta":
+            return func(*args, **kwargs)
+        requires_grad = kwargs.pop("requires_grad", False)
+        value = func(*args, **{**kwargs, "device": "cpu"})
+        return value.to("meta").requires_grad_(requires_grad)
+
+    def _asked(self, tensor: Tensor) -> None:
+        """Note a call of ``torch.nn.init`` that asks whether the tensor is on meta, and returns if so."""
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and frame.f_code.co_name == "__torch_function__":
+            frame = frame.f_back
+        if frame is None or not is_plain(tensor):
+            return
+        code, module = frame.f_code, frame.f_globals.get("__name__", "")
+        if module.startswith("peft."):
+            refuse_skipped(module, code)
+        if module != "torch.nn.init":
+            return
+        args = [frame.f_locals[name] for name in code.co_varnames[: code.co_argcount]]
+        if args and args[0] is tensor:
+            self._on_meta.recorder.record_fill(FunctionType(code, frame.f_globals), tuple(args))
+
+
+_META = torch.device("meta")
+_ASKS_DEVICE: Any = (Tensor.is_meta.__get__, Tensor.device.__get__)  # type: ignore[attr-defined]
+_FROM_DATA: Any = (torch.tensor, torch.as_tensor, torch.asarray)
 
 
 def _is_loaded(tensor: Tensor) -> bool:
     return tensor.is_meta and source_of_memory(tensor) is not None
 
 
-def _reads_nothing(func: Any) -> bool:
-    """Whether the function returns a view, reads only shapes, or is none of torch's own (a collective)."""
+def _makes_meta(kwargs: dict[str, Any]) -> bool:
+    device = kwargs.get("device")
+    return device is not None and torch.device(device).type == "meta"
+
+
+def _moves_nothing(func: Any) -> bool:
+    """Whether the function returns a view, changes only the form of a tensor, or is none of torch's own collectives."""
     view = not func._schema.is_mutable and any(r.alias_info is not None for r in func._schema.returns)
-    return view or func.overloadpacket.__name__ in _SHAPE_ONLY or func.namespace != "aten"
-
-
-def _note_constants(func: Any, args: Any) -> None:
-    """Record that a parameter becomes a constant, which the module's ``reset_parameters`` may not know of."""
-    number = {"zero_": 0.0, "fill_": args[1] if len(args) > 1 else None}.get(func.overloadpacket.__name__)
-    for tensor in _written(func, args):
-        if type(tensor) is nn.Parameter and tensor.is_meta:
-            note_constant(tensor, None if isinstance(number, Tensor) else number)
-
-
-def _written(func: Any, args: Any) -> list[Tensor]:
-    """Return the tensors that the function writes to."""
-    pairs = zip(func._schema.arguments, args, strict=False)
-    changed = [value for argument, value in pairs if argument.alias_info is not None and argument.alias_info.is_write]
-    return [leaf for leaf in tree_iter(changed) if isinstance(leaf, Tensor)]
+    return view or torch.Tag.inplace_view in func.tags or func.namespace in ("c10d", "_c10d_functional", "prim")
 
 
 def _lazy(leaf: Any) -> Any:
     """Return a loaded tensor as one that records what is done to it."""
-    if not _is_plain(leaf) or not _is_loaded(leaf):
+    if not isinstance(leaf, Tensor) or not _is_loaded(leaf):
         return leaf
     source = source_of_memory(leaf)
     assert source is not None

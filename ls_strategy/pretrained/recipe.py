@@ -446,3 +446,5 @@ _RECORDED: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((_aten.cat.default, _aten.stack.default), _join),
 }  # fmt: skip
 """How to record an operation. Returns recipes, or None to run it on values."""
+MOVES = frozenset(_RECORDED)
+"""Operations of which a part of the result needs only parts of the arguments."""

@@ -134,12 +134,24 @@ def forget_source(tensor: Tensor) -> None:
     vars(tensor).pop(_SOURCE, None)
 
 
+def drop_source(tensor: Tensor) -> None:
+    """Undo `give_source` for the memory of a tensor: it was written to."""
+    storage = tensor.untyped_storage()
+    if getattr(storage, _SOURCE, None) is not None:
+        setattr(storage, _SOURCE, None)
+
+
 _OWNED = "_ls_strategy_sources"
 
 
 def note_owner(owner: nn.Module, name: str, source: LazyTensor) -> None:
     """Record where the values of the parameter ``name`` of a module come from, whatever object takes its place."""
     vars(owner).setdefault(_OWNED, {})[name] = source
+
+
+def forget_owner(owner: nn.Module, name: str) -> None:
+    """Undo `note_owner` for one parameter."""
+    vars(owner).get(_OWNED, {}).pop(name, None)
 
 
 def recall_source(owner: nn.Module, name: str) -> None:
@@ -153,22 +165,6 @@ def forget_owners(model: nn.Module) -> None:
     """Undo `note_owner` in a model."""
     for module in model.modules():
         vars(module).pop(_OWNED, None)
-
-
-_CONSTANT = "_ls_strategy_constant"
-
-
-def note_constant(param: Tensor, value: float | None) -> None:
-    """Record that a parameter on meta was set to one number; None: to something else."""
-    if value is None:
-        vars(param).pop(_CONSTANT, None)
-    else:
-        setattr(param, _CONSTANT, value)
-
-
-def constant_of(param: Tensor) -> float | None:
-    """Return the number that a parameter on meta was set to last, if it was."""
-    return vars(param).get(_CONSTANT)
 
 
 def _narrowed(value: Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:

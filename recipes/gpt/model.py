@@ -139,7 +139,7 @@ class GPTModule(pl.LightningModule):
         self.save_hyperparameters({name: asdict(part) for name, part in parts.items()})
 
     def configure_model(self) -> None:
-        """Build the network, once. Stage 3 calls this on the meta device, and the modules' `reset_parameters` later."""
+        """Build the network, once. At stage 3 it gets memory later, one parameter after another."""
         if self.model is None:
             self.model = GPT(self.config)
 

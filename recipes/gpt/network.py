@@ -1,7 +1,7 @@
 """A GPT in plain torch: RMSNorm, rotary or learned positions, grouped-query attention, SwiGLU or GELU.
 
 Invariant: a module with parameters or buffers initializes them in its own ``reset_parameters()``. The network can so be
-built on the meta device, and allocated later, module by module.
+built on the meta device, and allocated later, module by module, also by programs without this package's strategy.
 
 Shape suffixes of tensor names::
 

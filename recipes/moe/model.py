@@ -36,7 +36,7 @@ class MoEGPTModule(GPTModule):
         self.save_hyperparameters({"moe": asdict(self.moe)})
 
     def configure_model(self) -> None:
-        """Build the network, once. Stage 3 calls this on the meta device, and the modules' `reset_parameters` later."""
+        """Build the network, once. At stage 3 it gets memory later, one parameter after another."""
         if self.model is None:
             self.model = MoEGPT(self.config, self.moe)
 

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ls_strategy.errors import PlanError
+from ls_strategy.lightning.strategy import ZeROStrategy
+from ls_strategy.zero.deferred import Deferred
 from tests.dist.ranks import (
     STAGES,
     WIDTH,
@@ -26,19 +28,13 @@ from tests.dist.ranks import (
 
 
 class SeededLinear(nn.Linear):
-    """Same values whenever and in whatever order it is filled; on the way, looks at what else has memory."""
+    """Same values whenever and in whatever order it is filled."""
 
     def reset_parameters(self) -> None:
-        if not self.weight.is_meta:
-            SeededLinear.watch()
         generator = torch.Generator().manual_seed(self.out_features)
         with torch.no_grad():
             for p in self.parameters():
                 p.copy_(torch.randn(p.shape, generator=generator) / 4)
-
-    @staticmethod
-    def watch() -> None:
-        """Replaced by tests."""
 
 
 class SeededBlock(nn.Module):
@@ -122,18 +118,23 @@ def test_no_rank_ever_holds_the_whole_model_at_stage_3(rank: int, world_size: in
     """While a unit gets its memory, all others are on meta or cut into shards."""
     module = Late()
     elements: list[int] = []
+    plain = Deferred.make
 
-    def watch() -> None:
+    def make(self: Deferred, device: torch.device) -> Tensor:
         storages = {
             p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in module.parameters() if not p.is_meta
         }
-        elements.append(sum(storages.values()) // 4)
+        value = plain(self, device)
+        assert value.untyped_storage().nbytes() == value.nbytes
+        elements.append(sum(storages.values()) // 4 + value.numel())
+        return value
 
-    SeededLinear.watch = staticmethod(watch)  # type: ignore[method-assign]
-    fit(3, module, max_epochs=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Deferred, "make", make)
+        fit(3, module, max_epochs=1)
     total = sum(p.numel() for p in module.parameters())
     largest = max(sum(p.numel() for p in unit.parameters()) for unit in (*module.blocks, module.first))
-    assert len(elements) >= 14, "every module was filled"
+    assert len(elements) >= 28, "every parameter was filled"
     # Released parameters keep one element each, so that they can be told apart.
     assert max(elements) <= largest + len(list(module.parameters())), f"{elements}: the whole model has {total}"
 
@@ -159,27 +160,34 @@ def test_resume_into_a_meta_module(rank: int, world_size: int, tmp_path: Path) -
 
 
 class Bare(nn.Module):
-    """Owns a parameter and cannot fill it."""
+    """Has no ``reset_parameters``."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.gain = nn.Parameter(torch.ones(WIDTH))
+        self.gain = nn.Parameter(torch.rand(WIDTH))
+        self.register_buffer("table", torch.arange(float(WIDTH)), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.gain
+        return x * self.gain + self.table
 
 
-class WithoutReset(Late):
+class Unset(Bare):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.empty(WIDTH))
+
+
+class WithoutValues(Late):
     def configure_model(self) -> None:
         super().configure_model()
-        self.blocks.append(Bare())
+        self.blocks.append(Unset())
 
 
-class WithBareBuffer(Late):
+class WithBuffer(Late):
     def configure_model(self) -> None:
         super().configure_model()
         self.norm.extra = nn.Module()
-        self.norm.extra.register_buffer("table", torch.arange(4.0))
+        self.norm.extra.register_buffer("table", torch.empty(4))
 
 
 PRETRAINED = {"weight": torch.ones(WIDTH, WIDTH), "bias": torch.ones(WIDTH)}
@@ -203,7 +211,7 @@ class OnCpu(Late):
 
 @on_ranks(2)
 def test_what_cannot_be_filled_is_named(rank: int, world_size: int) -> None:
-    for make, name in ((WithoutReset, r"blocks\.6"), (WithBareBuffer, r"norm\.extra")):
+    for make, name in ((WithoutValues, r"blocks\.6"), (WithBuffer, r"norm\.extra")):
         with pytest.raises(PlanError, match=rf"'{name}'.*meta device.*reset_parameters\(\).*torch\.device\('cpu'\)"):
             fit(3, make())
         fit(2, make(), max_epochs=1)
@@ -228,10 +236,10 @@ class Random(Late):
         self.seen: Tensor | None = None
 
     def configure_model(self) -> None:
+        torch.manual_seed(self.global_rank)
         if self.blocks is None:
             Net.build(self)
             self.norm = nn.Identity()
-        torch.manual_seed(self.global_rank)
 
     def training_step(self, batch: Any, i: int) -> Tensor:
         if self.seen is None:
@@ -274,3 +282,49 @@ def test_every_stage_starts_from_the_weights_the_constructor_draws(rank: int, wo
     for stage in STAGES:
         assert drawn[stage][0] == drawn["ddp"][0]
         assert torch.equal(drawn[stage][1], drawn["ddp"][1])
+
+
+class Initialized(Net):
+    """Initialized by user code in ``configure_model``, which draws random numbers of its own too."""
+
+    def build(self) -> None:
+        self.blocks: Any = None
+
+    def configure_model(self) -> None:
+        if self.blocks is None:
+            super().build()
+            self.blocks.insert(1, Bare())
+            self.apply(self.initialize)
+            self.rates = torch.rand(2, device="cpu").tolist()
+            with torch.no_grad():
+                self.last.weight.copy_(self.first.weight.t() * 2)
+                self.last.weight[:, 0] = torch.randn(WIDTH)
+
+    @staticmethod
+    def initialize(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.trunc_normal_(module.weight, std=0.3)
+            module.bias.data.normal_(0, 0.02)
+        elif isinstance(module, nn.LayerNorm):
+            nn.init.constant_(module.weight, 0.9)
+
+    def on_fit_start(self) -> None:
+        self.at_start = weights(self)
+
+
+@on_ranks(2)
+def test_what_configure_model_does_to_weights_is_what_every_stage_starts_from(rank: int, world_size: int) -> None:
+    """Bit for bit as under DDP, although stage 3 builds without memory."""
+    trusted: Initialized | None = None
+    after: Tensor | None = None
+    for strategy in ("ddp", *STAGES, ZeROStrategy(3, offload={"parameters": "cpu", "optimizer": "cpu"})):
+        module = Initialized()
+        torch.manual_seed(3)
+        fit(strategy, module, max_steps=2)
+        if trusted is None or after is None:
+            trusted, after = module, torch.randn(4)
+            continue
+        assert_equal(module.at_start, trusted.at_start, f"{strategy}, at the start")
+        assert_equal(module.losses, trusted.losses, f"{strategy}, losses")
+        assert module.rates == trusted.rates
+        assert torch.equal(torch.randn(4), after)

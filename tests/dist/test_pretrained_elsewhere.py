@@ -230,39 +230,6 @@ def test_missing_entries_on_ranks_with_parts(tmp_path: Path) -> None:
     _missing(folder=str(tmp_path))
 
 
-class Adapted(Pretrained):
-    """Low-rank adapters of PEFT: the product of a random matrix and one that starts as zero."""
-
-    def load(self) -> Any:
-        import peft
-
-        model = super().load()
-        return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"]))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
-
-
-@on_ranks(2)
-def _adapters(rank: int, world_size: int, folder: str) -> None:
-    place = Path(folder) / "llama"
-    fit(3, ours := Adapted(place), tokens(), max_steps=4)
-    fit("ddp", trusted := Adapted(place), tokens(), max_steps=4)
-    random = [name for name in trusted.at_start if "lora_A" in name]
-    assert random
-    for name in random:
-        assert abs(ours.at_start.pop(name).std() / trusted.at_start.pop(name).std() - 1) < 0.2, name
-    assert_equal(ours.at_start, trusted.at_start, "at the start")
-    assert_equal(ours.losses[0], trusted.losses[0], "first loss")
-    assert ours.losses[-1] != trusted.losses[-1]  # other random numbers
-
-
-def test_adapters_start_as_zero(tmp_path: Path) -> None:
-    pytest.importorskip("peft")
-    save(tmp_path, "llama")
-    _adapters(folder=str(tmp_path))
-
-
 class MadeEarly(Pretrained):
     """Built under ``trainer.init_module()``."""
 

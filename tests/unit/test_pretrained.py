@@ -14,10 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from ls_strategy import load_safetensors
+from ls_strategy.distributed.comm import Comm
+from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.errors import CheckpointError, PlanError
-from ls_strategy.pretrained.huggingface import reading_shards
+from ls_strategy.pretrained.huggingface import without_memory
+from ls_strategy.zero.deferred import note_deferred
 from ls_strategy.zero.lazy import source_of
-from ls_strategy.zero.setup.materialize import value_of
+from ls_strategy.zero.setup.materialize import Materializer, value_of
 
 needs_transformers = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 needs_safetensors = pytest.mark.skipif(importlib.util.find_spec("safetensors") is None, reason="needs safetensors")
@@ -26,7 +29,7 @@ needs_safetensors = pytest.mark.skipif(importlib.util.find_spec("safetensors") i
 @contextmanager
 def on_meta() -> Generator[None, None, None]:
     """As the strategy runs ``configure_model``."""
-    with torch.device("meta"), reading_shards(reports=True):
+    with without_memory(torch.device("cpu")):
         yield
 
 
@@ -37,6 +40,12 @@ def values(module: nn.Module) -> dict[str, Tensor]:
         source = source_of(p)
         found[name] = p.detach() if source is None else source.materialize().to(p.dtype)
     return found
+
+
+def fill(model: nn.Module) -> None:
+    """Give parameters that are not read from files their values."""
+    note_deferred(model)
+    Materializer(model, torch.device("cpu"), {}, Mesh.data_only(Comm(None, None))).provide(list(model.parameters()))
 
 
 def plain(module: nn.Module) -> dict[str, Tensor]:
@@ -181,15 +190,24 @@ def test_views_of_loaded_weights(gpt2: Path) -> None:
 
 
 @needs_transformers
-def test_changes_that_would_be_lost_are_refused(gpt2: Path) -> None:
+def test_changes_are_made_when_the_values_are_read(gpt2: Path) -> None:
+    def build() -> nn.Module:
+        model = load(gpt2).transformer
+        model.wte.weight.data.mul_(2)
+        copied = nn.Embedding(8, 16)
+        copied.weight.data.copy_(model.wpe.weight)
+        nn.init.zeros_(model.ln_f.weight)
+        with torch.no_grad():
+            model.wpe.weight[3] += copied.weight[0] + torch.randn(16)
+        norm = nn.Parameter(model.wte.weight.detach().norm(dim=1) + torch.zeros(40))
+        return nn.ParameterList([*model.parameters(), *copied.parameters(), norm])
+
+    torch.manual_seed(3)
     with on_meta():
-        model = load(gpt2)
-        with pytest.raises(PlanError, match=r"without a strategy.*save_pretrained"):
-            model.transformer.wte.weight.data.mul_(2)
-        with pytest.raises(PlanError, match="copy_"):
-            nn.Embedding(40, 16).weight.data.copy_(model.transformer.wte.weight)
-        with pytest.raises(PlanError, match="zero_"):
-            nn.init.zeros_(model.transformer.wte.weight)
+        model = build()
+    fill(model)
+    torch.manual_seed(3)
+    torch.testing.assert_close(values(model), plain(build()), rtol=0, atol=0)
 
 
 @needs_transformers

@@ -18,6 +18,7 @@ from ls_strategy.layout import TensorPart
 from ls_strategy.plan import FROZEN, ParamFacts, Plan, resolve_plan
 from ls_strategy.precision import PrecisionPolicy
 from ls_strategy.tiers.link import trim_heap
+from ls_strategy.zero.deferred import deferred_of
 from ls_strategy.zero.flat.units import Flat, Unit
 from ls_strategy.zero.lazy import LazyTensor, source_of
 from ls_strategy.zero.setup import agreement
@@ -67,6 +68,7 @@ class Draft:
             self.kept_fp32 = kept if precision.rounds else []
             self._owners = agreement.owners_of(model, optimizers)
             self._number_shared(len(optimizers), single=not parts and share.pipeline is None)
+            materials.require_values(model, share.absent)
             for optimizer in optimizers:
                 refuse_wrapper(optimizer)
                 require_one_pass(optimizer)
@@ -195,7 +197,9 @@ class Draft:
 
 
 def _dtype_of(param: nn.Parameter) -> str:
-    """Return the dtype, and whether this rank will read its values from a file."""
+    """Return the dtype, and where this rank has the values from."""
+    if deferred_of(param) is not None:
+        return f"{param.dtype}, set in configure_model"
     return str(param.dtype) if source_of(param) is None else f"{param.dtype}, from a file"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,18 +13,19 @@ from ls_strategy._compat import tree_map
 from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.errors import PlanError
 from ls_strategy.layout import TensorPart
-from ls_strategy.zero.lazy import LazyCast, LazyTensor, constant_of, forget_owners, forget_source, source_of
+from ls_strategy.zero.deferred import Deferred, deferred_of, fill_loose, forget_deferred, noted_in
+from ls_strategy.zero.lazy import LazyCast, LazyTensor, forget_owners, forget_source, source_of
 from ls_strategy.zero.parts import part_of
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class Materializer:
-    """Fills meta tensors: runs ``reset_parameters()`` once on every module that owns some.
+    """Gives meta tensors memory and values. Parameters keep their identity, so that optimizers still hold them.
 
-    Modules are filled in the order of registration, as far as the next unit needs. So random numbers are drawn in the
-    order of the plain constructor, and a model starts with the same weights at every stage. Parameters keep their
-    identity, so that existing optimizers still hold them.
+    What ``configure_model`` did to a tensor is done again, so a model starts with the same weights at every stage. A
+    module with others runs ``reset_parameters()`` once; these modules are filled in the order of registration, as far
+    as the next unit needs.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Materializer:
         self._modules = [
             (name, module)
             for name, module in model.named_modules()
-            if any(_is_unfilled(t) for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
+            if any(_is_unfilled(p) for p in module.parameters(recurse=False)) or any(_unknown_buffers(module))
         ]
         if not any(_is_unfilled(p) and id(p) not in absent for p in model.parameters()):
             self._modules = [m for m in self._modules if not self._is_absent(*m)]
@@ -67,17 +68,21 @@ class Materializer:
         return bool(params) and all(id(p) in self._absent for p in params)
 
     def provide(self, params: Sequence[nn.Parameter]) -> None:
-        """Fill modules until none of ``params`` is on meta, except those whose values are in a file.
+        """Fill ``params``, except those whose values are in a file.
 
         Raises:
-            PlanError: a module owns meta tensors and has no ``reset_parameters``.
+            PlanError: the values of a meta tensor are not known, and its module has no ``reset_parameters``.
         """
+        for param in params:
+            deferred = deferred_of(param)
+            if deferred is not None:
+                self._make(param, deferred)
         while any(map(_is_unfilled, params)) and self._next < len(self._modules):
             self._fill(*self._modules[self._next])
             self._next += 1
 
     def finish(self) -> None:
-        """Fill the remaining modules: those with only buffers, or with shared parameters. Collective.
+        """Fill what remains: buffers, and shared parameters. Collective.
 
         Raises:
             PlanError: the ranks of a pipeline have filled a parameter with different values.
@@ -85,17 +90,28 @@ class Materializer:
         while self._next < len(self._modules):
             self._fill(*self._modules[self._next])
             self._next += 1
+        for name, module in self._model.named_modules():
+            if self._absent:
+                self._sums |= {f"{name}.{key}": value.fingerprint() for key, value in noted_in(module).items()}
+            if self._is_absent(name, module):
+                continue
+            fill_loose(module, self._device)
+            for key, deferred in _noted_buffers(module):
+                buffer = module._buffers[key]
+                assert buffer is not None
+                module._buffers[key] = deferred.make(self._device).to(buffer.dtype)
         forget_owners(self._model)
+        forget_deferred(self._model)
         if not self._absent:
             return
         sums = self._mesh.model.exchange_objects(self._sums)
         different = sorted(n for n in sums[0] if any(other.get(n, sums[0][n]) != sums[0][n] for other in sums))
         if different:
             raise PlanError(
-                f"{', '.join(different[:3])}: reset_parameters() fills them with different values on the ranks of a "
-                "pipeline, where every block keeps the values of its own rank. Let it depend only on torch's random "
-                "numbers, or build the module in configure_model under `with torch.device('cpu'):`, which broadcasts "
-                "rank 0's values."
+                f"{', '.join(different[:3])}: configure_model or reset_parameters() gives them different values on the "
+                "ranks of a pipeline, where every block keeps the values of its own rank. Let them depend only on "
+                "torch's random numbers, or build the module in configure_model under `with torch.device('cpu'):`, "
+                "which broadcasts rank 0's values."
             )
 
     def _full(self, param: nn.Parameter) -> nn.Parameter:
@@ -104,19 +120,37 @@ class Materializer:
         shape = param.shape if part is None else part.full_shape
         return nn.Parameter(torch.empty(shape, dtype=param.dtype, device=self._device))
 
+    def _make(self, param: nn.Parameter, deferred: Deferred) -> None:
+        """Give a parameter the values that ``configure_model`` gave it."""
+        part = self._parts.get(id(param))
+        shape = tuple(param.shape) if part is None else part.full_shape
+        if deferred.shape != shape:
+            raise PlanError(
+                f"a parameter had shape {deferred.shape} at the end of configure_model, and has shape {shape} now. "
+                "Change shapes in configure_model, or build the module under `with torch.device('cpu'):`."
+            )
+        value = deferred.make(self._device).to(param.dtype)
+        if part is None:
+            self._mesh.tensor.broadcast_(value)
+        else:
+            _, axis = self._mesh.holders(part)
+            axis.broadcast_(value)
+            value = part_of(value, part).clone()
+        _replace(param, nn.Parameter(value, requires_grad=param.requires_grad))
+
     def _fill(self, name: str, module: nn.Module) -> None:
         if not callable(getattr(module, "reset_parameters", None)):
             raise PlanError(
                 f"module {name!r} ({type(module).__name__}) was built without memory (configure_model runs on the meta "
-                "device at stage 3 and in pipelines) and has no reset_parameters() to fill its parameters and buffers. "
-                "Add that method, or build the module in configure_model under `with torch.device('cpu'):`."
+                "device at stage 3 and in pipelines), nothing gave its parameters or buffers values, and it has no "
+                "reset_parameters() to fill them. Give them values in its constructor, or build the module in "
+                "configure_model under `with torch.device('cpu'):`."
             )
-        # Absent, shared with a module that is already filled, created with values by the user, or to be read from a
-        # file: stays as it is.
+        # Absent, shared with a module that is already filled, with values that are known, or in a file: stays as it is.
         own = dict(module.named_parameters(recurse=False))
         kept = {k: p for k, p in own.items() if id(p) in self._absent or not _is_unfilled(p)}
         cut = {k: p for k, p in module.named_parameters(recurse=False) if k not in kept and id(p) in self._parts}
-        constants = {k: constant_of(p) for k, p in own.items() if k not in kept}
+        noted = {k: module._buffers[k] for k, _ in _noted_buffers(module)}
         fresh: list[nn.Parameter] = []
         for key, p in module.named_parameters(recurse=False):
             if key in kept or key in cut:
@@ -128,7 +162,9 @@ class Materializer:
         for key, buffer in module.named_buffers(recurse=False):
             if buffer.is_meta:
                 setattr(module, key, torch.empty_like(buffer, device=self._device))
-        _reset(module, constants)
+        with torch.no_grad():
+            module.reset_parameters()  # type: ignore[operator]
+        module._buffers.update(noted)
         if self._absent:
             self._sums |= {f"{name}.{k}": _checksum(p.detach()) for k, p in module.named_parameters(recurse=False)}
         for key, p in kept.items():
@@ -144,18 +180,29 @@ class Materializer:
             setattr(module, key, p)
 
 
-@torch.no_grad()
-def _reset(module: nn.Module, constants: Mapping[str, float | None]) -> None:
-    """Let the module fill its parameters. Some were set to a number since, as adapters that start as zero are."""
-    module.reset_parameters()  # type: ignore[operator]
-    for key, number in constants.items():
-        if number is not None:
-            getattr(module, key).fill_(number)
-
-
 def _is_unfilled(tensor: Tensor) -> bool:
     """Whether nothing but the module itself can provide the values."""
-    return tensor.is_meta and source_of(tensor) is None
+    return tensor.is_meta and source_of(tensor) is None and deferred_of(tensor) is None
+
+
+def _noted_buffers(module: nn.Module) -> Iterator[tuple[str, Deferred]]:
+    """Yield the buffers on meta whose values are known."""
+    for key, deferred in noted_in(module).items():
+        buffer = module._buffers.get(key)
+        if buffer is not None and buffer.is_meta:
+            yield key, deferred
+
+
+def _unknown_buffers(module: nn.Module) -> Iterator[str]:
+    """Yield the buffers on meta that the module itself has to fill."""
+    known = {key for key, _ in _noted_buffers(module)}
+    return (key for key, b in module.named_buffers(recurse=False) if b.is_meta and key not in known)
+
+
+def _replace(param: nn.Parameter, real: nn.Parameter) -> None:
+    """Give a parameter memory. It keeps its identity and its attributes."""
+    vars(real).update({k: v for k, v in vars(param).items() if v is not deferred_of(param)})
+    torch.utils.swap_tensors(param, real)
 
 
 def value_of(param: nn.Parameter, part: TensorPart | None, device: torch.device) -> Tensor:
@@ -187,6 +234,24 @@ def value_of(param: nn.Parameter, part: TensorPart | None, device: torch.device)
 
 def _checksum(values: Tensor) -> int:
     return zlib.crc32(values.reshape(-1).view(torch.uint8).cpu().numpy().data) if values.numel() else 0
+
+
+def require_values(model: nn.Module, absent: Collection[int]) -> None:
+    """Check that what ``configure_model`` did to meta tensors can be done again.
+
+    Raises:
+        PlanError: it cannot, for the parameter or buffer that is named.
+    """
+    for name, param in model.named_parameters():
+        deferred = None if id(param) in absent else deferred_of(param)
+        problem = None if deferred is None else deferred.problem()
+        if problem is not None:
+            raise PlanError(f"parameter {name!r}: {problem}")
+    for prefix, module in model.named_modules():
+        for key, deferred in _noted_buffers(module):
+            problem = deferred.problem()
+            if problem is not None:
+                raise PlanError(f"buffer {f'{prefix}.{key}' if prefix else key!r}: {problem}")
 
 
 def place_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | None, keep: set[int]) -> None:
