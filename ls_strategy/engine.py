@@ -427,8 +427,12 @@ class Engine:
     def gathered(self, params: Iterable[nn.Parameter] | None = None, *, modify: bool = False) -> Iterator[None]:
         """Hold full parameters on every rank inside the context, all at once. Collective.
 
+        Inside, a forward or backward of units that are held completely sends no parameters, so ranks may run it a
+        different number of times.
+
         Args:
-            params: the parameters; all in the same flat buffers are gathered too. Default: all.
+            params: the parameters; all in the same flat buffers are gathered too. Those that this rank does not have,
+                because another pipeline stage does, are left out. Default: all.
             modify: keep what is written inside. Otherwise writing is an error.
 
         Raises:
@@ -437,7 +441,7 @@ class Engine:
         self.wait()
         wanted = None if params is None else {id(p) for p in params}
         flats = [f for f in self.flats if wanted is None or any(id(p) in wanted for p in f.params)]
-        with self.on_demand.all_gathered(flats, self.mesh.world, modify=modify):
+        with self.gatherer.keeping(flats), self.on_demand.all_gathered(flats, self.mesh.world, modify=modify):
             yield
 
     def memory_bytes(self) -> dict[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
+from typing import TypeAlias
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -14,6 +15,28 @@ from ls_strategy.engine import Engine
 from ls_strategy.errors import StateError
 from ls_strategy.lightning.ranks import RankStrategy
 from ls_strategy.precision import PrecisionPolicy
+
+Part: TypeAlias = nn.Module | nn.Parameter | Iterable[nn.Module | nn.Parameter]
+"""A part of a model, as users name it."""
+
+
+def parameters_of(part: Part) -> list[nn.Parameter]:
+    """Return the parameters of a part, each once.
+
+    Raises:
+        StateError: it holds something else.
+    """
+    if isinstance(part, (nn.Module, nn.Parameter)):
+        part = [part]
+    found: dict[int, nn.Parameter] = {}
+    for each in [part] if isinstance(part, (Tensor, str)) else part:
+        if not isinstance(each, (nn.Module, nn.Parameter)):
+            raise StateError(
+                f"Got a {type(each).__name__} for a part of the model, but a part is a module, a parameter, or a list "
+                "of both. Pass module.parameters() instead of tensors or names."
+            )
+        found.update((id(p), p) for p in (each.parameters() if isinstance(each, nn.Module) else [each]))
+    return list(found.values())
 
 
 class EngineStrategy(RankStrategy):
@@ -95,22 +118,26 @@ class EngineStrategy(RankStrategy):
         return self.require_engine().exposed_step_s
 
     @contextmanager
-    def gathered_parameters(
-        self, part: nn.Module | Iterable[nn.Parameter] | None = None, *, modify: bool = False
-    ) -> Generator[None, None, None]:
+    def gathered_parameters(self, part: Part | None = None, *, modify: bool = False) -> Generator[None, None, None]:
         """Hold full parameters on every rank inside, all at once. Collective.
 
         This is never needed: reading a parameter gathers it, and writes take effect. It saves time where many
-        parameters are used repeatedly, at the cost of their memory.
+        parameters are used repeatedly, at the cost of their memory. Inside, forwards of the modules given send no
+        parameters, so ranks may run them a different number of times, as in a rollout.
+
+        Contexts may be nested, and optimizers may step inside: the next use gathers the new parameters.
 
         Args:
-            part: a module, or parameters. Default: the full model.
+            part: a module, a parameter, or any number of both. Other parameters in the same flat buffers are gathered
+                too; with tensor and expert parallelism this rank's part of each, and in a pipeline those of this
+                rank's stage. Default: the full model.
             modify: keep what is written inside; every rank must write the same. Without it a write is an error.
 
         Raises:
-            StateError: something was written without ``modify``; on every rank.
+            StateError: something was written without ``modify``; on every rank. Or ``part`` holds neither modules nor
+                parameters.
         """
-        params = part.parameters() if isinstance(part, nn.Module) else part
+        params = None if part is None else parameters_of(part)
         with self.require_engine().gathered(params, modify=modify):
             yield
 

@@ -102,6 +102,7 @@ class SimulatedFlat:
     held: bool = False
     publish_due: bool = False
     updated_early: bool = False
+    users: int = 0
     # gradients
     grad: tuple[int, int] | None = None
     pooled: list[tuple[int, int]] = field(default_factory=list)

@@ -188,6 +188,11 @@ class Flat(FlatBuffer):
         self.gathered_on_demand = on_demand
         self.writes.record()
 
+    @property
+    def is_in_use(self) -> bool:
+        """Stage 3: whether its own module, or the step, has gathered the buffer, and will release it."""
+        return self.is_gathered and not self.gathered_on_demand
+
     def _switch(self, to: type[nn.Parameter]) -> None:
         for p in self._switched:
             p.__class__ = to

@@ -1,0 +1,246 @@
+"""What users do with weights, gradients and memory between steps: on two ranks, with the strategy's own methods.
+
+The ranks are started once for all cases.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ls_strategy.config import ShardingConfig, ZeROConfig
+from ls_strategy.distributed.comm import make_comm
+from ls_strategy.distributed.mesh import Mesh
+from ls_strategy.engine import Engine
+from ls_strategy.errors import StateError
+from ls_strategy.lightning.strategy import ZeROStrategy
+from ls_strategy.precision import resolve_precision
+from ls_strategy.testing import spawn
+
+WIDTH = 24
+SHARD = 304
+"""Elements that a rank sends when a block of 600 is gathered: half of them, and the padding."""
+
+OFFLOADS = {
+    "on the device": {},
+    "in host memory": {"offload": {"optimizer": "cpu", "parameters": "cpu", "gradients": "cpu"}},
+}
+CASES: dict[str, Callable[[], None]] = {}
+
+
+def case(body: Callable[[], None]) -> Callable[[], None]:
+    CASES[body.__name__] = body
+    return body
+
+
+def network() -> nn.Sequential:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
+
+
+def sharded(stage: int = 3, precision: str = "32-true", **groups: Any) -> tuple[nn.Sequential, Any]:
+    """Return a model and a strategy that holds it; every block is a unit."""
+    model = network()
+    strategy: Any = ZeROStrategy(stage)  # type: ignore[arg-type]
+    config = ZeROConfig.of(stage, sharding=ShardingConfig(min_unit_numel=1), **groups)
+    strategy.engine = Engine(
+        model,
+        [torch.optim.AdamW(model.parameters(), lr=1e-2)],
+        config=config,
+        precision=resolve_precision(precision),
+        mesh=Mesh.data_only(make_comm()),
+        device=torch.device("cpu"),
+    )
+    return model, strategy
+
+
+def batch(number: int) -> Tensor:
+    rank = torch.distributed.get_rank()
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(2 * number + rank))
+
+
+def backward(model: nn.Module, engine: Engine, number: int = 0) -> None:
+    engine.begin_step()
+    x = batch(number).to(engine.precision.compute)
+    loss = model(x).float().square().mean()
+    engine.end_forward()
+    engine.begin_backward(eager=True)
+    loss.backward()
+    engine.end_backward()
+
+
+def step(model: nn.Module, engine: Engine, number: int = 0) -> None:
+    backward(model, engine, number)
+    engine.step(0, engine.optimizers[0].sharded.optimizer.step)
+    engine.zero_grad(0)
+
+
+def sent(strategy: Any) -> int:
+    return strategy.traffic.elements["all_gather"]
+
+
+def refused(message: str, body: Callable[[], Any]) -> None:
+    with pytest.raises(StateError, match=message):
+        body()
+
+
+# --- gathered_parameters ----------------------------------------------------------------------------------------------
+
+
+@case
+def only_the_part_is_gathered() -> None:
+    model, strategy = sharded()
+    whole, parts = network(), (model[1], model[1][0].weight, [model[1]], [model[1][0].bias, model[1][0]])
+    for part in parts:
+        before = sent(strategy)
+        with strategy.gathered_parameters(part):
+            assert sent(strategy) - before == SHARD
+            assert torch.equal(model[1][0].weight, whole[1][0].weight)
+            assert torch.equal(model[1][0].bias, whole[1][0].bias)
+        assert sent(strategy) - before == SHARD
+        assert strategy.memory_bytes()["parameters"] == 0
+    before = sent(strategy)
+    with strategy.gathered_parameters([model[0], model[2][0].bias]):
+        assert sent(strategy) - before == 2 * SHARD
+
+
+@case
+def a_part_is_modules_and_parameters() -> None:
+    _, strategy = sharded()
+    for part in ("1.0.weight", torch.ones(3), [torch.ones(3)], {"weight": 1}):
+        refused("for a part of the model, but a part is a module", lambda part=part: enter(strategy, part))
+
+
+def enter(strategy: Any, part: Any) -> None:
+    with strategy.gathered_parameters(part):
+        pass
+
+
+@case
+def writes_are_kept_on_every_tier() -> None:
+    for options in OFFLOADS.values():
+        for stage in (1, 3):
+            groups = options if stage == 3 else {"offload": {"optimizer": "cpu"}} if options else {}
+            model, strategy = sharded(stage, **groups)
+            with strategy.gathered_parameters([model[0], model[2][0].weight], modify=True), torch.no_grad():
+                model[0][0].weight.mul_(2.0)
+                model[2][0].weight.data.fill_(3.0)
+            expected = network()
+            assert torch.equal(model[0][0].weight, 2.0 * expected[0][0].weight)
+            assert (model[2][0].weight == 3.0).all()
+            assert torch.equal(model[2][0].bias, expected[2][0].bias)
+            step(model, strategy.engine)
+            assert 0 < (model[2][0].weight - 3.0).abs().max() < 0.1
+            strategy.engine.offload.close()
+
+
+@case
+def a_write_belongs_to_the_innermost_context() -> None:
+    model, strategy = sharded()
+    weight = model[0][0].weight
+    with torch.no_grad():
+        with strategy.gathered_parameters(modify=True):
+            weight.fill_(1.0)
+            with strategy.gathered_parameters(model[0]):
+                assert (weight == 1.0).all()
+            with strategy.gathered_parameters([weight]):
+                weight.sum()
+            weight.add_(1.0)
+        with strategy.gathered_parameters(model[0]), strategy.gathered_parameters(weight, modify=True):
+            weight.add_(1.0)
+
+        def writes_outside() -> None:
+            with strategy.gathered_parameters():
+                weight.add_(1.0)
+                with strategy.gathered_parameters(model[0], modify=True):
+                    pass
+
+        refused("opened for reading", writes_outside)
+    assert (weight == 4.0).all()
+
+
+@case
+def forwards_inside_send_nothing_and_may_differ_in_number() -> None:
+    model, strategy = sharded()
+    expected = network()(batch(0))
+    rank = torch.distributed.get_rank()
+    with strategy.gathered_parameters(model), torch.no_grad():
+        before = sent(strategy)
+        for _ in range(1 + 3 * rank):
+            assert torch.equal(model(batch(0)), expected)
+        assert sent(strategy) == before
+    assert strategy.memory_bytes()["parameters"] == 0
+    with strategy.gathered_parameters(model[:2]), torch.no_grad():  # the next block is not fetched ahead
+        before = sent(strategy)
+        for _ in range(1 + rank):
+            model[1](model[0](batch(0)))
+        assert sent(strategy) == before
+    assert strategy.memory_bytes()["parameters"] == 0
+
+
+@case
+def a_rollout_inside_a_step_changes_no_number() -> None:
+    plain_model, plain = sharded()
+    model, strategy = sharded()
+    for number in range(3):
+        step(plain_model, plain.engine, number)
+        engine = strategy.engine
+        engine.begin_step()
+        with strategy.gathered_parameters(model), torch.no_grad():
+            model(batch(9))
+        loss = model(batch(number)).square().mean()
+        engine.end_forward()
+        engine.begin_backward(eager=True)
+        loss.backward()
+        engine.end_backward()
+        engine.step(0, engine.optimizers[0].sharded.optimizer.step)
+        engine.zero_grad(0)
+    with plain.gathered_parameters(), strategy.gathered_parameters():
+        assert all(torch.equal(a, b) for a, b in zip(plain_model.parameters(), model.parameters(), strict=True))
+
+
+@case
+def a_step_inside_is_seen_by_the_next_use() -> None:
+    plain_model, plain = sharded()
+    model, strategy = sharded()
+    with strategy.gathered_parameters(model, modify=True):
+        for number in range(3):
+            step(plain_model, plain.engine, number)
+            before = sent(strategy)
+            step(model, strategy.engine, number)
+            assert sent(strategy) - before == (0 if number == 0 else 3 * SHARD)  # once for forward and backward
+        outputs = model(batch(5))
+    assert strategy.memory_bytes()["parameters"] == 0
+    assert torch.equal(outputs, plain_model(batch(5)))
+
+
+# --- run --------------------------------------------------------------------------------------------------------------
+
+
+def run_all(rank: int, world_size: int) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name, body in CASES.items():
+        try:
+            body()
+            found[name] = ""
+        except Exception:
+            found[name] = traceback.format_exc()
+            break  # the other rank may be at another place now
+    return found
+
+
+@pytest.fixture(scope="module")
+def outcome() -> list[dict[str, str]]:
+    return spawn(run_all, 2, timeout_s=100)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_on_two_ranks(name: str, outcome: list[dict[str, str]]) -> None:
+    for rank, found in enumerate(outcome):
+        assert found.get(name, "not run: an earlier case failed") == "", f"rank {rank}"
