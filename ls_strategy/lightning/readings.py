@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeAlias
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ls_strategy._compat import unwrap_optimizer
+from ls_strategy.access.gradients import full_gradients, grad_norms
 from ls_strategy.distributed.comm import Traffic
 from ls_strategy.engine import Engine
 from ls_strategy.errors import StateError
@@ -39,6 +40,10 @@ def parameters_of(part: Part) -> list[nn.Parameter]:
     return list(found.values())
 
 
+def _ids(part: Part | None) -> set[int] | None:
+    return None if part is None else {id(p) for p in parameters_of(part)}
+
+
 class EngineStrategy(RankStrategy):
     """A strategy with an engine, as callbacks and modules see it through ``trainer.strategy``."""
 
@@ -61,6 +66,42 @@ class EngineStrategy(RankStrategy):
                 "configure_optimizers has not returned. Pass one of trainer.optimizers, or none for the norm of all."
             )
         return engine.grad_norm(index, norm_type)
+
+    def full_gradients(self, part: Part | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and full gradient of every parameter: averaged, fp32, in the order of the units. Collective.
+
+        Every rank must run the loop to its end. A unit is gathered by one collective when the loop gets there, and one
+        unit is in memory besides what the loop keeps. The numbers are those that the optimizer would get now: without
+        the loss scale, and clipped if clipping has run. Changing them changes nothing. Legal from the end of backward
+        to ``zero_grad``; in micro-batches before the last they are the average so far.
+
+        With tensor and expert parallelism the parts of a parameter are joined, by a collective for each such parameter.
+        In a pipeline a rank gets the parameters of its stage.
+
+        Args:
+            part: a module, a parameter, or any number of both. Default: the full model. Parameters without a gradient
+                on any rank, and those in no optimizer, are left out.
+
+        Raises:
+            StateError: there are no gradients, or their update has begun (offload without a hook before the step).
+        """
+        return full_gradients(self.require_engine(), _ids(part))
+
+    def grad_norms(self, part: Part | None = None, norm_type: float = 2.0) -> dict[str, Tensor]:
+        """Return the norm of each parameter's gradient, ``()`` fp32 by name, on every rank. Collective.
+
+        It is computed from the shards, so nothing is gathered: one number per parameter is sent, all in one
+        collective. The gradients, and when this is legal, are as in `full_gradients`; in a pipeline every rank gets the
+        norms of all stages.
+
+        Args:
+            part: as in `full_gradients`.
+            norm_type: order of the norm, positive or ``inf``.
+
+        Raises:
+            StateError: there are no gradients, or their update has begun.
+        """
+        return grad_norms(self.require_engine(), _ids(part), norm_type)
 
     def memory_bytes(self) -> dict[str, int]:
         """Return the bytes of model state on this rank, by kind. Not collective."""

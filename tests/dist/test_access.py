@@ -17,7 +17,7 @@ from ls_strategy.config import ShardingConfig, ZeROConfig
 from ls_strategy.distributed.comm import make_comm
 from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.engine import Engine
-from ls_strategy.errors import StateError
+from ls_strategy.errors import ConfigError, StateError
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.precision import resolve_precision
 from ls_strategy.testing import spawn
@@ -218,6 +218,111 @@ def a_step_inside_is_seen_by_the_next_use() -> None:
         outputs = model(batch(5))
     assert strategy.memory_bytes()["parameters"] == 0
     assert torch.equal(outputs, plain_model(batch(5)))
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+def averaged(*numbers: int) -> dict[str, Tensor]:
+    """Return the gradients of plain torch, accumulated and averaged over the ranks as DDP does."""
+    model = network()
+    for number in numbers:
+        model(batch(number)).square().mean().backward()
+    result = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for grad in result.values():
+        torch.distributed.all_reduce(grad)
+        grad /= 2
+    return result
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        assert found[name].shape == value.shape
+        assert found[name].dtype == torch.float32
+        assert (found[name] - value).abs().max() <= 1e-6 * value.abs().max(), name
+
+
+def norms_of(gradients: dict[str, Tensor], order: float = 2.0) -> dict[str, Tensor]:
+    return {name: torch.linalg.vector_norm(value, order) for name, value in gradients.items()}
+
+
+@case
+def gradients_are_those_of_ddp() -> None:
+    expected = averaged(0, 1)
+    for stage in (0, 1, 2, 3):
+        for options in OFFLOADS.values():
+            groups = options if stage == 3 else {"offload": {"optimizer": "cpu"}} if options and stage else {}
+            model, strategy = sharded(stage, **groups)
+            backward(model, strategy.engine, 0)
+            assert_close(dict(strategy.full_gradients()), averaged(0))
+            backward(model, strategy.engine, 1)
+            for order in (2.0, 1.0, float("inf")):
+                assert_close(strategy.grad_norms(norm_type=order), norms_of(expected, order))
+            assert_close(dict(strategy.full_gradients()), expected)
+            part = {name: expected[name] for name in ("0.0.weight", "2.0.weight", "2.0.bias")}
+            assert_close(dict(strategy.full_gradients([model[0][0].weight, model[2]])), part)
+            assert_close(strategy.grad_norms([model[0][0].weight, model[2]]), norms_of(part))
+            strategy.engine.offload.close()
+
+
+@case
+def a_unit_is_gathered_once_and_norms_gather_nothing() -> None:
+    model, strategy = sharded()
+    backward(model, strategy.engine)
+    before = sent(strategy)
+    strategy.grad_norms()
+    assert sent(strategy) == before
+    strategy.grad_norm()
+    loop = strategy.full_gradients()
+    for number in range(6):
+        next(loop)
+        assert sent(strategy) - before == (1 + number // 2) * SHARD  # weight and bias of a block together
+
+
+@case
+def clipped_gradients_are_shown_as_the_optimizer_gets_them() -> None:
+    for stage in (0, 1, 3):
+        for private in (False, True):
+            model, strategy = sharded(stage, precision="bf16-mixed")
+            strategy.engine.private_gradients = private
+            backward(model, strategy.engine)
+            whole = dict(strategy.full_gradients())
+            norm = strategy.engine.clip_norm_(0, 1e-3)
+            factor = 1e-3 / (norm + 1e-6)
+            assert_close(dict(strategy.full_gradients()), {name: value * factor for name, value in whole.items()})
+            assert_close(strategy.grad_norms(), norms_of({name: value * factor for name, value in whole.items()}))
+
+
+@case
+def gradients_are_without_the_loss_scale() -> None:
+    model, strategy = sharded(2, precision="16-mixed")
+    for private in (False, True):
+        strategy.engine.private_gradients = private
+        engine = strategy.engine
+        engine.begin_step()
+        loss = model(batch(0)).square().mean()
+        engine.end_forward()
+        engine.begin_backward(eager=True)
+        (loss * engine.scaler.scale).backward()
+        engine.end_backward()
+        found = dict(strategy.full_gradients())
+        for name, value in averaged(0).items():
+            assert (found[name] - value).abs().max() <= 1e-2 * value.abs().max()
+        assert_close(strategy.grad_norms(), norms_of(found))
+        engine.zero_grad(0)
+
+
+@case
+def without_gradients_there_is_an_error() -> None:
+    model, strategy = sharded()
+    refused("there is no gradient to read", lambda: list(strategy.full_gradients()))
+    backward(model, strategy.engine)
+    strategy.engine.zero_grad(0)
+    refused("there is no gradient to read", strategy.grad_norms)
+    backward(model, strategy.engine)
+    with pytest.raises(ConfigError, match="it must be positive"):
+        strategy.grad_norms(norm_type=0.0)
 
 
 # --- run --------------------------------------------------------------------------------------------------------------
