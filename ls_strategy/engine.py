@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,6 +34,7 @@ from ls_strategy.layout import TensorPart
 from ls_strategy.loss_scale import LossScaler
 from ls_strategy.precision import PrecisionPolicy
 from ls_strategy.zero import memory
+from ls_strategy.zero.away import Away
 from ls_strategy.zero.flat.parameters import unbind_home
 from ls_strategy.zero.flat.units import Flat
 from ls_strategy.zero.passes.hooks import UnitHooks
@@ -118,6 +119,7 @@ class Engine:
         self.stepper = Stepper(sharded, optimizers, scaler, None if previous is None else previous.stepper)
         if previous is not None:
             previous.offload.close()
+        self.away = Away(sharded.flats, self.stepper, self.gatherer, self.offload.link)
         self.gradients, self.schedule = self.stepper.gradients, self.stepper.schedule
         self._unstepped = Unstepped([] if mesh.shape.kinds else self.flats, comm, lambda: self.gradients.local)
         self.reducer.reset()
@@ -230,6 +232,7 @@ class Engine:
 
     def detach(self) -> None:
         """Remove every hook; keep the buffers."""
+        self.away.take_back()
         self.reducer.finish_in_flight()
         self.wait()
         self.hooks.detach()
@@ -283,6 +286,7 @@ class Engine:
         An early update consumes gradients that hooks after the step may read. So the first step updates nothing early,
         nor does any step after user code has read a gradient.
         """
+        self.away.require("parameters", "gradients")
         spans.enter(spans.BACKWARD)
         self.stepper.begin_backward()
         self._unstepped.outdate()
@@ -363,8 +367,10 @@ class Engine:
         """Refuse to return weights if only some of them have taken the last step. Not collective.
 
         Raises:
-            StateError: an exception ended a backward pass after it had begun to update, or an update failed.
+            StateError: an exception ended a backward pass after it had begun to update, or an update failed. Or the
+                memory of states is given away.
         """
+        self.away.require()
         require_one_step(self.flats, torn=self._torn, failure=self.offload.stream.error)
 
     def abort(self) -> None:
@@ -443,6 +449,16 @@ class Engine:
         flats = [f for f in self.flats if wanted is None or any(id(p) in wanted for p in f.params)]
         with self.gatherer.keeping(flats), self.on_demand.all_gathered(flats, self.mesh.world, modify=modify):
             yield
+
+    def offload_states(self, kinds: Collection[str]) -> int:
+        """Give the device's memory of states to something else; return its bytes. Collective. See `Away.give`."""
+        kinds = self.away.kinds.union(kinds)
+        self.away.take_back()
+        self.reducer.finish_in_flight()
+        self.wait()
+        for flat in self.flats:
+            flat.averages.wait()
+        return self.away.give(kinds, {f.comm.pool for f in self.flats} | {self.comm.pool})
 
     def memory_bytes(self) -> dict[str, int]:
         """Return the bytes of model state that this rank holds now, by kind. Not collective.

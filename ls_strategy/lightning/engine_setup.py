@@ -152,6 +152,7 @@ class EngineSetup:
         engine = self._strategy.engine
         if engine is None:
             return
+        engine.away.take_back()
         engine.gradients.local = True  # no step follows; Trainers call zero_grad() before they validate
         engine.on_demand.thread = None
         engine.on_demand.given.training = False

@@ -16,6 +16,7 @@ from ls_strategy.engine import Engine
 from ls_strategy.errors import StateError
 from ls_strategy.lightning.ranks import RankStrategy
 from ls_strategy.precision import PrecisionPolicy
+from ls_strategy.zero.away import KINDS, StateKind
 
 Part: TypeAlias = nn.Module | nn.Parameter | Iterable[nn.Module | nn.Parameter]
 """A part of a model, as users name it."""
@@ -181,6 +182,34 @@ class EngineStrategy(RankStrategy):
         params = None if part is None else parameters_of(part)
         with self.require_engine().gathered(params, modify=modify):
             yield
+
+    def offload_states(self, *kinds: StateKind) -> int:
+        """Give the device's memory of model states to something else, until `reload_states`. Collective.
+
+        For example to an inference engine, between two training steps. The values are copied to pinned host memory,
+        and come back bit for bit; tensors and views that user code holds stay valid. States that offload already
+        stores in host memory or on NVMe stay there, and without an accelerator nothing is copied. Full parameters that
+        are gathered at stage 3 are released, and idle communication buffers are freed.
+
+        Args:
+            kinds: any of ``"parameters"``, ``"masters"``, ``"optimizer"`` and ``"gradients"``. None: all of them.
+                Without ``"parameters"`` the model can still run forwards, for example a rollout.
+
+        Returns:
+            The bytes of device memory that the copies have freed on this rank.
+
+        Raises:
+            ConfigError: there is no such kind.
+            StateError: later, when something uses what was given: a forward, a backward, a step, a save.
+        """
+        return self.require_engine().offload_states(kinds or KINDS)
+
+    def reload_states(self) -> None:
+        """Take back the memory that `offload_states` has given, with the same bits. Call it on every rank.
+
+        Does nothing if nothing was given. The end of a fit does it, too.
+        """
+        self.require_engine().away.take_back()
 
     def require_engine(self) -> Engine:
         """Return the engine of the current module.

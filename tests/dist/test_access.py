@@ -325,6 +325,86 @@ def without_gradients_there_is_an_error() -> None:
         strategy.grad_norms(norm_type=0.0)
 
 
+# --- offload_states ---------------------------------------------------------------------------------------------------
+
+AWAY = r"memory is given away.*Call strategy\.reload_states"
+
+
+@case
+def states_come_back_with_the_same_bits() -> None:
+    for stage in (0, 1, 2, 3):
+        for options in OFFLOADS.values():
+            groups = options if stage == 3 else {"offload": {"optimizer": "cpu"}} if options and stage else {}
+            runs = [sharded(stage, precision="bf16-mixed", **groups) for _ in range(2)]
+            for number in range(3):
+                for (model, strategy), gives in zip(runs, (False, True), strict=True):
+                    for micro in range(2):
+                        if gives:
+                            strategy.offload_states()
+                            strategy.reload_states()
+                        backward(model, strategy.engine, 2 * number + micro)
+                    if gives:
+                        strategy.offload_states("optimizer")
+                        strategy.offload_states("gradients")
+                        assert strategy.engine.away.kinds == {"optimizer", "gradients"}
+                        strategy.reload_states()
+                    strategy.engine.step(0, strategy.engine.optimizers[0].sharded.optimizer.step)
+                    strategy.engine.zero_grad(0)
+            (model, strategy), (other, gave) = runs
+            with strategy.gathered_parameters(), gave.gathered_parameters():
+                assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+            for _, each in runs:
+                each.engine.offload.close()
+
+
+def refuses_what_is_away(stage: int) -> None:
+    model, strategy = sharded(stage)
+    engine = strategy.engine
+    step(model, engine)
+    backward(model, engine)
+    strategy.offload_states()
+    run = engine.optimizers[0].sharded.optimizer.step
+    uses: list[Callable[[], Any]] = [
+        lambda: backward(model, engine),
+        lambda: engine.begin_backward(eager=True),
+        lambda: engine.step(0, run),
+        lambda: engine.clip_norm_(0, 1.0),
+        lambda: model[0][0].weight.sum(),
+        lambda: model[0][0].weight.grad,
+        lambda: model[0](batch(0)),
+        lambda: enter(strategy, model),
+        lambda: list(strategy.full_gradients()),
+        engine.check_complete,
+        engine.optimizers[0].sharded.states.full_state_dict,
+        engine.trainable_masters,
+    ]
+    for use in uses:
+        refused(AWAY, use)
+    strategy.reload_states()
+    engine.step(0, run)
+    engine.zero_grad(0)
+    step(model, engine, 1)
+    assert all(flat.users == 0 for flat in engine.flats)
+
+
+@case
+def what_is_away_is_not_used() -> None:
+    for stage in (1, 3):
+        refuses_what_is_away(stage)
+
+
+@case
+def the_optimizer_alone_may_be_away_during_forward_and_backward() -> None:
+    model, strategy = sharded()
+    strategy.offload_states("optimizer")
+    backward(model, strategy.engine)
+    refused(AWAY, lambda: strategy.engine.step(0, strategy.engine.optimizers[0].sharded.optimizer.step))
+    strategy.reload_states()
+    strategy.engine.step(0, strategy.engine.optimizers[0].sharded.optimizer.step)
+    with pytest.raises(ConfigError, match="states are of the kinds parameters, masters, optimizer, gradients"):
+        strategy.offload_states("moments")
+
+
 # --- run --------------------------------------------------------------------------------------------------------------
 
 

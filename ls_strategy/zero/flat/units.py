@@ -212,8 +212,19 @@ class Flat(FlatBuffer):
         pending = (self.gathering, self.updating, self.arriving)
         return self.publish_due or any(p is not None for p in pending)
 
+    def parameter_storages(self) -> list[Tensor]:
+        """Return the tensors in memory from which the parameters are read."""
+        if not self.policy.parameters:  # parameters of other classes are not refused, so theirs stay
+            return [self.full] if len(self._switched) == len(self.params) else []
+        return (
+            [self.master]
+            if self.shard is None and not self.has_own_shard
+            else [t for t in [self.shard] if t is not None]
+        )
+
     def touch(self) -> None:
         """Gather the parameters for one operation, or wait for them. Collective."""
+        self.require_here("parameters")
         if self.on_demand is None:
             raise StateError(
                 f"{self.name!r} was read while its unit was not gathered, and training has ended on this rank, so that "
@@ -228,12 +239,14 @@ class Flat(FlatBuffer):
 
     def read_grad(self, param: nn.Parameter) -> Tensor | None:
         """Return ``param.grad``. Collective."""
+        self.require_here("gradients")
         if self.gradients is None:
             return grad_of(param)
         return self.gradients.read(self, self._index[id(param)])
 
     def write_grad(self, param: nn.Parameter, value: Tensor | None) -> None:
         """Set ``param.grad``. Collective."""
+        self.require_here("gradients")
         if self.gradients is None:
             set_grad(param, value)
         else:
@@ -257,6 +270,7 @@ class Flat(FlatBuffer):
 
     def start_gather(self) -> None:
         """Start gathering the newest parameters into ``full``. `finish_gather` waits. Collective."""
+        self.require_here("parameters")
         self.wait_updated()
         self.held_back = self.publish_due = False
         lo, hi = self.stepped
@@ -333,6 +347,7 @@ class Flat(FlatBuffer):
 
     def finish_gather(self, *, on_demand: bool = False) -> None:
         """Wait until the parameters can be read. ``on_demand``: they were gathered for `touch`."""
+        self.require_here("parameters")
         if self.gathering is not None:
             self.gathering.wait()
             self.gathering = None

@@ -25,6 +25,7 @@ from ls_strategy.errors import StateError
 from ls_strategy.loss_scale import LossScaler
 from ls_strategy.tiers.link import trim_heap
 from ls_strategy.transient import Method
+from ls_strategy.zero.flat.buffer import states_away
 from ls_strategy.zero.step import global_norm
 from ls_strategy.zero.step.optimizer import OwnStep, ShardedOptimizer
 from ls_strategy.zero.step.phase import OptimizerStep, Phase, no_gradients
@@ -149,6 +150,9 @@ class Stepper:
             Whether the optimizer may step, equal on every rank; False after an overflow.
         """
         state = self.optimizers[index]
+        for flat in state.flats:
+            if flat.away:
+                raise states_away(", ".join(sorted(flat.away)))
         if state.is_averaged:
             return not state.overflow
         self._unfold(state)

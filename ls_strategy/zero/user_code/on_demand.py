@@ -76,6 +76,7 @@ class OnDemandGather:
     def touch(self, flat: Flat) -> None:
         """Gather a buffer, and keep it until `touched`. Collective."""
         self.refuse_other_threads(flat.name)
+        flat.require_here("parameters")
         flat.users += 1
         if not self._sharded:
             flat.wait_updated()
