@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from ls_strategy.loss_scale import LossScaler
 from ls_strategy.precision import PrecisionPolicy
 from ls_strategy.zero import memory
 from ls_strategy.zero.away import Away
-from ls_strategy.zero.flat.parameters import unbind_home
+from ls_strategy.zero.flat.parameters import unbind_home, unnoticed
 from ls_strategy.zero.flat.units import Flat
 from ls_strategy.zero.passes.hooks import UnitHooks
 from ls_strategy.zero.setup import weights
@@ -127,6 +127,9 @@ class Engine:
         self._boundaries = fp32_boundaries(draft)
         self._broadcast_buffers_next = True
         self._copies = PlainCopies(model, self.flats)
+
+        self.raw_states: Callable[[], AbstractContextManager[Any]] = unnoticed
+        """Context in which ``state_dict()`` of a module returns what this rank holds, and gathers nothing."""
 
         self.on_detach: list[Callable[[], None]] = []
         """Callbacks that run when another engine adopts the model."""

@@ -141,6 +141,7 @@ class EngineSetup:
         if engine.policy.parameters or parts:
             self.state_dict_hooks = StateDictHooks(module, engine.units, engine.mesh)
             engine.on_detach.append(self.state_dict_hooks.remove)
+            engine.raw_states = self.state_dict_hooks.disabled
         rank_zero_info(f"ZeROStrategy(stage={strategy.config.stage}): {engine.describe()}")
         plugin.attach(engine)
         plugin.on_batch = strategy.resume.on_batch

@@ -6,11 +6,13 @@ from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeAlias
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ls_strategy._compat import unwrap_optimizer
 from ls_strategy.access.gradients import full_gradients, grad_norms
+from ls_strategy.access.weights import full_weights
 from ls_strategy.distributed.comm import Traffic
 from ls_strategy.engine import Engine
 from ls_strategy.errors import StateError
@@ -67,6 +69,26 @@ class EngineStrategy(RankStrategy):
                 "configure_optimizers has not returned. Pass one of trainer.optimizers, or none for the norm of all."
             )
         return engine.grad_norm(index, norm_type)
+
+    def full_weights(
+        self, module: nn.Module | None = None, *, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and full tensors of ``module.state_dict()``, unit by unit, on every rank. Collective.
+
+        For pushing weights into an inference engine: at most two units are in memory besides what the loop keeps.
+        Every rank must run the loop to its end. Tied parameters come under each of their names, parts of tensor- and
+        expert-parallel parameters are joined, and in a pipeline every rank gets the weights of all stages. Buffers
+        come last. The tensors are copies, on the device.
+
+        Args:
+            module: a part of the model; names begin there. Default: the LightningModule.
+            dtype: of floating-point parameters, cast from the masters. Default: the dtype that the forward reads.
+
+        Raises:
+            StateError: only some weights have taken the last step, or `offload_states` has given them away.
+        """
+        engine = self.require_engine()
+        return full_weights(engine, engine.model if module is None else module, dtype)
 
     def full_gradients(self, part: Part | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield name and full gradient of every parameter: averaged, fp32, in the order of the units. Collective.

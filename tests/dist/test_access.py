@@ -21,6 +21,7 @@ from ls_strategy.errors import ConfigError, StateError
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.precision import resolve_precision
 from ls_strategy.testing import spawn
+from tests.live_bytes import LiveBytes
 
 WIDTH = 24
 SHARD = 304
@@ -44,9 +45,9 @@ def network() -> nn.Sequential:
         return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
 
 
-def sharded(stage: int = 3, precision: str = "32-true", **groups: Any) -> tuple[nn.Sequential, Any]:
+def sharded(stage: int = 3, precision: str = "32-true", model: Any = None, **groups: Any) -> tuple[Any, Any]:
     """Return a model and a strategy that holds it; every block is a unit."""
-    model = network()
+    model = model or network()
     strategy: Any = ZeROStrategy(stage)  # type: ignore[arg-type]
     config = ZeROConfig.of(stage, sharding=ShardingConfig(min_unit_numel=1), **groups)
     strategy.engine = Engine(
@@ -403,6 +404,74 @@ def the_optimizer_alone_may_be_away_during_forward_and_backward() -> None:
     strategy.engine.step(0, strategy.engine.optimizers[0].sharded.optimizer.step)
     with pytest.raises(ConfigError, match="states are of the kinds parameters, masters, optimizer, gradients"):
         strategy.offload_states("moments")
+
+
+# --- full_weights -----------------------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """Blocks with a tied weight, a buffer, and a parameter that is frozen."""
+
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(blocks))
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.last.weight = self.blocks[0].weight
+        self.blocks[1].weight.requires_grad_(False)
+        self.register_buffer("count", torch.ones(2, dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x).tanh()
+        return self.last(x)
+
+
+def exactly(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype
+        assert torch.equal(found[name], value), name
+
+
+@case
+def a_stream_has_what_the_state_dict_has() -> None:
+    for stage in (0, 1, 2, 3):
+        for options in OFFLOADS.values():
+            groups = options if stage == 3 else {"offload": {"optimizer": "cpu"}} if options and stage else {}
+            model, strategy = sharded(stage, precision="bf16-mixed", model=Tied(), **groups)
+            step(model, strategy.engine)
+            with strategy.gathered_parameters():
+                expected = {name: value.detach().clone() for name, value in model.state_dict().items()}
+            exactly(dict(strategy.full_weights()), expected)
+            found = dict(strategy.full_weights(dtype=torch.bfloat16))
+            exactly(found, {k: v.bfloat16() if v.is_floating_point() else v for k, v in expected.items()})
+            assert found["last.weight"] is found["blocks.0.weight"]
+            exactly(dict(strategy.full_weights(model.last)), {k: expected[f"last.{k}"] for k in ("weight", "bias")})
+            found["last.bias"].zero_()  # a copy
+            exactly(dict(strategy.full_weights()), expected)
+            strategy.engine.offload.close()
+
+
+@case
+def a_stream_holds_two_units() -> None:
+    model, strategy = sharded(model=Tied(12))
+    step(model, strategy.engine)
+    unit = 2 * SHARD * 4
+    before = sent(strategy)
+    with LiveBytes() as live:
+        for flat in strategy.engine.flats:
+            live.note(flat.master)
+        start = live.now
+        live.reset_peak()
+        names = [name for name, _ in strategy.full_weights(model.blocks)]
+        assert unit < live.peak - start <= 2 * unit + 1000
+    assert len(names) == 24
+    assert sent(strategy) - before == 11 * SHARD + shards_of_root(strategy)
+
+
+def shards_of_root(strategy: Any) -> int:
+    return sum(flat.layout.shard for unit in strategy.engine.units if unit.is_root for flat in unit.flats)
 
 
 # --- run --------------------------------------------------------------------------------------------------------------
