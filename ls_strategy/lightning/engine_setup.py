@@ -209,6 +209,7 @@ class EngineSetup:
             and not trainer.gradient_clip_val
             and strategy.parallel.pipeline is None  # gradients tied over stages have to be summed first
         )
+        guards.watch_generate(module, engine)
         if not fitting:
             return
         guards.watch_methods(module, engine)

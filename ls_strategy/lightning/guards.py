@@ -28,6 +28,7 @@ from ls_strategy._compat import (
     sync_batch_norm_error,
     unwrap_optimizer,
 )
+from ls_strategy.access.rollout import generates, run_gathered
 from ls_strategy.engine import Engine
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.lightning.precision import ZeROPrecision
@@ -176,10 +177,21 @@ def _zero_grad(engine: Engine, method: Method, *args: Any, **kwargs: Any) -> Non
         engine.zero_params([p for p in method.owner.parameters() if p.grad is None], set_to_none=True)
 
 
+def watch_generate(module: pl.LightningModule, engine: Engine) -> None:
+    """Gather the weights of a module once per call of its ``generate`` (stage 3); see `run_gathered`."""
+    for part in module.modules() if engine.policy.parameters else ():
+        if generates(part):
+            Method(part, "generate", partial(_generate, engine))
+
+
+def _generate(engine: Engine, method: Method, *args: Any, **kwargs: Any) -> Any:
+    return run_gathered(engine, method.owner, method.original, args, kwargs)
+
+
 def unwatch_methods(module: pl.LightningModule) -> None:
-    """Undo `watch_methods`."""
+    """Undo `watch_methods` and `watch_generate`."""
     for part in module.modules():
-        for name in ("zero_grad", *_TOGGLES):
+        for name in ("zero_grad", "generate", *_TOGGLES):
             method = vars(part).get(name)
             if isinstance(method, Method):
                 method.remove()

@@ -23,6 +23,8 @@ from ls_strategy.precision import resolve_precision
 from ls_strategy.testing import spawn
 from tests.live_bytes import LiveBytes
 
+pytestmark = pytest.mark.dist
+
 WIDTH = 24
 SHARD = 304
 """Elements that a rank sends when a block of 600 is gathered: half of them, and the padding."""
