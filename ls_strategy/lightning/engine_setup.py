@@ -110,6 +110,7 @@ class EngineSetup:
 
     def place(self, module: pl.LightningModule) -> None:
         """Convert and move what the module holds besides parameters, in the order of DDPStrategy. Not collective."""
+        guards.refuse_hidden_meta(module)
         self._strategy.zero_precision().convert_module(module)
         module_state.move(module, self._strategy.root_device)
 

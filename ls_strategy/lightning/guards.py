@@ -145,6 +145,8 @@ def _zero_inner(method: Method, set_to_none: bool = True) -> None:
     inner.zero_grad(set_to_none=set_to_none)
 
 
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
 _TOGGLES = ("toggle_optimizer", "untoggle_optimizer")
 
 
@@ -214,6 +216,28 @@ def explain_released_parameters() -> Generator[None, None, None]:
             "by another way than its return value, for example as an attribute. Return it from forward, or make the "
             "module that uses it the unit (sharding.block_classes=[...])."
         ) from error
+
+
+def refuse_hidden_meta(module: nn.Module) -> None:
+    """Refuse modules without memory in plain lists and dictionaries, where the strategy does not find them.
+
+    Raises:
+        PlanError: with the name of the attribute.
+    """
+    parts = set(map(id, module.modules()))
+    for path, owner in module.named_modules():
+        for name, value in vars(owner).items():
+            if name in _OF_EVERY_MODULE:
+                continue
+            held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+            hidden = [each for each in held if isinstance(each, nn.Module) and id(each) not in parts]
+            if any(p.is_meta for each in hidden for p in each.parameters()):
+                raise PlanError(
+                    f"{'.'.join(filter(None, ['self', path, name]))} holds a {type(hidden[0]).__name__} without "
+                    "memory: at stage 3 and in pipelines configure_model runs on the meta device, and the strategy "
+                    "fills only the modules that are attributes. Make it an attribute (self.teacher = ...), and name it "
+                    "in sharding.replicated_modules to have it in full on every rank; or build it in __init__ or setup."
+                )
 
 
 @contextmanager

@@ -112,6 +112,10 @@ class SimulatedFlat:
     landed: bool = False
     """Whether a micro-batch of this step has left averages."""
 
+    def __post_init__(self) -> None:
+        """Begin as `Flat` does."""
+        self.is_gathered |= self.plan.replicated
+
     @property
     def gathered_bytes(self) -> int:
         """Bytes of the gathered buffer."""

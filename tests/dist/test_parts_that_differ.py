@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ls_strategy.config import nested
+from ls_strategy.errors import PlanError
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
-from tests.dist.ranks import OPTIONS, WIDTH, Block, Net, differences, fit, mean_over_ranks, quiet, weights
+from tests.dist.ranks import OPTIONS, WIDTH, Block, Net, assert_equal, differences, fit, mean_over_ranks, quiet, weights
 
 pytestmark = pytest.mark.dist
 
@@ -227,8 +228,41 @@ def counted(rank: int, world_size: int) -> None:
         assert module.bytes["gradients"] == 4 * elements[True], module.bytes
         own = sum(piece.numel for f in flats if f.trainable for piece in f.pieces)  # without padding
         counters = 4 * len(list(module.student.parameters()))  # of steps
-        assert 8 * own <= module.bytes["optimizer"] <= 8 * own + counters, module.bytes
+        assert 8 * own <= module.bytes["optimizer"] <= 8 * elements[True] + counters, module.bytes
         assert module.bytes["masters"] == (4 * sum(elements.values()) if "zero3" in name else 0), module.bytes
+
+
+def replicated(rank: int, world_size: int) -> None:
+    quiet()
+    expected = run(Distilled, "zero3, small units")
+    options = {"stage": 3, "sharding.min_unit_numel": 0, "sharding.replicated_modules": ["teacher"]}
+    for more in ({}, {"offload.optimizer": "cpu", "offload.parameters": "cpu"}):
+        module = Counts()
+        trainer = fit(ZeROStrategy(**nested({**options, **more})), module)
+        assert_equal((mean_over_ranks(module.losses), module.seen), tuple(expected[:2]), "losses")
+        assert_equal(weights(module), expected[2], "weights")
+        engine: Any = trainer.strategy.engine
+        teacher = [f for f in engine.flats if not f.trainable]
+        student = [f for f in engine.flats if f.trainable]
+        full = 4 * sum(f.layout.numel for f in teacher)
+        assert full >= 4 * sum(p.numel() for p in module.teacher.parameters())
+        assert module.bytes["gradients"] + module.bytes["masters"] == 8 * sum(f.layout.shard for f in student)
+        planned = engine.plan.bytes_by_tier()
+        shard = 0 if more else 4 * sum(f.layout.shard for f in student)
+        assert planned["device"]["parameters"] + planned["device"]["masters"] == full + shard
+        steps = len(module.losses)
+        sent = sum(trainer.strategy.traffic.elements[kind] for kind in ("all_gather", "reduce_scatter"))  # type: ignore[attr-defined]
+        gathered_after = sum(f.layout.shard for f in student)  # by weights(): the teacher is there
+        assert sent <= steps * engine.plan.elements_sent() + 2 * gathered_after
+        assert sum(f.plan.gathered_numel for f in teacher) == 0
+        exactly = dict(trainer.strategy.full_weights())  # type: ignore[attr-defined]
+        assert all(torch.equal(exactly[name], value) for name, value in expected[2].items())
+    with pytest.raises(PlanError, match=r"has no module 'techer'.*'student', 'teacher'"):
+        fit(ZeROStrategy(3, sharding={"replicated_modules": ["techer"]}), Distilled())
+
+
+def test_a_teacher_may_be_in_full_on_every_rank() -> None:
+    spawn(replicated, 2, init_process_group=False)
 
 
 def test_a_teacher_has_no_gradients_and_no_optimizer_states() -> None:

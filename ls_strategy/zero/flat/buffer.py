@@ -147,6 +147,7 @@ class FlatBuffer:
         """Those with elements: a backward pass waits for the gradients of these."""
         self.optimizer_index = plan.optimizer
         self.policy = policy
+        """Which states of this buffer are sharded."""
         self.comm = comm
         self.axis = axis or Axis("tensor")
         self.trainable = plan.trainable

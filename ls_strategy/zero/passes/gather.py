@@ -59,11 +59,11 @@ class Gatherer:
 
     @staticmethod
     def is_kept(unit: Unit) -> bool:
-        """Whether user code holds a gathered unit (`Engine.gathered`), so that its forward sends nothing.
+        """Whether the forward of a unit sends nothing: user code holds it (`Engine.gathered`), or it is replicated.
 
         Nothing is prefetched either: ranks may run such a forward a different number of times.
         """
-        return all(flat.users and flat.is_gathered for flat in unit.flats)
+        return all(flat.is_gathered and (flat.users or flat.plan.replicated) for flat in unit.flats)
 
     @contextmanager
     def keeping(self, flats: list[Flat]) -> Iterator[None]:
@@ -98,7 +98,7 @@ class Gatherer:
         """
         if self.sharded and not unit.pinned:
             for flat in unit.flats:
-                if flat.users and not (kept or stepped):
+                if flat.plan.replicated or (flat.users and not (kept or stepped)):
                     continue
                 if not stepped:
                     flat.take_writes()

@@ -155,7 +155,6 @@ class UnitHooks:
 
     def on_grad(self, unit: Unit, flat: Flat, index: int, param: nn.Parameter) -> None:
         """Handle a finished gradient."""
-        flat.require_here("gradients")
         self.reducer.on_grad(unit, flat, index, param)
         if self.sharded and unit.waiting_for <= 0 and not unit.is_root:
             self._close_all(unit)
