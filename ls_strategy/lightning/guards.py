@@ -235,8 +235,9 @@ def refuse_hidden_meta(module: nn.Module) -> None:
                 raise PlanError(
                     f"{'.'.join(filter(None, ['self', path, name]))} holds a {type(hidden[0]).__name__} without "
                     "memory: at stage 3 and in pipelines configure_model runs on the meta device, and the strategy "
-                    "fills only the modules that are attributes. Make it an attribute (self.teacher = ...), and name it "
-                    "in sharding.replicated_modules to have it in full on every rank; or build it in __init__ or setup."
+                    "fills only the modules that are attributes. Make it an attribute (self.teacher = ...), and "
+                    "name it in sharding.replicated_modules to have it in full on every rank; or build it in __init__ "
+                    "or setup."
                 )
 
 
