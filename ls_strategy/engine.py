@@ -129,7 +129,7 @@ class Engine:
         self._copies = PlainCopies(model, self.flats)
 
         self.raw_states: Callable[[], AbstractContextManager[Any]] = unnoticed
-        """Context in which ``state_dict()`` of a module returns what this rank holds, and gathers nothing."""
+        """Context in which ``state_dict()`` of a module gathers nothing."""
 
         self.on_detach: list[Callable[[], None]] = []
         """Callbacks that run when another engine adopts the model."""
@@ -413,35 +413,17 @@ class Engine:
         """
         return [f.read_master() for f in self.flats if f.trainable]
 
-    def exchange_masters(self, others: list[Tensor], *, publish: bool) -> None:
-        """Swap the contents of `trainable_masters` with ``others`` in place. A second call restores them.
-
-        Args:
-            others: one tensor of the same shape per master.
-            publish: update the module's parameters too. Collective then.
-        """
-        self.wait()
-        flats = [f for f in self.flats if f.trainable]
-        for flat, other in zip(flats, others, strict=True):
-            flat.exchange_master(other)
-        if publish and self.policy.parameters:
-            self.gatherer.release_all()
-        elif publish:
-            self.gatherer.publish(flats)
-            self.wait()
-
     # reading ---------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def gathered(self, params: Iterable[nn.Parameter] | None = None, *, modify: bool = False) -> Iterator[None]:
         """Hold full parameters on every rank inside the context, all at once. Collective.
 
-        Inside, a forward or backward of units that are held completely sends no parameters, so ranks may run it a
-        different number of times.
+        Inside, forwards of units that are held completely send nothing, so ranks may run different numbers of them.
 
         Args:
-            params: the parameters; all in the same flat buffers are gathered too. Those that this rank does not have,
-                because another pipeline stage does, are left out. Default: all.
+            params: the parameters; all in the same flat buffers are gathered too, and those of other pipeline stages
+                are not. Default: all.
             modify: keep what is written inside. Otherwise writing is an error.
 
         Raises:

@@ -24,7 +24,7 @@ from ls_strategy.distributed.buffer_pool import BufferPool
 from ls_strategy.errors import ConfigError
 from ls_strategy.tiers.link import Link, host_empty
 from ls_strategy.zero.flat.buffer import states_away
-from ls_strategy.zero.flat.parameters import grad_of, unnoticed
+from ls_strategy.zero.flat.parameters import grad_of, home_of, unnoticed
 from ls_strategy.zero.flat.units import Flat
 from ls_strategy.zero.passes.gather import Gatherer
 from ls_strategy.zero.step.stepper import Stepper
@@ -138,7 +138,7 @@ class Away:
     def _tensors(self) -> Iterator[tuple[StateKind, Tensor]]:
         """Yield the states in memory, by kind."""
         for flat in self._flats:
-            for tensor in flat.parameter_storages():
+            for tensor in _parameters_in_memory(flat):
                 yield "parameters", tensor
             yield "masters", flat.master
             for grad in (flat.local.buffer, flat.averages.values, *map(grad_of, flat.params)):
@@ -159,3 +159,12 @@ class Away:
         host = host_empty(whole.numel(), whole.dtype, self._link.device)
         self._link.to_host(host, whole).wait_on_host()
         return _Given(whole, host, nbytes)
+
+
+def _parameters_in_memory(flat: Flat) -> list[Tensor]:
+    """Return the tensors from which the parameters are read."""
+    if flat.policy.parameters:
+        sources = [flat.shard] if flat.has_own_shard else [flat.master]
+        return [tensor for tensor in sources if tensor is not None]
+    # The use of parameters of other libraries' classes is not refused, so theirs stay.
+    return [flat.full] if all(home_of(p) is flat for p in flat.params) else []

@@ -212,16 +212,6 @@ class Flat(FlatBuffer):
         pending = (self.gathering, self.updating, self.arriving)
         return self.publish_due or any(p is not None for p in pending)
 
-    def parameter_storages(self) -> list[Tensor]:
-        """Return the tensors in memory from which the parameters are read."""
-        if not self.policy.parameters:  # parameters of other classes are not refused, so theirs stay
-            return [self.full] if len(self._switched) == len(self.params) else []
-        return (
-            [self.master]
-            if self.shard is None and not self.has_own_shard
-            else [t for t in [self.shard] if t is not None]
-        )
-
     def touch(self) -> None:
         """Gather the parameters for one operation, or wait for them. Collective."""
         self.require_here("parameters")
