@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -434,16 +434,6 @@ class Engine:
         flats = [f for f in self.flats if wanted is None or any(id(p) in wanted for p in f.params)]
         with self.gatherer.keeping(flats), self.on_demand.all_gathered(flats, self.mesh.world, modify=modify):
             yield
-
-    def offload_states(self, kinds: Collection[str]) -> int:
-        """Give the device's memory of states to something else; return its bytes. Collective. See `Away.give`."""
-        kinds = self.away.kinds.union(kinds)
-        self.away.take_back()
-        self.reducer.finish_in_flight()
-        self.wait()
-        for flat in self.flats:
-            flat.averages.wait()
-        return self.away.give(kinds, {f.comm.pool for f in self.flats} | {self.comm.pool})
 
     def memory_bytes(self) -> dict[str, int]:
         """Return the bytes of model state that this rank holds now, by kind. Not collective.

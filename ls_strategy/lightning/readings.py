@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ls_strategy._compat import unwrap_optimizer
 from ls_strategy.access.gradients import full_gradients, grad_norms
+from ls_strategy.access.lend import offload_states
 from ls_strategy.access.weights import full_weights
 from ls_strategy.distributed.comm import Traffic
 from ls_strategy.engine import Engine
@@ -224,7 +225,7 @@ class EngineStrategy(RankStrategy):
             ConfigError: there is no such kind.
             StateError: later, when something uses what was given: a forward, a backward, a step, a save.
         """
-        return self.require_engine().offload_states(kinds or KINDS)
+        return offload_states(self.require_engine(), kinds or KINDS)
 
     def reload_states(self) -> None:
         """Take back the memory that `offload_states` has given, with the same bits. Call it on every rank.
