@@ -5,8 +5,9 @@ The ranks are started once for all cases.
 
 from __future__ import annotations
 
+import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -29,10 +30,15 @@ WIDTH = 24
 SHARD = 304
 """Elements that a rank sends when a block of 600 is gathered: half of them, and the padding."""
 
-OFFLOADS = {
-    "on the device": {},
-    "in host memory": {"offload": {"optimizer": "cpu", "parameters": "cpu", "gradients": "cpu"}},
-}
+
+def tiers(stage: int) -> Iterator[dict[str, Any]]:
+    """Yield options that store the states of a stage on each tier."""
+    yield {}
+    for tier in ("cpu", "nvme") if stage else ():
+        offload = {"optimizer": tier, "gradients": tier, "nvme_path": tempfile.gettempdir(), "nvme_allow_ram": True}
+        yield {"offload": {**offload, "parameters": tier} if stage == 3 else offload}
+
+
 CASES: dict[str, Callable[[], None]] = {}
 
 
@@ -68,14 +74,15 @@ def batch(number: int) -> Tensor:
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(2 * number + rank))
 
 
-def backward(model: nn.Module, engine: Engine, number: int = 0) -> None:
+def backward(model: nn.Module, engine: Engine, number: int = 0, *, last: bool = True) -> None:
+    """Run a micro-batch. ``last``: of its step."""
     engine.begin_step()
     x = batch(number).to(engine.precision.compute)
     loss = model(x).float().square().mean()
     engine.end_forward()
-    engine.begin_backward(eager=True)
+    engine.begin_backward(eager=last)
     loss.backward()
-    engine.end_backward()
+    engine.end_backward(local=not last)
 
 
 def step(model: nn.Module, engine: Engine, number: int = 0) -> None:
@@ -127,9 +134,8 @@ def enter(strategy: Any, part: Any) -> None:
 
 @case
 def writes_are_kept_on_every_tier() -> None:
-    for options in OFFLOADS.values():
-        for stage in (1, 3):
-            groups = options if stage == 3 else {"offload": {"optimizer": "cpu"}} if options else {}
+    for stage in (1, 3):
+        for groups in tiers(stage):
             model, strategy = sharded(stage, **groups)
             with strategy.gathered_parameters([model[0], model[2][0].weight], modify=True), torch.no_grad():
                 model[0][0].weight.mul_(2.0)
@@ -254,10 +260,9 @@ def norms_of(gradients: dict[str, Tensor], order: float = 2.0) -> dict[str, Tens
 def gradients_are_those_of_ddp() -> None:
     expected = averaged(0, 1)
     for stage in (0, 1, 2, 3):
-        for options in OFFLOADS.values():
-            groups = options if stage == 3 else {"offload": {"optimizer": "cpu"}} if options and stage else {}
+        for groups in tiers(stage):
             model, strategy = sharded(stage, **groups)
-            backward(model, strategy.engine, 0)
+            backward(model, strategy.engine, 0, last=False)
             assert_close(dict(strategy.full_gradients()), averaged(0))
             backward(model, strategy.engine, 1)
             for order in (2.0, 1.0, float("inf")):
@@ -336,8 +341,7 @@ AWAY = r"memory is given away.*Call strategy\.reload_states"
 @case
 def states_come_back_with_the_same_bits() -> None:
     for stage in (0, 1, 2, 3):
-        for options in OFFLOADS.values():
-            groups = options if stage == 3 else {"offload": {"optimizer": "cpu"}} if options and stage else {}
+        for groups in tiers(stage):
             runs = [sharded(stage, precision="bf16-mixed", **groups) for _ in range(2)]
             for number in range(3):
                 for (model, strategy), gives in zip(runs, (False, True), strict=True):
@@ -439,8 +443,7 @@ def exactly(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 @case
 def a_stream_has_what_the_state_dict_has() -> None:
     for stage in (0, 1, 2, 3):
-        for options in OFFLOADS.values():
-            groups = options if stage == 3 else {"offload": {"optimizer": "cpu"}} if options and stage else {}
+        for groups in tiers(stage):
             model, strategy = sharded(stage, precision="bf16-mixed", model=Tied(), **groups)
             step(model, strategy.engine)
             with strategy.gathered_parameters():
