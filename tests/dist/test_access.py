@@ -479,6 +479,29 @@ def shards_of_root(strategy: Any) -> int:
     return sum(flat.layout.shard for unit in strategy.engine.units if unit.is_root for flat in unit.flats)
 
 
+# --- frozen models ----------------------------------------------------------------------------------------------------
+
+
+@case
+def a_frozen_model_is_released_block_by_block_also_without_no_grad() -> None:
+    model = network()
+    model[:2].requires_grad_(False)
+    model, strategy = sharded(model=model)
+    engine = strategy.engine
+    engine.begin_step()
+    with torch.no_grad():
+        expected = model[1](model[0](batch(0)))
+    found = model[1](model[0](batch(0)))
+    assert torch.equal(found, expected)
+    assert not any(flat.is_gathered for flat in engine.flats[:2])
+    model[2](found).square().mean().backward()
+    engine.gatherer.release_all()
+    x = batch(0).requires_grad_()
+    model[1](model[0](x)).square().mean().backward()  # what is frozen passes gradients on
+    assert x.grad is not None
+    assert x.grad.abs().max() > 0
+
+
 # --- run --------------------------------------------------------------------------------------------------------------
 
 
