@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ls_strategy.access import rollout
 from ls_strategy.config import nested
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
@@ -60,6 +62,9 @@ class Rollouts(Net):
     def rollout(self, tokens: Tensor, limit: int) -> Tensor:
         return self.policy.generate(tokens, limit)
 
+    def logits(self, tokens: Tensor) -> Tensor:
+        return self.policy(tokens)
+
     def training_step(self, batch: Any, i: int) -> Tensor:
         prompt = (batch[0][:, :2].abs() * 10).long() % VOCABULARY
         strategy: Any = self.trainer.strategy
@@ -69,7 +74,7 @@ class Rollouts(Net):
             self.sent.append(strategy.traffic.elements["all_gather"] - before)
         self.lengths.append(tokens.shape[1])
         reward = torch.sin(tokens[:, 1:].float())
-        chosen = functional.log_softmax(self.policy(tokens[:, :-1]), -1).gather(-1, tokens[:, 1:, None])[..., 0]
+        chosen = functional.log_softmax(self.logits(tokens[:, :-1]), -1).gather(-1, tokens[:, 1:, None])[..., 0]
         return self.noted(-(reward * chosen).mean())
 
 
@@ -115,3 +120,49 @@ def found() -> list[dict[str, Any]]:
 def test_a_rollout_gathers_once_and_may_stop_on_any_rank(found: list[dict[str, Any]], name: str) -> None:
     first, second = (rank[name] for rank in found)
     assert all(a != b for a, b in zip(first, second, strict=True))  # otherwise this would show nothing
+
+
+# --- a model of transformers -----------------------------------------------------------------------------------------
+
+
+class Llama(Rollouts):
+    """A causal model with its own ``generate``."""
+
+    def build(self) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        super().build()
+        shape = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3}
+        ids = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+        torch.manual_seed(0)
+        self.policy = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=2, **ids))
+
+    def rollout(self, tokens: Tensor, limit: int) -> Tensor:
+        return self.policy.generate(tokens, max_new_tokens=limit, do_sample=False)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        return self.policy(tokens).logits
+
+
+def llamas(rank: int, world_size: int) -> list[list[int]]:
+    quiet()
+    trusted = Llama()
+    fit("ddp", trusted, max_epochs=1)
+    lengths = []
+    for share in (rollout.SHARE, 0.0):  # at once, or unit by unit
+        rollout.SHARE = share
+        module = Llama()
+        trainer = fit(3, module, max_epochs=1)
+        assert_close(mean_over_ranks(module.losses), mean_over_ranks(trusted.losses), "losses", 2e-6)
+        assert_close(weights(module), weights(trusted), "weights", 4e-6)
+        assert module.lengths == trusted.lengths
+        shards = sum(flat.layout.shard for flat in trainer.strategy.engine.flats)
+        assert (max(module.sent) <= shards) == bool(share)
+        lengths.append(module.lengths)
+    return lengths
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
+def test_generate_of_transformers_gathers_once_or_keeps_ranks_in_step() -> None:
+    first, second = spawn(llamas, 2, init_process_group=False, timeout_s=120)
+    assert first != second
