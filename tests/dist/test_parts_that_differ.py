@@ -6,6 +6,7 @@ The trusted run is DDP on the same ranks.
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,19 @@ from ls_strategy.config import nested
 from ls_strategy.errors import PlanError
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.testing import spawn
-from tests.dist.ranks import OPTIONS, WIDTH, Block, Net, assert_equal, differences, fit, mean_over_ranks, quiet, weights
+from tests.dist.ranks import (
+    OPTIONS,
+    WIDTH,
+    Block,
+    Net,
+    assert_equal,
+    differences,
+    fit,
+    mean_over_ranks,
+    quiet,
+    saved,
+    weights,
+)
 
 pytestmark = pytest.mark.dist
 
@@ -166,7 +179,8 @@ class GanOfItsOwn(Gan):
         self.common.requires_grad_(False)
 
 
-FEW = ["zero2", "zero3, small units", "zero3_offload"]
+IN_FULL = {"stage": 3, "sharding.min_unit_numel": 0, "sharding.replicated_modules": ["teacher"]}
+FEW = ["zero3, small units", "zero3_offload"]
 KINDS: dict[str, tuple[type[Net], list[str]]] = {
     kind.__name__: (kind, FEW)
     for kind in (
@@ -232,13 +246,22 @@ def counted(rank: int, world_size: int) -> None:
         assert module.bytes["masters"] == (4 * sum(elements.values()) if "zero3" in name else 0), module.bytes
 
 
-def replicated(rank: int, world_size: int) -> None:
+def replicated(rank: int, world_size: int, folder: Path) -> None:
     quiet()
-    options = {"stage": 3, "sharding.min_unit_numel": 0, "sharding.replicated_modules": ["teacher"]}
+    mean = run(MeanTeacher, "zero3, small units")
+    module = MeanTeacher()
+    trainer = fit(ZeROStrategy(**nested(IN_FULL)), module)
+    assert_equal((mean_over_ranks(module.losses), module.seen), mean[:2], "losses")
+    assert_equal(weights(module), mean[2], "weights")
+    trainer.save_checkpoint(folder / "in full")
+    assert_equal(dict(sorted(saved(folder / "in full")["state_dict"].items())), dict(sorted(mean[2].items())), "saved")
+    resumed = MeanTeacher()
+    fit(3, resumed, ckpt=folder / "in full", max_epochs=2)  # the same epochs: nothing is trained
+    assert_equal(weights(resumed), mean[2], "loaded where the teacher is sharded")
     for more in ({}, {"offload.optimizer": "cpu", "offload.parameters": "cpu"}):
         expected = run(Distilled, "zero3_offload" if more else "zero3, small units")
         module = Counts()
-        trainer = fit(ZeROStrategy(**nested({**options, **more})), module)
+        trainer = fit(ZeROStrategy(**nested({**IN_FULL, **more})), module)
         assert_equal((mean_over_ranks(module.losses), module.seen), tuple(expected[:2]), "losses")
         assert_equal(weights(module), expected[2], "weights")
         engine: Any = trainer.strategy.engine
@@ -261,8 +284,8 @@ def replicated(rank: int, world_size: int) -> None:
         fit(ZeROStrategy(3, sharding={"replicated_modules": ["techer"]}), Distilled())
 
 
-def test_a_teacher_may_be_in_full_on_every_rank() -> None:
-    spawn(replicated, 2, init_process_group=False)
+def test_a_teacher_may_be_in_full_on_every_rank(tmp_path: Path) -> None:
+    spawn(replicated, 2, tmp_path, init_process_group=False)
 
 
 def test_a_teacher_has_no_gradients_and_no_optimizer_states() -> None:

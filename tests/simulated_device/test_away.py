@@ -10,7 +10,7 @@ import torch
 from ls_strategy import device as dev
 from ls_strategy.errors import StateError
 from tests.simulated_device.device import run
-from tests.simulated_device.programs import Stack, fit
+from tests.simulated_device.programs import WIDTH, Stack, fit
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "masters are the parameters": ({"stage": 2}, {}, True),
@@ -54,9 +54,10 @@ class GivesSome(Gives):
             strategy.reload_states()
 
 
-def trained(device: torch.device, name: str, kind: type[Stack]) -> tuple[dict[str, Any], Any]:
+def trained(device: torch.device, name: str, kind: type[Stack], width: int = WIDTH) -> tuple[dict[str, Any], Any]:
+    """Return the outcome of a fit, and what the module has kept. `tests.gpu` runs it too."""
     options, trainer, fused = CASES[name]
-    module = kind(fused=fused)
+    module = kind(width=width, fused=fused)
     return fit(device, options, {**trainer, "max_steps": 4}, module=module), module.kept
 
 
