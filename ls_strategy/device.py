@@ -153,6 +153,14 @@ def peak_bytes(device: torch.device, *, reset: bool = False) -> int:
     return peak
 
 
+def free_cached(device: torch.device) -> None:
+    """Return memory that torch keeps for later to the device, so that other processes can allocate it."""
+    if is_accelerator(device):
+        empty = getattr(_module(device), "empty_cache", None)
+        if empty is not None:
+            empty()
+
+
 # random numbers ------------------------------------------------------------------------------------------------------
 
 

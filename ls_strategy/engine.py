@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -34,7 +34,8 @@ from ls_strategy.layout import TensorPart
 from ls_strategy.loss_scale import LossScaler
 from ls_strategy.precision import PrecisionPolicy
 from ls_strategy.zero import memory
-from ls_strategy.zero.flat.parameters import unbind_home
+from ls_strategy.zero.away import Away
+from ls_strategy.zero.flat.parameters import unbind_home, unnoticed
 from ls_strategy.zero.flat.units import Flat
 from ls_strategy.zero.passes.hooks import UnitHooks
 from ls_strategy.zero.setup import weights
@@ -118,6 +119,7 @@ class Engine:
         self.stepper = Stepper(sharded, optimizers, scaler, None if previous is None else previous.stepper)
         if previous is not None:
             previous.offload.close()
+        self.away = Away(sharded.flats, self.stepper, self.gatherer, self.offload.link)
         self.gradients, self.schedule = self.stepper.gradients, self.stepper.schedule
         self._unstepped = Unstepped([] if mesh.shape.kinds else self.flats, comm, lambda: self.gradients.local)
         self.reducer.reset()
@@ -125,6 +127,9 @@ class Engine:
         self._boundaries = fp32_boundaries(draft)
         self._broadcast_buffers_next = True
         self._copies = PlainCopies(model, self.flats)
+
+        self.raw_states: Callable[[], AbstractContextManager[Any]] = unnoticed
+        """Context in which ``state_dict()`` of a module gathers nothing."""
 
         self.on_detach: list[Callable[[], None]] = []
         """Callbacks that run when another engine adopts the model."""
@@ -230,6 +235,7 @@ class Engine:
 
     def detach(self) -> None:
         """Remove every hook; keep the buffers."""
+        self.away.take_back()
         self.reducer.finish_in_flight()
         self.wait()
         self.hooks.detach()
@@ -283,6 +289,7 @@ class Engine:
         An early update consumes gradients that hooks after the step may read. So the first step updates nothing early,
         nor does any step after user code has read a gradient.
         """
+        self.away.require("parameters", "gradients")
         spans.enter(spans.BACKWARD)
         self.stepper.begin_backward()
         self._unstepped.outdate()
@@ -363,8 +370,10 @@ class Engine:
         """Refuse to return weights if only some of them have taken the last step. Not collective.
 
         Raises:
-            StateError: an exception ended a backward pass after it had begun to update, or an update failed.
+            StateError: an exception ended a backward pass after it had begun to update, or an update failed. Or the
+                memory of states is given away.
         """
+        self.away.require()
         require_one_step(self.flats, torn=self._torn, failure=self.offload.stream.error)
 
     def abort(self) -> None:
@@ -404,31 +413,17 @@ class Engine:
         """
         return [f.read_master() for f in self.flats if f.trainable]
 
-    def exchange_masters(self, others: list[Tensor], *, publish: bool) -> None:
-        """Swap the contents of `trainable_masters` with ``others`` in place. A second call restores them.
-
-        Args:
-            others: one tensor of the same shape per master.
-            publish: update the module's parameters too. Collective then.
-        """
-        self.wait()
-        flats = [f for f in self.flats if f.trainable]
-        for flat, other in zip(flats, others, strict=True):
-            flat.exchange_master(other)
-        if publish and self.policy.parameters:
-            self.gatherer.release_all()
-        elif publish:
-            self.gatherer.publish(flats)
-            self.wait()
-
     # reading ---------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def gathered(self, params: Iterable[nn.Parameter] | None = None, *, modify: bool = False) -> Iterator[None]:
         """Hold full parameters on every rank inside the context, all at once. Collective.
 
+        Inside, forwards of units that are held completely send nothing, so ranks may run different numbers of them.
+
         Args:
-            params: the parameters; all in the same flat buffers are gathered too. Default: all.
+            params: the parameters; all in the same flat buffers are gathered too, and those of other pipeline stages
+                are not. Default: all.
             modify: keep what is written inside. Otherwise writing is an error.
 
         Raises:
@@ -437,7 +432,7 @@ class Engine:
         self.wait()
         wanted = None if params is None else {id(p) for p in params}
         flats = [f for f in self.flats if wanted is None or any(id(p) in wanted for p in f.params)]
-        with self.on_demand.all_gathered(flats, self.mesh.world, modify=modify):
+        with self.gatherer.keeping(flats), self.on_demand.all_gathered(flats, self.mesh.world, modify=modify):
             yield
 
     def memory_bytes(self) -> dict[str, int]:

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from ls_strategy.config import MomentFormat, TierConfig, TierName, ZeROConfig
 from ls_strategy.layout import ALIGN, FlatLayout, TensorPart
 from ls_strategy.ops.moments import BLOCK as MOMENT_BLOCK
 from ls_strategy.tiers import TIERS
-from ls_strategy.zero_stages import StagePolicy
+from ls_strategy.zero_stages import POLICIES, StagePolicy
 
 FROZEN = -1
 """Optimizer number of parameters without an optimizer."""
@@ -48,6 +49,9 @@ class ParamFacts:
     shared_by: tuple[int, ...] = ()
     """Numbers of its optimizers if there are several; ``optimizer`` is then the number of this set."""
 
+    replicated: bool = False
+    """Whether every rank is to hold it in full at stage 3."""
+
 
 @dataclass(frozen=True)
 class FlatPlan:
@@ -78,6 +82,13 @@ class FlatPlan:
     shared_by: tuple[int, ...] = ()
     """Numbers of its optimizers if there are several; each has its own state."""
 
+    replicated: bool = False
+    """Stage 3: every rank holds the parameters, which are frozen, in full."""
+
+    def policy(self, model: StagePolicy) -> StagePolicy:
+        """Return which states of this buffer are sharded, given the policy of the model."""
+        return POLICIES[0] if self.replicated else model
+
     @property
     def owners(self) -> tuple[int, ...]:
         """Return the numbers of the optimizers that update it."""
@@ -91,7 +102,7 @@ class FlatPlan:
     @property
     def gathered_numel(self) -> int:
         """Return the elements that this rank sends in a gather: its shard to every other rank, with padding."""
-        return self.layout.shard * (self.layout.world_size - 1)
+        return 0 if self.replicated else self.layout.shard * (self.layout.world_size - 1)
 
     @property
     def reduced_numel(self) -> int:
@@ -105,7 +116,7 @@ class FlatPlan:
         """
         same_place = self.param_tier == self.optimizer_tier
         cast_is_free = TIERS[self.param_tier].resident or self.dtype == self.master_dtype
-        return policy.parameters and not (same_place and cast_is_free)
+        return self.policy(policy).parameters and not (same_place and cast_is_free)
 
 
 @dataclass(frozen=True)
@@ -206,7 +217,7 @@ class Plan:
             flat: a buffer of this plan.
             optimizer_bytes: bytes of state per element, by optimizer. None: AdamW's two moments.
         """
-        policy, full, trained = self.policy, flat.layout.numel, flat.trainable
+        policy, full, trained = flat.policy(self.policy), flat.layout.numel, flat.trainable
         stepped = flat.layout.shard if policy.optimizer else full
         own_master = trained and (flat.master_dtype != flat.dtype or flat.optimizer_tier != "device")
         kept = [self._moment_bytes(flat) if optimizer_bytes is None else optimizer_bytes[i] for i in flat.owners]
@@ -344,13 +355,14 @@ def resolve_plan(  # noqa: PLR0913  (sizes of groups, one by one)
     align = MOMENT_BLOCK if config.precision.moments == "int8" else ALIGN
     plans: list[UnitPlan] = []
     for name, is_root, params in units:
-        classes: defaultdict[tuple[int, torch.dtype, int, bool, bool, bool], list[ParamFacts]] = defaultdict(list)
+        classes: defaultdict[tuple[Any, ...], list[ParamFacts]] = defaultdict(list)
         for p in params:
             copies = tensor_size if p.part is None else p.part.copies
             expert = p.part is not None and p.part.axis == "expert"
-            classes[p.optimizer, p.dtype, copies, p.tied, p.replica, expert].append(p)
+            replicated = p.replicated and p.optimizer == FROZEN and policy.parameters
+            classes[p.optimizer, p.dtype, copies, p.tied, p.replica, expert, replicated].append(p)
         flats: list[FlatPlan] = []
-        for (optimizer, dtype, copies, tied, replica, expert), members in classes.items():
+        for (optimizer, dtype, copies, tied, replica, expert, replicated), members in classes.items():
             # Sort by group, so that decay and no-decay are two runs per unit instead of one per parameter.
             members.sort(key=lambda p: p.group)
             parts = {p.name: p.part for p in members if p.part is not None}
@@ -362,8 +374,11 @@ def resolve_plan(  # noqa: PLR0913  (sizes of groups, one by one)
             kept = dtype if own else master_dtype
             shared_by = members[0].shared_by
             flats.append(
-                FlatPlan(layout, dtype, kept, optimizer, copies=copies, tied=tied, replica=replica, shared_by=shared_by)
-            )
+                FlatPlan(
+                    layout, dtype, kept, optimizer,
+                    copies=copies, tied=tied, replica=replica, shared_by=shared_by, replicated=replicated,
+                )
+            )  # fmt: skip
         plans.append(UnitPlan(name, is_root, tuple(flats)))
     return Plan(policy, world_size, _assign_tiers(plans, config), config.precision.moments, weights, rank)
 
@@ -372,7 +387,7 @@ def _assign_tiers(units: list[UnitPlan], config: ZeROConfig) -> tuple[UnitPlan, 
     """Assign the tiers. With a ``ratio``, the first buffers that fit stay on the device."""
     flats = [f for u in units for f in u.flats]
     optimizer = _split([f for f in flats if f.trainable], config.offload.tier_of("optimizer"))
-    param = _split(flats, config.offload.tier_of("parameters"))
+    param = _split([f for f in flats if not f.replicated], config.offload.tier_of("parameters"))
     offloaded = [f for f in flats if optimizer.get(id(f), "device") != "device"]
     gradient = _split(offloaded, config.offload.tier_of("gradients"))
     result: list[UnitPlan] = []

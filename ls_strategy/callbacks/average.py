@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from typing_extensions import override
 
+from ls_strategy.access.average import exchange_masters
 from ls_strategy.callbacks.sharded import zero_strategy
 from ls_strategy.checked import at_least, between, checked
 from ls_strategy.checkpoint.full import full_state_dict, masters_from_state_dict
@@ -77,7 +78,7 @@ class ShardedEMA(Callback):
         return engine
 
     def _swap(self, trainer: pl.Trainer, *, publish: bool) -> None:
-        self._engine(trainer).exchange_masters(self._average, publish=publish)
+        exchange_masters(self._engine(trainer), self._average, publish=publish)
         self._swapped = not self._swapped
 
     @override

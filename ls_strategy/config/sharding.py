@@ -21,6 +21,10 @@ class ShardingConfig(Group):
     min_unit_numel: int = 100_000
     """Blocks with fewer elements join the root unit, which stays gathered during a step at stage 3."""
 
+    replicated_modules: tuple[str, ...] = ()
+    """Stage 3: names of modules (``["teacher"]``) whose frozen parameters every rank holds in full, so that their
+    forwards send nothing. Parameters in an optimizer stay sharded. Below stage 3 all parameters are held in full."""
+
     prefetch_units: int = 1
     """Stage 3: the number of units gathered ahead of the one that computes."""
 

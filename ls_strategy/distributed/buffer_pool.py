@@ -74,6 +74,17 @@ class BufferPool:
             self._late.append((copy, buffer))
             self._late_bytes += buffer.nbytes
 
+    def clear(self) -> None:
+        """Free the buffers that nobody has taken. Waits for copies that still read them."""
+        with self._lock:
+            late, self._late, self._late_bytes = list(self._late), deque(), 0
+        for copy, buffer in late:
+            copy.wait_on_host()
+            self.give([buffer])
+        for free in self._free.values():
+            self.bytes -= sum(buffer.nbytes for buffer in free)
+            free.clear()
+
     def _take_back(self, nbytes: int) -> None:
         """Take back what copies have read, and wait for the oldest ones if ``nbytes`` more would be too much."""
         with self._lock:

@@ -110,6 +110,7 @@ class EngineSetup:
 
     def place(self, module: pl.LightningModule) -> None:
         """Convert and move what the module holds besides parameters, in the order of DDPStrategy. Not collective."""
+        guards.refuse_hidden_meta(module)
         self._strategy.zero_precision().convert_module(module)
         module_state.move(module, self._strategy.root_device)
 
@@ -141,6 +142,7 @@ class EngineSetup:
         if engine.policy.parameters or parts:
             self.state_dict_hooks = StateDictHooks(module, engine.units, engine.mesh)
             engine.on_detach.append(self.state_dict_hooks.remove)
+            engine.raw_states = self.state_dict_hooks.disabled
         rank_zero_info(f"ZeROStrategy(stage={strategy.config.stage}): {engine.describe()}")
         plugin.attach(engine)
         plugin.on_batch = strategy.resume.on_batch
@@ -152,6 +154,7 @@ class EngineSetup:
         engine = self._strategy.engine
         if engine is None:
             return
+        engine.away.take_back()
         engine.gradients.local = True  # no step follows; Trainers call zero_grad() before they validate
         engine.on_demand.thread = None
         engine.on_demand.given.training = False
@@ -207,6 +210,7 @@ class EngineSetup:
             and not trainer.gradient_clip_val
             and strategy.parallel.pipeline is None  # gradients tied over stages have to be summed first
         )
+        guards.watch_generate(module, engine)
         if not fitting:
             return
         guards.watch_methods(module, engine)

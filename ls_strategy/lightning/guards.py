@@ -28,6 +28,7 @@ from ls_strategy._compat import (
     sync_batch_norm_error,
     unwrap_optimizer,
 )
+from ls_strategy.access.rollout import generates, run_gathered
 from ls_strategy.engine import Engine
 from ls_strategy.errors import PlanError, StateError
 from ls_strategy.lightning.precision import ZeROPrecision
@@ -144,6 +145,8 @@ def _zero_inner(method: Method, set_to_none: bool = True) -> None:
     inner.zero_grad(set_to_none=set_to_none)
 
 
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
 _TOGGLES = ("toggle_optimizer", "untoggle_optimizer")
 
 
@@ -176,10 +179,21 @@ def _zero_grad(engine: Engine, method: Method, *args: Any, **kwargs: Any) -> Non
         engine.zero_params([p for p in method.owner.parameters() if p.grad is None], set_to_none=True)
 
 
+def watch_generate(module: pl.LightningModule, engine: Engine) -> None:
+    """Gather the weights of a module once per call of its ``generate`` (stage 3); see `run_gathered`."""
+    for part in module.modules() if engine.policy.parameters else ():
+        if generates(part):
+            Method(part, "generate", partial(_generate, engine))
+
+
+def _generate(engine: Engine, method: Method, *args: Any, **kwargs: Any) -> Any:
+    return run_gathered(engine, method.owner, method.original, args, kwargs)
+
+
 def unwatch_methods(module: pl.LightningModule) -> None:
-    """Undo `watch_methods`."""
+    """Undo `watch_methods` and `watch_generate`."""
     for part in module.modules():
-        for name in ("zero_grad", *_TOGGLES):
+        for name in ("zero_grad", "generate", *_TOGGLES):
             method = vars(part).get(name)
             if isinstance(method, Method):
                 method.remove()
@@ -202,6 +216,29 @@ def explain_released_parameters() -> Generator[None, None, None]:
             "by another way than its return value, for example as an attribute. Return it from forward, or make the "
             "module that uses it the unit (sharding.block_classes=[...])."
         ) from error
+
+
+def refuse_hidden_meta(module: nn.Module) -> None:
+    """Refuse modules without memory in plain lists and dictionaries, where the strategy does not find them.
+
+    Raises:
+        PlanError: with the name of the attribute.
+    """
+    parts = set(map(id, module.modules()))
+    for path, owner in module.named_modules():
+        for name, value in vars(owner).items():
+            if name in _OF_EVERY_MODULE:
+                continue
+            held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+            hidden = [each for each in held if isinstance(each, nn.Module) and id(each) not in parts]
+            if any(p.is_meta for each in hidden for p in each.parameters()):
+                raise PlanError(
+                    f"{'.'.join(filter(None, ['self', path, name]))} holds a {type(hidden[0]).__name__} without "
+                    "memory: at stage 3 and in pipelines configure_model runs on the meta device, and the strategy "
+                    "fills only the modules that are attributes. Make it an attribute (self.teacher = ...), and "
+                    "name it in sharding.replicated_modules to have it in full on every rank; or build it in __init__ "
+                    "or setup."
+                )
 
 
 @contextmanager

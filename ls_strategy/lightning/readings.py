@@ -2,18 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeAlias
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ls_strategy._compat import unwrap_optimizer
+from ls_strategy.access.gradients import full_gradients, grad_norms
+from ls_strategy.access.lend import offload_states
+from ls_strategy.access.weights import full_weights
 from ls_strategy.distributed.comm import Traffic
 from ls_strategy.engine import Engine
 from ls_strategy.errors import StateError
 from ls_strategy.lightning.ranks import RankStrategy
 from ls_strategy.precision import PrecisionPolicy
+from ls_strategy.zero.away import KINDS, StateKind
+
+Part: TypeAlias = nn.Module | nn.Parameter | Iterable[nn.Module | nn.Parameter]
+"""A part of a model, as users name it."""
+
+
+def parameters_of(part: Part) -> list[nn.Parameter]:
+    """Return the parameters of a part, each once.
+
+    Raises:
+        StateError: it holds something else.
+    """
+    if isinstance(part, (nn.Module, nn.Parameter)):
+        part = [part]
+    found: dict[int, nn.Parameter] = {}
+    for each in [part] if isinstance(part, (Tensor, str)) else part:
+        if not isinstance(each, (nn.Module, nn.Parameter)):
+            raise StateError(
+                f"Got a {type(each).__name__} for a part of the model, but a part is a module, a parameter, or a list "
+                "of both. Pass module.parameters() instead of tensors or names."
+            )
+        found.update((id(p), p) for p in (each.parameters() if isinstance(each, nn.Module) else [each]))
+    return list(found.values())
+
+
+def _ids(part: Part | None) -> set[int] | None:
+    return None if part is None else {id(p) for p in parameters_of(part)}
 
 
 class EngineStrategy(RankStrategy):
@@ -38,6 +70,62 @@ class EngineStrategy(RankStrategy):
                 "configure_optimizers has not returned. Pass one of trainer.optimizers, or none for the norm of all."
             )
         return engine.grad_norm(index, norm_type)
+
+    def full_weights(
+        self, module: nn.Module | None = None, *, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and full tensors of ``module.state_dict()``, unit by unit, on every rank. Collective.
+
+        For pushing weights into an inference engine: at most two units are in memory besides what the loop keeps.
+        Every rank must run the loop to its end. Tied parameters come under each of their names, parts of tensor- and
+        expert-parallel parameters are joined, and in a pipeline every rank gets the weights of all stages. Buffers
+        come last. The tensors are copies, on the device.
+
+        Args:
+            module: a part of the model; names begin there. Default: the LightningModule.
+            dtype: of floating-point parameters, cast from the masters. Default: the dtype that the forward reads.
+
+        Raises:
+            StateError: only some weights have taken the last step, or `offload_states` has given them away.
+        """
+        engine = self.require_engine()
+        return full_weights(engine, engine.model if module is None else module, dtype)
+
+    def full_gradients(self, part: Part | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and full gradient of every parameter: averaged, fp32, in the order of the units. Collective.
+
+        Every rank must run the loop to its end. A unit is gathered by one collective when the loop gets there, and one
+        unit is in memory besides what the loop keeps. The numbers are those that the optimizer would get now: without
+        the loss scale, and clipped if clipping has run. Changing them changes nothing. Legal from the end of backward
+        to ``zero_grad``; in micro-batches before the last they are the average so far.
+
+        With tensor and expert parallelism the parts of a parameter are joined, by a collective for each such parameter.
+        In a pipeline a rank gets the parameters of its stage.
+
+        Args:
+            part: a module, a parameter, or any number of both. Default: the full model. Parameters without a gradient
+                on any rank, and those in no optimizer, are left out.
+
+        Raises:
+            StateError: there are no gradients, or their update has begun (offload without a hook before the step).
+        """
+        return full_gradients(self.require_engine(), _ids(part))
+
+    def grad_norms(self, part: Part | None = None, norm_type: float = 2.0) -> dict[str, Tensor]:
+        """Return the norm of each parameter's gradient, ``()`` fp32 by name, on every rank. Collective.
+
+        It is computed from the shards, so nothing is gathered: one number per parameter is sent, all in one
+        collective. The gradients, and when this is legal, are as in `full_gradients`; in a pipeline every rank gets the
+        norms of all stages.
+
+        Args:
+            part: as in `full_gradients`.
+            norm_type: order of the norm, positive or ``inf``.
+
+        Raises:
+            StateError: there are no gradients, or their update has begun.
+        """
+        return grad_norms(self.require_engine(), _ids(part), norm_type)
 
     def memory_bytes(self) -> dict[str, int]:
         """Return the bytes of model state on this rank, by kind. Not collective."""
@@ -95,24 +183,56 @@ class EngineStrategy(RankStrategy):
         return self.require_engine().exposed_step_s
 
     @contextmanager
-    def gathered_parameters(
-        self, part: nn.Module | Iterable[nn.Parameter] | None = None, *, modify: bool = False
-    ) -> Generator[None, None, None]:
+    def gathered_parameters(self, part: Part | None = None, *, modify: bool = False) -> Generator[None, None, None]:
         """Hold full parameters on every rank inside, all at once. Collective.
 
         This is never needed: reading a parameter gathers it, and writes take effect. It saves time where many
-        parameters are used repeatedly, at the cost of their memory.
+        parameters are used repeatedly, at the cost of their memory. Inside, forwards of the modules given send no
+        parameters, so ranks may run them a different number of times, as in a rollout.
+
+        Contexts may be nested, and optimizers may step inside: the next use gathers the new parameters.
 
         Args:
-            part: a module, or parameters. Default: the full model.
+            part: a module, a parameter, or any number of both. Other parameters in the same flat buffers are gathered
+                too; with tensor and expert parallelism this rank's part of each, and in a pipeline those of this
+                rank's stage. Default: the full model.
             modify: keep what is written inside; every rank must write the same. Without it a write is an error.
 
         Raises:
-            StateError: something was written without ``modify``; on every rank.
+            StateError: something was written without ``modify``; on every rank. Or ``part`` holds neither modules nor
+                parameters.
         """
-        params = part.parameters() if isinstance(part, nn.Module) else part
+        params = None if part is None else parameters_of(part)
         with self.require_engine().gathered(params, modify=modify):
             yield
+
+    def offload_states(self, *kinds: StateKind) -> int:
+        """Give the device's memory of model states to something else, until `reload_states`. Collective.
+
+        For example to an inference engine, between two training steps. The values are copied to pinned host memory,
+        and come back bit for bit; tensors and views that user code holds stay valid. States that offload already
+        stores in host memory or on NVMe stay there, and without an accelerator nothing is copied. Full parameters that
+        are gathered at stage 3 are released, and idle communication buffers are freed.
+
+        Args:
+            kinds: any of ``"parameters"``, ``"masters"``, ``"optimizer"`` and ``"gradients"``. None: all of them.
+                Without ``"parameters"`` the model can still run forwards, for example a rollout.
+
+        Returns:
+            The bytes of device memory that the copies have freed on this rank.
+
+        Raises:
+            ConfigError: there is no such kind.
+            StateError: later, when something uses what was given: a forward, a backward, a step, a save.
+        """
+        return offload_states(self.require_engine(), kinds or KINDS)
+
+    def reload_states(self) -> None:
+        """Take back the memory that `offload_states` has given, with the same bits. Call it on every rank.
+
+        Does nothing if nothing was given. The end of a fit does it, too.
+        """
+        self.require_engine().away.take_back()
 
     def require_engine(self) -> Engine:
         """Return the engine of the current module.

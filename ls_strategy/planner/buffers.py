@@ -102,6 +102,7 @@ class SimulatedFlat:
     held: bool = False
     publish_due: bool = False
     updated_early: bool = False
+    users: int = 0
     # gradients
     grad: tuple[int, int] | None = None
     pooled: list[tuple[int, int]] = field(default_factory=list)
@@ -110,6 +111,10 @@ class SimulatedFlat:
     wide: bool = False
     landed: bool = False
     """Whether a micro-batch of this step has left averages."""
+
+    def __post_init__(self) -> None:
+        """Begin as `Flat` does."""
+        self.is_gathered |= self.plan.replicated
 
     @property
     def gathered_bytes(self) -> int:

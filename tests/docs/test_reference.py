@@ -61,7 +61,7 @@ ELSEWHERE = {
     # of the files and functions that a guide is about, and that no signature here has
     "ckpt_path", "sync_dist", "weights_only", "modify", "strict_loading", "save_last", "devices", "num_nodes",
     "classes", "every", "rank", "drop_last", "cache",
-    "seed", "full_sequences", "tensor_parallel", "quant", "reshard_after_forward", "param_dtype",
+    "seed", "full_sequences", "synced_gpus", "tensor_parallel", "quant", "reshard_after_forward", "param_dtype",
 }  # fmt: skip
 
 

@@ -176,7 +176,7 @@ def test_nothing_is_exchanged_after_an_exception(monkeypatch: pytest.MonkeyPatch
     run, ema = trained()
     run.call(ema, "on_validation_start")
     run.call(ema, "on_exception", ValueError("mine"))
-    monkeypatch.setattr(run.engine, "exchange_masters", lambda *_, **__: pytest.fail("collective"))
+    monkeypatch.setattr("ls_strategy.callbacks.average.exchange_masters", lambda *_, **__: pytest.fail("collective"))
     run.call(ema, "on_validation_end")
 
 

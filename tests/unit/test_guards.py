@@ -158,3 +158,18 @@ def test_loading_into_a_meta_module_is_refused() -> None:
     weights = nn.Linear(2, 1).state_dict()
     with pytest.raises(PlanError, match="the weights would be lost"), guards.refuse_loading_into_meta():
         nn.Linear(2, 1, device="meta").load_state_dict(weights)
+
+
+@pytest.mark.parametrize("hide", [lambda m: [m], lambda m: {"teacher": m}, lambda m: (m,)])
+def test_a_hidden_module_without_memory_is_refused(hide: Any) -> None:
+    module = Plain()
+    module.layer.others = hide(nn.Linear(2, 1, device="meta"))
+    with pytest.raises(PlanError, match=r"self\.layer\.others holds a Linear without memory.*self\.teacher = "):
+        guards.refuse_hidden_meta(module)
+
+
+def test_a_hidden_module_with_memory_and_parts_without_are_fine() -> None:
+    module = Plain()
+    module.layer = nn.Linear(2, 1, device="meta")
+    module.layers = [module.layer, nn.Linear(2, 1)]
+    guards.refuse_hidden_meta(module)

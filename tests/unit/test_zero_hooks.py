@@ -53,8 +53,19 @@ def test_the_output_is_that_of_the_plain_model(model: Sharded) -> None:
 
 def test_a_unit_without_outputs_that_need_gradients_stays(model: Sharded) -> None:
     block = model.net.blocks[0]
+    block.forward = lambda x: x.detach()
+    block(X)
+    assert model.units[1].pinned
+    assert gathered(model) == ["blocks.0"]
+
+
+def test_a_frozen_unit_is_released_unless_its_inputs_need_gradients(model: Sharded) -> None:
+    block = model.net.blocks[0]
     block.requires_grad_(False)
     block(X)
+    assert gathered(model) == []
+    block.forward = lambda x: x.detach()
+    block(X.clone().requires_grad_())
     assert model.units[1].pinned
     assert gathered(model) == ["blocks.0"]
 

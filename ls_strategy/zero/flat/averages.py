@@ -296,6 +296,7 @@ class Averages:
 
     def zero(self, start: int = 0, stop: int | None = None) -> None:
         """Set a range of the averages to zero, if there are any."""
+        self._flat.require_here("gradients")
         self._flat.wait_updated()
         self.wait()
         if self.in_place:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ls_strategy.config import TierName
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.distributed.comm import Comm, PendingGather
+from ls_strategy.errors import StateError
 from ls_strategy.layout import Piece
 from ls_strategy.plan import FlatPlan
 from ls_strategy.tiers.arrival import Arrival
@@ -20,6 +21,14 @@ from ls_strategy.tiers.stream import Ticket
 from ls_strategy.zero.flat.local_gradients import LocalGradients, slot_views
 from ls_strategy.zero.flat.storage import StateStorage
 from ls_strategy.zero_stages import StagePolicy
+
+
+def states_away(kinds: str) -> StateError:
+    """Return the error for using states whose memory was given away."""
+    return StateError(
+        f"the {kinds} of the model were used while their memory is given away: strategy.offload_states() was called. "
+        "Call strategy.reload_states() on every rank first."
+    )
 
 
 class Holding(Protocol):
@@ -36,6 +45,9 @@ class FlatBuffer:
 
     hold: Holding | None = None
     """A save in flight that still has to read the states."""
+
+    away: frozenset[str] = frozenset()
+    """The kinds of states whose memory was given to something else for a while (`ls_strategy.zero.away`)."""
 
     gathered_on_demand = False
     """Stage 3: gathered because a parameter was used outside the unit's own module."""
@@ -135,6 +147,7 @@ class FlatBuffer:
         """Those with elements: a backward pass waits for the gradients of these."""
         self.optimizer_index = plan.optimizer
         self.policy = policy
+        """Which states of this buffer are sharded."""
         self.comm = comm
         self.axis = axis or Axis("tensor")
         self.trainable = plan.trainable
@@ -157,10 +170,20 @@ class FlatBuffer:
         """Return one view per parameter of a buffer with this layout."""
         return slot_views(self.layout, buffer)
 
+    def require_here(self, kind: str) -> None:
+        """Refuse to use states of a kind whose memory was given away.
+
+        Raises:
+            StateError: with the cure.
+        """
+        if kind in self.away:
+            raise states_away(kind)
+
     # masters ---------------------------------------------------------------------------------------------------------
 
     def read_master(self) -> Tensor:
         """Return this rank's master weights, ``(stepped,)``: the tensor itself, or a copy from the NVMe tier."""
+        self.require_here("masters")
         self.wait_updated()
         return self.master if self.storage.is_resident("master") else self.storage.read("master")
 
@@ -169,6 +192,7 @@ class FlatBuffer:
 
         Any thread may call this while no update is in flight.
         """
+        self.require_here("masters")
         if self.storage.is_resident("master"):
             return self.master.detach()[start:stop]
         out = torch.empty(stop - start, dtype=self.master_dtype)
@@ -183,6 +207,7 @@ class FlatBuffer:
 
     def write_master(self, start: int, values: Tensor) -> None:
         """Replace master weights from element ``start`` of this rank's range on. `refresh` updates the parameters."""
+        self.require_here("masters")
         self.wait_updated()
         self.before_change()
         if self.storage.is_resident("master"):

@@ -188,6 +188,11 @@ class Flat(FlatBuffer):
         self.gathered_on_demand = on_demand
         self.writes.record()
 
+    @property
+    def is_in_use(self) -> bool:
+        """Stage 3: whether its own module, or the step, has gathered the buffer, and will release it."""
+        return self.is_gathered and not self.gathered_on_demand
+
     def _switch(self, to: type[nn.Parameter]) -> None:
         for p in self._switched:
             p.__class__ = to
@@ -209,6 +214,7 @@ class Flat(FlatBuffer):
 
     def touch(self) -> None:
         """Gather the parameters for one operation, or wait for them. Collective."""
+        self.require_here("parameters")
         if self.on_demand is None:
             raise StateError(
                 f"{self.name!r} was read while its unit was not gathered, and training has ended on this rank, so that "
@@ -223,12 +229,14 @@ class Flat(FlatBuffer):
 
     def read_grad(self, param: nn.Parameter) -> Tensor | None:
         """Return ``param.grad``. Collective."""
+        self.require_here("gradients")
         if self.gradients is None:
             return grad_of(param)
         return self.gradients.read(self, self._index[id(param)])
 
     def write_grad(self, param: nn.Parameter, value: Tensor | None) -> None:
         """Set ``param.grad``. Collective."""
+        self.require_here("gradients")
         if self.gradients is None:
             set_grad(param, value)
         else:
@@ -252,6 +260,7 @@ class Flat(FlatBuffer):
 
     def start_gather(self) -> None:
         """Start gathering the newest parameters into ``full``. `finish_gather` waits. Collective."""
+        self.require_here("parameters")
         self.wait_updated()
         self.held_back = self.publish_due = False
         lo, hi = self.stepped
@@ -328,6 +337,7 @@ class Flat(FlatBuffer):
 
     def finish_gather(self, *, on_demand: bool = False) -> None:
         """Wait until the parameters can be read. ``on_demand``: they were gathered for `touch`."""
+        self.require_here("parameters")
         if self.gathering is not None:
             self.gathering.wait()
             self.gathering = None

@@ -8,6 +8,9 @@ Stage 3, forward of unit k (backward runs the same in the other direction)::
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from ls_strategy.zero.flat.units import Flat, Unit
 
 
@@ -38,7 +41,7 @@ class Gatherer:
 
     def fetch(self, unit: Unit, *, backward: bool = False) -> None:
         """Gather a unit, or wait for its new weights, and start on the next ones. Collective at stage 3."""
-        if self.sharded:
+        if self.sharded and not self.is_kept(unit):
             self.start(unit)
             if not unit.is_root:
                 if not backward:
@@ -49,10 +52,30 @@ class Gatherer:
                         self.start(neighbour)
                 for neighbour in neighbours:
                     self._read(neighbour)
-        else:
+        elif not self.sharded:
             self._start_due(unit)
         for flat in unit.flats:
             flat.finish_gather()
+
+    @staticmethod
+    def is_kept(unit: Unit) -> bool:
+        """Whether the forward of a unit sends nothing: user code holds it (`Engine.gathered`), or it is replicated.
+
+        Nothing is prefetched either: ranks may run such a forward a different number of times.
+        """
+        return all(flat.is_gathered and (flat.users or flat.plan.replicated) for flat in unit.flats)
+
+    @contextmanager
+    def keeping(self, flats: list[Flat]) -> Iterator[None]:
+        """Release at the end what forwards inside have left gathered, because user code holds ``flats``."""
+        wanted = set(map(id, flats))
+        ours = [u for u in self.units if any(id(f) in wanted and not f.is_in_use for f in u.flats)]
+        try:
+            yield
+        finally:
+            for unit in ours:
+                if not unit.open_backwards:
+                    self.release(unit)
 
     def _neighbours(self, unit: Unit, direction: int, distance: int) -> list[Unit]:
         """Return the next units in the order of the pass, nearest first."""
@@ -65,13 +88,18 @@ class Gatherer:
         for flat in unit.flats:
             flat.start_read()
 
-    def release(self, unit: Unit, *, stepped: bool = False) -> None:
+    def release(self, unit: Unit, *, stepped: bool = False, kept: bool = False) -> None:
         """Free a unit's full parameters, unless it is pinned, after taking writes to them (stage 3).
 
-        ``stepped``: the masters are newer than the gathered parameters, so writes are not taken.
+        Args:
+            unit: the unit.
+            stepped: the masters are newer than the gathered parameters, so writes are not taken.
+            kept: free also what user code holds, because it is outdated. The next use gathers it again.
         """
         if self.sharded and not unit.pinned:
             for flat in unit.flats:
+                if flat.plan.replicated or (flat.users and not (kept or stepped)):
+                    continue
                 if not stepped:
                     flat.take_writes()
                 if flat.is_gathered or flat.gathering is not None or flat.reading is not None:
@@ -113,7 +141,7 @@ class Gatherer:
         """Release all units that are gathered or in flight (stage 3). ``stepped``: as in `release`."""
         for unit in self.units:
             unit.unpin()
-            self.release(unit, stepped=stepped)
+            self.release(unit, stepped=stepped, kept=True)
         self._seen.clear()
 
     def outdate(self, flats: list[Flat]) -> None:

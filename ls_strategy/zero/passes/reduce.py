@@ -103,6 +103,7 @@ class Reducer:
         grad = grad_of(param)
         if grad is None:
             return
+        flat.require_here("gradients")
         local = flat.local
         if local.scale != self.loss_scale:
             self._begin_scale(flat, index)

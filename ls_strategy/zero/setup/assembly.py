@@ -57,6 +57,8 @@ class Draft:
         self.kept_fp32: list[nn.Module] = []
         """Modules that stay in fp32 in the 16-bit modes."""
         self._owners: dict[int, tuple[tuple[int, int], ...]] = {}
+        self._replicated: set[int] = set()
+        """``id`` of the parameters that every rank holds in full if they are frozen."""
         self._shared: dict[tuple[int, ...], int] = {}
         """Number of each set of optimizers with common parameters; these follow the numbers of the optimizers."""
         self.config = config
@@ -64,6 +66,7 @@ class Draft:
         self._error: PlanError | None = None
         try:
             self.specs = partition(model, config.sharding.block_classes, config.sharding.min_unit_numel, share.absent)
+            self._replicated = _parameters_below(model, config.sharding.replicated_modules)
             kept = materials.fp32_modules(model, config.precision.fp32_modules)
             self.kept_fp32 = kept if precision.rounds else []
             self._owners = agreement.owners_of(model, optimizers)
@@ -146,6 +149,7 @@ class Draft:
                 tied=id(p) in self.share.tied,
                 replica=id(p) in self.share.replicas,
                 shared_by=together,
+                replicated=id(p) in self._replicated,
             )
 
         return resolve_plan(
@@ -180,9 +184,8 @@ class Draft:
             for flat_plan in planned.flats:
                 members = [params[slot.name] for slot in flat_plan.layout.slots]
                 comm, axis = mesh.holders(flat_plan.layout.slots[0].part)
-                flat = Flat(
-                    flat_plan, members, policy=self.policy, comm=comm, storage=offload.storage(number), axis=axis
-                )  # fmt: skip
+                policy, storage = flat_plan.policy(self.policy), offload.storage(number)
+                flat = Flat(flat_plan, members, policy=policy, comm=comm, storage=storage, axis=axis)
                 number += 1
                 flat.load([values[id(p)] for p in members], device)
                 flats.append(flat)
@@ -194,6 +197,22 @@ class Draft:
                 trim_heap()
         maker.finish()
         return units
+
+
+def _parameters_below(model: nn.Module, names: Sequence[str]) -> set[int]:
+    """Return ``id`` of the parameters of the modules with these names.
+
+    Raises:
+        PlanError: there is no such module.
+    """
+    modules = dict(model.named_modules())
+    for name in names:
+        if name not in modules:
+            raise PlanError(
+                f"Got sharding.replicated_modules={list(names)}, but {type(model).__name__} has no module {name!r}. "
+                f"Use names of named_modules(), such as {', '.join(repr(n) for n, _ in model.named_children())}."
+            )
+    return {id(p) for name in names for p in modules[name].parameters()}
 
 
 def _dtype_of(param: nn.Parameter) -> str:

@@ -321,6 +321,10 @@ class ShardedOptimizer:
         """
         raise _sharded_state(f"{type(self.optimizer).__name__}.{what}")
 
+    def state_tensors(self) -> list[Tensor]:
+        """Return the optimizer's states in memory, without masters."""
+        return [*(t for each in self.states.store for t in each.tensors()), *self._runs.tensors()]
+
     def state_bytes(self) -> int:
         """Return the bytes of optimizer state that this rank has in memory, without masters."""
         store = self.states.store

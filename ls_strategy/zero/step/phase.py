@@ -99,3 +99,8 @@ class OptimizerStep:
                 "clipping and step()."
             )
         self.phase = to
+
+
+def no_gradients() -> StateError:
+    """Return the error for reading gradients where there are none."""
+    return StateError("there is no gradient to read. Call this between backward and zero_grad().")

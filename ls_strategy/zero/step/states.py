@@ -83,6 +83,7 @@ class FlatStates:
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         """Return the full state as a state dict shows it, ``(stepped,)``; read-only."""
+        self.flat.require_here("optimizer")
         self.flat.wait_updated()
         self.ensure(name, dtype)
         if name not in self.moments:
@@ -98,6 +99,7 @@ class FlatStates:
 
         Any thread may call this while no update is in flight.
         """
+        self.flat.require_here("optimizer")
         if name not in self.moments:
             return self._in_memory[name].codes[start:stop]
         if self.resident and self.moment_format == "fp32":
@@ -116,6 +118,7 @@ class FlatStates:
 
     def write(self, name: str, start: int, values: Tensor) -> None:
         """Replace ``[start, start + n)`` by ``values`` as a state dict shows them. May return before the store."""
+        self.flat.require_here("optimizer")
         self.flat.wait_updated()
         self.flat.before_change()
         self.ensure(name, values.dtype)

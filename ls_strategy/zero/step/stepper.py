@@ -25,9 +25,10 @@ from ls_strategy.errors import StateError
 from ls_strategy.loss_scale import LossScaler
 from ls_strategy.tiers.link import trim_heap
 from ls_strategy.transient import Method
+from ls_strategy.zero.flat.buffer import states_away
 from ls_strategy.zero.step import global_norm
 from ls_strategy.zero.step.optimizer import OwnStep, ShardedOptimizer
-from ls_strategy.zero.step.phase import OptimizerStep, Phase
+from ls_strategy.zero.step.phase import OptimizerStep, Phase, no_gradients
 from ls_strategy.zero.step.schedule import UpdateSchedule
 from ls_strategy.zero.user_code.gradients import Gradients
 
@@ -149,6 +150,9 @@ class Stepper:
             Whether the optimizer may step, equal on every rank; False after an overflow.
         """
         state = self.optimizers[index]
+        for flat in state.flats:
+            if flat.away:
+                raise states_away(", ".join(sorted(flat.away)))
         if state.is_averaged:
             return not state.overflow
         self._unfold(state)
@@ -237,7 +241,7 @@ class Stepper:
             if other is not state and not set(other.kinds).isdisjoint(state.kinds):
                 other.reopen()
 
-    def _as_they_are(self, index: int, *, clipped: bool = False) -> OptimizerStep:
+    def as_they_are(self, index: int, *, clipped: bool = False) -> OptimizerStep:
         """Finish, and load the changes that user code has made to the gradients since. Changes outdate the norm.
 
         Args:
@@ -264,7 +268,7 @@ class Stepper:
 
     def clip_norm_(self, index: int, max_norm: float) -> Tensor:
         """Clip the optimizer's gradients by their exact global norm; return the norm before clipping."""
-        state = self._as_they_are(index, clipped=True)
+        state = self.as_they_are(index, clipped=True)
         if state.norm is None:
             state.norm = global_norm.global_norm(state.flats, self._world)
         factor = global_norm.clip_factor(state.norm, max_norm)
@@ -280,7 +284,7 @@ class Stepper:
 
     def clip_value_(self, index: int, limit: float) -> None:
         """Clamp every element of the optimizer's averaged gradients."""
-        state = self._as_they_are(index, clipped=True)
+        state = self.as_they_are(index, clipped=True)
         global_norm.clip_value_(state.flats, limit)
         self._clipped(state)
 
@@ -302,9 +306,9 @@ class Stepper:
             return known
         for i, state in enumerate(self.optimizers):
             if state in states:
-                self._as_they_are(i)
+                self.as_they_are(i)
         if not any(any(s.used) for s in states):
-            raise StateError("there is no gradient to compute a norm of. Call this between backward and zero_grad().")
+            raise no_gradients()
         if len(states) == 1 and norm_type == 2.0 and states[0].norm is not None:
             return states[0].norm  # unchanged since
         flats = {id(f): f for s in states for f in s.flats}  # count shared ones once
@@ -321,7 +325,7 @@ class Stepper:
         After an overflow nothing is updated on any rank, and the step is counted in ``skipped_steps``.
         """
         proceed = self.finish(index)
-        state = self._as_they_are(index)
+        state = self.as_they_are(index)
         result = None
         self._model.on_demand.write_back()
         if proceed:
@@ -367,7 +371,7 @@ class Stepper:
         if has_step_hooks(optimizer, besides=self):  # they may have changed gradients, and weights
             number = self.index_of(optimizer)
             assert number is not None
-            used = self._as_they_are(number).used
+            used = self.as_they_are(number).used
             self._model.on_demand.write_back()
         step.begin(used)
         self._model.gatherer.outdate(step.sharded.flats)

@@ -244,6 +244,13 @@ class Gradients:
                 if flat.averages.edited and flat.policy.optimizer and not flat.policy.gradients:
                     _start_from_averages(flat)
 
+    def let_go(self) -> None:
+        """Free gathered buffers that no view uses, after taking changes. Not collective."""
+        for shown in self._shown.values():
+            shown.flush()
+            shown.let_go()
+        self._gathered = [each for each in self._gathered if each.is_current]
+
     def zero(self, params: set[int], *, set_to_none: bool) -> None:
         """Drop or zero the gradients of the parameters with these ``id`` (``module.zero_grad()``). Not collective."""
         for shown in self._shown.values():

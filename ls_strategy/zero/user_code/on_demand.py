@@ -40,6 +40,17 @@ class _Saved:
     offset: int
 
 
+@dataclass(eq=False)
+class _Opened:
+    """An open `OnDemandGather.all_gathered`."""
+
+    flats: frozenset[int]
+    """``id`` of the buffers that it holds."""
+
+    written: bool = False
+    """Whether this rank's shard of them may have changed while no context inside this one held the buffer."""
+
+
 class OnDemandGather:
     """Gathers and releases buffers on demand. Uses are collective: the same on every rank, in the same order."""
 
@@ -50,6 +61,8 @@ class OnDemandGather:
         self._on_demand_flats: dict[int, Flat] = {}
         self._by_storage = {storage_key(flat.full): flat for flat in flats}
         self._collecting: FrameType | None = None
+        self._opened: list[_Opened] = []
+        """Open contexts, outermost first."""
         self.thread: int | None = None
         """The training thread, while it trains. Another thread would run collectives out of order."""
 
@@ -63,6 +76,7 @@ class OnDemandGather:
     def touch(self, flat: Flat) -> None:
         """Gather a buffer, and keep it until `touched`. Collective."""
         self.refuse_other_threads(flat.name)
+        flat.require_here("parameters")
         flat.users += 1
         if not self._sharded:
             flat.wait_updated()
@@ -153,25 +167,41 @@ class OnDemandGather:
     def all_gathered(self, flats: list[Flat], world: Comm, *, modify: bool) -> Iterator[None]:
         """Keep all of ``flats`` gathered on every rank inside the context. Collective over ``world``.
 
+        Contexts may be nested. A write belongs to the innermost one that holds the buffer.
+
         Raises:
             StateError: on every rank, if any rank has written to them without ``modify``.
         """
         for flat in flats:
             self.begin(flat)
         for flat in flats:
+            self._take(flat)  # written before, in a context around this one
             self.touch(flat)
+        opened = _Opened(frozenset(map(id, flats)))
+        self._opened.append(opened)
         try:
             yield
-            written = torch.tensor([any([flat.take_writes() for flat in flats])], dtype=torch.uint8)
+            for flat in flats:
+                self._take(flat)
+            written = torch.tensor([opened.written], dtype=torch.uint8)
             if not modify and world.agree(written).item():
                 raise StateError(
                     "parameters were written to inside gathered_parameters(), which was opened for reading. Open it "
                     "with modify=True, on every rank, and write the same on all of them."
                 )
         finally:
+            self._opened.remove(opened)
             for flat in flats:
                 self.touched(flat)
             self.write_back()
+
+    def _take(self, flat: Flat) -> None:
+        """Take writes to a buffer, for the innermost context that holds it. Not collective."""
+        if flat.take_writes():
+            for opened in reversed(self._opened):
+                if id(flat) in opened.flats:
+                    opened.written = True
+                    return
 
     def write_back(self) -> None:
         """Take user code's writes to parameters, and release what was gathered on demand. Not collective."""
@@ -186,7 +216,7 @@ class OnDemandGather:
     def take_parameter_writes(self) -> None:
         """Copy writes to parameters into masters and shards. Not collective."""
         for flat in self._flats:
-            flat.take_writes()
+            self._take(flat)
 
     # called while a state dict is collected --------------------------------------------------------------------------
 
