@@ -7,8 +7,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning_utilities import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -17,6 +15,7 @@ from typing_extensions import override
 from ls_strategy._compat import is_mock_optimizer, run_step_pre_hooks, unwrap_optimizer, without_step_pre_hooks
 from ls_strategy.checked import checked
 from ls_strategy.errors import ConfigError, PlanError
+from ls_strategy.host.pytorch import GradClipAlgorithmType, Precision
 from ls_strategy.lightning import module_state
 from ls_strategy.precision import PRECISIONS, PrecisionPolicy, resolve_precision
 from ls_strategy.zero.step.elementwise import ONE_PASS

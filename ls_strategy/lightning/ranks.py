@@ -13,11 +13,10 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies.ddp import DDPStrategy
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from typing_extensions import override
 
+from ls_strategy import host
 from ls_strategy._compat import free_main_port, is_started_by_lightning, name_logs_by_job, open_sockets
 from ls_strategy.distributed import rendezvous
 from ls_strategy.distributed.comm import Comm, make_comm
@@ -26,6 +25,7 @@ from ls_strategy.distributed.launcher import LauncherWatch, end_processes
 from ls_strategy.distributed.lockstep import Lockstep
 from ls_strategy.engine import Engine
 from ls_strategy.errors import CheckpointError, ConfigError, OutOfStepError, PlanError, RankFailedError, StateError
+from ls_strategy.host.pytorch import Accelerator, DDPStrategy, SIGTERMException
 from ls_strategy.lightning.parallel import ModelParallel
 from ls_strategy.slurm import job, preflight
 
@@ -33,6 +33,11 @@ T = TypeVar("T")
 
 _PATIENCE_S = 3.0
 """Seconds that a failed rank waits for the failures of the others before it closes the connections."""
+
+_IN_FABRIC = (
+    "Got ZeROStrategy, the strategy of a Trainer, for a Fabric. Use ls_strategy.ZeROFabricStrategy with the same "
+    'options, or an alias such as Fabric(strategy="zero3").'
+)
 
 
 class RankStrategy(DDPStrategy):
@@ -59,6 +64,22 @@ class RankStrategy(DDPStrategy):
         self._stops_alone = False
         """Whether a signal ended an evaluation on this rank only."""
         super().__init__(**options)
+        host.show_to_others(type(self))
+
+    @property
+    @override
+    def accelerator(self) -> Accelerator | None:
+        return super().accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Accelerator | None) -> None:
+        """Take what the Trainer sets first.
+
+        Raises:
+            ConfigError: it is a Trainer of the other package, or a Fabric.
+        """
+        host.require_own(accelerator, Accelerator, _IN_FABRIC)
+        DDPStrategy.accelerator.fset(self, accelerator)  # type: ignore[attr-defined]
 
     @classmethod
     @override
@@ -75,6 +96,7 @@ class RankStrategy(DDPStrategy):
             # Before the other ranks start: they would wait for a rank 0 that has raised.
             rendezvous.check_port(environment.main_address, environment.main_port, environment.global_rank())
             os.environ[LAUNCHER] = str(os.getpid())  # for ranks that this process starts
+            host.remember_for_children()
         super()._configure_launcher()
 
     @override
