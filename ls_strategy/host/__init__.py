@@ -118,7 +118,7 @@ def loaded(host: str) -> bool:
 
 def installed() -> list[str]:
     """Return the packages that could be the host, in the order in which they are tried."""
-    return [host for host in HOSTS if importlib.util.find_spec(host) is not None]
+    return [host for host in HOSTS if host in sys.modules or importlib.util.find_spec(host) is not None]
 
 
 def import_part(path: str) -> ModuleType:
@@ -193,7 +193,7 @@ def _choose() -> str:
             return found.pop()
         frame = frame.f_back
     present = sorted(filter(loaded, HOSTS), key=lambda host: min(map(_position, HOSTS[host].values())))
-    return next(iter([*present, *installed(), *_with_fabric()]), "lightning")
+    return next(iter([*present, *installed()]), "lightning")
 
 
 def _named_by(frame: FrameType) -> set[str]:
@@ -221,10 +221,6 @@ def _imports_of(code: CodeType) -> Iterator[str]:
 def _position(module: str) -> int:
     """Return how many modules were imported before ``module``."""
     return next((i for i, each in enumerate(list(sys.modules)) if each == module), len(sys.modules))
-
-
-def _with_fabric() -> list[str]:
-    return [host for host, parts in HOSTS.items() if importlib.util.find_spec(_root(parts["fabric"])) is not None]
 
 
 def _root(module: str) -> str:
