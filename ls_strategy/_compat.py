@@ -177,6 +177,23 @@ def unwrap_optimizer(optimizer: Any) -> Any:
     return getattr(optimizer, "_optimizer", optimizer)
 
 
+def forward_zero_grad_of_fabric() -> None:
+    """Make ``zero_grad`` of Fabric's wrappers call that of the optimizer, or module, inside.
+
+    Otherwise torch's method runs on the wrapper, past what is attached to the inner object.
+    """
+    wrappers: Any = host.import_part("fabric.wrappers")
+
+    def of_optimizer(self: Any, set_to_none: bool = True) -> None:
+        self._optimizer.zero_grad(set_to_none=set_to_none)
+
+    def of_module(self: Any, set_to_none: bool = True) -> None:
+        self._original_module.zero_grad(set_to_none=set_to_none)
+
+    wrappers._FabricOptimizer.zero_grad = of_optimizer
+    wrappers._FabricModule.zero_grad = of_module
+
+
 def is_mock_optimizer(optimizer: Optimizer) -> bool:
     """Whether this is Lightning's stand-in for ``configure_optimizers`` that returned None."""
     return type(optimizer).__name__ == "_MockOptimizer"

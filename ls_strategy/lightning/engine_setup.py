@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from ls_strategy.lightning.strategy import ZeROStrategy
 
-_NVME_PATH = "LS_STRATEGY_NVME_PATH"
+NVME_PATH = "LS_STRATEGYNVME_PATH"
 
 
 class EngineSetup:
@@ -55,7 +55,7 @@ class EngineSetup:
         comm = strategy._comm
         assert comm is not None
         self._unsharded = before_sharding(strategy.optimizers)
-        path = strategy.config.offload.nvme_path or os.environ.get(_NVME_PATH, "")
+        path = strategy.config.offload.nvme_path or os.environ.get(NVME_PATH, "")
         if not strategy.auto:
             if self._hardware is None:
                 per_node = min(strategy.num_processes, comm.world_size)
@@ -102,9 +102,9 @@ class EngineSetup:
         wanted = "nvme" in strategy.config.offload.tiers or strategy.activations.needs_nvme
         if not wanted or strategy.config.offload.nvme_path:
             return
-        named = os.environ.get(_NVME_PATH)
+        named = os.environ.get(NVME_PATH)
         path = named or str(Path(trainer.default_root_dir) / "nvme")
-        source = _NVME_PATH if named else "default_root_dir; set offload.nvme_path to a folder on a local NVMe device"
+        source = NVME_PATH if named else "default_root_dir; set offload.nvme_path to a folder on a local NVMe device"
         rank_zero_info(f"ZeROStrategy: states on NVMe are stored in {path} (from {source})")
         strategy.config = replace(strategy.config, offload=replace(strategy.config.offload, nvme_path=path))
 

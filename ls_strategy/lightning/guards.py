@@ -155,6 +155,11 @@ def watch_methods(module: pl.LightningModule, engine: Engine) -> None:
     """
     for name in _TOGGLES:
         Method(module, name, partial(_toggle, engine))
+    watch_zero_grad(module, engine)
+
+
+def watch_zero_grad(module: nn.Module, engine: Engine) -> None:
+    """Notify the engine of ``zero_grad()`` of a module and of every module inside."""
     for part in module.modules():
         Method(part, "zero_grad", partial(_zero_grad, engine))
 

@@ -29,7 +29,7 @@ _FOREIGN_SCALER_KEYS = ("MixedPrecision", "FSDPPrecision", "native_amp_scaling_s
 """Where other strategies' checkpoints keep the loss scale."""
 
 
-class _Result:
+class Result:
     """The closure that an optimizer gets after forward and backward have run: it returns their result, once."""
 
     def __init__(self, result: Any, name: str) -> None:
@@ -38,6 +38,11 @@ class _Result:
         self._called = False
 
     def __call__(self) -> Any:
+        """Return the result.
+
+        Raises:
+            PlanError: it was returned before.
+        """
         if self._called:
             raise PlanError(f"{self._name}.step() calls its closure several times in a step. {ONE_PASS}")
         self._called = True
@@ -185,7 +190,7 @@ class ZeROPrecision(Precision):
         self.engine.finish(index)
         self._after_closure(model, optimizer)
         if self.engine.optimizers[index].sharded.takes_closure:
-            kwargs["closure"] = _Result(result, type(optimizer).__name__)
+            kwargs["closure"] = Result(result, type(optimizer).__name__)
 
         def run() -> Any:
             with without_step_pre_hooks(optimizer, besides=stepper) if hooks_first else nullcontext():

@@ -32,8 +32,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]
 def test_losses_are_those_of_ddp(ran: tuple[Path, dict[str, Any]], strategy: str) -> None:
     losses = ran[1]["losses"]
     assert losses[strategy] == pytest.approx(losses["ddp"], rel=1e-6)
-    assert len(losses["ddp"]) == 4
-    assert losses["ddp"][-1] < losses["ddp"][0]
+    assert len(set(losses["ddp"])) == 4
 
 
 def test_its_callbacks_and_loggers_work(ran: tuple[Path, dict[str, Any]]) -> None:
