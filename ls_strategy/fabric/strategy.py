@@ -47,7 +47,7 @@ from ls_strategy.fabric import checkpoints
 from ls_strategy.fabric.model import Model, Shell, not_set_up, unshelled
 from ls_strategy.fabric.precision import ZeROFabricPrecision
 from ls_strategy.host.fabric import Accelerator, CheckpointIO, ClusterEnvironment, DDPStrategy, Precision
-from ls_strategy.host.pytorch import pl
+from ls_strategy.host.pytorch import Accelerator as TrainerAccelerator
 from ls_strategy.lightning import guards, module_state
 from ls_strategy.lightning.connection import Connection
 from ls_strategy.lightning.engine_setup import NVME_PATH
@@ -89,8 +89,11 @@ class ZeROFabricStrategy(Connection, DDPStrategy):  # pyright: ignore[reportInco
         start_method: how ranks are started when no launcher did: ``popen``, ``spawn``, ``fork``, ``forkserver``.
     """
 
+    _precision_plugin = None
+    """A Trainer reads this before it sets the accelerator, where it is refused."""
+
     @takes_groups
-    @checked((), explain_waits_after=at_least(0.5))
+    @checked(("stage",), explain_waits_after=at_least(0.5))
     def __init__(
         self,
         stage: Literal[0, 1, 2, 3] = 3,
@@ -163,7 +166,7 @@ class ZeROFabricStrategy(Connection, DDPStrategy):  # pyright: ignore[reportInco
         Raises:
             ConfigError: it is a Fabric of the other package, or a Trainer.
         """
-        if isinstance(accelerator, pl.accelerators.Accelerator):
+        if isinstance(accelerator, TrainerAccelerator):
             raise ConfigError(_IN_TRAINER)
         host.require_own(accelerator, Accelerator, _IN_TRAINER)
         DDPStrategy.accelerator.fset(self, accelerator)  # type: ignore[attr-defined]

@@ -40,6 +40,9 @@ _IN_FABRIC = (
 class RankStrategy(Connection, DDPStrategy):
     """DDPStrategy with monitored collectives and with errors that reach every rank. `ZeROStrategy` adds the engine."""
 
+    _precision = None
+    """A Fabric reads this before it sets the accelerator, where it is refused."""
+
     def __init__(self, parallel: ModelParallel, explain_waits_after: float | None, **options: Any) -> None:
         """Make no process group yet.
 

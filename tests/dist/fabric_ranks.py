@@ -169,7 +169,7 @@ def adversarial(rank: int, world_size: int, name: str) -> dict[str, Any]:
 def run(rank: int, world_size: int, jobs: list[tuple[str, str, dict[str, Any]]]) -> list[Any]:
     """Run several loops in one start of the ranks."""
     quiet()
-    work = {"train": train, "adversarial": adversarial, "saves": saves, "resumes": resumes}
+    work = {"train": train, "adversarial": adversarial, "saves": saves, "resumes": resumes, "train_fp16": train_fp16}
     return [work[what](rank, world_size, name, **options) for what, name, options in jobs]
 
 
@@ -231,6 +231,98 @@ def resumes(rank: int, world_size: int, name: str, *, path: str, raw: str | None
         fabric.load_raw(raw, other)
         torch.manual_seed(5)
         result["raw"] = all(value.equal(full_weights(fabric, other)[key]) for key, value in Net().state_dict().items())
+    return result
+
+
+def train_fp16(rank: int, world_size: int, name: str) -> dict[str, Any]:
+    """One step that overflows on rank 1, one that does not."""
+    from ls_strategy import ZeROFabricPrecision, ZeROFabricStrategy, host
+
+    strategy = ZeROFabricStrategy(OPTIONS_OF[name], precision={"loss_scale": {"initial_power": 8, "hysteresis": 1}})
+    plugin = ZeROFabricPrecision("16-mixed")
+    fabric = host.import_part("fabric").Fabric(accelerator="cpu", devices=world_size, strategy=strategy, plugins=plugin)
+    fabric.launch()
+    model, optimizer = begin(fabric, 1)
+    model.eval()
+    scales, moved, refused = [strategy.require_model().engine.scaler.scale], [], ""
+    for factor in (float("inf") if rank == 1 else 1.0, 1.0):
+        before = full_weights(fabric, model)
+        fabric.backward(factor * model(torch.ones(2, WIDTH)).square().mean())
+        try:
+            fabric.clip_gradients(model, optimizer, max_norm=1.0)
+        except RuntimeError as error:
+            refused = str(error)
+        optimizer.step()
+        optimizer.zero_grad()
+        moved.append(any(not value.equal(before[key]) for key, value in full_weights(fabric, model).items()))
+        scales.append(strategy.require_model().engine.scaler.scale)
+    return {"scale": scales, "moved": moved, "refused": refused}
+
+
+OPTIONS_OF = {"zero1": 1, "zero3": 3}
+
+
+def refusals(rank: int, world_size: int) -> dict[str, str]:
+    """The messages of what cannot work; every rank must raise the same."""
+    quiet()
+    from lightning import Fabric
+    from lightning.pytorch import Trainer
+
+    from ls_strategy import ZeROFabricPrecision, ZeROFabricStrategy, ZeROStrategy
+
+    found: dict[str, str] = {}
+
+    def attempt(what: str, call: Any) -> None:
+        try:
+            call()
+        except Exception as error:
+            found[what] = str(error)
+
+    options: dict[str, Any] = {"accelerator": "cpu", "devices": world_size}
+    attempt("zero_auto", lambda: Fabric(strategy="zero_auto", **options))
+    attempt("trainer's", lambda: Fabric(strategy=ZeROStrategy(), **options))
+    attempt("fabric's", lambda: Trainer(strategy=ZeROFabricStrategy(), **options))  # type: ignore[arg-type]
+    attempt("misspelt", lambda: Fabric(strategy="zero_3", **options))
+    attempt("parallel", lambda: ZeROFabricStrategy(parallel={"tensor": 2}))  # type: ignore[call-arg]
+    fabric = make_fabric("zero2", world_size)
+    model, optimizer = begin(fabric, 1)
+    bare = optimizer.optimizer
+    other = nn.Linear(2, 2)
+    attempt("foreign optimizer", lambda: fabric.setup_optimizers(torch.optim.AdamW(other.parameters())))
+    attempt("bare step", bare.step)
+    attempt("loss.backward", lambda: model(torch.ones(2, WIDTH)).sum().backward())
+    strategy = fabric.strategy
+    control = strategy._backward_sync_control
+    attempt("no_sync of a bare module", lambda: control.no_backward_sync(other, True).__enter__())
+    second, _ = fabric.setup(other, torch.optim.AdamW(other.parameters()))
+    attempt("two modules in a folder", lambda: fabric.save("nowhere", {"a": model, "b": second}))
+    fabric = Fabric(strategy=ZeROFabricStrategy(2), plugins=ZeROFabricPrecision("16-mixed"), **options)
+    fabric.launch()
+    begin(fabric, 1)
+    kept = begin  # the first module must live
+    first = fabric.setup(model_1 := Net(), make_optimizer("adamw", model_1))
+    attempt("two modules in fp16", lambda: kept(fabric, 2))
+    assert first
+    return found
+
+
+def built_on_meta(rank: int, world_size: int) -> dict[str, Any]:
+    """Modules built in ``init_module(empty_init=True)``, and weights that a file then gives them."""
+    quiet()
+    result: dict[str, Any] = {"meta": {}, "losses": []}
+    torch.manual_seed(4)
+    weights = Net().state_dict()
+    for name in ("zero2", "zero3"):
+        fabric = make_fabric(name, world_size)
+        with fabric.init_module(empty_init=True):
+            model = Net()
+        result["meta"][name] = next(model.parameters()).is_meta
+        model = fabric.setup_module(model)
+        model.load_state_dict(weights)
+        optimizer = fabric.setup_optimizers(make_optimizer("adamw", model))
+        result["losses"].append(steps_of(fabric, model, optimizer, 0, 4))
+    result["held"] = fabric.strategy.memory_bytes(model)["masters"]
+    result["full"] = 4 * sum(p.numel() for p in Net().parameters())
     return result
 
 
