@@ -70,10 +70,10 @@ RESUMED = ("ddp", "zero2", "zero3, small units", "zero3_offload")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[tuple[str, str], Any]]:
     """What two ranks computed after their save, and what three computed after loading that."""
     folder = tmp_path_factory.mktemp("fabric")
-    names = ("zero3, small units", "zero2, file")
+    names = ("zero3, small units", "zero2, file", "ddp")
     jobs = [("saves", name, {"path": str(folder / name)}) for name in names]
     saved = dict(zip(names, spawn(fabric_ranks.run, 2, jobs, init_process_group=False)[0], strict=True))
-    keys = [(name, resumed) for name in names for resumed in RESUMED]
+    keys = [(name, resumed) for name in names for resumed in RESUMED if "ddp" != name or "small" in resumed]
     jobs = [("resumes", resumed, {"path": str(folder / name), "raw": str(folder / "raw.pt")}) for name, resumed in keys]
     found = spawn(fabric_ranks.run, 3, jobs, init_process_group=False)[0]
     assert (folder / names[0]).is_dir()
@@ -81,8 +81,11 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any
     return saved, dict(zip(keys, found, strict=True))
 
 
-@pytest.mark.parametrize("resumed", RESUMED)
-@pytest.mark.parametrize("saved", ["zero3, small units", "zero2, file"])
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [*((saved, resumed) for saved in ("zero3, small units", "zero2, file") for resumed in RESUMED),
+     ("ddp", "zero3, small units")],
+)  # fmt: skip
 def test_another_world_size_and_strategy_goes_on(checkpoints: Any, saved: str, resumed: str) -> None:
     before, after = checkpoints[0][saved], checkpoints[1][saved, resumed]
     assert after["losses"] == pytest.approx(before["losses"], rel=1e-5)
