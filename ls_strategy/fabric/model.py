@@ -13,7 +13,8 @@ Every method is collective unless its docstring says otherwise: all ranks make t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -192,9 +193,28 @@ class Shell(nn.Module):
         self.model = model
 
     @override
+    @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the user's forward between the engine's hooks."""
+        """Run the user's forward between the engine's hooks, which are not for a compiler.
+
+        Of a model that was compiled before its set-up, Fabric compiles this shell again.
+        """
         return self.model.forward(self.module, args, kwargs)
+
+
+class NoSync:
+    """``fabric.no_backward_sync``."""
+
+    @contextmanager
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> Generator[None, None, None]:
+        """Keep gradients of stages 0 and 1 on their rank; stages 2 and 3 average every micro-batch anyway."""
+        if not isinstance(module, Shell):
+            raise TypeError(f"Got a {type(module).__name__} that fabric.setup() has not returned.")
+        before, module.model.accumulating = module.model.accumulating, enabled
+        try:
+            yield
+        finally:
+            module.model.accumulating = before
 
 
 def unshelled(module: nn.Module) -> nn.Module:

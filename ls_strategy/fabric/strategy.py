@@ -44,7 +44,7 @@ from ls_strategy.config import (
 from ls_strategy.config.renamed import takes_groups
 from ls_strategy.errors import ConfigError, PlanError, StateError
 from ls_strategy.fabric import checkpoints
-from ls_strategy.fabric.model import Model, Shell, not_set_up, unshelled
+from ls_strategy.fabric.model import Model, NoSync, Shell, not_set_up, unshelled
 from ls_strategy.fabric.precision import ZeROFabricPrecision
 from ls_strategy.host.fabric import Accelerator, CheckpointIO, ClusterEnvironment, DDPStrategy, Precision
 from ls_strategy.host.pytorch import Accelerator as TrainerAccelerator
@@ -143,7 +143,7 @@ class ZeROFabricStrategy(Connection, DDPStrategy):  # pyright: ignore[reportInco
             timeout=timeout,
             start_method=start_method,
         )
-        self._backward_sync_control = _NoSync()  # pyright: ignore[reportAttributeAccessIssue]
+        self._backward_sync_control = NoSync()  # pyright: ignore[reportAttributeAccessIssue]
         host.show_to_others(type(self))
         forward_zero_grad_of_fabric()
 
@@ -449,18 +449,3 @@ class ZeROFabricStrategy(Connection, DDPStrategy):  # pyright: ignore[reportInco
         """
         with self.require_model(module).engine.gathered(modify=modify):
             yield
-
-
-class _NoSync:
-    """``fabric.no_backward_sync``."""
-
-    @contextmanager
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> Generator[None, None, None]:
-        """Keep gradients of stages 0 and 1 on their rank; stages 2 and 3 average every micro-batch anyway."""
-        if not isinstance(module, Shell):
-            raise TypeError(f"Got a {type(module).__name__} that fabric.setup() has not returned.")
-        before, module.model.accumulating = module.model.accumulating, enabled
-        try:
-            yield
-        finally:
-            module.model.accumulating = before

@@ -174,15 +174,15 @@ def require_own(accelerator: object, kind: type, cure: str) -> None:
 def remember_for_children() -> None:
     """Let ranks that this process starts choose as it did, where they might not: both packages are loaded here."""
     if all(map(loaded, HOSTS)):
-        os.environ[VARIABLE] = name()
+        os.environ[VARIABLE] = f"{name()}:{os.getpid()}"  # not for other programs that this process starts
 
 
 # --- the choice ------------------------------------------------------------------------------------------------------
 
 
 def _choose() -> str:
-    named = os.environ.get(VARIABLE)
-    if named:
+    named, _, parent = os.environ.get(VARIABLE, "").partition(":")
+    if named and parent in ("", str(os.getppid())):
         if named not in HOSTS:
             raise ConfigError(f"Got {VARIABLE}={named!r} in the environment. Set it to one of {', '.join(HOSTS)}.")
         return named

@@ -92,18 +92,25 @@ def full_weights(fabric: Any, model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().float().clone() for name, value in model.state_dict().items()}
 
 
+def set_up(fabric: Any, case: dict[str, Any]) -> tuple[Any, Any]:
+    """The module and its optimizer, whichever way."""
+    torch.manual_seed(fabric.global_rank)  # rank 0's weights count
+    model: Any = Net()
+    kind, again = case.get("optimizer", "adamw"), {}
+    if "compile" in case:
+        model = torch.compile(model, backend="eager")  # the back end that compiles nothing
+        again = {"_reapply_compile": case["compile"]}
+    if not case.get("apart", False):
+        return fabric.setup(model, make_optimizer(kind, model), **again)
+    model = fabric.setup_module(model, **again)
+    return model, fabric.setup_optimizers(make_optimizer(kind, model))
+
+
 def train(rank: int, world_size: int, name: str, case: dict[str, Any]) -> dict[str, Any]:
     """A loop with everything that ``case`` names; returns what is compared."""
     fabric = make_fabric(name, world_size, precision=case.get("precision"))
-    torch.manual_seed(rank)  # rank 0's weights count
-    model: Any = Net()
-    apart = case.get("apart", False)
+    model, optimizer = set_up(fabric, case)
     accumulate, steps = case.get("accumulate", 1), case.get("steps", 8)
-    if apart:
-        model = fabric.setup_module(model)
-        optimizer = fabric.setup_optimizers(make_optimizer(case.get("optimizer", "adamw"), model))
-    else:
-        model, optimizer = fabric.setup(model, make_optimizer(case.get("optimizer", "adamw"), model))
     if case.get("method"):
         model.mark_forward_method("loss")
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)

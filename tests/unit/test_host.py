@@ -25,9 +25,8 @@ def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process that has imported neither package and has not chosen."""
     monkeypatch.setattr(host, "_BOUND", [])
     monkeypatch.delenv(host.VARIABLE, raising=False)
-    for parts in host.HOSTS.values():
-        for module in parts.values():
-            monkeypatch.delitem(sys.modules, module, raising=False)
+    for module in (*host.HOSTS, *(module for parts in host.HOSTS.values() for module in parts.values())):
+        monkeypatch.delitem(sys.modules, module, raising=False)
 
 
 def choice_in(program: str, **names: Any) -> str:
@@ -110,7 +109,13 @@ def test_children_choose_as_their_parent(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setitem(sys.modules, module, ModuleType(module))
     monkeypatch.setenv(host.VARIABLE, "")  # restored after the test
     host.remember_for_children()
-    assert host.os.environ[host.VARIABLE] == "pytorch_lightning"
+    assert host.os.environ[host.VARIABLE] == f"pytorch_lightning:{host.os.getpid()}"
+    host._BOUND.clear()
+    monkeypatch.setattr(host.os, "getppid", host.os.getpid)
+    assert choice_in("import lightning") == "pytorch_lightning", "a child"
+    host._BOUND.clear()
+    monkeypatch.setattr(host.os, "getppid", lambda: 1)
+    assert choice_in("import lightning") == "lightning", "another program that was started from it"
 
 
 def test_the_second_package_is_refused_with_the_cure() -> None:
