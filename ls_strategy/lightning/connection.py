@@ -36,7 +36,7 @@ class Connection(_DDPStrategy):
     _alone = False
     """Whether this rank failed and others did not."""
 
-    def connect_later(self, parallel: ModelParallel, explain_waits_after: float | None) -> None:
+    def _connect_later(self, parallel: ModelParallel, explain_waits_after: float | None) -> None:
         """Make no process group yet.
 
         Args:

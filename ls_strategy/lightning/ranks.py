@@ -51,7 +51,7 @@ class RankStrategy(Connection, DDPStrategy):
             explain_waits_after: seconds; see `ZeROStrategy`.
             options: of `DDPStrategy`.
         """
-        self.connect_later(parallel, explain_waits_after)
+        self._connect_later(parallel, explain_waits_after)
         self.engine: Engine | None = None
         """Made in `setup`, for one module on one process group."""
         self._lockstep: Lockstep | None = None
