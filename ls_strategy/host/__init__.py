@@ -113,12 +113,16 @@ def of(value: object) -> str | None:
 
 def loaded(host: str) -> bool:
     """Whether one of the two modules of ``host`` is imported, or about to be."""
-    return any(module in sys.modules for module in HOSTS[host].values())
+    return any(sys.modules.get(module) is not None for module in HOSTS[host].values())
 
 
 def installed() -> list[str]:
     """Return the packages that could be the host, in the order in which they are tried."""
-    return [host for host in HOSTS if host in sys.modules or importlib.util.find_spec(host) is not None]
+    return [host for host in HOSTS if _exists(host)]
+
+
+def _exists(module: str) -> bool:
+    return sys.modules.get(module) is not None or importlib.util.find_spec(module) is not None
 
 
 def import_part(path: str) -> ModuleType:

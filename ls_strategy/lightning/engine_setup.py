@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
     from ls_strategy.lightning.strategy import ZeROStrategy
 
-NVME_PATH = "LS_STRATEGYNVME_PATH"
+NVME_PATH = "LS_STRATEGY_NVME_PATH"
+"""Environment variable with the folder for states on NVMe, if the options name none."""
 
 
 class EngineSetup:
