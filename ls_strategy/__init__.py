@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from ls_strategy.data_efficiency.curriculum import SequenceCurriculum
     from ls_strategy.data_efficiency.token_dropping import RandomTokenDropping
     from ls_strategy.errors import CheckpointError, ConfigError, LSError, PlanError, StateError
+    from ls_strategy.fabric.precision import ZeROFabricPrecision
+    from ls_strategy.fabric.strategy import ZeROFabricStrategy
     from ls_strategy.inference.engine import InferenceEngine, init_inference
     from ls_strategy.inference.stream import stream_blocks
     from ls_strategy.lightning.loading import load_from_checkpoint
@@ -86,6 +88,8 @@ __all__ = [
     "StateError",
     "TensorConfig",
     "TierConfig",
+    "ZeROFabricPrecision",
+    "ZeROFabricStrategy",
     "ZeROPrecision",
     "ZeROStrategy",
     "__version__",
@@ -111,6 +115,8 @@ _HOME = {
         "data_efficiency.curriculum": "SequenceCurriculum",
         "data_efficiency.token_dropping": "RandomTokenDropping",
         "errors": "CheckpointError ConfigError LSError PlanError StateError",
+        "fabric.precision": "ZeROFabricPrecision",
+        "fabric.strategy": "ZeROFabricStrategy",
         "inference.engine": "InferenceEngine init_inference",
         "inference.stream": "stream_blocks",
         "lightning.loading": "load_from_checkpoint",

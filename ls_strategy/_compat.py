@@ -40,6 +40,8 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary as WeakIdKeyDictionary
 
+from ls_strategy import host
+
 
 @cache
 def onednn_linear() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
@@ -175,6 +177,23 @@ def unwrap_optimizer(optimizer: Any) -> Any:
     return getattr(optimizer, "_optimizer", optimizer)
 
 
+def forward_zero_grad_of_fabric() -> None:
+    """Make ``zero_grad`` of Fabric's wrappers call that of the optimizer, or module, inside.
+
+    Otherwise torch's method runs on the wrapper, past what is attached to the inner object.
+    """
+    wrappers: Any = host.import_part("fabric.wrappers")
+
+    def of_optimizer(self: Any, set_to_none: bool = True) -> None:
+        self._optimizer.zero_grad(set_to_none=set_to_none)
+
+    def of_module(self: Any, set_to_none: bool = True) -> None:
+        self._original_module.zero_grad(set_to_none=set_to_none)
+
+    wrappers._FabricOptimizer.zero_grad = of_optimizer
+    wrappers._FabricModule.zero_grad = of_module
+
+
 def is_mock_optimizer(optimizer: Optimizer) -> bool:
     """Whether this is Lightning's stand-in for ``configure_optimizers`` that returned None."""
     return type(optimizer).__name__ == "_MockOptimizer"
@@ -200,12 +219,12 @@ def replace_links(trainer: Any, link: Callable[[Any, str, str], None]) -> None:
 
 def replace_experiments(called: Callable[[str, Sequence[Any], Mapping[str, Any]], None]) -> None:
     """Make the dummy experiment that Lightning's loggers have on ranks above 0 report every call to ``called``."""
-    from lightning.fabric.loggers.logger import _DummyExperiment
+    dummy = host.import_part("fabric.loggers.logger")._DummyExperiment
 
     def get(_: Any, name: str) -> Callable[..., None]:
         return lambda *args, **kwargs: called(name, args, kwargs)
 
-    _DummyExperiment.__getattr__ = get  # type: ignore[method-assign]
+    dummy.__getattr__ = get
 
 
 def logs_graph(logger: Any) -> bool:
@@ -326,23 +345,22 @@ def around_dumps(trainer: Any, context: Callable[[], AbstractContextManager[bool
 
 def load_state(module_class: Any, checkpoint: dict[str, Any], **options: Any) -> Any:
     """Build a LightningModule from its class and a checkpoint, as ``load_from_checkpoint`` does."""
-    from lightning.pytorch.core.saving import _load_state
-
-    return _load_state(module_class, checkpoint, **options)
+    return host.import_part("pytorch.core.saving")._load_state(module_class, checkpoint, **options)
 
 
 def migrate_checkpoint(checkpoint: dict[str, Any], path: str) -> dict[str, Any]:
     """Migrate a checkpoint of an earlier Lightning to the installed one."""
-    from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
-
-    return _pl_migrate_checkpoint(checkpoint, path)
+    return host.import_part("pytorch.utilities.migration.utils")._pl_migrate_checkpoint(checkpoint, path)
 
 
 def plain_checkpoint_io(checkpoint_io: Any) -> Any:
     """Return the innermost `CheckpointIO`, without its wrappers."""
-    from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
-
-    while isinstance(checkpoint_io, _WrappingCheckpointIO) and checkpoint_io.checkpoint_io is not None:
+    module: Any = host.loaded_part("pytorch.plugins.io.wrapper")  # None in a program with Fabric alone
+    while (
+        module is not None
+        and isinstance(checkpoint_io, module._WrappingCheckpointIO)
+        and checkpoint_io.checkpoint_io is not None
+    ):
         checkpoint_io = checkpoint_io.checkpoint_io
     return checkpoint_io
 
@@ -425,9 +443,7 @@ def _device_backend(group: Any) -> Any:
 
 def note_module_dtype(module: nn.Module, dtype: torch.dtype) -> None:
     """Set the ``dtype`` that a LightningModule, and every one inside it, reports."""
-    from lightning.fabric.utilities.device_dtype_mixin import _update_properties
-
-    _update_properties(module, dtype=dtype)
+    host.import_part("fabric.utilities.device_dtype_mixin")._update_properties(module, dtype=dtype)
 
 
 def rewinds_pruned_weights(callback: Any) -> bool:
@@ -649,10 +665,8 @@ def raise_sigterm(trainer: Any) -> None:
     Raises:
         SIGTERMException: always; it is a ``SystemExit``.
     """
-    from lightning.pytorch.utilities.exceptions import SIGTERMException
-
     trainer._signal_connector.received_sigterm = True
-    raise SIGTERMException()
+    raise host.import_part("pytorch.utilities.exceptions").SIGTERMException()
 
 
 def give_signals_back(trainer: Any) -> None:
@@ -682,7 +696,7 @@ def resume_from(trainer: Any, path: str) -> None:
 
 def overwrite_saved_config(trainer: Any) -> None:
     """Let LightningCLI overwrite ``config.yaml`` in the log folder of a resumed run. Call it before its ``setup``."""
-    cli = sys.modules.get("lightning.pytorch.cli")
+    cli = host.loaded_part("pytorch.cli")
     for callback in trainer.callbacks if cli is not None else ():  # type: ignore[attr-defined]
         if isinstance(callback, cli.SaveConfigCallback):  # type: ignore[union-attr]
             callback.overwrite = True
@@ -699,12 +713,10 @@ def name_logs_by_job(trainer: Any, job: str, choose: Callable[[str, str], str]) 
         job: id of the job, with the task of an array.
         choose: takes the folder of all versions and ``job_...``; returns the name of the folder.
     """
-    from lightning.fabric.plugins.environments import SLURMEnvironment
-    from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-
+    environments, loggers = host.import_part("fabric.plugins.environments"), host.import_part("pytorch.loggers")
     for logger in trainer.loggers:
-        named = isinstance(logger, (TensorBoardLogger, CSVLogger)) and logger._version is not None
-        if named and logger._version in (SLURMEnvironment.job_id(), f"job_{job}"):
+        named = isinstance(logger, (loggers.TensorBoardLogger, loggers.CSVLogger)) and logger._version is not None
+        if named and logger._version in (environments.SLURMEnvironment.job_id(), f"job_{job}"):
             logger._version = choose(logger.root_dir, f"job_{job}")
 
 
@@ -721,9 +733,7 @@ def free_main_port(environment: Any, choose: Callable[[], int]) -> None:
         environment: the Trainer's cluster environment.
         choose: returns a free port.
     """
-    from lightning.fabric.plugins.environments import LightningEnvironment
-
-    if type(environment) is not LightningEnvironment or environment.creates_processes_externally:
+    if type(environment) is not _plain_environment() or environment.creates_processes_externally:
         return
     if environment._main_port == -1 and "MASTER_PORT" not in os.environ and "STANDALONE_PORT" not in os.environ:
         environment._main_port = choose()
@@ -731,9 +741,12 @@ def free_main_port(environment: Any, choose: Callable[[], int]) -> None:
 
 def is_started_by_lightning(environment: Any) -> bool:
     """Whether Lightning's launcher started this process as a rank above 0."""
-    from lightning.fabric.plugins.environments import LightningEnvironment
+    return type(environment) is _plain_environment() and environment.local_rank() > 0
 
-    return type(environment) is LightningEnvironment and environment.local_rank() > 0
+
+def _plain_environment() -> Any:
+    """Return the class of the environment in which Lightning starts the ranks."""
+    return host.import_part("fabric.plugins.environments").LightningEnvironment
 
 
 def give_data(trainer: Any, source: Any) -> None:
@@ -750,9 +763,16 @@ def intercept_cli(stop: Callable[[Any], None], make_trainer: Callable[[Any], Any
         stop: gets the LightningCLI.
         make_trainer: gets the options of the Trainer.
     """
-    from lightning.pytorch.cli import LightningCLI
+    with ExitStack() as stack:
+        for package in host.installed():  # the program decides which one it uses
+            stack.enter_context(_intercept(host.import_from(package, "pytorch.cli").LightningCLI, stop, make_trainer))
+        yield
 
-    cli: Any = LightningCLI
+
+@contextmanager
+def _intercept(
+    cli: Any, stop: Callable[[Any], None], make_trainer: Callable[[Any], Any]
+) -> Generator[None, None, None]:
     run, instantiate = cli._run_subcommand, cli.instantiate_trainer
     cli._run_subcommand = lambda self, _name: stop(self)
     cli.instantiate_trainer = lambda self, **_: make_trainer(self._get(self.config_init, "trainer", default={}))
@@ -783,7 +803,7 @@ def parse_again(kind: type, defaults: Mapping[type, Mapping[str, Any]]) -> dict[
         kind: the class of the strategy.
         defaults: by class (``kind`` or the class of an argument): defaults of its constructor.
     """
-    module = sys.modules.get("lightning.pytorch.cli")
+    module = host.loaded_part("pytorch.cli")
     made = [f for f in _callers() if module and isinstance(f.f_locals.get("self"), module.LightningCLI)]
     outer = next((frame for frame in made if frame.f_code is module.LightningCLI.__init__.__code__), None)  # type: ignore[union-attr]
     if outer is None:

@@ -4,9 +4,13 @@ The one invariant: nothing here can make ``import torch`` or ``import lightning`
 
     import torch ── entry point "torch.backends" ──> install() ──> one finder on sys.meta_path
     import lightning.pytorch ... strategies has executed ──> register(StrategyRegistry)
+    import lightning.fabric ... strategies has executed ──> register(STRATEGY_REGISTRY)
     import lightning.fabric.utilities.cloud_io ... has executed ──> its checkpoint reader accepts our folders
-    import lightning.pytorch.cli ... has executed ──> import ls_strategy.aliases, for its parser
+    import lightning.pytorch.cli ... has executed ──> its parser will import ls_strategy.aliases when it is made
     Trainer(strategy="zero2") ── StrategyRegistry.get ──> only now ls_strategy.lightning.strategy is imported
+
+The same goes for ``pytorch_lightning`` and ``lightning_fabric``. Which of the two packages asks settles which classes
+the strategy is made of: see `ls_strategy.host`.
 
 torch intends this entry point group for device back ends. It is the only one that runs early enough: Lightning
 validates the strategy's name before it loads its own entry points. ``import ls_strategy`` has the same effect and is
@@ -20,8 +24,10 @@ import contextlib
 import os
 import sys
 import warnings
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ls_strategy import host
 from ls_strategy.lightning import files as lightning_files
 
 if TYPE_CHECKING:
@@ -30,12 +36,13 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
+    from ls_strategy.fabric.strategy import ZeROFabricStrategy
     from ls_strategy.lightning.strategy import ZeROStrategy
 
 __all__ = ["ALIASES", "install", "register"]
 
-_STRATEGIES_MODULE = "lightning.pytorch.strategies"
-_CLI_MODULE = "lightning.pytorch.cli"
+_REGISTRIES = {"pytorch": "StrategyRegistry", "fabric": "STRATEGY_REGISTRY"}
+"""The names of the registries of Trainers and of Fabrics, in the modules ``strategies`` of both."""
 
 ALIASES: dict[str, dict[str, object]] = {
     "zero0": {"stage": 0},
@@ -88,28 +95,40 @@ def install() -> None:
     with _harmless():
         if os.environ.get("LS_STRATEGY_AUTOLOAD", "1") == "0":
             return
-        registry = getattr(sys.modules.get(_STRATEGIES_MODULE), "StrategyRegistry", None)
-        if registry is not None:
-            register(registry)
-        if _CLI_MODULE in sys.modules:
-            _load_aliases(sys.modules[_CLI_MODULE])
-        for name in lightning_files.MODULES:
+        for name, action in _AFTER.items():
             if name in sys.modules:
-                _take_folders(sys.modules[name])
+                action(sys.modules[name])
         if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
             sys.meta_path.insert(0, _Finder())
 
 
 def register(registry: _Registry | None = None) -> None:
-    """Add every alias to ``registry``, by default Lightning's. Names that exist are left alone."""
-    if registry is None:
-        registry = _lightning_registry()
-        _take_folders(sys.modules[lightning_files.MODULES[0]])
+    """Add every alias to ``registry``, by default to those of the package that the program uses.
+
+    Names that exist are left alone.
+    """
+    if registry is not None:
+        _register(registry, host.of(registry) or host.name(), "fabric" if _is_of_fabric(registry) else "pytorch")
+        return
+    for part in _REGISTRIES:
+        _register_module(host.name(), part, host.import_part(f"{part}.strategies"))
+    _take_folders(host.import_part("fabric.utilities.cloud_io"))
+
+
+def _is_of_fabric(registry: _Registry) -> bool:
+    modules = (sys.modules.get(f"{parts['fabric']}.strategies") for parts in host.HOSTS.values())
+    return any(getattr(module, _REGISTRIES["fabric"], None) is registry for module in modules)
+
+
+def _register(registry: _Registry, package: str, part: str) -> None:
+    """Add every alias to a registry of ``package``, of its Trainer or of its Fabric."""
     taken = set(registry.available_strategies())
+    kind = "ZeROStrategy" if part == "pytorch" else "ZeROFabricStrategy"
     for name, init_params in ALIASES.items():
         if name not in taken:
             arguments = ", ".join(f"{key}={value!r}" for key, value in init_params.items())
-            registry.register(name, _create, description=f"ZeROStrategy({arguments})", override=False, **init_params)
+            make = partial(_CREATE[part], package)
+            registry.register(name, make, description=f"{kind}({arguments})", override=False, **init_params)
     available = type(registry).available_strategies
     registry.available_strategies = lambda: _Names(available(registry))  # type: ignore[method-assign]
 
@@ -138,28 +157,50 @@ class _Names(list[str]):
         )
 
 
-def _load_aliases(module: ModuleType) -> None:
-    """Import the aliases as classes. Only programs with LightningCLI do, and they have torch and Lightning anyway."""
-    from importlib import import_module
-
-    import_module("ls_strategy.aliases").explain_old_names(getattr(module, "LightningArgumentParser", None))
-
-
-def _lightning_registry() -> _Registry:
-    from lightning.pytorch.strategies import StrategyRegistry
-
-    return StrategyRegistry
-
-
-def _create(**init_params: object) -> ZeROStrategy:
+def _create(package: str, **init_params: object) -> ZeROStrategy:
     """Make the strategy. Its module is imported here: a registry entry must not cost an import of torch."""
+    host.bind(package)
     from ls_strategy.lightning.strategy import ZeROStrategy
 
     return ZeROStrategy(**init_params)  # pyright: ignore[reportArgumentType]  (the table's values; tests check them)
 
 
-def _register_module(module: ModuleType) -> None:
-    register(module.StrategyRegistry)
+def _create_for_fabric(package: str, **init_params: object) -> ZeROFabricStrategy:
+    """Make the strategy for a Fabric."""
+    host.bind(package)
+    from ls_strategy.fabric.strategy import ZeROFabricStrategy
+
+    return ZeROFabricStrategy(**init_params)  # pyright: ignore[reportArgumentType]
+
+
+_CREATE: dict[str, Callable[..., object]] = {"pytorch": _create, "fabric": _create_for_fabric}
+
+
+def _register_module(package: str, part: str, module: ModuleType) -> None:
+    registry = getattr(module, _REGISTRIES[part], None)
+    if registry is not None:
+        _register(registry, package, part)
+
+
+def _load_aliases(package: str, module: ModuleType) -> None:
+    """Import the aliases as classes when a LightningCLI makes its parser: then it is certain whose parser it is."""
+    parser = getattr(module, "LightningArgumentParser", None)
+    if parser is None or hasattr(parser.__init__, "__ls_strategy__"):
+        return
+    init = parser.__init__
+
+    @wraps(init)
+    def init_with_aliases(self: Any, *args: Any, **kwargs: Any) -> None:
+        with _harmless("give its strategies to LightningCLI"):
+            if host.bound() in (None, package):
+                host.bind(package)
+                from importlib import import_module
+
+                import_module("ls_strategy.aliases").explain_old_names(parser)
+        init(self, *args, **kwargs)
+
+    init_with_aliases.__ls_strategy__ = True  # type: ignore[attr-defined]
+    parser.__init__ = init_with_aliases
 
 
 def _take_folders(module: ModuleType) -> None:
@@ -168,8 +209,12 @@ def _take_folders(module: ModuleType) -> None:
 
 
 _AFTER: dict[str, Callable[[ModuleType], None]] = {
-    _STRATEGIES_MODULE: _register_module,
-    _CLI_MODULE: _load_aliases,
+    **{
+        f"{parts[part]}.strategies": partial(_register_module, package, part)
+        for package, parts in host.HOSTS.items()
+        for part in _REGISTRIES
+    },
+    **{f"{parts['pytorch']}.cli": partial(_load_aliases, package) for package, parts in host.HOSTS.items()},
     **dict.fromkeys(lightning_files.MODULES, _take_folders),
 }
 """What to do as soon as a module has executed."""

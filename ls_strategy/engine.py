@@ -342,9 +342,9 @@ class Engine:
         """Complete an optimizer's averaged gradients; return whether it may step, equal on every rank."""
         return self.stepper.finish(index)
 
-    def clip_norm_(self, index: int, max_norm: float) -> Tensor:
+    def clip_norm_(self, index: int, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the optimizer's gradients by their exact global norm; return the norm before clipping."""
-        return self.stepper.clip_norm_(index, max_norm)
+        return self.stepper.clip_norm_(index, max_norm, norm_type)
 
     def clip_value_(self, index: int, limit: float) -> None:
         """Clamp every element of the optimizer's averaged gradients."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from typing_extensions import override
 
@@ -16,6 +14,7 @@ from ls_strategy.checked import at_least, between, checked
 from ls_strategy.checkpoint.full import full_state_dict, masters_from_state_dict
 from ls_strategy.engine import Engine
 from ls_strategy.errors import PlanError, StateError
+from ls_strategy.host.pytorch import Callback, pl
 
 
 class ShardedEMA(Callback):

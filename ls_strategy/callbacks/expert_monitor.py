@@ -7,16 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
 from ls_strategy.checked import at_least, checked
 from ls_strategy.distributed.axis import Axis, Waits
+from ls_strategy.host.pytorch import Callback, pl, rank_zero_info
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.moe.sparse import SparseLayer
 from ls_strategy.plots.charts import Charts

@@ -9,13 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.throughput import get_available_flops
-from lightning.pytorch.callbacks import Callback, ModelSummary
-from lightning.pytorch.utilities.data import extract_batch_size
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -27,6 +21,15 @@ from ls_strategy.callbacks.sharded import zero_strategy
 from ls_strategy.callbacks.step_trace import RankTrace, merged
 from ls_strategy.checked import above, at_least, checked
 from ls_strategy.errors import PlanError, StateError
+from ls_strategy.host.fabric import get_available_flops
+from ls_strategy.host.pytorch import (
+    Callback,
+    MisconfigurationException,
+    ModelSummary,
+    extract_batch_size,
+    pl,
+    rank_zero_info,
+)
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.plots.charts import ByteUnit, Charts, unit_for
 from ls_strategy.spans import DATA, VALIDATION, Record, Recorder, Window

@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
 from ls_strategy.callbacks.sharded import zero_strategy
 from ls_strategy.checked import at_least, checked
 from ls_strategy.errors import PlanError
+from ls_strategy.host.pytorch import Callback, pl
 from ls_strategy.lightning.pipeline import Pipeline
 from ls_strategy.parallel.pipeline import timeline
 

@@ -11,13 +11,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from fsspec.core import url_to_fs
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
@@ -26,6 +22,7 @@ from ls_strategy import device as dev
 from ls_strategy.checked import at_least, checked
 from ls_strategy.checkpoint.commit import newest
 from ls_strategy.errors import CheckpointError, ConfigError
+from ls_strategy.host.pytorch import Callback, ModelCheckpoint, SIGTERMException, pl, rank_zero_info, rank_zero_warn
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.slurm import job
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback
-
 from ls_strategy.errors import PlanError
+from ls_strategy.host.pytorch import Callback, pl
 from ls_strategy.lightning.strategy import ZeROStrategy
 
 

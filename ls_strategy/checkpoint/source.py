@@ -35,6 +35,19 @@ RANDOM = "random_states"
 """Key of the ranks' random number generator states. In a single file it is below `OURS`."""
 
 
+FABRIC = "fabric"
+"""Key of what a Fabric saved besides its module and optimizers; below `OURS`, of the names of those two."""
+
+
+def as_fabric(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return what a Fabric saved under its own keys; any other checkpoint is returned as it is."""
+    names = checkpoint.get(OURS, {}).get(FABRIC)
+    if names is None:
+        return checkpoint
+    optimizers = dict(zip(names["optimizers"], checkpoint.get("optimizer_states", []), strict=True))
+    return {names["module"]: checkpoint["state_dict"], **optimizers, **checkpoint.get(FABRIC, {})}
+
+
 @dataclass
 class Weights:
     """Weights and buffers of a model."""

@@ -221,7 +221,7 @@ def trainer_options(cli: Any) -> dict[str, Any]:
 
 def _bare_trainer(options: Any) -> Any:
     """Return a Trainer with what a module may read: steps, epochs, accumulation, precision."""
-    import lightning.pytorch as pl
+    from ls_strategy.host.pytorch import pl
 
     kept = ("max_steps", "max_epochs", "accumulate_grad_batches", "limit_train_batches", "val_check_interval")
     given = {name: options[name] for name in kept if options.get(name) is not None}

@@ -9,9 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Literal
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from typing_extensions import override
@@ -20,6 +18,7 @@ from ls_strategy.checked import above, at_least, checked
 from ls_strategy.data_efficiency.schedule import Kind, Schedule
 from ls_strategy.data_efficiency.scheduled import ScheduledCallback
 from ls_strategy.errors import PlanError, StateError
+from ls_strategy.host.pytorch import is_param_in_hook_signature, pl
 from ls_strategy.lightning.strategy import ZeROStrategy
 
 

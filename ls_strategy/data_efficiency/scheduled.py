@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from ls_strategy.data_efficiency.schedule import Schedule
+from ls_strategy.host.pytorch import Callback, pl, rank_zero_info, rank_zero_warn
 
 
 class ScheduledCallback(Callback):

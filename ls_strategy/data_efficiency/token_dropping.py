@@ -18,9 +18,7 @@ import copy
 import inspect
 from typing import Any, Literal
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -31,6 +29,7 @@ from ls_strategy.data_efficiency.schedule import Schedule
 from ls_strategy.data_efficiency.scheduled import ScheduledCallback
 from ls_strategy.device import generator_of
 from ls_strategy.errors import PlanError, StateError
+from ls_strategy.host.pytorch import pl, rank_zero_info
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.parallel.hooks import change_output
 from ls_strategy.parallel.random import draw, hash64, set_state

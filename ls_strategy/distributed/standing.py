@@ -21,8 +21,14 @@ _FOR_SOME = (
 )  # fmt: skip
 
 
-_STRATEGY = ("strategy.py", "ranks.py", "readings.py")
-"""Files of ``lightning/`` with the strategy's public methods, which a report names."""
+_STRATEGY = (
+    ("lightning", "strategy.py"),
+    ("lightning", "ranks.py"),
+    ("lightning", "connection.py"),
+    ("lightning", "readings.py"),
+    ("fabric", "strategy.py"),
+)
+"""Files with the strategies' public methods, which a report names."""
 
 
 def standing(thread: int) -> tuple[str, str, bool]:
@@ -74,7 +80,7 @@ def _folders() -> dict[str, Any]:
         "libraries": tuple(of.values()),
         "lightning": tuple(folder for name, folder in of.items() if "lightning" in name),
         "torch.distributed": os.path.join(of["torch"], "distributed", ""),  # noqa: PTH118
-        "strategy": tuple(os.path.join(of["ls_strategy"], "lightning", name) for name in _STRATEGY),  # noqa: PTH118
+        "strategy": tuple(os.path.join(of["ls_strategy"], *path) for path in _STRATEGY),  # noqa: PTH118
         "standard": os.path.join(os.path.dirname(os.__file__), ""),  # noqa: PTH118, PTH120
     }
 

@@ -35,7 +35,8 @@ def versions() -> Iterator[Finding]:
     yield Finding(_PACKAGE, f"{installed(_PACKAGE) or 'a source tree'}, {Path(__file__).parents[1]}")
     wanted = requirements()
     for name in REQUIRED:
-        yield _package(name, wanted.get(name, ""))
+        other = name == "lightning" and installed(name) is None and installed("pytorch_lightning") is not None
+        yield _package("pytorch_lightning" if other else name, wanted.get(name, ""))
     for name, purpose in OPTIONAL.items():
         version = installed(name)
         yield Finding(name, version or f"not installed; for {purpose}")

@@ -18,9 +18,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from ls_strategy._compat import plain_checkpoint_io, tree_iter, tree_map
@@ -36,6 +33,8 @@ from ls_strategy.checkpoint.target import MANIFEST, META, METADATA, check_replac
 from ls_strategy.deepspeed.checkpoint import is_deepspeed, read_deepspeed
 from ls_strategy.engine import Engine
 from ls_strategy.errors import CheckpointError
+from ls_strategy.host.fabric import CheckpointIO, TorchCheckpointIO
+from ls_strategy.host.pytorch import rank_zero_info
 
 
 class Collection:

@@ -16,9 +16,6 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.fabric.utilities.data import sized_len
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -29,6 +26,8 @@ from torch.utils.data import (
 )
 
 from ls_strategy._compat import training_loaders
+from ls_strategy.host.fabric import sized_len
+from ls_strategy.host.pytorch import pl, rank_zero_info
 
 _RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 """Samplers whose order is not recorded: they resume as in Lightning, with its warning."""

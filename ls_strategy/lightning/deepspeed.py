@@ -18,11 +18,6 @@ from dataclasses import fields
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.utilities import GradClipAlgorithmType
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -32,6 +27,13 @@ from ls_strategy.config.renamed import GROUPS
 from ls_strategy.deepspeed.config import Translation
 from ls_strategy.deepspeed.schedules import Schedule
 from ls_strategy.errors import ConfigError
+from ls_strategy.host.pytorch import (
+    GradClipAlgorithmType,
+    GradientAccumulationScheduler,
+    is_overridden,
+    pl,
+    rank_zero_info,
+)
 from ls_strategy.lightning.precision import ZeROPrecision
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
 from ls_strategy._compat import is_mock_optimizer, unwrap_optimizer
 from ls_strategy.activations.storage import NVMeFolder
 from ls_strategy.checkpoint.full import StateDictHooks
 from ls_strategy.engine import Engine
+from ls_strategy.host.pytorch import rank_zero_info
 from ls_strategy.layout import TensorPart
 from ls_strategy.lightning import guards, module_state
 from ls_strategy.lightning.parallel import ActivationMemory
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
     from ls_strategy.lightning.strategy import ZeROStrategy
 
-_NVME_PATH = "LS_STRATEGY_NVME_PATH"
+NVME_PATH = "LS_STRATEGY_NVME_PATH"
+"""Environment variable with the folder for states on NVMe, if the options name none."""
 
 
 class EngineSetup:
@@ -55,7 +56,7 @@ class EngineSetup:
         comm = strategy._comm
         assert comm is not None
         self._unsharded = before_sharding(strategy.optimizers)
-        path = strategy.config.offload.nvme_path or os.environ.get(_NVME_PATH, "")
+        path = strategy.config.offload.nvme_path or os.environ.get(NVME_PATH, "")
         if not strategy.auto:
             if self._hardware is None:
                 per_node = min(strategy.num_processes, comm.world_size)
@@ -102,9 +103,9 @@ class EngineSetup:
         wanted = "nvme" in strategy.config.offload.tiers or strategy.activations.needs_nvme
         if not wanted or strategy.config.offload.nvme_path:
             return
-        named = os.environ.get(_NVME_PATH)
+        named = os.environ.get(NVME_PATH)
         path = named or str(Path(trainer.default_root_dir) / "nvme")
-        source = _NVME_PATH if named else "default_root_dir; set offload.nvme_path to a folder on a local NVMe device"
+        source = NVME_PATH if named else "default_root_dir; set offload.nvme_path to a folder on a local NVMe device"
         rank_zero_info(f"ZeROStrategy: states on NVMe are stored in {path} (from {source})")
         strategy.config = replace(strategy.config, offload=replace(strategy.config.offload, nvme_path=path))
 

@@ -94,7 +94,7 @@ def _is_ours(path: Any) -> bool:
 
 
 def _read(path: Any, map_location: Any, weights_only: bool | None) -> dict[str, Any]:
-    from ls_strategy.checkpoint.source import OURS, read_full
+    from ls_strategy.checkpoint.source import OURS, as_fabric, read_full
 
     checkpoint = read_full(path, map_location=map_location, weights_only=weights_only)
     left_out = checkpoint.get(OURS, {}).get("left_out", ())
@@ -105,4 +105,4 @@ def _read(path: Any, map_location: Any, weights_only: bool | None) -> dict[str, 
             "on the module, or use ls_strategy.load_from_checkpoint, which accepts this.",
             stacklevel=4,
         )
-    return checkpoint
+    return as_fabric(checkpoint)

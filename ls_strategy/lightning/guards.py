@@ -8,16 +8,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.callbacks import (
-    BaseFinetuning,
-    ModelPruning,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.utilities import GradClipAlgorithmType
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
 
@@ -31,6 +21,16 @@ from ls_strategy._compat import (
 from ls_strategy.access.rollout import generates, run_gathered
 from ls_strategy.engine import Engine
 from ls_strategy.errors import PlanError, StateError
+from ls_strategy.host.pytorch import (
+    BaseFinetuning,
+    GradClipAlgorithmType,
+    LightningOptimizer,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+    is_overridden,
+    pl,
+)
 from ls_strategy.lightning.precision import ZeROPrecision
 from ls_strategy.transient import Method
 from ls_strategy.zero.flat.parameters import unnoticed
@@ -42,7 +42,7 @@ _BEFORE_STEP = ("on_after_backward", "on_before_optimizer_step")
 _AFTER_STEP = ("on_before_zero_grad", "on_train_batch_end")
 """Hooks that run between step and `zero_grad`."""
 
-_OWN = ("lightning.pytorch.", "ls_strategy.")
+_OWN = (f"{pl.__name__}.", "ls_strategy.")
 
 _IN_CHARGE = ("configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad")
 """Hooks of the module that change gradients, or decide whether a step follows."""
@@ -158,6 +158,11 @@ def watch_methods(module: pl.LightningModule, engine: Engine) -> None:
     """
     for name in _TOGGLES:
         Method(module, name, partial(_toggle, engine))
+    watch_zero_grad(module, engine)
+
+
+def watch_zero_grad(module: nn.Module, engine: Engine) -> None:
+    """Notify the engine of ``zero_grad()`` of a module and of every module inside."""
     for part in module.modules():
         Method(part, "zero_grad", partial(_zero_grad, engine))
 

@@ -6,12 +6,11 @@ import os
 import warnings
 from typing import Any, TypeVar, cast
 
-import lightning.pytorch as pl
-
 from ls_strategy._compat import load_state, migrate_checkpoint
 from ls_strategy.checked import checked
 from ls_strategy.checkpoint.source import device_of, is_folder, open_folder, read_checkpoint
 from ls_strategy.errors import CheckpointError
+from ls_strategy.host.pytorch import pl
 
 Module = TypeVar("Module", bound=pl.LightningModule)
 

@@ -13,10 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
@@ -30,6 +27,8 @@ from ls_strategy.distributed.axis import Axis
 from ls_strategy.distributed.comm import Comm
 from ls_strategy.distributed.mesh import Mesh, MeshShape, make_mesh
 from ls_strategy.errors import PlanError, StateError
+from ls_strategy.host.fabric import pl_worker_init_function
+from ls_strategy.host.pytorch import pl, rank_zero_info
 from ls_strategy.layout import TensorPart
 from ls_strategy.lightning.pipeline import Pipeline, refuse
 from ls_strategy.moe.balance import update_router_bias

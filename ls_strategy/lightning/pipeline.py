@@ -19,14 +19,8 @@ from functools import cache
 from inspect import signature
 from typing import Any, cast
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.data import extract_batch_size
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -38,6 +32,15 @@ from ls_strategy.distributed.comm import process_group
 from ls_strategy.distributed.mesh import Mesh
 from ls_strategy.engine import Engine
 from ls_strategy.errors import PlanError, StateError
+from ls_strategy.host.pytorch import (
+    Strategy,
+    TrainerFn,
+    extract_batch_size,
+    is_param_in_hook_signature,
+    pl,
+    rank_zero_info,
+    rank_zero_warn,
+)
 from ls_strategy.moe.losses import LossKeeper
 from ls_strategy.parallel.pipeline.batches import has_rows, mean_of, merge, split
 from ls_strategy.parallel.pipeline.p2p import make_links

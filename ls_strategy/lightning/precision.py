@@ -7,8 +7,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning_utilities import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -17,6 +15,7 @@ from typing_extensions import override
 from ls_strategy._compat import is_mock_optimizer, run_step_pre_hooks, unwrap_optimizer, without_step_pre_hooks
 from ls_strategy.checked import checked
 from ls_strategy.errors import ConfigError, PlanError
+from ls_strategy.host.pytorch import GradClipAlgorithmType, Precision
 from ls_strategy.lightning import module_state
 from ls_strategy.precision import PRECISIONS, PrecisionPolicy, resolve_precision
 from ls_strategy.zero.step.elementwise import ONE_PASS
@@ -30,7 +29,7 @@ _FOREIGN_SCALER_KEYS = ("MixedPrecision", "FSDPPrecision", "native_amp_scaling_s
 """Where other strategies' checkpoints keep the loss scale."""
 
 
-class _Result:
+class Result:
     """The closure that an optimizer gets after forward and backward have run: it returns their result, once."""
 
     def __init__(self, result: Any, name: str) -> None:
@@ -39,6 +38,11 @@ class _Result:
         self._called = False
 
     def __call__(self) -> Any:
+        """Return the result.
+
+        Raises:
+            PlanError: it was returned before.
+        """
         if self._called:
             raise PlanError(f"{self._name}.step() calls its closure several times in a step. {ONE_PASS}")
         self._called = True
@@ -186,7 +190,7 @@ class ZeROPrecision(Precision):
         self.engine.finish(index)
         self._after_closure(model, optimizer)
         if self.engine.optimizers[index].sharded.takes_closure:
-            kwargs["closure"] = _Result(result, type(optimizer).__name__)
+            kwargs["closure"] = Result(result, type(optimizer).__name__)
 
         def run() -> Any:
             with without_step_pre_hooks(optimizer, besides=stepper) if hooks_first else nullcontext():

@@ -7,36 +7,41 @@ it closes the connections that the others wait on.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies.ddp import DDPStrategy
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from typing_extensions import override
 
-from ls_strategy._compat import free_main_port, is_started_by_lightning, name_logs_by_job, open_sockets
+from ls_strategy import host
+from ls_strategy._compat import name_logs_by_job
 from ls_strategy.distributed import rendezvous
-from ls_strategy.distributed.comm import Comm, make_comm
-from ls_strategy.distributed.launcher import VARIABLE as LAUNCHER
-from ls_strategy.distributed.launcher import LauncherWatch, end_processes
+from ls_strategy.distributed.comm import Comm
+from ls_strategy.distributed.launcher import end_processes
 from ls_strategy.distributed.lockstep import Lockstep
 from ls_strategy.engine import Engine
-from ls_strategy.errors import CheckpointError, ConfigError, OutOfStepError, PlanError, RankFailedError, StateError
+from ls_strategy.errors import ConfigError, OutOfStepError, PlanError, RankFailedError, StateError
+from ls_strategy.host.pytorch import Accelerator, DDPStrategy, SIGTERMException
+from ls_strategy.lightning.connection import Connection
 from ls_strategy.lightning.parallel import ModelParallel
-from ls_strategy.slurm import job, preflight
+from ls_strategy.slurm import job
 
 T = TypeVar("T")
 
 _PATIENCE_S = 3.0
 """Seconds that a failed rank waits for the failures of the others before it closes the connections."""
 
+_IN_FABRIC = (
+    "Got ZeROStrategy, the strategy of a Trainer, for a Fabric. Use ls_strategy.ZeROFabricStrategy with the same "
+    'options, or an alias such as Fabric(strategy="zero3").'
+)
 
-class RankStrategy(DDPStrategy):
+
+class RankStrategy(Connection, DDPStrategy):
     """DDPStrategy with monitored collectives and with errors that reach every rank. `ZeROStrategy` adds the engine."""
+
+    _precision = None
+    """A Fabric reads this before it sets the accelerator, where it is refused."""
 
     def __init__(self, parallel: ModelParallel, explain_waits_after: float | None, **options: Any) -> None:
         """Make no process group yet.
@@ -46,19 +51,30 @@ class RankStrategy(DDPStrategy):
             explain_waits_after: seconds; see `ZeROStrategy`.
             options: of `DDPStrategy`.
         """
-        self.parallel = parallel
-        self.explain_waits_after = explain_waits_after
+        self._connect_later(parallel, explain_waits_after)
         self.engine: Engine | None = None
         """Made in `setup`, for one module on one process group."""
-        self._comm: Comm | None = None
         self._lockstep: Lockstep | None = None
-        self._watch = LauncherWatch()
         self._logs_are_named = False
-        self._alone = False
-        """Whether this rank failed and others did not."""
         self._stops_alone = False
         """Whether a signal ended an evaluation on this rank only."""
         super().__init__(**options)
+        host.show_to_others(type(self))
+
+    @property
+    @override
+    def accelerator(self) -> Accelerator | None:
+        return super().accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Accelerator | None) -> None:
+        """Take what the Trainer sets first.
+
+        Raises:
+            ConfigError: it is a Trainer of the other package, or a Fabric.
+        """
+        host.require_own(accelerator, Accelerator, _IN_FABRIC)
+        DDPStrategy.accelerator.fset(self, accelerator)  # type: ignore[attr-defined]
 
     @classmethod
     @override
@@ -68,57 +84,26 @@ class RankStrategy(DDPStrategy):
     # set-up ----------------------------------------------------------------------------------------------------------
 
     @override
-    def _configure_launcher(self) -> None:
-        environment = self.cluster_environment
-        free_main_port(environment, rendezvous.free_port)
-        if environment is not None and not environment.creates_processes_externally:
-            # Before the other ranks start: they would wait for a rank 0 that has raised.
-            rendezvous.check_port(environment.main_address, environment.main_port, environment.global_rank())
-            os.environ[LAUNCHER] = str(os.getpid())  # for ranks that this process starts
-        super()._configure_launcher()
-
-    @override
     def setup_environment(self) -> None:
-        before = open_sockets()
-        environment = self.cluster_environment
-        if is_started_by_lightning(environment):
-            self._watch.start()
-        if not dist.is_initialized() and environment is not None:
-            gpus = self.root_device.type == "cuda"
-            preflight.require(os.environ, devices=self.num_processes, num_nodes=self.num_nodes, gpus=gpus)
-            rendezvous.check_left(environment.main_address, environment.main_port)
-            self.set_world_ranks()  # a forked rank only has its local rank so far
-            rendezvous.check_port(environment.main_address, environment.main_port, environment.global_rank())
         super().setup_environment()
-        expected = self.num_nodes * self.num_processes
-        if dist.get_world_size() != expected:
-            raise PlanError(
-                f"the launcher started {dist.get_world_size()} ranks, Trainer(devices={self.num_processes}, "
-                f"num_nodes={self.num_nodes}) expects {expected}. Make the two agree."
-            )
-        if self._comm is None or not self._comm.is_alive():
-            self._comm = make_comm(before)
-            self._lockstep = Lockstep(self._comm)
-            self.parallel.connect(self._comm, self.root_device.type)
-            self.engine = None
-            self._alone = False
-        self._comm.where.watch(self.explain_waits_after, self.root_device, self._break_connections)
         self.parallel.show_device_mesh(self.lightning_module)
         name = job.job_id(os.environ)
         if name is not None and self.lightning_module is not None and not self._logs_are_named:
             self._logs_are_named = True
             name_logs_by_job(self.lightning_module.trainer, name, self._own_folder)
 
+    @override
+    def _take_ranks(self) -> None:
+        self.set_world_ranks()
+
+    @override
+    def _connected(self, comm: Comm) -> None:
+        self._lockstep = Lockstep(comm)
+        self.engine = None
+
     def _own_folder(self, parent: str, name: str) -> str:
         """Return rank 0's answer on all ranks. Collective."""
         return self.broadcast(job.own_folder(parent, name, os.environ) if self.is_global_zero else name)
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Give every replica of the model its own part of the data."""
-        replica, replicas = self.parallel.data_rank
-        return {"num_replicas": replicas, "rank": replica}
 
     # collectives -----------------------------------------------------------------------------------------------------
 
@@ -143,59 +128,7 @@ class RankStrategy(DDPStrategy):
             dist.all_reduce(result, op=op, group=group)
         return result / dist.get_world_size(group) if mean else result
 
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Combine the decisions of all ranks. Collective."""
-        if self._comm is None:
-            return decision
-        votes = self._comm.agree(torch.tensor([decision, not decision], dtype=torch.uint8)).tolist()
-        return not votes[1] if all else bool(votes[0])
-
-    @override
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all ranks. Return at once if this rank failed and others did not."""
-        if not self._alone:
-            with self._blocking("barrier"):
-                super().barrier(*args, **kwargs)
-
-    @override
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        with self._blocking("broadcast", source=src):
-            return super().broadcast(obj, src)
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        with self._blocking("all_gather", group=group):
-            return super().all_gather(tensor, group, sync_grads)
-
-    def _blocking(self, kind: str, **options: Any) -> AbstractContextManager[None]:
-        """Return a context for a collective of Lightning, so that a wait in it can be explained."""
-        comm = self._comm
-        if comm is None or comm.world_size == 1 or not comm.is_alive():
-            return nullcontext()
-        return comm.blocking(kind, **options)
-
     # errors ----------------------------------------------------------------------------------------------------------
-
-    def on_all_ranks(self, work: Callable[[], T]) -> T:
-        """Run ``work``, which must not be collective, on every rank. If it fails on any rank, raise on all. Collective.
-
-        Raises:
-            CheckpointError: on the ranks where ``work`` succeeded; the others raise their own error.
-        """
-        assert self._comm is not None
-        result, error = None, None
-        try:
-            result = work()
-        except Exception as raised:
-            error = raised
-        messages = self._comm.exchange_objects(None if error is None else f"rank {self._comm.rank}: {error}")
-        if error is not None:
-            raise error
-        for message in messages:
-            if message is not None:
-                raise CheckpointError(message)
-        return cast("T", result)
 
     def all_interrupted(self) -> bool:
         """Return whether an exception ended the same step on every rank, so that all can save together.
@@ -242,8 +175,3 @@ class RankStrategy(DDPStrategy):
 
     def _abandon_saves(self) -> None:
         """Give up saves in the background that other ranks will not complete."""
-
-    def _break_connections(self) -> None:
-        """Make every wait of this rank, and every wait of others for it, fail."""
-        if self._comm is not None:
-            self._comm.break_connections()

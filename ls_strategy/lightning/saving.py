@@ -11,8 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from ls_strategy._compat import unwrap_optimizer
@@ -22,6 +20,7 @@ from ls_strategy.checkpoint.commit import remove as remove_checkpoint
 from ls_strategy.checkpoint.full import full_state_dict
 from ls_strategy.checkpoint.target import check_replaceable
 from ls_strategy.errors import CheckpointError
+from ls_strategy.host.pytorch import TrainerFn, TrainerStatus, rank_zero_warn
 from ls_strategy.lightning import checkpoints, data_position
 from ls_strategy.lightning.checkpoints import Collection
 from ls_strategy.zero.flat.parameters import unnoticed

@@ -24,15 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies.ddp import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -53,6 +46,8 @@ from ls_strategy.config.renamed import takes_groups
 from ls_strategy.deepspeed.config import Translation
 from ls_strategy.deepspeed.options import takes_deepspeed_config
 from ls_strategy.engine import Engine
+from ls_strategy.host.fabric import CheckpointIO, ClusterEnvironment
+from ls_strategy.host.pytorch import STEP_OUTPUT, Accelerator, DDPStrategy, Precision, TrainerFn, pl
 from ls_strategy.lightning import guards
 from ls_strategy.lightning.checkpoints import Collection
 from ls_strategy.lightning.deepspeed import DeepSpeedConfiguration, took_default

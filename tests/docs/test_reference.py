@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -72,6 +73,8 @@ def taken() -> dict[str, list[Any]]:
         Trainer,
         AdamW,
         Trainer.fit,
+        Fabric.init_module,
+        Fabric,
         TensorBoardLogger,
         ModelPruning,
         *(f for f in public if callable(f) and not _is_error(f)),

@@ -266,21 +266,23 @@ class Stepper:
 
     # clipping --------------------------------------------------------------------------------------------------------
 
-    def clip_norm_(self, index: int, max_norm: float) -> Tensor:
+    def clip_norm_(self, index: int, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the optimizer's gradients by their exact global norm; return the norm before clipping."""
         state = self.as_they_are(index, clipped=True)
-        if state.norm is None:
-            state.norm = global_norm.global_norm(state.flats, self._world)
-        factor = global_norm.clip_factor(state.norm, max_norm)
+        norm = state.norm if norm_type == 2.0 else None
+        if norm is None:
+            norm = global_norm.global_norm(state.flats, self._world, norm_type)
+        state.norm = norm if norm_type == 2.0 else None
+        factor = global_norm.clip_factor(norm, max_norm)
         if factor is None:
-            return state.norm
+            return norm
         for flat in state.flats:
             if state.folded and flat.averages.folds_factors:
                 state.clip = factor.float()  # fused updates are of fp32 masters
             else:
                 global_norm.scale_(flat, factor)
         self._clipped(state)
-        return state.norm
+        return norm
 
     def clip_value_(self, index: int, limit: float) -> None:
         """Clamp every element of the optimizer's averaged gradients."""
@@ -363,7 +365,7 @@ class Stepper:
         if step is None:
             raise StateError(
                 f"{type(optimizer).__name__}.step() was called on the bare optimizer, which does not have the other "
-                "ranks' gradients. Call step() on what self.optimizers() returns."
+                "ranks' gradients. Call step() on what self.optimizers() or fabric.setup() returns."
             )
         if step.sharded.optimizer is not optimizer:
             return

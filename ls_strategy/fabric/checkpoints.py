@@ -1,0 +1,201 @@
+"""``fabric.save`` and ``fabric.load``: the checkpoint folders and files of the Trainer's strategy, with Fabric's keys.
+
+A folder has the layout of a Trainer's: weights under ``state_dict``, optimizers in order under ``optimizer_states``.
+What Fabric's program calls them is in the entry `OURS`, so that `load` gives the program its own keys back::
+
+    fabric.save(path, {"model": model, "optimizer": optimizer, "step": 3})
+    {"state_dict": ..., "optimizer_states": [...], "fabric": {"step": 3},
+     OURS: {"fabric": {"module": "model", "optimizers": ["optimizer"]}}}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ls_strategy.checkpoint.commit import recover
+from ls_strategy.checkpoint.full import full_state_dict, load_full_state_dict
+from ls_strategy.checkpoint.source import FABRIC, OURS, RANDOM, as_fabric
+from ls_strategy.errors import PlanError
+from ls_strategy.host.fabric import DDPStrategy
+from ls_strategy.lightning import checkpoints
+from ls_strategy.lightning.checkpoints import Collection
+
+if TYPE_CHECKING:
+    from ls_strategy.fabric.strategy import ZeROFabricStrategy
+
+__all__ = ["Collection", "load", "load_weights", "optimizer_state_of", "save", "weights_of"]
+
+
+def weights_of(strategy: ZeROFabricStrategy, module: nn.Module) -> dict[str, Any]:
+    """Return full weights on the CPU of rank 0, or stand-ins while a folder is collected. Collective without it."""
+    model = strategy.model_of(module)
+    if model is None:
+        return module.state_dict()
+    raw = model.raw_weights()
+    if strategy.collection is not None:
+        return strategy.collection.weights(raw)
+    model.engine.check_complete()
+    return full_state_dict(raw, model.engine.units, model.engine.mesh)
+
+
+def optimizer_state_of(strategy: ZeROFabricStrategy, optimizer: Optimizer) -> dict[str, Any]:
+    """Return the state of an optimizer: full, or stand-ins while a folder is collected. Collective without it."""
+    model = strategy.model_of(optimizer)
+    index = None if model is None else model.index_of(optimizer)
+    if model is None or index is None:
+        return optimizer.state_dict()
+    if strategy.collection is not None:
+        return strategy.collection.optimizer_state(index)
+    return model.engine.optimizers[index].sharded.states.full_state_dict()
+
+
+def load_weights(strategy: ZeROFabricStrategy, module: nn.Module, weights: Mapping[str, Any], *, strict: bool) -> None:
+    """Load full tensors by name into a module, of lazy ones what each rank needs. Collective."""
+    _load_weights(strategy, module, weights, strict=strict, may_lack=())
+
+
+def _load_weights(
+    strategy: ZeROFabricStrategy, module: nn.Module, weights: Mapping[str, Any], *, strict: bool, may_lack: Any
+) -> None:
+    model = strategy.model_of(module)
+    if model is None:
+        module.load_state_dict(weights, strict=strict)
+        return
+    model.engine.wait()
+    load = partial(load_full_state_dict, model.module, weights, model.engine.units, strict=strict, may_lack=may_lack)
+    strategy.on_all_ranks(load)
+
+
+def _load_optimizer(strategy: ZeROFabricStrategy, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    model = strategy.model_of(optimizer)
+    index = None if model is None else model.index_of(optimizer)
+    if model is None or index is None:
+        optimizer.load_state_dict(dict(state))
+    elif checkpoints.is_named([state]):
+        strategy.on_all_ranks(partial(checkpoints.load_optimizers, model.engine, [index], [state]))
+    else:
+        states = model.engine.optimizers[index].sharded.states
+        strategy.on_all_ranks(partial(states.load_full_state_dict, dict(state)))
+
+
+# --- saving ----------------------------------------------------------------------------------------------------------
+
+
+def save(
+    strategy: ZeROFabricStrategy,
+    path: str,
+    state: dict[str, Any],
+    storage_options: Any,
+    filters: dict[str, Callable[[str, Any], bool]],
+) -> None:
+    """Write ``state``, a folder or a file. Collective."""
+    modules = [key for key, value in state.items() if isinstance(value, nn.Module) and strategy.model_of(value)]
+    optimizers = [key for key, value in state.items() if isinstance(value, Optimizer) and strategy.model_of(value)]
+    models = {id(strategy.model_of(state[key])) for key in (*modules, *optimizers)}
+    if strategy.config.checkpoint.format == "file" or not models:
+        _save_file(strategy, path, state, storage_options, filters)
+        return
+    if len(models) > 1 or len(modules) != 1:
+        raise PlanError(
+            f"Got {len(modules)} modules and optimizers of {len(models)} for fabric.save, but a checkpoint folder "
+            "holds one module that was set up, with its optimizers. Save each module into a folder of its own, or set "
+            'checkpoint="file" on the strategy.'
+        )
+    model = strategy.model_of(state[modules[0]])
+    assert model is not None
+    model.engine.check_complete()
+    model.engine.wait()
+    strategy.collection = Collection(model.engine, frozen=strategy.config.checkpoint.frozen)
+    try:
+        converted = DDPStrategy._convert_stateful_objects_in_state(strategy, state, filter=filters)
+        collection = strategy.collection
+    finally:
+        strategy.collection = None
+    checkpoint = {
+        "state_dict": converted.pop(modules[0]),
+        "optimizer_states": [converted.pop(key) for key in optimizers],
+        FABRIC: converted,
+        OURS: {FABRIC: {"module": modules[0], "optimizers": optimizers}},
+    }
+    checkpoints.write(collection, checkpoint, path, strategy.checkpoint_io, storage_options)
+
+
+def _save_file(
+    strategy: ZeROFabricStrategy, path: str, state: dict[str, Any], storage_options: Any, filters: dict[str, Any]
+) -> None:
+    comm = strategy._comm
+    assert comm is not None
+    converted = DDPStrategy._convert_stateful_objects_in_state(strategy, state, filter=filters)
+    io, rank = strategy.checkpoint_io, strategy.global_rank
+    checkpoints.write_file(converted, path, io, storage_options, rank, comm.exchange_objects)
+
+
+# --- loading ---------------------------------------------------------------------------------------------------------
+
+
+def load(
+    strategy: ZeROFabricStrategy,
+    path: Any,
+    state: nn.Module | Optimizer | dict[str, Any] | None,
+    *,
+    strict: bool,
+    weights_only: bool | None,
+) -> dict[str, Any]:
+    """Restore ``state`` in place and return the rest of the checkpoint. Collective."""
+    if strategy.is_global_zero:
+        recover(path)
+    strategy.barrier("fabric.load")
+    checkpoint, left_out = _read(strategy, path, weights_only)
+    if not state:
+        return checkpoint
+    if isinstance(state, nn.Module):
+        weights = checkpoint.get("state_dict", checkpoint) if left_out is not None else checkpoint
+        _load_weights(strategy, state, weights, strict=strict, may_lack=left_out or ())
+        return {}
+    if isinstance(state, Optimizer):
+        _load_optimizer(strategy, state, checkpoint)
+        return {}
+    missing = [key for key in state if key not in checkpoint]
+    if strict and missing:
+        raise KeyError(
+            f"The requested state contains a key {missing[0]!r} that does not exist in the loaded checkpoint. To "
+            "disable strict loading, set `strict=False`."
+        )
+    for key in [key for key in state if key in checkpoint]:  # in order, because loading is collective
+        state[key] = _restored(strategy, state[key], checkpoint.pop(key), strict=strict, may_lack=left_out or ())
+    return checkpoint
+
+
+def _restored(strategy: ZeROFabricStrategy, value: Any, saved: Any, *, strict: bool, may_lack: Any) -> Any:
+    """Return ``value`` with what was saved loaded into it, or what was saved if it has no state. Collective."""
+    if isinstance(value, nn.Module):
+        _load_weights(strategy, value, saved, strict=strict, may_lack=may_lack)
+    elif isinstance(value, Optimizer):
+        _load_optimizer(strategy, value, saved)
+    elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+        value.load_state_dict(saved)
+    else:
+        return saved
+    return value
+
+
+def _read(
+    strategy: ZeROFabricStrategy, path: Any, weights_only: bool | None
+) -> tuple[dict[str, Any], list[str] | None]:
+    """Return a checkpoint under Fabric's keys, and the names of weights it was saved without; None for a file."""
+    io = strategy.checkpoint_io
+    if not checkpoints.is_folder(path):
+        mapped = checkpoints.map_file(path, io, weights_only)
+        checkpoint = io.load_checkpoint(path, weights_only=weights_only) if mapped is None else mapped
+        if isinstance(checkpoint, dict):
+            checkpoint.pop(OURS, None)
+        return checkpoint, None
+    checkpoint = strategy.on_all_ranks(partial(checkpoints.read, path, io, weights_only))
+    left_out = checkpoint.get(OURS, {}).get("left_out", [])
+    checkpoint.pop(RANDOM, None)
+    return as_fabric(checkpoint), left_out

@@ -1,0 +1,161 @@
+"""What connects the ranks of a strategy, under a Trainer and under a Fabric: launcher, process groups, collectives."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from ls_strategy import host
+from ls_strategy._compat import free_main_port, is_started_by_lightning, open_sockets
+from ls_strategy.distributed import rendezvous
+from ls_strategy.distributed.comm import Comm, make_comm
+from ls_strategy.distributed.launcher import VARIABLE as LAUNCHER
+from ls_strategy.distributed.launcher import LauncherWatch
+from ls_strategy.errors import CheckpointError, PlanError
+from ls_strategy.lightning.parallel import ModelParallel
+from ls_strategy.slurm import preflight
+
+if TYPE_CHECKING:
+    from ls_strategy.host.pytorch import DDPStrategy as _DDPStrategy
+else:
+    _DDPStrategy = object
+
+T = TypeVar("T")
+
+
+class Connection(_DDPStrategy):
+    """Comes before a `DDPStrategy`, of a Trainer or of a Fabric, in the bases of a class; monitors its collectives."""
+
+    _alone = False
+    """Whether this rank failed and others did not."""
+
+    def _connect_later(self, parallel: ModelParallel, explain_waits_after: float | None) -> None:
+        """Make no process group yet.
+
+        Args:
+            parallel: model parallelism, which makes the device mesh.
+            explain_waits_after: seconds; see `ZeROStrategy`.
+        """
+        self.parallel = parallel
+        self.explain_waits_after = explain_waits_after
+        self._comm: Comm | None = None
+        self._watch = LauncherWatch()
+
+    # set-up ----------------------------------------------------------------------------------------------------------
+
+    @override
+    def _configure_launcher(self) -> None:
+        environment = self.cluster_environment
+        free_main_port(environment, rendezvous.free_port)
+        if environment is not None and not environment.creates_processes_externally:
+            # Before the other ranks start: they would wait for a rank 0 that has raised.
+            rendezvous.check_port(environment.main_address, environment.main_port, environment.global_rank())
+            os.environ[LAUNCHER] = str(os.getpid())  # for ranks that this process starts
+            host.remember_for_children()
+        super()._configure_launcher()
+
+    @override
+    def setup_environment(self) -> None:
+        before = open_sockets()
+        environment = self.cluster_environment
+        if is_started_by_lightning(environment):
+            self._watch.start()
+        if not dist.is_initialized() and environment is not None:
+            gpus = self.root_device.type == "cuda"
+            preflight.require(os.environ, devices=self.num_processes, num_nodes=self.num_nodes, gpus=gpus)
+            rendezvous.check_left(environment.main_address, environment.main_port)
+            self._take_ranks()  # a forked rank only has its local rank so far
+            rendezvous.check_port(environment.main_address, environment.main_port, environment.global_rank())
+        super().setup_environment()
+        expected = self.num_nodes * self.num_processes
+        if dist.get_world_size() != expected:
+            raise PlanError(
+                f"the launcher started {dist.get_world_size()} ranks, but devices={self.num_processes} and "
+                f"num_nodes={self.num_nodes} make {expected}. Make the two agree."
+            )
+        if self._comm is None or not self._comm.is_alive():
+            self._comm = make_comm(before)
+            self.parallel.connect(self._comm, self.root_device.type)
+            self._alone = False
+            self._connected(self._comm)
+        self._comm.where.watch(self.explain_waits_after, self.root_device, self._break_connections)
+
+    def _take_ranks(self) -> None:
+        """Set the ranks of this process, which the environment of the cluster knows."""
+        raise NotImplementedError
+
+    def _connected(self, comm: Comm) -> None:
+        """Forget what belonged to earlier process groups."""
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Give every replica of the model its own part of the data."""
+        replica, replicas = self.parallel.data_rank
+        return {"num_replicas": replicas, "rank": replica}
+
+    # collectives -----------------------------------------------------------------------------------------------------
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Combine the decisions of all ranks. Collective."""
+        if self._comm is None:
+            return decision
+        votes = self._comm.agree(torch.tensor([decision, not decision], dtype=torch.uint8)).tolist()
+        return not votes[1] if all else bool(votes[0])
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all ranks. Return at once if this rank failed and others did not."""
+        if not self._alone:
+            with self._blocking("barrier"):
+                super().barrier(*args, **kwargs)
+
+    @override
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        with self._blocking("broadcast", source=src):
+            return super().broadcast(obj, src)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        with self._blocking("all_gather", group=group):
+            return super().all_gather(tensor, group, sync_grads)
+
+    def _blocking(self, kind: str, **options: Any) -> AbstractContextManager[None]:
+        """Return a context for a collective of Lightning, so that a wait in it can be explained."""
+        comm = self._comm
+        if comm is None or comm.world_size == 1 or not comm.is_alive():
+            return nullcontext()
+        return comm.blocking(kind, **options)
+
+    def on_all_ranks(self, work: Callable[[], T]) -> T:
+        """Run ``work``, which must not be collective, on every rank. If it fails on any rank, raise on all. Collective.
+
+        Raises:
+            CheckpointError: on the ranks where ``work`` succeeded; the others raise their own error.
+        """
+        assert self._comm is not None
+        result, error = None, None
+        try:
+            result = work()
+        except Exception as raised:
+            error = raised
+        messages = self._comm.exchange_objects(None if error is None else f"rank {self._comm.rank}: {error}")
+        if error is not None:
+            raise error
+        for message in messages:
+            if message is not None:
+                raise CheckpointError(message)
+        return cast("T", result)
+
+    def _break_connections(self) -> None:
+        """Make every wait of this rank, and every wait of others for it, fail."""
+        if self._comm is not None:
+            self._comm.break_connections()
