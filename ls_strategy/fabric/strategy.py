@@ -53,7 +53,7 @@ from ls_strategy.lightning.connection import Connection
 from ls_strategy.lightning.engine_setup import NVME_PATH
 from ls_strategy.lightning.module_state import MetricsOnHost
 from ls_strategy.lightning.parallel import ActivationMemory, ModelParallel
-from ls_strategy.pretrained.huggingface import reading_shards
+from ls_strategy.pretrained.huggingface import without_memory
 from ls_strategy.zero_stages import POLICIES
 
 _IN_TRAINER = (
@@ -215,8 +215,8 @@ class ZeROFabricStrategy(Connection, DDPStrategy):  # pyright: ignore[reportInco
         """
         partial_model = POLICIES[self.config.stage].parameters
         if partial_model and empty_init:
-            shards = reading_shards(reports=self.is_global_zero)
-            with guards.refuse_loading_into_meta(), torch.device("meta"), MetricsOnHost(), shards:
+            building = without_memory(self.root_device, reports=self.is_global_zero, draws=False)
+            with guards.refuse_loading_into_meta(), building, MetricsOnHost():
                 yield
             return
         with ExitStack() as stack:
