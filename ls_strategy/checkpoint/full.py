@@ -143,7 +143,7 @@ def _write(flat: Flat, i: int, value: Tensor) -> None:
     flat.require_refresh(flat.has_own_shard)
     if flat.is_gathered:
         for at, part in parts_of(value, 0, slot.numel):
-            flat.full[slot.offset + at : slot.offset + at + part.numel()].copy_(part)
+            flat.full[slot.offset + at : slot.offset + at + part.numel()].copy_(flat.rounded(part))
 
 
 def _extra_names(model: nn.Module) -> set[str]:

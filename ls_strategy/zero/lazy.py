@@ -11,6 +11,9 @@ from typing_extensions import override
 
 from ls_strategy._compat import tree_map
 
+_WHOLE = 512
+"""Portions are multiples of this many elements, so that none ends inside a block of quantized weights."""
+
 READ_CHUNK = 1 << 24
 """Elements that are read at a time: 64 MiB of fp32, all that loading needs in addition to the states."""
 
@@ -182,6 +185,6 @@ def parts_of(value: Tensor, start: int, stop: int) -> Iterator[tuple[int, Tensor
     if not isinstance(value, LazyTensor):
         yield start, value.detach().reshape(-1)[start:stop]
         return
-    step = max(value.at_once, 1)
+    step = -(-max(value.at_once, 1) // _WHOLE) * _WHOLE
     for at in range(start, stop, step):
         yield at, value.range(at, min(at + step, stop))

@@ -160,9 +160,8 @@ def test_topk_is_the_reference(emulation):
 @pytest.mark.parametrize("form", quantized.BITS)
 def test_dequantization_is_the_reference(emulation, form):
     for number, dtype in enumerate(DTYPES):
-        packed = quantized.quantize(
-            torch.randn(3 * quantized.TILE) * 1e-3, form
-        )  # the last block of threads is not full
+        # Three tiles: the last block of threads is not full.
+        packed = quantized.quantize(torch.randn(3 * quantized.TILE) * 1e-3, form)
         expected, result = torch.empty(3 * quantized.TILE, dtype=dtype), torch.empty(3 * quantized.TILE, dtype=dtype)
         quantized.dequantize_reference(packed, expected, form)
         for source, target in ((packed, result), (shifted(packed, 1 + number), shifted(result, 1))):

@@ -18,9 +18,11 @@ class Gatherer:
     """
 
     def __init__(self, units: list[Unit], *, sharded: bool, prefetch_units: int) -> None:
-        """``sharded``: parameters are sharded (stage 3). Otherwise units are resident and only published."""
+        """``sharded``: parameters are sharded (stage 3). Otherwise all but quantized ones are resident and published."""
         self.units = units
         self.sharded = sharded
+        self.releases = sharded or any(not flat.resident for unit in units for flat in unit.flats)
+        """Whether some buffers are released between their uses: all at stage 3, below only the quantized ones."""
         self.prefetch_units = prefetch_units
         self._order: list[Unit] = [u for u in units if not u.is_root]
         self._position = {id(u): i for i, u in enumerate(self._order)}
@@ -31,9 +33,9 @@ class Gatherer:
     # stage 3 ---------------------------------------------------------------------------------------------------------
 
     def start(self, unit: Unit) -> None:
-        """Start gathering a released unit. Collective."""
+        """Start gathering a released unit. Collective at stage 3."""
         for flat in unit.flats:
-            if not flat.is_gathered and flat.gathering is None:
+            if not flat.resident and not flat.is_gathered and flat.gathering is None:
                 flat.start_gather()
 
     def fetch(self, unit: Unit, *, backward: bool = False) -> None:
@@ -51,6 +53,8 @@ class Gatherer:
                     self._read(neighbour)
         else:
             self._start_due(unit)
+            if self.releases:
+                self.start(unit)
         for flat in unit.flats:
             flat.finish_gather()
 
@@ -66,12 +70,14 @@ class Gatherer:
             flat.start_read()
 
     def release(self, unit: Unit, *, stepped: bool = False) -> None:
-        """Free a unit's full parameters, unless it is pinned, after taking writes to them (stage 3).
+        """Free a unit's full parameters, unless they are resident or pinned, after taking writes to them.
 
         ``stepped``: the masters are newer than the gathered parameters, so writes are not taken.
         """
-        if self.sharded and not unit.pinned:
+        if self.releases and not unit.pinned:
             for flat in unit.flats:
+                if flat.resident:
+                    continue
                 if not stepped:
                     flat.take_writes()
                 if flat.is_gathered or flat.gathering is not None or flat.reading is not None:
@@ -110,7 +116,7 @@ class Gatherer:
             self.fetch(unit)
 
     def release_all(self, *, stepped: bool = False) -> None:
-        """Release all units that are gathered or in flight (stage 3). ``stepped``: as in `release`."""
+        """Release all units that are gathered or in flight. ``stepped``: as in `release`."""
         for unit in self.units:
             unit.unpin()
             self.release(unit, stepped=stepped)

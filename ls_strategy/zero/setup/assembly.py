@@ -18,10 +18,12 @@ from ls_strategy.layout import TensorPart
 from ls_strategy.plan import FROZEN, ParamFacts, Plan, resolve_plan
 from ls_strategy.precision import PrecisionPolicy
 from ls_strategy.tiers.link import trim_heap
+from ls_strategy.zero.flat.quantized import QuantizedFlat
 from ls_strategy.zero.flat.units import Flat, Unit
 from ls_strategy.zero.lazy import LazyTensor, source_of
 from ls_strategy.zero.setup import agreement
 from ls_strategy.zero.setup import materialize as materials
+from ls_strategy.zero.setup.frozen import quantized_params
 from ls_strategy.zero.setup.partition import UnitSpec, partition
 from ls_strategy.zero.setup.share import Share
 from ls_strategy.zero.step.elementwise import is_elementwise, refuse_wrapper, require_elementwise, require_one_pass
@@ -58,6 +60,8 @@ class Draft:
         self._owners: dict[int, tuple[tuple[int, int], ...]] = {}
         self._shared: dict[tuple[int, ...], int] = {}
         """Number of each set of optimizers with common parameters; these follow the numbers of the optimizers."""
+        self._quantized: set[int] = set()
+        """``id`` of frozen parameters that are stored in 4 or 8 bits."""
         self.config = config
         self._options = repr((config.stage, config.sharding, config.precision, config.offload, precision))
         self._error: PlanError | None = None
@@ -66,6 +70,7 @@ class Draft:
             kept = materials.fp32_modules(model, config.precision.fp32_modules)
             self.kept_fp32 = kept if precision.rounds else []
             self._owners = agreement.owners_of(model, optimizers)
+            self._quantized = quantized_params(model, config.precision, self._owners, kept)
             self._number_shared(len(optimizers), single=not parts and share.pipeline is None)
             for optimizer in optimizers:
                 refuse_wrapper(optimizer)
@@ -144,6 +149,7 @@ class Draft:
                 tied=id(p) in self.share.tied,
                 replica=id(p) in self.share.replicas,
                 shared_by=together,
+                quantized=self.config.precision.frozen if id(p) in self._quantized else None,
             )
 
         return resolve_plan(
@@ -178,9 +184,9 @@ class Draft:
             for flat_plan in planned.flats:
                 members = [params[slot.name] for slot in flat_plan.layout.slots]
                 comm, axis = mesh.holders(flat_plan.layout.slots[0].part)
-                flat = Flat(
-                    flat_plan, members, policy=self.policy, comm=comm, storage=offload.storage(number), axis=axis
-                )  # fmt: skip
+                make = Flat if flat_plan.quantized is None else QuantizedFlat
+                which = flat_plan.policy(self.policy)
+                flat = make(flat_plan, members, policy=which, comm=comm, storage=offload.storage(number), axis=axis)
                 number += 1
                 flat.load([values[id(p)] for p in members], device)
                 flats.append(flat)

@@ -21,13 +21,7 @@ from ls_strategy.ops import _build
 
 FOLDER = Path(__file__).parent
 SOURCES = Path(_build.__file__).parent / "csrc"
-KERNELS = (
-    SOURCES / "update.cu",
-    SOURCES / "norm.cu",
-    SOURCES / "routing.cu",
-    SOURCES / "quantized.cu",
-    FOLDER / "faults.cu",
-)
+KERNELS = (*(SOURCES / f"{name}.cu" for name in ("update", "norm", "routing", "quantized")), FOLDER / "faults.cu")
 
 _TRANSLATE = """{ printf '#line 1 "%s"\\n' "$2"; sed -E -f "$1" "$2"; } | { shift 2; "$@"; }"""
 
