@@ -11,9 +11,6 @@ from typing_extensions import override
 
 from ls_strategy._compat import tree_map
 
-_WHOLE = 512
-"""Portions are multiples of this many elements, so that none ends inside a block of quantized weights."""
-
 READ_CHUNK = 1 << 24
 """Elements that are read at a time: 64 MiB of fp32, all that loading needs in addition to the states."""
 
@@ -180,11 +177,14 @@ def _narrowed(value: Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -
     return value
 
 
-def parts_of(value: Tensor, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield elements ``[start, stop)`` of a flattened tensor, lazy or not, as ``(first element, portion)``."""
+def parts_of(value: Tensor, start: int, stop: int, multiple_of: int = 1) -> Iterator[tuple[int, Tensor]]:
+    """Yield elements ``[start, stop)`` of a flattened tensor, lazy or not, as ``(first element, portion)``.
+
+    All portions but the last have a multiple of ``multiple_of`` elements.
+    """
     if not isinstance(value, LazyTensor):
         yield start, value.detach().reshape(-1)[start:stop]
         return
-    step = -(-max(value.at_once, 1) // _WHOLE) * _WHOLE
+    step = -(-max(value.at_once, 1) // multiple_of) * multiple_of
     for at in range(start, stop, step):
         yield at, value.range(at, min(at + step, stop))
