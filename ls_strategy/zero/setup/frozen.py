@@ -17,6 +17,7 @@ from ls_strategy.blocks import CONTAINERS, is_linear
 from ls_strategy.config import PrecisionConfig
 from ls_strategy.errors import PlanError
 from ls_strategy.moe.experts import StackedParameters
+from ls_strategy.zero.flat.parameters import home_of
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -63,7 +64,7 @@ def quantized_params(
         for p in _matrices(m)
         if not p.requires_grad and id(p) not in owned and owners[id(p)] == 1 and p.dtype in _DTYPES and p.numel()
     }
-    if not chosen:
+    if not chosen and all(home_of(p) is None for p in model.parameters()):  # else all became trainable during a fit
         raise PlanError(
             f"Got precision.frozen={options.frozen!r}, but the model has no linear layer with a frozen weight in fp32, "
             "bf16 or fp16, outside of output heads and precision.frozen_except. Freeze the weights before they are "
