@@ -7,20 +7,39 @@ were rounded before.
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor, nn
 
+from ls_strategy import MoE, load_from_checkpoint
 from ls_strategy.config import nested
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.ops.quantized import rounded
 from ls_strategy.planner.traffic import traffic
 from ls_strategy.testing import spawn
 from ls_strategy.zero.flat.quantized import QuantizedFlat
-from tests.dist.ranks import WIDTH, Net, assert_close, assert_equal, fit, global_batches, mean_over_ranks, on_ranks, quiet
+from tests.dist.ranks import (
+    WIDTH,
+    Net,
+    assert_close,
+    assert_equal,
+    fit,
+    global_batches,
+    mean_over_ranks,
+    on_ranks,
+    quiet,
+    saved,
+    weights,
+)
+from tests.dist.ranks import trainer_of as plain_trainer
+from tests.dist.test_pretrained import Pretrained, save, tokens
+
+safetensors = pytest.importorskip("safetensors.torch", reason="needs safetensors")
 
 HIDDEN, STEPS = 64, 4
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -88,10 +107,9 @@ def run(
 ) -> tuple[list[float], dict[str, Tensor], Any]:
     """Losses averaged over ranks, final weights, and the Trainer."""
     module = Lora() if module is None else module
-    data = global_batches(rank, world_size, STEPS)
-    trainer = fit(
-        strategy_of(options, form), module, data, use_distributed_sampler=False, max_epochs=1, **of_trainer
-    )
+    shared = 2 if any("tensor" in name or "pipeline" in name for name in options) else 1  # ranks with the same data
+    data = global_batches(rank // shared, world_size // shared, STEPS)
+    trainer = fit(strategy_of(options, form), module, data, use_distributed_sampler=False, max_epochs=1, **of_trainer)
     final = {name: value.detach().clone() for name, value in module.state_dict().items()}
     return mean_over_ranks(module.losses), final, trainer
 
@@ -164,3 +182,195 @@ def test_bytes_on_the_wire_and_in_memory(rank: int, world_size: int) -> None:
         assert sum(f.plan.gathered_numel for f in quantized) == sum(f.wire.numel() for f in quantized) // 2
         assert engine.memory_bytes()["masters"] == engine.plan.state_bytes()["masters"]
         assert sent.bytes[3] - sent.bytes[2] == traffic(engine.plan, (8.0,)).sent
+
+
+# --- other kinds of parallelism, and other ways to start --------------------------------------------------------------
+
+
+class SparseBlock(nn.Module):
+    """Frozen experts behind a trained router."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        expert = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN))
+        self.moe = MoE(HIDDEN, expert, num_experts=4, k=1, drop_tokens=False)
+        self.moe.experts.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.moe(x)
+
+
+class Sparse(Lora):
+    """Blocks with experts."""
+
+    def build(self) -> None:
+        super().build()
+        self.blocks = nn.ModuleList([SparseBlock() for _ in range(2)])
+        if self.form is not None:
+            with torch.no_grad():
+                for name, p in self.blocks.named_parameters():
+                    if "experts" in name and name.endswith("weight"):
+                        p.copy_(rounded(p.reshape(-1), self.form).view(p.shape))  # type: ignore[arg-type]
+
+
+class RoundedSparse(Sparse):
+    """Starts with experts that were rounded to nf4."""
+
+    form = "nf4"
+
+
+TENSOR = {"blocks.*.up": "column", "blocks.*.b": "column", "blocks.*.down": "row"}
+PARALLEL: dict[str, tuple[type[Net], type[Net], dict[str, Any]]] = {
+    "tensor, stage 1": (Lora, Rounded, {"stage": 1, "parallel.tensor.size": 2, "parallel.tensor.plan": TENSOR}),
+    "tensor, stage 3": (Lora, Rounded, {"stage": 3, "parallel.tensor.size": 2, "parallel.tensor.plan": TENSOR}),
+    "pipeline, stage 1": (
+        Lora, Rounded, {"stage": 1, "parallel.pipeline.size": 2, "parallel.pipeline.micro_batches": 2}
+    ),
+    "pipeline, stage 3": (
+        Lora, Rounded, {"stage": 3, "parallel.pipeline.size": 2, "parallel.pipeline.micro_batches": 2}
+    ),
+    "experts, stage 1": (Sparse, RoundedSparse, {"stage": 1, "parallel.expert": 2}),
+    "experts, stage 3": (Sparse, RoundedSparse, {"stage": 3, "parallel.expert": 2}),
+}  # fmt: skip
+
+
+@on_ranks(2, timeout_s=120)
+def test_parts_of_weights_are_quantized(rank: int, world_size: int) -> None:
+    """Bit for bit the run of rounded weights. The widths of the parts are multiples of a block."""
+    check_parts(rank, world_size)
+
+
+def check_parts(rank: int, world_size: int) -> None:
+    for name, (module, trusted_module, options) in PARALLEL.items():
+        losses, weights, trainer = run(rank, world_size, options, "nf4", module())
+        expected = run(rank, world_size, options, None, trusted_module())
+        assert_equal(losses, expected[0], f"{name}, losses")
+        assert_equal(here(weights), here(expected[1]), f"{name}, weights")
+        quantized = [f for f in trainer.strategy.require_engine().flats if isinstance(f, QuantizedFlat)]
+        numel = sum(f.layout.param_numel for f in quantized)
+        whole = 3 * 4 * HIDDEN**2 if module is Lora else 2 * 8 * HIDDEN**2
+        assert numel in ((whole // 2,) if "pipeline" not in name else (whole // 3, 2 * whole // 3)), name
+
+
+@pytest.mark.slow
+@on_ranks(4, timeout_s=170)
+def test_parts_of_weights_on_four_ranks(rank: int, world_size: int) -> None:
+    check_parts(rank, world_size)
+
+
+def here(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Without what other pipeline ranks have."""
+    return {name: value for name, value in state.items() if not value.is_meta}
+
+
+@on_ranks(2)
+def test_checkpoints_have_the_same_bits_everywhere(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Saved at stage 3 in nf4; resumed at another stage, in nf4 and without quantization; opened by plain torch."""
+    for form in ("sharded", "file"):
+        path = f"{tmp_path}/{form}"
+        options = {**OPTIONS["stage 3"], "checkpoint.format": form}
+        _, expected, trainer = run(rank, world_size, options, "nf4")
+        trainer.save_checkpoint(path)
+        for other, kind in (("stage 1", "nf4"), ("stage 3, host", "nf4"), ("stage 3", None)):
+            module = Lora()
+            resumed = plain_trainer(strategy_of(OPTIONS[other], kind), max_epochs=1, use_distributed_sampler=False)
+            resumed.fit(module, global_batches(rank, world_size, STEPS), ckpt_path=path)  # no step is left to do
+            assert_equal(dict(module.state_dict()), expected, f"{form} at {other} as {kind}")
+        assert_equal(dict(load_from_checkpoint(Lora, path).state_dict()), expected, f"{form}, plain")
+
+
+@on_ranks(2)
+def test_a_checkpoint_without_frozen_weights(rank: int, world_size: int, tmp_path: Path) -> None:
+    path = f"{tmp_path}/adapters"
+    _, expected, trainer = run(rank, world_size, {**OPTIONS["stage 3"], "checkpoint.frozen": False}, "nf4")
+    trainer.save_checkpoint(path)
+    names = saved(path)["state_dict"]
+    assert not any(".up." in name or ".down." in name for name in names)
+    assert any(".a." in name for name in names)
+    module = Lora()
+    module.strict_loading = False
+    resumed = plain_trainer(strategy_of(OPTIONS["stage 1"], "nf4"), max_epochs=1, use_distributed_sampler=False)
+    resumed.fit(module, global_batches(rank, world_size, STEPS), ckpt_path=path)
+    assert_equal(dict(module.state_dict()), expected, "resumed")
+
+
+class Unfreeze(BaseFinetuning):
+    """Trains the second block's layers from the second epoch on."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        """They are frozen."""
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.before = {name: value.clone() for name, value in pl_module.state_dict().items()}
+            self.unfreeze_and_add_param_group(pl_module.blocks[1], optimizer)
+
+
+@on_ranks(2)
+def test_layers_that_are_unfrozen_start_from_rounded_weights(rank: int, world_size: int) -> None:
+    for name in ("stage 1", "stage 3"):
+        unfrozen = Unfreeze()
+        module = Lora()
+        trainer = fit(strategy_of(OPTIONS[name], "nf4"), module, callbacks=[unfrozen], max_epochs=2)
+        trusted_module = Rounded()
+        fit(strategy_of(OPTIONS[name], None), trusted_module, callbacks=[Unfreeze()], max_epochs=2)
+        assert_equal(module.losses, trusted_module.losses, f"{name}, losses")
+        assert_equal(dict(module.state_dict()), dict(trusted_module.state_dict()), f"{name}, weights")
+        quantized = [f for f in trainer.strategy.require_engine().flats if isinstance(f, QuantizedFlat)]
+        assert len(quantized) == 2
+        changed = [n for n, value in module.state_dict().items() if not torch.equal(value, unfrozen.before[n])]
+        assert "blocks.1.up.weight" in changed
+        assert "blocks.0.up.weight" not in changed
+
+
+class Peft(Pretrained):
+    """Adapters of PEFT on a model whose frozen weights are in files."""
+
+    def load(self) -> Any:
+        import peft
+
+        return peft.get_peft_model(super().load(), peft.LoraConfig(target_modules=["q_proj", "v_proj"]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+
+class From(Peft):
+    """The same on every rank, with given weights."""
+
+    state: dict[str, Tensor]
+
+    def load(self) -> Any:
+        with torch.device("cpu"):
+            model = super().load()
+        model.load_state_dict({name.removeprefix("model."): value for name, value in self.state.items()})
+        return model
+
+
+@on_ranks(2)
+def _peft(rank: int, world_size: int, folder: str) -> None:
+    place = Path(folder) / "llama"
+    held = dict(safetensors.load_file(next(place.glob("*.safetensors"))))
+    for stage in (1, 3):
+        fit(strategy_of({"stage": stage}, "nf4"), ours := Peft(place), tokens(), max_steps=4)
+        kept = set()
+        for name, value in ours.at_start.items():
+            plain_name = name.removeprefix("model.base_model.model.").replace(".base_layer", "")
+            if plain_name in held and "layers" in name and "proj" in name:
+                expected = rounded(held[plain_name].reshape(-1), "nf4").view(value.shape)
+                assert_equal(value, expected, name)
+            elif plain_name in held:
+                kept.add(plain_name.rpartition(".")[0].rpartition(".")[2])
+                assert_equal(value, held[plain_name], name)
+        assert kept == {"embed_tokens", "norm", "lm_head", "input_layernorm", "post_attention_layernorm"}
+        trusted_module = From(place)
+        trusted_module.state = ours.at_start
+        fit("ddp", trusted_module, tokens(), max_steps=4)
+        assert_close(ours.losses, trusted_module.losses, "losses")
+        assert_close(weights(ours), weights(trusted_module), "weights", 1e-5)
+
+
+def test_adapters_of_peft_on_weights_of_files(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    save(tmp_path, "llama")
+    _peft(folder=str(tmp_path))
