@@ -17,10 +17,16 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor, nn
 
 from ls_strategy import MoE, load_from_checkpoint
-from ls_strategy.config import nested
+from ls_strategy.config import ZeROConfig, nested
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.ops.quantized import rounded
+from ls_strategy.planner.candidates import Candidate
+from ls_strategy.planner.forecast import Forecaster, Run
+from ls_strategy.planner.hardware import Hardware
+from ls_strategy.planner.simulated import simulated
+from ls_strategy.planner.step import first_batch, training_step
 from ls_strategy.planner.traffic import traffic
+from ls_strategy.precision import resolve_precision
 from ls_strategy.testing import spawn
 from ls_strategy.zero.flat.quantized import QuantizedFlat
 from tests.dist.ranks import (
@@ -37,7 +43,9 @@ from tests.dist.ranks import (
     weights,
 )
 from tests.dist.ranks import trainer_of as plain_trainer
+from tests.dist.test_planner import Begin
 from tests.dist.test_pretrained import Pretrained, save, tokens
+from tests.live_bytes import LiveBytes
 
 safetensors = pytest.importorskip("safetensors.torch", reason="needs safetensors")
 
@@ -111,7 +119,8 @@ def run(
     data = global_batches(rank // shared, world_size // shared, STEPS)
     trainer = fit(strategy_of(options, form), module, data, use_distributed_sampler=False, max_epochs=1, **of_trainer)
     final = {name: value.detach().clone() for name, value in module.state_dict().items()}
-    return mean_over_ranks(module.losses), final, trainer
+    by_rank = "parallel.pipeline.size" in options  # only the last stage has losses
+    return module.losses if by_rank else mean_over_ranks(module.losses), final, trainer
 
 
 def plain(rank: int, world_size: int) -> tuple[list[float], dict[str, Tensor]]:
@@ -374,3 +383,53 @@ def test_adapters_of_peft_on_weights_of_files(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     save(tmp_path, "llama")
     _peft(folder=str(tmp_path))
+
+
+# --- the planner ------------------------------------------------------------------------------------------------------
+
+PLANNED = tuple((stage, precision) for stage in (1, 3) for precision in ("32-true", "bf16-true"))
+
+
+class Large(Lora):
+    """More in frozen blocks than around them."""
+
+    def build(self) -> None:
+        super().build()
+        self.blocks = nn.ModuleList([Adapted(HIDDEN, 8 * HIDDEN) for _ in range(4)])
+
+
+def measure(rank: int, world_size: int) -> list[tuple[int, int]]:
+    """Peak bytes of tensors, and bytes sent in the last step."""
+    quiet()
+    result = []
+    for stage, precision in PLANNED:
+        data = global_batches(rank, world_size, STEPS)
+        with LiveBytes(ignore=list(data.dataset.tensors)) as live:  # type: ignore[attr-defined]
+            sent, begin = Sent(), Begin(live)
+            options: dict[str, Any] = {"precision": precision, "callbacks": [sent, begin], "max_epochs": 1}
+            fit(strategy_of({"stage": stage}, "nf4"), Large(), data, use_distributed_sampler=False, **options)
+        result.append((live.peak, sent.bytes[-1] - sent.bytes[-2]))
+    return result
+
+
+@functools.cache
+def measured() -> list[list[tuple[int, int]]]:
+    return spawn(measure, 2, init_process_group=False, timeout_s=120)
+
+
+@pytest.mark.parametrize("index", range(len(PLANNED)), ids=str)
+def test_the_planner_knows_the_bytes(index: int) -> None:
+    stage, name = PLANNED[index]
+    module, precision = Large(), resolve_precision(name)
+    optimizer = module.configure_optimizers()
+    config = ZeROConfig.of(stage, sharding={"min_unit_numel": 0}, precision={"frozen": "nf4"})  # type: ignore[arg-type]
+    with simulated(module, precision, (), torch.device("cpu")) as fakes:
+        optimizers = [fakes.optimizer(optimizer)]
+        forecast = Forecaster(
+            module, optimizers, fakes=fakes, precision=precision, step=training_step(module, optimizers),
+            batch=first_batch(global_batches(0, 2, STEPS)), run=Run(config=config, clips=True),
+        ).forecast(Candidate(stage), Hardware(ranks=2, device="cpu"))  # type: ignore[arg-type]  # fmt: skip
+    for rank in measured():
+        peak, sent = rank[index]
+        assert forecast.peak.device == pytest.approx(peak, rel=0.01)
+        assert forecast.traffic.sent == sent
