@@ -1,4 +1,4 @@
-"""Frozen weights in 4 and 8 bits, on one rank: what is quantized, and that training is plain torch's with rounded weights."""
+"""Frozen weights in 4 and 8 bits, on one rank: what is quantized, and that training is that of rounded weights."""
 
 from __future__ import annotations
 
@@ -141,7 +141,8 @@ def test_parts_of_a_model_are_looked_at_one_by_one() -> None:
 
 
 def test_a_head_in_a_sequence_of_blocks() -> None:
-    model = nn.Sequential(nn.Embedding(7, 8), *(nn.TransformerEncoderLayer(8, 2, 16) for _ in range(2)), nn.Linear(8, 7))
+    blocks = [nn.TransformerEncoderLayer(8, 2, 16) for _ in range(2)]
+    model = nn.Sequential(nn.Embedding(7, 8), *blocks, nn.Linear(8, 7))
     model.requires_grad_(False)
     assert chosen(model) == [f"{i}.{name}" for i in (1, 2) for name in BLOCK]
 

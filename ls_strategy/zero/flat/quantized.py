@@ -152,13 +152,13 @@ class QuantizedFlat(Flat):
     @override
     def take_writes(self) -> bool:
         changed = super().take_writes()
-        if changed and not self._was_written:
-            self._was_written = True
-            _log.warning(
-                "%s or a weight next to it was written to; it is stored as %s, so the new values were rounded again",
-                self.name,
-                self.form,
+        if changed and not self._was_written and self.comm.rank == 0:
+            message = (
+                f"a weight of the buffer of {self.name!r} was written to, but it is stored as {self.form}, so the new "
+                "values were rounded again. Name its module in precision.frozen_except to keep exact values."
             )
+            _log.warning("%s", message)
+        self._was_written |= changed
         return changed
 
     # parameters ------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ class Gatherer:
     """
 
     def __init__(self, units: list[Unit], *, sharded: bool, prefetch_units: int) -> None:
-        """``sharded``: parameters are sharded (stage 3). Otherwise all but quantized ones are resident and published."""
+        """``sharded``: parameters are sharded (stage 3). Otherwise they are published, and quantized ones released."""
         self.units = units
         self.sharded = sharded
         self.releases = sharded or any(not flat.resident for unit in units for flat in unit.flats)

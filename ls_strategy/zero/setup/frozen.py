@@ -126,11 +126,11 @@ def _block_containers(modules: dict[str, nn.Module]) -> set[str]:
         for name, module in modules.items()
         if isinstance(module, CONTAINERS) and any(any(True for _ in child.children()) for child in module.children())
     ]
-    return {name for name in found if not any(other != name and f"{name}.".startswith(_inside(other)) for other in found)}
+    return {name for name in found if not any(_is_inside(name, other) for other in found)}
 
 
-def _inside(name: str) -> str:
-    return f"{name}." if name else ""
+def _is_inside(name: str, other: str) -> bool:
+    return name != other and name.startswith(f"{other}." if other else "")
 
 
 def _follows_blocks(name: str, modules: dict[str, nn.Module], containers: set[str]) -> bool:
