@@ -114,12 +114,17 @@ class Draft:
             PlanError: naming the rank and the first difference.
         """
         rows = [
-            (name, self._full_shape(p), _dtype_of(p), p.requires_grad, self._owners.get(id(p)))
+            (name, self._full_shape(p), self._dtype_of(p), p.requires_grad, self._owners.get(id(p)))
             for spec in self.specs
             for name, p in spec.params
         ]
         stage = None if self.share.pipeline is None else self.share.pipeline.rank
         agreement.agree(world, self._error, self._options, rows, stage)
+
+    def _dtype_of(self, param: nn.Parameter) -> str:
+        """Return the dtype, how it will be stored, and whether this rank will read its values from a file."""
+        stored = f", stored as {self.config.precision.frozen}" if id(param) in self._quantized else ""
+        return f"{param.dtype}{stored}{'' if source_of(param) is None else ', from a file'}"
 
     def _full_shape(self, param: nn.Parameter) -> tuple[int, ...]:
         part = self._parts.get(id(param))
@@ -198,11 +203,6 @@ class Draft:
                 trim_heap()
         maker.finish()
         return units
-
-
-def _dtype_of(param: nn.Parameter) -> str:
-    """Return the dtype, and whether this rank will read its values from a file."""
-    return str(param.dtype) if source_of(param) is None else f"{param.dtype}, from a file"
 
 
 def _held_values(params: list[nn.Parameter], held: dict[int, Flat]) -> dict[int, Tensor]:
