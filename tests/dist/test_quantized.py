@@ -115,8 +115,12 @@ def run(
 ) -> tuple[list[float], dict[str, Tensor], Any]:
     """Losses averaged over ranks, final weights, and the Trainer."""
     module = Lora() if module is None else module
-    shared = 2 if any("tensor" in name or "pipeline" in name for name in options) else 1  # ranks with the same data
-    data = global_batches(rank // shared, world_size // shared, STEPS)
+    replica, replicas = rank, world_size
+    if "parallel.tensor.size" in options:
+        replica, replicas = rank // 2, world_size // 2
+    elif "parallel.pipeline.size" in options:
+        replica, replicas = rank % (world_size // 2), world_size // 2
+    data = global_batches(replica, replicas, STEPS)
     trainer = fit(strategy_of(options, form), module, data, use_distributed_sampler=False, max_epochs=1, **of_trainer)
     final = {name: value.detach().clone() for name, value in module.state_dict().items()}
     by_rank = "parallel.pipeline.size" in options  # only the last stage has losses
@@ -154,7 +158,7 @@ def all_options(rank: int, world_size: int, expected: Any) -> None:
     for name, options in (OPTIONS | unequal).items():
         losses, weights, _ = run(rank, world_size, options, "nf4")
         assert_close(losses, expected[0], f"{name}, losses")
-        assert_close(weights, expected[1], f"{name}, weights")
+        assert_close(weights, expected[1], f"{name}, weights", 1e-5)  # sums of four ranks are in another order
         assert_equal(frozen(weights), frozen(expected[1]), f"{name}, frozen weights")
         first = first or (losses, weights)
         if name != "stage 3, host":  # where a kernel of its own updates the adapters; `tests.unit` has it bit for bit
