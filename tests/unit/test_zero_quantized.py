@@ -296,3 +296,24 @@ def test_a_copy_of_the_module_is_plain(options: str) -> None:
     del engine
     assert all(type(p) is nn.Parameter for p in copied.parameters())
     assert all(map(torch.equal, copied.parameters(), trusted.parameters()))
+
+
+@pytest.mark.parametrize("loads", [False, True], ids=["written", "loaded"])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_gathered_weights_show_what_is_stored(options: str, loads: bool) -> None:
+    """Also what a forward reads after the write and before the next gather, on every rank."""
+    model = network()
+    engine = engine_of(model, sharding={"min_unit_numel": 10**6}, **OPTIONS[options])  # all in the root unit
+    weight, new = model[1][0].base.weight, torch.randn(WIDTH, WIDTH)  # type: ignore[index, union-attr]
+    expected = rounded(new.reshape(-1), "nf4").view(WIDTH, WIDTH)
+    engine.begin_step()
+    if loads:
+        load_full_state_dict(model, {"1.0.base.weight": new}, engine.units, strict=False)
+    else:
+        with torch.no_grad():
+            weight.copy_(new)
+        engine.end_forward()
+    assert all(f.is_gathered for f in split(engine)[1])
+    assert torch.equal(weight.detach(), expected)
+    engine.gatherer.release_all()
+    assert torch.equal(weight.detach(), expected)
