@@ -123,7 +123,7 @@ class Engine:
         self.gradients, self.schedule = self.stepper.gradients, self.stepper.schedule
         self._unstepped = Unstepped([] if mesh.shape.kinds else self.flats, comm, lambda: self.gradients.local)
         self.reducer.reset()
-        self.hooks = UnitHooks(self.units, self.gatherer, self.reducer, sharded=self.policy.parameters)
+        self.hooks = UnitHooks(self.units, self.gatherer, self.reducer, sharded=self.gatherer.releases)
         self._boundaries = fp32_boundaries(draft)
         self._broadcast_buffers_next = True
         self._copies = PlainCopies(model, self.flats)
@@ -247,7 +247,7 @@ class Engine:
         self.on_detach.clear()
         for flat in self.flats:
             flat.on_demand = flat.gradients = None
-            for p in () if self.policy.parameters else flat.params:
+            for p in flat.params if flat.resident else ():
                 unbind_home(p)
 
     # forward ---------------------------------------------------------------------------------------------------------

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
-from ls_strategy.config import MomentFormat, TierConfig, TierName, ZeROConfig
+from ls_strategy.config import FrozenFormat, MomentFormat, TierConfig, TierName, ZeROConfig
 from ls_strategy.layout import ALIGN, FlatLayout, TensorPart
 from ls_strategy.ops.moments import BLOCK as MOMENT_BLOCK
+from ls_strategy.ops.quantized import TILE, packed_bytes
 from ls_strategy.tiers import TIERS
-from ls_strategy.zero_stages import POLICIES, StagePolicy
+from ls_strategy.zero_stages import REPLICATED, StagePolicy
 
 FROZEN = -1
 """Optimizer number of parameters without an optimizer."""
@@ -52,6 +53,9 @@ class ParamFacts:
     replicated: bool = False
     """Whether every rank is to hold it in full at stage 3."""
 
+    quantized: FrozenFormat | None = None
+    """Format of a frozen weight in 4 or 8 bits."""
+
 
 @dataclass(frozen=True)
 class FlatPlan:
@@ -85,9 +89,8 @@ class FlatPlan:
     replicated: bool = False
     """Stage 3: every rank holds the parameters, which are frozen, in full."""
 
-    def policy(self, model: StagePolicy) -> StagePolicy:
-        """Return which states of this buffer are sharded, given the policy of the model."""
-        return POLICIES[0] if self.replicated else model
+    quantized: FrozenFormat | None = None
+    """Format of frozen weights that are stored and sent in 4 or 8 bits, and dequantized when they are gathered."""
 
     @property
     def owners(self) -> tuple[int, ...]:
@@ -101,8 +104,36 @@ class FlatPlan:
 
     @property
     def gathered_numel(self) -> int:
-        """Return the elements that this rank sends in a gather: its shard to every other rank, with padding."""
-        return 0 if self.replicated else self.layout.shard * (self.layout.world_size - 1)
+        """Return the elements, or bytes of a quantized buffer, that this rank sends in a gather, with padding."""
+        if self.replicated:
+            return 0
+        sent = self.layout.shard if self.quantized is None else self.shard_bytes
+        return sent * (self.layout.world_size - 1)
+
+    @property
+    def gathered_itemsize(self) -> int:
+        """Return the bytes of an element of `gathered_numel`."""
+        return self.dtype.itemsize if self.quantized is None else 1
+
+    @property
+    def shard_bytes(self) -> int:
+        """Return the bytes of this rank's shard of the parameters, as it is sent."""
+        return self.bytes_of(self.layout.shard)
+
+    def bytes_of(self, numel: int) -> int:
+        """Return the bytes of ``numel`` elements as they are sent: of full tiles, if they are quantized."""
+        return numel * self.dtype.itemsize if self.quantized is None else packed_bytes(numel, self.quantized)
+
+    def policy(self, run: StagePolicy) -> StagePolicy:
+        """Return which states of this buffer are sharded, given the policy of the run.
+
+        Quantized weights are replicated below stage 3, in all their forms.
+        """
+        return REPLICATED if self.replicated or (self.quantized is not None and not run.parameters) else run
+
+    def stored_bytes(self, run: StagePolicy) -> int:
+        """Return the bytes of quantized weights that one rank stores."""
+        return self.bytes_of(self.layout.shard if self.policy(run).parameters else self.layout.numel)
 
     @property
     def reduced_numel(self) -> int:
@@ -217,6 +248,8 @@ class Plan:
             flat: a buffer of this plan.
             optimizer_bytes: bytes of state per element, by optimizer. None: AdamW's two moments.
         """
+        if flat.quantized is not None:
+            return FlatBytes(0, 0, flat.stored_bytes(self.policy), 0, 0, 0)
         policy, full, trained = flat.policy(self.policy), flat.layout.numel, flat.trainable
         stepped = flat.layout.shard if policy.optimizer else full
         own_master = trained and (flat.master_dtype != flat.dtype or flat.optimizer_tier != "device")
@@ -282,7 +315,7 @@ class Plan:
                     if not gradients_stored and not self.policy.parameters:
                         read += each.masters  # updated while backward ran; read again to update the parameters
                 if not TIERS[flat.param_tier].resident:
-                    read += gathers * flat.layout.shard * flat.dtype.itemsize
+                    read += gathers * flat.shard_bytes
                     written += each.own_shard if flat.trainable else 0
                 leased = flat.trainable and not TIERS[flat.gradient_tier].resident
                 if leased and (gradients_stored or rounds > 1):
@@ -312,6 +345,10 @@ class Plan:
             name = first if count == 1 else f"{first} ... {last}"
             times = f"{count} x " if count > 1 else ""
             lines.append(f"  {name:<40} {times}{numel:,} parameters{', gathered for the whole step' if root else ''}")
+        quantized = [f for unit in self.units for f in unit.flats if f.quantized is not None]
+        if quantized:
+            numel = sum(f.layout.param_numel for f in quantized)
+            lines.append(f"  {numel:,} frozen parameters are stored as {quantized[0].quantized}")
         for tier, states in self.bytes_by_tier().items():
             if tier == "device" or any(states.values()):
                 by_kind = ", ".join(f"{kind} {nbytes / mib:,.1f} MiB" for kind, nbytes in states.items())
@@ -360,25 +397,22 @@ def resolve_plan(  # noqa: PLR0913  (sizes of groups, one by one)
             copies = tensor_size if p.part is None else p.part.copies
             expert = p.part is not None and p.part.axis == "expert"
             replicated = p.replicated and p.optimizer == FROZEN and policy.parameters
-            classes[p.optimizer, p.dtype, copies, p.tied, p.replica, expert, replicated].append(p)
+            classes[p.optimizer, p.dtype, copies, p.tied, p.replica, expert, replicated, p.quantized].append(p)
         flats: list[FlatPlan] = []
-        for (optimizer, dtype, copies, tied, replica, expert, replicated), members in classes.items():
+        for (optimizer, dtype, copies, tied, replica, expert, replicated, quantized), members in classes.items():
             # Sort by group, so that decay and no-decay are two runs per unit instead of one per parameter.
             members.sort(key=lambda p: p.group)
             parts = {p.name: p.part for p in members if p.part is not None}
             ranks = expert_world_size if expert else world_size
+            unit_of_cuts = align if quantized is None else TILE
             layout = FlatLayout.pack(
-                ((p.name, p.shape) for p in members), ranks, align=align, parts=parts, weights=weights, rank=rank
+                ((p.name, p.shape) for p in members), ranks, align=unit_of_cuts, parts=parts, weights=weights, rank=rank
             )
             own = optimizer == FROZEN or dtype != compute_dtype
             kept = dtype if own else master_dtype
+            flat = FlatPlan(layout, dtype, kept, optimizer, copies=copies, tied=tied, replica=replica)
             shared_by = members[0].shared_by
-            flats.append(
-                FlatPlan(
-                    layout, dtype, kept, optimizer,
-                    copies=copies, tied=tied, replica=replica, shared_by=shared_by, replicated=replicated,
-                )
-            )  # fmt: skip
+            flats.append(replace(flat, shared_by=shared_by, replicated=replicated, quantized=quantized))
         plans.append(UnitPlan(name, is_root, tuple(flats)))
     return Plan(policy, world_size, _assign_tiers(plans, config), config.precision.moments, weights, rank)
 

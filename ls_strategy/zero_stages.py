@@ -20,8 +20,10 @@ class StagePolicy:
     parameters: bool
 
 
+REPLICATED = StagePolicy(optimizer=False, gradients=False, parameters=False)
+
 POLICIES: dict[ZeroStage, StagePolicy] = {
-    0: StagePolicy(optimizer=False, gradients=False, parameters=False),
+    0: REPLICATED,
     1: StagePolicy(optimizer=True, gradients=False, parameters=False),
     2: StagePolicy(optimizer=True, gradients=True, parameters=False),
     3: StagePolicy(optimizer=True, gradients=True, parameters=True),

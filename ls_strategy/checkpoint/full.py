@@ -138,12 +138,13 @@ def _write(flat: Flat, i: int, value: Tensor) -> None:
     value = part_of(value, slot.part)
     if flat.gathering is not None:
         flat.finish_gather()
-    for at, part in parts_of(value, piece.param_start, piece.param_start + piece.numel):
+    align = flat.layout.align  # a portion must not end inside a block of quantized weights
+    for at, part in parts_of(value, piece.param_start, piece.param_start + piece.numel, align):
         flat.write_master(piece.start + at - piece.param_start, part)
     flat.require_refresh(flat.has_own_shard)
     if flat.is_gathered:
-        for at, part in parts_of(value, 0, slot.numel):
-            flat.full[slot.offset + at : slot.offset + at + part.numel()].copy_(part)
+        for at, part in parts_of(value, 0, slot.numel, align):
+            flat.full[slot.offset + at : slot.offset + at + part.numel()].copy_(flat.rounded(part))
 
 
 def _extra_names(model: nn.Module) -> set[str]:

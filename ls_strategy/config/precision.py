@@ -7,9 +7,11 @@ from typing import Literal
 
 from ls_strategy.checked import above, at_least, check_fields
 from ls_strategy.config.group import Group
+from ls_strategy.errors import ConfigError
 
 ReduceDtype = Literal["fp32", "compute"]
 MomentFormat = Literal["fp32", "bf16", "int8"]
+FrozenFormat = Literal["nf4", "int4", "int8"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +72,20 @@ class PrecisionConfig(Group):
     """``bf16`` and ``int8`` store the optimizer's moments in 2 bytes and 1 byte instead of 4, rounded stochastically.
     For AdamW, Adam, SGD, Adagrad and Lion, with or without offload."""
 
+    frozen: FrozenFormat | None = None
+    """``nf4``, ``int4`` and ``int8`` store the frozen weights of linear layers in 4 or 8 bits (QLoRA): on the device,
+    on every tier and on the wire. A unit's weights are dequantized while it computes. Output heads and embeddings keep
+    their precision, and so do all trainable parameters."""
+
+    frozen_except: tuple[str, ...] = ()
+    """Modules that ``frozen`` leaves as they are, with all that they contain: names, or the ends of names, in which
+    ``*`` matches anything, such as ``"vision_tower"`` or ``"layers.0.*.down_proj"``."""
+
     def __post_init__(self) -> None:
         """Refuse invalid values."""
         check_fields(self, group="precision")
+        if self.frozen_except and self.frozen is None:
+            raise ConfigError(
+                f"Got precision.frozen_except={list(self.frozen_except)} without precision.frozen, which quantizes "
+                'frozen weights. Set precision.frozen="nf4", or leave frozen_except out.'
+            )

@@ -12,10 +12,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from ls_strategy.blocks import is_conv1d
 from ls_strategy.errors import StateError
 from ls_strategy.inference import rounding
 from ls_strategy.ops.linear import linear_int4, linear_int8, pack, spell_out_int4, spell_out_int8
-from ls_strategy.parallel.resolved_plan import is_conv1d
 
 Format = Literal["int8", "int4"]
 

@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from ls_strategy.blocks import is_linear
 from ls_strategy.errors import PlanError
 from ls_strategy.inference import rounding
 from ls_strategy.inference.linear import FORMATS, Format, quantize_linear
 from ls_strategy.moe.sparse import SparseLayer
 from ls_strategy.parallel.heads import width_in
 from ls_strategy.parallel.plan_from_names import uniform_blocks
-from ls_strategy.parallel.resolved_plan import is_conv1d, plain_name
+from ls_strategy.parallel.resolved_plan import plain_name
 
 _ROUTERS = ("gate", "router", "classifier", "shared_expert_gate")
 """Layers that choose experts: they are small, and their rounding errors change the choice."""
@@ -118,7 +119,7 @@ def _candidates(
     with_experts = {id(m) for sparse in modules.values() if isinstance(sparse, SparseLayer) for m in sparse.modules()}
     blocks = [m for _, block in uniform_blocks(model) for m in block.modules()]
     wanted: dict[int, Format] = {id(head): "int8" for head in heads}
-    wanted.update((id(m), format) for m in blocks if isinstance(m, nn.Linear) or is_conv1d(m))
+    wanted.update((id(m), format) for m in blocks if is_linear(m))
     for name, module in modules.items():
         if id(module) not in wanted:
             continue

@@ -118,7 +118,7 @@ def with_full_modules(checkpoint: dict[str, Any], engine: Engine) -> dict[str, A
     modules = [leaf for leaf in tree_iter(small) if isinstance(leaf, nn.Module)]
     wanted = [p for module in modules for p in module.parameters()]
     held = {id(p) for flat in engine.flats for p in flat.params}
-    if not engine.policy.parameters or held.isdisjoint(map(id, wanted)):
+    if not engine.gatherer.releases or held.isdisjoint(map(id, wanted)):
         return checkpoint
     with engine.gathered(wanted):
         try:

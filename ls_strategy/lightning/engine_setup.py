@@ -140,7 +140,7 @@ class EngineSetup:
             parts=parts,
             share=strategy.parallel.share(module, optimizers),
         )
-        if engine.policy.parameters or parts:
+        if engine.gatherer.releases or parts:
             self.state_dict_hooks = StateDictHooks(module, engine.units, engine.mesh)
             engine.on_detach.append(self.state_dict_hooks.remove)
             engine.raw_states = self.state_dict_hooks.disabled
@@ -151,7 +151,7 @@ class EngineSetup:
         strategy.resume.weights_for(engine)
 
     def detach(self) -> None:
-        """Give a module with full parameters back; at stage 3 and under model parallelism the engine stays attached."""
+        """Give a module with full parameters back; if some are sharded or quantized, the engine stays attached."""
         engine = self._strategy.engine
         if engine is None:
             return

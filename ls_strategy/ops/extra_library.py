@@ -100,3 +100,15 @@ linear_library = ExtraLibrary(
     without="weights in 8 and 4 bits are dequantized at every use",
 )
 """Products with packed weights, for quantized models on the CPU."""
+
+quantized_library = ExtraLibrary(
+    "quantized",
+    {
+        "cpu.cpp": "quantized_cpu.cpp",
+        "schemas.cpp": "quantized_schemas.cpp",
+        "kernels.cpp": "quantized_kernels.cpp",
+        "update.cu": "quantized.cu",
+    },
+    without="frozen weights in 4 and 8 bits are dequantized by operations of torch",
+)
+"""For frozen weights that are stored quantized."""

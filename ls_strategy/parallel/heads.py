@@ -17,9 +17,9 @@ from typing import Any
 
 from torch import nn
 
+from ls_strategy.blocks import is_conv1d
 from ls_strategy.errors import PlanError
 from ls_strategy.parallel import families
-from ls_strategy.parallel.resolved_plan import is_conv1d
 from ls_strategy.parallel.styles import Attributes
 
 _RESHAPES = frozenset(("view", "reshape", "split", "expand", "unflatten", "chunk"))

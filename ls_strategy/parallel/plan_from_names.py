@@ -14,14 +14,14 @@ from typing import TypeAlias
 
 from torch import nn
 
-from ls_strategy.blocks import CONTAINERS, outermost
+from ls_strategy.blocks import CONTAINERS, is_linear, outermost
 from ls_strategy.errors import PlanError
 from ls_strategy.moe.sparse import SparseLayer
 from ls_strategy.parallel import families
 from ls_strategy.parallel.families import Role
 from ls_strategy.parallel.fused import fused_heads
 from ls_strategy.parallel.heads import Heads, refusal, width_in, width_out
-from ls_strategy.parallel.resolved_plan import is_conv1d, plain_name
+from ls_strategy.parallel.resolved_plan import plain_name
 from ls_strategy.parallel.styles import Column, Features, PartialGradient, Row, Style
 
 Found: TypeAlias = dict[str, Style]
@@ -50,11 +50,6 @@ def _looks_repeated(module: nn.Module) -> bool:
     classes = {type(child) for child in children}
     several = len(children) > 1 or isinstance(module, nn.ModuleList)
     return several and len(classes) == 1 and any(is_linear(m) for c in children for m in list(c.modules())[1:])
-
-
-def is_linear(module: nn.Module) -> bool:
-    """Whether this is an `nn.Linear` or transformers' Conv1D."""
-    return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
 def outside_experts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -20,6 +20,7 @@ from typing import TypeAlias
 
 from torch import nn
 
+from ls_strategy.blocks import is_linear
 from ls_strategy.errors import PlanError
 from ls_strategy.parallel import families
 from ls_strategy.parallel.families import Role
@@ -28,7 +29,6 @@ from ls_strategy.parallel.plan_from_names import (
     SEPARATE,
     Attention,
     Found,
-    is_linear,
     outside_experts,
     shared_prefix,
     uniform_blocks,

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import UninitializedParameter
 
+from ls_strategy.blocks import is_conv1d
 from ls_strategy.errors import PlanError
 from ls_strategy.layout import TensorPart
 from ls_strategy.parallel import families
@@ -106,11 +107,6 @@ class Resolved:
             for key, shard in layer.shards.items()
         ]
         return result + [(owned, shards[owned.key]) for owned, _, shards in self.parameters if owned.key in shards]
-
-
-def is_conv1d(module: nn.Module) -> bool:
-    """Whether this is, by its name, transformers' Conv1D: a linear layer with a weight ``(in, out)``."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def plain_name(name: str) -> str:

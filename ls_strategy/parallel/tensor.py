@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
+from ls_strategy.blocks import is_conv1d
 from ls_strategy.distributed.axis import Axis
 from ls_strategy.errors import PlanError
 from ls_strategy.layout import TensorPart
@@ -38,7 +39,7 @@ from ls_strategy.parallel.regions import (
     scatter_to,
     sum_copies,
 )
-from ls_strategy.parallel.resolved_plan import Layer, Owned, Resolved, is_conv1d, resolve
+from ls_strategy.parallel.resolved_plan import Layer, Owned, Resolved, resolve
 from ls_strategy.parallel.sequence import TokenBlocks, fork_streams, owners
 from ls_strategy.parallel.styles import Column, Experts, Features, PartialGradient, Plan, Row, Vocab
 

@@ -96,10 +96,14 @@ class SimulatedFlat:
     plan: FlatPlan
     ledger: SimulatedLedger
     reads_ahead: bool
+    sharded: bool = True
+    """Whether a gather sends something (stage 3)."""
+
     is_gathered: bool = False
     gathering: bool | None = None
     reading: bool | None = None
     held: bool = False
+    held_packed: bool = False
     publish_due: bool = False
     updated_early: bool = False
     users: int = 0
@@ -114,32 +118,57 @@ class SimulatedFlat:
 
     def __post_init__(self) -> None:
         """Begin as `Flat` does."""
-        self.is_gathered |= self.plan.replicated
+        self.is_gathered |= self.plan.replicated and self.plan.quantized is None
 
     @property
     def gathered_bytes(self) -> int:
         """Bytes of the gathered buffer."""
         return self.plan.layout.numel * self.plan.dtype.itemsize
 
+    @property
+    def resident(self) -> bool:
+        """See `Flat`."""
+        return not self.sharded and self.plan.quantized is None
+
     def _hold(self) -> None:
         if not self.held:
             self.held = True
             self.ledger.add("parameters", self.gathered_bytes)
 
+    def _hold_wire(self) -> None:
+        """Allocate what a gather fills."""
+        if self.plan.quantized is None:
+            self._hold()
+        elif self.sharded and not self.held_packed:
+            self.held_packed = True
+            self.ledger.add("parameters", self._packed_bytes)
+
+    def _free_packed(self) -> None:
+        if self.held_packed:
+            self.held_packed = False
+            self.ledger.add("parameters", -self._packed_bytes)
+
+    @property
+    def _packed_bytes(self) -> int:
+        return self.plan.bytes_of(self.plan.layout.numel)
+
     def start_gather(self) -> None:
         """See `Flat`."""
-        self._hold()
+        self._hold_wire()
         self.reading = None
         self.gathering = True
 
     def start_read(self) -> None:
         """See `Flat`."""
         if self.reads_ahead and not self.is_gathered and self.gathering is None and self.reading is None:
-            self._hold()
+            self._hold_wire()
             self.reading = True
 
     def finish_gather(self) -> None:
-        """See `Flat`."""
+        """See `Flat`, and `QuantizedFlat`."""
+        if self.gathering and self.plan.quantized is not None:
+            self._hold()
+            self._free_packed()
         self.gathering = None
         self.is_gathered = True
 
@@ -147,6 +176,7 @@ class SimulatedFlat:
         """See `Flat`."""
         self.gathering = self.reading = None
         self.is_gathered = False
+        self._free_packed()
         if self.held:
             self.held = False
             self.ledger.add("parameters", -self.gathered_bytes)

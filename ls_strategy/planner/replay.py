@@ -57,7 +57,7 @@ class _Replay:
 
     def _flat(self, plan: FlatPlan) -> SimulatedFlat:
         ahead = plan.param_tier == "nvme" or (plan.param_tier == "cpu" and self.setting.cuda)
-        return SimulatedFlat(plan, self.ledger, ahead)
+        return SimulatedFlat(plan, self.ledger, ahead, sharded=plan.policy(self.plan.policy).parameters)
 
     def run(self, names: Sequence[Sequence[str]]) -> Peak:
         states = self.plan.bytes_by_tier(self.setting.optimizer_bytes)

@@ -43,7 +43,7 @@ def traffic(
     bus = 0
     for unit, gathers in zip(plan.units, plan.gathers_per_step(micro_batches), strict=True) if cuda else ():
         for flat in unit.flats:
-            shard_bytes = flat.layout.shard * flat.dtype.itemsize
+            shard_bytes = flat.shard_bytes
             if flat.trainable and flat.optimizer_tier != "device":
                 bus += plan.flat_states(flat, optimizer_bytes).averages * micro_batches + shard_bytes
             if flat.param_tier != "device":
@@ -59,7 +59,7 @@ def _sent(plan: Plan, micro_batches: int, *, native_fp32: bool) -> int:
     policy = plan.policy
 
     def gathered(flat: FlatPlan) -> int:
-        return flat.gathered_numel * (flat.dtype.itemsize if policy.optimizer else 4)
+        return flat.gathered_numel * (flat.gathered_itemsize if policy.optimizer else 4)
 
     def reduced(flat: FlatPlan) -> int:
         size = flat.dtype.itemsize

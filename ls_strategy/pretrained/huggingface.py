@@ -212,7 +212,7 @@ def _loading(module: ModuleType, reports: bool) -> Generator[None, None, None]:
         if load_config.is_quantized:
             raise PlanError(
                 f"{load_config.pretrained_model_name_or_path} holds quantized weights, which cannot be sharded and "
-                "trained. Give a folder with weights in floating point."
+                "trained. Give a folder with weights in floating point, and set precision.frozen to quantize them."
             )
         if state_dict is None and checkpoint_files is not None:
             state_dict, checkpoint_files = _recorded(checkpoint_files), None

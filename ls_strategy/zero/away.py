@@ -163,6 +163,8 @@ class Away:
 
 def _parameters_in_memory(flat: Flat) -> list[Tensor]:
     """Return the tensors from which the parameters are read."""
+    if flat.plan.quantized is not None:
+        return [flat.master]
     if flat.policy.parameters:
         sources = [flat.shard] if flat.has_own_shard else [flat.master]
         return [tensor for tensor in sources if tensor is not None]

@@ -173,11 +173,14 @@ def _narrowed(value: Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -
     return value
 
 
-def parts_of(value: Tensor, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield elements ``[start, stop)`` of a flattened tensor, lazy or not, as ``(first element, portion)``."""
+def parts_of(value: Tensor, start: int, stop: int, multiple_of: int = 1) -> Iterator[tuple[int, Tensor]]:
+    """Yield elements ``[start, stop)`` of a flattened tensor, lazy or not, as ``(first element, portion)``.
+
+    All portions but the last have a multiple of ``multiple_of`` elements.
+    """
     if not isinstance(value, LazyTensor):
         yield start, value.detach().reshape(-1)[start:stop]
         return
-    step = max(value.at_once, 1)
+    step = -(-max(value.at_once, 1) // multiple_of) * multiple_of
     for at in range(start, stop, step):
         yield at, value.range(at, min(at + step, stop))

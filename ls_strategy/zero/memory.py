@@ -27,7 +27,7 @@ def memory_bytes(
         return total
 
     return {
-        "parameters": sum(size(f.full, f.shard) for f in flats),
+        "parameters": sum(size(f.full, f.shard, f.wire) for f in flats),
         "masters": sum(size(f.master) for f in flats),
         "gradients": sum(size(f.local.buffer, f.averages.values, *map(grad_of, f.params)) for f in flats),
         "optimizer": sum(s.sharded.state_bytes() for s in optimizers),

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from ls_strategy.ops import _build, native, topk
+from ls_strategy.ops import _build, native, quantized, topk
 from ls_strategy.ops.norm import BLOCK, sum_of_squares_reference
 from ls_strategy.ops.permute import combine_reference, pair_dots_reference, permute_reference
 from tests.ops import cases
@@ -155,6 +155,22 @@ def test_topk_is_the_reference(emulation):
         for k in {1, min(8, experts), experts}:
             expected = topk.topk_indices_reference(scores, k)
             assert torch.equal(emulation.run("topk_indices", scores, k), expected)
+
+
+@pytest.mark.parametrize("form", quantized.BITS)
+def test_dequantization_is_the_reference(emulation, form):
+    for number, dtype in enumerate(DTYPES):
+        # Three tiles: the last block of threads is not full.
+        packed = quantized.quantize(torch.randn(3 * quantized.TILE) * 1e-3, form)
+        expected, result = torch.empty(3 * quantized.TILE, dtype=dtype), torch.empty(3 * quantized.TILE, dtype=dtype)
+        quantized.dequantize_reference(packed, expected, form)
+        for source, target in ((packed, result), (shifted(packed, 1 + number), shifted(result, 1))):
+            emulation.run("dequantize_", source, target, number_of(form))
+            assert torch.equal(target, expected)
+
+
+def number_of(form):
+    return list(quantized.BITS).index(form)
 
 
 @pytest.mark.parametrize("bad", [-1, 4])

@@ -59,6 +59,8 @@ class Stack(pl.LightningModule):
         self.first = nn.Linear(4, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
         self.last = nn.Linear(width, 1)
+        for block in self.blocks if habit == "frozen matrices" else ():
+            block.down.weight.requires_grad_(False)  # type: ignore[union-attr, operator]
         self.losses: list[Tensor] = []
         self.kept: Any = None
 
@@ -78,7 +80,7 @@ class Stack(pl.LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=0.01, fused=self.fused)
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.01, fused=self.fused)
 
 
 class Looking(Stack):
@@ -353,6 +355,25 @@ FITS: dict[str, tuple[Any, ...]] = {
         {"stage": 3, "offload": {"optimizer": "cpu", "parameters": "cpu", "gradients": "cpu", "step_on": "cpu"}},
         {},
         "skips a block",
+    ),
+    "stage 1, frozen in nf4": ({"stage": 1, "precision": {"frozen": "nf4"}}, {}, "frozen matrices"),
+    "stage 3, frozen in nf4 on cpu, bf16": (
+        {
+            "stage": 3,
+            "offload": {"optimizer": "cpu", "parameters": "cpu", "step_on": "cpu"},
+            "precision": {"frozen": "nf4"},
+        },
+        {"precision": "bf16-true"},
+        "frozen matrices",
+    ),
+    "stage 3, frozen in int8 on nvme": (
+        {
+            "stage": 3,
+            "offload": {"optimizer": "nvme", "parameters": "nvme", "step_on": "cpu"},
+            "precision": {"frozen": "int8"},
+        },
+        {},
+        "frozen matrices",
     ),
     "activations on cpu, a branch without backward": (activations("cpu"), {}, "a branch without backward"),
     "activations on cpu": (activations("cpu"), {}),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -29,6 +29,13 @@ def states_away(kinds: str) -> StateError:
         f"the {kinds} of the model were used while their memory is given away: strategy.offload_states() was called. "
         "Call strategy.reload_states() on every rank first."
     )
+
+
+def allocate(buffer: Tensor) -> None:
+    """Give a buffer memory, if it has none."""
+    storage = buffer.untyped_storage()
+    if storage.size() == 0:
+        storage.resize_(buffer.nbytes)
 
 
 class Holding(Protocol):
@@ -157,6 +164,46 @@ class FlatBuffer:
         self.stepped_numel = self.stepped[1] - self.stepped[0]
         """Number of elements in ``stepped``."""
         self.pieces: tuple[Piece, ...] = layout.pieces(*self.stepped)
+
+    @property
+    def resident(self) -> bool:
+        """Whether ``full`` stays in memory between uses. Otherwise units are gathered and released."""
+        return not self.policy.parameters
+
+    @property
+    def wire(self) -> Tensor:
+        """Return the buffer that an all-gather fills, with memory while it is needed: ``full`` itself."""
+        return self.full
+
+    def in_wire(self, start: int, stop: int) -> slice:
+        """Return where elements ``[start, stop)`` of the buffer are in ``wire``."""
+        return slice(start, stop)
+
+    @property
+    def wire_sizes(self) -> Sequence[int] | None:
+        """Return the length of every rank's shard in ``wire``; None if all are equal."""
+        return self.layout.sizes
+
+    def refuse_tracing(self) -> None:
+        """Refuse to gather while a graph is traced.
+
+        Raises:
+            StateError: a graph is being traced.
+        """
+        if torch.jit.is_tracing():
+            why = "sharded (stage 3)" if self.plan.quantized is None else f"stored as {self.plan.quantized}"
+            raise StateError(
+                f"{self.name!r} is {why}, and a graph that is traced (torch.jit.trace, torch.onnx, add_graph) would "
+                "record a placeholder instead of its values. Trace a copy with full weights: copy.deepcopy(module), "
+                "made on all ranks."
+            )
+
+    def rounded(self, values: Tensor) -> Tensor:
+        """Return what the parameters become when ``values``, of a parameter from its start on, are written to them."""
+        return values
+
+    def show_stored(self) -> None:
+        """Show what the parameters have become of values that were just written to them, if it differs."""
 
     @property
     def counted(self) -> bool:

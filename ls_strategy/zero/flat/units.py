@@ -30,7 +30,7 @@ from ls_strategy.errors import StateError
 from ls_strategy.tiers.arrival import Arrival
 from ls_strategy.tiers.stream import Ticket
 from ls_strategy.zero.flat.averages import Averages
-from ls_strategy.zero.flat.buffer import FlatBuffer
+from ls_strategy.zero.flat.buffer import FlatBuffer, allocate
 from ls_strategy.zero.flat.initial import full_values, shard_values
 from ls_strategy.zero.flat.local_gradients import LocalGradients
 from ls_strategy.zero.flat.parameters import Absent, Present, bind_home, grad_of, point, set_grad, unnoticed
@@ -100,13 +100,7 @@ class Flat(FlatBuffer):
         """
         self.averages = Averages(self)
         layout, dtype, master_dtype = self.layout, self.dtype, self.master_dtype
-        if self.policy.parameters:
-            self._place(shard_values(self, values, device))
-            self.full = torch.empty(layout.numel, dtype=dtype, device=device)
-        else:
-            full = full_values(self, values, device)
-            self.full = full if dtype == master_dtype else full.to(dtype)
-            self._place(full[slice(*self.stepped)])
+        self._fill(values, device)
         self.average_dtype = torch.promote_types(torch.float32, master_dtype) if self.trainable else torch.float32
         self.local = LocalGradients(
             self.params,
@@ -127,8 +121,18 @@ class Flat(FlatBuffer):
         """What each parameter points at while its unit is released."""
         self.bind()
         self.writes.count_references(bound=True)
-        if self.policy.parameters:
+        if not self.resident:
             self.release()
+
+    def _fill(self, values: list[Tensor], device: torch.device) -> None:
+        """Allocate ``full``, and store the initial values. Collective."""
+        if self.policy.parameters:
+            self._place(shard_values(self, values, device))
+            self.full = torch.empty(self.layout.numel, dtype=self.dtype, device=device)
+        else:
+            full = full_values(self, values, device)
+            self.full = full if self.dtype == self.master_dtype else full.to(self.dtype)
+            self._place(full[slice(*self.stepped)])
 
     def _place(self, mine: Tensor) -> None:
         """Store this rank's initial values on the tiers of masters and parameters."""
@@ -263,7 +267,6 @@ class Flat(FlatBuffer):
         self.require_here("parameters")
         self.wait_updated()
         self.held_back = self.publish_due = False
-        lo, hi = self.stepped
         self.refresh_if_due()
         if self.policy.parameters:
             if self.updated_early:
@@ -271,22 +274,15 @@ class Flat(FlatBuffer):
                     f"a parameter in the buffer of {self.name!r} is read again in the backward pass that has already "
                     "updated it. Set sharding.overlap_step=False on the strategy."
                 )
-            if torch.jit.is_tracing():
-                raise StateError(
-                    f"{self.name!r} is sharded (stage 3), and a graph that is traced (torch.jit.trace, torch.onnx, "
-                    "add_graph) would record a placeholder instead of its values. Trace a copy with full weights: "
-                    "copy.deepcopy(module), made on all ranks."
-                )
+            self.refuse_tracing()
             self.writes.begin_gather()
             self.start_read()
-            storage = self.full.untyped_storage()
-            if storage.size() == 0:
-                storage.resize_(self.full.nbytes)
-            self._load_shard(self.full[lo:hi])
+            allocate(self.wire)
+            self._load_shard(self.wire[self.in_wire(*self.stepped)])
         elif self.optimizer_tier == "device" and not self.master_is_slice:
-            self.full[lo:hi].copy_(self.master)
+            self.full[slice(*self.stepped)].copy_(self.master)
         if self.policy.optimizer:
-            self.gathering = self.comm.all_gather(self.full, self.name, self.layout.sizes)
+            self.gathering = self.comm.all_gather(self.wire, self.name, self.wire_sizes)
 
     @property
     def _reads_ahead(self) -> bool:
@@ -305,9 +301,9 @@ class Flat(FlatBuffer):
         if not self._reads_ahead or self.is_gathered or self.gathering is not None or self.reading is not None:
             return
         self.refresh_if_due()
-        self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
+        allocate(self.wire)
         updating, after = self.updating, self.storage.link.mark()
-        outs = [self.full[slice(*self.stepped)]]
+        outs = [self.wire[self.in_wire(*self.stepped)]]
 
         def read() -> Arrival:
             # The thread may have this function for a moment after its result is known. A view of the parameters that

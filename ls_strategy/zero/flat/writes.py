@@ -154,6 +154,7 @@ class UserWrites:
             self._restore(i)
         viewed = not flat.master_is_slice and self.has_memory_views
         changed = detected if flat.master_is_slice else self._take_shard()
+        flat.show_stored()
         self.record()
         self.possible = viewed  # such a view can be written to at any time
         return changed

@@ -21,9 +21,11 @@ class Gatherer:
     """
 
     def __init__(self, units: list[Unit], *, sharded: bool, prefetch_units: int) -> None:
-        """``sharded``: parameters are sharded (stage 3). Otherwise units are resident and only published."""
+        """``sharded``: parameters are sharded (stage 3). Otherwise they are published, and quantized ones released."""
         self.units = units
         self.sharded = sharded
+        self.releases = sharded or any(not flat.resident for unit in units for flat in unit.flats)
+        """Whether some buffers are released between their uses: all at stage 3, below only the quantized ones."""
         self.prefetch_units = prefetch_units
         self._order: list[Unit] = [u for u in units if not u.is_root]
         self._position = {id(u): i for i, u in enumerate(self._order)}
@@ -34,9 +36,9 @@ class Gatherer:
     # stage 3 ---------------------------------------------------------------------------------------------------------
 
     def start(self, unit: Unit) -> None:
-        """Start gathering a released unit. Collective."""
+        """Start gathering a released unit. Collective at stage 3."""
         for flat in unit.flats:
-            if not flat.is_gathered and flat.gathering is None:
+            if not flat.resident and not flat.is_gathered and flat.gathering is None:
                 flat.start_gather()
 
     def fetch(self, unit: Unit, *, backward: bool = False) -> None:
@@ -54,6 +56,8 @@ class Gatherer:
                     self._read(neighbour)
         elif not self.sharded:
             self._start_due(unit)
+            if self.releases:
+                self.start(unit)
         for flat in unit.flats:
             flat.finish_gather()
 
@@ -63,7 +67,7 @@ class Gatherer:
 
         Nothing is prefetched either: ranks may run such a forward a different number of times.
         """
-        return all(flat.is_gathered and (flat.users or flat.plan.replicated) for flat in unit.flats)
+        return all(flat.resident or (flat.is_gathered and flat.users) for flat in unit.flats)
 
     @contextmanager
     def keeping(self, flats: list[Flat]) -> Iterator[None]:
@@ -89,16 +93,16 @@ class Gatherer:
             flat.start_read()
 
     def release(self, unit: Unit, *, stepped: bool = False, kept: bool = False) -> None:
-        """Free a unit's full parameters, unless it is pinned, after taking writes to them (stage 3).
+        """Free a unit's full parameters, unless they are resident or pinned, after taking writes to them.
 
         Args:
             unit: the unit.
             stepped: the masters are newer than the gathered parameters, so writes are not taken.
             kept: free also what user code holds, because it is outdated. The next use gathers it again.
         """
-        if self.sharded and not unit.pinned:
+        if self.releases and not unit.pinned:
             for flat in unit.flats:
-                if flat.plan.replicated or (flat.users and not (kept or stepped)):
+                if flat.resident or (flat.users and not (kept or stepped)):
                     continue
                 if not stepped:
                     flat.take_writes()
@@ -138,7 +142,7 @@ class Gatherer:
             self.fetch(unit)
 
     def release_all(self, *, stepped: bool = False) -> None:
-        """Release all units that are gathered or in flight (stage 3). ``stepped``: as in `release`."""
+        """Release all units that are gathered or in flight. ``stepped``: as in `release`."""
         for unit in self.units:
             unit.unpin()
             self.release(unit, stepped=stepped, kept=True)

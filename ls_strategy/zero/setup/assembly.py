@@ -19,10 +19,12 @@ from ls_strategy.plan import FROZEN, ParamFacts, Plan, resolve_plan
 from ls_strategy.precision import PrecisionPolicy
 from ls_strategy.tiers.link import trim_heap
 from ls_strategy.zero.deferred import deferred_of
+from ls_strategy.zero.flat.quantized import QuantizedFlat
 from ls_strategy.zero.flat.units import Flat, Unit
 from ls_strategy.zero.lazy import LazyTensor, source_of
 from ls_strategy.zero.setup import agreement
 from ls_strategy.zero.setup import materialize as materials
+from ls_strategy.zero.setup.frozen import quantized_params
 from ls_strategy.zero.setup.partition import UnitSpec, partition
 from ls_strategy.zero.setup.share import Share
 from ls_strategy.zero.step.elementwise import is_elementwise, refuse_wrapper, require_elementwise, require_one_pass
@@ -61,6 +63,8 @@ class Draft:
         """``id`` of the parameters that every rank holds in full if they are frozen."""
         self._shared: dict[tuple[int, ...], int] = {}
         """Number of each set of optimizers with common parameters; these follow the numbers of the optimizers."""
+        self._quantized: set[int] = set()
+        """``id`` of frozen parameters that are stored in 4 or 8 bits."""
         self.config = config
         self._options = repr((config.stage, config.sharding, config.precision, config.offload, precision))
         self._error: PlanError | None = None
@@ -70,6 +74,7 @@ class Draft:
             kept = materials.fp32_modules(model, config.precision.fp32_modules)
             self.kept_fp32 = kept if precision.rounds else []
             self._owners = agreement.owners_of(model, optimizers)
+            self._quantized = quantized_params(model, config.precision, self._owners, kept)
             self._number_shared(len(optimizers), single=not parts and share.pipeline is None)
             materials.require_values(model, share.absent)
             for optimizer in optimizers:
@@ -114,12 +119,19 @@ class Draft:
             PlanError: naming the rank and the first difference.
         """
         rows = [
-            (name, self._full_shape(p), _dtype_of(p), p.requires_grad, self._owners.get(id(p)))
+            (name, self._full_shape(p), self._dtype_of(p), p.requires_grad, self._owners.get(id(p)))
             for spec in self.specs
             for name, p in spec.params
         ]
         stage = None if self.share.pipeline is None else self.share.pipeline.rank
         agreement.agree(world, self._error, self._options, rows, stage)
+
+    def _dtype_of(self, param: nn.Parameter) -> str:
+        """Return the dtype, how it will be stored, and where this rank has the values from."""
+        stored = f", stored as {self.config.precision.frozen}" if id(param) in self._quantized else ""
+        place = "" if source_of(param) is None else ", from a file"
+        place = place if deferred_of(param) is None else ", set in configure_model"
+        return f"{param.dtype}{stored}{place}"
 
     def _full_shape(self, param: nn.Parameter) -> tuple[int, ...]:
         part = self._parts.get(id(param))
@@ -150,6 +162,7 @@ class Draft:
                 replica=id(p) in self.share.replicas,
                 shared_by=together,
                 replicated=id(p) in self._replicated,
+                quantized=self.config.precision.frozen if id(p) in self._quantized else None,
             )
 
         return resolve_plan(
@@ -184,8 +197,9 @@ class Draft:
             for flat_plan in planned.flats:
                 members = [params[slot.name] for slot in flat_plan.layout.slots]
                 comm, axis = mesh.holders(flat_plan.layout.slots[0].part)
-                policy, storage = flat_plan.policy(self.policy), offload.storage(number)
-                flat = Flat(flat_plan, members, policy=policy, comm=comm, storage=storage, axis=axis)
+                make = Flat if flat_plan.quantized is None else QuantizedFlat
+                which = flat_plan.policy(self.policy)
+                flat = make(flat_plan, members, policy=which, comm=comm, storage=offload.storage(number), axis=axis)
                 number += 1
                 flat.load([values[id(p)] for p in members], device)
                 flats.append(flat)
@@ -213,13 +227,6 @@ def _parameters_below(model: nn.Module, names: Sequence[str]) -> set[int]:
                 f"Use names of named_modules(), such as {', '.join(repr(n) for n, _ in model.named_children())}."
             )
     return {id(p) for name in names for p in modules[name].parameters()}
-
-
-def _dtype_of(param: nn.Parameter) -> str:
-    """Return the dtype, and where this rank has the values from."""
-    if deferred_of(param) is not None:
-        return f"{param.dtype}, set in configure_model"
-    return str(param.dtype) if source_of(param) is None else f"{param.dtype}, from a file"
 
 
 def _held_values(params: list[nn.Parameter], held: dict[int, Flat]) -> dict[int, Tensor]:

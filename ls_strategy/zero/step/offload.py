@@ -40,7 +40,9 @@ def states_by_tier(
     flats = [f for u in plan.units for f in u.flats]
     for number, flat in enumerate(flats):
         numel = flat.layout.shard if plan.policy.optimizer else flat.layout.numel
-        if flat.optimizer_tier != "device":
+        if flat.optimizer_tier != "device" and flat.quantized is not None:
+            result[flat.optimizer_tier][number, "master"] = (flat.stored_bytes(plan.policy), torch.uint8)
+        elif flat.optimizer_tier != "device":
             result[flat.optimizer_tier][number, "master"] = (numel, flat.master_dtype)
         if flat.has_own_shard(plan.policy) and flat.param_tier != "device":
             result[flat.param_tier][number, "param"] = (numel, flat.dtype)

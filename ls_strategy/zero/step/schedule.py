@@ -180,5 +180,7 @@ class UpdateSchedule:
                 flat.go_on_with_old()
             lazily = self._offload.config.offload.optimizer is not None
             self._gatherer.publish([f for f in flats if not f.held_back], lazily=lazily)
+            if self._gatherer.releases:
+                self._gatherer.release_all()
         if not self.overlap:
             self._gatherer.finish_all()

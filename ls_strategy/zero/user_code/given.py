@@ -115,5 +115,5 @@ def _take(copy: _Copy, values: Tensor) -> None:
         return
     if flat.is_gathered:
         slot = flat.layout.slots[copy.index]
-        flat.full[slot.offset : slot.end].copy_(values.detach().reshape(-1))
+        flat.full[slot.offset : slot.end].copy_(flat.rounded(values.detach().reshape(-1)))
         flat.writes.record()

@@ -55,9 +55,9 @@ class OnDemandGather:
     """Gathers and releases buffers on demand. Uses are collective: the same on every rank, in the same order."""
 
     def __init__(self, flats: list[Flat], *, sharded: bool) -> None:
-        """``sharded``: parameters are sharded (stage 3). Otherwise a use only waits for values in flight."""
+        """``sharded``: parameters are sharded (stage 3). Otherwise a use of most only waits for values in flight."""
         self._flats = flats
-        self._sharded = sharded
+        self._releases = sharded or any(not flat.resident for flat in flats)
         self._on_demand_flats: dict[int, Flat] = {}
         self._by_storage = {storage_key(flat.full): flat for flat in flats}
         self._collecting: FrameType | None = None
@@ -78,7 +78,7 @@ class OnDemandGather:
         self.refuse_other_threads(flat.name)
         flat.require_here("parameters")
         flat.users += 1
-        if not self._sharded:
+        if flat.resident:
             flat.wait_updated()
             if flat.publish_due:
                 flat.start_gather()
@@ -107,7 +107,7 @@ class OnDemandGather:
 
     def begin(self, flat: Flat) -> None:
         """Start gathering a buffer, without waiting. Collective."""
-        if self._sharded and not flat.is_gathered and flat.gathering is None:
+        if not flat.resident and not flat.is_gathered and flat.gathering is None:
             flat.start_gather()
 
     def touched(self, flat: Flat) -> None:
@@ -128,7 +128,7 @@ class OnDemandGather:
 
     def saving(self) -> AbstractContextManager[Any]:
         """Wrap an operation on buffers gathered on demand: autograd gathers again what it saved of them."""
-        if not self._sharded or not torch.is_grad_enabled():
+        if not self._releases or not torch.is_grad_enabled():
             return nullcontext()
         return saved_tensors_hooks(self._pack, self._unpack)
 
@@ -153,8 +153,9 @@ class OnDemandGather:
         for flat in list(self._on_demand_flats.values()):
             if flat.users == 0:
                 self._release(flat)
-        for flat in self._flats if self._sharded else ():
-            flat.free_if_not_viewed()
+        for flat in self._flats if self._releases else ():
+            if not flat.resident:
+                flat.free_if_not_viewed()
 
     def _release(self, flat: Flat) -> None:
         del self._on_demand_flats[id(flat)]

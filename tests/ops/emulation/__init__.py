@@ -21,7 +21,7 @@ from ls_strategy.ops import _build
 
 FOLDER = Path(__file__).parent
 SOURCES = Path(_build.__file__).parent / "csrc"
-KERNELS = (SOURCES / "update.cu", SOURCES / "norm.cu", SOURCES / "routing.cu", FOLDER / "faults.cu")
+KERNELS = (*(SOURCES / f"{name}.cu" for name in ("update", "norm", "routing", "quantized")), FOLDER / "faults.cu")
 
 _TRANSLATE = """{ printf '#line 1 "%s"\\n' "$2"; sed -E -f "$1" "$2"; } | { shift 2; "$@"; }"""
 
@@ -45,8 +45,8 @@ def recipe() -> _build.Recipe:
     command = (*schemas.command[:-2], *flags, f"-I{FOLDER}", "-iquote", str(SOURCES), "-c")
     exact = ("-Og", "-ffp-contract=off", "-fno-math-errno", "-fsanitize=thread,alignment")
     units = [_build.CompileUnit(path.stem, (*command, str(path))) for path in sorted(FOLDER.glob("*.cpp"))]
-    of_routing = ("-O0", "-include", str(SOURCES / "routing_schemas.cpp"))
-    units.append(_build.CompileUnit("schemas", (*command, *of_routing, str(SOURCES / "schemas.cpp"))))
+    others = [("-include", str(SOURCES / f"{name}_schemas.cpp")) for name in ("routing", "quantized")]
+    units.append(_build.CompileUnit("schemas", (*command, "-O0", *sum(others, ()), str(SOURCES / "schemas.cpp"))))
     for path in KERNELS:
         of_torch = () if path.parent == FOLDER else ("-include", str(FOLDER / "torch.h"))
         translate = ("sh", "-c", _TRANSLATE, "sh", str(FOLDER / "launches.sed"), str(path))

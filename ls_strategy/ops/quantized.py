@@ -1,0 +1,153 @@
+"""Weights in 4 and 8 bits, in one row of tiles: `quantize` and `dequantize_`.
+
+A block of 64 adjacent elements shares a scale, its largest absolute value. An element is the product of the scale and
+one of the format's levels:
+
+========  ======  ==============================================================================  =================
+format    levels  values                                                                          bytes per element
+========  ======  ==============================================================================  =================
+``nf4``   16      quantiles of the normal distribution, and 0 (Dettmers et al., "QLoRA")          0.53
+``int4``  15      multiples of 1/7 from -1 to 1                                                   0.53
+``int8``  255     multiples of 1/127 from -1 to 1                                                 1.03
+========  ======  ==============================================================================  =================
+
+Eight blocks are a tile: eight scales in bf16, then the levels; two of 4 bits in a byte, in the order of `linear.pack`.
+So a tile is a multiple of 16 bytes, and a row of tiles can be cut between any two of them.
+
+The blocks are those of the flattened parameter, unlike those of `ops.linear`, which end with a row: a shard may end
+inside a row. Scales are rounded to bf16, which takes half the bytes of fp32 and makes the formats *idempotent*: the
+largest element becomes exactly the scale, so ``quantize`` finds the same scales and levels in dequantized values, also
+in those that were rounded to bf16 or fp16. QLoRA: arXiv:2305.14314, section 3 (blocks, levels) and appendix E (values).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ls_strategy.config import FrozenFormat
+from ls_strategy.ops import linear
+from ls_strategy.ops.extra_library import quantized_library
+
+BLOCK = 64
+"""Elements with a common scale."""
+
+TILE = 8 * BLOCK
+"""Elements of a tile. Parameters and shards start at tiles."""
+
+BITS: dict[FrozenFormat, int] = {"nf4": 4, "int4": 4, "int8": 8}
+
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+"""Levels of ``nf4``, ascending."""
+
+_NUMBERS: dict[FrozenFormat, int] = {"nf4": 0, "int4": 1, "int8": 2}
+"""Numbers of the formats in the kernels."""
+
+_CHUNK_TILES = 1 << 11
+"""Tiles at a time without kernels, a million elements: the temporary tensors are some ten times as large."""
+
+_LARGEST_FP16 = 65280.0
+"""The largest bf16 number that fp16 has, too."""
+
+
+def tile_bytes(form: FrozenFormat) -> int:
+    """Return the bytes of a tile.
+
+    >>> tile_bytes("nf4"), tile_bytes("int8")
+    (272, 528)
+    """
+    return TILE // BLOCK * 2 + TILE * BITS[form] // 8
+
+
+def packed_bytes(numel: int, form: FrozenFormat) -> int:
+    """Return the bytes of ``numel`` elements, a multiple of `TILE`.
+
+    >>> packed_bytes(1024, "nf4")
+    544
+    """
+    if numel % TILE:
+        raise ValueError(f"{numel} elements are not full tiles of {TILE}")
+    return numel // TILE * tile_bytes(form)
+
+
+def quantize(values: Tensor, form: FrozenFormat) -> Tensor:
+    """Return the tiles of floating-point values ``(n,)``, with n a multiple of `TILE`: uint8 ``(packed_bytes(n),)``.
+
+    Scales are finite in the dtype of ``values``. A block with a value that is not finite becomes one of NaN and
+    infinities.
+    """
+    packed = torch.empty(packed_bytes(values.numel(), form), dtype=torch.uint8, device=values.device)
+    rows, tiles = packed.view(-1, tile_bytes(form)), values.detach().view(-1, TILE)
+    for first in range(0, len(rows), _CHUNK_TILES):
+        some = tiles[first : first + _CHUNK_TILES]
+        scales = some.unflatten(1, (-1, BLOCK)).abs().amax(2).bfloat16()
+        if values.dtype is torch.float16:
+            too_large = (scales > _LARGEST_FP16) & scales.isfinite()
+            scales = torch.where(too_large, torch.full_like(scales, _LARGEST_FP16), scales).half().bfloat16()
+        divisors = torch.where(scales == 0, torch.ones_like(scales), scales).float()
+        ratios = (some.float().unflatten(1, (-1, BLOCK)) / divisors[..., None]).flatten(1)
+        levels = _nearest(ratios, form)
+        row = rows[first : first + _CHUNK_TILES]
+        row[:, : TILE // BLOCK * 2] = scales.view(torch.uint8)
+        row[:, TILE // BLOCK * 2 :] = levels if form == "int8" else linear.pack(levels).view(torch.uint8)
+    return packed
+
+
+def _nearest(ratios: Tensor, form: FrozenFormat) -> Tensor:
+    """Return the numbers of the nearest levels, uint8."""
+    if form == "nf4":
+        levels = torch.tensor(NF4, dtype=torch.float32, device=ratios.device)
+        return torch.bucketize(ratios, (levels[1:] + levels[:-1]) / 2, out_int32=True).to(torch.uint8)
+    most = 127 if form == "int8" else 7
+    return ((ratios * most).round_().nan_to_num_(0.0).clamp_(-most, most) + (most + 1)).to(torch.uint8)
+
+
+def dequantize_(packed: Tensor, out: Tensor, form: FrozenFormat) -> None:
+    """Write the values of tiles into ``out``, ``(n,)`` in fp32, bf16 or fp16: products in fp32, rounded to nearest.
+
+    Args:
+        packed: uint8, ``(packed_bytes(n),)``, contiguous.
+        out: contiguous, on the device of ``packed``.
+        form: as for `quantize`.
+    """
+    if packed.numel() != packed_bytes(out.numel(), form):
+        raise ValueError(f"{packed.numel()} bytes are not {out.numel()} elements of {form}")
+    if quantized_library.available(out.device.type):
+        torch.ops.ls_strategy.dequantize_(packed, out, _NUMBERS[form])
+    else:
+        dequantize_reference(packed, out, form)
+
+
+def dequantize_reference(packed: Tensor, out: Tensor, form: FrozenFormat) -> None:
+    """Compute `dequantize_` by operations of torch, with equal bits."""
+    rows, tiles = packed.view(-1, tile_bytes(form)), out.view(-1, TILE)
+    for first in range(0, len(rows), _CHUNK_TILES):
+        row = rows[first : first + _CHUNK_TILES]
+        scales = row[:, : TILE // BLOCK * 2].contiguous().view(torch.bfloat16).float()
+        codes = row[:, TILE // BLOCK * 2 :]
+        values = _values(codes if form == "int8" else linear.unpack(codes.contiguous()), form)
+        products = values.unflatten(1, (-1, BLOCK)) * scales[..., None]
+        tiles[first : first + _CHUNK_TILES] = products.flatten(1)
+
+
+def _values(numbers: Tensor, form: FrozenFormat) -> Tensor:
+    """Return the levels with these numbers, fp32."""
+    if form == "nf4":
+        levels = torch.tensor(NF4, dtype=torch.float32, device=numbers.device)
+        return levels.index_select(0, numbers.flatten().int()).view(numbers.shape)
+    most = 127 if form == "int8" else 7
+    # A tensor as divisor: some devices multiply by the reciprocal of a number.
+    return (numbers.float() - (most + 1)) / torch.full((1,), float(most), device=numbers.device)
+
+
+def rounded(values: Tensor, form: FrozenFormat) -> Tensor:
+    """Return what `dequantize_` makes of the tiles of ``values``, ``(n,)`` for any n, in their dtype."""
+    padded = values.new_zeros(-(-values.numel() // TILE) * TILE)
+    padded[: values.numel()] = values
+    out = torch.empty_like(padded)
+    dequantize_(quantize(padded, form), out, form)
+    return out[: values.numel()]

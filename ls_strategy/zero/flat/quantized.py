@@ -1,0 +1,199 @@
+"""A flat buffer of frozen weights that are stored, sent and offloaded in 4 or 8 bits, see `ls_strategy.ops.quantized`.
+
+::
+
+    master      | b | c  |              tiles of this rank's shard, or of the full buffer below stage 3
+    wire    | a | b | c      |....|     all ranks' tiles; only at stage 3, while they are gathered
+    full    | a | b | c      |....|     compute dtype, dequantized; only while gathered, at every stage
+
+A parameter starts at a tile, and so does a shard. So the blocks with a common scale are those of the parameter, for any
+number of ranks, and every element has the same value on all of them. Below stage 3 every rank has all tiles, and a
+gather sends nothing.
+
+To all others the masters are dequantized values in the compute dtype: checkpoints, `read_master`, a new engine. What is
+written is rounded. Writing what was read changes nothing, because the formats are idempotent.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from ls_strategy.config import FrozenFormat
+from ls_strategy.distributed.comm import PendingGather
+from ls_strategy.ops.quantized import TILE, dequantize_, packed_bytes, quantize, rounded
+from ls_strategy.zero.flat.buffer import allocate
+from ls_strategy.zero.flat.initial import full_values, shard_values
+from ls_strategy.zero.flat.units import Flat
+
+_log = logging.getLogger("ls_strategy.zero")
+
+
+class QuantizedFlat(Flat):
+    """Frozen parameters of a unit, in tiles. ``master`` has bytes; its readers and writers convert."""
+
+    _wire: Tensor
+    """The tiles of all ranks, at stage 3: uint8, with memory only while they are gathered."""
+
+    _was_written = False
+
+    @property
+    def form(self) -> FrozenFormat:
+        """Return the format."""
+        assert self.plan.quantized is not None
+        return self.plan.quantized
+
+    @property
+    @override
+    def resident(self) -> bool:
+        return False
+
+    @property
+    @override
+    def wire(self) -> Tensor:
+        return self._wire if self.policy.parameters else self.full
+
+    @override
+    def in_wire(self, start: int, stop: int) -> slice:
+        return slice(packed_bytes(start, self.form), packed_bytes(stop, self.form))
+
+    @property
+    @override
+    def wire_sizes(self) -> Sequence[int] | None:
+        sizes = self.layout.sizes
+        return None if sizes is None else tuple(packed_bytes(n, self.form) for n in sizes)
+
+    @override
+    def _fill(self, values: list[Tensor], device: torch.device) -> None:
+        begin = shard_values if self.policy.parameters else full_values
+        self._place(quantize(begin(self, values, device), self.form))
+        self.full = torch.empty(self.layout.numel, dtype=self.dtype, device=device)
+        if self.policy.parameters:
+            self._wire = torch.empty(packed_bytes(self.layout.numel, self.form), dtype=torch.uint8, device=device)
+            self._wire.untyped_storage().resize_(0)
+
+    @override
+    def _place(self, mine: Tensor) -> None:
+        storage = self.storage
+        if self.optimizer_tier == "device":
+            self.master = mine
+        elif storage.is_resident("master"):
+            self.master = storage.resident(self.optimizer_tier, "master", mine.numel(), torch.uint8).copy_(mine)
+        else:
+            storage.write("master", 0, mine)
+            self.master = torch.zeros(1, dtype=torch.uint8).expand(mine.numel())
+
+    # masters ---------------------------------------------------------------------------------------------------------
+
+    def _packed(self, start: int, stop: int) -> Tensor:
+        """Return the tiles of elements ``[start, stop)`` of this rank's range, which begin and end at tiles."""
+        self.require_here("masters")
+        place = self.in_wire(start, stop)
+        if self.storage.is_resident("master"):
+            return self.master[place]
+        out = torch.empty(place.stop - place.start, dtype=torch.uint8)
+        self.storage.read_into("master", out, place.start)
+        return out
+
+    @override
+    def read_master(self) -> Tensor:
+        return self.master_range(0, self.stepped_numel)
+
+    @override
+    def master_range(self, start: int, stop: int) -> Tensor:
+        lo, hi = _tiles_around(start, stop)
+        packed = self._packed(lo, hi)
+        out = torch.empty(hi - lo, dtype=self.dtype, device=packed.device)
+        dequantize_(packed, out, self.form)
+        return out[start - lo : stop - lo]
+
+    @override
+    def write_master(self, start: int, values: Tensor) -> None:
+        stop = start + values.numel()
+        lo, hi = _tiles_around(start, stop)
+        self.require_here("masters")
+        self.before_change()
+        if (lo, hi) == (start, stop):
+            new = values.detach().to(device=self.master.device, dtype=self.dtype)
+        else:
+            new = self.master_range(lo, hi)
+            new[start - lo : stop - lo].copy_(values)
+        packed, place = quantize(new, self.form), self.in_wire(lo, hi)
+        if self.storage.is_resident("master"):
+            self.master[place].copy_(packed)
+        else:
+            self.storage.write("master", place.start, packed)
+
+    @override
+    def full_master(self) -> Tensor:
+        if not self.policy.parameters:
+            return self.read_master()
+        wire = torch.empty(self._wire.numel(), dtype=torch.uint8, device=self.full.device)
+        wire[self.in_wire(*self.owned)].copy_(self._packed(0, self.stepped_numel))
+        self.comm.all_gather(wire, self.name, self.wire_sizes).wait()
+        out = torch.empty(self.layout.numel, dtype=self.dtype, device=wire.device)
+        dequantize_(wire, out, self.form)
+        return out
+
+    @override
+    def refresh(self) -> None:
+        pass  # there is no other copy
+
+    @override
+    def rounded(self, values: Tensor) -> Tensor:
+        return rounded(values.to(device=self.full.device, dtype=self.dtype), self.form)
+
+    @override
+    def show_stored(self) -> None:
+        dequantize_(quantize(self.full, self.form), self.full, self.form)
+
+    @override
+    def take_writes(self) -> bool:
+        changed = super().take_writes()
+        if changed and not self._was_written and self.comm.rank == 0:
+            message = (
+                f"a weight of the buffer of {self.name!r} was written to, but it is stored as {self.form}, so the new "
+                "values were rounded again. Name its module in precision.frozen_except to keep exact values."
+            )
+            _log.warning("%s", message)
+        self._was_written |= changed
+        return changed
+
+    # parameters ------------------------------------------------------------------------------------------------------
+
+    @override
+    def start_gather(self) -> None:
+        if self.policy.parameters:
+            super().start_gather()
+            return
+        self.require_here("parameters")
+        self.refuse_tracing()
+        self.writes.begin_gather()
+        self.gathering = PendingGather((), self.comm)
+
+    @override
+    def finish_gather(self, *, on_demand: bool = False) -> None:
+        if self.gathering is not None:
+            self.gathering.wait()
+            self.gathering = None
+            allocate(self.full)
+            dequantize_(self.wire if self.policy.parameters else self.master, self.full, self.form)
+            self._free_wire()
+        super().finish_gather(on_demand=on_demand)
+
+    @override
+    def release(self) -> None:
+        super().release()
+        self._free_wire()
+
+    def _free_wire(self) -> None:
+        if self.policy.parameters:
+            self._wire.untyped_storage().resize_(0)
+
+
+def _tiles_around(start: int, stop: int) -> tuple[int, int]:
+    return start // TILE * TILE, -(-stop // TILE) * TILE
