@@ -120,8 +120,9 @@ class Model:
         """Run a forward."""
         engine, trains = self.engine, torch.is_grad_enabled()
         with engine.comm.naming_failures():
-            # DDP broadcasts rank 0's buffers before a forward if the forward before it was to synchronize gradients.
-            engine.begin_step(sync_buffers_after=trains and not self.accumulating)
+            # DDP broadcasts rank 0's buffers before a forward if the forward before it was to synchronize gradients. It
+            # has no modules without an optimizer; two forwards of one must not change what the first one has saved.
+            engine.begin_step(sync_buffers_after=trains and self.trains and not self.accumulating)
             if trains:
                 with self._activations.around_forward():
                     output = call(*args, **kwargs)
@@ -141,13 +142,15 @@ class Model:
         With several modules nothing is sent before the end: ranks whose gradients become ready in different orders
         would send those of different modules first.
         """
+        alone = alone or not self.trains
         if not alone:
             self.engine.reducer.selective = True
             self.engine.begin_micro_batches()
         self.engine.begin_backward(eager=alone and not self.accumulating and len(self.optimizers) == 1)
 
     def end_backward(self, *, alone: bool) -> None:
-        """End the backward pass."""
+        """End the backward pass; units that it has gathered are released."""
+        alone = alone or not self.trains
         self.engine.end_backward(local=self.accumulating)
         if not alone:
             self.engine.end_micro_batches(reduce=self.engine.policy.gradients)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -127,7 +127,7 @@ class ZeROFabricStrategy(Connection, DDPStrategy):  # pyright: ignore[reportInco
             checkpoint=checkpoint,
         )
         """Every option, in groups."""
-        self.models: weakref.WeakKeyDictionary[nn.Module, Model] = weakref.WeakKeyDictionary()
+        self.models: MutableMapping[nn.Module, Model] = {}
         """The modules that were set up, in this order."""
         self.collection: checkpoints.Collection | None = None
         """The contents of a checkpoint folder while ``fabric.save`` collects them."""
@@ -194,7 +194,7 @@ class ZeROFabricStrategy(Connection, DDPStrategy):  # pyright: ignore[reportInco
 
     @override
     def _connected(self, comm: Any) -> None:
-        self.models.clear()
+        self.models = weakref.WeakKeyDictionary()  # not before: ranks that are spawned get the strategy as a pickle
 
     @override
     def tensor_init_context(self) -> AbstractContextManager:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -302,12 +302,13 @@ class ZeROFabricStrategy(Connection, DDPStrategy):  # pyright: ignore[reportInco
 
     @override
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Run a backward pass through every module that trains. Collective."""
-        models = [model for model in self.models.values() if model.trains]
-        alone = len(models) == 1
+        """Run a backward pass, through every module that was set up. Collective."""
+        models = list(self.models.values())
+        training = [model for model in models if model.trains]
+        alone = len(training) == 1
         plugin = self.zero_precision()
         if alone:
-            plugin.engine = models[0].engine
+            plugin.engine = training[0].engine
         with ExitStack() as stack:
             stack.enter_context(guards.explain_released_parameters())
             if models:

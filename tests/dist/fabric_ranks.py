@@ -173,10 +173,55 @@ def adversarial(rank: int, world_size: int, name: str) -> dict[str, Any]:
     return {"losses": losses, "weights": weights}
 
 
+def distillation(rank: int, world_size: int, name: str) -> dict[str, Any]:
+    """A teacher without an optimizer whose forward is part of the loss, and a LightningModule as the student."""
+    import lightning.pytorch as pl
+
+    class Student(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def training_step(self, x: Tensor) -> Tensor:
+            return self.net(x)
+
+    fabric = make_fabric(name, world_size)
+    torch.manual_seed(3)
+    teacher, student = Net().requires_grad_(False).eval(), Student()
+    teacher = fabric.to_device(teacher) if name == "ddp" else fabric.setup_module(teacher)  # DDP refuses it
+    student, optimizer = fabric.setup(student, make_optimizer("adamw", student))
+    losses = []
+    for i, (x,) in enumerate(batches(fabric)):
+        if i == 6:
+            break
+        y = student.training_step(x)
+        loss = functional.mse_loss(teacher(y), teacher(x)) + functional.mse_loss(y, x)
+        fabric.backward(loss)
+        torch.nn.utils.clip_grad_norm_(student.parameters(), 0.3)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    held = 0 if name == "ddp" else fabric.strategy.memory_bytes(teacher)["optimizer"]
+    same = all(value.equal(before) for value, before in zip(teacher.state_dict().values(), of_seed_3(), strict=True))
+    return {"losses": losses, "weights": full_weights(fabric, student), "held": held, "teacher": same}
+
+
+def of_seed_3() -> list[Tensor]:
+    torch.manual_seed(3)
+    return list(Net().state_dict().values())
+
+
 def run(rank: int, world_size: int, jobs: list[tuple[str, str, dict[str, Any]]]) -> list[Any]:
     """Run several loops in one start of the ranks."""
     quiet()
-    work = {"train": train, "adversarial": adversarial, "saves": saves, "resumes": resumes, "train_fp16": train_fp16}
+    work = {
+        "train": train,
+        "adversarial": adversarial,
+        "distillation": distillation,
+        "saves": saves,
+        "resumes": resumes,
+        "train_fp16": train_fp16,
+    }
     return [work[what](rank, world_size, name, **options) for what, name, options in jobs]
 
 

@@ -28,6 +28,8 @@ CASES: dict[str, dict[str, Any]] = {
 STRATEGIES = ("zero1", "zero2", "zero3", "zero3_offload", "zero3, small units")
 FEWER: dict[str, tuple[str, ...]] = {"zero0": ("plain",), "zero3, recompute": ("plain", "clip")}
 FEWER |= {name: ("compiled", "compiled inside") for name in ("zero1", "zero3, small units")}
+SEVERAL = ("ddp", "zero1", "zero2", "zero3", "zero3, small units")
+"""Strategies that train more than one module."""
 PAIRS = [
     *((name, case) for case in list(CASES)[:5] for name in STRATEGIES),
     *((n, c) for n, cs in FEWER.items() for c in cs),
@@ -39,8 +41,9 @@ def trained() -> dict[tuple[str, str], list[dict[str, Any]]]:
     """``(strategy, case) -> result of every rank``, of one start of two ranks."""
     keys = [*(("ddp", case) for case in CASES), *PAIRS]
     jobs = [("train", name, {"case": CASES[case]}) for name, case in keys]
-    keys += [(name, "adversarial") for name in ("ddp", "zero1", "zero2", "zero3")]
-    jobs += [("adversarial", name, {}) for name in ("ddp", "zero1", "zero2", "zero3")]
+    for what in ("adversarial", "distillation"):
+        keys += [(name, what) for name in SEVERAL]
+        jobs += [(what, name, {}) for name in SEVERAL]
     ranks = spawn(fabric_ranks.run, 2, jobs, init_process_group=False, timeout_s=170)
     return dict(zip(keys, map(list, zip(*ranks, strict=True)), strict=True))
 
@@ -61,7 +64,15 @@ def test_a_loop_gives_the_losses_and_weights_of_ddp(name: str, case: str) -> Non
         assert len(set(trusted["losses"])) == len(trusted["losses"]) >= 8
 
 
-@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("name", SEVERAL[1:])
+def test_a_teacher_without_an_optimizer_in_the_graph(name: str) -> None:
+    for ours, trusted in zip(trained()[name, "distillation"], trained()["ddp", "distillation"], strict=True):
+        check(ours, trusted)
+        assert ours["held"] == 0, "no optimizer state"
+        assert ours["teacher"]
+
+
+@pytest.mark.parametrize("name", SEVERAL[1:])
 def test_two_modules_with_losses_through_both(name: str) -> None:
     for ours, trusted in zip(trained()[name, "adversarial"], trained()["ddp", "adversarial"], strict=True):
         check(ours, trusted)

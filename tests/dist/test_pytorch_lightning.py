@@ -66,3 +66,32 @@ def test_a_trainer_of_the_other_package_is_refused(ran: tuple[Path, dict[str, An
     for message in refused.values():
         assert message.startswith("ConfigError: Got a strategy of ls_strategy for lightning, but this process uses it")
         assert "import everything from lightning.pytorch" in message
+
+
+@pytest.mark.slow
+def test_ranks_that_are_spawned_choose_as_their_parent() -> None:
+    inherited = {k: v for k, v in os.environ.items() if k != "LS_STRATEGY_LIGHTNING"}
+    command = [sys.executable, "-m", "tests.dist.spawned_program"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False, env=inherited)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [line for line in done.stdout.splitlines() if line.startswith("FOUND")]
+    assert found == ["FOUND spawn finished", "FOUND fork finished", *["FOUND pytorch_lightning 2"] * 2]
+
+
+@pytest.mark.slow
+def test_only_pytorch_lightning_is_installed(tmp_path: Path) -> None:
+    program = f"""
+import sys
+sys.modules["lightning"] = None  # its import is an error, as if it were not there
+import ls_strategy
+for name in ls_strategy.__all__:
+    getattr(ls_strategy, name)
+import pytorch_lightning as pl
+from pytorch_lightning.demos.boring_classes import BoringModel
+options = {{"devices": 1, "accelerator": "cpu", "max_steps": 2, "default_root_dir": {str(tmp_path)!r}}}
+trainer = pl.Trainer(strategy="zero3_offload", **options)
+trainer.fit(BoringModel())
+assert trainer.global_step == 2
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=170, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
