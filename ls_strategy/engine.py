@@ -371,7 +371,7 @@ class Engine:
 
         Raises:
             StateError: an exception ended a backward pass after it had begun to update, or an update failed. Or the
-                memory of states is given away.
+                states are offloaded between two steps.
         """
         self.away.require()
         require_one_step(self.flats, torn=self._torn, failure=self.offload.stream.error)

@@ -40,7 +40,7 @@ def full_weights(engine: Engine, module: nn.Module, dtype: torch.dtype | None = 
         pipeline one broadcast per tensor.
 
     Raises:
-        StateError: only some weights have taken the last step, or their memory is given away.
+        StateError: only some weights have taken the last step, or they are offloaded.
     """
     engine.check_complete()
     engine.wait()

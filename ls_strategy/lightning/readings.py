@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ls_strategy._compat import unwrap_optimizer
 from ls_strategy.access.gradients import full_gradients, grad_norms
-from ls_strategy.access.lend import offload_states
+from ls_strategy.access.offload import offload_states
 from ls_strategy.access.weights import full_weights
 from ls_strategy.distributed.comm import Traffic
 from ls_strategy.engine import Engine
@@ -86,7 +86,7 @@ class EngineStrategy(RankStrategy):
             dtype: of floating-point parameters, cast from the masters. Default: the dtype that the forward reads.
 
         Raises:
-            StateError: only some weights have taken the last step, or `offload_states` has given them away.
+            StateError: only some weights have taken the last step, or they are offloaded by `offload_states`.
         """
         engine = self.require_engine()
         return full_weights(engine, engine.model if module is None else module, dtype)
@@ -207,7 +207,7 @@ class EngineStrategy(RankStrategy):
             yield
 
     def offload_states(self, *kinds: StateKind) -> int:
-        """Give the device's memory of model states to something else, until `reload_states`. Collective.
+        """Free the device's memory of model states for something else, until `reload_states`. Collective.
 
         For example to an inference engine, between two training steps. The values are copied to pinned host memory,
         and come back bit for bit; tensors and views that user code holds stay valid. States that offload already
@@ -223,14 +223,14 @@ class EngineStrategy(RankStrategy):
 
         Raises:
             ConfigError: there is no such kind.
-            StateError: later, when something uses what was given: a forward, a backward, a step, a save.
+            StateError: later, when something uses what is offloaded: a forward, a backward, a step, a save.
         """
         return offload_states(self.require_engine(), kinds or KINDS)
 
     def reload_states(self) -> None:
-        """Take back the memory that `offload_states` has given, with the same bits. Call it on every rank.
+        """Load what `offload_states` has offloaded, with the same bits. Call it on every rank.
 
-        Does nothing if nothing was given. The end of a fit does it, too.
+        Does nothing if nothing is offloaded. The end of a fit does it, too.
         """
         self.require_engine().away.take_back()
 

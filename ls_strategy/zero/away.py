@@ -47,7 +47,7 @@ class _Given:
 
 
 class Away:
-    """The states of one engine that were given away."""
+    """The states of one engine that are offloaded between two steps."""
 
     def __init__(self, flats: Sequence[Flat], stepper: Stepper, gatherer: Gatherer, link: Link) -> None:
         """Give nothing yet."""

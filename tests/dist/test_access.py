@@ -335,7 +335,7 @@ def without_gradients_there_is_an_error() -> None:
 
 # --- offload_states ---------------------------------------------------------------------------------------------------
 
-AWAY = r"memory is given away.*Call strategy\.reload_states"
+AWAY = r"after strategy\.offload_states.*Call strategy\.reload_states"
 
 
 @case

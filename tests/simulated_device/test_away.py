@@ -31,7 +31,7 @@ class Gives(Stack):
         given = strategy.offload_states()
         left = dev.allocated_bytes(self.device)
         other = torch.full((before - left,), 7, dtype=torch.uint8, device=self.device)
-        with pytest.raises(StateError, match=r"memory is given away.*reload_states"):
+        with pytest.raises(StateError, match=r"after strategy\.offload_states.*reload_states"):
             self.first.weight.sum()
         assert other.sum().item() == 7 * other.numel()
         del other
@@ -40,7 +40,7 @@ class Gives(Stack):
 
 
 class GivesSome(Gives):
-    """Gives away what a forward does not need."""
+    """Offloads what a forward does not need."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         strategy: Any = self.trainer.strategy

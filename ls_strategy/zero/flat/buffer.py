@@ -24,10 +24,10 @@ from ls_strategy.zero_stages import StagePolicy
 
 
 def states_away(kinds: str) -> StateError:
-    """Return the error for using states whose memory was given away."""
+    """Return the error for using states that `Away.give` has offloaded."""
     return StateError(
-        f"the {kinds} of the model were used while their memory is given away: strategy.offload_states() was called. "
-        "Call strategy.reload_states() on every rank first."
+        f"the {kinds} of the model were used after strategy.offload_states() had moved them off the device. Call "
+        "strategy.reload_states() on every rank first."
     )
 
 
@@ -54,7 +54,7 @@ class FlatBuffer:
     """A save in flight that still has to read the states."""
 
     away: frozenset[str] = frozenset()
-    """The kinds of states whose memory was given to something else for a while (`ls_strategy.zero.away`)."""
+    """The kinds of states that are offloaded for a while (`ls_strategy.zero.away`)."""
 
     gathered_on_demand = False
     """Stage 3: gathered because a parameter was used outside the unit's own module."""
@@ -218,7 +218,7 @@ class FlatBuffer:
         return slot_views(self.layout, buffer)
 
     def require_here(self, kind: str) -> None:
-        """Refuse to use states of a kind whose memory was given away.
+        """Refuse to use states of a kind that `Away.give` has offloaded.
 
         Raises:
             StateError: with the cure.

@@ -1,4 +1,4 @@
-"""Lend the device's memory of model states to something else between two steps; `zero/away.py` does the work."""
+"""Free the device's memory of model states between two steps; `ls_strategy.zero.away` does the work."""
 
 from __future__ import annotations
 
