@@ -53,10 +53,20 @@ def test_the_output_is_that_of_the_plain_model(model: Sharded) -> None:
 
 def test_a_unit_without_outputs_that_need_gradients_stays(model: Sharded) -> None:
     block = model.net.blocks[0]
-    block.requires_grad_(False)
+    block.register_forward_hook(lambda *args: args[-1].detach(), prepend=True)  # what it keeps may need its backward
     block(X)
     assert model.units[1].pinned
     assert gathered(model) == ["blocks.0"]
+
+
+def test_a_unit_that_has_no_backward_is_released(model: Sharded) -> None:
+    block = model.net.blocks[0]
+    block.requires_grad_(False)
+    block(X)
+    assert not model.units[1].pinned
+    assert gathered(model) == []
+    block(X.clone().requires_grad_())
+    assert gathered(model) == []
 
 
 def test_a_block_whose_input_needs_no_gradient_is_released_with_its_last_gradient(model: Sharded) -> None:

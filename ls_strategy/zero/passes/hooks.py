@@ -175,10 +175,14 @@ class UnitHooks:
             self.gatherer.release(unit)
             return
         outputs = [t for t in _tensors(output) if t.requires_grad]
+        sources = [t for t in _tensors(inputs) if t.requires_grad]
         if not outputs:
-            unit.pin()  # its results do not leave as outputs, but their backward needs the unit
+            if sources or any(p.requires_grad for flat in unit.flats for p in flat.params):
+                unit.pin()  # its results do not leave as outputs, but their backward needs the unit
+            else:
+                self.gatherer.release(unit)  # there is no backward, as in a frozen tower
             return
-        self._watch_backward(unit, [t for t in _tensors(inputs) if t.requires_grad], outputs)
+        self._watch_backward(unit, sources, outputs)
         # A unit that is recomputed inside a backward pass stays until the end of its own backward, which follows.
         if not self.gatherer.is_last(unit) and current_backward_pass() < 0:
             self.gatherer.release(unit)
