@@ -17,6 +17,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "fp32 masters": ({"stage": 2}, {"precision": "bf16-true"}, True),
     "own step": ({"stage": 2}, {"precision": "bf16-true"}, False),
     "shards on the device": ({"stage": 3, "offload": {"optimizer": "cpu"}}, {"precision": "bf16-true"}, True),
+    "quantized, stage 2": ({"stage": 2, "precision": {"frozen": "nf4"}}, {}, True),
+    "quantized, stage 3": ({"stage": 3, "precision": {"frozen": "nf4"}}, {}, True),
     "accumulation": ({"stage": 1}, {"accumulate_grad_batches": 2}, True),
 }
 """Options of the strategy and of the Trainer, and whether AdamW is fused."""
@@ -57,7 +59,7 @@ class GivesSome(Gives):
 def trained(device: torch.device, name: str, kind: type[Stack], width: int = WIDTH) -> tuple[dict[str, Any], Any]:
     """Return the outcome of a fit, and what the module has kept. `tests.gpu` runs it too."""
     options, trainer, fused = CASES[name]
-    module = kind(width=width, fused=fused)
+    module = kind(width=width, fused=fused, habit="frozen matrices" if "quantized" in name else "")
     return fit(device, options, {**trainer, "max_steps": 4}, module=module), module.kept
 
 

@@ -196,6 +196,11 @@ def test_nothing_to_quantize_is_an_error_with_the_cure() -> None:
         engine_of(nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
 
 
+def test_an_evaluation_needs_no_frozen_weights() -> None:
+    model = network().requires_grad_(True)
+    assert split(engine_on(model, [], precision={"frozen": "nf4"}))[1] == []
+
+
 @pytest.mark.parametrize("given", [{"frozen": "nf5"}, {"frozen_except": ("a",)}])
 def test_wrong_options(given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="frozen"):

@@ -64,7 +64,8 @@ def quantized_params(
         for p in _matrices(m)
         if not p.requires_grad and id(p) not in owned and owners[id(p)] == 1 and p.dtype in _DTYPES and p.numel()
     }
-    if not chosen and all(home_of(p) is None for p in model.parameters()):  # else all became trainable during a fit
+    # Nothing may be left when all became trainable during a fit; and an evaluation needs no frozen weights.
+    if not chosen and owned and all(home_of(p) is None for p in model.parameters()):
         raise PlanError(
             f"Got precision.frozen={options.frozen!r}, but the model has no linear layer with a frozen weight in fp32, "
             "bf16 or fp16, outside of output heads and precision.frozen_except. Freeze the weights before they are "
