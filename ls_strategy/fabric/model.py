@@ -197,7 +197,7 @@ class Shell(nn.Module):
 
     @override
     @torch.compiler.disable
-    def forward(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Run the user's forward between the engine's hooks, which are not for a compiler.
 
         Of a model that was compiled before its set-up, Fabric compiles this shell again.
