@@ -93,6 +93,8 @@ def note_deferred(model: nn.Module) -> None:
 
     From then on the values are known even where the tensor is replaced by another one on meta.
     """
+    if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        return
     for owner in model.modules():
         for name, tensor in (*owner._parameters.items(), *owner._buffers.items()):
             deferred = None if tensor is None else _note(tensor)

@@ -217,6 +217,25 @@ def test_what_cannot_be_filled_is_named(rank: int, world_size: int) -> None:
         fit(2, make(), max_epochs=1)
 
 
+class Changed(Late):
+    """On one rank, a tensor changes after a weight was computed from it."""
+
+    def configure_model(self) -> None:
+        if self.blocks is None:
+            super().configure_model()
+            table = torch.ones(1 << 14, WIDTH, device="cpu")
+            self.extra = nn.Embedding(1 << 14, WIDTH)
+            self.extra.weight.data.copy_(table)
+            if self.global_rank == 1:
+                table.zero_()
+
+
+@on_ranks(2)
+def test_what_one_rank_cannot_do_again_is_an_error_on_all_ranks(rank: int, world_size: int) -> None:
+    with pytest.raises(PlanError, match=r"'extra\.weight'.*changed afterwards.*torch\.device\('cpu'\)"):
+        fit(3, Changed())
+
+
 @on_ranks(2)
 def test_weights_loaded_into_a_meta_module_are_refused(rank: int, world_size: int) -> None:
     with pytest.raises(PlanError, match=r"configure_model loads weights.*meta.*ckpt_path.*torch\.device\('cpu'\)"):
