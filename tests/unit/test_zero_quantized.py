@@ -196,6 +196,11 @@ def test_nothing_to_quantize_is_an_error_with_the_cure() -> None:
         engine_of(nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
 
 
+def test_nothing_is_quantized_in_64_bits() -> None:
+    with pytest.raises(PlanError, match="no linear layer with a frozen weight in fp32, bf16 or fp16"):
+        engine_of(network(), trainer_precision="64-true")
+
+
 def test_an_evaluation_needs_no_frozen_weights() -> None:
     model = network().requires_grad_(True)
     assert split(engine_on(model, [], precision={"frozen": "nf4"}))[1] == []

@@ -74,7 +74,7 @@ class Draft:
             kept = materials.fp32_modules(model, config.precision.fp32_modules)
             self.kept_fp32 = kept if precision.rounds else []
             self._owners = agreement.owners_of(model, optimizers)
-            self._quantized = quantized_params(model, config.precision, self._owners, kept)
+            self._quantized = quantized_params(model, config.precision, self._owners, kept, precision.cast)
             self._number_shared(len(optimizers), single=not parts and share.pipeline is None)
             materials.require_values(model, share.absent)
             for optimizer in optimizers:

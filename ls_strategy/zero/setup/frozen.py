@@ -29,7 +29,11 @@ _ROUTERS = frozenset(("gate", "router", "classifier", "shared_expert_gate"))
 
 
 def quantized_params(
-    model: nn.Module, options: PrecisionConfig, owned: Collection[int], kept: Collection[nn.Module]
+    model: nn.Module,
+    options: PrecisionConfig,
+    owned: Collection[int],
+    kept: Collection[nn.Module],
+    cast: torch.dtype | None = None,
 ) -> set[int]:
     """Return ``id`` of the parameters that ``options.frozen`` quantizes.
 
@@ -38,6 +42,7 @@ def quantized_params(
         options: the group ``precision``.
         owned: ``id`` of parameters of optimizers.
         kept: modules that stay in fp32.
+        cast: the dtype to which all other parameters are cast, if any.
 
     Raises:
         PlanError: nothing can be quantized, or a name in ``options.frozen_except`` matches no module.
@@ -45,7 +50,7 @@ def quantized_params(
     if options.frozen is None:
         return set()
     modules = {_plain(name): module for name, module in model.named_modules()}
-    skipped = [module for module in kept]
+    skipped = list(kept)
     for pattern in options.frozen_except:
         found = [m for name, m in modules.items() if fnmatch.fnmatchcase(f".{name}", f"*.{pattern}")]
         if not found:
@@ -62,7 +67,12 @@ def quantized_params(
         for m in modules.values()
         if id(m) not in inside
         for p in _matrices(m)
-        if not p.requires_grad and id(p) not in owned and owners[id(p)] == 1 and p.dtype in _DTYPES and p.numel()
+        if not p.requires_grad
+        and id(p) not in owned
+        and owners[id(p)] == 1
+        and p.is_floating_point()
+        and (cast or p.dtype) in _DTYPES
+        and p.numel()
     }
     # Nothing may be left when all became trainable during a fit; and an evaluation needs no frozen weights.
     if not chosen and owned and all(home_of(p) is None for p in model.parameters()):
