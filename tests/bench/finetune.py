@@ -25,7 +25,7 @@ SPREAD = "over seeds of the order of the rows"
 SEEDS = "1 to --seeds"
 QUICK = ("--seeds", "1", "--steps", "2", "--base_steps", "0", "--records", "200")
 
-RUNS: dict[str, tuple[str, ...]] = {"full": (), "lora": ("lora",), "distilled": ("distill",)}
+RUNS: dict[str, tuple[str, ...]] = {"full": (), "lora": ("lora",), "qlora": ("qlora",), "distilled": ("distill",)}
 """Overlays of base.yaml, by name of the run. The teacher of ``distilled`` is what ``full`` exports."""
 
 CONFIGS = ROOT / "recipes" / "finetune" / "configs"
