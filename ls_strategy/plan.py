@@ -125,10 +125,7 @@ class FlatPlan:
         return numel * self.dtype.itemsize if self.quantized is None else packed_bytes(numel, self.quantized)
 
     def policy(self, run: StagePolicy) -> StagePolicy:
-        """Return which states of this buffer are sharded, given the policy of the run.
-
-        Quantized weights are replicated below stage 3, in all their forms.
-        """
+        """Return which states are sharded. Quantized weights are replicated below stage 3, in all their forms."""
         return REPLICATED if self.replicated or (self.quantized is not None and not run.parameters) else run
 
     def stored_bytes(self, run: StagePolicy) -> int:

@@ -209,9 +209,8 @@ class ZeROFabricStrategy(Connection, DDPStrategy):  # pyright: ignore[reportInco
     def module_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
         """Build a module: with ``empty_init=True`` at stage 3 on meta, so that no rank ever holds the full model.
 
-        `from_pretrained` inside it then reads shards, and modules without weights from elsewhere are filled by their
-        ``reset_parameters``. Without ``empty_init``, weights of stage 3 are created on the host, and the device gets
-        shards of them.
+        `from_pretrained` inside it then reads shards, and other modules are filled by their ``reset_parameters``.
+        Without ``empty_init``, weights of stage 3 are created on the host, and the device gets shards of them.
         """
         partial_model = POLICIES[self.config.stage].parameters
         if partial_model and empty_init:
@@ -228,10 +227,8 @@ class ZeROFabricStrategy(Connection, DDPStrategy):  # pyright: ignore[reportInco
     @override
     def module_to_device(self, module: nn.Module) -> None:
         """Move a module; of one that is being set up, what it holds besides parameters."""
-        if self.zero_precision().sets_up(module):
-            module_state.move(module, self.root_device)
-        else:
-            module.to(self.root_device)
+        move = module_state.move if self.zero_precision().sets_up(module) else nn.Module.to
+        move(module, self.root_device)
 
     @override
     def setup_module_and_optimizers(  # pyright: ignore[reportIncompatibleMethodOverride]
