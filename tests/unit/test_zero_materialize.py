@@ -120,3 +120,12 @@ def test_a_boundary_casts_in_and_out_until_it_is_removed() -> None:
     boundary.remove()
     assert module(torch.ones(2, dtype=torch.bfloat16)).dtype == torch.bfloat16
     assert seen == [torch.float32, torch.bfloat16]
+
+
+def test_attributes_of_a_filled_parameter_stay() -> None:
+    with torch.device("meta"):
+        layer = nn.Linear(2, 3)
+    layer.weight.decays = False  # type: ignore[attr-defined]
+    maker(layer).provide(list(layer.parameters()))
+    assert not layer.weight.is_meta
+    assert layer.weight.decays is False  # type: ignore[attr-defined]

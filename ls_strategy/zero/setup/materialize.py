@@ -158,7 +158,7 @@ class Materializer:
             else:
                 fresh.append(p)
                 real = nn.Parameter(torch.empty_like(p, device=self._device), requires_grad=p.requires_grad)
-                torch.utils.swap_tensors(p, real)
+                _replace(p, real)
         for key, buffer in module.named_buffers(recurse=False):
             if buffer.is_meta:
                 setattr(module, key, torch.empty_like(buffer, device=self._device))
@@ -176,7 +176,7 @@ class Materializer:
             _, axis = self._mesh.holders(part)
             axis.broadcast_(full)
             real = nn.Parameter(part_of(full, part).clone(), requires_grad=p.requires_grad)
-            torch.utils.swap_tensors(p, real)
+            _replace(p, real)
             setattr(module, key, p)
 
 
