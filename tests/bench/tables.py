@@ -249,6 +249,16 @@ def _finetune(record: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def _published(record: dict[str, Any]) -> list[list[str]]:
+    """One row per program: the largest relative difference of a loss from DDP's, by strategy."""
+    strategies = list(next(iter(record["results"].values()))["all"])
+    rows = [["package", "its Lightning", "steps", *(f"`{s}`" if s != "nudged" else "DDP, nudged" for s in strategies)]]
+    for r in record["results"].values():
+        name = f"{r['package']} {r['version']}"
+        rows.append([name, f"`{r['lightning']}`", str(r["steps"]), *(f"{r['all'][s]:.0e}" for s in strategies)])
+    return rows
+
+
 def _inference(record: dict[str, Any]) -> list[list[str]]:
     """One row per batch and format of weights."""
     rows = [["batch", "weights", "speedup over fp32", "MB read per step", "share of memory bandwidth"]]
@@ -300,6 +310,7 @@ def _host_time(world: str) -> Callable[[dict[str, Any]], list[list[str]]]:
 
 _TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "trainer_time": _ratios,
+    "published_packages": _published,
     "finetune": _finetune,
     "cifar_accuracy": _accuracy,
     "cpu_adam": _adam,
