@@ -20,6 +20,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.strategies import Strategy as FabricStrategy
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch.distributed import distributed_c10d
@@ -28,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from ls_strategy import device as dev
 from ls_strategy._compat import StorageWeakRef, without_dispatch_modes, without_torch_function
+from ls_strategy.fabric.strategy import ZeROFabricStrategy
 from ls_strategy.lightning import module_state
 from ls_strategy.lightning.strategy import ZeROStrategy
 from ls_strategy.parallel import token_check
@@ -200,13 +202,13 @@ def _all_gather_uneven(tensors: list[Tensor], tensor: Tensor, group: Any = None,
 
 @contextmanager
 def native_device() -> Iterator[Memory]:
-    """Make `ZeROStrategy` on the CPU believe that its device is no host, and its process group NCCL's."""
+    """Make our strategies on the CPU believe that its device is no host, and its process group NCCL's."""
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _gloo, devices=["cpu"])
     memory = Memory()
     moves = Moves(memory)
     run_thread = threading.Thread.run
-    setup_environment = Strategy.setup_environment
+    setup_environment, setup_of_fabric = Strategy.setup_environment, FabricStrategy.setup_environment
 
     def run(thread: threading.Thread) -> None:  # a mode is per thread
         with Operations(memory):
@@ -215,6 +217,10 @@ def native_device() -> Iterator[Memory]:
     def setup(strategy: Strategy, *args: Any) -> None:
         memory.host_may_be_sent = not isinstance(strategy, ZeROStrategy)
         setup_environment(strategy, *args)
+
+    def setup_fabric(strategy: FabricStrategy, *args: Any) -> None:
+        memory.host_may_be_sent = not isinstance(strategy, ZeROFabricStrategy)
+        setup_of_fabric(strategy, *args)
 
     def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return moves.to(tensor, *args, **kwargs)
@@ -231,6 +237,7 @@ def native_device() -> Iterator[Memory]:
         for owner, name, value in (
             (threading.Thread, "run", run),
             (Strategy, "setup_environment", setup),
+            (FabricStrategy, "setup_environment", setup_fabric),
             (Tensor, "device", property(moves.device)),
             (Tensor, "to", to),
             (Tensor, "cpu", cpu),
@@ -240,8 +247,8 @@ def native_device() -> Iterator[Memory]:
             (distributed_c10d, "_get_object_coll_device", lambda group=None: str(DEVICE)),
             (dev, "current", lambda: DEVICE),
             (dev, "is_host", lambda device: device != DEVICE and device.type == "cpu"),
-            (ZeROStrategy, "root_device", property(lambda _: DEVICE)),
-            (ZeROStrategy, "_get_process_group_backend", lambda _: BACKEND),
+            *((kind, "root_device", property(lambda _: DEVICE)) for kind in (ZeROStrategy, ZeROFabricStrategy)),
+            *((kind, "_get_process_group_backend", lambda _: BACKEND) for kind in (ZeROStrategy, ZeROFabricStrategy)),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         stack.enter_context(Operations(memory))

@@ -143,7 +143,7 @@ def train(rank: int, world_size: int, name: str, case: dict[str, Any]) -> dict[s
         schedule.step()
     model.eval()
     with torch.no_grad():
-        evaluated = model(torch.ones(2, WIDTH)).float().sum().item()
+        evaluated = model(fabric.to_device(torch.ones(2, WIDTH))).float().sum().item()
     return {"losses": losses, "norms": norms, "weights": full_weights(fabric, model), "evaluated": evaluated}
 
 
@@ -159,7 +159,7 @@ def adversarial(rank: int, world_size: int, name: str) -> dict[str, Any]:
     for i, (x,) in enumerate(batches(fabric)):
         if i == 6:
             break
-        fake = generator(torch.randn(4, 4, generator=noise))
+        fake = generator(fabric.to_device(torch.randn(4, 4, generator=noise)))
         loss = critic(fake.detach()).mean() - critic(x).mean() + (critic(x) ** 2).mean()
         of_critic.zero_grad()
         fabric.backward(loss)
@@ -237,7 +237,7 @@ def steps_of(fabric: Any, model: Any, optimizer: Any, first: int, last: int) -> 
     losses = []
     model.eval()  # statistics of batches depend on how a batch is divided over ranks
     for x in rows[first:last]:
-        mine = x.chunk(fabric.world_size)[fabric.global_rank]
+        mine = fabric.to_device(x.chunk(fabric.world_size)[fabric.global_rank])
         loss = functional.mse_loss(model(mine), mine.flip(1))
         fabric.backward(loss)
         optimizer.step()
@@ -299,7 +299,7 @@ def train_fp16(rank: int, world_size: int, name: str) -> dict[str, Any]:
     scales, moved, refused = [strategy.require_model().engine.scaler.scale], [], ""
     for factor in (float("inf") if rank == 1 else 1.0, 1.0):
         before = full_weights(fabric, model)
-        fabric.backward(factor * model(torch.ones(2, WIDTH)).square().mean())
+        fabric.backward(factor * model(fabric.to_device(torch.ones(2, WIDTH))).square().mean())
         try:
             fabric.clip_gradients(model, optimizer, max_norm=1.0)
         except RuntimeError as error:
@@ -342,7 +342,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     other = nn.Linear(2, 2)
     attempt("foreign optimizer", lambda: fabric.setup_optimizers(torch.optim.AdamW(other.parameters())))
     attempt("bare step", bare.step)
-    attempt("loss.backward", lambda: model(torch.ones(2, WIDTH)).sum().backward())
+    attempt("loss.backward", lambda: model(fabric.to_device(torch.ones(2, WIDTH))).sum().backward())
     strategy = fabric.strategy
     control = strategy._backward_sync_control
     attempt("no_sync of a bare module", lambda: control.no_backward_sync(other, True).__enter__())
