@@ -9,6 +9,7 @@ import torch
 
 from ls_strategy import device as dev
 from ls_strategy.errors import StateError
+from tests.marks import slow
 from tests.simulated_device.device import run
 from tests.simulated_device.programs import WIDTH, Stack, fit
 
@@ -16,9 +17,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "masters are the parameters": ({"stage": 2}, {}, True),
     "fp32 masters": ({"stage": 2}, {"precision": "bf16-true"}, True),
     "own step": ({"stage": 2}, {"precision": "bf16-true"}, False),
-    "shards on the device": ({"stage": 3, "offload": {"optimizer": "cpu"}}, {"precision": "bf16-true"}, True),
     "quantized, stage 2": ({"stage": 2, "precision": {"frozen": "nf4"}}, {}, True),
     "quantized, stage 3": ({"stage": 3, "precision": {"frozen": "nf4"}}, {}, True),
+    "shards on the device": (
+        {"stage": 3, "offload": {"optimizer": "cpu", "step_on": "cpu"}},
+        {"precision": "bf16-true"},
+        True,
+    ),
     "accumulation": ({"stage": 1}, {"accumulate_grad_batches": 2}, True),
 }
 """Options of the strategy and of the Trainer, and whether AdamW is fused."""
@@ -63,7 +68,7 @@ def trained(device: torch.device, name: str, kind: type[Stack], width: int = WID
     return fit(device, options, {**trainer, "max_steps": 4}, module=module), module.kept
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [slow(name) if name == "own step" else name for name in CASES])
 def test_the_device_is_empty_meanwhile_and_no_bit_changes(name: str) -> None:
     width = 2 * WIDTH if "quantized" in name else WIDTH  # so that placeholders are few beside the states
     on_device = run(trained, name, Gives, width)
