@@ -100,7 +100,7 @@ def quantize(values: Tensor, form: FrozenFormat) -> Tensor:
 def _nearest(ratios: Tensor, form: FrozenFormat) -> Tensor:
     """Return the numbers of the nearest levels, uint8."""
     if form == "nf4":
-        levels = torch.tensor(NF4, dtype=torch.float32, device=ratios.device)
+        levels = torch.tensor(NF4, dtype=torch.float32).to(ratios.device)
         return torch.bucketize(ratios, (levels[1:] + levels[:-1]) / 2, out_int32=True).to(torch.uint8)
     most = 127 if form == "int8" else 7
     return ((ratios * most).round_().nan_to_num_(0.0).clamp_(-most, most) + (most + 1)).to(torch.uint8)
@@ -137,7 +137,7 @@ def dequantize_reference(packed: Tensor, out: Tensor, form: FrozenFormat) -> Non
 def _values(numbers: Tensor, form: FrozenFormat) -> Tensor:
     """Return the levels with these numbers, fp32."""
     if form == "nf4":
-        levels = torch.tensor(NF4, dtype=torch.float32, device=numbers.device)
+        levels = torch.tensor(NF4, dtype=torch.float32).to(numbers.device)
         return levels.index_select(0, numbers.flatten().int()).view(numbers.shape)
     most = 127 if form == "int8" else 7
     # A tensor as divisor: some devices multiply by the reciprocal of a number.
