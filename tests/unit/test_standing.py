@@ -8,6 +8,7 @@ from typing import Any
 import ls_strategy
 from ls_strategy.distributed import standing as standing_module
 from ls_strategy.distributed.standing import standing
+from ls_strategy.fabric.strategy import ZeROFabricStrategy
 from ls_strategy.lightning.strategy import ZeROStrategy
 
 
@@ -44,5 +45,6 @@ def test_the_method_of_the_strategy_is_named(monkeypatch: Any) -> None:
 def test_the_files_with_the_strategys_methods_exist() -> None:
     root = standing_module._folders()["strategy"]
     assert ls_strategy.lightning.strategy.__file__ in root  # type: ignore[attr-defined]
-    classes = [kind for kind in ZeROStrategy.__mro__ if kind.__module__.startswith("ls_strategy.")]
-    assert {kind.__module__.rsplit(".", 1)[1] + ".py" for kind in classes} == set(standing_module._STRATEGY)
+    classes = {*ZeROStrategy.__mro__, *ZeROFabricStrategy.__mro__}
+    modules = [kind.__module__.split(".") for kind in classes if kind.__module__.startswith("ls_strategy.")]
+    assert {(folder, f"{file}.py") for _, folder, file in modules} == set(standing_module._STRATEGY)
