@@ -165,7 +165,7 @@ def train_long(rank: int, world_size: int, folder: str, strategy: Any, kind: str
     return module
 
 
-@on_ranks(1)
+@on_ranks(1, timeout_s=150)
 def _trusted(rank: int, world_size: int, folder: str, kind: str) -> None:
     module = train_long(rank, world_size, folder, "auto", kind)
     torch.save((module.losses, weights(module)), f"{folder}/trusted.pt")
